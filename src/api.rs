@@ -1,0 +1,1 @@
+//! The Kubernetes resource `WeightSync`: types, conditions, validation.

@@ -1,0 +1,3 @@
+//! The kubectl plugin: `kubectl weightsync status | inject | plan | release`.
+
+fn main() {}

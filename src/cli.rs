@@ -1,0 +1,1 @@
+//! Commands and their output.

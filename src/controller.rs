@@ -1,0 +1,1 @@
+//! Reconciles `WeightSync` resources: observe, decide, apply, report.

@@ -1,0 +1,3 @@
+//! The `weightsync` program: `controller | agent | run | local | demo | publish | plan | generate`.
+
+fn main() {}

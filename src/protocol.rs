@@ -1,0 +1,20 @@
+//! What controller, agents, engines' simulators and the trainer's client say to each other.
+//!
+//! Types only, with their serialised form. Decides nothing; knows no socket, no clock, no Kubernetes.
+//! Every message that acts on a group carries its [`EpochId`], so that the receiver can refuse what is stale.
+
+mod client;
+mod control;
+mod data;
+mod identity;
+mod ids;
+mod roster;
+mod update;
+
+pub use client::*;
+pub use control::*;
+pub use data::*;
+pub use identity::*;
+pub use ids::*;
+pub use roster::*;
+pub use update::*;

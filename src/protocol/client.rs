@@ -1,0 +1,240 @@
+//! Messages between a trainer's client and the source agent beside it: one JSON object a line over an abstract unix stream
+//! socket (`\0weightsync/POD_UID`), with the ring's memfd passed once by SCM_RIGHTS beside [`ClientReply::Ring`].
+//!
+//! The client writes the stream of the layout into the ring, a bucket a slot, and says so; the agent says when a slot is free again.
+//! Order of a publish: `publish` -> `ring` -> (`filled` / `free`)* -> `end` -> `released` -> `done` or `error`. `again` may come
+//! instead of `released`: the attempt failed, nothing was retained, and the client is to write the stream from its first byte once more.
+
+use serde::{Deserialize, Serialize};
+
+use super::{MemberName, RosterView, UpdatePhase, Version};
+use crate::weights::{Layout, TensorSpec};
+
+/// Number of this protocol; a client of another number is refused with both numbers.
+pub const CLIENT_PROTOCOL: u32 = 1;
+
+/// What a client says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "camelCase", rename_all_fields = "camelCase")]
+pub enum ClientRequest {
+    /// First message.
+    Hello {
+        /// [`CLIENT_PROTOCOL`].
+        protocol: u32,
+        /// Program and version, for logs.
+        client: String,
+    },
+    /// Starts an update from tensors that the client will write.
+    Publish {
+        /// Number of the version; higher than every one published before.
+        version: Version,
+        /// Tensors in the order in which they will be written.
+        tensors: Vec<TensorSpec>,
+        /// What a second publish does while one runs.
+        queue: QueuePolicy,
+        /// When engines switch.
+        activation: Activation,
+        /// Whether the client can write the stream again after a failed attempt.
+        repeatable: bool,
+        /// The whole publish ends after this long, in ms.
+        timeout_ms: u64,
+    },
+    /// Starts an update from a safetensors checkpoint that the agent can read.
+    PublishCheckpoint {
+        /// Number of the version.
+        version: Version,
+        /// Directory or file, as the agent sees it.
+        path: String,
+        /// What a second publish does while one runs.
+        queue: QueuePolicy,
+        /// When engines switch.
+        activation: Activation,
+        /// The whole publish ends after this long, in ms.
+        timeout_ms: u64,
+    },
+    /// A slot holds the bucket of that sequence.
+    Filled {
+        /// Sequence of the bucket.
+        sequence: u32,
+        /// Slot of the ring.
+        slot: u32,
+    },
+    /// All buckets were filled.
+    End,
+    /// Switches a staged version (`activation: manual`).
+    Activate {
+        /// The staged version.
+        version: Version,
+    },
+    /// Gives the running publish up.
+    Cancel {
+        /// Why, for logs.
+        reason: String,
+    },
+    /// Asks for the roster; with `watch`, for every change too.
+    Roster {
+        /// Keep sending.
+        watch: bool,
+    },
+}
+
+/// What a second publish does while one runs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum QueuePolicy {
+    /// Waits its turn.
+    #[default]
+    Wait,
+    /// Replaces one that waits; the running one ends first.
+    Latest,
+}
+
+/// When engines switch to a delivered version.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Activation {
+    /// As soon as it is delivered.
+    #[default]
+    Auto,
+    /// When the trainer says so.
+    Manual,
+}
+
+/// What the agent answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "camelCase", rename_all_fields = "camelCase")]
+pub enum ClientReply {
+    /// Answer to hello.
+    Welcome {
+        /// [`CLIENT_PROTOCOL`].
+        protocol: u32,
+        /// The agent's program and version.
+        agent: String,
+        /// Last version published through this agent, if any.
+        version: Option<Version>,
+    },
+    /// The ring is ready; its memfd comes with this line.
+    Ring {
+        /// Places of all tensors and the bucket cut.
+        layout: Layout,
+        /// Slots in the ring.
+        slots: u32,
+        /// Bytes from one slot to the next.
+        slot_bytes: u64,
+        /// Attempt, from 1.
+        attempt: u32,
+    },
+    /// A slot may be written again.
+    Free {
+        /// The slot.
+        slot: u32,
+    },
+    /// Write the stream once more, from the first bucket.
+    Again {
+        /// Attempt, from 2.
+        attempt: u32,
+        /// Why the last one failed.
+        reason: String,
+    },
+    /// The client's tensors may change: all bytes are retained or delivered.
+    Released {
+        /// The version.
+        version: Version,
+    },
+    /// How far the update is; at most ten a second.
+    Progress {
+        /// The version.
+        version: Version,
+        /// Its step.
+        phase: UpdatePhase,
+        /// Bytes that the slowest member received.
+        bytes: u64,
+        /// Bytes of the version.
+        total_bytes: u64,
+    },
+    /// Delivered everywhere it will be; waits for `activate`.
+    Staged {
+        /// The version.
+        version: Version,
+    },
+    /// At least `minReady` replicas serve the version.
+    Done {
+        /// What happened.
+        result: PublishResult,
+    },
+    /// The publish, or the request before it, failed.
+    Error {
+        /// What failed.
+        error: PublishError,
+    },
+    /// Answer to a roster request.
+    Roster {
+        /// The roster.
+        roster: RosterView,
+    },
+}
+
+/// A publish that reached `minReady`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PublishResult {
+    /// The version.
+    pub version: Version,
+    /// The epoch in which it was installed.
+    pub epoch: u64,
+    /// Attempts it took.
+    pub attempts: u32,
+    /// Bytes of the version.
+    pub bytes: u64,
+    /// blake3 (hex) of its manifest.
+    pub manifest: String,
+    /// Replicas that serve it.
+    pub installed: Vec<MemberName>,
+    /// Replicas that do not, with the reason.
+    pub behind: Vec<(MemberName, String)>,
+    /// Wall time of each phase in ms.
+    pub phases_ms: Vec<(String, u64)>,
+}
+
+/// A publish that failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PublishError {
+    /// What failed, as a closed word.
+    pub code: PublishErrorCode,
+    /// What failed, for a person, with the next step.
+    pub message: String,
+    /// Whether the same call may succeed later.
+    pub retryable: bool,
+    /// The phase that was running.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub phase: Option<UpdatePhase>,
+    /// The member at fault, where it is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub member: Option<MemberName>,
+}
+
+/// What failed in a publish.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum PublishErrorCode {
+    /// Fewer replicas than `minReady` could take it.
+    NotEnoughReplicas,
+    /// The number is not higher than one published before.
+    VersionNotHigher,
+    /// A failed number was used again with another manifest.
+    ManifestChanged,
+    /// A deadline passed.
+    Timeout,
+    /// Another publish replaced it (`queue: latest`).
+    Superseded,
+    /// The client gave it up or went away.
+    Cancelled,
+    /// What the client sent makes no sense.
+    Invalid,
+    /// The checkpoint cannot be read.
+    BadCheckpoint,
+    /// Too little memory.
+    OutOfSpace,
+    /// Anything else.
+    Internal,
+}

@@ -1,0 +1,375 @@
+//! Messages between the coordinator (in the controller, or `weightsync local`) and an agent, over mutual TLS.
+//!
+//! `POST /v1/epoch/prepare`, `/v1/epoch/commit`, `/v1/epoch/fence`, `/v1/release`; `GET /v1/state`; `GET /v1/events`
+//! (one JSON object a line: first a [`AgentEvent::Snapshot`], then changes, and a [`AgentEvent::Heartbeat`] each second, so that a reader
+//! tells a dead agent (connection closed) from a silent one (no line)). The snapshot makes every fact readable later: nothing is only pushed.
+
+use serde::{Deserialize, Serialize};
+
+use super::{EpochId, Incarnation, MemberName, Role, Roster, Version};
+
+/// What the object's spec asks of members during updates; sent with each epoch, so that agents need no other configuration.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct UpdatePolicy {
+    /// What happens to running requests while weights are switched.
+    pub pause: PausePolicy,
+    /// What happens to the KV and prefix cache after the switch.
+    pub kv_cache: KvCachePolicy,
+    /// Replicas that must hold a version for it to count.
+    pub min_ready: u32,
+    /// A wait with no byte moving ends after this long.
+    pub silence_ms: u64,
+    /// An update ends after this long even if bytes move; also the longest that an engine stays paused by us.
+    pub update_timeout_ms: u64,
+    /// Bytes of host memory that a source may keep to retry and to feed joiners; 0 keeps nothing.
+    pub retain_bytes: u64,
+    /// Length of a bucket in bytes; 0 lets the source choose by the size of the model.
+    pub bucket_bytes: u64,
+    /// Whether the data path uses TLS; without it, members prove themselves by the epoch's secret.
+    pub data_tls: bool,
+    /// Health probes of the engine.
+    pub health: HealthPolicy,
+}
+
+/// What happens to running requests while weights are switched.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PausePolicy {
+    /// Requests stop where they are and go on with the new weights.
+    #[default]
+    Keep,
+    /// Requests end first.
+    Drain,
+    /// Requests are aborted.
+    Abort,
+    /// The trainer pauses by itself; we do not.
+    External,
+}
+
+/// What happens to the KV and prefix cache after the switch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvCachePolicy {
+    /// Kept: answers may mix both versions.
+    Keep,
+    /// Emptied.
+    #[default]
+    Reset,
+}
+
+/// When an engine counts as unhealthy and healthy again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HealthPolicy {
+    /// Time between two probes.
+    pub period_ms: u64,
+    /// Longest that one probe may take.
+    pub timeout_ms: u64,
+    /// Failures in a row that make an engine unhealthy.
+    pub failure_threshold: u32,
+    /// Successes in a row that make it healthy again.
+    pub success_threshold: u32,
+}
+
+/// First phase of a group: every member fences what it had and opens what it listens on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PrepareRequest {
+    /// The group's identity.
+    pub id: EpochId,
+    /// Name of the receiver in the roster.
+    pub member: MemberName,
+    /// Who must be there, by `member`'s roster entry: an agent of another incarnation refuses.
+    pub roster: Roster,
+    /// Rules of updates.
+    pub policy: UpdatePolicy,
+    /// Answer within this long.
+    pub deadline_ms: u64,
+}
+
+/// Answer to [`PrepareRequest`] (HTTP 200).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PrepareResponse {
+    /// Who answers.
+    pub incarnation: Incarnation,
+    /// Where its data listener is bound (`IP:PORT`).
+    pub data_address: String,
+    /// What it holds and serves.
+    pub state: MemberState,
+}
+
+/// Where to reach a member.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MemberAddress {
+    /// Which member.
+    pub member: MemberName,
+    /// Its life; certificates name its pod.
+    pub incarnation: Incarnation,
+    /// Control server (`IP:PORT`).
+    pub control: String,
+    /// Data listener (`IP:PORT`).
+    pub data: String,
+    /// URL of its engine, for routers; none for a source.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine_url: Option<String>,
+}
+
+/// Second phase: members learn each other's addresses, connect, and move one element over the real transport.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CommitRequest {
+    /// The group's identity; must be the prepared one.
+    pub id: EpochId,
+    /// All members.
+    pub addresses: Vec<MemberAddress>,
+    /// Who feeds members that lack the current version: the source, or a rollout that holds it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub feeder: Option<MemberName>,
+    /// Random bytes (base64) that data connections of this epoch must show. Secret.
+    pub secret: String,
+    /// Answer within this long.
+    pub deadline_ms: u64,
+}
+
+/// Ends an epoch: the receiver aborts all that carries it or an older one, and refuses it from now on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FenceRequest {
+    /// The newest identity that is fenced.
+    pub id: EpochId,
+    /// Why, for status and logs.
+    pub reason: String,
+}
+
+/// Asks a member to leave: it resumes its engine if that is safe, turns ready, and forgets its group (`POST /v1/release`).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ReleaseRequest {
+    /// The newest identity that is over.
+    pub id: EpochId,
+    /// Why, for logs.
+    pub reason: String,
+}
+
+/// Answer of an agent that does not do what it was asked (HTTP 409 or 422).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Refusal {
+    /// Why, as a closed word.
+    pub code: RefusalCode,
+    /// Why, for a person, with the next step where there is one.
+    pub message: String,
+}
+
+/// Why an agent refuses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum RefusalCode {
+    /// The message carries a fenced or older epoch.
+    StaleEpoch,
+    /// The message names another pod or another life of it.
+    WrongIncarnation,
+    /// The agent is in no group, or not in the phase that the message needs.
+    WrongPhase,
+    /// The engine cannot be reached or says no.
+    EngineRefused,
+    /// The engine's size is not the one asked for.
+    SizeMismatch,
+    /// Too little memory or disk.
+    OutOfSpace,
+    /// The layout differs from the one announced.
+    LayoutMismatch,
+    /// The version is not higher than the one held.
+    VersionNotHigher,
+    /// A deadline passed.
+    Timeout,
+    /// A peer cannot be reached.
+    PeerUnreachable,
+    /// The message cannot be understood.
+    Invalid,
+    /// Anything else.
+    Internal,
+}
+
+/// A version and the digest of its manifest (blake3, hex).
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HeldVersion {
+    /// Its number.
+    pub version: Version,
+    /// Digest of its manifest.
+    pub manifest: String,
+}
+
+/// What an engine adapter found out about its server.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EngineFacts {
+    /// `vllm`, `sglang`.
+    pub kind: String,
+    /// Version the server reports, or `unknown`.
+    pub server_version: String,
+    /// Worker ranks of the replica, read from the server.
+    pub size: u32,
+    /// URL of the server.
+    pub url: String,
+    /// Way in which weights are handed over, e.g. `reload_weights from a directory`.
+    pub delivery: String,
+    /// How an answer can be told its version: `token`, `request` or `none`.
+    pub answer_version: String,
+}
+
+/// Where a member stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum MemberPhase {
+    /// In no group.
+    Idle,
+    /// Listens, fenced what it had.
+    Prepared,
+    /// In a committed epoch.
+    Ready,
+    /// In an update.
+    Updating,
+    /// An install began and did not end well: must be fed in full, never serves.
+    Dirty,
+    /// The engine beside it does not answer.
+    EngineDown,
+}
+
+/// Everything an agent knows of itself; the answer of `GET /v1/state` and the first event of each stream.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MemberState {
+    /// Which member it is; none before the first prepare.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub member: Option<MemberName>,
+    /// Who speaks.
+    pub incarnation: Incarnation,
+    /// What it does.
+    pub role: Role,
+    /// Where it stands.
+    pub phase: MemberPhase,
+    /// The epoch that it prepared or committed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<EpochId>,
+    /// Complete and verified, kept to retry or to feed others (delivered).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub retained: Option<HeldVersion>,
+    /// Confirmed by the engine's present start (installed); for a source, the last version that reached `minReady`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub installed: Option<HeldVersion>,
+    /// The engine, where one is beside it and answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine: Option<EngineFacts>,
+    /// Whether the engine passed its probes (source: true).
+    pub healthy: bool,
+    /// Whether the engine is paused by us, and until when at most, in ms since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub paused_until: Option<u64>,
+    /// Why it is dirty, unhealthy or idle, for a person.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+/// One line of the event stream.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "camelCase", rename_all_fields = "camelCase")]
+pub enum AgentEvent {
+    /// All facts; first line, and again whenever any of them changes.
+    Snapshot {
+        /// The facts.
+        state: Box<MemberState>,
+    },
+    /// Nothing new; proves life. Each second.
+    Heartbeat,
+    /// A source's view of an update, from begin to end.
+    Update {
+        /// The view.
+        update: UpdateView,
+    },
+    /// The sender cannot reach or lost a peer of its epoch.
+    PeerLost {
+        /// The epoch in which it happened.
+        id: EpochId,
+        /// The peer.
+        peer: MemberName,
+        /// What was seen, for a person.
+        cause: String,
+    },
+}
+
+/// A source's (or feeder's) view of one update; the last one is kept and shown in status.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct UpdateView {
+    /// The epoch it runs in.
+    pub id: EpochId,
+    /// The version.
+    pub version: Version,
+    /// Attempts for this version, from 1.
+    pub attempt: u32,
+    /// Where it stands.
+    pub phase: UpdatePhase,
+    /// Bytes of the version.
+    pub total_bytes: u64,
+    /// Members that took part, with what became of each.
+    pub members: Vec<MemberProgress>,
+    /// Wall time of each finished phase in ms: `begin`, `transfer`, `verify`, `activate`.
+    pub phases_ms: Vec<(String, u64)>,
+    /// Why it failed, where it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure: Option<String>,
+    /// Whether this fed joiners rather than published.
+    pub feeding: bool,
+}
+
+/// Steps of an update, in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum UpdatePhase {
+    /// Members are asked to open it.
+    Begin,
+    /// Buckets travel.
+    Transfer,
+    /// Digests and coverage are checked.
+    Verify,
+    /// Verified everywhere; waits for the trainer's word (`activation: manual`).
+    Staged,
+    /// Engines switch.
+    Activate,
+    /// At least `minReady` replicas serve it.
+    Done,
+    /// Ended without effect on the version.
+    Failed,
+}
+
+/// One member in an update.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MemberProgress {
+    /// Which member.
+    pub member: MemberName,
+    /// Bytes received and checked.
+    pub bytes: u64,
+    /// Its step.
+    pub step: InstallStep,
+    /// Why it refused or failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+/// Steps of a rollout in an update, in order; `Failed` may follow any.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum InstallStep {
+    /// Said no before a byte moved.
+    Refused,
+    /// Receives buckets.
+    Receiving,
+    /// Every byte arrived once and every digest agrees.
+    Delivered,
+    /// The engine is being switched.
+    Installing,
+    /// The engine confirmed its last step.
+    Installed,
+    /// Failed; `dirty` in the member's state says whether the engine was touched.
+    Failed,
+}

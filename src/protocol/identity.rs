@@ -1,0 +1,69 @@
+//! How an agent obtains its certificate and makes itself known to the coordinator of its object.
+//!
+//! An agent announces itself whenever no coordinator is attached to its event stream (every 1 s, jittered), so a restarted
+//! controller knows all agents within two seconds and needs no list of its own.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Incarnation, Role};
+
+/// `POST /v1/agents/enroll` at the controller, over TLS with the server's certificate checked; asks for a certificate.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EnrollRequest {
+    /// Projected service-account token (audience `weightsync.dev`) or a single-use token bound to the pod's UID. Secret.
+    pub token: String,
+    /// Namespace of the pod; `local` on one host.
+    pub namespace: String,
+    /// Name of the pod.
+    pub pod: String,
+    /// Who asks; must agree with what the token proves.
+    pub incarnation: Incarnation,
+    /// PEM of a certificate signing request; its key never leaves the agent's memory.
+    pub csr_pem: String,
+}
+
+/// Answer to [`EnrollRequest`].
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EnrollResponse {
+    /// PEM of the agent's certificate. DNS name `POD_UID.agent.weightsync.internal`, URI names `weightsync://UID/agent/POD_UID`.
+    pub certificate_pem: String,
+    /// PEM of the CA that signs all members of all groups of this operator.
+    pub ca_pem: String,
+    /// UID of the `WeightSync` that claims the pod.
+    pub weightsync: String,
+    /// Ask for a new certificate after this many ms.
+    pub renew_after_ms: u64,
+}
+
+/// `POST /v1/agents/announce` at the controller, mutual TLS: "I am here, attach to my events".
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Announcement {
+    /// Namespace of the pod.
+    pub namespace: String,
+    /// Name of the pod.
+    pub pod: String,
+    /// Who announces itself.
+    pub incarnation: Incarnation,
+    /// What it does.
+    pub role: Role,
+    /// Ports of the engines this agent serves; empty for a source.
+    #[serde(default)]
+    pub engine_ports: Vec<u16>,
+    /// Address of its control server (`IP:PORT`), bound before it is told to anyone.
+    pub control_address: String,
+    /// Version of the program.
+    pub program: String,
+}
+
+/// Answer of an announcement or enrolment that cannot be served now.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Rejection {
+    /// What is wrong, for a person.
+    pub message: String,
+    /// Whether asking again later may succeed.
+    pub retryable: bool,
+}

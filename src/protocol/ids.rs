@@ -1,0 +1,72 @@
+//! Names and numbers that identify a group, a member and a version. Decides which of two epochs is newer; nothing else.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Number that a trainer gives to a set of weights; only grows.
+pub type Version = u64;
+
+/// The identity of one group. Group names, hello frames and messages carry it.
+///
+/// A deleted and remade object has another UID and a later creation time, so the two cannot speak for each other; an old
+/// leader has a smaller `term` and cannot have written `epoch` (compare-and-swap on `status.epoch`).
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EpochId {
+    /// UID of the `WeightSync` object.
+    pub weightsync: String,
+    /// When that object was created, in ms since 1970: which of two objects is the newer one.
+    pub created: u64,
+    /// Transitions of the controller's lease when the epoch was made.
+    pub term: u64,
+    /// The epoch's number; grows by at least 1 with every group.
+    pub epoch: u64,
+}
+
+impl EpochId {
+    /// Whether `self` replaces `other`: a newer object, or a higher epoch of the same object.
+    pub fn supersedes(&self, other: &Self) -> bool {
+        if self.weightsync == other.weightsync {
+            (self.epoch, self.term) > (other.epoch, other.term)
+        } else {
+            (self.created, &self.weightsync) > (other.created, &other.weightsync)
+        }
+    }
+}
+
+impl fmt::Display for EpochId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}/{}", self.weightsync, self.term, self.epoch)
+    }
+}
+
+/// Name of a member, stable while its pods keep their names: `trainer/POD`, `POOL/POD`, `POOL/POD:PORT` or `POOL/GROUP`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct MemberName(pub String);
+
+impl fmt::Display for MemberName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// One life of a member's agent: a pod made again under the same name, or an agent that restarted, differs here.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Incarnation {
+    /// UID of the pod that the agent runs in (on one host: a name that the supervisor gives).
+    pub pod_uid: String,
+    /// Random text made by the agent process at its start.
+    pub instance: String,
+}
+
+/// What a member does in its group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Has the trainer beside it and leads updates.
+    Source,
+    /// Has an engine beside it.
+    Rollout,
+}

@@ -1,0 +1,56 @@
+//! The ordered list of members that a group is made of, with ranks. Filled by `plan`; only carried here.
+
+use serde::{Deserialize, Serialize};
+
+use super::{MemberName, Role};
+
+/// A pod of a member.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PodRef {
+    /// Name within the namespace of the object.
+    pub name: String,
+    /// UID; a successor under the same name has another one.
+    pub uid: String,
+    /// Node it runs on, where known: neighbours on one node stand together in the chain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node: Option<String>,
+}
+
+/// One member of a group.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RosterMember {
+    /// Stable name.
+    pub name: MemberName,
+    /// Source or rollout.
+    pub role: Role,
+    /// First rank of this member.
+    pub rank_offset: u32,
+    /// Ranks of this member; 1 for a source.
+    pub size: u32,
+    /// Its pods; the first is the head, where its agent runs.
+    pub pods: Vec<PodRef>,
+    /// Port of its engine within the head pod; none for a source.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub port: Option<u16>,
+}
+
+/// The members of one group. Offsets are dense, disjoint and cover `0..world_size`; sources come first.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Roster {
+    /// Members by rank offset.
+    pub members: Vec<RosterMember>,
+    /// Sum of all sizes.
+    pub world_size: u32,
+    /// Order in which bytes travel over TCP: rollouts by name, neighbours on one node together.
+    pub chain: Vec<MemberName>,
+}
+
+impl Roster {
+    /// The member of that name.
+    pub fn member(&self, name: &MemberName) -> Option<&RosterMember> {
+        self.members.iter().find(|member| &member.name == name)
+    }
+}

@@ -1,0 +1,121 @@
+//! Messages of a leader (the source, or the feeder of joiners) to rollout agents, over mutual TLS.
+//!
+//! `POST /v1/update/begin | finish | activate | abort` are answered at once; what follows is read by
+//! `GET /v1/update/status?after=N` (a long poll of at most 1 s), so no call is long and bytes moving are seen as progress.
+//! Any refusal is a [`super::Refusal`] with HTTP 409 or 422.
+
+use serde::{Deserialize, Serialize};
+
+use super::{EpochId, InstallStep, Version};
+use crate::weights::Layout;
+
+/// Names one attempt to bring one version to members.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct UpdateId {
+    /// The group it runs in.
+    pub epoch: EpochId,
+    /// The version.
+    pub version: Version,
+    /// Attempt, from 1; no two attempts of one version share it, whatever their epoch.
+    pub attempt: u32,
+}
+
+/// Opens an update at a rollout. It compares the layout digest, checks memory and asks its engine, before a byte moves.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct BeginRequest {
+    /// Which attempt.
+    pub update: UpdateId,
+    /// Every tensor, its place and the bucket cut.
+    pub layout: Layout,
+    /// blake3 (hex) of the layout as the leader computed it.
+    pub layout_digest: String,
+    /// True when an already installed version is brought to a member that lacks it.
+    pub feeding: bool,
+}
+
+/// Ends the stream: digests that became known while it was sent. The rollout now checks digests and coverage.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FinishRequest {
+    /// Which attempt.
+    pub update: UpdateId,
+    /// xxh3-128 (hex) of every tensor, in layout order.
+    pub tensor_digests: Vec<String>,
+    /// blake3 (hex) of the manifest.
+    pub manifest_digest: String,
+}
+
+/// Switches the engine to a delivered version.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ActivateRequest {
+    /// Which attempt.
+    pub update: UpdateId,
+}
+
+/// Gives an attempt up. Harmless when the attempt is unknown or over.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AbortRequest {
+    /// Which attempt.
+    pub update: UpdateId,
+    /// Why, for logs.
+    pub reason: String,
+}
+
+/// Where a rollout stands in an attempt.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct UpdateStatus {
+    /// Which attempt; the last one it heard of.
+    pub update: UpdateId,
+    /// Grows with every change; pass it as `after` to wait for the next one.
+    pub sequence: u64,
+    /// Its step.
+    pub step: InstallStep,
+    /// Bytes received and checked.
+    pub bytes: u64,
+    /// Why it failed, with the tensor's name where one is at fault (never its contents).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Whether the engine was touched by a failed install.
+    pub dirty: bool,
+    /// Times of finished steps in ms, e.g. `receive`, `verify`, `pause`, `load`, `check`, `resume`.
+    pub steps_ms: Vec<(String, u64)>,
+}
+
+/// One line of `GET /v1/roster` on an agent's status port (plain HTTP, watchable with `?watch=true`): for routers and trainers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RosterView {
+    /// The epoch; none when in no group.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<u64>,
+    /// Last version that reached `minReady`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<Version>,
+    /// Replicas by rank offset.
+    pub replicas: Vec<RosterReplica>,
+}
+
+/// One replica in [`RosterView`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RosterReplica {
+    /// Its name.
+    pub name: super::MemberName,
+    /// URL of its engine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub url: Option<String>,
+    /// `ready`, `updating`, `dirty`, `behind` or `out`.
+    pub state: String,
+    /// Version that its engine serves, as far as known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<Version>,
+    /// First rank.
+    pub rank_offset: u32,
+    /// Ranks.
+    pub size: u32,
+}
