@@ -35,9 +35,44 @@ pub struct EnrollResponse {
     pub weightsync: String,
     /// Ask for a new certificate after this many ms.
     pub renew_after_ms: u64,
+    /// What the object wants of this agent.
+    pub assignment: Assignment,
 }
 
-/// `POST /v1/agents/announce` at the controller, mutual TLS: "I am here, attach to my events".
+/// What an object wants of one agent. An agent starts without any configuration of engines: this is where it comes from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Assignment {
+    /// Source or rollout.
+    pub role: Role,
+    /// Engines in the pod, one endpoint each; empty for a source. The agent runs an endpoint (own control server, own announcement,
+    /// own [`Incarnation::instance`]) for each of them.
+    #[serde(default)]
+    pub engines: Vec<EngineAssignment>,
+    /// Whether the pod is ready before its engine got a first version (`readiness.beforeFirstVersion`).
+    pub serve_before_first_version: bool,
+}
+
+/// One engine server beside an agent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EngineAssignment {
+    /// `vllm`, `sglang`.
+    pub kind: String,
+    /// Port on the pod's loopback.
+    pub port: u16,
+}
+
+/// Answer to [`Announcement`]: the assignment as it is now. A [`Rejection`] that is not retryable means: no object claims the pod any
+/// more; the agent releases its engine and forgets its group.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AnnounceResponse {
+    /// What the object wants of this agent.
+    pub assignment: Assignment,
+}
+
+/// One endpoint's `POST /v1/agents/announce` at the controller, mutual TLS: "I am here, attach to my events".
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Announcement {
@@ -49,9 +84,9 @@ pub struct Announcement {
     pub incarnation: Incarnation,
     /// What it does.
     pub role: Role,
-    /// Ports of the engines this agent serves; empty for a source.
-    #[serde(default)]
-    pub engine_ports: Vec<u16>,
+    /// Port of the engine of this endpoint; none for a source.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine_port: Option<u16>,
     /// Address of its control server (`IP:PORT`), bound before it is told to anyone.
     pub control_address: String,
     /// Version of the program.
