@@ -1,1 +1,5 @@
 //! What one member of a group does: the source leads updates, a rollout receives, verifies and installs.
+
+pub mod client;
+pub mod publish_job;
+pub mod version_source;

@@ -2,8 +2,12 @@
 //! socket (`\0weightsync/POD_UID`), with the ring's memfd passed once by SCM_RIGHTS beside [`ClientReply::Ring`].
 //!
 //! The client writes the stream of the layout into the ring, a bucket a slot, and says so; the agent says when a slot is free again.
-//! Order of a publish: `publish` -> `ring` -> (`filled` / `free`)* -> `end` -> `released` -> `done` or `error`. `again` may come
-//! instead of `released`: the attempt failed, nothing was retained, and the client is to write the stream from its first byte once more.
+//! Order of a publish: `publish` -> `accepted` -> `ring` -> (`filled` / `free`)* -> `end` -> `released` -> `done` or `error`. `again` may
+//! come after `ring` until `released`: the attempt failed, nothing was retained, and the client is to write the stream from its first
+//! byte once more. `filled` and `end` carry the attempt, so what was under way when `again` was sent is not taken for the new attempt.
+//!
+//! While a publish runs, a line leaves the agent at least once a second (`alive` when nothing else does): a client that hears nothing
+//! for ten seconds knows that its agent is lost. A second publish on a connection whose publish runs is refused: use a second connection.
 
 use serde::{Deserialize, Serialize};
 
@@ -54,13 +58,18 @@ pub enum ClientRequest {
     },
     /// A slot holds the bucket of that sequence.
     Filled {
-        /// Sequence of the bucket.
+        /// Attempt that it belongs to.
+        attempt: u32,
+        /// Sequence of the bucket; each attempt counts from 0 without a gap.
         sequence: u32,
         /// Slot of the ring.
         slot: u32,
     },
     /// All buckets were filled.
-    End,
+    End {
+        /// Attempt that ends.
+        attempt: u32,
+    },
     /// Switches a staged version (`activation: manual`).
     Activate {
         /// The staged version.
@@ -113,8 +122,17 @@ pub enum ClientReply {
         /// Last version published through this agent, if any.
         version: Option<Version>,
     },
-    /// The ring is ready; its memfd comes with this line.
+    /// The publish is known and waits its turn.
+    Accepted {
+        /// The version.
+        version: Version,
+    },
+    /// Nothing new; proves that the agent lives.
+    Alive,
+    /// The publish has its turn and the ring is ready, all slots free.
     Ring {
+        /// True when a memfd comes with this line; false when the one of the last publish on this connection is used again.
+        memfd: bool,
         /// Places of all tensors and the bucket cut.
         layout: Layout,
         /// Slots in the ring.
@@ -231,6 +249,8 @@ pub enum PublishErrorCode {
     Cancelled,
     /// What the client sent makes no sense.
     Invalid,
+    /// This process may not speak to this agent, or not in this protocol.
+    NotAllowed,
     /// The checkpoint cannot be read.
     BadCheckpoint,
     /// Too little memory.

@@ -1,0 +1,1 @@
+//! The source agent's side of the trainer's socket.

@@ -1,0 +1,71 @@
+//! Where the bytes of a version come from: one contract for the trainer's ring, a checkpoint directory and a retained copy.
+//!
+//! The leader of an update takes the layout, then the buckets in order, and never asks which of the three it reads. A source decides
+//! how bytes are obtained and who is at fault when they are not; it never decides whether an attempt is repeated.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+
+use crate::protocol::{MemberName, PublishError, PublishErrorCode, UpdatePhase};
+use crate::weights::{Bucket, Layout};
+
+/// Gives the stream of one version, bucket by bucket.
+#[async_trait]
+pub trait VersionSource: Send {
+    /// Tensors, places and cut; the same before the first bucket and after the last, in every attempt.
+    fn layout(&self) -> &Layout;
+
+    /// Whether [`restart`](Self::restart) can succeed. False for a trainer that can write its tensors only once.
+    fn repeatable(&self) -> bool;
+
+    /// The next bucket in order, or `None` after the last. Ends with an error after `silence` without a sign of life from what is read.
+    ///
+    /// The bytes may lie in memory that the source uses again: it is given back when the last clone of the [`Bytes`] is dropped, and a
+    /// source has only a few of them. Holding all of them and asking for one more therefore ends in [`SourceError::Silent`].
+    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError>;
+
+    /// Goes back to the first bucket for another attempt; `reason` says, for a person, why the last one failed.
+    /// [`Bytes`] of the failed attempt may still be held meanwhile.
+    async fn restart(&mut self, reason: &str) -> Result<(), SourceError>;
+
+    /// No bucket will be asked for any more: a trainer may change its tensors.
+    async fn released(&mut self);
+}
+
+/// Why a source gives no bytes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum SourceError {
+    #[error("the trainer went away ({cause}) before all bytes were taken: publish the version again")]
+    Gone { cause: String },
+    #[error("the trainer gave the publish up: {reason}")]
+    Cancelled { reason: String },
+    #[error("the trainer wrote nothing for {silence:?}: its tensors take longer than that to gather, or it hangs")]
+    Silent { silence: Duration },
+    #[error("{what}")]
+    Nonsense { what: String },
+    #[error("the attempt failed ({reason}) and the trainer's source can be read only once: publish from a factory, or with retain")]
+    NotRepeatable { reason: String },
+    #[error("{what}")]
+    BadCheckpoint { what: String },
+    #[error("{what}: {cause}")]
+    Io { what: String, cause: String },
+}
+
+impl SourceError {
+    /// What the trainer is told; `member` is the name of the source itself.
+    pub fn publish_error(&self, member: Option<&MemberName>) -> PublishError {
+        let (code, retryable) = match self {
+            Self::Gone { .. } => (PublishErrorCode::Cancelled, true),
+            Self::Cancelled { .. } => (PublishErrorCode::Cancelled, true),
+            Self::Silent { .. } => (PublishErrorCode::Timeout, true),
+            Self::Nonsense { .. } => (PublishErrorCode::Invalid, false),
+            Self::NotRepeatable { .. } => (PublishErrorCode::Internal, true),
+            Self::BadCheckpoint { .. } => (PublishErrorCode::BadCheckpoint, false),
+            Self::Io { .. } => (PublishErrorCode::Internal, true),
+        };
+        PublishError { code, message: self.to_string(), retryable, phase: Some(UpdatePhase::Transfer), member: member.cloned() }
+    }
+}
