@@ -1,1 +1,67 @@
-//! Commands and their output.
+//! Commands and their output: `weightsync COMMAND`, one file a command.
+//!
+//! A command reads its arguments, calls one room of the crate, prints what it answers, and says by the exit code whether it went well:
+//! 0 success, 1 failure, 2 wrong usage. It decides nothing that a room could decide, and never prints a secret.
+//!
+//! To add a command: a file `src/cli/NAME.rs` with `pub struct NameArgs` (derives `clap::Args`) and
+//! `impl NameArgs { pub fn run(self) -> anyhow::Result<ExitCode> }`, a variant of [`Command`], and an arm in [`Cli::run`].
+
+mod generate;
+
+use std::future::Future;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::{Parser, Subcommand, ValueEnum};
+
+/// Keeps the weights that rollout engines serve equal to the weights that a trainer makes.
+#[derive(Debug, Parser)]
+#[command(name = "weightsync", version, propagate_version = true, arg_required_else_help = true)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands of the program.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Write what is made from the program's own types: CRDs, API reference, shell completion.
+    Generate(generate::GenerateArgs),
+}
+
+impl Cli {
+    /// Carries the command out.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        match self.command {
+            Command::Generate(args) => args.run(),
+        }
+    }
+}
+
+/// How a command prints what it found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// For people: tables and sentences.
+    #[default]
+    Human,
+    /// For programs: one JSON object.
+    Json,
+}
+
+/// Reads the command line and carries it out; an error is printed as one line, with its causes.
+pub fn main() -> ExitCode {
+    match Cli::parse().run() {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs an asynchronous command to its end on a runtime of its own.
+pub fn block_on<T>(command: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the async runtime cannot start")?;
+    runtime.block_on(command)
+}

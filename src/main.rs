@@ -1,3 +1,7 @@
-//! The `weightsync` program: `controller | agent | run | local | demo | publish | plan | generate`.
+//! The `weightsync` program. Commands live in [`weightsync::cli`], one file each.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    weightsync::cli::main()
+}
