@@ -126,6 +126,10 @@ pub struct CommitRequest {
     /// Who feeds members that lack the current version: the source, or a rollout that holds it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub feeder: Option<MemberName>,
+    /// The version that every rollout should hold; none before the first. A member that holds another one is fed by `feeder`, and is not
+    /// ready until it was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub current: Option<HeldVersion>,
     /// Random bytes (base64) that data connections of this epoch must show. Secret.
     pub secret: String,
     /// Answer within this long.

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Incarnation, Role};
+use super::{HeldVersion, Incarnation, Role};
 
 /// `POST /v1/agents/enroll` at the controller, over TLS with the server's certificate checked; asks for a certificate.
 #[derive(Clone, Serialize, Deserialize)]
@@ -51,6 +51,10 @@ pub struct Assignment {
     pub engines: Vec<EngineAssignment>,
     /// Whether the pod is ready before its engine got a first version (`readiness.beforeFirstVersion`).
     pub serve_before_first_version: bool,
+    /// The version that every rollout should hold; none before the first. Without it, a pod that starts late would pass for one that may
+    /// serve before the first version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub current: Option<HeldVersion>,
 }
 
 /// One engine server beside an agent.

@@ -2,7 +2,7 @@
 //!
 //! `POST /v1/update/begin | finish | activate | abort` are answered at once; what follows is read by
 //! `GET /v1/update/status?after=N` (a long poll of at most 1 s), so no call is long and bytes moving are seen as progress.
-//! Any refusal is a [`super::Refusal`] with HTTP 409 or 422.
+//! Each of the four answers the [`UpdateStatus`] after it. Any refusal is a [`super::Refusal`] with HTTP 409 or 422.
 
 use serde::{Deserialize, Serialize};
 
@@ -33,6 +33,10 @@ pub struct BeginRequest {
     pub layout_digest: String,
     /// True when an already installed version is brought to a member that lacks it.
     pub feeding: bool,
+    /// blake3 (hex) of the manifest, where the leader knows it before the stream (a retry, feeding): a rollout that holds these very
+    /// bytes says `Delivered` or `Installed` at once and leaves the chain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub manifest_digest: Option<String>,
 }
 
 /// Ends the stream: digests that became known while it was sent. The rollout now checks digests and coverage.
