@@ -7,6 +7,8 @@
 //! `impl NameArgs { pub fn run(self) -> anyhow::Result<ExitCode> }`, a variant of [`Command`], and an arm in [`Cli::run`].
 
 mod generate;
+pub mod inject;
+pub mod plugin;
 
 use std::future::Future;
 use std::process::ExitCode;

@@ -79,10 +79,7 @@ pub fn reporting() -> (Reporter, Reports) {
     let (to_reports, reports) = mpsc::unbounded_channel();
     let (to_progress, progress) = watch::channel(None);
     let (activate, activated) = watch::channel(false);
-    (
-        Reporter { reports: to_reports, progress: to_progress, activated, over: false },
-        Reports { reports, progress, activated: activate },
-    )
+    (Reporter { reports: to_reports, progress: to_progress, activated, over: false }, Reports { reports, progress, activated: activate })
 }
 
 impl Reporter {

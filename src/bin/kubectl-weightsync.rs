@@ -1,3 +1,7 @@
-//! The kubectl plugin: `kubectl weightsync status | inject | plan | release`.
+//! The kubectl plugin. Verbs live in [`weightsync::cli::plugin`], one file each.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    weightsync::cli::plugin::main()
+}

@@ -1,0 +1,128 @@
+//! `kubectl weightsync inject`: manifests in, the same manifests with the agent as a sidecar out.
+//!
+//! For clusters without MutatingAdmissionPolicy, and for people who want the lines in their repository. Decides which documents hold a
+//! pod template that opts in (label `weightsync.dev/role`) and what is added; the lines are those of the chart's injection policy.
+//! It never talks to a cluster and never changes anything else in a document.
+
+mod sidecar;
+
+use serde_json::{Map, Value};
+
+pub use sidecar::{AGENT_CONTAINER, Options, STATUS_PORT};
+
+/// Label by which a pod opts in; its value is the role.
+pub const ROLE_LABEL: &str = "weightsync.dev/role";
+/// Annotation that names the engine's or trainer's container; the first one if it is missing.
+pub const CONTAINER_ANNOTATION: &str = "weightsync.dev/container";
+/// Annotation `SECRET/KEY` of the engine's API key.
+pub const API_KEY_ANNOTATION: &str = "weightsync.dev/api-key-secret";
+
+/// Why a document cannot be changed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum InjectError {
+    #[error("{what}: label {ROLE_LABEL} is \"{role}\"; it must be trainer or rollout")]
+    UnknownRole { what: String, role: String },
+    #[error("{what}: annotation {CONTAINER_ANNOTATION} names \"{container}\", but the containers are {present:?}")]
+    UnknownContainer { what: String, container: String, present: Vec<String> },
+    #[error("{what}: annotation {API_KEY_ANNOTATION} must be SECRET/KEY, not \"{value}\"")]
+    BadKeyReference { what: String, value: String },
+    #[error("{what}: {field} is not what Kubernetes expects there")]
+    Malformed { what: String, field: &'static str },
+}
+
+/// What was done with a document.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Injected {
+    /// `Kind/name` of the document.
+    pub what: String,
+    /// Pod templates that got the sidecar.
+    pub templates: usize,
+}
+
+/// Adds the sidecar to every pod template of `document` that opts in and does not have it yet.
+pub fn inject(document: &mut Value, options: &Options) -> Result<Injected, InjectError> {
+    let what = describe(document);
+    let mut templates = 0;
+    if document.get("kind").and_then(Value::as_str) == Some("List") {
+        if let Some(items) = document.get_mut("items").and_then(Value::as_array_mut) {
+            for item in items {
+                templates += inject(item, options)?.templates;
+            }
+        }
+    } else {
+        walk(document, options, &what, &mut templates)?;
+    }
+    Ok(Injected { what, templates })
+}
+
+/// A pod template is any object with `metadata` and `spec.containers`: this finds those of Deployments, StatefulSets, Jobs,
+/// LeaderWorkerSets (`leaderTemplate`, `workerTemplate`), RayClusters and kinds that do not exist yet.
+fn walk(value: &mut Value, options: &Options, what: &str, templates: &mut usize) -> Result<(), InjectError> {
+    match value {
+        Value::Object(object) => {
+            if object.get("spec").and_then(|spec| spec.get("containers")).is_some_and(Value::is_array) {
+                *templates += usize::from(inject_pod(object, options, what)?);
+                return Ok(());
+            }
+            for (key, inner) in object.iter_mut() {
+                if key != "metadata" && key != "status" {
+                    walk(inner, options, what, templates)?;
+                }
+            }
+            Ok(())
+        }
+        Value::Array(items) => items.iter_mut().try_for_each(|item| walk(item, options, what, templates)),
+        _ => Ok(()),
+    }
+}
+
+fn inject_pod(pod: &mut Map<String, Value>, options: &Options, what: &str) -> Result<bool, InjectError> {
+    let text = |section: &str, key: &str| {
+        pod.get("metadata").and_then(|m| m.get(section)).and_then(|s| s.get(key)).and_then(Value::as_str).map(str::to_owned)
+    };
+    let Some(role) = text("labels", ROLE_LABEL) else { return Ok(false) };
+    if role != "trainer" && role != "rollout" {
+        return Err(InjectError::UnknownRole { what: what.into(), role });
+    }
+    if text("annotations", "weightsync.dev/inject").as_deref() == Some("false") {
+        return Ok(false);
+    }
+    let wanted = text("annotations", CONTAINER_ANNOTATION);
+    let key = match text("annotations", API_KEY_ANNOTATION) {
+        None => None,
+        Some(value) => match value.split_once('/') {
+            Some((secret, key)) if !secret.is_empty() && !key.is_empty() => Some((secret.to_owned(), key.to_owned())),
+            _ => return Err(InjectError::BadKeyReference { what: what.into(), value }),
+        },
+    };
+    let Some(spec) = pod.get_mut("spec").and_then(Value::as_object_mut) else {
+        return Err(InjectError::Malformed { what: what.into(), field: "spec" });
+    };
+    if names(spec, "initContainers").iter().any(|name| name == AGENT_CONTAINER) {
+        return Ok(false);
+    }
+    let present = names(spec, "containers");
+    let Some(target) = wanted.or_else(|| present.first().cloned()) else {
+        return Err(InjectError::Malformed { what: what.into(), field: "spec.containers" });
+    };
+    if !present.contains(&target) {
+        return Err(InjectError::UnknownContainer { what: what.into(), container: target, present });
+    }
+    sidecar::add(spec, &target, &role, key.as_ref(), options).map_err(|field| InjectError::Malformed { what: what.into(), field })?;
+    Ok(true)
+}
+
+fn names(spec: &Map<String, Value>, list: &str) -> Vec<String> {
+    let items = spec.get(list).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    items.iter().filter_map(|item| item.get("name").and_then(Value::as_str)).map(str::to_owned).collect()
+}
+
+fn describe(document: &Value) -> String {
+    let kind = document.get("kind").and_then(Value::as_str).unwrap_or("document without a kind");
+    let name = document.get("metadata").and_then(|m| m.get("name").or_else(|| m.get("generateName"))).and_then(Value::as_str);
+    format!("{kind}/{}", name.unwrap_or("?"))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,107 @@
+//! Injection by table: which documents change, what is added, what is refused.
+
+use serde_json::{Value, json};
+
+use super::{InjectError, Options, inject};
+
+fn options() -> Options {
+    Options {
+        image: "weightsync:1".into(),
+        image_pull_policy: "Never".into(),
+        controller_url: "https://weightsync.ws.svc:8443".into(),
+        controller_ca: "PEM".into(),
+        requests: ("100m".into(), "64Mi".into()),
+    }
+}
+
+fn pod(labels: &Value, spec: &Value) -> Value {
+    json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", "labels": labels}, "spec": spec})
+}
+
+fn rollout() -> Value {
+    pod(&json!({"weightsync.dev/role": "rollout"}), &json!({"containers": [{"name": "engine"}]}))
+}
+
+#[test]
+fn a_pod_that_opts_in_gets_sidecar_token_and_shared_memory() {
+    let mut document = rollout();
+    assert_eq!(inject(&mut document, &options()).unwrap().templates, 1);
+    let spec = &document["spec"];
+    assert_eq!(spec["initContainers"][0]["name"], "weightsync-agent");
+    assert_eq!(spec["initContainers"][0]["restartPolicy"], "Always");
+    assert_eq!(spec["containers"][0]["volumeMounts"], json!([{"name": "weightsync-shm", "mountPath": "/dev/shm"}]));
+    assert_eq!(spec["volumes"][0], json!({"name": "weightsync-shm", "emptyDir": {"medium": "Memory"}}));
+    assert_eq!(spec["volumes"][1]["projected"]["sources"][0]["serviceAccountToken"]["audience"], "weightsync.dev");
+}
+
+#[test]
+fn a_second_injection_changes_nothing() {
+    let mut once = rollout();
+    inject(&mut once, &options()).unwrap();
+    let mut twice = once.clone();
+    assert_eq!(inject(&mut twice, &options()).unwrap().templates, 0);
+    assert_eq!(once, twice);
+}
+
+#[test]
+fn a_pod_without_the_label_or_with_inject_false_stays_as_it_is() {
+    let mut plain = pod(&json!({"app": "x"}), &json!({"containers": [{"name": "c"}]}));
+    let before = plain.clone();
+    assert_eq!(inject(&mut plain, &options()).unwrap().templates, 0);
+    assert_eq!(plain, before);
+    let mut declined = rollout();
+    declined["metadata"]["annotations"] = json!({"weightsync.dev/inject": "false"});
+    assert_eq!(inject(&mut declined, &options()).unwrap().templates, 0);
+}
+
+#[test]
+fn an_own_shared_memory_volume_is_shared_and_not_replaced() {
+    let spec = json!({
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}],
+        "containers": [{"name": "helper"}, {"name": "engine", "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}]
+    });
+    let mut document = pod(&json!({"weightsync.dev/role": "rollout"}), &spec);
+    document["metadata"]["annotations"] = json!({"weightsync.dev/container": "engine"});
+    inject(&mut document, &options()).unwrap();
+    let spec = &document["spec"];
+    assert_eq!(spec["volumes"].as_array().unwrap().len(), 2);
+    assert_eq!(spec["initContainers"][0]["volumeMounts"][0]["name"], "shm");
+    assert_eq!(spec["containers"][1]["volumeMounts"].as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn templates_of_deployments_jobs_and_leader_worker_sets_are_found() {
+    let template = json!({"metadata": {"labels": {"weightsync.dev/role": "rollout"}}, "spec": {"containers": [{"name": "engine"}]}});
+    let mut deployment = json!({"kind": "Deployment", "metadata": {"name": "d"}, "spec": {"template": template}});
+    assert_eq!(inject(&mut deployment, &options()).unwrap().templates, 1);
+    let mut lws = json!({"kind": "LeaderWorkerSet", "metadata": {"name": "l"},
+        "spec": {"leaderWorkerTemplate": {"leaderTemplate": template, "workerTemplate": {"spec": {"containers": [{"name": "w"}]}}}}});
+    assert_eq!(inject(&mut lws, &options()).unwrap().templates, 1);
+    let mut list = json!({"kind": "List", "items": [rollout(), rollout()]});
+    assert_eq!(inject(&mut list, &options()).unwrap().templates, 2);
+}
+
+#[test]
+fn an_api_key_comes_from_a_secret_and_never_as_a_value() {
+    let mut document = rollout();
+    document["metadata"]["annotations"] = json!({"weightsync.dev/api-key-secret": "keys/engine"});
+    inject(&mut document, &options()).unwrap();
+    let env = document["spec"]["initContainers"][0]["env"].as_array().unwrap();
+    let key = env.iter().find(|e| e["name"] == "WEIGHTSYNC_ENGINE_API_KEY").unwrap();
+    assert_eq!(key["valueFrom"]["secretKeyRef"], json!({"name": "keys", "key": "engine"}));
+}
+
+#[test]
+fn mistakes_are_refused_with_what_to_change() {
+    let mut role = pod(&json!({"weightsync.dev/role": "actor"}), &json!({"containers": [{"name": "c"}]}));
+    assert!(matches!(inject(&mut role, &options()), Err(InjectError::UnknownRole { role, .. }) if role == "actor"));
+    let mut container = rollout();
+    container["metadata"]["annotations"] = json!({"weightsync.dev/container": "engin"});
+    let message = inject(&mut container, &options()).unwrap_err().to_string();
+    assert!(message.contains("engin") && message.contains("engine"), "{message}");
+    let mut key = rollout();
+    key["metadata"]["annotations"] = json!({"weightsync.dev/api-key-secret": "keys"});
+    assert!(matches!(inject(&mut key, &options()), Err(InjectError::BadKeyReference { .. })));
+    let mut volumes = pod(&json!({"weightsync.dev/role": "rollout"}), &json!({"containers": [{"name": "c"}], "volumes": {}}));
+    assert!(matches!(inject(&mut volumes, &options()), Err(InjectError::Malformed { .. })));
+}

@@ -1,0 +1,132 @@
+//! `kubectl weightsync inject`: reads manifests, adds the sidecar where a template opts in, writes them again.
+//!
+//! Image, controller and CA are asked of the installation in the cluster unless they are given, so that a manifest made by hand and one
+//! changed by the admission policy are the same.
+
+use std::io::{Read, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::Args;
+use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::api::ListParams;
+use kube::{Api, Client};
+use serde_json::Value;
+
+use crate::cli::inject::{Options, inject};
+
+const DEADLINE: Duration = Duration::from_secs(15);
+
+/// Arguments of `kubectl weightsync inject`.
+#[derive(Debug, Args)]
+pub struct InjectArgs {
+    /// File with manifests (YAML, several documents); standard input if it is missing or `-`.
+    #[arg(short, long)]
+    filename: Option<PathBuf>,
+    /// Image of the agent; asked of the installed controller if it is missing.
+    #[arg(long)]
+    image: Option<String>,
+    /// Pull policy of that image.
+    #[arg(long, default_value = "IfNotPresent")]
+    image_pull_policy: String,
+    /// URL of the controller's enrolment service; asked of the installation if it is missing.
+    #[arg(long, requires = "ca_file")]
+    controller_url: Option<String>,
+    /// File with the PEM of the controller's CA; asked of the installation if it is missing.
+    #[arg(long, requires = "controller_url")]
+    ca_file: Option<PathBuf>,
+    /// CPU that the sidecar requests.
+    #[arg(long, default_value = "100m")]
+    cpu: String,
+    /// Memory that the sidecar requests, besides the shared memory that holds weights.
+    #[arg(long, default_value = "64Mi")]
+    memory: String,
+}
+
+impl InjectArgs {
+    /// Writes the changed manifests to standard output, and what was done to standard error.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        let text = self.read()?;
+        let mut documents: Vec<Value> = serde_saphyr::from_multiple(&text).context("the input is not YAML")?;
+        documents.retain(|document| !document.is_null());
+        if documents.is_empty() {
+            bail!("the input holds no manifest: give manifests with --filename FILE or on standard input");
+        }
+        let options = self.options()?;
+        let mut templates = 0;
+        for document in &mut documents {
+            let injected = inject(document, &options)?;
+            if injected.templates > 0 {
+                eprintln!("{}: agent added to {} pod template(s)", injected.what, injected.templates);
+            }
+            templates += injected.templates;
+        }
+        if templates == 0 {
+            eprintln!("nothing to do: no pod template carries the label weightsync.dev/role (trainer or rollout) and lacks the agent");
+        }
+        let out = serde_saphyr::to_string_multiple(&documents).context("the manifests cannot be written as YAML")?;
+        std::io::stdout().write_all(out.as_bytes()).context("standard output cannot be written")?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn read(&self) -> anyhow::Result<String> {
+        match &self.filename {
+            Some(path) if path.as_os_str() != "-" => {
+                std::fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()))
+            }
+            _ => {
+                let mut text = String::new();
+                std::io::stdin().read_to_string(&mut text).context("standard input cannot be read")?;
+                Ok(text)
+            }
+        }
+    }
+
+    fn options(&self) -> anyhow::Result<Options> {
+        let requests = (self.cpu.clone(), self.memory.clone());
+        let image_pull_policy = self.image_pull_policy.clone();
+        if let (Some(image), Some(url), Some(file)) = (&self.image, &self.controller_url, &self.ca_file) {
+            let controller_ca = std::fs::read_to_string(file).with_context(|| format!("{} cannot be read", file.display()))?;
+            return Ok(Options { image: image.clone(), image_pull_policy, controller_url: url.clone(), controller_ca, requests });
+        }
+        let found = crate::cli::block_on(async {
+            tokio::time::timeout(DEADLINE, installation()).await.context("the cluster gave no answer within 15 s")?
+        })
+        .context("the installation cannot be asked: give --image, --controller-url and --ca-file")?;
+        Ok(Options {
+            image: self.image.clone().unwrap_or(found.image),
+            image_pull_policy,
+            controller_url: self.controller_url.clone().unwrap_or(found.controller_url),
+            controller_ca: found.controller_ca,
+            requests,
+        })
+    }
+}
+
+struct Installation {
+    image: String,
+    controller_url: String,
+    controller_ca: String,
+}
+
+async fn installation() -> anyhow::Result<Installation> {
+    let client = Client::try_default().await.context("no cluster is configured")?;
+    let ours = ListParams::default().labels("app.kubernetes.io/name=weightsync");
+    let deployments = Api::<Deployment>::all(client.clone()).list(&ours).await.context("deployments cannot be listed")?;
+    let deployment = match deployments.items.as_slice() {
+        [one] => one.clone(),
+        [] => bail!("no installation found: no Deployment has the label app.kubernetes.io/name=weightsync"),
+        several => bail!("{} installations found: name one with --image, --controller-url and --ca-file", several.len()),
+    };
+    let (name, namespace) = (deployment.metadata.name.unwrap_or_default(), deployment.metadata.namespace.unwrap_or_default());
+    let spec = deployment.spec.and_then(|spec| spec.template.spec).context("the Deployment has no pod template")?;
+    let image = spec.containers.into_iter().find_map(|container| container.image).context("the Deployment names no image")?;
+    let map = Api::<ConfigMap>::namespaced(client, &namespace).get(&format!("{name}-ca")).await;
+    let map = map.with_context(|| format!("ConfigMap {namespace}/{name}-ca cannot be read"))?;
+    let controller_ca = map.data.and_then(|mut data| data.remove("ca.crt"));
+    let controller_ca = controller_ca.context("the controller has not written its CA yet: wait until it is ready")?;
+    Ok(Installation { image, controller_url: format!("https://{name}.{namespace}.svc:8443"), controller_ca })
+}
