@@ -8,6 +8,7 @@ mod control;
 mod data;
 mod identity;
 mod ids;
+mod reason;
 mod roster;
 mod update;
 
@@ -16,5 +17,6 @@ pub use control::*;
 pub use data::*;
 pub use identity::*;
 pub use ids::*;
+pub use reason::*;
 pub use roster::*;
 pub use update::*;

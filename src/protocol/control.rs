@@ -116,6 +116,10 @@ pub struct MemberAddress {
 }
 
 /// Second phase: members learn each other's addresses, connect, and move one element over the real transport.
+///
+/// It is sent in waves, each after the one before answered: rollouts, then the feeder where that is a rollout, then the source. So whoever
+/// leads has its commit last and finds every other member committed; it is the one that proves the chain with a probe, and a rollout
+/// must not wait for the probe before it answers.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CommitRequest {
@@ -123,7 +127,11 @@ pub struct CommitRequest {
     pub id: EpochId,
     /// All members.
     pub addresses: Vec<MemberAddress>,
-    /// Who feeds members that lack the current version: the source, or a rollout that holds it.
+    /// The version that members are to hold: the last one that reached `minReady`. The feeder brings exactly this one to members that
+    /// lack it; a source refuses to publish a number that is not higher.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub current: Option<HeldVersion>,
+    /// Who feeds members that lack the current version: the source, or a rollout that holds it. None: nobody retains it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub feeder: Option<MemberName>,
     /// The version that every rollout should hold; none before the first. A member that holds another one is fed by `feeder`, and is not
@@ -253,9 +261,12 @@ pub struct MemberState {
     pub role: Role,
     /// Where it stands.
     pub phase: MemberPhase,
-    /// The epoch that it prepared or committed.
+    /// The epoch that it prepared or committed; none after a fence or a release.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub epoch: Option<EpochId>,
+    /// [`Roster::digest`] of that epoch's roster: a restarted controller compares it before it takes a running group over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub roster_digest: Option<String>,
     /// Complete and verified, kept to retry or to feed others (delivered).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retained: Option<HeldVersion>,

@@ -53,4 +53,24 @@ impl Roster {
     pub fn member(&self, name: &MemberName) -> Option<&RosterMember> {
         self.members.iter().find(|member| &member.name == name)
     }
+
+    /// blake3 (hex) of everything that members must agree on: names, pods, ports, ranks and the order of the chain.
+    pub fn digest(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        let mut text = |text: &str| {
+            hasher.update(&(text.len() as u64).to_le_bytes());
+            hasher.update(text.as_bytes());
+        };
+        for member in &self.members {
+            text(&member.name.0);
+            text(&format!("{:?} {} {} {:?} {}", member.role, member.rank_offset, member.size, member.port, member.pods.len()));
+            for pod in &member.pods {
+                text(&pod.uid);
+            }
+        }
+        for name in &self.chain {
+            text(&name.0);
+        }
+        hasher.finalize().to_hex().to_string()
+    }
 }

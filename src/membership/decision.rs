@@ -1,0 +1,79 @@
+//! What membership wants done. Carried out by `coordinator`, in order, and without waiting for one another: prepares of one epoch go out in
+//! parallel. Holds values only.
+
+use crate::protocol::{CommitRequest, FenceRequest, Incarnation, MemberName, PrepareRequest, Reason, ReleaseRequest};
+
+/// One thing to do.
+#[derive(Clone, PartialEq, Eq)]
+pub enum Decision {
+    /// Write `status.epoch` by compare-and-swap; answer with `EpochPersisted`, `PersistFailed` or `PersistConflict`. The same number may
+    /// be asked for again when no answer came: having written it already is success.
+    PersistEpoch {
+        /// The number; higher than every one before.
+        epoch: u64,
+    },
+    /// Send a prepare; answer with `Prepared` or `PrepareFailed`.
+    Prepare {
+        /// Which agent.
+        to: Incarnation,
+        /// The message.
+        request: Box<PrepareRequest>,
+    },
+    /// Send a commit; answer with `Committed` or `CommitFailed`. `secret` is empty: the sender fills in one secret per epoch.
+    Commit {
+        /// Which agent.
+        to: Incarnation,
+        /// Its member name.
+        member: MemberName,
+        /// The message.
+        request: Box<CommitRequest>,
+    },
+    /// Send a fence to each; no answer is needed, the agent's state shows it.
+    Fence {
+        /// Which agents.
+        to: Vec<Incarnation>,
+        /// The message.
+        request: FenceRequest,
+    },
+    /// Send a release to each; no answer is needed, the agent's state shows it.
+    Release {
+        /// Which agents.
+        to: Vec<Incarnation>,
+        /// The message.
+        request: ReleaseRequest,
+    },
+    /// Tell people.
+    Event {
+        /// Why, as a word.
+        reason: Reason,
+        /// What happened.
+        message: String,
+        /// Whom it is about.
+        member: Option<MemberName>,
+        /// Whether something is wrong.
+        warning: bool,
+    },
+    /// Another leader decides now: stop carrying out anything for this object and drop this membership.
+    StepDown {
+        /// Why.
+        message: String,
+    },
+}
+
+// Written by hand: the commit request carries a secret once the sender filled it in, and is not `Debug` for that reason.
+impl std::fmt::Debug for Decision {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::PersistEpoch { epoch } => write!(f, "PersistEpoch({epoch})"),
+            Self::Prepare { request, .. } => write!(f, "Prepare({}, {})", request.id.epoch, request.member),
+            Self::Commit { member, request, .. } => write!(f, "Commit({}, {member})", request.id.epoch),
+            Self::Fence { to, request } => write!(f, "Fence({}, {} agents: {})", request.id.epoch, to.len(), request.reason),
+            Self::Release { to, request } => write!(f, "Release({}, {} agents: {})", request.id.epoch, to.len(), request.reason),
+            Self::Event { reason, message, member, .. } => match member {
+                Some(member) => write!(f, "Event({reason}, {member}: {message})"),
+                None => write!(f, "Event({reason}: {message})"),
+            },
+            Self::StepDown { message } => write!(f, "StepDown({message})"),
+        }
+    }
+}

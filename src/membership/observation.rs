@@ -1,0 +1,136 @@
+//! What membership learns from outside. Every observation may be late, doubled or from another life of a member: each names its sender's
+//! [`Incarnation`] and, where it acts on a group, its [`EpochId`], so that what is stale can be told. Holds values only.
+
+use crate::plan::Candidate;
+use crate::protocol::{Announcement, EpochId, Incarnation, MemberName, MemberState, PrepareResponse, Refusal, UpdateView};
+
+use super::MembershipConfig;
+
+/// Why a member that was planned before is not a candidate now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LeftOutKind {
+    /// Its pods are there but not ready. Not a failure while an update with it runs: a paused engine fails its probes.
+    Unready,
+    /// One of its pods is being deleted: it leaves in good order.
+    Terminating,
+    /// Anything else: gone, terminal, incomplete, not selected any more.
+    Other,
+}
+
+/// A member that the plan left out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Which member.
+    pub member: MemberName,
+    /// Why, as far as membership treats it differently.
+    pub kind: LeftOutKind,
+    /// Why, for a person.
+    pub message: String,
+}
+
+/// One thing that happened, or a whole list that is now so.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Observation {
+    /// Time passed; also sent when [`next_wakeup`](super::Membership::next_wakeup) is reached.
+    Tick,
+    /// The rules changed.
+    Configure(Box<MembershipConfig>),
+    /// All members that could take part now, in the order of the plan, and those left out. Always the whole list.
+    Candidates {
+        /// Who could take part.
+        candidates: Vec<Candidate>,
+        /// Who could not, and why.
+        left_out: Vec<LeftOut>,
+    },
+    /// An agent announced itself. It counts once its state is known, which proves that it can be reached.
+    Announced(Announcement),
+    /// Everything an agent knows of itself, from its event stream.
+    State(Box<MemberState>),
+    /// A line came from an agent, a heartbeat for instance.
+    Alive {
+        /// Which agent.
+        from: Incarnation,
+    },
+    /// The connection to an agent closed and one attempt to open it again was refused or ran out of time. It may announce itself again.
+    AgentLost {
+        /// Which agent.
+        from: Incarnation,
+        /// What was seen, for a person.
+        cause: String,
+    },
+    /// A member prepared.
+    Prepared {
+        /// The epoch that it was asked for.
+        id: EpochId,
+        /// Which member.
+        member: MemberName,
+        /// Its answer.
+        response: Box<PrepareResponse>,
+    },
+    /// A member refused to prepare, could not be asked, or gave no answer ([`RefusalCode::Timeout`](crate::protocol::RefusalCode)).
+    PrepareFailed {
+        /// The epoch that it was asked for.
+        id: EpochId,
+        /// Which member.
+        member: MemberName,
+        /// Why.
+        refusal: Refusal,
+    },
+    /// A member committed.
+    Committed {
+        /// The epoch that it was asked for.
+        id: EpochId,
+        /// Which member.
+        member: MemberName,
+        /// Who answered.
+        from: Incarnation,
+    },
+    /// A member refused to commit, could not be asked, or gave no answer.
+    CommitFailed {
+        /// The epoch that it was asked for.
+        id: EpochId,
+        /// Which member.
+        member: MemberName,
+        /// Why.
+        refusal: Refusal,
+    },
+    /// The epoch is written, by us.
+    EpochPersisted {
+        /// Which epoch.
+        epoch: u64,
+    },
+    /// The epoch could not be written now (the API server is away).
+    PersistFailed {
+        /// Which epoch.
+        epoch: u64,
+        /// Why, for a person.
+        message: String,
+    },
+    /// Another controller wrote the epoch: ours must stop.
+    PersistConflict {
+        /// What was found, for a person.
+        message: String,
+    },
+    /// A leader's view of an update changed.
+    Update {
+        /// The leader's agent.
+        from: Incarnation,
+        /// The view.
+        update: Box<UpdateView>,
+    },
+    /// An agent cannot reach or lost a peer of its epoch.
+    PeerLost {
+        /// Who says so.
+        from: Incarnation,
+        /// The epoch.
+        id: EpochId,
+        /// Whom it lost.
+        peer: MemberName,
+        /// What was seen, for a person.
+        cause: String,
+    },
+    /// The object is suspended, or not any more.
+    Suspend(bool),
+    /// The object is being deleted: release everybody, for good.
+    Delete,
+}

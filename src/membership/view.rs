@@ -1,0 +1,122 @@
+//! What status shows of membership. Holds values only; `report.rs` fills them.
+
+use crate::protocol::{EpochId, HeldVersion, Incarnation, MemberName, PodRef, Reason, Role, UpdateView};
+
+/// Where the group stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupStage {
+    /// A controller that started waits for agents before it decides anything.
+    Adopting,
+    /// There is no group, and none is being formed.
+    Idle,
+    /// A new epoch is being written. The group before it, if any, still works.
+    Persisting,
+    /// Members prepare.
+    Preparing,
+    /// Members commit.
+    Committing,
+    /// The group works.
+    Committed,
+    /// The object is suspended.
+    Suspended,
+    /// The object is being deleted.
+    Released,
+    /// Another controller decides.
+    SteppedDown,
+}
+
+/// Where one member stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum MemberStanding {
+    /// In the committed group, its engine confirmed the current version (or there is none yet). A source: in the committed group.
+    Ready,
+    /// As `Ready`, and in an update to a newer version.
+    Updating,
+    /// In the committed group, lacks the current version.
+    Behind,
+    /// In the committed group, must be fed in full before it may serve.
+    Dirty,
+    /// Takes part in the epoch that is being formed.
+    Forming,
+    /// Could take part and waits for the next epoch, or for a group to make sense.
+    Waiting,
+    /// Cannot take part.
+    Out,
+}
+
+/// One member.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemberView {
+    /// Its name.
+    pub name: MemberName,
+    /// What it does.
+    pub role: Role,
+    /// Its pods, head first; empty for a member that the plan left out.
+    pub pods: Vec<PodRef>,
+    /// The agent that speaks for it.
+    pub incarnation: Option<Incarnation>,
+    /// First rank in the group (committed or being formed).
+    pub rank_offset: Option<u32>,
+    /// Ranks it takes.
+    pub size: u32,
+    /// Where it stands.
+    pub standing: MemberStanding,
+    /// What it keeps, complete and verified (delivered).
+    pub held: Option<HeldVersion>,
+    /// What its engine confirmed (installed).
+    pub installed: Option<HeldVersion>,
+    /// URL of its engine.
+    pub engine_url: Option<String>,
+    /// Until when at most its engine is paused by us, in ms since 1970.
+    pub paused_until: Option<u64>,
+    /// When it may join again, in ms of the clock that `step` was given.
+    pub retry_at: Option<u64>,
+    /// Why it stands there.
+    pub reason: Reason,
+    /// Why, for a person.
+    pub message: String,
+}
+
+/// Something that is not as it should be.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Degradation {
+    /// Why, as a word.
+    pub reason: Reason,
+    /// Whom it is about.
+    pub member: Option<MemberName>,
+    /// Why, for a person.
+    pub message: String,
+}
+
+/// Everything that status needs of membership.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MembershipView {
+    /// Where the group stands.
+    pub stage: GroupStage,
+    /// The highest epoch that was persisted or seen.
+    pub epoch: u64,
+    /// Identity of the committed group, or of the one being formed.
+    pub id: Option<EpochId>,
+    /// Whether a group is committed.
+    pub committed: bool,
+    /// Ranks in the group; 0 without one.
+    pub world_size: u32,
+    /// The last version that reached `minReady`.
+    pub version: Option<HeldVersion>,
+    /// Who feeds members that lack it.
+    pub feeder: Option<MemberName>,
+    /// The latest update of the group, as its leader sees it.
+    pub update: Option<UpdateView>,
+    /// All members, sources first, in the order of the plan; then those left out by the plan.
+    pub members: Vec<MemberView>,
+    /// Rollouts, whether in the group or not.
+    pub total: u32,
+    /// Rollouts that serve the current version in the committed group (any version before the first).
+    pub ready: u32,
+    /// Rollouts that must be ready.
+    pub min_ready: u32,
+    /// What is not as it should be, sorted.
+    pub degraded: Vec<Degradation>,
+    /// Whether no reachable agent is in an epoch of this object any more: a suspended or deleted object is done with its pods.
+    pub released: bool,
+}

@@ -1,0 +1,128 @@
+//! The closed list of reasons: the same word is a condition's reason, an Event's reason, a field of logs and a label of metrics.
+//!
+//! Holds words only. A word is never renamed once released (alerts are written against it); a new cause gets a new word.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+macro_rules! reasons {
+    ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
+        /// Why something is as it is, as one word.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        pub enum Reason {
+            $($(#[doc = $doc])+ $name,)+
+        }
+
+        impl Reason {
+            /// All words.
+            pub const ALL: &'static [Self] = &[$(Self::$name),+];
+
+            /// The word.
+            pub const fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$name => stringify!($name),)+
+                }
+            }
+
+            /// What the word means, for documentation.
+            pub const fn meaning(self) -> &'static str {
+                match self {
+                    $(Self::$name => concat!($($doc),+),)+
+                }
+            }
+        }
+    };
+}
+
+reasons! {
+    /// A group was formed: every member committed the epoch.
+    GroupFormed,
+    /// A restarted controller took a running group over without touching it.
+    GroupAdopted,
+    /// An epoch was fenced: its members abort it and refuse all that carries it.
+    GroupFenced,
+    /// A group is being formed: members prepare or commit.
+    GroupForming,
+    /// A controller that started asks who is there before it decides anything.
+    Adopting,
+    /// The member serves the current version.
+    MemberReady,
+    /// The member entered the group.
+    MemberJoined,
+    /// The member left the group in good order.
+    MemberLeft,
+    /// The member waits for the next epoch, which is held back to take others along.
+    JoinPending,
+    /// The member waits until the running update ends.
+    WaitsForUpdate,
+    /// The member waits for the next version, as `membership.join: NextVersion` asks.
+    WaitsForNextVersion,
+    /// The member takes part in an update.
+    Updating,
+    /// The member lacks the current version and is brought it.
+    BeingFed,
+    /// The number of the version that at least minReady replicas serve rose.
+    VersionReached,
+    /// The rules of the group changed; a new epoch carries them to the members.
+    PolicyChanged,
+    /// No agent has announced itself for the member.
+    AgentMissing,
+    /// The connection to the member's agent closed and could not be opened again.
+    AgentLost,
+    /// The member's agent sent nothing for as long as three heartbeats.
+    AgentSilent,
+    /// Another life of the member's agent or pod took its place.
+    AgentRestarted,
+    /// The engine does not pass its health probes.
+    EngineUnhealthy,
+    /// An install began and did not end well: the replica does not serve until it is fed in full.
+    InstallFailed,
+    /// The engine's worker ranks are not what the spec says.
+    SizeMismatch,
+    /// The member did not prepare within its deadline.
+    PrepareTimeout,
+    /// The member refused to prepare.
+    PrepareRefused,
+    /// The member did not commit within its deadline.
+    CommitTimeout,
+    /// The member refused to commit.
+    CommitRefused,
+    /// Other members cannot reach the member.
+    PeerUnreachable,
+    /// The member refused or failed updates repeatedly.
+    UpdateRefused,
+    /// An update failed; the version did not move.
+    UpdateFailed,
+    /// The member was in an update for longer than an update may take.
+    UpdateStuck,
+    /// The member failed repeatedly and waits before it may join again; others are not held up.
+    BackingOff,
+    /// The pod is being deleted; the member leaves at the next boundary.
+    Terminating,
+    /// The pod cannot take part as it is (not ready, incomplete, not selected).
+    NotCandidate,
+    /// The pod belongs to a newer object.
+    ClaimedByOther,
+    /// No trainer's agent takes part: nobody can publish.
+    NoSource,
+    /// No rollout can take part.
+    NoRollout,
+    /// Nobody retains the current version: members that lack it wait for the next one.
+    NoFeeder,
+    /// Fewer replicas than minReady are in the group.
+    BelowMinReady,
+    /// The epoch could not be written; the group stays as it is.
+    PersistFailed,
+    /// Another controller wrote the epoch: this one stops deciding.
+    PersistConflict,
+    /// The object is suspended: its pods were released.
+    Suspended,
+    /// The pods were released: they serve what they have.
+    Released,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
