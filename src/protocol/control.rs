@@ -127,17 +127,13 @@ pub struct CommitRequest {
     pub id: EpochId,
     /// All members.
     pub addresses: Vec<MemberAddress>,
-    /// The version that members are to hold: the last one that reached `minReady`. The feeder brings exactly this one to members that
-    /// lack it; a source refuses to publish a number that is not higher.
+    /// The version that every rollout should hold: the last one that reached `minReady`; none before the first. The feeder brings exactly
+    /// this one to members that lack it, and they are not ready until it did; a source refuses to publish a number that is not higher.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub current: Option<HeldVersion>,
     /// Who feeds members that lack the current version: the source, or a rollout that holds it. None: nobody retains it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub feeder: Option<MemberName>,
-    /// The version that every rollout should hold; none before the first. A member that holds another one is fed by `feeder`, and is not
-    /// ready until it was.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub current: Option<HeldVersion>,
     /// Random bytes (base64) that data connections of this epoch must show. Secret.
     pub secret: String,
     /// Answer within this long.
