@@ -1,1 +1,12 @@
-//! What every long-running program of ours needs: certificates, HTTPS with identity, health, metrics, logs, leases, deadlines.
+//! What every program of this crate needs to run: certificates, HTTP with identities, deadlines, health, metrics, logs, leases.
+//!
+//! This room moves bytes and keeps time; it never decides about groups, versions or engines.
+
+pub mod backoff;
+pub mod deadline;
+pub mod health;
+pub mod https;
+pub mod identity;
+pub mod logs;
+pub mod metrics;
+pub mod shutdown;

@@ -193,6 +193,8 @@ pub enum RefusalCode {
     Timeout,
     /// A peer cannot be reached.
     PeerUnreachable,
+    /// The sender's certificate does not allow what it asks: none, or one of another object.
+    Forbidden,
     /// The message cannot be understood.
     Invalid,
     /// Anything else.

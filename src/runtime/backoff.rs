@@ -1,0 +1,57 @@
+//! How long to wait before the next try: doubling from a base up to a cap, with jitter so that many do not try at once.
+
+use std::time::Duration;
+
+/// Counts failures in a row.
+#[derive(Debug, Clone)]
+pub struct Backoff {
+    base: Duration,
+    cap: Duration,
+    failures: u32,
+}
+
+impl Backoff {
+    /// Waits about `base` after the first failure and never more than `cap`.
+    pub fn new(base: Duration, cap: Duration) -> Self {
+        Self { base, cap, failures: 0 }
+    }
+
+    /// Counts a failure and says how long to wait: between half and all of the doubled time.
+    pub fn failed(&mut self) -> Duration {
+        let whole = self.base.saturating_mul(2u32.saturating_pow(self.failures)).min(self.cap);
+        self.failures = self.failures.saturating_add(1);
+        whole.mul_f64(rand::random_range(0.5..=1.0))
+    }
+
+    /// The next failure waits about the base again.
+    pub fn succeeded(&mut self) {
+        self.failures = 0;
+    }
+
+    /// Failures in a row.
+    pub fn failures(&self) -> u32 {
+        self.failures
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_double_up_to_the_cap_and_begin_anew_after_a_success() {
+        let base = Duration::from_millis(100);
+        let cap = Duration::from_secs(2);
+        let mut backoff = Backoff::new(base, cap);
+        for whole in [100, 200, 400, 800, 1600, 2000, 2000] {
+            let wait = backoff.failed();
+            assert!(wait >= Duration::from_millis(whole) / 2 && wait <= Duration::from_millis(whole), "{wait:?} for {whole}");
+        }
+        for _ in 0..100 {
+            assert!(backoff.failed() <= cap);
+        }
+        backoff.succeeded();
+        assert!(backoff.failed() <= base);
+        assert_eq!(backoff.failures(), 1);
+    }
+}

@@ -1,0 +1,17 @@
+//! HTTP between controller and agents: JSON over mutual TLS, with the peer's identity at hand, and a deadline on every wait.
+//!
+//! [`serve_https`] and [`serve_plain`] run axum routers within [`Limits`]; [`AgentClient`] and [`ControllerClient`] call them and tell
+//! apart why a call failed; [`EventStream`] reads one JSON object a line and tells a closed connection from a silent one. Nothing here
+//! retries: whoever calls knows whether that is safe.
+
+mod client;
+mod replies;
+mod server;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+pub use client::{AgentClient, CallError, ControllerClient};
+pub use replies::{Valid, ndjson};
+pub use server::{Access, Limits, serve_https, serve_plain};
+pub use stream::{EventStream, StreamEnd};

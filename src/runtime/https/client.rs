@@ -1,0 +1,264 @@
+//! Calls to agents and to the controller. Decides what a failed call is called: nobody there, no answer in time, a refusal, or nonsense.
+//! The certificate is checked against the peer's own name, whatever address is dialled, so a successor at the same address is not
+//! taken for its predecessor.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::time::{Instant, timeout_at};
+
+use super::stream::EventStream;
+use crate::protocol::{Refusal, Rejection};
+use crate::runtime::identity::{Identity, PeerIdentity, agent_name, controller_name};
+
+/// Peers whose connections are kept; beyond that all are dropped and opened anew as needed.
+const KEPT_PEERS: usize = 1024;
+/// Below the time that servers keep idle connections, so that a request does not meet one that is being closed.
+const IDLE: Duration = Duration::from_secs(8);
+/// Longest body of an answer in bytes; streams are read line by line instead.
+const MAX_ANSWER: usize = 64 << 20;
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum CallError {
+    #[error("{address} cannot be reached: {cause}")]
+    Unreachable { address: String, cause: String },
+    #[error("{address} gave no answer within {deadline:?}")]
+    Timeout { address: String, deadline: Duration },
+    #[error("{address} refused: {}", refusal.message)]
+    Refused { address: String, refusal: Refusal },
+    #[error("{address} rejected: {}", rejection.message)]
+    Rejected { address: String, rejection: Rejection },
+    #[error("{address}: the answer makes no sense: {what}")]
+    BadReply { address: String, what: String },
+}
+
+/// Calls agents' control servers.
+#[derive(Clone)]
+pub struct AgentClient(Arc<Pool>);
+
+impl AgentClient {
+    /// Shows `identity` to peers.
+    pub fn new(identity: Identity) -> Self {
+        Self(Arc::new(Pool { identity, clients: Mutex::default() }))
+    }
+
+    /// Posts `body` to the agent of that pod at `address` (`IP:PORT`); the whole call ends within `deadline`.
+    pub async fn post_json<T, R>(&self, address: &str, pod_uid: &str, path: &str, body: &T, deadline: Duration) -> Result<R, CallError>
+    where
+        T: Serialize + Sync + ?Sized,
+        R: DeserializeOwned,
+    {
+        let call = Call { address, name: agent_name(pod_uid), path, deadline };
+        self.0.json(call, |client, url| client.post(url).json(body)).await
+    }
+
+    /// Gets JSON from the agent of that pod at `address` (`IP:PORT`); the whole call ends within `deadline`.
+    pub async fn get_json<R: DeserializeOwned>(
+        &self,
+        address: &str,
+        pod_uid: &str,
+        path: &str,
+        deadline: Duration,
+    ) -> Result<R, CallError> {
+        let call = Call { address, name: agent_name(pod_uid), path, deadline };
+        self.0.json(call, reqwest::Client::get).await
+    }
+
+    /// Opens a stream of one JSON object a line; it must begin within `deadline`, and counts as silent after `silence` without a line.
+    pub async fn events<T: DeserializeOwned>(
+        &self,
+        address: &str,
+        pod_uid: &str,
+        path: &str,
+        deadline: Duration,
+        silence: Duration,
+    ) -> Result<EventStream<T>, CallError> {
+        let call = Call { address, name: agent_name(pod_uid), path, deadline };
+        let response = self.0.send(&call, reqwest::Client::get).await?;
+        Ok(EventStream::new(response, silence))
+    }
+}
+
+/// Calls the controller's enrolment server (or that of `weightsync local`).
+#[derive(Clone)]
+pub struct ControllerClient {
+    pool: Arc<Pool>,
+    address: String,
+}
+
+impl ControllerClient {
+    /// `address` is `HOST:PORT`, looked up anew for each call; the certificate is checked against the controller's fixed name.
+    pub fn new(identity: Identity, address: String) -> Self {
+        Self { pool: Arc::new(Pool { identity, clients: Mutex::default() }), address }
+    }
+
+    /// Posts `body`; the whole call, name lookup included, ends within `deadline`.
+    pub async fn post_json<T, R>(&self, path: &str, body: &T, deadline: Duration) -> Result<R, CallError>
+    where
+        T: Serialize + Sync + ?Sized,
+        R: DeserializeOwned,
+    {
+        let call = Call { address: &self.address, name: controller_name(), path, deadline };
+        self.pool.json(call, |client, url| client.post(url).json(body)).await
+    }
+}
+
+struct Call<'a> {
+    address: &'a str,
+    name: String,
+    path: &'a str,
+    deadline: Duration,
+}
+
+impl Call<'_> {
+    fn unreachable(&self, cause: impl Into<String>) -> CallError {
+        CallError::Unreachable { address: self.address.to_owned(), cause: cause.into() }
+    }
+
+    fn bad(&self, what: impl Into<String>) -> CallError {
+        CallError::BadReply { address: self.address.to_owned(), what: what.into() }
+    }
+
+    fn failed(&self, error: &reqwest::Error) -> CallError {
+        if error.is_builder() { self.bad(with_causes(error)) } else { self.unreachable(with_causes(error)) }
+    }
+
+    fn timed_out(&self) -> CallError {
+        CallError::Timeout { address: self.address.to_owned(), deadline: self.deadline }
+    }
+}
+
+/// Connections by peer. One client a peer, because a client looks names up by itself.
+struct Pool {
+    identity: Identity,
+    clients: Mutex<HashMap<PeerKey, reqwest::Client>>,
+}
+
+/// A connection is kept for one name at one address under one identity of our own.
+#[derive(PartialEq, Eq, Hash)]
+struct PeerKey {
+    name: String,
+    address: SocketAddr,
+    own: Option<PeerIdentity>,
+}
+
+impl Pool {
+    async fn json<R: DeserializeOwned>(
+        &self,
+        call: Call<'_>,
+        request: impl FnOnce(&reqwest::Client, String) -> reqwest::RequestBuilder,
+    ) -> Result<R, CallError> {
+        let until = Instant::now() + call.deadline;
+        let response = self.send_until(&call, until, request).await?;
+        let body = timeout_at(until, read_body(&call, response)).await.map_err(|_| call.timed_out())??;
+        // Many answers carry nothing: an empty body reads as `null`, so that `()` can be asked for.
+        let body: &[u8] = if body.is_empty() { b"null" } else { &body };
+        serde_json::from_slice(body).map_err(|cause| call.bad(cause.to_string()))
+    }
+
+    async fn send(
+        &self,
+        call: &Call<'_>,
+        request: impl FnOnce(&reqwest::Client, String) -> reqwest::RequestBuilder,
+    ) -> Result<reqwest::Response, CallError> {
+        self.send_until(call, Instant::now() + call.deadline, request).await
+    }
+
+    async fn send_until(
+        &self,
+        call: &Call<'_>,
+        until: Instant,
+        request: impl FnOnce(&reqwest::Client, String) -> reqwest::RequestBuilder,
+    ) -> Result<reqwest::Response, CallError> {
+        let sent = async {
+            let address = look_up(call).await?;
+            let client = self.client(call, address)?;
+            let url = format!("https://{}:{}{}", call.name, address.port(), call.path);
+            let response = request(&client, url).send().await.map_err(|error| call.failed(&error))?;
+            if response.status().is_success() {
+                return Ok(response);
+            }
+            let status = response.status();
+            let body = read_body(call, response).await?;
+            Err(refused(call, status, &body))
+        };
+        timeout_at(until, sent).await.unwrap_or_else(|_| Err(call.timed_out()))
+    }
+
+    fn client(&self, call: &Call<'_>, address: SocketAddr) -> Result<reqwest::Client, CallError> {
+        let key = PeerKey { name: call.name.clone(), address, own: self.identity.own() };
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(client) = clients.get(&key) {
+            return Ok(client.clone());
+        }
+        let tls = self.identity.client_config().map_err(|error| call.bad(error.to_string()))?;
+        let client = reqwest::Client::builder()
+            .use_preconfigured_tls(tls)
+            // A proxy of the environment would see, or lose, what is meant for a pod.
+            .no_proxy()
+            .redirect(reqwest::redirect::Policy::none())
+            .http1_only()
+            .tcp_nodelay(true)
+            .pool_idle_timeout(IDLE)
+            .pool_max_idle_per_host(4)
+            .resolve(&call.name, address)
+            .build()
+            .map_err(|error| call.bad(with_causes(&error)))?;
+        if clients.len() >= KEPT_PEERS {
+            clients.clear();
+        }
+        clients.insert(key, client.clone());
+        Ok(client)
+    }
+}
+
+async fn look_up(call: &Call<'_>) -> Result<SocketAddr, CallError> {
+    if let Ok(address) = call.address.parse() {
+        return Ok(address);
+    }
+    let mut found = tokio::net::lookup_host(call.address).await.map_err(|error| call.unreachable(error.to_string()))?;
+    found.next().ok_or_else(|| call.unreachable("the name has no address"))
+}
+
+async fn read_body(call: &Call<'_>, mut response: reqwest::Response) -> Result<Vec<u8>, CallError> {
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(|error| call.failed(&error))? {
+        if body.len() + chunk.len() > MAX_ANSWER {
+            return Err(call.bad(format!("it is longer than {MAX_ANSWER} bytes")));
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body)
+}
+
+fn refused(call: &Call<'_>, status: reqwest::StatusCode, body: &[u8]) -> CallError {
+    let address = call.address.to_owned();
+    if let Ok(refusal) = serde_json::from_slice(body) {
+        return CallError::Refused { address, refusal };
+    }
+    if let Ok(rejection) = serde_json::from_slice(body) {
+        return CallError::Rejected { address, rejection };
+    }
+    let text: String = String::from_utf8_lossy(body).chars().take(512).collect();
+    call.bad(format!("HTTP {status}: {text}"))
+}
+
+/// reqwest's own text ends at "error sending request"; the cause (refused, reset, bad certificate) lies below.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(below) = cause {
+        let said = below.to_string();
+        if !text.ends_with(&said) {
+            text = format!("{text}: {said}");
+        }
+        cause = below.source();
+    }
+    text
+}

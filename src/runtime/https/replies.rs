@@ -1,0 +1,65 @@
+//! How handlers read requests and answer: refusals as JSON with a fitting status, event streams as one JSON object a line.
+
+use axum::Json;
+use axum::body::{Body, Bytes};
+use axum::extract::{FromRequest, FromRequestParts, Request};
+use axum::http::request::Parts;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use futures::{Stream, StreamExt};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::protocol::{Refusal, RefusalCode, Rejection};
+use crate::runtime::identity::PeerIdentity;
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let status = match self.code {
+            RefusalCode::Invalid => StatusCode::UNPROCESSABLE_ENTITY,
+            RefusalCode::Forbidden => StatusCode::FORBIDDEN,
+            _ => StatusCode::CONFLICT,
+        };
+        (status, Json(self)).into_response()
+    }
+}
+
+impl IntoResponse for Rejection {
+    fn into_response(self) -> Response {
+        let status = if self.retryable { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::FORBIDDEN };
+        (status, Json(self)).into_response()
+    }
+}
+
+/// A JSON body; a request without a readable one is answered by a [`Refusal`] of [`RefusalCode::Invalid`].
+pub struct Valid<T>(pub T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Valid<T> {
+    type Rejection = Refusal;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Refusal> {
+        let invalid = |message: String| Refusal { code: RefusalCode::Invalid, message };
+        let body = Bytes::from_request(request, state).await.map_err(|cause| invalid(cause.to_string()))?;
+        serde_json::from_slice(&body).map(Self).map_err(|cause| invalid(format!("the body cannot be understood: {cause}")))
+    }
+}
+
+/// Handlers take the peer's identity as an argument; a peer without a certificate is refused.
+impl<S: Send + Sync> FromRequestParts<S> for PeerIdentity {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Refusal> {
+        let message = "this needs a certificate; enrol first";
+        parts.extensions.get().cloned().ok_or_else(|| Refusal { code: RefusalCode::Forbidden, message: message.into() })
+    }
+}
+
+/// Answers with one JSON object a line for as long as `events` gives some.
+pub fn ndjson<T: Serialize>(events: impl Stream<Item = T> + Send + 'static) -> Response {
+    let lines = events.map(|event| {
+        let mut line = serde_json::to_vec(&event)?;
+        line.push(b'\n');
+        Ok::<_, serde_json::Error>(Bytes::from(line))
+    });
+    ([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response()
+}

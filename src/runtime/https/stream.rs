@@ -1,0 +1,53 @@
+//! Reads one JSON object a line from an answer that does not end. Decides how a stream ended: closed (the peer died or left), silent
+//! (it lives perhaps, but says nothing), or nonsense.
+
+use std::marker::PhantomData;
+use std::pin::Pin;
+use std::time::Duration;
+
+use futures::{Stream, StreamExt, TryStreamExt};
+use serde::de::DeserializeOwned;
+use tokio::time::timeout;
+use tokio_util::codec::{FramedRead, LinesCodec, LinesCodecError};
+use tokio_util::io::StreamReader;
+
+/// Longest line in bytes.
+const MAX_LINE: usize = 16 << 20;
+
+/// How a stream of events ended.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum StreamEnd {
+    #[error("the connection was closed ({0})")]
+    Closed(String),
+    #[error("nothing was heard for {0:?}")]
+    Silent(Duration),
+    #[error("a line makes no sense: {0}")]
+    BadLine(String),
+}
+
+/// Events of one peer, one JSON object a line.
+pub struct EventStream<T> {
+    lines: Pin<Box<dyn Stream<Item = Result<String, LinesCodecError>> + Send>>,
+    silence: Duration,
+    events: PhantomData<fn() -> T>,
+}
+
+impl<T: DeserializeOwned> EventStream<T> {
+    pub(super) fn new(response: reqwest::Response, silence: Duration) -> Self {
+        let bytes = StreamReader::new(response.bytes_stream().map_err(std::io::Error::other));
+        let lines = FramedRead::new(bytes, LinesCodec::new_with_max_length(MAX_LINE));
+        Self { lines: Box::pin(lines), silence, events: PhantomData }
+    }
+
+    /// The next event. Safe to cancel. After an error there is nothing more to read.
+    pub async fn next(&mut self) -> Result<T, StreamEnd> {
+        match timeout(self.silence, self.lines.next()).await {
+            Err(_) => Err(StreamEnd::Silent(self.silence)),
+            Ok(None) => Err(StreamEnd::Closed("end of stream".into())),
+            Ok(Some(Err(LinesCodecError::MaxLineLengthExceeded))) => Err(StreamEnd::BadLine(format!("longer than {MAX_LINE} bytes"))),
+            Ok(Some(Err(LinesCodecError::Io(error)))) => Err(StreamEnd::Closed(error.to_string())),
+            Ok(Some(Ok(line))) => serde_json::from_str(&line).map_err(|cause| StreamEnd::BadLine(cause.to_string())),
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! Real servers and clients on the loopback: who is let in, and what each failure is called.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use super::*;
+use crate::protocol::{Refusal, RefusalCode, Rejection};
+use crate::runtime::identity::{Ca, Identity, PeerIdentity};
+
+const HOUR: Duration = Duration::from_secs(3600);
+const SOON: Duration = Duration::from_secs(5);
+
+#[derive(Debug, Serialize, Deserialize, PartialEq)]
+struct Number {
+    number: u64,
+}
+
+fn agent(weightsync: &str, pod_uid: &str) -> PeerIdentity {
+    PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.into() }
+}
+
+struct Server {
+    address: String,
+    cancel: CancellationToken,
+    task: JoinHandle<()>,
+}
+
+async fn serve(identity: Identity, access: Access, limits: Limits) -> Server {
+    let router = Router::new()
+        .route("/double", post(|Valid(Number { number }): Valid<Number>| async move { Json(Number { number: number * 2 }) }))
+        .route("/who", get(|peer: PeerIdentity| async move { Json(peer.uri()) }))
+        .route("/refuse", post(|| async { Refusal { code: RefusalCode::WrongPhase, message: "not now".into() } }))
+        .route("/reject", post(|| async { Rejection { message: "a standby".into(), retryable: true } }))
+        .route("/never", post(std::future::pending::<()>))
+        .route("/empty", post(|| async {}))
+        .route("/three", get(|| async { ndjson(futures::stream::iter([1u64, 2, 3])) }))
+        .route("/once", get(|| async { ndjson(futures::stream::once(async { 1u64 }).chain(futures::stream::pending())) }));
+    use futures::StreamExt;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let cancel = CancellationToken::new();
+    let stop = cancel.clone();
+    let task = tokio::spawn(async move { serve_https(listener, identity, access, router, limits, stop).await.unwrap() });
+    Server { address, cancel, task }
+}
+
+async fn pod_server(ca: &Ca) -> Server {
+    serve(ca.issue(&agent("ws", "pod"), HOUR).unwrap(), Access::Group, Limits::default()).await
+}
+
+fn client(ca: &Ca, who: &PeerIdentity) -> AgentClient {
+    AgentClient::new(ca.issue(who, HOUR).unwrap())
+}
+
+async fn double(client: &AgentClient, server: &Server) -> Result<Number, CallError> {
+    client.post_json(&server.address, "pod", "/double", &Number { number: 21 }, SOON).await
+}
+
+#[tokio::test]
+async fn the_controller_and_agents_of_the_same_object_are_served_and_known() {
+    let ca = Ca::generate().unwrap();
+    let server = pod_server(&ca).await;
+    for who in [PeerIdentity::Controller, agent("ws", "other")] {
+        let client = client(&ca, &who);
+        assert_eq!(double(&client, &server).await.unwrap(), Number { number: 42 });
+        let seen: String = client.get_json(&server.address, "pod", "/who", SOON).await.unwrap();
+        assert_eq!(seen, who.uri());
+        client.post_json::<_, ()>(&server.address, "pod", "/empty", &(), SOON).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_agent_of_another_object_is_refused() {
+    let ca = Ca::generate().unwrap();
+    let server = pod_server(&ca).await;
+    let refused = double(&client(&ca, &agent("foreign", "other")), &server).await;
+    assert!(matches!(refused, Err(CallError::Refused { refusal: Refusal { code: RefusalCode::Forbidden, .. }, .. })), "{refused:?}");
+}
+
+#[tokio::test]
+async fn a_peer_without_a_certificate_or_with_one_of_another_authority_gets_nothing() {
+    let (ca, foreign) = (Ca::generate().unwrap(), Ca::generate().unwrap());
+    let server = pod_server(&ca).await;
+    let none = AgentClient::new(Identity::new(ca.certificate_pem()).unwrap());
+    assert!(matches!(double(&none, &server).await, Err(CallError::Unreachable { .. })));
+    let stranger = client(&foreign, &PeerIdentity::Controller);
+    assert!(matches!(double(&stranger, &server).await, Err(CallError::Unreachable { .. })));
+}
+
+#[tokio::test]
+async fn a_successor_at_the_same_address_is_not_taken_for_its_predecessor() {
+    let ca = Ca::generate().unwrap();
+    let server = serve(ca.issue(&agent("ws", "successor"), HOUR).unwrap(), Access::Group, Limits::default()).await;
+    let answer = double(&client(&ca, &PeerIdentity::Controller), &server).await;
+    assert!(matches!(answer, Err(CallError::Unreachable { .. })), "{answer:?}");
+}
+
+#[tokio::test]
+async fn a_renewed_certificate_is_shown_by_running_servers_and_clients() {
+    let ca = Ca::generate().unwrap();
+    let identity = ca.issue(&agent("ws", "pod"), HOUR).unwrap();
+    let server = serve(identity.clone(), Access::Group, Limits::default()).await;
+    let own = ca.issue(&agent("ws", "peer"), HOUR).unwrap();
+    let peer = AgentClient::new(own.clone());
+    double(&peer, &server).await.unwrap();
+    let renew = |identity: &Identity, who: PeerIdentity| {
+        identity.install(&ca.sign(&identity.csr_pem().unwrap(), &who, HOUR).unwrap()).unwrap();
+    };
+    renew(&identity, agent("ws-2", "pod"));
+    assert!(matches!(double(&peer, &server).await, Err(CallError::Refused { .. })), "the server is of another object now");
+    renew(&own, agent("ws-2", "peer"));
+    double(&peer, &server).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_open_server_serves_peers_without_a_certificate_but_not_as_somebody() {
+    let ca = Ca::generate().unwrap();
+    let server = serve(ca.issue(&PeerIdentity::Controller, HOUR).unwrap(), Access::Open, Limits::default()).await;
+    let anybody = ControllerClient::new(Identity::new(ca.certificate_pem()).unwrap(), server.address.clone());
+    let doubled: Number = anybody.post_json("/double", &Number { number: 4 }, SOON).await.unwrap();
+    assert_eq!(doubled, Number { number: 8 });
+    let rejected = anybody.post_json::<_, Number>("/reject", &(), SOON).await;
+    assert!(matches!(rejected, Err(CallError::Rejected { rejection: Rejection { retryable: true, .. }, .. })), "{rejected:?}");
+    let nobody = AgentClient::new(Identity::new(ca.certificate_pem()).unwrap());
+    assert!(nobody.get_json::<String>(&server.address, "pod", "/who", SOON).await.is_err());
+}
+
+#[tokio::test]
+async fn each_failure_has_its_own_name() {
+    let ca = Ca::generate().unwrap();
+    let server = pod_server(&ca).await;
+    let client = client(&ca, &PeerIdentity::Controller);
+    let refused = client.post_json::<_, Number>(&server.address, "pod", "/refuse", &(), SOON).await;
+    assert!(matches!(refused, Err(CallError::Refused { refusal: Refusal { code: RefusalCode::WrongPhase, .. }, .. })), "{refused:?}");
+    let invalid = client.post_json::<_, Number>(&server.address, "pod", "/double", &"text", SOON).await;
+    assert!(matches!(invalid, Err(CallError::Refused { refusal: Refusal { code: RefusalCode::Invalid, .. }, .. })), "{invalid:?}");
+    let unknown = client.post_json::<_, Number>(&server.address, "pod", "/unknown", &(), SOON).await;
+    assert!(matches!(unknown, Err(CallError::BadReply { .. })), "{unknown:?}");
+    let late = client.post_json::<_, Number>(&server.address, "pod", "/never", &(), Duration::from_millis(50)).await;
+    assert!(matches!(late, Err(CallError::Timeout { .. })), "{late:?}");
+    let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().to_string();
+    let nobody = client.post_json::<_, Number>(&closed, "pod", "/double", &(), SOON).await;
+    assert!(matches!(nobody, Err(CallError::Unreachable { .. })), "{nobody:?}");
+}
+
+#[tokio::test]
+async fn a_stream_tells_its_end_from_silence() {
+    let ca = Ca::generate().unwrap();
+    let server = pod_server(&ca).await;
+    let client = client(&ca, &PeerIdentity::Controller);
+    let silence = Duration::from_millis(200);
+    let mut three = client.events::<u64>(&server.address, "pod", "/three", SOON, silence).await.unwrap();
+    for expected in [1, 2, 3] {
+        assert_eq!(three.next().await, Ok(expected));
+    }
+    assert!(matches!(three.next().await, Err(StreamEnd::Closed(_))));
+    let mut once = client.events::<u64>(&server.address, "pod", "/once", SOON, silence).await.unwrap();
+    assert_eq!(once.next().await, Ok(1));
+    assert_eq!(once.next().await, Err(StreamEnd::Silent(silence)));
+    let mut words = client.events::<String>(&server.address, "pod", "/three", SOON, silence).await.unwrap();
+    assert!(matches!(words.next().await, Err(StreamEnd::BadLine(_))));
+    let mut cut = client.events::<u64>(&server.address, "pod", "/once", SOON, HOUR).await.unwrap();
+    assert_eq!(cut.next().await, Ok(1));
+    server.cancel.cancel();
+    let end = tokio::time::timeout(SOON, cut.next()).await.expect("a stopped server cuts its streams");
+    assert!(matches!(end, Err(StreamEnd::Closed(_))), "{end:?}");
+    tokio::time::timeout(SOON, server.task).await.expect("the server ends").unwrap();
+}
+
+#[tokio::test]
+async fn peers_that_say_nothing_are_cut_and_free_their_place() {
+    let ca = Ca::generate().unwrap();
+    let limits = Limits { handshake: Duration::from_millis(100), connections: 1, ..Limits::default() };
+    let server = serve(ca.issue(&agent("ws", "pod"), HOUR).unwrap(), Access::Group, limits).await;
+    let address: SocketAddr = server.address.parse().unwrap();
+    let mut mute = TcpStream::connect(address).await.unwrap();
+    let client = client(&ca, &PeerIdentity::Controller);
+    assert_eq!(double(&client, &server).await.unwrap(), Number { number: 42 });
+    let mut rest = Vec::new();
+    tokio::time::timeout(SOON, mute.read_to_end(&mut rest)).await.expect("the mute peer is cut").ok();
+}
+
+#[tokio::test]
+async fn a_body_or_head_beyond_the_limit_is_refused() {
+    let ca = Ca::generate().unwrap();
+    let limits = Limits { body_bytes: 64, ..Limits::default() };
+    let server = serve(ca.issue(&agent("ws", "pod"), HOUR).unwrap(), Access::Group, limits.clone()).await;
+    let client = client(&ca, &PeerIdentity::Controller);
+    let long = client.post_json::<_, Number>(&server.address, "pod", "/double", &"x".repeat(1000), SOON).await;
+    assert!(matches!(long, Err(CallError::Refused { .. })), "{long:?}");
+
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let cancel = CancellationToken::new();
+    let plain = tokio::spawn(serve_plain(listener, Router::new(), limits, cancel.clone()));
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(format!("GET / HTTP/1.1\r\nx: {}\r\n\r\n", "x".repeat(32 << 10)).as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    tokio::time::timeout(SOON, stream.read_to_end(&mut answer)).await.expect("the connection is ended").ok();
+    assert!(answer.is_empty() || answer.starts_with(b"HTTP/1.1 431"), "{}", String::from_utf8_lossy(&answer));
+    cancel.cancel();
+    tokio::time::timeout(SOON, plain).await.expect("the server ends").unwrap();
+}

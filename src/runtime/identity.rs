@@ -1,0 +1,199 @@
+//! Who a program is: its key, its certificate, and the authority that it trusts.
+//!
+//! Decides which certificate is shown in the next handshake and which peers' certificates are believed. The key is made here and never
+//! leaves memory. A renewal swaps the certificate under running servers and clients; open connections go on.
+
+mod ca;
+mod peer;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::{Arc, RwLock};
+
+use rcgen::{CertificateParams, DistinguishedName, KeyPair};
+use rustls::client::danger::ServerCertVerifier;
+use rustls::client::{ResolvesClientCert, Resumption, WebPkiServerVerifier};
+use rustls::crypto::CryptoProvider;
+use rustls::server::{ClientHello, ResolvesServerCert, WebPkiClientVerifier};
+use rustls::sign::CertifiedKey;
+use rustls::{ClientConfig, RootCertStore, ServerConfig, SignatureScheme};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
+
+pub use ca::Ca;
+pub use peer::{PeerIdentity, agent_name, controller_name};
+
+/// Why a certificate cannot be made, read or used.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum IdentityError {
+    #[error("the certificate cannot be made: {0}")]
+    Make(#[from] rcgen::Error),
+    #[error("the {what} is no readable PEM: {cause}")]
+    Pem { what: &'static str, cause: String },
+    #[error("TLS refuses the certificate: {0}")]
+    Tls(#[from] rustls::Error),
+    #[error("TLS refuses the authority: {0}")]
+    Authority(#[from] rustls::server::VerifierBuilderError),
+    #[error("{name:?} cannot be part of a certificate's name: 1 to 63 of a-z, 0-9 and '-'")]
+    Name { name: String },
+    #[error("the certificate names no member of WeightSync: {0}")]
+    Unnamed(String),
+    #[error("the authority's certificate ended at {0}; delete the Secret to have a new one made")]
+    Expired(String),
+}
+
+/// Whose certificates a server asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ClientCertificates {
+    /// Every client must show one of the authority.
+    Required,
+    /// A client may show none (enrolment).
+    Optional,
+}
+
+/// A key, its present certificate, and the trusted authority. Cheap to clone; all clones share the certificate.
+#[derive(Clone)]
+pub struct Identity(Arc<Shared>);
+
+struct Shared {
+    key: KeyPair,
+    ca_pem: String,
+    roots: Arc<RootCertStore>,
+    provider: Arc<CryptoProvider>,
+    current: RwLock<Option<Current>>,
+}
+
+struct Current {
+    own: PeerIdentity,
+    certified: Arc<CertifiedKey>,
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Identity").field(&self.own()).finish()
+    }
+}
+
+impl Identity {
+    /// Makes a key that trusts the authority (one or more PEM certificates) and has no certificate yet.
+    pub fn new(ca_pem: &str) -> Result<Self, IdentityError> {
+        let mut roots = RootCertStore::empty();
+        for certificate in read_certificates("authority", ca_pem)? {
+            roots.add(certificate)?;
+        }
+        Ok(Self(Arc::new(Shared {
+            key: KeyPair::generate()?,
+            ca_pem: ca_pem.to_owned(),
+            roots: Arc::new(roots),
+            provider: Arc::new(rustls::crypto::ring::default_provider()),
+            current: RwLock::new(None),
+        })))
+    }
+
+    /// A signing request for this key. It names nobody: the authority alone decides the names.
+    pub fn csr_pem(&self) -> Result<String, IdentityError> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = DistinguishedName::new();
+        Ok(params.serialize_request(&self.0.key)?.pem()?)
+    }
+
+    /// Shows this certificate (PEM) from the next handshake on. It must belong to the key, be signed by the authority, be valid now,
+    /// and name a member; otherwise nothing changes.
+    pub fn install(&self, certificate_pem: &str) -> Result<PeerIdentity, IdentityError> {
+        let chain = read_certificates("certificate", certificate_pem)?;
+        let Some((leaf, intermediates)) = chain.split_first() else {
+            return Err(IdentityError::Pem { what: "certificate", cause: "it holds no certificate".into() });
+        };
+        let own = PeerIdentity::of_certificate(leaf)?;
+        let name = ServerName::try_from(own.dns_name()).map_err(|_| IdentityError::Name { name: own.dns_name() })?;
+        let verifier = WebPkiServerVerifier::builder_with_provider(self.0.roots.clone(), self.0.provider.clone()).build()?;
+        verifier.verify_server_cert(leaf, intermediates, &name, &[], UnixTime::now())?;
+        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.0.key.serialize_der()));
+        let certified = Arc::new(CertifiedKey::from_der(chain, key, &self.0.provider)?);
+        let mut current = self.0.current.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        *current = Some(Current { own: own.clone(), certified });
+        Ok(own)
+    }
+
+    /// Who this program is by its present certificate.
+    pub fn own(&self) -> Option<PeerIdentity> {
+        let current = self.0.current.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        current.as_ref().map(|current| current.own.clone())
+    }
+
+    /// PEM of the trusted authority.
+    pub fn ca_pem(&self) -> &str {
+        &self.0.ca_pem
+    }
+
+    /// TLS settings of a server. Later renewals reach it.
+    pub fn server_config(&self, clients: ClientCertificates) -> Result<Arc<ServerConfig>, IdentityError> {
+        let verifier = WebPkiClientVerifier::builder_with_provider(self.0.roots.clone(), self.0.provider.clone());
+        let verifier = match clients {
+            ClientCertificates::Required => verifier,
+            ClientCertificates::Optional => verifier.allow_unauthenticated(),
+        };
+        let mut config = ServerConfig::builder_with_provider(self.0.provider.clone())
+            .with_protocol_versions(&[&rustls::version::TLS13])?
+            .with_client_cert_verifier(verifier.build()?)
+            .with_cert_resolver(Arc::new(Resolver(self.0.clone())));
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        // A resumed session would speak for the certificate of the first one, also after the peer became another.
+        config.send_tls13_tickets = 0;
+        Ok(Arc::new(config))
+    }
+
+    /// TLS settings of a client; shows the certificate if there is one. Later renewals reach it.
+    pub fn client_config(&self) -> Result<ClientConfig, IdentityError> {
+        let mut config = ClientConfig::builder_with_provider(self.0.provider.clone())
+            .with_protocol_versions(&[&rustls::version::TLS13])?
+            .with_root_certificates(self.0.roots.clone())
+            .with_client_cert_resolver(Arc::new(Resolver(self.0.clone())));
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        config.resumption = Resumption::disabled();
+        Ok(config)
+    }
+}
+
+/// Hands the certificate of the moment to each handshake.
+struct Resolver(Arc<Shared>);
+
+impl Resolver {
+    fn certified(&self) -> Option<Arc<CertifiedKey>> {
+        let current = self.0.current.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        current.as_ref().map(|current| current.certified.clone())
+    }
+}
+
+impl fmt::Debug for Resolver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Resolver")
+    }
+}
+
+impl ResolvesServerCert for Resolver {
+    fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        self.certified()
+    }
+}
+
+impl ResolvesClientCert for Resolver {
+    fn resolve(&self, _hints: &[&[u8]], _schemes: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        self.certified()
+    }
+
+    fn has_certs(&self) -> bool {
+        self.certified().is_some()
+    }
+}
+
+fn read_certificates(what: &'static str, pem: &str) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
+    match found {
+        Ok(certificates) if certificates.is_empty() => Err(IdentityError::Pem { what, cause: "it holds no certificate".into() }),
+        Ok(certificates) => Ok(certificates),
+        Err(cause) => Err(IdentityError::Pem { what, cause: cause.to_string() }),
+    }
+}
