@@ -3,8 +3,30 @@
 //! This room decides layout, digests and coverage. It never talks to a network, an engine or a clock, and it
 //! never trusts a length that it read: every number from outside is checked before memory is asked for.
 
+mod coverage;
+mod digest;
 mod dtype;
 mod layout;
+mod load_unit;
+mod manifest;
+pub mod safetensors;
 
-pub use dtype::Dtype;
-pub use layout::{Bucket, Encoding, Entry, Layout, LayoutError, TensorSpec};
+pub use coverage::{Coverage, CoverageError};
+pub use digest::{BucketHasher, TensorHasher, TensorHasherError, bucket_digest, digest_hex, parse_digest_hex};
+pub use dtype::{Dtype, SizeError};
+pub use layout::{ALIGNMENT, Bucket, Encoding, Entry, EntryPart, Layout, LayoutError, TensorSpec, default_bucket_bytes};
+pub use load_unit::{LoadUnit, LoadUnits};
+pub use manifest::{DigestAlgorithm, Manifest, ManifestError};
+
+/// A name from outside as it may stand in an error or a log line: no control characters, and not longer than 200 characters.
+pub(crate) fn shown(name: &str) -> String {
+    const LONGEST: usize = 200;
+    let mut text: String = name.chars().take(LONGEST).flat_map(char::escape_debug).collect();
+    if name.chars().nth(LONGEST).is_some() {
+        text.push_str("...");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests;

@@ -61,12 +61,20 @@ impl BucketHeader {
 
     /// Reads a header; says nothing about whether its numbers make sense.
     pub fn decode(wire: &[u8; Self::LENGTH]) -> Self {
-        let [a, b, c, d, e, f, g, h, o0, o1, o2, o3, o4, o5, o6, o7, l0, l1, l2, l3, l4, l5, l6, l7] = *wire;
         Self {
-            sequence: u32::from_le_bytes([a, b, c, d]),
-            flags: u32::from_le_bytes([e, f, g, h]),
-            offset: u64::from_le_bytes([o0, o1, o2, o3, o4, o5, o6, o7]),
-            bytes: u64::from_le_bytes([l0, l1, l2, l3, l4, l5, l6, l7]),
+            sequence: u32::from_le_bytes(field(wire, 0)),
+            flags: u32::from_le_bytes(field(wire, 4)),
+            offset: u64::from_le_bytes(field(wire, 8)),
+            bytes: u64::from_le_bytes(field(wire, 16)),
         }
     }
+}
+
+/// The `N` bytes of a header from `start` on.
+fn field<const N: usize>(wire: &[u8; BucketHeader::LENGTH], start: usize) -> [u8; N] {
+    let mut field = [0; N];
+    for (to, from) in field.iter_mut().zip(wire.iter().skip(start)) {
+        *to = *from;
+    }
+    field
 }

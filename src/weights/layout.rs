@@ -4,12 +4,21 @@
 //! A bucket is a contiguous part of the stream, so one tensor may span several buckets and a bucket may hold many tensors.
 //! Decides offsets and cuts only; it never looks at a value and never allocates by a number that it was given.
 
+use std::collections::HashSet;
+
 use serde::{Deserialize, Serialize};
 
-use super::Dtype;
+use super::dtype::SizeError;
+use super::{Dtype, shown};
 
 /// Every tensor starts at a multiple of this many bytes, so that any element type can be read in place.
 pub const ALIGNMENT: u64 = 64;
+
+/// Longest stream: offsets must fit a file offset (`off_t`) and a `usize` of a 64-bit machine with room to add.
+const LONGEST_STREAM: u64 = 1 << 62;
+
+/// Longest tensor name in bytes; the longest in public checkpoints are near 150.
+const LONGEST_NAME: usize = 4096;
 
 /// A tensor as a trainer names it: no place yet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,6 +59,13 @@ pub struct Entry {
     pub bytes: u64,
 }
 
+impl Entry {
+    /// The first byte of the stream that lies behind the tensor.
+    pub fn end(&self) -> u64 {
+        self.offset.saturating_add(self.bytes)
+    }
+}
+
 /// A contiguous part of the stream, moved in one operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Bucket {
@@ -58,6 +74,21 @@ pub struct Bucket {
     /// First byte in the stream.
     pub offset: u64,
     /// Length in bytes, at least 1.
+    pub bytes: u64,
+}
+
+/// The part of one tensor that lies in a range of the stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EntryPart<'a> {
+    /// Position of the tensor in [`Layout::entries`].
+    pub index: usize,
+    /// The tensor.
+    pub entry: &'a Entry,
+    /// First byte of the part, counted from the start of the tensor.
+    pub in_tensor: u64,
+    /// First byte of the part, counted from the start of the range.
+    pub in_range: u64,
+    /// Length of the part in bytes, at least 1.
     pub bytes: u64,
 }
 
@@ -71,7 +102,7 @@ pub struct Layout {
     pub entries: Vec<Entry>,
     /// Length of the stream in bytes.
     pub total_bytes: u64,
-    /// Length of every bucket but the last, in bytes.
+    /// Length of every bucket but the last, in bytes; a multiple of [`ALIGNMENT`].
     pub bucket_bytes: u64,
 }
 
@@ -85,10 +116,141 @@ pub enum LayoutError {
     PartialByte { name: String, bits: u64 },
     #[error("tensor {name} appears twice")]
     Duplicate { name: String },
+    #[error("tensor name {name:?} cannot be used: {what}")]
+    BadName { name: String, what: &'static str },
     #[error("a bucket must hold at least {ALIGNMENT} bytes, {bytes} were asked for")]
     BucketTooSmall { bytes: u64 },
     #[error("{buckets} buckets are more than a sequence number can count: choose larger buckets")]
     TooManyBuckets { buckets: u64 },
     #[error("layout is not what its tensors say: {what}")]
     Inconsistent { what: String },
+}
+
+/// Length of a bucket for a stream of so many bytes: enough buckets that members of a chain work at once, each long enough that the
+/// work per bucket does not count.
+pub fn default_bucket_bytes(total_bytes: u64) -> u64 {
+    const SMALLEST: u64 = 1 << 20;
+    const LARGEST: u64 = 32 << 20;
+    (total_bytes / 32).clamp(SMALLEST, LARGEST).next_multiple_of(ALIGNMENT)
+}
+
+impl Layout {
+    /// Lays tensors out in the order given. `bucket_bytes` is rounded down to a multiple of [`ALIGNMENT`]; 0 chooses by
+    /// [`default_bucket_bytes`].
+    pub fn new(artifact: impl Into<String>, tensors: Vec<TensorSpec>, bucket_bytes: u64) -> Result<Self, LayoutError> {
+        let (places, total_bytes) = places(tensors.iter())?;
+        let bucket_bytes = match bucket_bytes {
+            0 => default_bucket_bytes(total_bytes),
+            bytes if bytes < ALIGNMENT => return Err(LayoutError::BucketTooSmall { bytes }),
+            bytes => bytes - bytes % ALIGNMENT,
+        };
+        count_buckets(total_bytes, bucket_bytes)?;
+        let entries = tensors
+            .into_iter()
+            .zip(places)
+            .map(|(tensor, (offset, bytes))| Entry { tensor, encoding: Encoding::Plain, offset, bytes })
+            .collect();
+        Ok(Self { artifact: artifact.into(), entries, total_bytes, bucket_bytes })
+    }
+
+    /// Checks a layout that came over the wire: it must be exactly what [`Layout::new`] makes of its tensors.
+    pub fn validate(&self) -> Result<(), LayoutError> {
+        let inconsistent = |what: String| Err(LayoutError::Inconsistent { what });
+        let (places, total_bytes) = places(self.entries.iter().map(|entry| &entry.tensor))?;
+        for (entry, (offset, bytes)) in self.entries.iter().zip(places) {
+            if (entry.offset, entry.bytes) != (offset, bytes) {
+                let name = shown(&entry.tensor.name);
+                return inconsistent(format!(
+                    "tensor {name} is said to be {} bytes at {}, it is {bytes} bytes at {offset}",
+                    entry.bytes, entry.offset
+                ));
+            }
+        }
+        if self.total_bytes != total_bytes {
+            return inconsistent(format!("the stream is said to be {} bytes, it is {total_bytes}", self.total_bytes));
+        }
+        if self.bucket_bytes < ALIGNMENT {
+            return Err(LayoutError::BucketTooSmall { bytes: self.bucket_bytes });
+        }
+        if !self.bucket_bytes.is_multiple_of(ALIGNMENT) {
+            return inconsistent(format!("a bucket of {} bytes is not a multiple of {ALIGNMENT}", self.bucket_bytes));
+        }
+        count_buckets(total_bytes, self.bucket_bytes).map(|_| ())
+    }
+
+    /// Number of buckets; 0 when no tensor holds a byte.
+    pub fn bucket_count(&self) -> u32 {
+        count_buckets(self.total_bytes, self.bucket_bytes).unwrap_or(u32::MAX)
+    }
+
+    /// The bucket of that sequence.
+    pub fn bucket(&self, sequence: u32) -> Option<Bucket> {
+        let offset = u64::from(sequence).checked_mul(self.bucket_bytes)?;
+        let bytes = self.total_bytes.checked_sub(offset)?.min(self.bucket_bytes);
+        (bytes > 0).then_some(Bucket { sequence, offset, bytes })
+    }
+
+    /// All buckets in the order of sending.
+    pub fn buckets(&self) -> impl Iterator<Item = Bucket> + '_ {
+        (0..self.bucket_count()).map_while(|sequence| self.bucket(sequence))
+    }
+
+    /// The parts of tensors that lie in `bytes` bytes of the stream from `offset` on, in stream order. What no part covers is a gap.
+    pub fn parts(&self, offset: u64, bytes: u64) -> impl Iterator<Item = EntryPart<'_>> + '_ {
+        let end = offset.saturating_add(bytes);
+        let first = self.entries.partition_point(|entry| entry.end() <= offset);
+        let later = self.entries.iter().enumerate().skip(first);
+        later.take_while(move |(_, entry)| entry.offset < end).filter_map(move |(index, entry)| {
+            let start = entry.offset.max(offset);
+            let bytes = entry.end().min(end).checked_sub(start).filter(|bytes| *bytes > 0)?;
+            Some(EntryPart { index, entry, in_tensor: start - entry.offset, in_range: start - offset, bytes })
+        })
+    }
+
+    /// The specs of all tensors, in stream order.
+    pub fn tensors(&self) -> impl Iterator<Item = &TensorSpec> + '_ {
+        self.entries.iter().map(|entry| &entry.tensor)
+    }
+}
+
+/// Offset and length of each tensor, and the length of the stream.
+fn places<'a>(tensors: impl Iterator<Item = &'a TensorSpec>) -> Result<(Vec<(u64, u64)>, u64), LayoutError> {
+    let mut seen = HashSet::new();
+    let mut end = 0u64;
+    let mut places = Vec::new();
+    for tensor in tensors {
+        let name = || shown(&tensor.name);
+        check_name(&tensor.name)?;
+        if !seen.insert(tensor.name.as_str()) {
+            return Err(LayoutError::Duplicate { name: name() });
+        }
+        let bytes = tensor.dtype.tensor_bytes(&tensor.shape).map_err(|error| match error {
+            SizeError::TooLarge => LayoutError::TooLarge { name: name() },
+            SizeError::PartialByte(bits) => LayoutError::PartialByte { name: name(), bits },
+        })?;
+        let offset = end.next_multiple_of(ALIGNMENT);
+        end = offset.checked_add(bytes).filter(|end| *end <= LONGEST_STREAM).ok_or_else(|| LayoutError::TooLarge { name: name() })?;
+        places.push((offset, bytes));
+    }
+    Ok((places, end))
+}
+
+/// Refuses names that a safetensors file cannot hold, before a byte moves.
+fn check_name(name: &str) -> Result<(), LayoutError> {
+    let what = match name {
+        "" => "it is empty",
+        "__metadata__" => "the safetensors format keeps it for itself",
+        long if long.len() > LONGEST_NAME => "it is longer than 4096 bytes",
+        _ => return Ok(()),
+    };
+    Err(LayoutError::BadName { name: shown(name), what })
+}
+
+fn count_buckets(total_bytes: u64, bucket_bytes: u64) -> Result<u32, LayoutError> {
+    if bucket_bytes == 0 {
+        return Err(LayoutError::BucketTooSmall { bytes: 0 });
+    }
+    let buckets = total_bytes.div_ceil(bucket_bytes);
+    // `u32::MAX` as a sequence ends the stream on the wire.
+    u32::try_from(buckets).ok().filter(|count| *count < u32::MAX).ok_or(LayoutError::TooManyBuckets { buckets })
 }

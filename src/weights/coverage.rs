@@ -1,0 +1,87 @@
+//! The gate that says whether every byte of a stream was written, each once.
+//!
+//! Decides completeness from the ranges it is told; parts may come in any order. It never looks at bytes, and a range that was
+//! refused changes nothing, so that the caller may report it and go on.
+
+use std::collections::BTreeMap;
+
+use super::{Layout, shown};
+
+/// Which bytes of a stream were written so far, as disjoint ranges (start to end) with a gap between any two.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Coverage {
+    total: u64,
+    written: u64,
+    ranges: BTreeMap<u64, u64>,
+}
+
+/// Why a range was refused, or what is missing.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum CoverageError {
+    #[error("bytes {offset} to {end} lie behind the end of the stream at {total}")]
+    Beyond { offset: u64, end: u64, total: u64 },
+    #[error("bytes {offset} to {end} were written before, in whole or in part")]
+    Overlap { offset: u64, end: u64 },
+    #[error("tensor {tensor} is missing bytes; {missing} of {total} bytes of the stream were never written")]
+    Missing { tensor: String, missing: u64, total: u64 },
+}
+
+impl Coverage {
+    /// Nothing of a stream of `total` bytes was written yet.
+    pub fn new(total: u64) -> Self {
+        Self { total, written: 0, ranges: BTreeMap::new() }
+    }
+
+    /// Notes that `bytes` bytes from `offset` on were written.
+    pub fn record(&mut self, offset: u64, bytes: u64) -> Result<(), CoverageError> {
+        let end = offset.saturating_add(bytes);
+        if end > self.total {
+            return Err(CoverageError::Beyond { offset, end, total: self.total });
+        }
+        if bytes == 0 {
+            return Ok(());
+        }
+        let before = self.ranges.range(..=offset).next_back().map(|(start, end)| (*start, *end));
+        let after = self.ranges.range(offset..).next().map(|(start, end)| (*start, *end));
+        if before.is_some_and(|(_, ended)| ended > offset) || after.is_some_and(|(starts, _)| starts < end) {
+            return Err(CoverageError::Overlap { offset, end });
+        }
+        self.written += bytes;
+        let start = before.filter(|(_, ended)| *ended == offset).map_or(offset, |(start, _)| start);
+        let until = match after.filter(|(starts, _)| *starts == end) {
+            Some((starts, ended)) => {
+                self.ranges.remove(&starts);
+                ended
+            }
+            None => end,
+        };
+        self.ranges.insert(start, until);
+        Ok(())
+    }
+
+    /// Bytes written so far.
+    pub fn written(&self) -> u64 {
+        self.written
+    }
+
+    /// Whether every byte was written.
+    pub fn is_complete(&self) -> bool {
+        self.written == self.total
+    }
+
+    /// The first range that was not written, as start and end.
+    pub fn first_gap(&self) -> Option<(u64, u64)> {
+        let start = self.ranges.first_key_value().filter(|(start, _)| **start == 0).map_or(0, |(_, end)| *end);
+        let end = self.ranges.range(start..).next().map_or(self.total, |(next, _)| *next);
+        (start < end).then_some((start, end))
+    }
+
+    /// `Ok` when every byte was written; otherwise names the first tensor that lacks some.
+    pub fn check(&self, layout: &Layout) -> Result<(), CoverageError> {
+        let Some((gap, _)) = self.first_gap() else { return Ok(()) };
+        // A gap between two tensors is told by the tensor behind it.
+        let tensor = layout.entries.iter().find(|entry| entry.end() > gap).map_or_else(String::new, |entry| shown(&entry.tensor.name));
+        Err(CoverageError::Missing { tensor, missing: self.total - self.written, total: self.total })
+    }
+}

@@ -1,0 +1,169 @@
+//! What a version is, in full: its layout and the digest of every tensor, under one digest of its own.
+//!
+//! Decides the canonical bytes that blake3 is taken over, so that two programs that mean the same version say the same digest,
+//! whatever JSON they speak. A changed encoding needs a new domain line, or old and new agents would disagree without a reason.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Encoding, Layout, LayoutError, digest_hex, parse_digest_hex, shown};
+
+/// How bucket and tensor digests of a version are computed; one for the whole version.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DigestAlgorithm {
+    /// xxh3-128, seed 0: for bytes that pass a CPU.
+    #[default]
+    #[serde(rename = "xxh3-128")]
+    Xxh3_128,
+}
+
+impl DigestAlgorithm {
+    /// Its name in a manifest.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Xxh3_128 => "xxh3-128",
+        }
+    }
+}
+
+/// A version of one artifact: where its tensors lie and what they hash to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Manifest {
+    /// Number that the trainer gave.
+    pub version: u64,
+    /// Names, types, shapes and places of all tensors.
+    pub layout: Layout,
+    /// How the digests below are computed.
+    pub algorithm: DigestAlgorithm,
+    /// Digest of every tensor (32 hex digits), in layout order.
+    pub tensor_digests: Vec<String>,
+}
+
+/// Why a manifest is not one, or why a stream is not the version that the manifest describes. Tensors are named, never shown.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ManifestError {
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    #[error("{digests} digests for {tensors} tensors")]
+    Count { digests: usize, tensors: usize },
+    #[error("tensor {tensor}: its digest is not 32 lower-case hex digits")]
+    NotADigest { tensor: String },
+    #[error("tensor {tensor} differs from the manifest ({tensors} of {total} tensors do)")]
+    Differs { tensor: String, tensors: usize, total: usize },
+}
+
+impl Manifest {
+    /// A manifest of a layout and the digests of its tensors (xxh3-128, in layout order).
+    pub fn new(version: u64, layout: Layout, tensor_digests: &[u128]) -> Result<Self, ManifestError> {
+        let tensor_digests = tensor_digests.iter().copied().map(digest_hex).collect();
+        let manifest = Self { version, layout, algorithm: DigestAlgorithm::Xxh3_128, tensor_digests };
+        manifest.count_digests()?;
+        Ok(manifest)
+    }
+
+    /// Checks a manifest that came over the wire or from a file.
+    pub fn validate(&self) -> Result<(), ManifestError> {
+        self.layout.validate()?;
+        self.count_digests()?;
+        match self.with_names().find(|(_, digest)| parse_digest_hex(digest).is_none()) {
+            Some((name, _)) => Err(ManifestError::NotADigest { tensor: shown(name) }),
+            None => Ok(()),
+        }
+    }
+
+    /// Compares digests that were computed from received bytes; an error names the first tensor that differs.
+    pub fn compare(&self, computed: &[u128]) -> Result<(), ManifestError> {
+        self.count_digests()?;
+        if computed.len() != self.layout.entries.len() {
+            return Err(ManifestError::Count { digests: computed.len(), tensors: self.layout.entries.len() });
+        }
+        let mut differing =
+            self.with_names().zip(computed).filter(|((_, said), got)| parse_digest_hex(said) != Some(**got)).map(|((name, _), _)| name);
+        match differing.next() {
+            None => Ok(()),
+            Some(name) => {
+                Err(ManifestError::Differs { tensor: shown(name), tensors: differing.count() + 1, total: self.layout.entries.len() })
+            }
+        }
+    }
+
+    /// blake3 (64 hex digits) over version, layout, algorithm and digests in their canonical encoding.
+    pub fn digest(&self) -> String {
+        let mut hash = Canonical::new("weightsync manifest 1\n");
+        hash.number(self.version);
+        hash.layout(&self.layout);
+        hash.text(self.algorithm.name());
+        hash.number(self.tensor_digests.len() as u64);
+        self.tensor_digests.iter().for_each(|digest| hash.text(digest));
+        hash.finish()
+    }
+
+    fn count_digests(&self) -> Result<(), ManifestError> {
+        let (digests, tensors) = (self.tensor_digests.len(), self.layout.entries.len());
+        if digests == tensors { Ok(()) } else { Err(ManifestError::Count { digests, tensors }) }
+    }
+
+    fn with_names(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.layout.tensors().map(|tensor| tensor.name.as_str()).zip(self.tensor_digests.iter().map(String::as_str))
+    }
+}
+
+impl Layout {
+    /// blake3 (64 hex digits) over names, types, shapes, encodings, load units, places and the bucket cut, in their canonical encoding.
+    pub fn digest(&self) -> String {
+        let mut hash = Canonical::new("weightsync layout 1\n");
+        hash.layout(self);
+        hash.finish()
+    }
+}
+
+/// The canonical encoding: numbers as u64 little-endian, texts as their length and UTF-8 bytes, lists as their count and items, an
+/// absent text as a count of 0 and a present one as a count of 1 and the text.
+struct Canonical(blake3::Hasher);
+
+impl Canonical {
+    fn new(domain: &str) -> Self {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(domain.as_bytes());
+        Self(hasher)
+    }
+
+    fn number(&mut self, number: u64) {
+        self.0.update(&number.to_le_bytes());
+    }
+
+    fn text(&mut self, text: &str) {
+        self.number(text.len() as u64);
+        self.0.update(text.as_bytes());
+    }
+
+    fn layout(&mut self, layout: &Layout) {
+        self.text(&layout.artifact);
+        self.number(layout.total_bytes);
+        self.number(layout.bucket_bytes);
+        self.number(layout.entries.len() as u64);
+        for entry in &layout.entries {
+            self.text(&entry.tensor.name);
+            self.text(entry.tensor.dtype.name());
+            self.number(entry.tensor.shape.len() as u64);
+            entry.tensor.shape.iter().for_each(|size| self.number(*size));
+            match &entry.tensor.load_unit {
+                None => self.number(0),
+                Some(unit) => {
+                    self.number(1);
+                    self.text(unit);
+                }
+            }
+            self.text(match entry.encoding {
+                Encoding::Plain => "plain",
+            });
+            self.number(entry.offset);
+            self.number(entry.bytes);
+        }
+    }
+
+    fn finish(self) -> String {
+        self.0.finalize().to_hex().to_string()
+    }
+}

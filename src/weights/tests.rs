@@ -1,0 +1,39 @@
+//! Tests of the room: each file about one part of it.
+#![allow(clippy::cast_possible_truncation)]
+
+mod coverage;
+mod digest;
+mod hostile;
+mod layout;
+mod load_unit;
+mod manifest;
+mod safetensors;
+
+use proptest::prelude::*;
+
+use super::{Dtype, TensorSpec};
+
+/// A tensor without a load unit.
+pub fn tensor(name: &str, dtype: Dtype, shape: &[u64]) -> TensorSpec {
+    TensorSpec { name: name.into(), dtype, shape: shape.to_vec(), load_unit: None }
+}
+
+/// Lists of tensors of every type, scalars and empty ones among them, in a few load units.
+pub fn tensors() -> impl Strategy<Value = Vec<TensorSpec>> {
+    let one = (0..Dtype::ALL.len(), prop::collection::vec(0u64..7, 0..4), prop::option::of(0u8..3));
+    prop::collection::vec(one, 0..24).prop_map(|drawn| {
+        let named = drawn.into_iter().enumerate().map(|(index, (dtype, mut shape, unit))| {
+            let dtype = Dtype::ALL[dtype];
+            if dtype.bits() < 8 {
+                shape.push(4);
+            }
+            TensorSpec { name: format!("layers.{index}.weight"), dtype, shape, load_unit: unit.map(|unit| format!("unit {unit}")) }
+        });
+        named.collect()
+    })
+}
+
+/// Bytes that differ from place to place, so that a misplaced byte shows.
+pub fn pattern(length: usize) -> Vec<u8> {
+    (0..length as u64).map(|place| (place.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8).collect()
+}

@@ -1,0 +1,125 @@
+use proptest::prelude::*;
+
+use super::{tensor, tensors};
+use crate::weights::{ALIGNMENT, Dtype, Layout, LayoutError, default_bucket_bytes};
+
+#[test]
+fn tensors_start_aligned_and_keep_their_order() {
+    let specs = vec![tensor("b", Dtype::BF16, &[3, 5]), tensor("empty", Dtype::F32, &[4, 0]), tensor("a", Dtype::F64, &[])];
+    let layout = Layout::new("model", specs, 64).unwrap();
+    let places: Vec<_> = layout.entries.iter().map(|entry| (entry.tensor.name.as_str(), entry.offset, entry.bytes)).collect();
+    assert_eq!(places, [("b", 0, 30), ("empty", 64, 0), ("a", 64, 8)]);
+    assert_eq!(layout.total_bytes, 72);
+    assert_eq!(layout.buckets().map(|bucket| (bucket.sequence, bucket.offset, bucket.bytes)).collect::<Vec<_>>(), [(0, 0, 64), (1, 64, 8)]);
+}
+
+#[test]
+fn a_layout_without_bytes_has_no_bucket() {
+    for specs in [vec![], vec![tensor("empty", Dtype::U8, &[0])]] {
+        let layout = Layout::new("model", specs, 0).unwrap();
+        assert_eq!((layout.total_bytes, layout.bucket_count(), layout.buckets().count()), (0, 0, 0));
+    }
+}
+
+#[test]
+fn what_cannot_be_laid_out_is_named() {
+    let cases = [
+        (vec![tensor("w", Dtype::U8, &[1]), tensor("w", Dtype::U8, &[2])], "tensor w appears twice"),
+        (vec![tensor("w", Dtype::F32, &[u64::MAX, 2])], "tensor w: its size does not fit 64 bits"),
+        (
+            [0, 1, 2, 3, 4].map(|number| tensor(&format!("w{number}"), Dtype::U8, &[1 << 60])).to_vec(),
+            "tensor w4: its size does not fit 64 bits",
+        ),
+        (vec![tensor("w", Dtype::F4, &[3])], "tensor w: 12 bits do not fill whole bytes"),
+        (vec![tensor("", Dtype::U8, &[])], "tensor name \"\" cannot be used: it is empty"),
+        (vec![tensor("__metadata__", Dtype::U8, &[])], "the safetensors format keeps it for itself"),
+    ];
+    for (specs, wanted) in cases {
+        let error = Layout::new("model", specs, 64).unwrap_err().to_string();
+        assert!(error.contains(wanted), "{error}");
+    }
+    assert_eq!(Layout::new("model", vec![], 63), Err(LayoutError::BucketTooSmall { bytes: 63 }));
+    let huge = Layout::new("model", vec![tensor("w", Dtype::U8, &[1 << 60])], 64);
+    assert_eq!(huge, Err(LayoutError::TooManyBuckets { buckets: 1 << 54 }));
+}
+
+#[test]
+fn a_layout_that_lies_is_refused() {
+    let good = Layout::new("model", vec![tensor("a", Dtype::F32, &[8]), tensor("b", Dtype::F32, &[40])], 64).unwrap();
+    good.validate().unwrap();
+    let lies: [fn(&mut Layout); 7] = [
+        |layout| layout.entries[1].offset = 32,
+        |layout| layout.entries[0].bytes = 31,
+        |layout| layout.total_bytes += 1,
+        |layout| layout.bucket_bytes = 0,
+        |layout| layout.bucket_bytes = 65,
+        |layout| layout.entries[1].tensor.name = "a".into(),
+        |layout| layout.entries[0].tensor.shape = vec![u64::MAX, u64::MAX],
+    ];
+    for (number, lie) in lies.iter().enumerate() {
+        let mut layout = good.clone();
+        lie(&mut layout);
+        assert!(layout.validate().is_err(), "lie {number} was believed");
+        // Whoever works with it before the check must not fall over it.
+        let _ = (layout.bucket_count(), layout.buckets().take(5).count(), layout.parts(0, u64::MAX).count());
+    }
+}
+
+#[test]
+fn a_control_character_in_a_name_does_not_reach_an_error() {
+    let specs = vec![tensor("a\n\u{1b}[31m", Dtype::U8, &[1]); 2];
+    let error = Layout::new("model", specs, 64).unwrap_err().to_string();
+    assert!(!error.contains(['\n', '\u{1b}']), "{error:?}");
+}
+
+#[test]
+fn default_buckets_are_aligned_and_bounded() {
+    for total in [0, 1, 1 << 20, 300_000_001, 1 << 40] {
+        let bytes = default_bucket_bytes(total);
+        assert!(bytes.is_multiple_of(ALIGNMENT) && (1 << 20..=32 << 20).contains(&bytes), "{bytes} for {total}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn buckets_cover_the_stream_once_in_order(specs in tensors(), bucket_bytes in 64u64..700) {
+        let layout = Layout::new("model", specs, bucket_bytes).unwrap();
+        layout.validate().unwrap();
+        let mut end = 0;
+        for (number, bucket) in layout.buckets().enumerate() {
+            prop_assert_eq!((bucket.sequence as usize, bucket.offset), (number, end));
+            prop_assert!(bucket.bytes >= 1 && bucket.bytes <= layout.bucket_bytes);
+            prop_assert_eq!(layout.bucket(bucket.sequence), Some(bucket));
+            end += bucket.bytes;
+        }
+        prop_assert_eq!(end, layout.total_bytes);
+        prop_assert_eq!(layout.buckets().count(), layout.bucket_count() as usize);
+        prop_assert_eq!(layout.bucket(layout.bucket_count()), None);
+    }
+
+    #[test]
+    fn parts_of_any_cut_give_every_byte_of_every_tensor_once(specs in tensors(), step in 1u64..200) {
+        let layout = Layout::new("model", specs, 64).unwrap();
+        let mut seen = vec![0u64; layout.entries.len()];
+        let mut offset = 0;
+        while offset < layout.total_bytes {
+            for part in layout.parts(offset, step) {
+                prop_assert!(part.bytes > 0 && part.in_range + part.bytes <= step);
+                prop_assert_eq!(part.in_tensor, seen[part.index]);
+                prop_assert_eq!(part.entry.offset + part.in_tensor, offset + part.in_range);
+                seen[part.index] += part.bytes;
+            }
+            offset += step;
+        }
+        let whole: Vec<_> = layout.entries.iter().map(|entry| entry.bytes).collect();
+        prop_assert_eq!(seen, whole);
+    }
+
+    #[test]
+    fn a_layout_survives_json_and_its_digest_with_it(specs in tensors()) {
+        let layout = Layout::new("model", specs, 128).unwrap();
+        let back: Layout = serde_json::from_str(&serde_json::to_string(&layout).unwrap()).unwrap();
+        prop_assert_eq!(back.digest(), layout.digest());
+        prop_assert_eq!(back, layout);
+    }
+}
