@@ -3,12 +3,22 @@
 //! An adapter says what its server is and can do, and switches it to a version that lies complete and verified in a directory.
 //! It decides the order of calls, which replies count as success, and what a half-done switch means. It never decides that a version
 //! is complete (the agent's coverage gate does) and never resumes an engine that may hold half an update.
+//!
+//! Before an adapter lets an engine touch its weights it writes a mark into the engine itself (see [`label`]), and takes it away with
+//! the last step. So whoever asks the engine later, a restarted agent included, learns whether it holds a version, its own start-up
+//! weights, or half an update. Why a replica that holds half an update stays paused: `docs/decisions/0003-half-an-update.md`.
+
+pub mod label;
+mod secret;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
+
+pub use label::Holding;
+pub use secret::ApiKey;
 
 use crate::protocol::{EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
 
@@ -30,6 +40,8 @@ pub enum EngineError {
     Unsupported { what: String, next_step: String },
     #[error("the engine started anew in the middle of the install")]
     Restarted,
+    #[error("the engine may hold half an update of version {}: it stays paused until it is fed in full", version.version)]
+    HalfAnUpdate { version: HeldVersion },
     #[error("cancelled")]
     Cancelled,
 }
@@ -39,18 +51,22 @@ pub enum EngineError {
 pub struct EngineStart(pub String);
 
 /// What to install, how, and how long it may take.
+#[derive(Debug, Clone)]
 pub struct InstallJob {
     /// The version and the digest of its manifest.
     pub version: HeldVersion,
     /// Directory with `model.safetensors` (or shards and an index), config and tokenizer links, *as the engine sees it*.
     pub directory: PathBuf,
+    /// The same directory as this process sees it: the adapter watches from here that the engine really opens every weight file.
+    pub local_directory: PathBuf,
     /// What happens to running requests.
     pub pause: PausePolicy,
     /// What happens to the KV and prefix cache.
     pub kv_cache: KvCachePolicy,
-    /// The whole install ends, and the engine is not paused any more by us, after this long.
+    /// The whole install ends, and the engine is not paused any more by us (unless it holds half an update), after this long.
     pub timeout: Duration,
-    /// Ends the install early.
+    /// Ends the install early, as long as the engine has not begun to load: after that it is carried to its end, because an engine that
+    /// was left in the middle helps nobody.
     pub cancel: CancellationToken,
 }
 
@@ -67,15 +83,27 @@ pub struct InstallReport {
 #[derive(Debug, thiserror::Error)]
 #[error("{step}: {source}")]
 pub struct InstallError {
-    /// The step that failed.
+    /// The step that failed: `start`, `pause`, `load`, `check`, `resume`, `probe`.
     pub step: &'static str,
-    /// Whether the engine may hold a mixture: it stays paused (or is kept from serving) until it is fed in full.
+    /// Whether the engine may hold a mixture: it stays paused until it is fed in full ([`Engine::install`] again) or put back
+    /// ([`Engine::put_back`]). False: it runs on with what it held before, or it started anew.
     pub dirty: bool,
     /// The cause.
     pub source: EngineError,
 }
 
-/// One engine server. All calls end within the time they are given.
+/// What [`Engine::resume`] found and did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resumed {
+    /// Nothing was paused.
+    WasRunning,
+    /// It was paused and runs again.
+    Resumed,
+    /// It may hold half an update of this version, so it is left as it is: feed it in full or put it back.
+    HalfAnUpdate(HeldVersion),
+}
+
+/// One engine server. All calls end within the time they are given, and one that changes the engine waits for the one before it.
 #[async_trait]
 pub trait Engine: Send + Sync {
     /// `vllm`, `sglang`.
@@ -84,15 +112,36 @@ pub trait Engine: Send + Sync {
     /// Asks the server what it is and can do; refuses one that lacks what an install needs, naming the option that would help.
     async fn probe(&self, deadline: Duration) -> Result<EngineFacts, EngineError>;
 
+    /// Whether this kind of engine can be updated under these policies; asked before a byte moves. Asks no server.
+    fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError>;
+
     /// Whether it lives and answers, and which start of it. A pause of ours is not ill health.
     async fn health(&self, deadline: Duration) -> Result<EngineStart, EngineError>;
 
-    /// Switches to a version. `Ok` means that the engine confirmed its last step and is running; see [`InstallError::dirty`] otherwise.
+    /// Switches to a version. `Ok` means that the engine confirmed its last step and is running (with [`PausePolicy::External`]: is as
+    /// paused as the trainer left it); see [`InstallError::dirty`] otherwise. The install goes on when the returned future is dropped.
+    /// The directory must stay as it is until the install ended; when it ended dirty, until the next install or `put_back` ended.
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError>;
 
-    /// Undoes a pause that an earlier life of the agent left behind, when the engine holds no half update; tells whether it was paused.
-    async fn resume(&self, deadline: Duration) -> Result<bool, EngineError>;
+    /// Undoes a pause that an earlier life of the agent left behind, when the engine holds no half update.
+    async fn resume(&self, deadline: Duration) -> Result<Resumed, EngineError>;
 
-    /// The version that the server itself reports to hold, where it can.
-    async fn reported_version(&self, deadline: Duration) -> Result<Option<String>, EngineError>;
+    /// The last resort for an engine that holds half an update and cannot be fed in time: loads the weights that the server started with,
+    /// whole, and lets it run. It is then what a freshly started engine is: complete, and not at any version of ours. When that fails too,
+    /// the requests that it holds are ended so that no client waits for ever, it stays paused, and the error says why.
+    async fn put_back(&self, deadline: Duration) -> Result<(), EngineError>;
+
+    /// What the server itself says that it holds.
+    async fn holding(&self, deadline: Duration) -> Result<Holding, EngineError>;
+}
+
+/// Where an engine is and how to speak to it.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// `vllm`, `sglang`.
+    pub kind: String,
+    /// `http://HOST:PORT`.
+    pub url: String,
+    /// Shown as a bearer token.
+    pub api_key: Option<ApiKey>,
 }

@@ -1,0 +1,61 @@
+//! What an adapter writes into an engine's own "weight version" field, and how it is read back.
+//!
+//! The field dies with the engine's process and outlives the agent's, which makes it the one honest place for "what does this engine hold":
+//! `7+DIGEST` says that version 7, whose manifest has that blake3 digest, was installed to the end; `installing:7+DIGEST` says that an
+//! install began and was not seen to end. Decides the text only; never trusts it as a proof that the weights are right.
+
+use crate::protocol::HeldVersion;
+
+/// What both engines report before anybody wrote a version (vLLM 0.32 `EngineCore._weight_version`, SGLang 0.5.23 `--weight-version`).
+pub(super) const STARTUP: &str = "default";
+const INSTALLING: &str = "installing:";
+
+/// What an engine says that it holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Holding {
+    /// The weights that it started with.
+    Startup,
+    /// A version of ours, installed to the end.
+    Version(HeldVersion),
+    /// Possibly a part of this version: an install began and was not seen to end.
+    HalfAnUpdate(HeldVersion),
+    /// Something that another program wrote.
+    Foreign(String),
+}
+
+impl Holding {
+    /// Reads what an engine reports.
+    pub fn parse(text: &str) -> Self {
+        if text == STARTUP {
+            return Self::Startup;
+        }
+        let (version, half) = match text.strip_prefix(INSTALLING) {
+            Some(version) => (version, true),
+            None => (text, false),
+        };
+        match (parse_version(version), half) {
+            (Some(version), false) => Self::Version(version),
+            (Some(version), true) => Self::HalfAnUpdate(version),
+            (None, _) => Self::Foreign(text.to_owned()),
+        }
+    }
+
+    /// The text for an engine's version field.
+    pub fn text(&self) -> String {
+        match self {
+            Self::Startup => STARTUP.to_owned(),
+            Self::Version(held) => format!("{}+{}", held.version, held.manifest),
+            Self::HalfAnUpdate(held) => format!("{INSTALLING}{}+{}", held.version, held.manifest),
+            Self::Foreign(text) => text.clone(),
+        }
+    }
+}
+
+/// `NUMBER+DIGEST`, the digest as written by [`Holding::text`]: 64 lower-case hex digits.
+fn parse_version(text: &str) -> Option<HeldVersion> {
+    let (number, manifest) = text.split_once('+')?;
+    let is_digest = manifest.len() == 64 && manifest.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    let is_number = number.bytes().all(|byte| byte.is_ascii_digit());
+    let version = number.parse().ok()?;
+    (is_digest && is_number).then(|| HeldVersion { version, manifest: manifest.to_owned() })
+}
