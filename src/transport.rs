@@ -10,7 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 
-use crate::protocol::{BucketHeader, DataHello, MemberName, Refusal};
+use crate::protocol::{BucketHeader, DataHello, MemberName, Refusal, StreamFailure};
 
 /// Why bytes did not arrive.
 #[derive(Debug, thiserror::Error)]
@@ -32,6 +32,33 @@ pub enum TransportError {
     Io { what: String, source: std::io::Error },
 }
 
+impl TransportError {
+    /// The member at fault, where it is one.
+    pub fn peer(&self) -> Option<&MemberName> {
+        match self {
+            Self::Unreachable { peer, .. }
+            | Self::Refused { peer, .. }
+            | Self::Lost { peer, .. }
+            | Self::Silent { peer, .. }
+            | Self::Corrupt { peer, .. } => Some(peer),
+            Self::Cancelled | Self::Io { .. } => None,
+        }
+    }
+}
+
+impl From<StreamFailure> for TransportError {
+    fn from(failure: StreamFailure) -> Self {
+        match failure {
+            StreamFailure::Unreachable { peer, cause } => Self::Unreachable { peer, cause },
+            StreamFailure::Refused { peer, refusal } => Self::Refused { peer, refusal },
+            StreamFailure::Lost { peer, cause } => Self::Lost { peer, cause },
+            StreamFailure::Silent { peer, silence_ms } => Self::Silent { peer, silence: Duration::from_millis(silence_ms) },
+            StreamFailure::Corrupt { peer, sequence } => Self::Corrupt { peer, sequence },
+            StreamFailure::Cancelled => Self::Cancelled,
+        }
+    }
+}
+
 /// A way to move buckets. Listens from its construction on, so that its address is bound before it is told to anyone.
 #[async_trait]
 pub trait Transport: Send + Sync {
@@ -42,37 +69,44 @@ pub trait Transport: Send + Sync {
     fn address(&self) -> String;
 
     /// Opens the chain that `hello` describes; its first member is `hello.to` at `first`. Returns when the whole chain admitted it.
-    /// Ends with an error that names the member at fault after `silence` without a byte or an answer.
-    async fn open(&self, hello: DataHello, first: &str, silence: Duration) -> Result<Box<dyn BucketSink>, TransportError>;
+    /// Ends with an error that names the member at fault after `hello.silence_ms` without a sign of life.
+    async fn open(&self, hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError>;
 }
 
-/// The leader's end of an open chain. Dropping it ends the chain: every member sees its stream break.
+/// The leader's end of an open chain. Dropping it ends the chain: every member's store is told that it broke, nobody is blamed.
+/// While the leader has nothing to send, its transport shows the chain that it lives: a slow trainer is not a silent one.
 #[async_trait]
 pub trait BucketSink: Send {
-    /// Sends one bucket with its xxh3-128; returns when the next may be given (several are in flight).
+    /// Sends one bucket with its xxh3-128; returns when the next may be given (several are in flight). `header.bytes` is the length
+    /// of `data`. After an error the chain is over: every later call gives the same error.
     async fn send(&mut self, header: BucketHeader, data: Bytes, digest: u128) -> Result<(), TransportError>;
+
+    /// Waits until the chain fails; pending while it lives. Lets a leader that waits for its trainer hear at once of a lost member.
+    async fn failed(&mut self) -> TransportError;
 
     /// Ends the stream and waits until every member of the chain confirmed that it stored all of it.
     async fn finish(self: Box<Self>) -> Result<(), TransportError>;
 }
 
-/// Decides which incoming streams are let in; implemented by the agent.
+/// Decides which incoming streams are let in; implemented by the agent. Called on a task of the runtime: must not block.
 pub trait Admission: Send + Sync {
-    /// Checks epoch, secret and receiver, and answers where the stream's buckets go. Probes get a store that keeps nothing.
+    /// Checks epoch, secret, receiver and the use of TLS, and answers where the stream's buckets go. Probes get a store that keeps nothing.
     fn admit(&self, hello: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal>;
 }
 
-/// Takes what arrives; implemented by the agent. Calls come in order from one task, and may block for a memory copy only.
+/// Takes what arrives; implemented by the agent. Calls come in order from one task, and may block for a memory copy only: a call that
+/// blocks longer than the silence of the hello makes this member the silent one. After an `Err`, and after `end`, nothing follows.
 pub trait BucketStore: Send + Sync {
-    /// A part of a bucket, at its place in the stream of the layout, while the bucket still arrives. An error ends the stream.
+    /// A part of a bucket, at its place in the stream of the layout, while the bucket still arrives; a few hundred KiB at most.
+    /// Its bytes are proven only when `complete` follows for its bucket.
     fn write(&self, offset: u64, part: &[u8]) -> Result<(), Refusal>;
 
     /// A whole bucket arrived; `digest` is what was computed here and already agrees with what the sender said.
     fn complete(&self, header: &BucketHeader, digest: u128) -> Result<(), Refusal>;
 
-    /// The stream ended as it should.
+    /// The stream ended as it should. What becomes of members further down the chain is the leader's matter.
     fn end(&self) -> Result<(), Refusal>;
 
-    /// The stream broke; `peer` is who is at fault, as far as can be told. Nothing follows.
+    /// The stream broke; `peer` is who is at fault, as far as can be told; none when the leader gave it up.
     fn broken(&self, peer: Option<&MemberName>, cause: &str);
 }

@@ -1,11 +1,11 @@
-//! Frames of the TCP data path: a JSON hello, then per bucket a fixed header, the bytes, and their digest behind them.
+//! What travels on the data path: a hello, buckets with their heads, and why a stream ended early.
 //!
 //! The hello carries the rest of the chain (source routing), so a member forwards without knowing the leader's choice, and an
 //! attempt that leaves a member out needs no other message. Integers on the wire are little-endian.
 
 use serde::{Deserialize, Serialize};
 
-use super::{MemberName, UpdateId};
+use super::{MemberName, Refusal, UpdateId};
 
 /// First bytes of a data connection, before the u32 length of the hello.
 pub const DATA_MAGIC: [u8; 4] = *b"WSD1";
@@ -19,20 +19,69 @@ pub const MAX_HELLO_BYTES: u32 = 1 << 20;
 pub struct DataHello {
     /// The attempt whose buckets follow; for a probe, version 0 and attempt 0 of the epoch.
     pub update: UpdateId,
+    /// Who sends: the leader, or the member before the receiver in the chain. Named when the stream breaks on its side.
+    pub from: MemberName,
     /// Who the sender thinks it talks to; another member refuses.
     pub to: MemberName,
     /// The epoch's secret (base64). Secret.
     pub secret: String,
     /// Members after this one, in order: `(name, data address)`.
     pub rest: Vec<(MemberName, String)>,
+    /// Whether every connection of the chain uses TLS; a connection that differs from its hello is refused.
+    pub tls: bool,
+    /// Any wait with no sign of life from the other side ends after this long, in ms. Bytes and alive frames are signs of life.
+    pub silence_ms: u64,
     /// True for the one-element operation of the commit phase.
     pub probe: bool,
 }
 
-/// Head of one bucket on the wire: 24 bytes, then `bytes` bytes, then 16 bytes of xxh3-128 (little-endian).
+/// Why a stream ended early, as members tell each other along the chain in both directions; `peer` is the member at fault.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "camelCase", rename_all_fields = "camelCase")]
+pub enum StreamFailure {
+    /// No connection to it.
+    Unreachable {
+        /// The member.
+        peer: MemberName,
+        /// What was seen.
+        cause: String,
+    },
+    /// It said no: when it was asked in, or when its store could not take a part.
+    Refused {
+        /// The member.
+        peer: MemberName,
+        /// Its words.
+        refusal: Refusal,
+    },
+    /// Its connection closed in the middle.
+    Lost {
+        /// The member.
+        peer: MemberName,
+        /// What was seen.
+        cause: String,
+    },
+    /// It gave no sign of life.
+    Silent {
+        /// The member.
+        peer: MemberName,
+        /// For so long, in ms.
+        silence_ms: u64,
+    },
+    /// What it received does not hash to what the leader said.
+    Corrupt {
+        /// The member.
+        peer: MemberName,
+        /// The bucket.
+        sequence: u32,
+    },
+    /// The leader gave the stream up.
+    Cancelled,
+}
+
+/// Head of one bucket: 24 bytes, integers little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BucketHeader {
-    /// Position in the order of sending; `u32::MAX` ends the stream.
+    /// Position in the order of sending, from 0; never `u32::MAX`.
     pub sequence: u32,
     /// Flags; 0 today, anything else is refused.
     pub flags: u32,
@@ -45,8 +94,6 @@ pub struct BucketHeader {
 impl BucketHeader {
     /// Length on the wire in bytes.
     pub const LENGTH: usize = 24;
-    /// Sequence that ends the stream.
-    pub const END: u32 = u32::MAX;
 
     /// The header as it travels.
     pub fn encode(&self) -> [u8; Self::LENGTH] {
