@@ -2,10 +2,57 @@
 //!
 //! Pure: pods, specs and engine facts in; candidates, a roster and reasons out. Never waits, never asks anybody, and never guesses:
 //! what cannot be decided is named.
+//!
+//! How a plan comes about, one file a step:
+//!
+//! 1. [`selector`](Selector): which pods a part of the spec speaks of; only pods whose label [`ROLE_LABEL`] consents take part.
+//! 2. `trainer`: the first pod in order is the source, or the plan says why there is none.
+//! 3. `replicas`: pods become replicas: one pod, one of several ports in a pod, or a group of pods with a head.
+//! 4. `order`: replicas are put in the order that their pool asks for.
+//! 5. `size`: ranks of a replica, from the spec, compared with what its engine says.
+//! 6. [`roster()`]: offsets `0, 1, 1 + size, ...` without gaps, and the chain in which bytes travel.
+//!
+//! Beside it: [`shipments()`] (which source sends which bucket to which ranks) and [`explain()`] (bytes, buckets, memory, time).
 
 use serde::{Deserialize, Serialize};
 
 use crate::protocol::{MemberName, PodRef, Role};
+
+mod compute;
+mod explain;
+mod input;
+mod order;
+mod outcome;
+mod replicas;
+mod roster;
+mod selector;
+mod shipments;
+mod size;
+mod trainer;
+
+#[cfg(test)]
+mod tests;
+
+pub use compute::plan;
+pub use explain::{Bandwidth, ExplainedMember, Explanation, FloorTime, MemberMemory, ModelFacts, explain};
+pub use input::{Claim, EndpointKey, GroupSpec, Order, PlanInput, PodFacts, PodPhase, PoolSpec, TrainerSpec, WeightSyncRef};
+pub use outcome::{LeftOut, LeftOutCode, Plan, PlanRefusal};
+pub use roster::{chain, roster};
+pub use selector::{Operator, Requirement, Selector};
+pub use shipments::{Destinations, Need, Shipment, ShipmentError, shipments};
+pub use size::Parallelism;
+
+/// Label by which a pod consents to take part: `trainer` or `rollout`.
+pub const ROLE_LABEL: &str = "weightsync.dev/role";
+
+/// Value of [`ROLE_LABEL`] on trainer pods.
+pub const ROLE_TRAINER: &str = "trainer";
+
+/// Value of [`ROLE_LABEL`] on rollout pods.
+pub const ROLE_ROLLOUT: &str = "rollout";
+
+/// Most ranks of one group; a plan with more is refused, so that no sum of sizes can overflow.
+pub const MAX_WORLD_SIZE: u32 = 1 << 20;
 
 /// A member that could take part, in the order of the plan. Ranks are given by [`Roster`](crate::protocol::Roster) only.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -44,7 +44,7 @@ pub struct Roster {
     pub members: Vec<RosterMember>,
     /// Sum of all sizes.
     pub world_size: u32,
-    /// Order in which bytes travel over TCP: rollouts by name, neighbours on one node together.
+    /// Order in which bytes travel over TCP: rollouts in rank order, neighbours on one node together.
     pub chain: Vec<MemberName>,
 }
 

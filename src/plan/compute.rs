@@ -1,0 +1,190 @@
+//! Makes a plan: checks the spec, sorts pods to their parts, and joins what the single steps decide.
+//!
+//! Decides nothing of its own but two things: a younger `WeightSync` gives way to an older one, and a world that is too large is refused.
+
+use std::collections::BTreeSet;
+
+use super::order;
+use super::replicas::{PlacedUnit, units};
+use super::{
+    Candidate, EndpointKey, LeftOut, LeftOutCode, MAX_WORLD_SIZE, Order, Plan, PlanInput, PlanRefusal, PodFacts, PoolSpec, ROLE_LABEL,
+    ROLE_ROLLOUT, ROLE_TRAINER, Selector, trainer,
+};
+use crate::protocol::{MemberName, Role};
+
+/// Makes the plan for one `WeightSync`.
+pub fn plan(input: &PlanInput) -> Plan {
+    if let Err(message) = check_spec(input) {
+        return refused(PlanRefusal::InvalidSpec { message });
+    }
+    let mut pods: Vec<&PodFacts> = input.pods.iter().collect();
+    pods.sort_by_key(|pod| (&pod.name, &pod.uid));
+
+    let mut plan = Plan::default();
+    let mut taken = BTreeSet::new();
+    let trainer_pods = selected(&input.trainer.selector, Role::Source, "trainer", &pods, &mut taken, &mut plan.left_out);
+    let pool_pods: Vec<(&PoolSpec, Vec<&PodFacts>)> = input
+        .pools
+        .iter()
+        .map(|pool| (pool, selected(&pool.selector, Role::Rollout, &pool.name, &pods, &mut taken, &mut plan.left_out)))
+        .collect();
+
+    let mine = trainer_pods.iter().chain(pool_pods.iter().flat_map(|(_, pods)| pods)).filter(|pod| pod.is_live());
+    if let Some(refusal) = older_claim(input, mine.copied()) {
+        return refused(refusal);
+    }
+
+    let trainer = trainer::find(&input.trainer, &trainer_pods);
+    plan.left_out.extend(trainer.left_out);
+    plan.followers = trainer.followers.iter().map(|pod| pod.to_ref()).collect();
+    plan.candidates.extend(trainer.sources.iter().map(|pod| Candidate {
+        name: trainer::member_name(&pod.name),
+        role: Role::Source,
+        size: 1,
+        pods: vec![pod.to_ref()],
+        port: None,
+    }));
+    for (pool, pods) in pool_pods {
+        let units = units(pool, &pods, &mut plan.left_out);
+        for unit in order::sort(&pool.name, &pool.order, units, &pods, &mut plan.left_out) {
+            match sized(input, pool, unit) {
+                Ok(candidate) => plan.candidates.push(candidate),
+                Err(left_out) => plan.left_out.push(*left_out),
+            }
+        }
+    }
+    plan.left_out.sort_by(|one, two| (one.role, &one.who, one.code).cmp(&(two.role, &two.who, two.code)));
+
+    let ranks = plan.candidates.iter().map(|candidate| u64::from(candidate.size)).sum();
+    if ranks > u64::from(MAX_WORLD_SIZE) {
+        plan.candidates.clear();
+        plan.refusal = Some(PlanRefusal::WorldTooLarge { ranks, max: MAX_WORLD_SIZE });
+    } else if let Some(message) = trainer.missing {
+        plan.refusal = Some(PlanRefusal::NoSource { message });
+    }
+    plan
+}
+
+fn refused(refusal: PlanRefusal) -> Plan {
+    Plan { refusal: Some(refusal), ..Plan::default() }
+}
+
+/// What the spec alone tells to be wrong. The resource's own rules say the same; a file of `weightsync local` has no such rules.
+fn check_spec(input: &PlanInput) -> Result<(), String> {
+    check_order("spec.trainer", &input.trainer.order)?;
+    if input.trainer.sources == 0 {
+        return Err("spec.trainer: a group needs at least one source".to_owned());
+    }
+    if input.trainer.selector.is_empty() {
+        return Err("spec.trainer.selector is empty, which would mean every pod: name at least one label".to_owned());
+    }
+    let mut names = BTreeSet::new();
+    for pool in &input.pools {
+        let field = format!("spec.rollouts {}", pool.name);
+        if !names.insert(&pool.name) {
+            return Err(format!("{field}: two pools have this name"));
+        }
+        if pool.name == "trainer" {
+            return Err(format!("{field}: this name is the trainer's, choose another"));
+        }
+        if pool.selector.is_empty() {
+            return Err(format!("{field}: selector is empty, which would mean every pod: name at least one label"));
+        }
+        let ports: BTreeSet<_> = pool.ports.iter().collect();
+        if ports.is_empty() || ports.contains(&0) {
+            return Err(format!("{field}: an engine needs a port from 1 to 65535"));
+        }
+        if ports.len() != pool.ports.len() {
+            return Err(format!("{field}: a port is listed twice"));
+        }
+        if let Some(group) = &pool.group {
+            if group.pods < 2 {
+                return Err(format!("{field}: a group has at least 2 pods"));
+            }
+            if ports.len() > 1 {
+                return Err(format!("{field}: a replica of several pods has one port, on its head; {} are listed", ports.len()));
+            }
+        }
+        check_order(&field, &pool.order)?;
+        pool.parallelism.size().map_err(|message| format!("{field}.{message}"))?;
+    }
+    Ok(())
+}
+
+fn check_order(field: &str, order: &Order) -> Result<(), String> {
+    if let Some(name) = order::duplicates(order).first() {
+        return Err(format!("{field}.order.names lists {name} twice"));
+    }
+    match order {
+        Order::Explicit(names) if names.is_empty() => Err(format!("{field}.order is explicit, but names is empty")),
+        Order::Label(label) if label.is_empty() => Err(format!("{field}.order goes by label, but names none")),
+        _ => Ok(()),
+    }
+}
+
+/// The pods of one part of the spec that consent. A pod that two parts select belongs to the first, which is told.
+fn selected<'a>(
+    selector: &Selector,
+    role: Role,
+    part: &str,
+    pods: &[&'a PodFacts],
+    taken: &mut BTreeSet<&'a str>,
+    left_out: &mut Vec<LeftOut>,
+) -> Vec<&'a PodFacts> {
+    let (wanted, other) = match role {
+        Role::Source => (ROLE_TRAINER, ROLE_ROLLOUT),
+        Role::Rollout => (ROLE_ROLLOUT, ROLE_TRAINER),
+    };
+    let mut found = Vec::new();
+    for pod in pods.iter().copied().filter(|pod| selector.matches(&pod.labels)) {
+        let mut leave_out = |code, message| {
+            let who = MemberName(format!("{part}/{}", pod.name));
+            left_out.push(LeftOut { who, role, pods: vec![pod.to_ref()], code, message });
+        };
+        match pod.labels.get(ROLE_LABEL).map(String::as_str) {
+            Some(label) if label == wanted => {
+                if taken.insert(&pod.uid) {
+                    found.push(pod);
+                } else {
+                    leave_out(
+                        LeftOutCode::SelectedTwice,
+                        format!("pod {} is selected by {part} and by a pool before it: change one selector", pod.name),
+                    );
+                }
+            }
+            // One selector for trainer and rollouts is fine: the label tells them apart.
+            Some(label) if label == other => {}
+            _ => leave_out(
+                LeftOutCode::NotOptedIn,
+                format!("pod {} is selected, but lacks the label {ROLE_LABEL}={wanted} by which pods consent", pod.name),
+            ),
+        }
+    }
+    found
+}
+
+fn older_claim<'a>(input: &PlanInput, mine: impl Iterator<Item = &'a PodFacts>) -> Option<PlanRefusal> {
+    let mine: Vec<&PodFacts> = mine.collect();
+    let conflicts = input.claims.iter().filter(|claim| claim.by.uid != input.weightsync.uid && claim.by.is_older_than(&input.weightsync));
+    let conflicts = conflicts.filter_map(|claim| Some((claim, mine.iter().find(|pod| pod.uid == claim.pod_uid)?)));
+    let (claim, pod) = conflicts.min_by_key(|(claim, pod)| (claim.by.created, &claim.by.uid, &pod.name))?;
+    Some(PlanRefusal::PodClaimed { pod: pod.name.clone(), by: claim.by.clone() })
+}
+
+/// A candidate of the size that spec and engine agree on, or both numbers.
+fn sized(input: &PlanInput, pool: &PoolSpec, unit: PlacedUnit) -> Result<Candidate, Box<LeftOut>> {
+    // The spec was checked before, so its size is there; the largest number that cannot be meant stands for "not".
+    let size = pool.parallelism.size().unwrap_or(u32::MAX);
+    let endpoint = EndpointKey { pod_uid: unit.head_uid.clone(), port: unit.port };
+    match input.engine_sizes.get(&endpoint) {
+        Some(read) if *read != size => {
+            let message = format!(
+                "the engine of {} has {read} worker ranks, the spec says {size} (tensor x pipeline x data): correct \
+                 rollouts {}.parallelism or the engine's flags",
+                unit.name, pool.name
+            );
+            Err(Box::new(unit.left_out(LeftOutCode::SizeMismatch, message)))
+        }
+        _ => Ok(Candidate { name: unit.name, role: Role::Rollout, size, pods: unit.pods, port: Some(unit.port) }),
+    }
+}

@@ -1,0 +1,153 @@
+//! What a plan costs before anything runs: bytes, buckets, extra memory of each member, and the least time that given links allow.
+//!
+//! Integer arithmetic only, rounded so that a need is never understated. A floor is what no implementation can beat; it is no promise.
+
+use serde::{Deserialize, Serialize};
+
+use crate::protocol::{MemberName, Role, Roster, RosterMember};
+
+/// Sizes of what is moved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ModelFacts {
+    /// Tensors of a version.
+    pub tensors: u64,
+    /// Bytes of a version.
+    pub bytes: u64,
+    /// Bytes of a bucket.
+    pub bucket_bytes: u64,
+    /// Buckets that are on their way at the same time.
+    pub in_flight: u64,
+    /// Bytes that a source may keep to retry and to feed joiners.
+    pub retain_bytes: u64,
+}
+
+impl ModelFacts {
+    /// Buckets of a version.
+    pub fn buckets(&self) -> u64 {
+        self.bytes.div_ceil(self.bucket_bytes.max(1))
+    }
+}
+
+/// Speed of one link, with the name that the user gave it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Bandwidth {
+    /// As the user wrote it.
+    pub name: String,
+    /// Bytes a second.
+    pub bytes_per_second: u64,
+}
+
+/// Memory that a member's agent takes beyond what trainer and engine have already, at its highest.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MemberMemory {
+    /// Buckets on their way, in bytes.
+    pub in_flight: u64,
+    /// Source: the copy that is kept to retry and to feed joiners; 0 where it does not fit the limit.
+    pub retained: u64,
+    /// Rollout: directories with versions, while a new one arrives beside the one that serves.
+    pub versions: u64,
+}
+
+impl MemberMemory {
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.in_flight.saturating_add(self.retained).saturating_add(self.versions)
+    }
+}
+
+/// One line of an explanation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ExplainedMember {
+    /// The member.
+    #[serde(flatten)]
+    pub member: RosterMember,
+    /// Place in the chain from 1; none for a source.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hop: Option<usize>,
+    /// Memory of its agent, where the model's size is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<MemberMemory>,
+}
+
+/// Least time for one update over one kind of link.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FloorTime {
+    /// The link.
+    pub bandwidth: Bandwidth,
+    /// The chain: each byte crosses each link once, all links at the same time, so the number of replicas does not count. In µs.
+    pub chain_us: u64,
+    /// One copy after the other from the source to each replica, for comparison. In µs.
+    pub one_by_one_us: u64,
+}
+
+/// What a plan costs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Explanation {
+    /// Ranks of the group.
+    pub world_size: u32,
+    /// Members by rank.
+    pub members: Vec<ExplainedMember>,
+    /// Order in which bytes travel.
+    pub chain: Vec<MemberName>,
+    /// Sizes, where known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<ModelFacts>,
+    /// Buckets of a version, where known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub buckets: Option<u64>,
+    /// Floors, one a link; empty without a model.
+    pub floors: Vec<FloorTime>,
+}
+
+/// Explains a roster.
+pub fn explain(roster: &Roster, model: Option<ModelFacts>, links: &[Bandwidth]) -> Explanation {
+    let members = roster
+        .members
+        .iter()
+        .map(|member| ExplainedMember {
+            member: member.clone(),
+            hop: roster.chain.iter().position(|name| name == &member.name).map(|position| position + 1),
+            memory: model.map(|model| memory(member.role, &model)),
+        })
+        .collect();
+    let floors = model.map_or_else(Vec::new, |model| links.iter().map(|link| floor(roster, &model, link)).collect());
+    Explanation {
+        world_size: roster.world_size,
+        members,
+        chain: roster.chain.clone(),
+        model,
+        buckets: model.map(|model| model.buckets()),
+        floors,
+    }
+}
+
+fn memory(role: Role, model: &ModelFacts) -> MemberMemory {
+    let in_flight = model.bucket_bytes.saturating_mul(model.in_flight).min(model.bytes);
+    match role {
+        Role::Source => {
+            let retained = if model.bytes <= model.retain_bytes { model.bytes } else { 0 };
+            MemberMemory { in_flight, retained, versions: 0 }
+        }
+        Role::Rollout => MemberMemory { in_flight, retained: 0, versions: model.bytes.saturating_mul(2) },
+    }
+}
+
+fn floor(roster: &Roster, model: &ModelFacts, link: &Bandwidth) -> FloorTime {
+    let micros = |bytes: u128| {
+        let micros = (bytes * 1_000_000).div_ceil(u128::from(link.bytes_per_second.max(1)));
+        u64::try_from(micros).unwrap_or(u64::MAX)
+    };
+    let copies = roster.chain.len() as u128;
+    let bytes = u128::from(model.bytes);
+    FloorTime {
+        bandwidth: link.clone(),
+        chain_us: if copies == 0 { 0 } else { micros(bytes) },
+        one_by_one_us: micros(bytes.saturating_mul(copies).min(u128::MAX / 1_000_000)),
+    }
+}

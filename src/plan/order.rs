@@ -1,0 +1,102 @@
+//! Puts replicas into the order of their pool, and refuses what an explicit order cannot place.
+//!
+//! Each refusal is of one replica, by name: a pod that is away for a moment must not take the others' group with it.
+
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
+
+use super::replicas::{PlacedUnit, Unit};
+use super::{LeftOut, LeftOutCode, Order, PodFacts};
+use crate::protocol::{MemberName, Role};
+
+/// Place of a pod in an order; what has no place is no key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Key {
+    Number(u64),
+    Text(String),
+}
+
+impl Ord for Key {
+    fn cmp(&self, other: &Self) -> Ordering {
+        match (self, other) {
+            (Self::Number(one), Self::Number(two)) => one.cmp(two),
+            (Self::Text(one), Self::Text(two)) => one.cmp(two),
+            (Self::Number(_), Self::Text(_)) => Ordering::Less,
+            (Self::Text(_), Self::Number(_)) => Ordering::Greater,
+        }
+    }
+}
+
+impl PartialOrd for Key {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+/// Key of a pod in an order, or what it lacks. An explicit order has its own rules and gives none here.
+pub(super) fn key(order: &Order, pod: &PodFacts) -> Result<Key, String> {
+    match order {
+        Order::Auto | Order::Name | Order::Explicit(_) => Ok(Key::Text(pod.name.clone())),
+        Order::Ordinal => match pod.index {
+            Some(index) => Ok(Key::Number(u64::from(index))),
+            None => Err(format!("pod {} has no index, and the order goes by ordinal: choose another order", pod.name)),
+        },
+        Order::Label(label) => match pod.labels.get(label) {
+            Some(value) => Ok(value.parse().map_or_else(|_| Key::Text(value.clone()), Key::Number)),
+            None => Err(format!("pod {} lacks the label {label} that the order goes by", pod.name)),
+        },
+    }
+}
+
+/// The names that appear more than once in an explicit order.
+pub(super) fn duplicates(order: &Order) -> Vec<&str> {
+    let Order::Explicit(names) = order else { return Vec::new() };
+    let mut count: BTreeMap<&str, u32> = BTreeMap::new();
+    for name in names {
+        *count.entry(name).or_default() += 1;
+    }
+    count.into_iter().filter(|(_, count)| *count > 1).map(|(name, _)| name).collect()
+}
+
+/// Sorts the units of a pool. Those without a place go to `left_out`, as do listed names that nobody has.
+pub(super) fn sort(pool: &str, order: &Order, units: Vec<Unit<'_>>, present: &[&PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<PlacedUnit> {
+    let mut placed: Vec<(Key, PlacedUnit)> = Vec::new();
+    for unit in units {
+        match place(pool, order, unit.head) {
+            Ok(key) => placed.push((key, unit.into())),
+            Err((code, message)) => left_out.push(unit.left_out(code, message)),
+        }
+    }
+    if let Order::Explicit(names) = order {
+        for name in names.iter().filter(|name| present.iter().all(|pod| pod.name != **name)) {
+            left_out.push(LeftOut {
+                who: MemberName(format!("{pool}/{name}")),
+                role: Role::Rollout,
+                pods: Vec::new(),
+                code: LeftOutCode::UnknownName,
+                message: format!("order.names lists {name}, but pool {pool} selects no pod of that name"),
+            });
+        }
+    }
+    placed.sort_by(|(one_key, one), (two_key, two)| (one_key, &one.name, one.port).cmp(&(two_key, &two.name, two.port)));
+    placed.into_iter().map(|(_, unit)| unit).collect()
+}
+
+fn place(pool: &str, order: &Order, head: &PodFacts) -> Result<Key, (LeftOutCode, String)> {
+    let Order::Explicit(names) = order else {
+        return key(order, head).map_err(|message| (LeftOutCode::OrderKeyMissing, message));
+    };
+    if !head.stable_name {
+        let message = format!(
+            "pod {} of pool {pool} gets another name each time it is made, so an explicit order cannot name it: \
+             use a StatefulSet or LeaderWorkerSet, or another order",
+            head.name
+        );
+        return Err((LeftOutCode::UnstableName, message));
+    }
+    if let Some((_, position)) = names.iter().zip(0..).find(|(name, _)| **name == head.name) {
+        return Ok(Key::Number(position));
+    }
+    let message = format!("pool {pool} selects pod {}, but order.names does not list it", head.name);
+    Err((LeftOutCode::NotListed, message))
+}

@@ -1,0 +1,164 @@
+//! Turns the pods of a pool into replicas: one pod, one of several engine ports in a pod, or a group of pods with a head.
+//!
+//! A replica is whole or it is left out: a group that lacks a pod has ranks that would never come.
+
+use std::collections::BTreeMap;
+
+use super::{GroupSpec, LeftOut, LeftOutCode, PodFacts, PodPhase, PoolSpec};
+use crate::protocol::{MemberName, PodRef, Role};
+
+/// A replica that is whole and fit.
+pub(super) struct Unit<'a> {
+    pub(super) name: MemberName,
+    pub(super) head: &'a PodFacts,
+    pub(super) pods: Vec<PodRef>,
+    pub(super) port: u16,
+}
+
+/// A replica with its place, free of the input.
+pub(super) struct PlacedUnit {
+    pub(super) name: MemberName,
+    pub(super) head_uid: String,
+    pub(super) pods: Vec<PodRef>,
+    pub(super) port: u16,
+}
+
+impl From<Unit<'_>> for PlacedUnit {
+    fn from(unit: Unit<'_>) -> Self {
+        Self { name: unit.name, head_uid: unit.head.uid.clone(), pods: unit.pods, port: unit.port }
+    }
+}
+
+impl Unit<'_> {
+    pub(super) fn left_out(self, code: LeftOutCode, message: String) -> LeftOut {
+        LeftOut { who: self.name, role: Role::Rollout, pods: self.pods, code, message }
+    }
+}
+
+impl PlacedUnit {
+    pub(super) fn left_out(self, code: LeftOutCode, message: String) -> LeftOut {
+        LeftOut { who: self.name, role: Role::Rollout, pods: self.pods, code, message }
+    }
+}
+
+/// Why a pod cannot take part now, whatever its group.
+pub(super) fn unfit(pod: &PodFacts, container: Option<&str>) -> Option<(LeftOutCode, String)> {
+    let name = &pod.name;
+    if pod.phase == PodPhase::Terminal {
+        return Some((LeftOutCode::Terminal, format!("pod {name} has ended and will not run again")));
+    }
+    if pod.terminating {
+        return Some((LeftOutCode::Terminating, format!("pod {name} is being deleted")));
+    }
+    if let Some(container) = container.filter(|container| !pod.containers.contains(*container)) {
+        let there: Vec<_> = pod.containers.iter().map(String::as_str).collect();
+        let message = format!("pod {name} has no container {container}; it has {}", there.join(", "));
+        return Some((LeftOutCode::NoContainer, message));
+    }
+    if pod.phase == PodPhase::Pending {
+        return Some((LeftOutCode::NotRunning, format!("pod {name} has not started all its containers")));
+    }
+    pod.unready.as_ref().map(|reason| (LeftOutCode::NotReady, format!("pod {name}: {reason}")))
+}
+
+/// The replicas that the pool's pods make; those that are not whole or not fit go to `left_out`.
+pub(super) fn units<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<Unit<'a>> {
+    match &pool.group {
+        None => single_pods(pool, pods, left_out),
+        Some(group) => groups(pool, group, pods, left_out),
+    }
+}
+
+fn single_pods<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<Unit<'a>> {
+    let mut units = Vec::new();
+    for pod in pods {
+        for port in &pool.ports {
+            let name = match pool.ports.as_slice() {
+                [_] => format!("{}/{}", pool.name, pod.name),
+                _ => format!("{}/{}:{port}", pool.name, pod.name),
+            };
+            let unit = Unit { name: MemberName(name), head: pod, pods: vec![pod.to_ref()], port: *port };
+            match unfit(pod, Some(&pool.container)) {
+                None => units.push(unit),
+                Some((code, message)) => left_out.push(unit.left_out(code, message)),
+            }
+        }
+    }
+    units
+}
+
+fn groups<'a>(pool: &PoolSpec, spec: &GroupSpec, pods: &[&'a PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<Unit<'a>> {
+    let mut by_group: BTreeMap<&str, Vec<&'a PodFacts>> = BTreeMap::new();
+    for pod in pods {
+        if let Some(group) = pod.labels.get(&spec.label) {
+            by_group.entry(group).or_default().push(pod);
+        } else {
+            let message = format!("pod {} lacks the label {} that tells its group", pod.name, spec.label);
+            left_out.push(pod_left_out(pool, pod, LeftOutCode::GroupLabelMissing, message));
+        }
+    }
+    let mut units = Vec::new();
+    for (group, pods) in by_group {
+        let name = MemberName(format!("{}/{group}", pool.name));
+        match whole(pool, spec, group, &pods) {
+            Ok((head, whole)) => {
+                units.extend(pool.ports.first().map(|port| Unit { name, head, pods: whole, port: *port }));
+                // What an earlier life of the group left behind is no part of it any more.
+                for pod in pods.iter().filter(|pod| !pod.is_live()) {
+                    left_out.extend(unfit(pod, None).map(|(code, message)| pod_left_out(pool, pod, code, message)));
+                }
+            }
+            Err((code, message)) => {
+                let pods = pods.iter().map(|pod| pod.to_ref()).collect();
+                left_out.push(LeftOut { who: name, role: Role::Rollout, pods, code, message });
+            }
+        }
+    }
+    units
+}
+
+fn pod_left_out(pool: &PoolSpec, pod: &PodFacts, code: LeftOutCode, message: String) -> LeftOut {
+    let who = MemberName(format!("{}/{}", pool.name, pod.name));
+    LeftOut { who, role: Role::Rollout, pods: vec![pod.to_ref()], code, message }
+}
+
+/// The head and all pods of a group (head first), or what the group lacks.
+fn whole<'a>(
+    pool: &PoolSpec,
+    spec: &GroupSpec,
+    group: &str,
+    pods: &[&'a PodFacts],
+) -> Result<(&'a PodFacts, Vec<PodRef>), (LeftOutCode, String)> {
+    let is_head = |pod: &PodFacts| pod.labels.get(&spec.head_label) == Some(&spec.head_value);
+    let mut live: Vec<&'a PodFacts> = pods.iter().copied().filter(|pod| pod.is_live()).collect();
+    let gone = pods.len() - live.len();
+    let wanted = spec.pods as usize;
+    if live.is_empty() {
+        let ending = pods.iter().any(|pod| pod.terminating && pod.phase != PodPhase::Terminal);
+        let code = if ending { LeftOutCode::Terminating } else { LeftOutCode::Terminal };
+        return Err((code, format!("all {gone} pods of group {group} are ending or have ended")));
+    }
+    if live.len() < wanted {
+        let ending = if gone > 0 { format!("; {gone} more are ending or have ended") } else { String::new() };
+        let message = format!("group {group} has {} of {wanted} pods{ending}", live.len());
+        return Err((LeftOutCode::GroupIncomplete, message));
+    }
+    if live.len() > wanted {
+        let message = format!("group {group} has {} pods, replica.pods says {wanted}: correct one of the two", live.len());
+        return Err((LeftOutCode::GroupTooLarge, message));
+    }
+    // Only the head runs the engine's server, so only there must the container of the spec exist.
+    for pod in &live {
+        if let Some(reason) = unfit(pod, is_head(pod).then_some(&pool.container)) {
+            return Err(reason);
+        }
+    }
+    let mut heads = live.iter().copied().filter(|pod| is_head(pod));
+    let (Some(head), None) = (heads.next(), heads.next()) else {
+        let count = live.iter().filter(|pod| is_head(pod)).count();
+        let message = format!("group {group}: {count} pods have the label {}={}, the head must be one", spec.head_label, spec.head_value);
+        return Err((LeftOutCode::HeadUnclear, message));
+    };
+    live.sort_by_key(|pod| (pod.uid != head.uid, pod.index, &pod.name));
+    Ok((head, live.iter().map(|pod| pod.to_ref()).collect()))
+}

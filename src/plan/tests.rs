@@ -1,0 +1,9 @@
+//! Tests of the plan: tables by topic, properties over random worlds.
+
+mod explained;
+mod properties;
+mod replicas;
+mod shipped;
+mod sizes;
+mod sources;
+mod world;

@@ -1,0 +1,47 @@
+//! What an explanation says.
+
+use super::world::{actor, pool, world};
+use crate::plan::{Bandwidth, MemberMemory, ModelFacts, explain, plan, roster};
+
+const MIB: u64 = 1 << 20;
+
+fn model(bytes: u64) -> ModelFacts {
+    ModelFacts { tensors: 3, bytes, bucket_bytes: 64 * MIB, in_flight: 4, retain_bytes: 1024 * MIB }
+}
+
+fn link(bytes_per_second: u64) -> Bandwidth {
+    Bandwidth { name: "link".to_owned(), bytes_per_second }
+}
+
+#[test]
+fn buckets_and_floors_are_rounded_so_that_a_need_is_never_understated() {
+    let roster = roster(&plan(&world(pool(), (0..4).map(actor))).candidates);
+    let explanation = explain(&roster, Some(model(1000 * MIB + 1)), &[link(1000 * MIB), link(0)]);
+    assert_eq!(explanation.buckets, Some(16));
+    assert_eq!(explanation.floors[0].chain_us, 1_000_001);
+    assert_eq!(explanation.floors[0].one_by_one_us, 4_000_001);
+    assert!(explanation.floors[1].chain_us > 0, "no speed at all is no division by zero");
+}
+
+#[test]
+fn memory_names_what_is_kept_and_drops_what_the_limit_does_not_allow() {
+    let roster = roster(&plan(&world(pool(), [actor(0)])).candidates);
+    let of = |bytes| {
+        let members = explain(&roster, Some(model(bytes)), &[]).members;
+        members.iter().map(|member| member.memory.unwrap()).collect::<Vec<_>>()
+    };
+    let fits = of(1024 * MIB);
+    assert_eq!(fits[0], MemberMemory { in_flight: 256 * MIB, retained: 1024 * MIB, versions: 0 });
+    assert_eq!(fits[1], MemberMemory { in_flight: 256 * MIB, retained: 0, versions: 2048 * MIB });
+    assert_eq!(of(1024 * MIB + 1)[0].retained, 0);
+    assert_eq!(of(MIB)[0].in_flight, MIB, "no more is on its way than there is");
+}
+
+#[test]
+fn without_a_model_only_the_order_is_explained() {
+    let roster = roster(&plan(&world(pool(), [actor(0), actor(1)])).candidates);
+    let explanation = explain(&roster, None, &[link(1)]);
+    assert_eq!(explanation.floors, []);
+    assert_eq!(explanation.members.iter().map(|member| member.hop).collect::<Vec<_>>(), [None, Some(1), Some(2)]);
+    assert_eq!(explanation.world_size, 3);
+}

@@ -1,0 +1,226 @@
+//! Which trainer pod is the source, and how its absence is told.
+
+use super::world::{actor, left_out, names, pod, pool, refusal, selector, trainer_pod, weightsync, why, world};
+use crate::plan::{Claim, LeftOutCode, Order, PlanInput, PlanRefusal, PodFacts, PodPhase, plan};
+use crate::protocol::Role;
+
+fn trainers(order: Order, pods: impl IntoIterator<Item = PodFacts>) -> PlanInput {
+    let mut input = world(pool(), [actor(0)]);
+    input.pods.retain(|pod| pod.name != "trainer-0");
+    input.pods.extend(pods);
+    input.trainer.order = order;
+    input
+}
+
+fn source(input: &PlanInput) -> String {
+    let plan = plan(input);
+    assert_eq!(plan.refusal, None, "{plan:?}");
+    plan.candidates.iter().find(|candidate| candidate.role == Role::Source).unwrap().name.0.clone()
+}
+
+fn labelled(name: &str, rank: &str) -> PodFacts {
+    let mut pod = PodFacts { name: name.to_owned(), uid: format!("uid-{name}"), index: None, ..trainer_pod(0) };
+    pod.labels.insert("rank".to_owned(), rank.to_owned());
+    pod
+}
+
+#[test]
+fn the_pod_with_the_first_ordinal_is_the_source_and_ten_comes_after_two() {
+    let input = trainers(Order::Auto, [trainer_pod(10), trainer_pod(2), trainer_pod(0)]);
+    assert_eq!(source(&input), "trainer/trainer-0");
+    let followers: Vec<_> = plan(&input).followers.into_iter().map(|pod| pod.name).collect();
+    assert_eq!(followers, ["trainer-2", "trainer-10"]);
+}
+
+#[test]
+fn a_label_a_name_or_a_list_can_give_the_order() {
+    let pods = [labelled("a", "2"), labelled("b", "0"), labelled("c", "10")];
+    assert_eq!(source(&trainers(Order::Label("rank".to_owned()), pods.clone())), "trainer/b");
+    assert_eq!(source(&trainers(Order::Name, pods.clone())), "trainer/a");
+    let listed = Order::Explicit(vec!["c".to_owned(), "a".to_owned(), "b".to_owned()]);
+    let input = trainers(listed, pods);
+    assert_eq!(source(&input), "trainer/c");
+    let followers: Vec<_> = plan(&input).followers.into_iter().map(|pod| pod.name).collect();
+    assert_eq!(followers, ["a", "b"]);
+}
+
+#[test]
+fn a_single_pod_without_an_index_needs_no_order() {
+    let only = PodFacts { index: None, stable_name: false, ..trainer_pod(0) };
+    assert_eq!(source(&trainers(Order::Auto, [only])), "trainer/trainer-0");
+}
+
+#[test]
+fn several_pods_without_order_are_named_and_none_is_guessed() {
+    let pods = [PodFacts { index: None, ..trainer_pod(4) }, PodFacts { index: None, ..trainer_pod(3) }];
+    let plan = plan(&trainers(Order::Auto, pods));
+    let message = refusal(&plan);
+    assert!(message.contains("trainer-3, trainer-4") && message.contains("spec.trainer.order"), "{message}");
+    assert_eq!(names(&plan), ["actors/actor-0"], "rollouts may still feed each other");
+}
+
+#[test]
+fn the_second_pod_never_stands_in_for_the_first() {
+    let away = |change: fn(&mut PodFacts)| {
+        let mut first = trainer_pod(0);
+        change(&mut first);
+        first
+    };
+    let cases: [(Vec<PodFacts>, &str); 5] = [
+        (vec![trainer_pod(1)], "no trainer pod has index 0"),
+        (vec![away(|pod| pod.terminating = true), trainer_pod(1)], "trainer-0 with index 0 is ending"),
+        (vec![away(|pod| pod.phase = PodPhase::Terminal), trainer_pod(1)], "trainer-0 with index 0 is ending"),
+        (vec![away(|pod| pod.phase = PodPhase::Pending), trainer_pod(1)], "trainer-0 has not started"),
+        (vec![away(|pod| pod.unready = Some("no agent".to_owned())), trainer_pod(1)], "pod trainer-0: no agent"),
+    ];
+    for (pods, expected) in cases {
+        for order in [Order::Auto, Order::Ordinal] {
+            let plan = plan(&trainers(order, pods.clone()));
+            assert!(matches!(plan.refusal, Some(PlanRefusal::NoSource { .. })), "{plan:?}");
+            assert!(refusal(&plan).contains(expected), "{} lacks {expected}", refusal(&plan));
+            assert!(plan.candidates.iter().all(|candidate| candidate.role == Role::Rollout));
+        }
+    }
+}
+
+#[test]
+fn a_first_pod_with_a_stable_name_that_is_ending_is_waited_for_in_the_order_of_names() {
+    let ending = PodFacts { terminating: true, ..trainer_pod(0) };
+    let message = refusal(&plan(&trainers(Order::Name, [ending.clone(), trainer_pod(1)])));
+    assert!(message.contains("trainer-0") && message.contains("waiting"), "{message}");
+    // A name that will not come back is not waited for: the remains of a retried Job.
+    let remains = PodFacts { stable_name: false, phase: PodPhase::Terminal, ..ending };
+    let retry = PodFacts { stable_name: false, ..trainer_pod(1) };
+    assert_eq!(source(&trainers(Order::Name, [remains, retry])), "trainer/trainer-1");
+}
+
+#[test]
+fn ended_pods_of_a_retried_job_do_not_hide_the_running_one() {
+    let ended = |name: &str| PodFacts { name: name.to_owned(), uid: name.to_owned(), phase: PodPhase::Terminal, ..trainer_pod(0) };
+    let plan = plan(&trainers(Order::Auto, [ended("trainer-0-abc"), ended("trainer-0-def"), trainer_pod(0)]));
+    assert_eq!(plan.refusal, None);
+    assert_eq!(names(&plan), ["trainer/trainer-0", "actors/actor-0"]);
+    assert_eq!(left_out(&plan), [("trainer/trainer-0-abc", LeftOutCode::Terminal), ("trainer/trainer-0-def", LeftOutCode::Terminal),]);
+}
+
+#[test]
+fn two_live_pods_with_the_first_index_are_both_named() {
+    let twin = PodFacts { name: "trainer-0-twin".to_owned(), uid: "twin".to_owned(), ..trainer_pod(0) };
+    let message = refusal(&plan(&trainers(Order::Ordinal, [trainer_pod(0), twin])));
+    assert!(message.contains("2 trainer pods have index 0: trainer-0, trainer-0-twin"), "{message}");
+}
+
+#[test]
+fn a_stateful_set_may_count_from_another_number() {
+    let mut input = trainers(Order::Ordinal, [trainer_pod(5), trainer_pod(6)]);
+    assert!(refusal(&plan(&input)).contains("firstIndex"));
+    input.trainer.first_index = 5;
+    assert_eq!(source(&input), "trainer/trainer-5");
+}
+
+#[test]
+fn a_trainer_label_that_is_no_integer_is_refused_with_its_value() {
+    let message = refusal(&plan(&trainers(Order::Label("rank".to_owned()), [labelled("a", "zero")])));
+    assert!(message.contains("\"zero\"") && message.contains("pod a"), "{message}");
+    let message = refusal(&plan(&trainers(Order::Label("other".to_owned()), [labelled("a", "0")])));
+    assert!(message.contains("lacks the label other"), "{message}");
+}
+
+#[test]
+fn an_explicit_list_of_trainer_pods_is_checked_name_by_name() {
+    let list = |names: &[&str]| Order::Explicit(names.iter().map(|&name| name.to_owned()).collect());
+    let pods = || [trainer_pod(0), trainer_pod(1)];
+    let twice = plan(&trainers(list(&["trainer-0", "trainer-1", "trainer-0"]), pods()));
+    assert!(matches!(twice.refusal, Some(PlanRefusal::InvalidSpec { .. })), "{twice:?}");
+    assert!(refusal(&twice).contains("lists trainer-0 twice"));
+    assert!(twice.candidates.is_empty());
+
+    let unknown_first = plan(&trainers(list(&["trianer-0", "trainer-1"]), pods()));
+    assert!(refusal(&unknown_first).contains("lists trianer-0"), "{}", refusal(&unknown_first));
+
+    let unknown_later = plan(&trainers(list(&["trainer-0", "trianer-1"]), pods()));
+    assert_eq!(unknown_later.refusal, None);
+    assert_eq!(left_out(&unknown_later), [("trainer/trainer-1", LeftOutCode::NotListed), ("trainer/trianer-1", LeftOutCode::UnknownName)]);
+
+    let unstable = PodFacts { stable_name: false, ..trainer_pod(1) };
+    let message = refusal(&plan(&trainers(list(&["trainer-0", "trainer-1"]), [trainer_pod(0), unstable])));
+    assert!(message.contains("trainer-1 gets another name each time"), "{message}");
+
+    let empty = plan(&trainers(list(&[]), pods()));
+    assert!(refusal(&empty).contains("names is empty"));
+}
+
+#[test]
+fn a_pod_takes_part_only_with_its_consent() {
+    let mut silent = trainer_pod(0);
+    silent.labels.remove("weightsync.dev/role");
+    let mut stranger = actor(1);
+    stranger.labels.insert("weightsync.dev/role".to_owned(), "banana".to_owned());
+    let mut input = trainers(Order::Auto, [silent]);
+    input.pods.push(stranger);
+    let plan = plan(&input);
+    assert!(refusal(&plan).contains("weightsync.dev/role=trainer"), "{}", refusal(&plan));
+    assert_eq!(left_out(&plan), [("trainer/trainer-0", LeftOutCode::NotOptedIn), ("actors/actor-1", LeftOutCode::NotOptedIn),]);
+    assert_eq!(plan.replicas(), 1, "strangers are no replicas");
+}
+
+#[test]
+fn one_selector_may_name_trainer_and_rollouts_since_the_label_tells_them_apart() {
+    let mut input = world(pool(), [actor(0)]);
+    for pod in &mut input.pods {
+        pod.labels.insert("job".to_owned(), "grpo".to_owned());
+    }
+    input.trainer.selector = selector("job", "grpo");
+    input.pools[0].selector = selector("job", "grpo");
+    let plan = plan(&input);
+    assert_eq!(names(&plan), ["trainer/trainer-0", "actors/actor-0"]);
+    assert_eq!(plan.left_out, []);
+}
+
+#[test]
+fn the_younger_of_two_that_claim_a_pod_gives_way_and_names_the_older() {
+    let claim = |by, created| Claim { pod_uid: "uid-actor-1".to_owned(), by: weightsync(by, created) };
+    let mut input = world(pool(), [actor(0), actor(1)]);
+    input.claims = vec![claim("younger", 101)];
+    assert_eq!(plan(&input).refusal, None, "the older one is not disturbed");
+    input.claims.push(claim("older", 99));
+    let refused = plan(&input);
+    let message = refusal(&refused);
+    assert!(message.contains("actor-1") && message.contains("rl/older"), "{message}");
+    assert!(refused.candidates.is_empty());
+}
+
+#[test]
+fn of_two_objects_made_in_the_same_instant_exactly_one_gives_way() {
+    let view = |mine: &str, other: &str| {
+        let mut input = world(pool(), [actor(0)]);
+        input.weightsync = weightsync(mine, 100);
+        input.claims = vec![Claim { pod_uid: "uid-actor-0".to_owned(), by: weightsync(other, 100) }];
+        plan(&input).refusal.is_some()
+    };
+    assert!(!view("a", "b") && view("b", "a"));
+}
+
+#[test]
+fn a_claim_on_a_pod_that_has_ended_or_is_not_selected_disturbs_nobody() {
+    let ended = PodFacts { phase: PodPhase::Terminal, ..actor(1) };
+    let mut input = world(pool(), [actor(0), ended, pod("other", 0, "rollout")]);
+    input.claims = ["uid-actor-1", "uid-other-0"].map(|uid| Claim { pod_uid: uid.to_owned(), by: weightsync("older", 1) }).to_vec();
+    assert_eq!(plan(&input).refusal, None);
+}
+
+#[test]
+fn an_empty_selector_is_refused_rather_than_taken_for_every_pod() {
+    let mut input = world(pool(), [actor(0)]);
+    input.trainer.selector = crate::plan::Selector::default();
+    assert!(refusal(&plan(&input)).contains("spec.trainer.selector is empty"));
+}
+
+#[test]
+fn a_source_without_the_named_container_is_told_so() {
+    let mut input = world(pool(), [actor(0)]);
+    input.trainer.container = Some("learner".to_owned());
+    let plan = plan(&input);
+    assert!(refusal(&plan).contains("has no container learner; it has engine, trainer"), "{}", refusal(&plan));
+    assert_eq!(why(&plan, "trainer/trainer-0").code, LeftOutCode::NoContainer);
+}
