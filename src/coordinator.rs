@@ -1,3 +1,21 @@
-//! Carries out membership decisions towards agents: enrols them, reads their events, sends prepare, commit and fence.
+//! One object's epochs carried out towards agents: the thin, asynchronous side of `membership`.
 //!
-//! Used by the controller and by `weightsync local`. Decides nothing about membership and knows no Kubernetes.
+//! [`Coordinator`] owns the membership of one object, listens to its agents, and does what membership decides, each call with a deadline
+//! and all members of a step at once. [`Enrollment`] gives agents their certificates and takes their announcements. It never decides who
+//! is in a group, and no lock is held while anything is awaited.
+
+mod attachment;
+mod calls;
+mod directory;
+mod enrollment;
+mod ports;
+mod run;
+#[cfg(test)]
+mod tests;
+mod tokens;
+
+pub use directory::{Claimed, Directory};
+pub use enrollment::{Enrollment, ProvenPod, TokenVerifier, router};
+pub use ports::{CoordinatorEvent, EpochStore, EventSink, PersistError};
+pub use run::{Context, Coordinator, CoordinatorHandle, Ended, Timing, Wanted};
+pub use tokens::SingleUseTokens;

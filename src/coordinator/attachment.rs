@@ -1,0 +1,105 @@
+//! Listens to one agent. Decides when it is lost: its connection closed or fell silent, and one attempt to open it again failed. What it
+//! says is passed on as it is; whoever speaks for another life of the agent is not listened to.
+
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::run::Timing;
+use crate::protocol::{AgentEvent, Incarnation};
+use crate::runtime::https::{AgentClient, EventStream};
+
+/// A stream that ends sooner than this after it was opened again is not opened a third time: its agent accepts, but does not work.
+const STEADY: Duration = Duration::from_secs(1);
+
+/// What comes from an agent.
+pub(super) enum Heard {
+    /// A line.
+    Event(Box<AgentEvent>),
+    /// Nothing more will come.
+    Lost(String),
+}
+
+/// One line of one attachment; `number` tells it from an earlier attachment to the same agent.
+pub(super) struct FromAgent {
+    pub(super) from: Incarnation,
+    pub(super) number: u64,
+    pub(super) heard: Heard,
+}
+
+/// A running listener; dropping it ends it.
+pub(super) struct Attachment {
+    pub(super) number: u64,
+    pub(super) since: Instant,
+    _task: AbortOnDropHandle<()>,
+}
+
+/// Whom to listen to, and how.
+pub(super) struct Listener {
+    pub(super) client: AgentClient,
+    pub(super) agent: Incarnation,
+    pub(super) address: String,
+    pub(super) number: u64,
+    pub(super) timing: Timing,
+    pub(super) silence: Duration,
+    pub(super) out: mpsc::Sender<FromAgent>,
+}
+
+impl Attachment {
+    pub(super) fn start(listener: Listener, cancel: CancellationToken) -> Self {
+        let number = listener.number;
+        let task = tokio::spawn(async move {
+            tokio::select! {
+                () = cancel.cancelled() => {}
+                () = listener.run() => {}
+            }
+        });
+        Self { number, since: Instant::now(), _task: AbortOnDropHandle::new(task) }
+    }
+}
+
+impl Listener {
+    async fn run(self) {
+        let mut opened_before = false;
+        let cause = loop {
+            let events = self.client.events(&self.address, &self.agent.pod_uid, "/v1/events", self.timing.attach, self.silence).await;
+            let stream = match events {
+                Ok(stream) => stream,
+                Err(error) => break error.to_string(),
+            };
+            let opened = Instant::now();
+            let Some(cause) = self.listen(stream).await else { return };
+            if opened_before && opened.elapsed() < STEADY {
+                break cause;
+            }
+            tracing::debug!(agent = %self.address, cause, "event stream ended, opening it again");
+            opened_before = true;
+        };
+        self.pass(Heard::Lost(cause)).await;
+    }
+
+    /// Why the stream ended; none when nobody wants to hear it any more.
+    async fn listen(&self, mut stream: EventStream<AgentEvent>) -> Option<String> {
+        loop {
+            let event = match stream.next().await {
+                Ok(event) => event,
+                Err(end) => return Some(end.to_string()),
+            };
+            if let AgentEvent::Snapshot { state } = &event
+                && state.incarnation != self.agent
+            {
+                return Some(format!("another life of the agent answers ({})", state.incarnation.instance));
+            }
+            if !self.pass(Heard::Event(Box::new(event))).await {
+                return None;
+            }
+        }
+    }
+
+    async fn pass(&self, heard: Heard) -> bool {
+        self.out.send(FromAgent { from: self.agent.clone(), number: self.number, heard }).await.is_ok()
+    }
+}

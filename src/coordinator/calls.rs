@@ -1,0 +1,131 @@
+//! Sends what membership decided, each message in a task of its own and with a deadline, so that no member waits for another. Turns every
+//! outcome into an observation; never retries.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::{DeserializeOwned, IgnoredAny};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::ports::{EpochStore, PersistError};
+use crate::membership::Observation;
+use crate::protocol::{CommitRequest, EpochId, Incarnation, MemberName, PrepareRequest, PrepareResponse, Refusal, RefusalCode};
+use crate::runtime::https::{AgentClient, CallError};
+
+/// An agent and where it listens.
+#[derive(Debug, Clone)]
+pub(super) struct Target {
+    pub(super) agent: Incarnation,
+    /// None: it has not announced itself to this coordinator.
+    pub(super) address: Option<String>,
+}
+
+/// Messages under way. Dropping it ends them.
+pub(super) struct Calls {
+    client: AgentClient,
+    running: JoinSet<Option<Observation>>,
+}
+
+impl Calls {
+    pub(super) fn new(client: AgentClient) -> Self {
+        Self { client, running: JoinSet::new() }
+    }
+
+    /// The next outcome that membership has to know; waits for ever when nothing is under way.
+    pub(super) async fn next(&mut self) -> Option<Observation> {
+        match self.running.join_next().await {
+            Some(Ok(observation)) => observation,
+            Some(Err(error)) => {
+                tracing::error!(%error, "a call ended without an outcome");
+                None
+            }
+            None => std::future::pending().await,
+        }
+    }
+
+    pub(super) fn persist(&mut self, store: Arc<dyn EpochStore>, id: EpochId, deadline: Duration) {
+        self.running.spawn(async move {
+            let epoch = id.epoch;
+            Some(match timeout(deadline, store.persist(&id)).await {
+                Ok(Ok(())) => Observation::EpochPersisted { epoch },
+                Ok(Err(PersistError::Conflict(message))) => Observation::PersistConflict { message },
+                Ok(Err(PersistError::Other(message))) => Observation::PersistFailed { epoch, message },
+                Err(_) => Observation::PersistFailed { epoch, message: format!("no answer within {deadline:?}") },
+            })
+        });
+    }
+
+    pub(super) fn prepare(&mut self, target: Target, request: Box<PrepareRequest>) {
+        let client = self.client.clone();
+        self.running.spawn(async move {
+            let deadline = Duration::from_millis(request.deadline_ms);
+            let answer: Result<PrepareResponse, _> = post(&client, &target, "/v1/epoch/prepare", &*request, deadline).await;
+            let (id, member) = (request.id, request.member);
+            Some(match answer {
+                Ok(response) if response.incarnation == target.agent => Observation::Prepared { id, member, response: Box::new(response) },
+                Ok(response) => {
+                    let message = format!("another life of the agent answered ({})", response.incarnation.instance);
+                    Observation::PrepareFailed { id, member, refusal: Refusal { code: RefusalCode::WrongIncarnation, message } }
+                }
+                Err(refusal) => Observation::PrepareFailed { id, member, refusal },
+            })
+        });
+    }
+
+    pub(super) fn commit(&mut self, target: Target, member: MemberName, request: Box<CommitRequest>) {
+        let client = self.client.clone();
+        self.running.spawn(async move {
+            let deadline = Duration::from_millis(request.deadline_ms);
+            let answer: Result<IgnoredAny, _> = post(&client, &target, "/v1/epoch/commit", &*request, deadline).await;
+            let id = request.id;
+            Some(match answer {
+                Ok(_) => Observation::Committed { id, member, from: target.agent },
+                Err(refusal) => Observation::CommitFailed { id, member, refusal },
+            })
+        });
+    }
+
+    /// Sends a fence or a release; the agent's state shows whether it worked, and membership asks again where it does not.
+    pub(super) fn tell<T: Serialize + Send + Sync + Clone + 'static>(
+        &mut self,
+        targets: Vec<Target>,
+        path: &'static str,
+        request: &T,
+        deadline: Duration,
+    ) {
+        for target in targets {
+            let (client, request) = (self.client.clone(), request.clone());
+            self.running.spawn(async move {
+                let answer: Result<IgnoredAny, _> = post(&client, &target, path, &request, deadline).await;
+                if let Err(refusal) = answer {
+                    tracing::debug!(path, pod_uid = %target.agent.pod_uid, message = %refusal.message, "not taken");
+                }
+                None
+            });
+        }
+    }
+}
+
+async fn post<T, R>(client: &AgentClient, target: &Target, path: &str, request: &T, deadline: Duration) -> Result<R, Refusal>
+where
+    T: Serialize + Sync,
+    R: DeserializeOwned,
+{
+    let Some(address) = &target.address else {
+        return Err(Refusal { code: RefusalCode::PeerUnreachable, message: "its agent has not announced itself".into() });
+    };
+    client.post_json(address, &target.agent.pod_uid, path, request, deadline).await.map_err(as_refusal)
+}
+
+/// A call that failed, in the words that membership knows.
+fn as_refusal(error: CallError) -> Refusal {
+    let code = match &error {
+        CallError::Refused { refusal, .. } => return refusal.clone(),
+        CallError::Unreachable { .. } => RefusalCode::PeerUnreachable,
+        CallError::Timeout { .. } => RefusalCode::Timeout,
+        CallError::Rejected { .. } | CallError::BadReply { .. } => RefusalCode::Internal,
+    };
+    Refusal { code, message: error.to_string() }
+}

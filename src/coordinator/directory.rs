@@ -1,0 +1,107 @@
+//! Which object claims which pod, and where its announcements go. Written by whoever plans (controller, `weightsync local`), read by the
+//! enrolment server. Answers "not known yet" until it was filled once, so that a restarted controller sends no agent away.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::mpsc;
+
+use crate::protocol::{Announcement, Assignment, HeldVersion, Rejection};
+
+/// What an object claims of a pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Claimed {
+    /// UID of the object.
+    pub weightsync: String,
+    /// What it wants of the pod's agent.
+    pub assignment: Assignment,
+}
+
+/// Claims of all objects. Clones share them.
+#[derive(Clone, Default)]
+pub struct Directory(Arc<Mutex<Inner>>);
+
+#[derive(Default)]
+struct Inner {
+    settled: bool,
+    objects: BTreeMap<String, Object>,
+}
+
+struct Object {
+    created: u64,
+    claims: HashMap<String, Assignment>,
+    current: Option<HeldVersion>,
+    announcements: mpsc::Sender<Announcement>,
+}
+
+impl Directory {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes an object known; `created` is its creation time in ms since 1970.
+    pub(super) fn add(&self, weightsync: &str, created: u64, announcements: mpsc::Sender<Announcement>) {
+        let mut inner = self.lock();
+        let claims = inner.objects.remove(weightsync).map(|object| object.claims).unwrap_or_default();
+        inner.objects.insert(weightsync.to_owned(), Object { created, claims, current: None, announcements });
+    }
+
+    /// Says which version every rollout of the object should hold; it goes out with each assignment.
+    pub(super) fn set_current(&self, weightsync: &str, current: Option<&HeldVersion>) {
+        if let Some(object) = self.lock().objects.get_mut(weightsync) {
+            object.current = current.cloned();
+        }
+    }
+
+    /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current` is filled in here). Nothing happens to an unknown object.
+    pub fn claim(&self, weightsync: &str, claims: HashMap<String, Assignment>) {
+        if let Some(object) = self.lock().objects.get_mut(weightsync) {
+            object.claims = claims;
+        }
+    }
+
+    /// Forgets an object: its agents are told that nobody claims them, and stop by themselves.
+    pub fn remove(&self, weightsync: &str) {
+        self.lock().objects.remove(weightsync);
+    }
+
+    /// From now on a pod without a claim has none: all objects were looked at.
+    pub fn settle(&self) {
+        self.lock().settled = true;
+    }
+
+    /// Forgets everything and answers "not known yet" again (the lease was lost).
+    pub fn unsettle(&self) {
+        *self.lock() = Inner::default();
+    }
+
+    /// Who claims the pod of that UID; the older object where two do.
+    pub fn claim_of(&self, pod_uid: &str) -> Result<Claimed, Rejection> {
+        let inner = self.lock();
+        if !inner.settled {
+            return Err(Rejection {
+                message: "this controller does not lead, or has not looked at all objects yet".into(),
+                retryable: true,
+            });
+        }
+        let claims = inner.objects.iter().filter_map(|(uid, object)| {
+            let assignment = object.claims.get(pod_uid)?;
+            Some((object, uid, assignment))
+        });
+        match claims.min_by_key(|(object, uid, _)| (object.created, *uid)) {
+            Some((object, uid, assignment)) => {
+                let assignment = Assignment { current: object.current.clone(), ..assignment.clone() };
+                Ok(Claimed { weightsync: uid.clone(), assignment })
+            }
+            None => Err(Rejection { message: format!("no WeightSync claims the pod with UID {pod_uid}"), retryable: false }),
+        }
+    }
+
+    /// Passes an announcement on to its object's coordinator.
+    pub(super) fn announce(&self, weightsync: &str, announcement: Announcement) -> Result<(), Rejection> {
+        let announcements = self.lock().objects.get(weightsync).map(|object| object.announcements.clone());
+        let later = |message: &str| Rejection { message: message.into(), retryable: true };
+        let announcements = announcements.ok_or_else(|| later("the object's coordinator does not run yet"))?;
+        announcements.try_send(announcement).map_err(|_| later("the object's coordinator is busy"))
+    }
+}

@@ -1,0 +1,119 @@
+//! Gives agents their certificates and takes their announcements. Decides whether an agent is who it says: by a token the first time, by
+//! its certificate afterwards. Which object it belongs to is the [`Directory`]'s word, never the agent's.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use axum::extract::{Extension, State};
+use axum::routing::post;
+use axum::{Json, Router};
+use tokio::time::timeout;
+
+use super::directory::Directory;
+use crate::protocol::{AnnounceResponse, Announcement, EnrollRequest, EnrollResponse, Rejection};
+use crate::runtime::https::Valid;
+use crate::runtime::identity::{Ca, PeerIdentity};
+
+/// Longest check of a token.
+const VERIFY: Duration = Duration::from_secs(10);
+
+/// The pod that a token proves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ProvenPod {
+    /// Its namespace; `local` on one host.
+    pub namespace: String,
+    /// Its name.
+    pub pod: String,
+    /// Its UID.
+    pub pod_uid: String,
+}
+
+/// Says which pod a token proves.
+#[async_trait]
+pub trait TokenVerifier: Send + Sync {
+    /// Ends with a [`Rejection`] for a token that proves nothing (not retryable) or cannot be checked now (retryable).
+    async fn verify(&self, token: &str) -> Result<ProvenPod, Rejection>;
+}
+
+/// What the enrolment server works with.
+pub struct Enrollment {
+    /// Signs certificates.
+    pub ca: Arc<Ca>,
+    /// Checks tokens.
+    pub verifier: Arc<dyn TokenVerifier>,
+    /// Knows claims.
+    pub directory: Directory,
+    /// Lifetime of certificates; agents renew after a third of it, so that a controller may be away for the rest.
+    pub lifetime: Duration,
+}
+
+/// `POST /v1/agents/enroll` and `/v1/agents/announce`; serve it with [`Access::Open`](crate::runtime::https::Access::Open).
+pub fn router(enrollment: Arc<Enrollment>) -> Router {
+    Router::new().route("/v1/agents/enroll", post(enroll)).route("/v1/agents/announce", post(announce)).with_state(enrollment)
+}
+
+fn forbidden(message: impl Into<String>) -> Rejection {
+    Rejection { message: message.into(), retryable: false }
+}
+
+async fn enroll(
+    State(enrollment): State<Arc<Enrollment>>,
+    peer: Option<Extension<PeerIdentity>>,
+    Valid(request): Valid<EnrollRequest>,
+) -> Result<Json<EnrollResponse>, Rejection> {
+    let peer = peer.map(|Extension(peer)| peer);
+    prove(enrollment.verifier.as_ref(), peer, &request).await?;
+    let pod_uid = &request.incarnation.pod_uid;
+    // A pod may be labelled before its object is made: its agent asks again.
+    let claimed = enrollment.directory.claim_of(pod_uid).map_err(|rejection| Rejection { retryable: true, ..rejection })?;
+    let who = PeerIdentity::Agent { weightsync: claimed.weightsync.clone(), pod_uid: pod_uid.clone() };
+    let signed = enrollment.ca.sign(&request.csr_pem, &who, enrollment.lifetime);
+    let certificate_pem = signed.map_err(|error| forbidden(format!("the signing request cannot be served: {error}")))?;
+    tracing::info!(namespace = %request.namespace, pod = %request.pod, %pod_uid, weightsync = %claimed.weightsync, "agent enrolled");
+    Ok(Json(EnrollResponse {
+        certificate_pem,
+        ca_pem: enrollment.ca.certificate_pem().to_owned(),
+        weightsync: claimed.weightsync,
+        renew_after_ms: u64::try_from(enrollment.lifetime.as_millis() / 3).unwrap_or(u64::MAX),
+        assignment: claimed.assignment,
+    }))
+}
+
+/// A certificate of the same pod proves as much as the token did that it was given for, and a single-use token is used by now.
+async fn prove(verifier: &dyn TokenVerifier, peer: Option<PeerIdentity>, request: &EnrollRequest) -> Result<(), Rejection> {
+    let asked = &request.incarnation.pod_uid;
+    if let Some(PeerIdentity::Agent { pod_uid, .. }) = &peer {
+        let same = pod_uid == asked;
+        return if same { Ok(()) } else { Err(forbidden(format!("the certificate is of pod {pod_uid}, not of {asked}"))) };
+    }
+    let checked = timeout(VERIFY, verifier.verify(&request.token)).await;
+    let late = Rejection { message: "the token could not be checked in time".into(), retryable: true };
+    let proven = checked.unwrap_or(Err(late))?;
+    if &proven.pod_uid == asked && proven.pod == request.pod && proven.namespace == request.namespace {
+        return Ok(());
+    }
+    Err(forbidden(format!(
+        "the token is of pod {}/{} ({}), not of {}/{} ({asked})",
+        proven.namespace, proven.pod, proven.pod_uid, request.namespace, request.pod
+    )))
+}
+
+async fn announce(
+    State(enrollment): State<Arc<Enrollment>>,
+    peer: Option<Extension<PeerIdentity>>,
+    Valid(announcement): Valid<Announcement>,
+) -> Result<Json<AnnounceResponse>, Rejection> {
+    let Some(Extension(PeerIdentity::Agent { weightsync, pod_uid })) = peer else {
+        return Err(forbidden("an announcement needs an agent's certificate; enrol first"));
+    };
+    if pod_uid != announcement.incarnation.pod_uid {
+        return Err(forbidden(format!("the certificate is of pod {pod_uid}, not of {}", announcement.incarnation.pod_uid)));
+    }
+    let claimed = enrollment.directory.claim_of(&pod_uid)?;
+    if claimed.weightsync != weightsync {
+        return Err(forbidden(format!("the pod belongs to WeightSync {} now, not to {weightsync}; enrol again", claimed.weightsync)));
+    }
+    enrollment.directory.announce(&weightsync, announcement)?;
+    Ok(Json(AnnounceResponse { assignment: claimed.assignment }))
+}

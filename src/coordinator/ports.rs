@@ -1,0 +1,44 @@
+//! What a coordinator needs of the world around it: a place to write the epoch, and people to tell. The controller puts Kubernetes
+//! behind these, `weightsync local` a file and the terminal.
+
+use async_trait::async_trait;
+
+use crate::protocol::{EpochId, MemberName, Reason};
+
+/// Why an epoch was not written.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum PersistError {
+    /// Another leader wrote: this one must stop.
+    #[error("another leader wrote the epoch: {0}")]
+    Conflict(String),
+    /// Nothing is known of the write, or it cannot be done now.
+    #[error("the epoch cannot be written: {0}")]
+    Other(String),
+}
+
+/// Writes the highest epoch of an object, before any agent hears of it.
+#[async_trait]
+pub trait EpochStore: Send + Sync {
+    /// Writes `id.epoch` by compare-and-swap. Having written the same epoch already is success: the answer of a first try may be lost.
+    async fn persist(&self, id: &EpochId) -> Result<(), PersistError>;
+}
+
+/// Something to tell people.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CoordinatorEvent {
+    /// Why, as a word.
+    pub reason: Reason,
+    /// What happened.
+    pub message: String,
+    /// Whom it is about.
+    pub member: Option<MemberName>,
+    /// Whether something is wrong.
+    pub warning: bool,
+}
+
+/// Tells people, best effort.
+pub trait EventSink: Send + Sync {
+    /// Must not block; what cannot be told is dropped.
+    fn publish(&self, event: CoordinatorEvent);
+}

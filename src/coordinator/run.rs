@@ -1,0 +1,384 @@
+//! The task of one object: takes announcements, agents' events, outcomes of calls, wishes and time, one after another, and does what
+//! membership decides. It never blocks on an agent; what it owns nobody else touches.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::attachment::{Attachment, FromAgent, Heard, Listener};
+use super::calls::{Calls, Target};
+use super::directory::Directory;
+use super::ports::{CoordinatorEvent, EpochStore, EventSink};
+use crate::membership::{Decision, LeftOut, Membership, MembershipConfig, MembershipView, Observation, Restored};
+use crate::plan::Candidate;
+use crate::protocol::{AgentEvent, Announcement, EpochId, Incarnation};
+use crate::runtime::https::AgentClient;
+
+/// Announcements that wait; an agent whose does not fit asks again a second later.
+const ANNOUNCEMENTS: usize = 256;
+/// Lines of all agents that wait; a full queue slows the readers down, not this task.
+const LINES: usize = 1024;
+/// Agents of one pod that are listened to at once: a pod with more engines than this is not served, and a pod that invents agents cannot
+/// exhaust memory.
+const AGENTS_OF_A_POD: usize = 64;
+/// An attachment younger than this is not replaced: the announcement was sent before the agent saw it.
+const FRESH: Duration = Duration::from_millis(500);
+
+/// Deadlines of the coordinator's own. Those of members are in [`MembershipConfig`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timing {
+    /// An event stream must begin within this long.
+    pub attach: Duration,
+    /// A fence or a release must be taken within this long.
+    pub tell: Duration,
+    /// The epoch must be written within this long.
+    pub persist: Duration,
+}
+
+impl Default for Timing {
+    fn default() -> Self {
+        Self { attach: Duration::from_secs(1), tell: Duration::from_secs(2), persist: Duration::from_secs(10) }
+    }
+}
+
+/// What whoever plans wants of the object now. Only the latest counts.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Wanted {
+    /// The rules.
+    pub config: MembershipConfig,
+    /// Who could take part, and who could not; none before the first plan.
+    pub members: Option<(Vec<Candidate>, Vec<LeftOut>)>,
+    /// Whether the object is suspended.
+    pub suspend: bool,
+    /// Whether the object is being deleted.
+    pub delete: bool,
+}
+
+/// What a coordinator works with.
+#[derive(Clone)]
+pub struct Context {
+    /// Calls agents.
+    pub client: AgentClient,
+    /// Where announcements come from; the coordinator adds its object, whoever owns the object claims pods and removes it.
+    pub directory: Directory,
+    /// Writes the epoch.
+    pub store: Arc<dyn EpochStore>,
+    /// Tells people.
+    pub events: Arc<dyn EventSink>,
+    /// Its deadlines.
+    pub timing: Timing,
+}
+
+/// How a coordinator ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ended {
+    /// It was told to stop; the group goes on.
+    Cancelled,
+    /// Another leader decides.
+    SteppedDown(String),
+}
+
+/// A running coordinator. Dropping it stops it; the group goes on.
+pub struct CoordinatorHandle {
+    /// What status needs.
+    pub view: watch::Receiver<MembershipView>,
+    wanted: watch::Sender<Wanted>,
+    task: AbortOnDropHandle<Ended>,
+}
+
+impl CoordinatorHandle {
+    /// Replaces what is wanted.
+    pub fn want(&self, wanted: Wanted) {
+        self.wanted.send_if_modified(|now| {
+            let differs = *now != wanted;
+            *now = wanted;
+            differs
+        });
+    }
+
+    /// Changes a part of what is wanted.
+    pub fn change(&self, change: impl FnOnce(&mut Wanted)) {
+        let mut wanted = self.wanted.borrow().clone();
+        change(&mut wanted);
+        self.want(wanted);
+    }
+
+    /// Whether it still runs.
+    pub fn is_running(&self) -> bool {
+        !self.task.is_finished()
+    }
+
+    /// Waits until it ended.
+    pub async fn ended(self) -> Ended {
+        self.task.await.unwrap_or_else(|error| Ended::SteppedDown(format!("the coordinator failed: {error}")))
+    }
+}
+
+/// The coordinator of one object.
+pub struct Coordinator {
+    membership: Membership,
+    term: u64,
+    wanted: watch::Receiver<Wanted>,
+    applied: Wanted,
+    announcements: mpsc::Receiver<Announcement>,
+    lines: mpsc::Receiver<FromAgent>,
+    line_sender: mpsc::Sender<FromAgent>,
+    agents: HashMap<Incarnation, Agent>,
+    calls: Calls,
+    context: Context,
+    view: watch::Sender<MembershipView>,
+    secret: Option<(EpochId, String)>,
+    attached: u64,
+    clock: Clock,
+    cancel: CancellationToken,
+}
+
+struct Agent {
+    address: String,
+    attachment: Option<Attachment>,
+}
+
+/// Milliseconds since 1970 that never go back.
+struct Clock {
+    started: Instant,
+    at_start: u64,
+}
+
+impl Clock {
+    fn new() -> Self {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self { started: Instant::now(), at_start: millis(since) }
+    }
+
+    fn now(&self) -> u64 {
+        self.at_start + millis(self.started.elapsed())
+    }
+
+    fn instant(&self, at: u64) -> Instant {
+        self.started + Duration::from_millis(at.saturating_sub(self.at_start))
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+impl Coordinator {
+    /// Starts the task of one object.
+    pub fn start(wanted: Wanted, restored: Restored, context: Context, cancel: CancellationToken) -> CoordinatorHandle {
+        let term = restored.term;
+        let membership = Membership::new(wanted.config.clone(), restored);
+        let (announcement_sender, announcements) = mpsc::channel(ANNOUNCEMENTS);
+        context.directory.add(&wanted.config.weightsync, wanted.config.created, announcement_sender);
+        let (line_sender, lines) = mpsc::channel(LINES);
+        let view = watch::Sender::new(membership.view());
+        // Nothing of `wanted` was told to membership yet but its rules.
+        let applied = Wanted { config: wanted.config.clone(), members: None, suspend: false, delete: false };
+        let wanted_sender = watch::Sender::new(wanted);
+        let mut wanted = wanted_sender.subscribe();
+        wanted.mark_changed();
+        let coordinator = Self {
+            membership,
+            term,
+            wanted,
+            applied,
+            announcements,
+            lines,
+            line_sender,
+            agents: HashMap::new(),
+            calls: Calls::new(context.client.clone()),
+            context,
+            view: view.clone(),
+            secret: None,
+            attached: 0,
+            clock: Clock::new(),
+            cancel,
+        };
+        coordinator.publish();
+        CoordinatorHandle { view: view.subscribe(), wanted: wanted_sender, task: AbortOnDropHandle::new(tokio::spawn(coordinator.run())) }
+    }
+
+    async fn run(mut self) -> Ended {
+        loop {
+            let wakeup = self.membership.next_wakeup().map(|at| self.clock.instant(at));
+            let observations = tokio::select! {
+                () = self.cancel.cancelled() => return Ended::Cancelled,
+                changed = self.wanted.changed() => match changed {
+                    Ok(()) => self.wishes(),
+                    Err(_) => return Ended::Cancelled,
+                },
+                Some(announcement) = self.announcements.recv() => self.announced(announcement),
+                Some(line) = self.lines.recv() => self.heard(line),
+                outcome = self.calls.next() => outcome.into_iter().collect(),
+                () = at(wakeup) => vec![Observation::Tick],
+            };
+            let mut changed = false;
+            for observation in observations {
+                // A heartbeat of each of a thousand agents each second must not make a view of a thousand members each time.
+                changed |= !matches!(observation, Observation::Alive { .. });
+                let decisions = self.membership.step(self.clock.now(), observation);
+                changed |= !decisions.is_empty();
+                for decision in decisions {
+                    if let Some(ended) = self.carry_out(decision) {
+                        self.publish();
+                        return ended;
+                    }
+                }
+            }
+            if changed {
+                self.publish();
+            }
+        }
+    }
+
+    fn publish(&self) {
+        let view = self.membership.view();
+        self.context.directory.set_current(&self.applied.config.weightsync, view.version.as_ref());
+        self.view.send_if_modified(|shown| {
+            let differs = *shown != view;
+            *shown = view;
+            differs
+        });
+    }
+
+    /// What changed in what is wanted, rules first: candidates are judged by them.
+    fn wishes(&mut self) -> Vec<Observation> {
+        let wanted = self.wanted.borrow_and_update().clone();
+        let mut observations = Vec::new();
+        if wanted.config != self.applied.config {
+            observations.push(Observation::Configure(Box::new(wanted.config.clone())));
+        }
+        if wanted.suspend != self.applied.suspend {
+            observations.push(Observation::Suspend(wanted.suspend));
+        }
+        if wanted.members != self.applied.members
+            && let Some((candidates, left_out)) = wanted.members.clone()
+        {
+            self.forget_gone(&candidates);
+            observations.push(Observation::Candidates { candidates, left_out });
+        }
+        if wanted.delete && !self.applied.delete {
+            observations.push(Observation::Delete);
+        }
+        self.applied = wanted;
+        observations
+    }
+
+    /// Addresses of lost agents are kept while their pod takes part, to fence them, and no longer.
+    fn forget_gone(&mut self, candidates: &[Candidate]) {
+        let pods: HashSet<&str> = candidates.iter().flat_map(|candidate| &candidate.pods).map(|pod| pod.uid.as_str()).collect();
+        self.agents.retain(|incarnation, agent| agent.attachment.is_some() || pods.contains(incarnation.pod_uid.as_str()));
+    }
+
+    fn announced(&mut self, announcement: Announcement) -> Vec<Observation> {
+        let from = announcement.incarnation.clone();
+        let known = self.agents.get(&from).and_then(|agent| agent.attachment.as_ref());
+        if known.is_some_and(|attachment| attachment.since.elapsed() < FRESH) {
+            return Vec::new();
+        }
+        let of_pod = self.agents.keys().filter(|other| other.pod_uid == from.pod_uid && **other != from).count();
+        if of_pod >= AGENTS_OF_A_POD {
+            // Lives that ended leave their address behind; the living ones stay.
+            self.agents.retain(|other, agent| other.pod_uid != from.pod_uid || agent.attachment.is_some());
+            if self.agents.keys().filter(|other| other.pod_uid == from.pod_uid).count() >= AGENTS_OF_A_POD {
+                tracing::warn!(pod = %announcement.pod, "more than {AGENTS_OF_A_POD} agents in one pod; not listening to another");
+                return Vec::new();
+            }
+        }
+        self.attached += 1;
+        let listener = Listener {
+            client: self.context.client.clone(),
+            agent: from.clone(),
+            address: announcement.control_address.clone(),
+            number: self.attached,
+            timing: self.context.timing,
+            silence: Duration::from_millis(self.applied.config.agent_silence_ms),
+            out: self.line_sender.clone(),
+        };
+        tracing::debug!(pod = %announcement.pod, address = %announcement.control_address, "listening to an agent");
+        let attachment = Some(Attachment::start(listener, self.cancel.child_token()));
+        self.agents.insert(from, Agent { address: announcement.control_address.clone(), attachment });
+        vec![Observation::Announced(announcement)]
+    }
+
+    fn heard(&mut self, line: FromAgent) -> Vec<Observation> {
+        let FromAgent { from, number, heard } = line;
+        let Some(agent) = self.agents.get_mut(&from) else { return Vec::new() };
+        let present = agent.attachment.as_ref().is_some_and(|attachment| attachment.number == number);
+        let event = match heard {
+            Heard::Lost(cause) if present => {
+                agent.attachment = None;
+                return vec![Observation::AgentLost { from, cause }];
+            }
+            // Of an attachment that was replaced: says nothing about the agent.
+            Heard::Lost(_) => return Vec::new(),
+            Heard::Event(event) => event,
+        };
+        vec![match *event {
+            AgentEvent::Snapshot { state } => Observation::State(state),
+            AgentEvent::Heartbeat => Observation::Alive { from },
+            AgentEvent::Update { update } => Observation::Update { from, update: Box::new(update) },
+            AgentEvent::PeerLost { id, peer, cause } => Observation::PeerLost { from, id, peer, cause },
+        }]
+    }
+
+    fn carry_out(&mut self, decision: Decision) -> Option<Ended> {
+        tracing::debug!(?decision, "carrying out");
+        match decision {
+            Decision::PersistEpoch { epoch } => {
+                let config = &self.applied.config;
+                let id = EpochId { weightsync: config.weightsync.clone(), created: config.created, term: self.term, epoch };
+                self.calls.persist(self.context.store.clone(), id, self.context.timing.persist);
+            }
+            Decision::Prepare { to, request } => self.calls.prepare(self.target(to), request),
+            Decision::Commit { to, member, mut request } => {
+                request.secret = self.secret_of(&request.id);
+                self.calls.commit(self.target(to), member, request);
+            }
+            Decision::Fence { to, request } => {
+                let targets = to.into_iter().map(|to| self.target(to)).collect();
+                self.calls.tell(targets, "/v1/epoch/fence", &request, self.context.timing.tell);
+            }
+            Decision::Release { to, request } => {
+                let targets = to.into_iter().map(|to| self.target(to)).collect();
+                self.calls.tell(targets, "/v1/release", &request, self.context.timing.tell);
+            }
+            Decision::Event { reason, message, member, warning } => {
+                self.context.events.publish(CoordinatorEvent { reason, message, member, warning });
+            }
+            Decision::StepDown { message } => return Some(Ended::SteppedDown(message)),
+        }
+        None
+    }
+
+    fn target(&self, agent: Incarnation) -> Target {
+        let address = self.agents.get(&agent).map(|known| known.address.clone());
+        Target { agent, address }
+    }
+
+    /// One secret an epoch, made when its first commit goes out.
+    fn secret_of(&mut self, id: &EpochId) -> String {
+        match &self.secret {
+            Some((of, secret)) if of == id => secret.clone(),
+            _ => {
+                let secret = STANDARD.encode(rand::random::<[u8; 32]>());
+                self.secret = Some((id.clone(), secret.clone()));
+                secret
+            }
+        }
+    }
+}
+
+async fn at(wakeup: Option<Instant>) {
+    match wakeup {
+        Some(wakeup) => sleep_until(wakeup).await,
+        None => std::future::pending().await,
+    }
+}

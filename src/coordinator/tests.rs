@@ -1,0 +1,5 @@
+//! Coordinator and enrolment against agents that are fake, over mutual TLS that is not.
+
+mod enrollment;
+mod fake_agent;
+mod world;

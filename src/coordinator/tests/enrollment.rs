@@ -1,0 +1,132 @@
+//! Who gets a certificate, and who may announce itself.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+
+use super::fake_agent::{Pod, enroll};
+use super::world::{OBJECT, World, assignment};
+use crate::coordinator::ProvenPod;
+use crate::protocol::{AnnounceResponse, Announcement, Incarnation, Rejection, Role};
+use crate::runtime::https::{CallError, ControllerClient};
+use crate::runtime::identity::{Identity, PeerIdentity};
+
+const SOON: Duration = Duration::from_secs(5);
+
+async fn claimed_world() -> (World, mpsc::Receiver<Announcement>) {
+    let world = World::new().await;
+    let (sender, announcements) = mpsc::channel(1);
+    world.directory.add(OBJECT, 1, sender);
+    world.directory.claim(OBJECT, HashMap::from([("uid-0".to_owned(), assignment(Role::Rollout))]));
+    world.directory.settle();
+    (world, announcements)
+}
+
+fn announcement(uid: &str) -> Announcement {
+    Announcement {
+        namespace: "local".into(),
+        pod: "actor-0".into(),
+        incarnation: Incarnation { pod_uid: uid.into(), instance: "a".into() },
+        role: Role::Rollout,
+        engine_port: Some(8000),
+        control_address: "127.0.0.1:1".into(),
+        program: "fake".into(),
+    }
+}
+
+async fn announce(world: &World, identity: &Identity, uid: &str) -> Result<AnnounceResponse, CallError> {
+    let client = ControllerClient::new(identity.clone(), world.controller.clone());
+    client.post_json("/v1/agents/announce", &announcement(uid), SOON).await
+}
+
+fn rejected(answer: Result<impl std::fmt::Debug, CallError>) -> Rejection {
+    match answer {
+        Err(CallError::Rejected { rejection, .. }) => rejection,
+        other => panic!("not rejected: {other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn a_claimed_pod_with_a_token_enrols_and_announces_itself() {
+    let (world, mut announcements) = claimed_world().await;
+    let identity = Identity::new(world.ca.certificate_pem()).unwrap();
+    let response = enroll(&identity, &world.controller, &world.pod("actor-0", "uid-0"), "a").await.unwrap();
+    assert_eq!(response.assignment, assignment(Role::Rollout));
+    assert_eq!(identity.own(), Some(PeerIdentity::Agent { weightsync: OBJECT.into(), pod_uid: "uid-0".into() }));
+    assert_eq!(announce(&world, &identity, "uid-0").await.unwrap().assignment, assignment(Role::Rollout));
+    assert_eq!(announcements.recv().await.unwrap(), announcement("uid-0"));
+}
+
+#[tokio::test]
+async fn a_token_works_once_and_a_certificate_renews_itself() {
+    let (world, _announcements) = claimed_world().await;
+    let pod = world.pod("actor-0", "uid-0");
+    let identity = Identity::new(world.ca.certificate_pem()).unwrap();
+    enroll(&identity, &world.controller, &pod, "a").await.unwrap();
+    let thief = Identity::new(world.ca.certificate_pem()).unwrap();
+    assert!(!rejected(enroll(&thief, &world.controller, &pod, "a").await).retryable);
+    let renewal = Pod { token: String::new(), ..pod };
+    enroll(&identity, &world.controller, &renewal, "a").await.unwrap();
+    let other = Pod { uid: "uid-1".into(), ..renewal };
+    assert!(!rejected(enroll(&identity, &world.controller, &other, "a").await).retryable, "a certificate speaks for its own pod only");
+}
+
+#[tokio::test]
+async fn a_token_of_another_pod_proves_nothing() {
+    let (world, _announcements) = claimed_world().await;
+    let elsewhere = ProvenPod { namespace: "local".into(), pod: "actor-1".into(), pod_uid: "uid-1".into() };
+    let pod = Pod { token: world.tokens.mint(elsewhere), ..world.pod("actor-0", "uid-0") };
+    let identity = Identity::new(world.ca.certificate_pem()).unwrap();
+    let rejection = rejected(enroll(&identity, &world.controller, &pod, "a").await);
+    assert!(!rejection.retryable && rejection.message.contains("uid-1"), "{rejection:?}");
+}
+
+#[tokio::test]
+async fn a_pod_that_nobody_claims_may_ask_again_to_enrol_but_not_to_announce() {
+    let (world, _announcements) = claimed_world().await;
+    let identity = Identity::new(world.ca.certificate_pem()).unwrap();
+    assert!(rejected(enroll(&identity, &world.controller, &world.pod("actor-9", "uid-9"), "a").await).retryable);
+    enroll(&identity, &world.controller, &world.pod("actor-0", "uid-0"), "a").await.unwrap();
+    world.directory.claim(OBJECT, HashMap::new());
+    let rejection = rejected(announce(&world, &identity, "uid-0").await);
+    assert!(!rejection.retryable, "{rejection:?}");
+}
+
+#[tokio::test]
+async fn a_restarted_controller_sends_nobody_away_before_it_looked_at_all_objects() {
+    let (world, _announcements) = claimed_world().await;
+    let identity = Identity::new(world.ca.certificate_pem()).unwrap();
+    enroll(&identity, &world.controller, &world.pod("actor-0", "uid-0"), "a").await.unwrap();
+    world.directory.unsettle();
+    assert!(rejected(announce(&world, &identity, "uid-0").await).retryable);
+}
+
+#[tokio::test]
+async fn an_announcement_without_the_pods_own_certificate_of_the_claiming_object_is_rejected() {
+    let (world, _announcements) = claimed_world().await;
+    let hour = Duration::from_secs(3600);
+    let of = |weightsync: &str, pod_uid: &str| {
+        world.ca.issue(&PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.into() }, hour).unwrap()
+    };
+    let refused = [
+        Identity::new(world.ca.certificate_pem()).unwrap(),
+        of(OBJECT, "uid-1"),
+        of("ws-other", "uid-0"),
+        world.ca.issue(&PeerIdentity::Controller, hour).unwrap(),
+    ];
+    for identity in refused {
+        let rejection = rejected(announce(&world, &identity, "uid-0").await);
+        assert!(!rejection.retryable, "{identity:?}: {rejection:?}");
+    }
+    announce(&world, &of(OBJECT, "uid-0"), "uid-0").await.unwrap();
+}
+
+#[tokio::test]
+async fn an_announcement_that_does_not_fit_may_come_again() {
+    let (world, _announcements) = claimed_world().await;
+    let identity = Identity::new(world.ca.certificate_pem()).unwrap();
+    enroll(&identity, &world.controller, &world.pod("actor-0", "uid-0"), "a").await.unwrap();
+    announce(&world, &identity, "uid-0").await.unwrap();
+    assert!(rejected(announce(&world, &identity, "uid-0").await).retryable);
+}

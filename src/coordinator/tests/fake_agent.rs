@@ -1,0 +1,283 @@
+//! An agent that answers as the protocol says and moves no bytes. It enrols, announces itself while nobody listens, and can be killed or
+//! struck dumb.
+#![allow(dead_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::response::Response;
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use futures::{Stream, StreamExt};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio_stream::wrappers::{IntervalStream, WatchStream};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::protocol::{
+    AgentEvent, AnnounceResponse, Announcement, CommitRequest, EngineFacts, EnrollRequest, EnrollResponse, EpochId, FenceRequest,
+    Incarnation, MemberPhase, MemberState, PrepareRequest, PrepareResponse, Refusal, RefusalCode, ReleaseRequest, Role,
+};
+use crate::runtime::https::{Access, CallError, ControllerClient, Limits, Valid, ndjson, serve_https};
+use crate::runtime::identity::Identity;
+
+const SOON: Duration = Duration::from_secs(5);
+pub(super) const HEARTBEAT: Duration = Duration::from_millis(50);
+
+/// What the handlers share.
+#[derive(Clone)]
+struct Shared {
+    state: watch::Sender<MemberState>,
+    fenced: watch::Sender<Option<EpochId>>,
+    secret: watch::Sender<Option<String>>,
+    /// Listeners of the event stream.
+    listeners: Arc<AtomicUsize>,
+    /// Set: nothing is said or answered any more, connections stay open.
+    dumb: watch::Sender<bool>,
+    prepared: Arc<AtomicUsize>,
+}
+
+pub(super) struct FakeAgent {
+    pub(super) name: String,
+    pub(super) address: String,
+    shared: Shared,
+    _tasks: Vec<AbortOnDropHandle<()>>,
+}
+
+pub(super) fn engine() -> EngineFacts {
+    EngineFacts {
+        kind: "simulated".into(),
+        server_version: "1".into(),
+        size: 1,
+        url: "http://127.0.0.1:1".into(),
+        delivery: "none".into(),
+        answer_version: "none".into(),
+    }
+}
+
+pub(super) struct Pod {
+    pub(super) name: String,
+    pub(super) uid: String,
+    pub(super) role: Role,
+    pub(super) token: String,
+}
+
+/// Enrols like an agent does; the identity has a certificate when this succeeds.
+pub(super) async fn enroll(identity: &Identity, controller: &str, pod: &Pod, instance: &str) -> Result<EnrollResponse, CallError> {
+    let incarnation = Incarnation { pod_uid: pod.uid.clone(), instance: instance.into() };
+    let request = EnrollRequest {
+        token: pod.token.clone(),
+        namespace: "local".into(),
+        pod: pod.name.clone(),
+        incarnation,
+        csr_pem: identity.csr_pem().unwrap(),
+    };
+    let client = ControllerClient::new(identity.clone(), controller.to_owned());
+    let response: EnrollResponse = client.post_json("/v1/agents/enroll", &request, SOON).await?;
+    identity.install(&response.certificate_pem).unwrap();
+    Ok(response)
+}
+
+impl FakeAgent {
+    /// Starts one life of the agent of `pod`.
+    pub(super) async fn start(ca_pem: &str, controller: &str, pod: &Pod, instance: &str) -> Self {
+        let identity = Identity::new(ca_pem).unwrap();
+        enroll(&identity, controller, pod, instance).await.expect("enrolment");
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let incarnation = Incarnation { pod_uid: pod.uid.clone(), instance: instance.into() };
+        let state = MemberState {
+            member: None,
+            incarnation: incarnation.clone(),
+            role: pod.role,
+            phase: MemberPhase::Idle,
+            epoch: None,
+            roster_digest: None,
+            retained: None,
+            installed: None,
+            engine: (pod.role == Role::Rollout).then(engine),
+            healthy: true,
+            paused_until: None,
+            reason: None,
+        };
+        let shared = Shared {
+            state: watch::Sender::new(state),
+            fenced: watch::Sender::new(None),
+            secret: watch::Sender::new(None),
+            listeners: Arc::default(),
+            dumb: watch::Sender::new(false),
+            prepared: Arc::default(),
+        };
+        let serving =
+            serve_https(listener, identity.clone(), Access::Group, routes(shared.clone()), Limits::default(), CancellationToken::new());
+        let announcement = Announcement {
+            namespace: "local".into(),
+            pod: pod.name.clone(),
+            incarnation,
+            role: pod.role,
+            engine_port: (pod.role == Role::Rollout).then_some(8000),
+            control_address: address.clone(),
+            program: "fake".into(),
+        };
+        let client = ControllerClient::new(identity, controller.to_owned());
+        let tasks = vec![
+            AbortOnDropHandle::new(tokio::spawn(async move { serving.await.unwrap() })),
+            AbortOnDropHandle::new(tokio::spawn(announce(client, announcement, shared.clone()))),
+        ];
+        Self { name: pod.name.clone(), address, shared, _tasks: tasks }
+    }
+
+    pub(super) fn state(&self) -> MemberState {
+        self.shared.state.borrow().clone()
+    }
+
+    pub(super) fn change(&self, change: impl FnOnce(&mut MemberState)) {
+        self.shared.state.send_modify(change);
+    }
+
+    pub(super) fn secret(&self) -> Option<String> {
+        self.shared.secret.borrow().clone()
+    }
+
+    /// Prepares that were answered.
+    pub(super) fn prepares(&self) -> usize {
+        self.shared.prepared.load(Ordering::SeqCst)
+    }
+
+    /// Like SIGSTOP: connections stay open, nothing comes.
+    pub(super) fn strike_dumb(&self, dumb: bool) {
+        self.shared.dumb.send_replace(dumb);
+    }
+
+    pub(super) async fn until(&self, what: &str, holds: impl Fn(&MemberState) -> bool) {
+        let mut state = self.shared.state.subscribe();
+        let waited = tokio::time::timeout(SOON * 2, state.wait_for(|state| holds(state))).await;
+        assert!(waited.is_ok(), "{}: not {what}: {:?}", self.name, self.state());
+    }
+}
+
+async fn announce(client: ControllerClient, announcement: Announcement, shared: Shared) {
+    loop {
+        if shared.listeners.load(Ordering::SeqCst) == 0 && !*shared.dumb.borrow() {
+            let answer: Result<AnnounceResponse, _> = client.post_json("/v1/agents/announce", &announcement, SOON).await;
+            if matches!(&answer, Err(CallError::Rejected { rejection, .. }) if !rejection.retryable) {
+                shared.state.send_modify(|state| forget(state, "nobody claims this pod"));
+            }
+        }
+        tokio::time::sleep(HEARTBEAT).await;
+    }
+}
+
+fn forget(state: &mut MemberState, reason: &str) {
+    state.phase = MemberPhase::Idle;
+    state.epoch = None;
+    state.roster_digest = None;
+    state.reason = Some(reason.to_owned());
+}
+
+fn routes(shared: Shared) -> Router {
+    Router::new()
+        .route("/v1/epoch/prepare", post(prepare))
+        .route("/v1/epoch/commit", post(commit))
+        .route("/v1/epoch/fence", post(fence))
+        .route("/v1/release", post(release))
+        .route("/v1/events", get(events))
+        .with_state(shared)
+}
+
+impl Shared {
+    async fn speak(&self) {
+        self.dumb.subscribe().wait_for(|dumb| !dumb).await.unwrap();
+    }
+
+    fn check(&self, id: &EpochId) -> Result<(), Refusal> {
+        let fenced = self.fenced.borrow().clone();
+        match fenced {
+            Some(fenced) if !id.supersedes(&fenced) => {
+                Err(Refusal { code: RefusalCode::StaleEpoch, message: format!("{id} is not newer than {fenced}") })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+async fn prepare(State(shared): State<Shared>, Valid(request): Valid<PrepareRequest>) -> Result<Json<PrepareResponse>, Refusal> {
+    shared.speak().await;
+    shared.check(&request.id)?;
+    let pods = request.roster.member(&request.member).map(|member| member.pods.clone()).unwrap_or_default();
+    let incarnation = shared.state.borrow().incarnation.clone();
+    if !pods.iter().any(|pod| pod.uid == incarnation.pod_uid) {
+        return Err(Refusal { code: RefusalCode::WrongIncarnation, message: "the roster names another pod".into() });
+    }
+    shared.prepared.fetch_add(1, Ordering::SeqCst);
+    shared.state.send_modify(|state| {
+        state.member = Some(request.member.clone());
+        state.phase = MemberPhase::Prepared;
+        state.epoch = Some(request.id.clone());
+        state.roster_digest = Some(request.roster.digest());
+    });
+    let state = shared.state.borrow().clone();
+    Ok(Json(PrepareResponse { incarnation, data_address: "127.0.0.1:9".into(), state }))
+}
+
+async fn commit(State(shared): State<Shared>, Valid(request): Valid<CommitRequest>) -> Result<(), Refusal> {
+    shared.speak().await;
+    shared.check(&request.id)?;
+    if shared.state.borrow().epoch.as_ref() != Some(&request.id) {
+        return Err(Refusal { code: RefusalCode::WrongPhase, message: "another epoch was prepared".into() });
+    }
+    shared.secret.send_replace(Some(request.secret));
+    shared.state.send_modify(|state| state.phase = MemberPhase::Ready);
+    Ok(())
+}
+
+async fn fence(State(shared): State<Shared>, Valid(request): Valid<FenceRequest>) {
+    shared.speak().await;
+    shared.fenced.send_replace(Some(request.id.clone()));
+    shared.state.send_modify(|state| {
+        if state.epoch.as_ref().is_some_and(|epoch| !epoch.supersedes(&request.id)) {
+            forget(state, &request.reason);
+        }
+    });
+}
+
+async fn release(State(shared): State<Shared>, Valid(request): Valid<ReleaseRequest>) {
+    shared.speak().await;
+    shared.state.send_modify(|state| forget(state, &request.reason));
+}
+
+/// Counts a listener for as long as its stream is read.
+struct Listening(Arc<AtomicUsize>);
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+async fn events(State(shared): State<Shared>) -> Response {
+    shared.speak().await;
+    shared.listeners.fetch_add(1, Ordering::SeqCst);
+    let listening = Listening(shared.listeners.clone());
+    let snapshots = WatchStream::new(shared.state.subscribe()).map(|state| AgentEvent::Snapshot { state: Box::new(state) });
+    let heartbeats = IntervalStream::new(tokio::time::interval(HEARTBEAT)).map(|_| AgentEvent::Heartbeat);
+    let lines = futures::stream::select(snapshots, heartbeats);
+    let spoken = lines.then(move |line| {
+        let shared = shared.clone();
+        async move {
+            shared.speak().await;
+            line
+        }
+    });
+    ndjson(holding(listening, spoken))
+}
+
+fn holding<T>(held: Listening, stream: impl Stream<Item = T> + Send + 'static) -> impl Stream<Item = T> + Send + 'static {
+    stream.map(move |item| {
+        let _ = &held;
+        item
+    })
+}

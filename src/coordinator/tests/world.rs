@@ -1,0 +1,180 @@
+//! One object, its enrolment server, and pods with fake agents.
+#![allow(dead_code)]
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::fake_agent::{FakeAgent, Pod};
+use crate::coordinator::{
+    Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, Enrollment, EpochStore, EventSink, PersistError, ProvenPod,
+    SingleUseTokens, Timing, Wanted, router,
+};
+use crate::membership::{MembershipConfig, MembershipView, Restored};
+use crate::plan::Candidate;
+use crate::protocol::{
+    Assignment, EngineAssignment, EpochId, HealthPolicy, KvCachePolicy, MemberName, PausePolicy, PodRef, Role, UpdatePolicy,
+};
+use crate::runtime::https::{Access, AgentClient, Limits, serve_https};
+use crate::runtime::identity::{Ca, PeerIdentity};
+
+pub(super) const OBJECT: &str = "ws-1";
+pub(super) const SOON: Duration = Duration::from_secs(10);
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// Remembers what was written, like the API server.
+#[derive(Default)]
+pub(super) struct Store {
+    pub(super) epoch: Mutex<u64>,
+    pub(super) conflict: Mutex<bool>,
+}
+
+#[async_trait]
+impl EpochStore for Store {
+    async fn persist(&self, id: &EpochId) -> Result<(), PersistError> {
+        if *self.conflict.lock().unwrap() {
+            return Err(PersistError::Conflict("another leader was here".into()));
+        }
+        *self.epoch.lock().unwrap() = id.epoch;
+        Ok(())
+    }
+}
+
+#[derive(Default)]
+pub(super) struct Told(pub(super) Mutex<Vec<CoordinatorEvent>>);
+
+impl EventSink for Told {
+    fn publish(&self, event: CoordinatorEvent) {
+        self.0.lock().unwrap().push(event);
+    }
+}
+
+pub(super) struct World {
+    pub(super) ca: Arc<Ca>,
+    pub(super) controller: String,
+    pub(super) directory: Directory,
+    pub(super) tokens: SingleUseTokens,
+    pub(super) store: Arc<Store>,
+    pub(super) told: Arc<Told>,
+    client: AgentClient,
+    _server: AbortOnDropHandle<()>,
+}
+
+pub(super) fn policy() -> UpdatePolicy {
+    UpdatePolicy {
+        pause: PausePolicy::Keep,
+        kv_cache: KvCachePolicy::Reset,
+        min_ready: 1,
+        silence_ms: 1000,
+        update_timeout_ms: 10_000,
+        retain_bytes: 0,
+        bucket_bytes: 0,
+        data_tls: false,
+        health: HealthPolicy { period_ms: 1000, timeout_ms: 500, failure_threshold: 3, success_threshold: 1 },
+    }
+}
+
+/// Short times, so that tests wait for tenths of seconds.
+pub(super) fn config() -> MembershipConfig {
+    MembershipConfig {
+        debounce_ms: 50,
+        prepare_deadline_ms: 1000,
+        commit_deadline_ms: 1000,
+        agent_silence_ms: 400,
+        adopt_window_ms: 1000,
+        ..MembershipConfig::new(OBJECT, 1, policy())
+    }
+}
+
+pub(super) fn assignment(role: Role) -> Assignment {
+    let engines = match role {
+        Role::Source => vec![],
+        Role::Rollout => vec![EngineAssignment { kind: "simulated".into(), port: 8000 }],
+    };
+    Assignment { role, engines, serve_before_first_version: true, current: None }
+}
+
+pub(super) fn role_of(pod: &str) -> Role {
+    if pod.starts_with("trainer") { Role::Source } else { Role::Rollout }
+}
+
+pub(super) fn candidate(pod: &str, uid: &str) -> Candidate {
+    let role = role_of(pod);
+    let pool = if role == Role::Source { "trainer" } else { "actors" };
+    Candidate {
+        name: MemberName(format!("{pool}/{pod}")),
+        role,
+        size: 1,
+        pods: vec![PodRef { name: pod.into(), uid: uid.into(), node: None }],
+        port: (role == Role::Rollout).then_some(8000),
+    }
+}
+
+impl World {
+    pub(super) async fn new() -> Self {
+        let ca = Arc::new(Ca::generate().unwrap());
+        let identity = ca.issue(&PeerIdentity::Controller, HOUR).unwrap();
+        let (directory, tokens) = (Directory::default(), SingleUseTokens::new(HOUR));
+        let enrollment = Enrollment { ca: ca.clone(), verifier: Arc::new(tokens.clone()), directory: directory.clone(), lifetime: HOUR };
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let controller = listener.local_addr().unwrap().to_string();
+        let serving = serve_https(
+            listener,
+            identity.clone(),
+            Access::Open,
+            router(Arc::new(enrollment)),
+            Limits::default(),
+            CancellationToken::new(),
+        );
+        let server = AbortOnDropHandle::new(tokio::spawn(async move { serving.await.unwrap() }));
+        let client = AgentClient::new(identity);
+        let (store, told) = (Arc::default(), Arc::default());
+        Self { ca, controller, directory, tokens, store, told, client, _server: server }
+    }
+
+    /// Starts a coordinator for the pods (name, UID), as whoever leads with that term.
+    pub(super) fn coordinate(&self, term: u64, pods: &[(&str, &str)]) -> CoordinatorHandle {
+        let restored = Restored { term, epoch: *self.store.epoch.lock().unwrap(), version: None };
+        let wanted = Wanted { config: config(), members: None, suspend: false, delete: false };
+        let context = Context {
+            client: self.client.clone(),
+            directory: self.directory.clone(),
+            store: self.store.clone(),
+            events: self.told.clone(),
+            timing: Timing { attach: Duration::from_millis(300), tell: Duration::from_millis(500), ..Timing::default() },
+        };
+        let handle = Coordinator::start(wanted, restored, context, CancellationToken::new());
+        self.plan(&handle, pods);
+        self.directory.settle();
+        handle
+    }
+
+    /// Says which pods take part now.
+    pub(super) fn plan(&self, handle: &CoordinatorHandle, pods: &[(&str, &str)]) {
+        let claims: HashMap<_, _> = pods.iter().map(|(pod, uid)| ((*uid).to_owned(), assignment(role_of(pod)))).collect();
+        self.directory.claim(OBJECT, claims);
+        let candidates = pods.iter().map(|(pod, uid)| candidate(pod, uid)).collect();
+        handle.change(|wanted| wanted.members = Some((candidates, vec![])));
+    }
+
+    pub(super) fn pod(&self, name: &str, uid: &str) -> Pod {
+        let proven = ProvenPod { namespace: "local".into(), pod: name.into(), pod_uid: uid.into() };
+        Pod { name: name.into(), uid: uid.into(), role: role_of(name), token: self.tokens.mint(proven) }
+    }
+
+    pub(super) async fn agent(&self, name: &str, uid: &str, instance: &str) -> FakeAgent {
+        FakeAgent::start(self.ca.certificate_pem(), &self.controller, &self.pod(name, uid), instance).await
+    }
+}
+
+/// Waits until the view shows what is asked for.
+pub(super) async fn until(handle: &CoordinatorHandle, what: &str, holds: impl Fn(&MembershipView) -> bool) -> MembershipView {
+    let mut view = handle.view.clone();
+    let seen = tokio::time::timeout(SOON, view.wait_for(|view| holds(view))).await.map(|seen| seen.unwrap().clone());
+    seen.unwrap_or_else(|_| panic!("not {what}: {:#?}", handle.view.borrow().clone()))
+}
