@@ -2,60 +2,266 @@
 //!
 //! Pure: observations and a clock value in, decisions out. Never waits, never sends: `coordinator` carries the decisions out. It never
 //! trusts what an earlier life of a member, an older epoch or another object says, and it leaves what works alone.
+//!
+//! Everything is judged from what is known now, not from what just happened ([`Observation`]s are facts, and each can be repeated): after
+//! each step the same questions are asked in the same order, so a message that was lost costs time and nothing else.
+//!
+//! 1. `agents`: who can be spoken with, and which life speaks for a member.
+//! 2. `version`: which version enough replicas hold.
+//! 3. `assess`: who could be in a group, and why the others could not.
+//! 4. `need`: whether the group is as it should be; if not, why, and when a new one is due.
+//! 5. `forming`: the new epoch is written, prepared, committed.
+//! 6. `ending`: whoever is in an epoch that is over is told so.
 
+mod adopt;
+mod agents;
+mod assess;
+mod backoff;
 mod config;
 mod decision;
+mod ending;
+mod forming;
+mod group;
+mod mutation;
+mod need;
 mod observation;
+mod observe;
+mod report;
+#[cfg(test)]
+mod tests;
+mod updates;
+mod version;
 mod view;
+
+use std::collections::BTreeMap;
 
 pub use config::{BackoffConfig, JoinPolicy, MembershipConfig, Restored};
 pub use decision::Decision;
-pub use observation::{LeftOut, LeftOutKind, Observation};
+pub use observation::Observation;
 pub use view::{Degradation, GroupStage, MemberStanding, MemberView, MembershipView};
+
+use crate::plan::Candidate;
+pub use crate::plan::LeftOut;
+use crate::protocol::{HeldVersion, MemberName, Reason};
+use agents::Agents;
+use backoff::{Backoff, Weight};
+use group::{Forming, Group};
+use mutation::Switch;
+use updates::Updates;
+
+/// How often one step may change its mind; more would be a circle.
+const MOVES: usize = 64;
 
 /// Membership of one object. One owner calls [`step`](Self::step) for each observation, in the order of their arrival.
 #[derive(Debug)]
 pub struct Membership {
     config: MembershipConfig,
-    restored: Restored,
+    switch: Switch,
+    term: u64,
+    /// Time of the last step.
+    now: u64,
+    /// When the next step is due at the latest.
+    wake: Option<u64>,
+    /// Until when agents of an earlier controller's group are waited for; unset before the first step.
+    adopt_until: Option<u64>,
+    /// Whether there was an epoch before this controller.
+    had_epoch: bool,
+    /// The highest epoch that was persisted or seen.
+    epoch: u64,
+    /// Epochs up to this one are over.
+    over: u64,
+    version: Option<HeldVersion>,
+    /// Whether the plan was ever seen.
+    planned: bool,
+    candidates: Vec<Candidate>,
+    left_out: Vec<LeftOut>,
+    agents: Agents,
+    backoff: Backoff,
+    updates: Updates,
+    group: Option<Group>,
+    forming: Option<Forming>,
+    /// Why the next group is due at once.
+    urgent: Option<Reason>,
+    /// Since when a first group would make sense.
+    viable_since: Option<u64>,
+    /// Since when members that are not in the group could be, and which version was current then.
+    waiting: BTreeMap<MemberName, (u64, Option<u64>)>,
+    /// Since when a member of the group lacks the version while nobody brings it.
+    lack_since: Option<u64>,
+    /// Epochs made for members that lack the version, since nobody lacked it.
+    repairs: u32,
+    /// Rank offsets of the last group.
+    last_offsets: BTreeMap<MemberName, u32>,
+    suspended: bool,
+    deleted: bool,
+    /// Why another controller decides now.
+    stopped: Option<String>,
+    /// What was wrong after the last step: what is new is told once.
+    degraded: Vec<Degradation>,
+    out: Vec<Decision>,
 }
 
 impl Membership {
     /// Starts with what was known before. Decides nothing until the first `Candidates`.
     pub fn new(config: MembershipConfig, restored: Restored) -> Self {
-        Self { config, restored }
+        Self::with_switch(config, restored, Switch::default())
+    }
+
+    fn with_switch(config: MembershipConfig, restored: Restored, switch: Switch) -> Self {
+        Self {
+            config,
+            switch,
+            term: restored.term,
+            now: 0,
+            wake: None,
+            adopt_until: None,
+            had_epoch: restored.epoch > 0,
+            epoch: restored.epoch,
+            over: 0,
+            version: restored.version,
+            planned: false,
+            candidates: Vec::new(),
+            left_out: Vec::new(),
+            agents: Agents::new(switch),
+            backoff: Backoff::new(switch),
+            updates: Updates::default(),
+            group: None,
+            forming: None,
+            urgent: None,
+            viable_since: None,
+            waiting: BTreeMap::new(),
+            lack_since: None,
+            repairs: 0,
+            last_offsets: BTreeMap::new(),
+            suspended: false,
+            deleted: false,
+            stopped: None,
+            degraded: Vec::new(),
+            out: Vec::new(),
+        }
     }
 
     /// Takes one observation at the time `now_ms` (any clock that never goes back) and tells what is to be done.
-    pub fn step(&mut self, _now_ms: u64, observation: Observation) -> Vec<Decision> {
-        if let Observation::Configure(config) = observation {
-            self.config = *config;
+    pub fn step(&mut self, now_ms: u64, observation: Observation) -> Vec<Decision> {
+        if self.stopped.is_some() {
+            return Vec::new();
         }
-        Vec::new()
+        self.set_clock(now_ms);
+        self.observe(observation);
+        self.settle();
+        std::mem::take(&mut self.out)
     }
 
     /// When to call [`step`](Self::step) with `Tick` at the latest, if nothing else happens before.
     pub fn next_wakeup(&self) -> Option<u64> {
-        None
+        self.wake.filter(|_| self.stopped.is_none())
     }
 
-    /// Everything that status needs.
-    pub fn view(&self) -> MembershipView {
-        MembershipView {
-            stage: GroupStage::Idle,
-            epoch: self.restored.epoch,
-            id: None,
-            committed: false,
-            world_size: 0,
-            version: self.restored.version.clone(),
-            feeder: None,
-            update: None,
-            members: Vec::new(),
-            total: 0,
-            ready: 0,
-            min_ready: self.config.policy.min_ready,
-            degraded: Vec::new(),
-            released: false,
+    /// Time goes on. Time in which nobody called us is not held against members: their answers may lie in the queue.
+    fn set_clock(&mut self, now_ms: u64) {
+        let now = self.now.max(now_ms);
+        if let Some(wake) = self.wake {
+            let late = now.saturating_sub(wake);
+            if late > self.config.agent_silence_ms / 2 {
+                self.agents.forgive(late);
+                self.updates.forgive(late);
+                if let Some(Forming::Round(round)) = &mut self.forming {
+                    round.deadline = round.deadline.saturating_add(late);
+                    round.settle_at = round.settle_at.map(|at| at.saturating_add(late));
+                }
+            }
         }
+        self.now = now;
+        self.adopt_until.get_or_insert(now.saturating_add(self.config.adopt_window_ms));
+    }
+
+    /// Asks all questions until nothing changes any more.
+    fn settle(&mut self) {
+        self.wake = None;
+        if self.stopped.is_some() {
+            return;
+        }
+        if let Some(at) = self.agents.find_silent(self.now, self.config.agent_silence_ms) {
+            self.wake_at(at);
+        }
+        self.learn_version();
+        if self.suspended || self.deleted {
+            self.let_go();
+            return;
+        }
+        if !self.planned {
+            return;
+        }
+        for _ in 0..MOVES {
+            let assessment = self.assess();
+            if !self.advance(&assessment) {
+                break;
+            }
+        }
+        let assessment = self.assess();
+        for outcast in assessment.out.values() {
+            if let Some(at) = outcast.retry_at {
+                self.wake_at(at);
+            }
+        }
+        self.tell_strays(&assessment);
+        let group = self.group.as_ref();
+        let in_group = |name: &MemberName| group.is_some_and(|group| group.lives.contains_key(name) && !group.lost.contains_key(name));
+        if let Some(at) = self.backoff.forgive(self.now, self.config.backoff, in_group) {
+            self.wake_at(at);
+        }
+        self.tell_degradations(&assessment);
+    }
+
+    /// One change, if one is due.
+    fn advance(&mut self, assessment: &assess::Assessment) -> bool {
+        match &self.forming {
+            Some(Forming::Round(_)) => return self.advance_round(assessment),
+            Some(Forming::Persisting(_)) => {
+                self.find_lost(assessment);
+                self.persist_again();
+                return false;
+            }
+            None => {}
+        }
+        if self.group.is_none() && self.adopt(assessment) {
+            return true;
+        }
+        self.find_lost(assessment);
+        self.note_waiting(assessment);
+        let Some(why) = self.need(assessment) else { return false };
+        let broken = self.group.as_ref().is_none_or(|group| !group.lost.is_empty() || !group.leaving.is_empty());
+        if self.is_viable(&assessment.eligible) {
+            self.persist(why);
+            true
+        } else if broken && self.group.is_some() {
+            self.dissolve(why);
+            true
+        } else {
+            false
+        }
+    }
+
+    /// Whether a time has come; otherwise makes sure that a step is taken then.
+    fn due(&mut self, at: u64) -> bool {
+        if self.now >= at {
+            return true;
+        }
+        self.wake_at(at);
+        false
+    }
+
+    fn wake_at(&mut self, at: u64) {
+        self.wake = Some(self.wake.map_or(at, |wake| wake.min(at)));
+    }
+
+    fn event(&mut self, reason: Reason, message: impl Into<String>, member: Option<MemberName>, warning: bool) {
+        self.out.push(Decision::Event { reason, message: message.into(), member, warning });
+    }
+
+    /// Holds a failure against one member, and tells people.
+    fn strike(&mut self, member: &MemberName, weight: Weight, reason: Reason, message: &str) {
+        self.backoff.strike(self.now, member, self.config.backoff, weight, reason, message);
+        self.event(reason, message, Some(member.clone()), true);
     }
 }

@@ -1,32 +1,10 @@
 //! What membership learns from outside. Every observation may be late, doubled or from another life of a member: each names its sender's
 //! [`Incarnation`] and, where it acts on a group, its [`EpochId`], so that what is stale can be told. Holds values only.
 
-use crate::plan::Candidate;
+use crate::plan::{Candidate, LeftOut};
 use crate::protocol::{Announcement, EpochId, Incarnation, MemberName, MemberState, PrepareResponse, Refusal, UpdateView};
 
 use super::MembershipConfig;
-
-/// Why a member that was planned before is not a candidate now.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LeftOutKind {
-    /// Its pods are there but not ready. Not a failure while an update with it runs: a paused engine fails its probes.
-    Unready,
-    /// One of its pods is being deleted: it leaves in good order.
-    Terminating,
-    /// Anything else: gone, terminal, incomplete, not selected any more.
-    Other,
-}
-
-/// A member that the plan left out.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LeftOut {
-    /// Which member.
-    pub member: MemberName,
-    /// Why, as far as membership treats it differently.
-    pub kind: LeftOutKind,
-    /// Why, for a person.
-    pub message: String,
-}
 
 /// One thing that happened, or a whole list that is now so.
 #[derive(Debug, Clone, PartialEq)]
@@ -35,7 +13,8 @@ pub enum Observation {
     Tick,
     /// The rules changed.
     Configure(Box<MembershipConfig>),
-    /// All members that could take part now, in the order of the plan, and those left out. Always the whole list.
+    /// All members that could take part now, in the order of the plan, and those left out. Always the whole list. A plan that is refused
+    /// because the spec is wrong says nothing about members: do not pass it on, what works stays.
     Candidates {
         /// Who could take part.
         candidates: Vec<Candidate>,

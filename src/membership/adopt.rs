@@ -1,0 +1,51 @@
+//! A restarted controller takes over what works: a group whose members all say that they are in it, and that is the group it would form.
+//!
+//! Anything else is formed anew. It never takes over an epoch that it ended itself.
+
+use std::collections::BTreeMap;
+
+use crate::plan::roster;
+use crate::protocol::{Incarnation, MemberName, MemberPhase, Reason};
+
+use super::Membership;
+use super::assess::Assessment;
+use super::group::Group;
+use super::mutation::Mutation;
+
+impl Membership {
+    /// Until when agents of an earlier controller's group are waited for; none when that time is over or there was no such group.
+    pub(super) fn adopting_until(&self) -> Option<u64> {
+        self.adopt_until.filter(|until| self.had_epoch && self.now < *until && !self.switch.is(Mutation::AdoptionSkipped))
+    }
+
+    /// Takes a working group over, if there is one. True when it did.
+    pub(super) fn adopt(&mut self, assessment: &Assessment) -> bool {
+        if self.switch.is(Mutation::AdoptionSkipped) {
+            return false;
+        }
+        let mut states = assessment.eligible.iter().filter_map(|member| self.agents.get(&member.life)?.state.as_ref());
+        let Some(id) = states.clone().next().and_then(|state| state.epoch.clone()) else { return false };
+        if id.weightsync != self.config.weightsync || id.epoch <= self.over {
+            return false;
+        }
+        let candidates: Vec<_> = assessment.eligible.iter().map(|member| member.candidate.clone()).collect();
+        let roster = roster(&candidates);
+        let digest = roster.digest();
+        let agree = states.all(|state| {
+            matches!(state.phase, MemberPhase::Ready | MemberPhase::Updating)
+                && state.epoch.as_ref() == Some(&id)
+                && state.roster_digest.as_deref() == Some(digest.as_str())
+        });
+        if !agree {
+            return false;
+        }
+        let members = assessment.eligible.iter();
+        let lives: BTreeMap<MemberName, Incarnation> = members.map(|member| (member.candidate.name.clone(), member.life.clone())).collect();
+        let message = format!("epoch {}: {} members were found at work", id.epoch, lives.len());
+        self.epoch = self.epoch.max(id.epoch);
+        self.event(Reason::GroupAdopted, message, None, false);
+        let group = Group::new(id, roster, candidates, lives, self.config.policy.clone(), self.now);
+        self.enter(group);
+        true
+    }
+}

@@ -1,0 +1,225 @@
+//! Which agents are there, what each last said, and which life of a member speaks for it.
+//!
+//! Decides who is live, silent or lost, and that a newer life of an endpoint replaces the older one for good. It never decides who is a
+//! member.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::plan::Candidate;
+use crate::protocol::{Announcement, EpochId, Incarnation, MemberPhase, MemberState, Role};
+
+use super::mutation::{Mutation, Switch};
+
+/// How the connection to an agent stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Link {
+    /// Lines come.
+    Live,
+    /// Nothing came for too long, since then.
+    Silent(u64),
+    /// It closed and could not be opened again.
+    Lost(String),
+}
+
+/// One life of an agent.
+#[derive(Debug, Clone)]
+pub(super) struct Agent {
+    /// What it does.
+    pub role: Role,
+    /// Name of its pod; another pod may have had it before.
+    pub pod: String,
+    /// Port of its engine.
+    pub port: Option<u16>,
+    /// Address of its control server.
+    pub control: String,
+    /// What it last said of itself.
+    pub state: Option<MemberState>,
+    /// When the last line came.
+    pub last_seen: u64,
+    /// How the connection stands.
+    pub link: Link,
+    /// Since when it has been in one and the same update.
+    pub updating_since: Option<u64>,
+    /// When a fence or release was last sent outside the forming of a group.
+    pub told_at: Option<u64>,
+    /// Position in the order of first announcements.
+    order: u64,
+}
+
+impl Agent {
+    /// Whether it can be spoken with and its state is known.
+    pub(super) fn is_present(&self) -> bool {
+        self.link == Link::Live && self.state.is_some()
+    }
+
+    /// The epoch it is in.
+    pub(super) fn epoch(&self) -> Option<&EpochId> {
+        self.state.as_ref().and_then(|state| state.epoch.as_ref())
+    }
+
+    /// Its phase.
+    pub(super) fn phase(&self) -> Option<MemberPhase> {
+        self.state.as_ref().map(|state| state.phase)
+    }
+}
+
+/// All agents of one object.
+#[derive(Debug, Default)]
+pub(super) struct Agents {
+    all: BTreeMap<Incarnation, Agent>,
+    /// Lives that a newer one replaced: they never come back, however late their messages are.
+    replaced: BTreeSet<Incarnation>,
+    announced: u64,
+    switch: Switch,
+}
+
+impl Agents {
+    pub(super) fn new(switch: Switch) -> Self {
+        Self { switch, ..Self::default() }
+    }
+
+    pub(super) fn get(&self, incarnation: &Incarnation) -> Option<&Agent> {
+        self.all.get(incarnation)
+    }
+
+    pub(super) fn get_mut(&mut self, incarnation: &Incarnation) -> Option<&mut Agent> {
+        self.all.get_mut(incarnation)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&Incarnation, &Agent)> {
+        self.all.iter()
+    }
+
+    /// An agent says where it is.
+    pub(super) fn announce(&mut self, now: u64, announcement: Announcement) {
+        if self.replaced.contains(&announcement.incarnation) {
+            return;
+        }
+        self.announced += 1;
+        let order = self.announced;
+        let agent = self.all.entry(announcement.incarnation).or_insert_with(|| Agent {
+            role: announcement.role,
+            pod: announcement.pod.clone(),
+            port: announcement.engine_port,
+            control: String::new(),
+            state: None,
+            last_seen: now,
+            link: Link::Live,
+            updating_since: None,
+            told_at: None,
+            order,
+        });
+        agent.control = announcement.control_address;
+        if agent.link != Link::Live {
+            // What it said before the connection was lost may be outdated: it counts again with its next snapshot.
+            agent.link = Link::Live;
+            agent.state = None;
+            agent.last_seen = now;
+        }
+    }
+
+    /// An agent says all it knows of itself. Ignored from a life that was never announced or was replaced.
+    pub(super) fn state(&mut self, now: u64, state: MemberState) {
+        let incarnation = state.incarnation.clone();
+        let Some(agent) = self.all.get_mut(&incarnation) else { return };
+        let updating = state.phase == MemberPhase::Updating;
+        let same_update = agent.state.as_ref().is_some_and(|before| {
+            before.phase == MemberPhase::Updating
+                && before.epoch == state.epoch
+                && before.installed == state.installed
+                && before.retained == state.retained
+        });
+        if !updating {
+            agent.updating_since = None;
+        } else if !same_update || agent.updating_since.is_none() {
+            agent.updating_since = Some(now);
+        }
+        agent.state = Some(state);
+        agent.last_seen = now;
+        agent.link = Link::Live;
+        let (role, port, order) = (agent.role, agent.port, agent.order);
+        let replaced = self.all.iter().filter(|(other, agent)| {
+            **other != incarnation
+                && other.pod_uid == incarnation.pod_uid
+                && agent.role == role
+                && agent.port == port
+                && agent.order < order
+        });
+        let replaced: Vec<Incarnation> = replaced.map(|(other, _)| other.clone()).collect();
+        for other in replaced {
+            self.all.remove(&other);
+            self.replaced.insert(other);
+        }
+    }
+
+    /// A line came.
+    pub(super) fn alive(&mut self, now: u64, incarnation: &Incarnation) {
+        if let Some(agent) = self.all.get_mut(incarnation)
+            && !matches!(agent.link, Link::Lost(_))
+        {
+            agent.last_seen = now;
+            agent.link = Link::Live;
+        }
+    }
+
+    /// The connection is gone.
+    pub(super) fn lost(&mut self, incarnation: &Incarnation, cause: String) {
+        if let Some(agent) = self.all.get_mut(incarnation) {
+            agent.link = Link::Lost(cause);
+        }
+    }
+
+    /// Marks those that said nothing for `limit` ms; tells when the next one would be.
+    pub(super) fn find_silent(&mut self, now: u64, limit: u64) -> Option<u64> {
+        let mut next = None;
+        if self.switch.is(Mutation::SilenceIgnored) {
+            return next;
+        }
+        for agent in self.all.values_mut().filter(|agent| agent.link == Link::Live) {
+            let at = agent.last_seen.saturating_add(limit);
+            if now >= at {
+                agent.link = Link::Silent(agent.last_seen);
+            } else {
+                next = Some(next.map_or(at, |next: u64| next.min(at)));
+            }
+        }
+        next
+    }
+
+    /// Moves all silence limits: the time in which we did not look is not held against anybody.
+    pub(super) fn forgive(&mut self, ms: u64) {
+        for agent in self.all.values_mut() {
+            agent.last_seen = agent.last_seen.saturating_add(ms);
+            agent.updating_since = agent.updating_since.map(|since| since.saturating_add(ms));
+        }
+    }
+
+    /// An update goes on: the members in it are not stuck.
+    pub(super) fn update_began(&mut self, now: u64, incarnation: &Incarnation) {
+        if let Some(agent) = self.all.get_mut(incarnation)
+            && agent.updating_since.is_some()
+        {
+            agent.updating_since = Some(now);
+        }
+    }
+
+    /// The life that speaks for a candidate: its endpoint's newest that can be spoken with, else the newest.
+    pub(super) fn of(&self, candidate: &Candidate) -> Option<(&Incarnation, &Agent)> {
+        let head = candidate.pods.first()?;
+        let same_name = self.switch.is(Mutation::StaleIncarnationAccepted);
+        self.all
+            .iter()
+            .filter(|(incarnation, agent)| {
+                (incarnation.pod_uid == head.uid || same_name && agent.pod == head.name)
+                    && agent.role == candidate.role
+                    && (agent.role == Role::Source || agent.port == candidate.port)
+            })
+            .max_by_key(|(_, agent)| (agent.is_present(), agent.order))
+    }
+
+    /// Forgets lost lives that speak for nobody any more.
+    pub(super) fn prune(&mut self, pods: &BTreeSet<&str>) {
+        self.all.retain(|incarnation, agent| !matches!(agent.link, Link::Lost(_)) || pods.contains(incarnation.pod_uid.as_str()));
+        self.replaced.retain(|incarnation| pods.contains(incarnation.pod_uid.as_str()));
+    }
+}

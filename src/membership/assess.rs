@@ -1,0 +1,147 @@
+//! Who could be in a group now, and for each other member why it could not.
+//!
+//! Looks at facts only: the plan's candidates, what their agents last said, what is held against them. It starts nothing.
+
+use std::collections::BTreeMap;
+
+use crate::plan::{Candidate, LeftOutCode};
+use crate::protocol::{Incarnation, MemberName, MemberPhase, MemberState, Reason, Role};
+
+use super::Membership;
+use super::agents::{Agent, Link};
+use super::mutation::Mutation;
+
+/// A member that could be in a group, and the life that speaks for it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Eligible {
+    pub candidate: Candidate,
+    pub life: Incarnation,
+}
+
+/// Why a member could not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Outcast {
+    pub reason: Reason,
+    pub message: String,
+    /// When the answer may change by time alone.
+    pub retry_at: Option<u64>,
+}
+
+impl Outcast {
+    fn new(reason: Reason, message: impl Into<String>) -> Self {
+        Self { reason, message: message.into(), retry_at: None }
+    }
+}
+
+/// Everybody, judged.
+#[derive(Debug, Default)]
+pub(super) struct Assessment {
+    /// In the order of the plan.
+    pub eligible: Vec<Eligible>,
+    /// Candidates that could not take part.
+    pub out: BTreeMap<MemberName, Outcast>,
+}
+
+impl Assessment {
+    /// The life that speaks for an eligible member.
+    pub(super) fn life(&self, name: &MemberName) -> Option<&Incarnation> {
+        self.eligible.iter().find(|eligible| &eligible.candidate.name == name).map(|eligible| &eligible.life)
+    }
+}
+
+impl Membership {
+    /// Judges everybody.
+    pub(super) fn assess(&self) -> Assessment {
+        let mut assessment = Assessment::default();
+        for candidate in &self.candidates {
+            match self.judge(candidate) {
+                Ok(life) => assessment.eligible.push(Eligible { candidate: candidate.clone(), life }),
+                Err(outcast) => {
+                    assessment.out.insert(candidate.name.clone(), outcast);
+                }
+            }
+        }
+        self.keep_paused(&mut assessment);
+        assessment
+    }
+
+    /// A pod whose readiness dropped because its engine is paused for an update is still a member: it is judged by progress.
+    fn keep_paused(&self, assessment: &mut Assessment) {
+        let Some(group) = &self.group else { return };
+        for (position, candidate) in group.candidates.iter().enumerate() {
+            let unready = self.left_out.iter().any(|left| left.who == candidate.name && left.code == LeftOutCode::NotReady);
+            if !unready || group.lives.get(&candidate.name) != self.agents.of(candidate).map(|(life, _)| life) {
+                continue;
+            }
+            let Some((life, agent)) = self.agents.of(candidate) else { continue };
+            if !self.in_update(&candidate.name, agent) {
+                continue;
+            }
+            let Ok(life) = self.judge(candidate).map(|_| life.clone()) else { continue };
+            // Where it stood: behind the last of its predecessors that is still there.
+            let before: Vec<&MemberName> = group.candidates.iter().take(position).map(|candidate| &candidate.name).collect();
+            let at = assessment.eligible.iter().rposition(|eligible| before.contains(&&eligible.candidate.name)).map_or(0, |at| at + 1);
+            assessment.eligible.insert(at, Eligible { candidate: candidate.clone(), life });
+        }
+    }
+
+    fn judge(&self, candidate: &Candidate) -> Result<Incarnation, Outcast> {
+        let name = &candidate.name;
+        let Some((life, agent)) = self.agents.of(candidate) else {
+            let pod = candidate.pods.first().map_or("?", |pod| pod.name.as_str());
+            return Err(Outcast::new(Reason::AgentMissing, format!("no agent has announced itself from pod {pod}")));
+        };
+        match &agent.link {
+            Link::Lost(cause) => return Err(Outcast::new(Reason::AgentLost, cause.clone())),
+            Link::Silent(since) => {
+                let seconds = self.now.saturating_sub(*since) / 1000;
+                return Err(Outcast::new(Reason::AgentSilent, format!("its agent has said nothing for {seconds} s")));
+            }
+            Link::Live => {}
+        }
+        let Some(state) = &agent.state else {
+            return Err(Outcast::new(Reason::AgentMissing, "its agent announced itself and has not told its state yet"));
+        };
+        if let Some(other) = state.epoch.as_ref().filter(|epoch| epoch.weightsync != self.config.weightsync)
+            && other.created > self.config.created
+        {
+            let message = format!("it is in epoch {} of the newer object {}", other.epoch, other.weightsync);
+            return Err(Outcast::new(Reason::ClaimedByOther, message));
+        }
+        if let Some(engine) = state.engine.as_ref().filter(|engine| candidate.role == Role::Rollout && engine.size != candidate.size) {
+            let message = format!("the engine has {} worker ranks, the spec says {}", engine.size, candidate.size);
+            return Err(Outcast::new(Reason::SizeMismatch, message));
+        }
+        if let Some(strike) = self.backoff.holding_off(self.now, name) {
+            let message = format!("{}: {} (failure {} in a row)", strike.reason, strike.message, strike.count);
+            return Err(Outcast { reason: Reason::BackingOff, message, retry_at: Some(strike.until) });
+        }
+        let updating = self.in_update(name, agent);
+        if updating && self.stuck_at(agent).is_some_and(|at| self.now >= at) {
+            return Err(Outcast::new(Reason::UpdateStuck, "it has been in one update for longer than an update may take"));
+        }
+        let lenient = updating && !self.switch.is(Mutation::UpdateCountsAsFailure);
+        if !lenient && !Self::is_well(state) {
+            let message = state.reason.clone().unwrap_or_else(|| "its engine does not answer its probes".to_owned());
+            return Err(Outcast::new(Reason::EngineUnhealthy, message));
+        }
+        Ok(life.clone())
+    }
+
+    fn is_well(state: &MemberState) -> bool {
+        state.role == Role::Source || state.healthy && state.phase != MemberPhase::EngineDown
+    }
+
+    /// Whether the member is in an update of the group.
+    pub(super) fn in_update(&self, name: &MemberName, agent: &Agent) -> bool {
+        let Some(group) = &self.group else { return false };
+        agent.phase() == Some(MemberPhase::Updating) && agent.epoch() == Some(&group.id)
+            || self.updates.has(self.now, &group.id, &group.policy, name)
+    }
+
+    /// When an update of this member counts as stuck.
+    pub(super) fn stuck_at(&self, agent: &Agent) -> Option<u64> {
+        let policy = &self.config.policy;
+        agent.updating_since.map(|since| since.saturating_add(policy.update_timeout_ms).saturating_add(policy.silence_ms))
+    }
+}

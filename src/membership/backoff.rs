@@ -1,0 +1,86 @@
+//! How long a member that fails is held off. Each member has its own count: one crash-looping pod never delays another.
+
+use std::collections::BTreeMap;
+
+use crate::protocol::{MemberName, Reason};
+
+use super::BackoffConfig;
+use super::mutation::{Mutation, Switch};
+
+/// What is held against a member.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Strike {
+    /// Failures since it was last forgiven.
+    pub count: u32,
+    /// It may join again then.
+    pub until: u64,
+    /// The last failure.
+    pub reason: Reason,
+    /// The last failure, for a person.
+    pub message: String,
+    /// Since when it has been in a group without a failure.
+    stable_since: Option<u64>,
+}
+
+/// What a failure costs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Weight {
+    /// It went away: the first time its successor may come at once.
+    Loss,
+    /// It was asked and failed: it waits from the first time on.
+    Failure,
+}
+
+/// All members' failures.
+#[derive(Debug, Default)]
+pub(super) struct Backoff {
+    members: BTreeMap<MemberName, Strike>,
+    switch: Switch,
+}
+
+impl Backoff {
+    pub(super) fn new(switch: Switch) -> Self {
+        Self { members: BTreeMap::new(), switch }
+    }
+
+    /// Counts a failure.
+    pub(super) fn strike(&mut self, now: u64, member: &MemberName, config: BackoffConfig, weight: Weight, reason: Reason, message: &str) {
+        let count = self.members.get(member).map_or(0, |strike| strike.count).saturating_add(1);
+        let doublings = match weight {
+            Weight::Loss => count.checked_sub(2),
+            Weight::Failure => Some(count - 1),
+        };
+        let wait = doublings.map_or(0, |doublings| {
+            let factor = 1_u64.checked_shl(doublings).unwrap_or(u64::MAX);
+            config.base_ms.saturating_mul(factor).min(config.max_ms)
+        });
+        let strike = Strike { count, until: now.saturating_add(wait), reason, message: message.to_owned(), stable_since: None };
+        self.members.insert(member.clone(), strike);
+    }
+
+    /// What keeps a member out now.
+    pub(super) fn holding_off(&self, now: u64, member: &MemberName) -> Option<&Strike> {
+        if self.switch.is(Mutation::BackoffGlobal) {
+            return self.members.values().find(|strike| now < strike.until);
+        }
+        self.members.get(member).filter(|strike| now < strike.until)
+    }
+
+    /// Forgives members that stood in a group for long enough; tells when the next one would be.
+    pub(super) fn forgive(&mut self, now: u64, config: BackoffConfig, in_group: impl Fn(&MemberName) -> bool) -> Option<u64> {
+        let mut next: Option<u64> = None;
+        self.members.retain(|member, strike| {
+            if !in_group(member) {
+                strike.stable_since = None;
+                // A member that never comes back is not remembered for ever.
+                return now < strike.until.saturating_add(config.max_ms.max(config.reset_ms));
+            }
+            let at = strike.stable_since.get_or_insert(now).saturating_add(config.reset_ms);
+            if now < at {
+                next = Some(next.map_or(at, |next| next.min(at)));
+            }
+            now < at
+        });
+        next
+    }
+}

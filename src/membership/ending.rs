@@ -1,0 +1,115 @@
+//! Whoever is in an epoch that is over is told so, until its state shows that it knows; a suspended or deleted object lets everybody go.
+//!
+//! Tells only agents that are in an epoch of this object, and never one that the present group needs.
+
+use crate::protocol::{EpochId, FenceRequest, Incarnation, Reason, ReleaseRequest};
+
+use super::agents::Link;
+use super::assess::Assessment;
+use super::group::{Forming, Group};
+use super::mutation::Mutation;
+use super::{Decision, Membership};
+
+impl Membership {
+    /// Nothing is left to do for the group: its members are fenced, so that nobody waits for the one that is gone.
+    pub(super) fn dissolve(&mut self, why: Reason) {
+        let Some(group) = self.group.take() else { return };
+        let lives: Vec<Incarnation> = group.lives.values().cloned().collect();
+        self.event(Reason::GroupFenced, format!("epoch {} is over: {why}", group.id.epoch), None, true);
+        self.tell_over(&lives, &group.id, &format!("epoch {} is over: {why}", group.id.epoch));
+        self.urgent = None;
+        self.viable_since = None;
+    }
+
+    /// Agents that are in an epoch of ours, with it.
+    fn in_our_epochs(&self) -> Vec<(Incarnation, EpochId)> {
+        let ours = self.agents.iter().filter(|(_, agent)| agent.link == Link::Live).filter_map(|(life, agent)| {
+            let epoch = agent.epoch().filter(|epoch| epoch.weightsync == self.config.weightsync)?;
+            Some((life.clone(), epoch.clone()))
+        });
+        ours.collect()
+    }
+
+    /// Agents in an epoch that is not the present one.
+    pub(super) fn tell_strays(&mut self, assessment: &Assessment) {
+        if self.adopting_until().is_some() && self.group.is_none() || self.switch.is(Mutation::FenceForgotten) {
+            return;
+        }
+        for (life, epoch) in self.in_our_epochs() {
+            let grouped = self.group.as_ref().is_some_and(|group| group.member_of(&life).is_some());
+            let asked = match &self.forming {
+                Some(Forming::Round(round)) => round.member_of(&life).is_some(),
+                Some(Forming::Persisting(_)) => assessment.eligible.iter().any(|member| member.life == life),
+                None => false,
+            };
+            let over = epoch.epoch <= self.over || self.group.as_ref().is_some_and(|group| group.id != epoch);
+            if grouped || asked || !over {
+                continue;
+            }
+            // A pod that is not selected any more goes on without us; any other may come back and is only fenced.
+            let head = |pods: &[crate::protocol::PodRef]| pods.iter().any(|pod| pod.uid == life.pod_uid);
+            let known = self.candidates.iter().any(|candidate| head(&candidate.pods)) || self.left_out.iter().any(|left| head(&left.pods));
+            self.tell(&life, epoch, "the epoch is over", known);
+        }
+    }
+
+    /// Suspended or deleted: everybody is let go, again and again until their states show it.
+    pub(super) fn let_go(&mut self) {
+        let reason = if self.deleted { "the object is deleted" } else { "the object is suspended" };
+        let (group, forming) = (self.group.take(), self.forming.take());
+        self.urgent = None;
+        self.viable_since = None;
+        let newest = newest(group.as_ref(), forming.as_ref());
+        if let Some(id) = newest {
+            // Whatever their states say: a prepare may be under way.
+            let grouped = group.iter().flat_map(|group| group.lives.values());
+            let asked = forming.iter().flat_map(|forming| match forming {
+                Forming::Round(round) => round.members.iter().map(|member| &member.life).collect(),
+                Forming::Persisting(_) => Vec::new(),
+            });
+            let mut to: Vec<Incarnation> = grouped.chain(asked).cloned().collect();
+            to.sort();
+            to.dedup();
+            for life in &to {
+                if let Some(agent) = self.agents.get_mut(life) {
+                    agent.told_at = Some(self.now);
+                }
+            }
+            self.over = self.over.max(id.epoch);
+            let word = if self.deleted { Reason::Released } else { Reason::Suspended };
+            self.event(word, reason, None, false);
+            self.out.push(Decision::Release { to, request: ReleaseRequest { id, reason: reason.to_owned() } });
+        }
+        self.over = self.over.max(self.epoch);
+        for (life, epoch) in self.in_our_epochs() {
+            self.tell(&life, epoch, reason, false);
+        }
+    }
+
+    /// Tells one agent that its epoch is over, not more often than the rules say.
+    fn tell(&mut self, life: &Incarnation, id: EpochId, reason: &str, fence: bool) {
+        let resend = self.config.resend_ms;
+        let told_at = self.agents.get(life).and_then(|agent| agent.told_at);
+        if !told_at.is_none_or(|at| self.due(at.saturating_add(resend))) {
+            return;
+        }
+        if let Some(agent) = self.agents.get_mut(life) {
+            agent.told_at = Some(self.now);
+        }
+        self.wake_at(self.now.saturating_add(resend));
+        let (to, reason) = (vec![life.clone()], reason.to_owned());
+        self.out.push(if fence {
+            Decision::Fence { to, request: FenceRequest { id, reason } }
+        } else {
+            Decision::Release { to, request: ReleaseRequest { id, reason } }
+        });
+    }
+}
+
+/// The identity that members last heard of.
+fn newest(group: Option<&Group>, forming: Option<&Forming>) -> Option<EpochId> {
+    match forming {
+        Some(Forming::Round(round)) => Some(round.id.clone()),
+        _ => group.map(|group| group.id.clone()),
+    }
+}

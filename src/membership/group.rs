@@ -1,0 +1,178 @@
+//! A working group, and a group that is being formed. Holds facts; decides only what follows from them alone.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use crate::plan::Candidate;
+use crate::protocol::{EpochId, HeldVersion, Incarnation, MemberName, Reason, Role, Roster, UpdatePolicy};
+
+use super::assess::Eligible;
+
+/// A committed group.
+#[derive(Debug)]
+pub(super) struct Group {
+    pub id: EpochId,
+    pub roster: Roster,
+    /// As the plan gave them when the group was formed.
+    pub candidates: Vec<Candidate>,
+    /// The life of each member that prepared it.
+    pub lives: BTreeMap<MemberName, Incarnation>,
+    pub feeder: Option<MemberName>,
+    /// The rules its members were sent; assumed to be the present ones for a group that was taken over.
+    pub policy: UpdatePolicy,
+    pub committed_at: u64,
+    /// Members that failed since; a new epoch is due at once.
+    pub lost: BTreeMap<MemberName, (Reason, String)>,
+    /// Members that leave in good order, since when.
+    pub leaving: BTreeMap<MemberName, u64>,
+    /// Members whose state does not show the epoch, since when.
+    pub astray: BTreeMap<MemberName, u64>,
+    /// Who cannot reach whom, since when.
+    pub reports: BTreeMap<(MemberName, MemberName), (u64, String)>,
+}
+
+impl Group {
+    pub(super) fn new(
+        id: EpochId,
+        roster: Roster,
+        candidates: Vec<Candidate>,
+        lives: BTreeMap<MemberName, Incarnation>,
+        policy: UpdatePolicy,
+        committed_at: u64,
+    ) -> Self {
+        Self {
+            id,
+            roster,
+            candidates,
+            lives,
+            feeder: None,
+            policy,
+            committed_at,
+            lost: BTreeMap::new(),
+            leaving: BTreeMap::new(),
+            astray: BTreeMap::new(),
+            reports: BTreeMap::new(),
+        }
+    }
+
+    /// Rollouts in it.
+    pub(super) fn rollouts(&self) -> u32 {
+        let count = self.roster.members.iter().filter(|member| member.role == Role::Rollout).count();
+        u32::try_from(count).unwrap_or(u32::MAX)
+    }
+
+    /// The member that a life speaks for.
+    pub(super) fn member_of(&self, life: &Incarnation) -> Option<&MemberName> {
+        self.lives.iter().find(|(_, other)| *other == life).map(|(name, _)| name)
+    }
+}
+
+/// A group on its way.
+#[derive(Debug)]
+pub(super) enum Forming {
+    /// Its number is being written.
+    Persisting(Persisting),
+    /// Its members are asked.
+    Round(Box<Round>),
+}
+
+/// A number that is being written.
+#[derive(Debug)]
+pub(super) struct Persisting {
+    pub epoch: u64,
+    pub why: Reason,
+    /// Writes asked for.
+    pub tries: u32,
+    pub retry_at: u64,
+    /// Why the last one failed.
+    pub failure: Option<String>,
+}
+
+/// Members that are being asked.
+#[derive(Debug)]
+pub(super) struct Round {
+    pub id: EpochId,
+    pub roster: Roster,
+    pub members: Vec<Eligible>,
+    pub policy: UpdatePolicy,
+    pub phase: Phase,
+    /// Data address of each member that prepared.
+    pub prepared: BTreeMap<MemberName, String>,
+    pub committed: BTreeSet<MemberName>,
+    pub failed: BTreeMap<MemberName, Failure>,
+    /// Who cannot reach whom.
+    pub reports: BTreeMap<(MemberName, MemberName), (u64, String)>,
+    /// Whoever has not answered then has failed.
+    pub deadline: u64,
+    /// After a first failure: how long others that fail for the same cause are waited for.
+    pub settle_at: Option<u64>,
+}
+
+/// Where a round is.
+#[derive(Debug)]
+pub(super) enum Phase {
+    Preparing,
+    Committing {
+        /// Those that were sent their commit.
+        asked: BTreeSet<MemberName>,
+        /// Those that come after them.
+        waves: VecDeque<Vec<MemberName>>,
+        current: Option<HeldVersion>,
+        feeder: Option<MemberName>,
+    },
+}
+
+/// Why a member failed in a round.
+#[derive(Debug, Clone)]
+pub(super) struct Failure {
+    pub reason: Reason,
+    pub message: String,
+    /// Whether it blames a peer rather than itself.
+    pub blames_peer: bool,
+}
+
+impl Round {
+    pub(super) fn life(&self, name: &MemberName) -> Option<&Incarnation> {
+        self.members.iter().find(|member| &member.candidate.name == name).map(|member| &member.life)
+    }
+
+    pub(super) fn member_of(&self, life: &Incarnation) -> Option<&MemberName> {
+        self.members.iter().find(|member| &member.life == life).map(|member| &member.candidate.name)
+    }
+
+    /// Members that were asked and have neither answered nor failed.
+    pub(super) fn unanswered(&self) -> Vec<MemberName> {
+        let names = self.members.iter().map(|member| &member.candidate.name);
+        let open = names.filter(|name| {
+            let answered = match &self.phase {
+                Phase::Preparing => self.prepared.contains_key(*name),
+                Phase::Committing { asked, .. } => !asked.contains(*name) || self.committed.contains(*name),
+            };
+            !answered && !self.failed.contains_key(*name)
+        });
+        open.cloned().collect()
+    }
+}
+
+/// Of members that report each other unreachable, those to leave out: whoever several cannot reach; of two, never the source, and
+/// rather the one that is reported than the one that reports.
+pub(super) fn unreachable<'a>(
+    reports: &(impl Iterator<Item = (&'a MemberName, &'a MemberName, &'a str)> + Clone),
+    role: impl Fn(&MemberName) -> Option<Role>,
+) -> BTreeMap<MemberName, String> {
+    let mut blamed: BTreeMap<MemberName, String> = BTreeMap::new();
+    let reporters = |peer: &MemberName| reports.clone().filter(|(_, other, _)| *other == peer).count();
+    for (reporter, peer, cause) in reports.clone() {
+        if role(peer).is_none() || role(reporter).is_none() {
+            continue;
+        }
+        let peer_is_source = role(peer) == Some(Role::Source);
+        let mutual = reports.clone().any(|(other, back, _)| other == peer && back == reporter);
+        let reporter_is_worse = mutual && role(reporter) != Some(Role::Source) && reporters(reporter) > reporters(peer);
+        if peer_is_source && reporters(peer) < 2 || reporter_is_worse {
+            blamed.entry(reporter.clone()).or_insert_with(|| format!("it cannot reach {peer}: {cause}"));
+        } else {
+            blamed.entry(peer.clone()).or_insert_with(|| format!("{reporter} cannot reach it: {cause}"));
+        }
+    }
+    blamed
+}

@@ -1,0 +1,261 @@
+//! Whether the group is as it should be; if not, why, and when a new one is due.
+//!
+//! A loss is due at once. A member that leaves in good order, one that joins, new rules and a member that needs feeding wait for the end
+//! of a running update, because a new epoch ends it. Every such wait has an end of its own.
+
+use crate::plan::LeftOutCode;
+use crate::protocol::{Incarnation, MemberName, Reason, Role};
+
+use super::agents::Link;
+use super::assess::{Assessment, Eligible};
+use super::backoff::Weight;
+use super::forming::SETTLE_MS;
+use super::group::unreachable;
+use super::{JoinPolicy, Membership};
+
+impl Membership {
+    /// Whether a group of these members has anything to do: a source and somebody to send to, or a feeder and somebody to feed.
+    pub(super) fn is_viable(&self, members: &[Eligible]) -> bool {
+        let rollouts = members.iter().filter(|member| member.candidate.role == Role::Rollout);
+        let count = rollouts.clone().count();
+        if count == 0 {
+            return false;
+        }
+        if count < members.len() {
+            return true;
+        }
+        let Some(feeder) = self.choose_feeder(members.iter().map(|member| (&member.candidate.name, &member.life))) else { return false };
+        rollouts.filter(|member| member.candidate.name != feeder).any(|member| self.life_lacks(&member.life))
+    }
+
+    pub(super) fn life_lacks(&self, life: &Incarnation) -> bool {
+        self.agents.get(life).and_then(|agent| agent.state.as_ref()).is_some_and(|state| self.lacks(state))
+    }
+
+    /// Why a member of a group or round is not what it was.
+    pub(super) fn why_lost(&self, name: &MemberName, life: Option<&Incarnation>, assessment: &Assessment) -> (Reason, String) {
+        if assessment.life(name).is_some() {
+            return (Reason::AgentRestarted, "another life of its agent took its place".to_owned());
+        }
+        if let Some(out) = assessment.out.get(name) {
+            return (out.reason, out.message.clone());
+        }
+        if let Some(left) = self.left_out.iter().find(|left| &left.who == name) {
+            let reason = if left.code == LeftOutCode::Terminating { Reason::Terminating } else { Reason::NotCandidate };
+            return (reason, left.message.clone());
+        }
+        match life.and_then(|life| self.agents.get(life)).map(|agent| &agent.link) {
+            Some(Link::Lost(cause)) => (Reason::AgentLost, cause.clone()),
+            Some(Link::Silent(_)) => (Reason::AgentSilent, "its agent said nothing any more".to_owned()),
+            _ => (Reason::NotCandidate, "its pod is gone or not selected any more".to_owned()),
+        }
+    }
+
+    /// Holds a loss against a member, where it is its own fault.
+    pub(super) fn count_loss(&mut self, name: &MemberName, reason: Reason, message: &str) {
+        let weight = match reason {
+            Reason::AgentLost | Reason::AgentSilent | Reason::AgentRestarted | Reason::EngineUnhealthy | Reason::GroupFenced => {
+                Weight::Loss
+            }
+            Reason::UpdateStuck => Weight::Failure,
+            // Held against it already, or nobody's fault.
+            Reason::BackingOff => return,
+            _ => {
+                self.event(reason, message, Some(name.clone()), true);
+                return;
+            }
+        };
+        self.strike(name, weight, reason, message);
+    }
+
+    /// Finds members of the group that are not what they were.
+    pub(super) fn find_lost(&mut self, assessment: &Assessment) {
+        let Some(group) = &self.group else { return };
+        let mut lost: Vec<(MemberName, Reason, String)> = Vec::new();
+        let mut leaving = Vec::new();
+        let mut astray = Vec::new();
+        for (name, life) in group.lives.iter().filter(|(name, _)| !group.lost.contains_key(*name)) {
+            let agent = self.agents.get(life);
+            if assessment.life(name) == Some(life) {
+                if agent.and_then(|agent| agent.epoch()) != Some(&group.id) {
+                    astray.push(name.clone());
+                }
+                continue;
+            }
+            let (reason, message) = self.why_lost(name, Some(life), assessment);
+            let unready = self.left_out.iter().any(|left| &left.who == name && left.code == LeftOutCode::NotReady);
+            let in_order = matches!(reason, Reason::Terminating | Reason::NotCandidate) && !unready;
+            if in_order && agent.is_some_and(super::agents::Agent::is_present) {
+                leaving.push(name.clone());
+            } else {
+                lost.push((name.clone(), reason, message));
+            }
+        }
+        let now = self.now;
+        let Some(group) = &mut self.group else { return };
+        group.leaving.retain(|name, _| leaving.contains(name));
+        let mut left = Vec::new();
+        for name in leaving {
+            if let std::collections::btree_map::Entry::Vacant(entry) = group.leaving.entry(name.clone()) {
+                entry.insert(now);
+                left.push(name);
+            }
+        }
+        group.astray.retain(|name, _| astray.contains(name));
+        let mut wakes = Vec::new();
+        for name in astray {
+            let at = group.astray.entry(name.clone()).or_insert(now).saturating_add(self.config.resend_ms);
+            if now >= at {
+                lost.push((name, Reason::GroupFenced, "its agent is not in the epoch any more".to_owned()));
+            } else {
+                wakes.push(at);
+            }
+        }
+        let settled = group.reports.values().map(|(at, _)| at.saturating_add(SETTLE_MS)).min();
+        match settled {
+            Some(at) if now >= at => {
+                let reports = group.reports.iter().map(|((reporter, peer), (_, cause))| (reporter, peer, cause.as_str()));
+                let role = |name: &MemberName| group.roster.member(name).map(|member| member.role);
+                let blamed = unreachable(&reports, role);
+                group.reports.clear();
+                lost.extend(blamed.into_iter().map(|(name, message)| (name, Reason::PeerUnreachable, message)));
+            }
+            Some(at) => wakes.push(at),
+            None => {}
+        }
+        for at in wakes {
+            self.wake_at(at);
+        }
+        for name in left {
+            let (_, message) = self.why_lost(&name, None, assessment);
+            self.event(Reason::MemberLeft, message, Some(name), false);
+        }
+        for (name, reason, message) in lost {
+            if reason == Reason::PeerUnreachable {
+                self.strike(&name, Weight::Failure, reason, &message);
+            } else {
+                self.count_loss(&name, reason, &message);
+            }
+            if let Some(group) = &mut self.group {
+                group.leaving.remove(&name);
+                group.lost.entry(name).or_insert((reason, message));
+            }
+        }
+    }
+
+    /// Remembers since when members could join.
+    pub(super) fn note_waiting(&mut self, assessment: &Assessment) {
+        let group = self.group.as_ref();
+        let joins = |eligible: &&Eligible| group.is_none_or(|group| !group.lives.contains_key(&eligible.candidate.name));
+        let names: Vec<MemberName> = assessment.eligible.iter().filter(joins).map(|eligible| eligible.candidate.name.clone()).collect();
+        self.waiting.retain(|name, _| names.contains(name));
+        let version = self.version.as_ref().map(|version| version.version);
+        for name in names {
+            self.waiting.entry(name).or_insert((self.now, version));
+        }
+    }
+
+    /// Why a new group is due now, if it is.
+    pub(super) fn need(&mut self, assessment: &Assessment) -> Option<Reason> {
+        let Some(group) = &self.group else { return self.need_first(assessment) };
+        if let Some((reason, _)) = group.lost.values().next() {
+            return Some(*reason);
+        }
+        let id = group.id.clone();
+        let busy_until = self.busy_until();
+        let leaving_until = group.leaving.values().map(|since| since.saturating_add(self.config.leave_grace_ms)).min();
+        let retry_at = self.updates.retry_at(&id);
+        if let Some(at) = leaving_until
+            && (busy_until.is_none() || self.due(at))
+        {
+            return Some(Reason::MemberLeft);
+        }
+        if let Some(until) = busy_until {
+            self.wake_at(until);
+            self.lack_since = None;
+            return None;
+        }
+        if let Some(at) = retry_at
+            && self.due(at)
+        {
+            return Some(Reason::UpdateFailed);
+        }
+        self.need_join(assessment).or_else(|| self.need_rules()).or_else(|| self.need_feeding(assessment))
+    }
+
+    /// Until when an update runs in the group.
+    fn busy_until(&self) -> Option<u64> {
+        let group = self.group.as_ref()?;
+        let told = self.updates.running_until(self.now, &group.id, &group.policy);
+        let seen = group.lives.values().filter_map(|life| {
+            let agent = self.agents.get(life).filter(|agent| agent.epoch() == Some(&group.id))?;
+            self.stuck_at(agent).filter(|at| self.now < *at)
+        });
+        told.into_iter().chain(seen).max()
+    }
+
+    /// When there is no group.
+    fn need_first(&mut self, assessment: &Assessment) -> Option<Reason> {
+        if !self.is_viable(&assessment.eligible) {
+            self.viable_since = None;
+            self.urgent = None;
+            return None;
+        }
+        let since = *self.viable_since.get_or_insert(self.now);
+        if let Some(why) = self.urgent {
+            return Some(why);
+        }
+        let settled = assessment.out.values().all(|out| out.reason != Reason::AgentMissing);
+        if settled {
+            return Some(Reason::GroupForming);
+        }
+        if let Some(until) = self.adopting_until() {
+            self.wake_at(until);
+            return None;
+        }
+        self.due(since.saturating_add(self.config.debounce_ms)).then_some(Reason::GroupForming)
+    }
+
+    /// Members that could come in.
+    fn need_join(&mut self, assessment: &Assessment) -> Option<Reason> {
+        let group = self.group.as_ref()?;
+        let version = self.version.as_ref().map(|version| version.version);
+        let too_few = group.rollouts() < self.config.policy.min_ready;
+        let sources = |name: &MemberName| {
+            assessment.eligible.iter().any(|eligible| &eligible.candidate.name == name && eligible.candidate.role == Role::Source)
+        };
+        let may_join = |(name, (_, seen)): &(&MemberName, &(u64, Option<u64>))| {
+            self.config.join == JoinPolicy::Immediate || too_few || version.is_none() || *seen != version || sources(name)
+        };
+        let first = self.waiting.iter().filter(may_join).map(|(_, (since, _))| *since).min()?;
+        let at = first.max(group.committed_at).saturating_add(self.config.debounce_ms);
+        (self.is_viable(&assessment.eligible) && self.due(at)).then_some(Reason::MemberJoined)
+    }
+
+    /// New rules that the members have not heard of.
+    fn need_rules(&mut self) -> Option<Reason> {
+        let group = self.group.as_ref()?;
+        if group.policy == self.config.policy {
+            return None;
+        }
+        let at = group.committed_at.saturating_add(self.config.debounce_ms);
+        self.due(at).then_some(Reason::PolicyChanged)
+    }
+
+    /// Members that lack the version although somebody could feed them.
+    fn need_feeding(&mut self, assessment: &Assessment) -> Option<Reason> {
+        let group = self.group.as_ref()?;
+        let lacks = group.lives.values().any(|life| self.life_lacks(life));
+        let feeder = self.choose_feeder(group.lives.iter());
+        if !lacks {
+            self.repairs = 0;
+        }
+        if !lacks || feeder.is_none() || !self.is_viable(&assessment.eligible) {
+            self.lack_since = None;
+            return None;
+        }
+        let since = *self.lack_since.get_or_insert(self.now);
+        let grace = self.config.feed_grace_ms.saturating_mul(1 << self.repairs.min(8));
+        self.due(since.saturating_add(grace)).then_some(Reason::BeingFed)
+    }
+}

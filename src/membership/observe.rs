@@ -1,0 +1,185 @@
+//! Takes observations in: facts are noted, answers are given to the round that asked for them.
+//!
+//! Whatever is about another epoch than the one in work, or comes from another life than the one that was asked, changes nothing.
+
+use crate::protocol::{EpochId, Incarnation, MemberName, MemberPhase, MemberState, PrepareResponse, Reason, Refusal, RefusalCode};
+
+use super::backoff::Weight;
+use super::forming::SETTLE_MS;
+use super::group::{Failure, Forming, Phase, Round};
+use super::mutation::Mutation;
+use super::{Decision, Membership, Observation};
+
+impl Membership {
+    pub(super) fn observe(&mut self, observation: Observation) {
+        match observation {
+            Observation::Tick => {}
+            Observation::Configure(config) => self.config = *config,
+            Observation::Candidates { candidates, left_out } => {
+                self.planned = true;
+                self.candidates = candidates;
+                self.left_out = left_out;
+                let candidates = self.candidates.iter().flat_map(|candidate| &candidate.pods);
+                let left_out = self.left_out.iter().flat_map(|left| &left.pods);
+                let grouped = self.group.iter().flat_map(|group| &group.candidates).flat_map(|candidate| &candidate.pods);
+                let pods = candidates.chain(left_out).chain(grouped).map(|pod| pod.uid.as_str()).collect();
+                self.agents.prune(&pods);
+                let agents = &self.agents;
+                self.updates.prune(|life| agents.get(life).is_some());
+            }
+            Observation::Announced(announcement) => self.agents.announce(self.now, announcement),
+            Observation::State(state) => self.note_state(*state),
+            Observation::Alive { from } => self.agents.alive(self.now, &from),
+            Observation::AgentLost { from, cause } => self.agents.lost(&from, cause),
+            Observation::Prepared { id, member, response } => self.note_prepared(&id, &member, *response),
+            Observation::PrepareFailed { id, member, refusal } => self.note_failed(&id, member, refusal, true),
+            Observation::Committed { id, member, from } => self.note_committed(&id, &member, &from),
+            Observation::CommitFailed { id, member, refusal } => self.note_failed(&id, member, refusal, false),
+            Observation::EpochPersisted { epoch } => self.persisted(epoch),
+            Observation::PersistFailed { epoch, message } => {
+                if let Some(Forming::Persisting(persisting)) = &mut self.forming
+                    && persisting.epoch == epoch
+                {
+                    persisting.failure = Some(message);
+                }
+            }
+            Observation::PersistConflict { message } => {
+                if !self.switch.is(Mutation::ConflictIgnored) {
+                    self.stop(message);
+                }
+            }
+            Observation::Update { from, update } => {
+                self.agents.alive(self.now, &from);
+                if update.id.weightsync == self.config.weightsync {
+                    self.note_update(&from, *update);
+                }
+            }
+            Observation::PeerLost { from, id, peer, cause } => {
+                self.agents.alive(self.now, &from);
+                self.note_peer_lost(&from, &id, peer, cause);
+            }
+            Observation::Suspend(suspended) => self.suspended = suspended,
+            Observation::Delete => self.deleted = true,
+        }
+    }
+
+    /// Another leader decides now.
+    fn stop(&mut self, message: String) {
+        self.forming = None;
+        self.event(Reason::PersistConflict, message.clone(), None, true);
+        self.out.push(Decision::StepDown { message: message.clone() });
+        self.stopped = Some(message);
+    }
+
+    fn note_state(&mut self, state: MemberState) {
+        if let Some(epoch) = state.epoch.as_ref().filter(|epoch| epoch.weightsync == self.config.weightsync) {
+            // Numbers that were used are never used again, whoever used them.
+            self.epoch = self.epoch.max(epoch.epoch);
+        }
+        let life = state.incarnation.clone();
+        let committed = matches!(state.phase, MemberPhase::Ready | MemberPhase::Updating).then(|| state.epoch.clone()).flatten();
+        self.agents.state(self.now, state);
+        // The answer to a commit may be lost while the state that it led to is seen.
+        if let (Some(id), Some(Forming::Round(round))) = (committed, &self.forming)
+            && round.id == id
+            && let Some(member) = round.member_of(&life).cloned()
+        {
+            self.note_committed(&id, &member, &life);
+        }
+    }
+
+    /// The round in work, when an answer is about it.
+    fn asked(&mut self, id: &EpochId) -> Option<&mut Round> {
+        let any = self.switch.is(Mutation::EpochCheckRemoved);
+        match &mut self.forming {
+            Some(Forming::Round(round)) if any || &round.id == id => Some(round),
+            _ => None,
+        }
+    }
+
+    fn note_prepared(&mut self, id: &EpochId, member: &MemberName, response: PrepareResponse) {
+        let stale = self.switch.is(Mutation::StaleIncarnationAccepted);
+        let now = self.now;
+        let Some(round) = self.asked(id) else { return };
+        if !matches!(round.phase, Phase::Preparing) || !stale && round.life(member) != Some(&response.incarnation) {
+            return;
+        }
+        round.prepared.insert(member.clone(), response.data_address);
+        // What it holds, fresher than its event stream: the feeder is chosen by it.
+        if response.state.incarnation == response.incarnation {
+            self.agents.state(now, response.state);
+        }
+    }
+
+    fn note_committed(&mut self, id: &EpochId, member: &MemberName, from: &Incarnation) {
+        let any = self.switch.is(Mutation::EpochCheckRemoved);
+        let Some(round) = self.asked(id) else { return };
+        let Phase::Committing { asked, .. } = &round.phase else { return };
+        if any || asked.contains(member) && round.life(member) == Some(from) {
+            round.committed.insert(member.clone());
+        }
+    }
+
+    fn note_failed(&mut self, id: &EpochId, member: MemberName, refusal: Refusal, prepare: bool) {
+        let now = self.now;
+        let Some(round) = self.asked(id) else { return };
+        let about_this_phase = match &round.phase {
+            Phase::Preparing => prepare && !round.prepared.contains_key(&member),
+            Phase::Committing { asked, .. } => !prepare && asked.contains(&member) && !round.committed.contains(&member),
+        };
+        if !about_this_phase || round.life(&member).is_none() {
+            return;
+        }
+        let late = refusal.code == RefusalCode::Timeout;
+        let reason = match (prepare, late) {
+            (true, true) => Reason::PrepareTimeout,
+            (true, false) => Reason::PrepareRefused,
+            (false, true) => Reason::CommitTimeout,
+            (false, false) => Reason::CommitRefused,
+        };
+        let blames_peer = !prepare && refusal.code == RefusalCode::PeerUnreachable;
+        round.failed.insert(member, Failure { reason, message: refusal.message, blames_peer });
+        let settle_at = now.saturating_add(SETTLE_MS).min(round.deadline);
+        round.settle_at.get_or_insert(settle_at);
+    }
+
+    fn note_update(&mut self, from: &Incarnation, update: crate::protocol::UpdateView) {
+        let members: Vec<MemberName> = update.members.iter().map(|member| member.member.clone()).collect();
+        let (version, feeding, in_group) = (update.version, update.feeding, self.group.as_ref().is_some_and(|group| group.id == update.id));
+        let noted = self.updates.note(self.now, from, update);
+        if noted.began
+            && let Some(group) = &self.group
+        {
+            for life in members.iter().filter_map(|member| group.lives.get(member)).chain([from]) {
+                self.agents.update_began(self.now, life);
+            }
+        }
+        if !in_group {
+            return;
+        }
+        if let Some(cause) = noted.failed {
+            let what = if feeding { "bringing version" } else { "update to version" };
+            self.event(Reason::UpdateFailed, format!("{what} {version} failed: {cause}"), None, true);
+        }
+        for repeated in noted.repeated {
+            self.strike(&repeated.member, Weight::Failure, Reason::UpdateRefused, &repeated.message);
+        }
+    }
+
+    fn note_peer_lost(&mut self, from: &Incarnation, id: &EpochId, peer: MemberName, cause: String) {
+        let report = (self.now, cause);
+        match (&mut self.forming, &mut self.group) {
+            (Some(Forming::Round(round)), _) if &round.id == id => {
+                if let Some(reporter) = round.member_of(from).cloned() {
+                    round.reports.entry((reporter, peer)).or_insert(report);
+                }
+            }
+            (_, Some(group)) if &group.id == id => {
+                if let Some(reporter) = group.member_of(from).cloned() {
+                    group.reports.entry((reporter, peer)).or_insert(report);
+                }
+            }
+            _ => {}
+        }
+    }
+}

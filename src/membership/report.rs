@@ -1,0 +1,294 @@
+//! What status shows: every member with where it stands and why, and what is not as it should be.
+//!
+//! Says what was seen of the life that speaks now. A replica counts as ready only in a committed group, with the current version confirmed
+//! by its engine, and never while it may hold half an update.
+
+use crate::plan::{Candidate, LeftOut};
+use crate::protocol::{MemberName, MemberPhase, Reason, Role};
+
+use super::assess::Assessment;
+use super::group::{Forming, Group, Phase};
+use super::{Degradation, GroupStage, JoinPolicy, MemberStanding, MemberView, Membership, MembershipView};
+
+impl Membership {
+    /// Everything that status needs.
+    pub fn view(&self) -> MembershipView {
+        let assessment = self.assess();
+        let members = self.members(&assessment);
+        let rollouts = members.iter().filter(|member| member.role == Role::Rollout);
+        let count = |members: usize| u32::try_from(members).unwrap_or(u32::MAX);
+        let ready = rollouts.clone().filter(|member| matches!(member.standing, MemberStanding::Ready | MemberStanding::Updating));
+        let counted = |member: &&MemberView| {
+            let left = self.left_out.iter().find(|left| left.who == member.name);
+            left.is_none_or(|left| left.code.counts_as_replica())
+        };
+        let (ready, total) = (count(ready.count()), count(rollouts.filter(counted).count()));
+        let roster = self.roster();
+        let members_in = self.group.as_ref().map(|group| group.lives.iter());
+        MembershipView {
+            stage: self.stage(),
+            epoch: self.epoch,
+            id: self.present_id(),
+            committed: self.group.is_some(),
+            world_size: roster.map_or(0, |roster| roster.world_size),
+            version: self.version.clone(),
+            feeder: match self.group.as_ref().and_then(|group| group.feeder.clone()) {
+                Some(feeder) => Some(feeder),
+                None => members_in.and_then(|members| self.choose_feeder(members)),
+            },
+            update: self.updates.latest().cloned(),
+            total,
+            ready,
+            min_ready: self.config.policy.min_ready,
+            degraded: self.degradations(&assessment, &members, ready),
+            released: self.is_released(),
+            members,
+        }
+    }
+
+    /// Tells what is newly wrong with the group as a whole, or with a member that was in none.
+    pub(super) fn tell_degradations(&mut self, assessment: &Assessment) {
+        let members = self.members(assessment);
+        let ready = members.iter().filter(|member| member.role == Role::Rollout && member.standing == MemberStanding::Ready).count();
+        let now = self.degradations(assessment, &members, u32::try_from(ready).unwrap_or(u32::MAX));
+        let before = std::mem::take(&mut self.degraded);
+        for new in &now {
+            // A loss or a failure was told when it happened.
+            let told = matches!(
+                new.reason,
+                Reason::BackingOff | Reason::AgentLost | Reason::AgentSilent | Reason::AgentMissing | Reason::UpdateStuck
+            );
+            let lost = self.group.as_ref().is_some_and(|group| new.member.as_ref().is_some_and(|name| group.lost.contains_key(name)));
+            if !told && !lost && !before.iter().any(|old| old.reason == new.reason && old.member == new.member) {
+                self.event(new.reason, new.message.clone(), new.member.clone(), true);
+            }
+        }
+        self.degraded = now;
+    }
+
+    fn stage(&self) -> GroupStage {
+        if self.stopped.is_some() {
+            return GroupStage::SteppedDown;
+        }
+        if self.deleted {
+            return GroupStage::Released;
+        }
+        if self.suspended {
+            return GroupStage::Suspended;
+        }
+        match (&self.forming, &self.group) {
+            (Some(Forming::Persisting(_)), _) => GroupStage::Persisting,
+            (Some(Forming::Round(round)), _) if matches!(round.phase, Phase::Preparing) => GroupStage::Preparing,
+            (Some(Forming::Round(_)), _) => GroupStage::Committing,
+            (None, Some(_)) => GroupStage::Committed,
+            (None, None) if self.is_adopting() => GroupStage::Adopting,
+            (None, None) => GroupStage::Idle,
+        }
+    }
+
+    fn is_adopting(&self) -> bool {
+        self.had_epoch && self.over == 0 && (self.adopting_until().is_some() || !self.planned)
+    }
+
+    fn roster(&self) -> Option<&crate::protocol::Roster> {
+        match (&self.forming, &self.group) {
+            (Some(Forming::Round(round)), _) => Some(&round.roster),
+            (_, Some(group)) => Some(&group.roster),
+            _ => None,
+        }
+    }
+
+    fn present_id(&self) -> Option<crate::protocol::EpochId> {
+        match (&self.forming, &self.group) {
+            (Some(Forming::Round(round)), _) => Some(round.id.clone()),
+            (_, Some(group)) => Some(group.id.clone()),
+            _ => None,
+        }
+    }
+
+    /// Whether no reachable agent is in an epoch of this object.
+    fn is_released(&self) -> bool {
+        let inside = |agent: &super::agents::Agent| {
+            agent.link == super::agents::Link::Live && agent.epoch().is_some_and(|epoch| epoch.weightsync == self.config.weightsync)
+        };
+        self.group.is_none() && self.forming.is_none() && !self.agents.iter().any(|(_, agent)| inside(agent))
+    }
+
+    fn members(&self, assessment: &Assessment) -> Vec<MemberView> {
+        // A paused pod that the plan left out is still a member.
+        let kept = assessment.eligible.iter().map(|eligible| &eligible.candidate);
+        let mut candidates: Vec<&Candidate> = kept.filter(|kept| !self.candidates.contains(kept)).collect();
+        candidates.extend(&self.candidates);
+        candidates.sort_by_key(|candidate| candidate.role == Role::Rollout);
+        let mut members: Vec<MemberView> = candidates.iter().map(|candidate| self.member(candidate, assessment)).collect();
+        let shown: Vec<MemberName> = members.iter().map(|member| member.name.clone()).collect();
+        let left_out = self.left_out.iter().filter(|left| !shown.contains(&left.who));
+        members.extend(left_out.map(Self::left_out_member));
+        members
+    }
+
+    fn member(&self, candidate: &Candidate, assessment: &Assessment) -> MemberView {
+        let name = &candidate.name;
+        let bound = self.agents.of(candidate);
+        let state = bound.and_then(|(_, agent)| agent.state.as_ref());
+        let (standing, reason, message) = self.standing(candidate, assessment);
+        MemberView {
+            name: name.clone(),
+            role: candidate.role,
+            pods: candidate.pods.clone(),
+            incarnation: bound.map(|(life, _)| life.clone()),
+            rank_offset: self.roster().and_then(|roster| roster.member(name)).map(|member| member.rank_offset),
+            size: candidate.size,
+            standing,
+            held: state.and_then(|state| state.retained.clone()),
+            installed: state.and_then(|state| state.installed.clone()),
+            engine_url: state.and_then(|state| state.engine.as_ref()).map(|engine| engine.url.clone()),
+            paused_until: state.and_then(|state| state.paused_until),
+            retry_at: assessment.out.get(name).and_then(|out| out.retry_at),
+            reason,
+            message,
+        }
+    }
+
+    fn left_out_member(left: &LeftOut) -> MemberView {
+        let terminating = left.code == crate::plan::LeftOutCode::Terminating;
+        MemberView {
+            name: left.who.clone(),
+            role: left.role,
+            pods: left.pods.clone(),
+            incarnation: None,
+            rank_offset: None,
+            size: 0,
+            standing: MemberStanding::Out,
+            held: None,
+            installed: None,
+            engine_url: None,
+            paused_until: None,
+            retry_at: None,
+            reason: if terminating { Reason::Terminating } else { Reason::NotCandidate },
+            message: left.message.clone(),
+        }
+    }
+
+    fn standing(&self, candidate: &Candidate, assessment: &Assessment) -> (MemberStanding, Reason, String) {
+        let name = &candidate.name;
+        let Some(life) = assessment.life(name) else {
+            let out = assessment.out.get(name);
+            return out.map_or((MemberStanding::Out, Reason::NotCandidate, String::new()), |out| {
+                (MemberStanding::Out, out.reason, out.message.clone())
+            });
+        };
+        if let Some(Forming::Round(round)) = &self.forming
+            && round.life(name) == Some(life)
+        {
+            let message = format!("epoch {} is being formed", round.id.epoch);
+            return (MemberStanding::Forming, Reason::GroupForming, message);
+        }
+        match &self.group {
+            Some(group) if group.lives.get(name) == Some(life) && !group.lost.contains_key(name) => self.standing_in(group, candidate),
+            _ => {
+                let (reason, message) = self.why_waiting(name, assessment);
+                (MemberStanding::Waiting, reason, message)
+            }
+        }
+    }
+
+    fn standing_in(&self, group: &Group, candidate: &Candidate) -> (MemberStanding, Reason, String) {
+        let member = self.agents.of(candidate).and_then(|(_, agent)| agent.state.as_ref().map(|state| (agent, state)));
+        let Some((agent, state)) = member else {
+            return (MemberStanding::Out, Reason::AgentMissing, String::new());
+        };
+        let updating = self.in_update(&candidate.name, agent);
+        let current = self.version.as_ref().map_or_else(String::new, |current| format!("version {}", current.version));
+        if self.lacks(state) {
+            let standing = if state.phase == MemberPhase::Dirty { MemberStanding::Dirty } else { MemberStanding::Behind };
+            if updating {
+                return (standing, Reason::BeingFed, format!("{current} is being brought to it"));
+            }
+            if standing == MemberStanding::Dirty {
+                let message = state.reason.clone().unwrap_or_else(|| "an install did not end well".to_owned());
+                return (standing, Reason::InstallFailed, message);
+            }
+            let feeder = self.choose_feeder(group.lives.iter());
+            return match feeder {
+                Some(feeder) => (standing, Reason::BeingFed, format!("waits for {current} from {feeder}")),
+                None => (standing, Reason::NoFeeder, format!("nobody retains {current}; it waits for the next one")),
+            };
+        }
+        if updating && candidate.role == Role::Rollout {
+            return (MemberStanding::Updating, Reason::Updating, "takes part in an update".to_owned());
+        }
+        let message = match (candidate.role, current.is_empty()) {
+            (Role::Source, _) => format!("leads epoch {}", group.id.epoch),
+            (Role::Rollout, true) => "in the group; there is no version yet".to_owned(),
+            (Role::Rollout, false) => format!("serves {current}"),
+        };
+        (MemberStanding::Ready, Reason::MemberReady, message)
+    }
+
+    /// Why a member that could take part is not in a group.
+    fn why_waiting(&self, name: &MemberName, assessment: &Assessment) -> (Reason, String) {
+        if self.suspended || self.deleted {
+            return (Reason::Suspended, "released".to_owned());
+        }
+        if self.group.is_none() {
+            if self.is_adopting() {
+                return (Reason::Adopting, "a controller that started asks who is there".to_owned());
+            }
+            let has = |role: Role| assessment.eligible.iter().any(|member| member.candidate.role == role);
+            if !has(Role::Rollout) {
+                return (Reason::NoRollout, "there is no rollout to send to".to_owned());
+            }
+            if !has(Role::Source) && !self.is_viable(&assessment.eligible) {
+                return (Reason::NoSource, "no trainer's agent takes part, and nobody needs feeding".to_owned());
+            }
+            return (Reason::GroupForming, "a group is about to be formed".to_owned());
+        }
+        let busy = self.group.as_ref().is_some_and(|group| self.updates.running_until(self.now, &group.id, &group.policy).is_some());
+        if busy {
+            return (Reason::WaitsForUpdate, "joins when the running update ends".to_owned());
+        }
+        let seen = self.waiting.get(name).map(|(_, version)| *version);
+        let version = self.version.as_ref().map(|version| version.version);
+        if self.config.join == JoinPolicy::NextVersion && version.is_some() && seen.is_none_or(|seen| seen == version) {
+            return (Reason::WaitsForNextVersion, "joins with the next version, as membership.join says".to_owned());
+        }
+        (Reason::JoinPending, "joins with the next epoch".to_owned())
+    }
+
+    fn degradations(&self, assessment: &Assessment, members: &[MemberView], ready: u32) -> Vec<Degradation> {
+        let mut found: Vec<Degradation> = Vec::new();
+        let mut add = |reason, member: Option<&MemberName>, message: String| {
+            found.push(Degradation { reason, member: member.cloned(), message });
+        };
+        for member in members {
+            match (member.standing, member.reason) {
+                (MemberStanding::Out, Reason::Terminating | Reason::NotCandidate) => {}
+                (MemberStanding::Out | MemberStanding::Dirty, reason) => add(reason, Some(&member.name), member.message.clone()),
+                (MemberStanding::Behind, Reason::NoFeeder) => add(Reason::NoFeeder, Some(&member.name), member.message.clone()),
+                _ => {}
+            }
+        }
+        if !self.planned || self.is_adopting() || self.suspended || self.deleted {
+            return found;
+        }
+        let has = |role: Role| assessment.eligible.iter().any(|member| member.candidate.role == role);
+        if !has(Role::Source) {
+            add(Reason::NoSource, None, "no trainer's agent takes part: nobody can publish".to_owned());
+        }
+        if !has(Role::Rollout) {
+            add(Reason::NoRollout, None, "no rollout can take part".to_owned());
+        }
+        let min_ready = self.config.policy.min_ready;
+        if ready < min_ready && self.group.is_some() {
+            add(Reason::BelowMinReady, None, format!("{ready} replicas are ready, {min_ready} must be"));
+        }
+        if let Some(Forming::Persisting(persisting)) = &self.forming
+            && let Some(failure) = &persisting.failure
+        {
+            add(Reason::PersistFailed, None, format!("epoch {} cannot be written: {failure}", persisting.epoch));
+        }
+        found.sort();
+        found
+    }
+}

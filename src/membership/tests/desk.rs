@@ -1,0 +1,210 @@
+//! A membership on a desk: facts are put before it by hand, and what it wants is read off.
+
+use crate::membership::{Decision, Membership, MembershipConfig, Observation, Restored};
+use crate::plan::{Candidate, LeftOut};
+use crate::protocol::*;
+
+pub(super) fn policy() -> UpdatePolicy {
+    UpdatePolicy {
+        pause: PausePolicy::Keep,
+        kv_cache: KvCachePolicy::Reset,
+        min_ready: 1,
+        silence_ms: 5_000,
+        update_timeout_ms: 60_000,
+        retain_bytes: 1 << 30,
+        bucket_bytes: 0,
+        data_tls: false,
+        health: HealthPolicy { period_ms: 1_000, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 },
+    }
+}
+
+pub(super) fn config() -> MembershipConfig {
+    MembershipConfig::new("ws", 1, policy())
+}
+
+pub(super) fn held(version: Version) -> HeldVersion {
+    HeldVersion { version, manifest: format!("m{version}") }
+}
+
+/// Member number `n`: 0 is the source.
+pub(super) fn name(n: u32) -> MemberName {
+    MemberName(if n == 0 { "trainer/t".to_owned() } else { format!("actors/r{n}") })
+}
+
+pub(super) fn life(n: u32, life: u32) -> Incarnation {
+    Incarnation { pod_uid: format!("uid-{n}"), instance: format!("life-{life}") }
+}
+
+pub(super) fn candidate(n: u32) -> Candidate {
+    Candidate {
+        name: name(n),
+        role: if n == 0 { Role::Source } else { Role::Rollout },
+        size: 1,
+        pods: vec![PodRef { name: format!("pod-{n}"), uid: format!("uid-{n}"), node: None }],
+        port: (n != 0).then_some(8000),
+    }
+}
+
+pub(super) struct Desk {
+    pub membership: Membership,
+    pub now: u64,
+    pub states: Vec<MemberState>,
+    pub decisions: Vec<Decision>,
+}
+
+impl Desk {
+    /// A source and `rollouts` rollouts, all announced; nothing else has happened.
+    pub fn new(rollouts: u32) -> Self {
+        Self::restored(config(), rollouts, Restored::default())
+    }
+
+    pub fn restored(config: MembershipConfig, rollouts: u32, restored: Restored) -> Self {
+        let membership = Membership::new(config, restored);
+        let states = (0..=rollouts).map(|n| state(n, 1)).collect();
+        Self { membership, now: 1_000, states, decisions: Vec::new() }
+    }
+
+    pub fn see(&mut self, observation: Observation) -> Vec<Decision> {
+        let decisions = self.membership.step(self.now, observation);
+        self.decisions.extend(decisions.iter().cloned());
+        decisions
+    }
+
+    pub fn plan(&mut self, members: &[u32], left_out: Vec<LeftOut>) -> Vec<Decision> {
+        let candidates = members.iter().map(|n| candidate(*n)).collect();
+        self.see(Observation::Candidates { candidates, left_out })
+    }
+
+    pub fn announce(&mut self, n: u32) -> Vec<Decision> {
+        let state = self.states[n as usize].clone();
+        self.see(Observation::Announced(Announcement {
+            namespace: "default".to_owned(),
+            pod: format!("pod-{n}"),
+            incarnation: state.incarnation.clone(),
+            role: state.role,
+            engine_port: (n != 0).then_some(8000),
+            control_address: format!("10.0.0.{n}:1"),
+            program: "1".to_owned(),
+        }));
+        self.see(Observation::State(Box::new(state)))
+    }
+
+    /// Changes what a member says of itself, and says it.
+    pub fn tell(&mut self, n: u32, change: impl FnOnce(&mut MemberState)) -> Vec<Decision> {
+        change(&mut self.states[n as usize]);
+        let state = self.states[n as usize].clone();
+        self.see(Observation::State(Box::new(state)))
+    }
+
+    /// Lets time pass, with heartbeats of these members, and with the wakeups that are asked for.
+    pub fn wait(&mut self, ms: u64, alive: &[u32]) -> Vec<Decision> {
+        let end = self.now + ms;
+        let mut decisions = Vec::new();
+        while self.now < end {
+            let wake = self.membership.next_wakeup().unwrap_or(end).max(self.now + 1);
+            self.now = end.min(wake).min(self.now + 500);
+            for n in alive {
+                let from = self.states[*n as usize].incarnation.clone();
+                decisions.extend(self.see(Observation::Alive { from }));
+            }
+            decisions.extend(self.see(Observation::Tick));
+        }
+        decisions
+    }
+
+    /// Does what the decisions ask for, as well-behaved agents and an API server would, until nothing more is asked.
+    pub fn obey(&mut self, decisions: Vec<Decision>) {
+        let mut todo = std::collections::VecDeque::from(decisions);
+        while let Some(decision) = todo.pop_front() {
+            let next = match decision {
+                Decision::PersistEpoch { epoch } => self.see(Observation::EpochPersisted { epoch }),
+                Decision::Prepare { to, request } => self.prepare(&to, &request),
+                Decision::Commit { to, member, request } => self.commit(&to, member, &request),
+                Decision::Fence { to, request } => self.forget(&to, &request.id),
+                Decision::Release { to, request } => self.forget(&to, &request.id),
+                Decision::Event { .. } | Decision::StepDown { .. } => Vec::new(),
+            };
+            todo.extend(next);
+        }
+    }
+
+    pub fn number(&self, life: &Incarnation) -> usize {
+        self.states.iter().position(|state| &state.incarnation == life).unwrap()
+    }
+
+    pub fn prepare(&mut self, to: &Incarnation, request: &PrepareRequest) -> Vec<Decision> {
+        let n = self.number(to);
+        let state = &mut self.states[n];
+        state.member = Some(request.member.clone());
+        state.epoch = Some(request.id.clone());
+        state.roster_digest = Some(request.roster.digest());
+        state.phase = MemberPhase::Prepared;
+        let response = PrepareResponse { incarnation: to.clone(), data_address: format!("10.0.0.{n}:2"), state: state.clone() };
+        self.see(Observation::Prepared { id: request.id.clone(), member: request.member.clone(), response: Box::new(response) })
+    }
+
+    pub fn commit(&mut self, to: &Incarnation, member: MemberName, request: &CommitRequest) -> Vec<Decision> {
+        let n = self.number(to);
+        self.states[n].phase = MemberPhase::Ready;
+        let mut decisions = self.see(Observation::Committed { id: request.id.clone(), member, from: to.clone() });
+        let state = self.states[n].clone();
+        decisions.extend(self.see(Observation::State(Box::new(state))));
+        decisions
+    }
+
+    fn forget(&mut self, to: &[Incarnation], id: &EpochId) -> Vec<Decision> {
+        let mut decisions = Vec::new();
+        for life in to {
+            let n = self.number(life);
+            if self.states[n].epoch.as_ref().is_some_and(|epoch| !epoch.supersedes(id)) {
+                decisions.extend(self.tell(n.try_into().unwrap(), |state| {
+                    state.epoch = None;
+                    state.phase = MemberPhase::Idle;
+                }));
+            }
+        }
+        decisions
+    }
+
+    /// A committed group of all.
+    pub fn formed(rollouts: u32) -> Self {
+        let mut desk = Self::new(rollouts);
+        desk.form(rollouts);
+        desk
+    }
+
+    pub fn form(&mut self, rollouts: u32) {
+        let all: Vec<u32> = (0..=rollouts).collect();
+        let mut decisions = self.plan(&all, Vec::new());
+        for n in all {
+            decisions.extend(self.announce(n));
+        }
+        self.obey(decisions);
+        assert!(self.membership.view().committed, "{:?}\n{:#?}", self.decisions, self.membership.view());
+    }
+}
+
+fn state(n: u32, number: u32) -> MemberState {
+    let rollout = n != 0;
+    MemberState {
+        member: None,
+        incarnation: life(n, number),
+        role: if rollout { Role::Rollout } else { Role::Source },
+        phase: MemberPhase::Idle,
+        epoch: None,
+        roster_digest: None,
+        retained: None,
+        installed: None,
+        engine: rollout.then(|| EngineFacts {
+            kind: "vllm".to_owned(),
+            server_version: "0".to_owned(),
+            size: 1,
+            url: format!("http://10.0.0.{n}:8000"),
+            delivery: "file".to_owned(),
+            answer_version: "none".to_owned(),
+        }),
+        healthy: true,
+        paused_until: None,
+        reason: None,
+    }
+}

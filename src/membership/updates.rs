@@ -1,0 +1,154 @@
+//! What leaders say of their updates: whether one runs, who fails in them, and when a failed one deserves a new epoch.
+//!
+//! Judges by progress: a view that does not change for too long is no update any more. It never moves the version; replicas do that.
+
+use std::collections::BTreeMap;
+
+use crate::protocol::{EpochId, Incarnation, InstallStep, MemberName, UpdatePhase, UpdatePolicy, UpdateView};
+
+/// Wait before the first epoch that a failed update causes; doubles with each failure in a row.
+const RETRY_BASE_MS: u64 = 250;
+/// Longest such wait.
+const RETRY_MAX_MS: u64 = 30_000;
+/// A member that refuses or fails this often in a row is left out of the next epoch.
+const MISSES: u32 = 2;
+
+#[derive(Debug)]
+struct Track {
+    view: UpdateView,
+    began_at: u64,
+    changed_at: u64,
+}
+
+/// A member that refused or failed too often.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Repeated {
+    pub member: MemberName,
+    pub message: String,
+}
+
+/// What a view changed.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Noted {
+    /// Another update than the one before.
+    pub began: bool,
+    /// Members to leave out.
+    pub repeated: Vec<Repeated>,
+    /// Why it failed, when it did just now.
+    pub failed: Option<String>,
+}
+
+/// Updates of one object, by leader.
+#[derive(Debug, Default)]
+pub(super) struct Updates {
+    tracks: BTreeMap<Incarnation, Track>,
+    misses: BTreeMap<MemberName, u32>,
+    failures: u32,
+    /// The epoch in which an update failed, and when it deserves a new one.
+    retry: Option<(EpochId, u64)>,
+}
+
+fn is_over(phase: UpdatePhase) -> bool {
+    matches!(phase, UpdatePhase::Done | UpdatePhase::Failed)
+}
+
+impl Updates {
+    /// Takes a leader's view.
+    pub(super) fn note(&mut self, now: u64, from: &Incarnation, view: UpdateView) -> Noted {
+        let mut noted = Noted::default();
+        let key = |view: &UpdateView| (view.id.clone(), view.version, view.attempt, view.feeding);
+        let before = self.tracks.get(from).filter(|track| key(&track.view) == key(&view));
+        if let Some(before) = before {
+            if is_over(before.view.phase) || before.view == view {
+                return noted;
+            }
+        } else {
+            noted.began = true;
+        }
+        let began_at = before.map_or(now, |track| track.began_at);
+        if is_over(view.phase) {
+            noted.repeated = self.count_misses(&view);
+            if view.phase == UpdatePhase::Done {
+                self.failures = 0;
+                self.retry = None;
+            } else {
+                let wait = RETRY_BASE_MS.checked_shl(self.failures).unwrap_or(RETRY_MAX_MS).min(RETRY_MAX_MS);
+                self.failures = self.failures.saturating_add(1).min(32);
+                self.retry = Some((view.id.clone(), now.saturating_add(wait)));
+                noted.failed = Some(view.failure.clone().unwrap_or_else(|| "no cause was given".to_owned()));
+            }
+        }
+        self.tracks.insert(from.clone(), Track { view, began_at, changed_at: now });
+        noted
+    }
+
+    /// Counts who refused or failed. When nobody got any further, the cause is common to all and is nobody's fault.
+    fn count_misses(&mut self, view: &UpdateView) -> Vec<Repeated> {
+        let missed = |step: InstallStep| matches!(step, InstallStep::Refused | InstallStep::Failed);
+        let common = view.members.iter().all(|member| missed(member.step));
+        let mut repeated = Vec::new();
+        for member in &view.members {
+            if member.step == InstallStep::Installed {
+                self.misses.remove(&member.member);
+            } else if missed(member.step) && !common {
+                let count = self.misses.entry(member.member.clone()).or_default();
+                *count += 1;
+                if *count >= MISSES {
+                    self.misses.remove(&member.member);
+                    let message = member.reason.clone().unwrap_or_else(|| "no cause was given".to_owned());
+                    repeated.push(Repeated { member: member.member.clone(), message });
+                }
+            }
+        }
+        repeated
+    }
+
+    /// Until when an update of this epoch counts as running, if nothing more is heard of it.
+    pub(super) fn running_until(&self, now: u64, id: &EpochId, policy: &UpdatePolicy) -> Option<u64> {
+        let ends = self.tracks.values().filter(|track| &track.view.id == id && !is_over(track.view.phase)).map(|track| {
+            // A staged update waits for its trainer, within the time of the whole update.
+            let silence = if track.view.phase == UpdatePhase::Staged { policy.update_timeout_ms } else { policy.silence_ms };
+            let longest = track.began_at.saturating_add(policy.update_timeout_ms).saturating_add(policy.silence_ms);
+            track.changed_at.saturating_add(silence).min(longest)
+        });
+        ends.filter(|end| now < *end).max()
+    }
+
+    /// Whether a running update of this epoch switches or feeds that member now.
+    pub(super) fn has(&self, now: u64, id: &EpochId, policy: &UpdatePolicy, member: &MemberName) -> bool {
+        self.running_until(now, id, policy).is_some()
+            && self.tracks.values().filter(|track| &track.view.id == id && !is_over(track.view.phase)).any(|track| {
+                let busy = |step| matches!(step, InstallStep::Receiving | InstallStep::Delivered | InstallStep::Installing);
+                track.view.members.iter().any(|progress| &progress.member == member && busy(progress.step))
+            })
+    }
+
+    /// When the failed update of this epoch deserves a new one.
+    pub(super) fn retry_at(&self, id: &EpochId) -> Option<u64> {
+        self.retry.as_ref().filter(|(failed_in, _)| failed_in == id).map(|(_, at)| *at)
+    }
+
+    /// The view that changed last.
+    pub(super) fn latest(&self) -> Option<&UpdateView> {
+        self.tracks.values().max_by_key(|track| track.changed_at).map(|track| &track.view)
+    }
+
+    /// Highest version that any leader began to publish.
+    pub(super) fn highest_begun(&self) -> Option<u64> {
+        self.tracks.values().filter(|track| !track.view.feeding).map(|track| track.view.version).max()
+    }
+
+    /// Moves all limits: the time in which we did not look is not held against anybody.
+    pub(super) fn forgive(&mut self, ms: u64) {
+        for track in self.tracks.values_mut() {
+            track.began_at = track.began_at.saturating_add(ms);
+            track.changed_at = track.changed_at.saturating_add(ms);
+        }
+    }
+
+    /// Forgets leaders that are gone, but not the last view: status shows it.
+    pub(super) fn prune(&mut self, known: impl Fn(&Incarnation) -> bool) {
+        let latest = self.tracks.iter().max_by_key(|(_, track)| track.changed_at).map(|(from, _)| from.clone());
+        self.tracks.retain(|from, _| known(from) || Some(from) == latest.as_ref());
+    }
+}

@@ -1,0 +1,88 @@
+//! Which version is current, who lacks it, and who can feed it.
+//!
+//! The version moves when enough replicas say that their engines confirmed it, or when a source, which waits for the same, says so. A
+//! leader's progress never moves it, and it never goes back.
+
+use std::collections::BTreeMap;
+
+use crate::protocol::{HeldVersion, Incarnation, MemberName, MemberPhase, MemberState, Reason, Role};
+
+use super::Membership;
+use super::mutation::Mutation;
+
+impl Membership {
+    /// Reads the current version from what members say of themselves.
+    pub(super) fn learn_version(&mut self) {
+        let mut installed: BTreeMap<(u64, &str), u32> = BTreeMap::new();
+        let min_ready = self.config.policy.min_ready.max(1);
+        for candidate in &self.candidates {
+            let Some(state) = self.agents.of(candidate).and_then(|(_, agent)| agent.state.as_ref()) else { continue };
+            let Some(held) = state.installed.as_ref().filter(|_| state.phase != MemberPhase::Dirty) else { continue };
+            // A source's word stands for as many replicas as it waited for.
+            let weight = if candidate.role == Role::Source { min_ready } else { 1 };
+            *installed.entry((held.version, held.manifest.as_str())).or_default() += weight;
+        }
+        let reached = installed.iter().rfind(|(_, count)| **count >= min_ready);
+        let mut reached = reached.map(|((version, manifest), _)| HeldVersion { version: *version, manifest: (*manifest).to_owned() });
+        let completes = |current: &HeldVersion| {
+            let named = installed.keys().find(|(version, manifest)| *version == current.version && !manifest.is_empty());
+            named.filter(|_| current.manifest.is_empty()).map(|(_, manifest)| (*manifest).to_owned())
+        };
+        if let Some(manifest) = self.version.as_ref().and_then(completes)
+            && let Some(current) = &mut self.version
+        {
+            current.manifest = manifest;
+        }
+        if self.switch.is(Mutation::VersionMovedOnFailure)
+            && let Some(version) = self.updates.highest_begun()
+        {
+            reached = Some(HeldVersion { version, manifest: format!("m{version}") });
+        }
+        if let Some(reached) = reached.filter(|reached| self.version.as_ref().is_none_or(|current| reached.version > current.version)) {
+            let message = format!("version {} is served by at least {min_ready} replicas", reached.version);
+            self.version = Some(reached);
+            self.event(Reason::VersionReached, message, None, false);
+        }
+    }
+
+    /// Whether a replica does not serve the current version (or anything newer) completely.
+    pub(super) fn lacks(&self, state: &MemberState) -> bool {
+        if state.role == Role::Source {
+            return false;
+        }
+        if state.phase == MemberPhase::Dirty && !self.switch.is(Mutation::DirtyCountsAsReady) {
+            return true;
+        }
+        let Some(current) = &self.version else { return false };
+        state.installed.as_ref().is_none_or(|installed| {
+            installed.version < current.version
+                || installed.version == current.version && !current.manifest.is_empty() && installed.manifest != current.manifest
+        })
+    }
+
+    /// Whether a member keeps the current version, complete and verified.
+    fn retains(&self, state: &MemberState) -> bool {
+        let Some(current) = &self.version else { return false };
+        state.retained.as_ref().is_some_and(|retained| {
+            retained.version == current.version && (current.manifest.is_empty() || retained.manifest == current.manifest)
+        })
+    }
+
+    /// Who feeds the others: the source where it retains the version, else a rollout that does, best one that serves it too.
+    pub(super) fn choose_feeder<'a>(&self, members: impl Iterator<Item = (&'a MemberName, &'a Incarnation)>) -> Option<MemberName> {
+        let mut best: Option<(u8, &MemberName)> = None;
+        for (name, life) in members {
+            let Some(state) = self.agents.get(life).and_then(|agent| agent.state.as_ref()) else { continue };
+            let holds = self.retains(state) || self.switch.is(Mutation::FeederHoldsNothing) && self.version.is_some();
+            let rank = match (holds, state.role) {
+                (false, _) => continue,
+                (true, Role::Source) => 2,
+                (true, Role::Rollout) => u8::from(!self.lacks(state)),
+            };
+            if best.is_none_or(|(best, _)| rank > best) {
+                best = Some((rank, name));
+            }
+        }
+        best.map(|(_, name)| name.clone())
+    }
+}
