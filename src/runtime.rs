@@ -7,6 +7,7 @@ pub mod deadline;
 pub mod health;
 pub mod https;
 pub mod identity;
+pub mod lease;
 pub mod logs;
 pub mod metrics;
 pub mod shutdown;

@@ -116,12 +116,12 @@ where
     let Some(address) = &target.address else {
         return Err(Refusal { code: RefusalCode::PeerUnreachable, message: "its agent has not announced itself".into() });
     };
-    client.post_json(address, &target.agent.pod_uid, path, request, deadline).await.map_err(as_refusal)
+    client.post_json(address, &target.agent.pod_uid, path, request, deadline).await.map_err(|error| as_refusal(&error))
 }
 
 /// A call that failed, in the words that membership knows.
-fn as_refusal(error: CallError) -> Refusal {
-    let code = match &error {
+fn as_refusal(error: &CallError) -> Refusal {
+    let code = match error {
         CallError::Refused { refusal, .. } => return refusal.clone(),
         CallError::Unreachable { .. } => RefusalCode::PeerUnreachable,
         CallError::Timeout { .. } => RefusalCode::Timeout,

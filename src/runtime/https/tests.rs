@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use futures::StreamExt;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -43,7 +44,6 @@ async fn serve(identity: Identity, access: Access, limits: Limits) -> Server {
         .route("/empty", post(|| async {}))
         .route("/three", get(|| async { ndjson(futures::stream::iter([1u64, 2, 3])) }))
         .route("/once", get(|| async { ndjson(futures::stream::once(async { 1u64 }).chain(futures::stream::pending())) }));
-    use futures::StreamExt;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let cancel = CancellationToken::new();

@@ -1,0 +1,337 @@
+//! One leader at a time, by a `coordination.k8s.io` Lease. Decides who leads and since which term; never lets a leader believe in itself
+//! for longer than others have to wait.
+//!
+//! After the design of kubert's lease (`olix0r/kubert`, kubert/src/lease.rs): every write carries the `resourceVersion` that was read, every
+//! call ends within a time of its own, and what is handed out is a [`Claim`] with an expiry that its *user* checks. A flag that somebody has
+//! to turn off stays on when the API server stops answering. Time is the local monotonic clock: a foreign claim expires when it was not
+//! renewed for its duration *as seen from here*, so clocks of two nodes are never compared.
+
+#[cfg(test)]
+mod tests;
+
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::PostParams;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+
+/// Names and times of a lease.
+#[derive(Debug, Clone)]
+pub struct LeaseConfig {
+    /// Name of the Lease object.
+    pub name: String,
+    /// Who we are: the pod's name. Two processes must never run under one name at once.
+    pub holder: String,
+    /// A claim that was not renewed for this long is over.
+    pub duration: Duration,
+    /// A held lease is renewed this often; a free one is tried this often.
+    pub period: Duration,
+    /// Each call to the API server ends within this long.
+    pub call: Duration,
+}
+
+impl LeaseConfig {
+    /// 15 s, renewed every 5 s, calls of at most 4 s.
+    pub fn new(name: impl Into<String>, holder: impl Into<String>) -> Self {
+        let seconds = Duration::from_secs;
+        Self { name: name.into(), holder: holder.into(), duration: seconds(15), period: seconds(5), call: seconds(4) }
+    }
+}
+
+/// That somebody leads, until when, and in which term.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Claim {
+    /// Who leads.
+    pub holder: String,
+    /// Until when, if it is not renewed.
+    pub expiry: Instant,
+    /// Transitions of the lease: every new leader has a higher one.
+    pub term: u64,
+}
+
+impl Claim {
+    /// Whether `holder` leads now. To be asked right before anything is done that only a leader may do.
+    pub fn is_current_for(&self, holder: &str) -> bool {
+        self.holder == holder && Instant::now() < self.expiry
+    }
+}
+
+/// Why leadership ended.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum LeaseLost {
+    #[error("the lease could not be renewed in time: {0}")]
+    NotRenewed(String),
+    #[error("{holder} took the lease (term {term})")]
+    Taken { holder: String, term: u64 },
+    #[error("told to stop")]
+    Stopped,
+}
+
+/// The claim as its user sees it. Clones see the same.
+#[derive(Debug, Clone)]
+pub struct Leadership {
+    holder: String,
+    claim: watch::Receiver<Option<Claim>>,
+}
+
+impl Leadership {
+    /// The term in which this process leads now; none when it does not.
+    pub fn term(&self) -> Option<u64> {
+        let claim = self.claim.borrow();
+        claim.as_ref().filter(|claim| claim.is_current_for(&self.holder)).map(|claim| claim.term)
+    }
+
+    /// Waits until this process leads, and says in which term; none when the lease's task ended.
+    pub async fn acquired(&mut self) -> Option<u64> {
+        loop {
+            if let Some(term) = self.term() {
+                return Some(term);
+            }
+            self.claim.changed().await.ok()?;
+        }
+    }
+
+    /// Waits until this process leads no more, whatever the lease's task does meanwhile.
+    pub async fn lost(&mut self) {
+        while self.term().is_some() {
+            let expiry = self.claim.borrow().as_ref().map_or_else(Instant::now, |claim| claim.expiry);
+            tokio::select! {
+                () = sleep_until(expiry) => {}
+                changed = self.claim.changed() => if changed.is_err() {
+                    sleep_until(expiry).await;
+                },
+            }
+        }
+    }
+}
+
+/// Takes the lease, keeps it, and gives it back.
+pub struct LeaseManager {
+    api: Api<Lease>,
+    config: LeaseConfig,
+    claim: watch::Sender<Option<Claim>>,
+    /// The Lease as last read or written, and when its last change was seen.
+    seen: Option<(Lease, Instant)>,
+    renew_failures: Box<dyn Fn() + Send + Sync>,
+}
+
+enum CallFailed {
+    Conflict,
+    NotFound,
+    Other(String),
+}
+
+impl LeaseManager {
+    /// `api` must come from a client without hidden retries (`kube::Config::default_retry = false`): each call here has its own deadline.
+    pub fn new(api: Api<Lease>, config: LeaseConfig) -> Self {
+        Self { api, config, claim: watch::Sender::new(None), seen: None, renew_failures: Box::new(|| {}) }
+    }
+
+    /// Calls `count` for each call that failed while the lease was held.
+    #[must_use]
+    pub fn count_failures(mut self, count: impl Fn() + Send + Sync + 'static) -> Self {
+        self.renew_failures = Box::new(count);
+        self
+    }
+
+    /// How the lease's users learn who leads.
+    pub fn leadership(&self) -> Leadership {
+        Leadership { holder: self.config.holder.clone(), claim: self.claim.subscribe() }
+    }
+
+    /// Waits for the lease and keeps it until it is lost or `cancel`. The process must end its work as a leader when this returns; with
+    /// [`LeaseLost::Stopped`] it calls [`release`](Self::release) after that.
+    pub async fn run(&mut self, cancel: &CancellationToken) -> LeaseLost {
+        let lost = tokio::select! {
+            () = cancel.cancelled() => return LeaseLost::Stopped,
+            lost = self.hold() => lost,
+        };
+        self.claim.send_replace(None);
+        lost
+    }
+
+    async fn hold(&mut self) -> LeaseLost {
+        let term = loop {
+            match self.try_acquire().await {
+                Ok(Some(term)) => break term,
+                Ok(None) => {}
+                Err(cause) => tracing::warn!(lease = %self.config.name, cause, "the lease cannot be tried"),
+            }
+            sleep(self.config.period).await;
+        };
+        tracing::info!(lease = %self.config.name, term, "leading");
+        let mut failure = String::new();
+        loop {
+            let expiry = self.claim.borrow().as_ref().map_or_else(Instant::now, |claim| claim.expiry);
+            let pause = if failure.is_empty() { self.config.period } else { self.config.period / 5 };
+            sleep_until((Instant::now() + pause).min(expiry)).await;
+            if Instant::now() >= expiry {
+                // Without a failed call this process itself did not run for that long.
+                return LeaseLost::NotRenewed(if failure.is_empty() { "this process stood still".into() } else { failure });
+            }
+            match self.renew(term).await {
+                Ok(None) => failure.clear(),
+                Ok(Some(lost)) => return lost,
+                Err(cause) => {
+                    tracing::warn!(lease = %self.config.name, cause, "the lease cannot be renewed");
+                    (self.renew_failures)();
+                    failure = cause;
+                }
+            }
+        }
+    }
+
+    /// Gives the lease back, so that the next leader does not wait for its end. Call it when nothing is done as a leader any more.
+    pub async fn release(&mut self) {
+        let held = self.claim.send_replace(None);
+        let Some((lease, _)) = self.seen.take() else { return };
+        if held.is_none_or(|claim| !claim.is_current_for(&self.config.holder)) {
+            return;
+        }
+        let mut free = lease;
+        let spec = free.spec.get_or_insert_default();
+        spec.holder_identity = None;
+        spec.lease_duration_seconds = Some(1);
+        match self.write(&free).await {
+            Ok(_) => tracing::info!(lease = %self.config.name, "gave the lease back"),
+            Err(_) => tracing::warn!(lease = %self.config.name, "the lease could not be given back; it ends by itself"),
+        }
+    }
+
+    /// Reads the lease, and takes it if it is free, over, or was held by an earlier life of this very pod.
+    async fn try_acquire(&mut self) -> Result<Option<u64>, String> {
+        let before = Instant::now();
+        let lease = match self.read().await {
+            Ok(lease) => lease,
+            Err(CallFailed::NotFound) => {
+                let fresh = Lease {
+                    metadata: ObjectMeta { name: Some(self.config.name.clone()), ..ObjectMeta::default() },
+                    spec: Some(self.spec(0, now())),
+                };
+                return match self.create(&fresh).await {
+                    Ok(created) => Ok(Some(self.claimed(created, before))),
+                    Err(CallFailed::Other(cause)) => Err(cause),
+                    Err(_) => Ok(None),
+                };
+            }
+            Err(CallFailed::Conflict) => return Ok(None),
+            Err(CallFailed::Other(cause)) => return Err(cause),
+        };
+        let since = self.see(&lease);
+        let spec = lease.spec.clone().unwrap_or_default();
+        let holder = spec.holder_identity.unwrap_or_default();
+        let duration = Duration::from_secs(u64::try_from(spec.lease_duration_seconds.unwrap_or(0)).unwrap_or(0));
+        let free = holder.is_empty() || holder == self.config.holder || Instant::now() >= since + duration;
+        if !free {
+            self.claim.send_replace(Some(Claim { holder, expiry: since + duration, term: term_of(&lease) }));
+            return Ok(None);
+        }
+        // Also when the name is ours: an earlier process of this pod may have begun things in its term.
+        let mut taken = lease;
+        taken.spec = Some(self.spec(term_of(&taken) + 1, now()));
+        let before = Instant::now();
+        match self.write(&taken).await {
+            Ok(written) => Ok(Some(self.claimed(written, before))),
+            Err(CallFailed::Other(cause)) => Err(cause),
+            Err(_) => Ok(None),
+        }
+    }
+
+    async fn renew(&mut self, term: u64) -> Result<Option<LeaseLost>, String> {
+        let Some((lease, _)) = self.seen.clone() else { return Err("the lease was not read".into()) };
+        let mut renewed = lease;
+        if let Some(spec) = &mut renewed.spec {
+            spec.renew_time = Some(MicroTime(now()));
+        }
+        let before = Instant::now();
+        match self.write(&renewed).await {
+            Ok(written) => {
+                self.claimed(written, before);
+                return Ok(None);
+            }
+            Err(CallFailed::Other(cause)) => return Err(cause),
+            Err(CallFailed::Conflict | CallFailed::NotFound) => {}
+        }
+        // Somebody wrote since: ourselves (a write whose answer was lost), or another leader.
+        let lease = match self.read().await {
+            Ok(lease) => lease,
+            Err(CallFailed::NotFound) => return Ok(Some(LeaseLost::Taken { holder: "nobody".into(), term: 0 })),
+            Err(CallFailed::Conflict) => return Err("conflict".into()),
+            Err(CallFailed::Other(cause)) => return Err(cause),
+        };
+        let holder = lease.spec.as_ref().and_then(|spec| spec.holder_identity.clone()).unwrap_or_default();
+        if holder == self.config.holder && term_of(&lease) == term {
+            self.see(&lease);
+            return Err("written by another call of ours".into());
+        }
+        Ok(Some(LeaseLost::Taken { holder, term: term_of(&lease) }))
+    }
+
+    fn spec(&self, term: u64, at: Timestamp) -> LeaseSpec {
+        LeaseSpec {
+            holder_identity: Some(self.config.holder.clone()),
+            lease_duration_seconds: Some(i32::try_from(self.config.duration.as_secs()).unwrap_or(i32::MAX)),
+            acquire_time: Some(MicroTime(at)),
+            renew_time: Some(MicroTime(at)),
+            lease_transitions: Some(i32::try_from(term).unwrap_or(i32::MAX)),
+            ..LeaseSpec::default()
+        }
+    }
+
+    /// Notes a written claim. It counts from *before* the call, because others may have seen it since then.
+    fn claimed(&mut self, lease: Lease, before: Instant) -> u64 {
+        let term = term_of(&lease);
+        self.seen = Some((lease, before));
+        self.claim.send_replace(Some(Claim { holder: self.config.holder.clone(), expiry: before + self.config.duration, term }));
+        term
+    }
+
+    /// Since when the lease has been as it is, as seen from here.
+    fn see(&mut self, lease: &Lease) -> Instant {
+        let version = &lease.metadata.resource_version;
+        let since = match &self.seen {
+            Some((known, since)) if &known.metadata.resource_version == version => *since,
+            _ => Instant::now(),
+        };
+        self.seen = Some((lease.clone(), since));
+        since
+    }
+
+    async fn read(&self) -> Result<Lease, CallFailed> {
+        self.call(self.api.get(&self.config.name)).await
+    }
+
+    async fn create(&self, lease: &Lease) -> Result<Lease, CallFailed> {
+        self.call(self.api.create(&PostParams::default(), lease)).await
+    }
+
+    /// Replaces the Lease if nobody wrote since it was read: `lease` carries its `resourceVersion`.
+    async fn write(&self, lease: &Lease) -> Result<Lease, CallFailed> {
+        self.call(self.api.replace(&self.config.name, &PostParams::default(), lease)).await
+    }
+
+    async fn call(&self, call: impl Future<Output = Result<Lease, kube::Error>>) -> Result<Lease, CallFailed> {
+        match timeout(self.config.call, call).await {
+            Ok(Ok(lease)) => Ok(lease),
+            Ok(Err(kube::Error::Api(status))) if status.is_conflict() || status.is_already_exists() => Err(CallFailed::Conflict),
+            Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Err(CallFailed::NotFound),
+            Ok(Err(error)) => Err(CallFailed::Other(error.to_string())),
+            Err(_) => Err(CallFailed::Other(format!("no answer within {:?}", self.config.call))),
+        }
+    }
+}
+
+fn term_of(lease: &Lease) -> u64 {
+    let transitions = lease.spec.as_ref().and_then(|spec| spec.lease_transitions);
+    u64::try_from(transitions.unwrap_or(0)).unwrap_or(0)
+}
+
+fn now() -> Timestamp {
+    Timestamp::now()
+}

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Install the Debian packages that the test bed needs, those that are missing.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+# Test images, network shaping and benchmarks.
+packages=(busybox-static iperf3 iproute2 jq nftables procps util-linux)
+# No docker that answers: one of our own, and a node image made here.
+if ! timeout 10 docker info >/dev/null 2>&1; then
+  packages+=(conntrack debootstrap docker.io gcc iptables libc6-dev libseccomp-dev pkg-config runc)
+fi
+
+missing=()
+for package in "${packages[@]}"; do
+  dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q '^install ok installed' || missing+=("$package")
+done
+[ ${#missing[@]} = 0 ] && exit
+
+command -v apt-get >/dev/null || die "install what these Debian packages hold: ${missing[*]}"
+[ "$(id -u)" = 0 ] || die "as root: apt-get install ${missing[*]}"
+say "installing ${missing[*]}"
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq
+apt-get install -qq -y --no-install-recommends "${missing[@]}" >"$(mktemp)" 2>&1
