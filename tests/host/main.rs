@@ -1,3 +1,5 @@
 //! Tests on one host: processes, loopback sockets, real files. One binary, because every test binary costs a link.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
 mod arrows;
