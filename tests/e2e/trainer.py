@@ -1,0 +1,125 @@
+"""A trainer that really trains: SGD steps on a small Qwen3, published with three lines.
+
+The tests talk to its little HTTP server:
+
+    GET  /health                                   {"pid", "steps"}
+    POST /train   {"steps": n}                     runs n SGD steps, answers the loss
+    POST /publish {"version": v, "pace": seconds}  publishes the present weights; `pace` slows every tensor down, so that a test can
+                                                   catch an update in the middle; answers what `Handle.wait` returned, or the error
+    POST /save    {"path": dir}                    writes the present weights as a safetensors checkpoint, for a fresh engine
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+import weightsync
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+
+class Trainer:
+    """The model, its optimiser, and the publisher."""
+
+    def __init__(self, folder: str) -> None:
+        torch.manual_seed(0)
+        self.folder = Path(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.steps = 0
+        self.lock = threading.Lock()
+        self.publisher: weightsync.Publisher | None = None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters under their checkpoint names; tied weights once."""
+        tied = set(getattr(self.model, "_tied_weights_keys", None) or []) if self.model.config.tie_word_embeddings else set()
+        return {name: p.detach() for name, p in self.model.state_dict().items() if name not in tied}
+
+    def train(self, steps: int) -> dict[str, float]:
+        with self.lock:
+            for _ in range(steps):
+                tokens = torch.randint(0, self.model.config.vocab_size, (2, 16))
+                loss = self.model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.steps += 1
+        return {"loss": float(loss.detach()), "steps": self.steps}
+
+    def publish(self, version: int, pace: float) -> dict[str, object]:
+        with self.lock:
+            if self.publisher is None:
+                self.publisher = weightsync.Publisher.from_env()
+            state = self.state()
+            if pace:
+                metas = [weightsync.Meta(name, "BF16", tuple(t.shape)) for name, t in state.items()]
+
+                def slowly():
+                    for name, tensor in state.items():
+                        time.sleep(pace)
+                        yield name, tensor
+
+                source = weightsync.stream(slowly, metas)
+            else:
+                source = weightsync.state_dict(state)
+            result = self.publisher.publish(source, version=version, timeout=120)
+            return {"version": result.version, "installed": sorted(result.installed), "behind": dict(result.behind)}
+
+    def save(self, path: str) -> dict[str, object]:
+        with self.lock:
+            target = Path(path)
+            target.mkdir(parents=True, exist_ok=True)
+            for file in self.folder.iterdir():
+                if file.suffix != ".safetensors":
+                    shutil.copy(file, target / file.name)
+            save_file({name: t.contiguous() for name, t in self.state().items()}, target / "model.safetensors", metadata={"format": "pt"})
+            return {"path": str(target)}
+
+
+def serve(trainer: Trainer, port: int) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            print(format % args, flush=True)
+
+        def answer(self, status: int, body: dict[str, object]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self) -> None:
+            self.answer(200, {"pid": os.getpid(), "steps": trainer.steps})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
+            try:
+                if self.path == "/train":
+                    self.answer(200, dict(trainer.train(int(body["steps"]))))
+                elif self.path == "/publish":
+                    self.answer(200, trainer.publish(int(body["version"]), float(body.get("pace", 0))))
+                elif self.path == "/save":
+                    self.answer(200, trainer.save(str(body["path"])))
+                else:
+                    self.answer(404, {"error": self.path})
+            except weightsync.WeightSyncError as error:
+                self.answer(409, {"error": type(error).__name__, "message": str(error), "retryable": error.retryable})
+
+    ThreadingHTTPServer(("0.0.0.0", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    arguments = parser.parse_args()
+    serve(Trainer(arguments.model), arguments.port)
