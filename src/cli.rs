@@ -8,6 +8,7 @@
 
 mod generate;
 pub mod inject;
+mod local;
 pub mod plugin;
 
 use std::future::Future;
@@ -30,6 +31,8 @@ pub struct Cli {
 pub enum Command {
     /// Write what is made from the program's own types: CRDs, API reference, shell completion.
     Generate(generate::GenerateArgs),
+    /// Run a group of processes on this host from a file.
+    Local(local::LocalArgs),
 }
 
 impl Cli {
@@ -37,6 +40,7 @@ impl Cli {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Generate(args) => args.run(),
+            Command::Local(args) => args.run(),
         }
     }
 }

@@ -1,1 +1,17 @@
-//! The controller's loop on one host, from a file, with processes instead of pods.
+//! The controller's loop on one host: processes instead of pods, a file instead of a resource.
+//!
+//! A [`Group`] starts an agent for the trainer and one for each rollout (and engines, where it was given their commands), claims them
+//! for one object, and runs the same coordinator that the controller runs. It decides when a process is started again; who is in the group
+//! is decided by `membership`, as everywhere. It never touches a weight.
+
+mod file;
+mod group;
+mod pod;
+mod process;
+mod store;
+mod supervisor;
+
+pub use file::{EngineFile, LocalFile, RolloutFile, TrainerFile, UpdateFile};
+pub use group::{Group, GroupError, GroupSpec};
+pub use pod::{EngineProgram, PodSpec};
+pub use store::FileStore;

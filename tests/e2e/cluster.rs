@@ -147,7 +147,8 @@ impl Cluster {
     pub async fn await_event(&self, reason: &str, timeout: Duration, accept: impl Fn(&str) -> bool) -> String {
         eventually(&format!("an Event {reason}"), timeout, || async {
             let events = self.api::<Event>().list(&ListParams::default()).await.map_err(|error| error.to_string())?;
-            let notes: Vec<_> = events.items.iter().map(|e| (e.reason.clone().unwrap_or_default(), e.note.clone().unwrap_or_default())).collect();
+            let notes: Vec<_> =
+                events.items.iter().map(|e| (e.reason.clone().unwrap_or_default(), e.note.clone().unwrap_or_default())).collect();
             let found = notes.iter().find(|(r, note)| r == reason && accept(note));
             found.map(|(_, note)| note.clone()).ok_or_else(|| format!("events: {notes:?}"))
         })
@@ -172,7 +173,12 @@ impl Cluster {
             eprintln!("--- weightsync {}: {}", object.name_any(), serde_json::to_string_pretty(&object.data["status"]).unwrap());
         }
         for event in self.api::<Event>().list(&ListParams::default()).await.map(|list| list.items).unwrap_or_default() {
-            eprintln!("--- event {} {}: {}", event.regarding.and_then(|r| r.name).unwrap_or_default(), event.reason.unwrap_or_default(), event.note.unwrap_or_default());
+            eprintln!(
+                "--- event {} {}: {}",
+                event.regarding.and_then(|r| r.name).unwrap_or_default(),
+                event.reason.unwrap_or_default(),
+                event.note.unwrap_or_default()
+            );
         }
     }
 }

@@ -11,8 +11,18 @@ use std::time::Duration;
 use super::cluster::Cluster;
 
 /// One request; `Err` says why there was no answer.
-pub async fn request(cluster: &Cluster, pod: &str, port: u16, method: &str, path: &str, body: Option<&Value>, timeout: Duration) -> Result<(u16, Value), String> {
-    tokio::time::timeout(timeout, ask(cluster, pod, port, method, path, body)).await.map_err(|_| format!("{pod}:{port}{path}: no answer within {timeout:?}"))?
+pub async fn request(
+    cluster: &Cluster,
+    pod: &str,
+    port: u16,
+    method: &str,
+    path: &str,
+    body: Option<&Value>,
+    timeout: Duration,
+) -> Result<(u16, Value), String> {
+    tokio::time::timeout(timeout, ask(cluster, pod, port, method, path, body))
+        .await
+        .map_err(|_| format!("{pod}:{port}{path}: no answer within {timeout:?}"))?
 }
 
 async fn ask(cluster: &Cluster, pod: &str, port: u16, method: &str, path: &str, body: Option<&Value>) -> Result<(u16, Value), String> {
@@ -21,7 +31,12 @@ async fn ask(cluster: &Cluster, pod: &str, port: u16, method: &str, path: &str, 
     let stream = forward.take_stream(port).ok_or("the port was not forwarded")?;
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(|error| text(&error))?;
     let driver = tokio::spawn(connection);
-    let request = Request::builder().method(method).uri(path).header("host", pod).header("content-type", "application/json").header("connection", "close");
+    let request = Request::builder()
+        .method(method)
+        .uri(path)
+        .header("host", pod)
+        .header("content-type", "application/json")
+        .header("connection", "close");
     let bytes = body.map_or_else(Bytes::new, |body| Bytes::from(body.to_string()));
     let answer = sender.send_request(request.body(Full::new(bytes)).unwrap()).await.map_err(|error| text(&error))?;
     let status = answer.status().as_u16();

@@ -1,0 +1,107 @@
+//! `weightsync local -f FILE`: a group of processes on this host, until it is told to stop.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, anyhow};
+use clap::Args;
+use serde_json::json;
+use tokio::sync::broadcast::error::RecvError;
+
+use super::Output;
+use crate::coordinator::CoordinatorEvent;
+use crate::local::{EngineProgram, Group, GroupSpec, LocalFile, PodSpec};
+use crate::protocol::{EngineAssignment, Role};
+use crate::runtime::logs::{self, LogFormat};
+use crate::runtime::shutdown;
+
+/// Arguments of `weightsync local`.
+#[derive(Debug, Args)]
+pub struct LocalArgs {
+    /// The file that names trainer, rollouts and rules (docs/local.md).
+    #[arg(short, long)]
+    filename: PathBuf,
+    /// How to print what happens: a line each for people, or one JSON object a line.
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
+    /// Log filter, e.g. `info` or `weightsync=debug`; logs go to standard error.
+    #[arg(long, env = "WEIGHTSYNC_LOG", default_value = "warn")]
+    log: String,
+}
+
+impl LocalArgs {
+    /// Runs the group.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        logs::init(LogFormat::Human, &self.log)?;
+        let text = std::fs::read_to_string(&self.filename).with_context(|| format!("{} cannot be read", self.filename.display()))?;
+        let file = LocalFile::parse(&text).map_err(|error| anyhow!("{}: {error}", self.filename.display()))?;
+        let base = self.filename.parent().unwrap_or(Path::new("."));
+        super::block_on(self.supervise(group_spec(&file, base)?))
+    }
+
+    async fn supervise(&self, spec: GroupSpec) -> anyhow::Result<ExitCode> {
+        let stop = shutdown::on_signals().context("signals cannot be awaited")?;
+        let socket = spec.pods.first().map(|trainer| format!("{}-{}", spec.name, trainer.name)).unwrap_or_default();
+        let logs = spec.directory.display().to_string();
+        let group = Group::start(spec).await?;
+        let mut events = group.events();
+        self.tell(&json!({"event": "started", "socket": socket, "logs": logs}), || {
+            format!("started; logs in {logs}\nin the trainer: export WEIGHTSYNC_SOCKET={socket}")
+        });
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => break,
+                event = events.recv() => match event {
+                    Ok(event) => self.tell(&as_json(&event), || as_line(&event)),
+                    Err(RecvError::Lagged(_)) => {}
+                    Err(RecvError::Closed) => break,
+                },
+            }
+        }
+        group.stop().await;
+        self.tell(&json!({"event": "stopped"}), || "stopped".into());
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn tell(&self, object: &serde_json::Value, line: impl FnOnce() -> String) {
+        match self.output {
+            Output::Human => println!("{}", line()),
+            Output::Json => println!("{object}"),
+        }
+    }
+}
+
+fn as_json(event: &CoordinatorEvent) -> serde_json::Value {
+    json!({"event": "group", "reason": event.reason.to_string(), "message": event.message, "member": event.member, "warning": event.warning})
+}
+
+fn as_line(event: &CoordinatorEvent) -> String {
+    let member = event.member.as_ref().map(|member| format!("{member}: ")).unwrap_or_default();
+    format!("{} {}{}", event.reason, member, event.message)
+}
+
+/// What the file says, as the group wants it; paths are relative to the file.
+fn group_spec(file: &LocalFile, base: &Path) -> anyhow::Result<GroupSpec> {
+    let directory = base.join(&file.directory);
+    std::fs::create_dir_all(&directory).with_context(|| format!("{} cannot be made", directory.display()))?;
+    let trainer = PodSpec { name: file.trainer.name.clone(), role: Role::Source, size: 1, engine: None };
+    let rollouts = file.rollouts.iter().map(|rollout| PodSpec {
+        name: rollout.name.clone(),
+        role: Role::Rollout,
+        size: rollout.size,
+        engine: Some(EngineProgram {
+            assignment: EngineAssignment { kind: rollout.engine.kind.clone(), port: rollout.engine.port },
+            command: rollout.engine.command.clone(),
+            environment: rollout.engine.environment.clone(),
+        }),
+    });
+    Ok(GroupSpec {
+        name: file.name.clone(),
+        pods: std::iter::once(trainer).chain(rollouts).collect(),
+        versions: file.versions.clone().unwrap_or_else(|| PathBuf::from(format!("/dev/shm/weightsync-{}", file.name))),
+        directory,
+        policy: file.update.policy(),
+        debounce: std::time::Duration::from_millis(u64::from(file.update.debounce_milliseconds)),
+        program: std::env::current_exe().context("this program's own path is unknown")?,
+    })
+}

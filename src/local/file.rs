@@ -1,0 +1,219 @@
+//! The file of `weightsync local -f FILE`: who trains, who serves, and the rules of updates.
+//!
+//! Decides defaults and refuses what makes no sense, with the field's name. It says about one host what the resource says about a cluster.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::protocol::{HealthPolicy, KvCachePolicy, PausePolicy, UpdatePolicy};
+
+/// The whole file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct LocalFile {
+    /// Name of the group; part of the trainer's socket name and of log file names.
+    pub name: String,
+    /// Folder for logs and the epoch; made if it is missing.
+    pub directory: PathBuf,
+    /// Folder in memory where versions are put for engines; `/dev/shm/weightsync-NAME` if it is missing.
+    #[serde(default)]
+    pub versions: Option<PathBuf>,
+    /// The trainer.
+    pub trainer: TrainerFile,
+    /// Rollouts, in the order of their ranks.
+    pub rollouts: Vec<RolloutFile>,
+    /// Rules of updates.
+    #[serde(default)]
+    pub update: UpdateFile,
+}
+
+/// The trainer: its agent is started; the trainer itself is yours.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct TrainerFile {
+    /// Name; `weightsync local` prints what the trainer needs to find its agent.
+    pub name: String,
+}
+
+/// A rollout: an engine and the agent beside it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RolloutFile {
+    /// Name.
+    pub name: String,
+    /// Its engine.
+    pub engine: EngineFile,
+    /// Ranks of the engine (tensor x pipeline x data parallelism); compared with what the engine says.
+    #[serde(default = "one")]
+    pub size: u32,
+}
+
+/// An engine server on this host.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct EngineFile {
+    /// `vllm` or `sglang`.
+    pub kind: String,
+    /// Its port on 127.0.0.1.
+    pub port: u16,
+    /// Starts it, and starts it again when it ends; without a command it is expected to run.
+    #[serde(default)]
+    pub command: Vec<String>,
+    /// Environment of that command, besides our own.
+    #[serde(default)]
+    pub environment: BTreeMap<String, String>,
+}
+
+/// Rules of updates; the words of the resource.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct UpdateFile {
+    /// Replicas that must hold a version for it to count.
+    pub min_ready: u32,
+    /// What happens to running requests.
+    pub pause: PausePolicy,
+    /// What happens to the KV and prefix cache.
+    pub kv_cache: KvCachePolicy,
+    /// Longest update, and longest pause of an engine.
+    pub timeout_seconds: u32,
+    /// A wait with no byte moving ends after this long.
+    pub silence_seconds: u32,
+    /// Memory in MiB that the source may keep to retry and to feed joiners.
+    #[serde(rename = "retainMiB")]
+    pub retain_mib: u32,
+    /// Size of a bucket in MiB; 0 chooses by the model's size.
+    #[serde(rename = "bucketMiB")]
+    pub bucket_mib: u32,
+    /// Whether the data path uses TLS.
+    pub tls: bool,
+    /// How long a joining replica waits for others before a new group is made.
+    pub debounce_milliseconds: u32,
+    /// Time between probes of an engine, in milliseconds.
+    pub health_period_milliseconds: u32,
+}
+
+impl Default for UpdateFile {
+    fn default() -> Self {
+        Self {
+            min_ready: 1,
+            pause: PausePolicy::default(),
+            kv_cache: KvCachePolicy::default(),
+            timeout_seconds: 300,
+            silence_seconds: 5,
+            retain_mib: 4096,
+            bucket_mib: 0,
+            tls: false,
+            debounce_milliseconds: 200,
+            health_period_milliseconds: 1000,
+        }
+    }
+}
+
+fn one() -> u32 {
+    1
+}
+
+impl UpdateFile {
+    /// The rules as agents are sent them.
+    pub fn policy(&self) -> UpdatePolicy {
+        let ms = |seconds: u32| u64::from(seconds) * 1000;
+        let bytes = |mib: u32| u64::from(mib) << 20;
+        let period = u64::from(self.health_period_milliseconds);
+        UpdatePolicy {
+            pause: self.pause,
+            kv_cache: self.kv_cache,
+            min_ready: self.min_ready,
+            silence_ms: ms(self.silence_seconds),
+            update_timeout_ms: ms(self.timeout_seconds),
+            retain_bytes: bytes(self.retain_mib),
+            bucket_bytes: bytes(self.bucket_mib),
+            data_tls: self.tls,
+            health: HealthPolicy { period_ms: period, timeout_ms: period.max(1000), failure_threshold: 3, success_threshold: 1 },
+        }
+    }
+}
+
+impl LocalFile {
+    /// Reads the text of a file and checks it.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let file: Self = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
+        file.check()?;
+        Ok(file)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let plain = |field: &str, name: &str| {
+            let good =
+                !name.is_empty() && name.len() <= 63 && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
+            if good { Ok(()) } else { Err(format!("{field}: \"{name}\" must be 1 to 63 of a-z, 0-9 and -")) }
+        };
+        plain("name", &self.name)?;
+        plain("trainer.name", &self.trainer.name)?;
+        if self.rollouts.is_empty() {
+            return Err("rollouts: name at least one".into());
+        }
+        let (mut names, mut ports) = (BTreeSet::from([self.trainer.name.as_str()]), BTreeSet::new());
+        for rollout in &self.rollouts {
+            plain("rollouts.name", &rollout.name)?;
+            if !names.insert(&rollout.name) {
+                return Err(format!("rollouts: the name {} is used twice", rollout.name));
+            }
+            if rollout.engine.port == 0 || !ports.insert(rollout.engine.port) {
+                return Err(format!("rollouts {}: port {} is 0 or used twice", rollout.name, rollout.engine.port));
+            }
+            if rollout.size == 0 {
+                return Err(format!("rollouts {}: size must be at least 1", rollout.name));
+            }
+        }
+        let most = u32::try_from(self.rollouts.len()).unwrap_or(u32::MAX);
+        if self.update.min_ready == 0 || self.update.min_ready > most {
+            return Err(format!("update.minReady: {} must be 1 to {most}, the number of rollouts", self.update.min_ready));
+        }
+        if self.update.timeout_seconds == 0 || self.update.silence_seconds == 0 || self.update.health_period_milliseconds == 0 {
+            return Err("update: timeoutSeconds, silenceSeconds and healthPeriodMilliseconds must be at least 1".into());
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::LocalFile;
+
+    const GOOD: &str = "
+name: run
+directory: state
+trainer: {name: trainer}
+rollouts:
+- {name: actor-0, engine: {kind: vllm, port: 8000}}
+- {name: actor-1, engine: {kind: vllm, port: 8001, command: [vllm, serve, m]}, size: 2}
+update: {minReady: 2, pause: Drain}
+";
+
+    #[test]
+    fn a_file_is_read_with_its_defaults() {
+        let file = LocalFile::parse(GOOD).unwrap();
+        assert_eq!((file.rollouts[0].size, file.rollouts[1].size), (1, 2));
+        let policy = file.update.policy();
+        assert_eq!((policy.min_ready, policy.silence_ms, policy.retain_bytes), (2, 5_000, 4 << 30));
+    }
+
+    #[test]
+    fn mistakes_are_refused_by_field() {
+        let cases = [
+            ("name: run", "name: Run_1", "name"),
+            ("port: 8001", "port: 8000", "port 8000"),
+            ("name: actor-1", "name: actor-0", "actor-0"),
+            ("size: 2", "size: 0", "size"),
+            ("minReady: 2", "minReady: 3", "minReady"),
+            ("directory: state", "direktory: state", "direktory"),
+            ("pause: Drain", "pause: Never", "Never"),
+        ];
+        for (from, to, says) in cases {
+            let error = LocalFile::parse(&GOOD.replacen(from, to, 1)).unwrap_err();
+            assert!(error.contains(says), "{to}: {error}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! A group on one host: starts the supervisor and the coordinator, and is the handle by which a command talks to both.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::net::TcpListener;
+use tokio::sync::{broadcast, mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::pod::PodSpec;
+use super::store::FileStore;
+use super::supervisor::{Order, Supervisor};
+use crate::coordinator::{
+    Context, Coordinator, CoordinatorEvent, Directory, Enrollment, EventSink, PersistError, SingleUseTokens, Timing, Wanted, router,
+};
+use crate::membership::{MembershipConfig, MembershipView, Restored};
+use crate::protocol::UpdatePolicy;
+use crate::runtime::https::{Access, AgentClient, Limits, serve_https};
+use crate::runtime::identity::{Ca, IdentityError, PeerIdentity};
+
+/// Certificates of one host end with the group that made them.
+const LIFETIME: Duration = Duration::from_hours(24 * 7);
+/// A token is used when its agent starts.
+const TOKEN_LIFETIME: Duration = Duration::from_mins(1);
+/// Events that a slow listener may be behind.
+const EVENTS: usize = 256;
+
+/// What a group is made of.
+#[derive(Debug, Clone)]
+pub struct GroupSpec {
+    /// Name of the group.
+    pub name: String,
+    /// Folder for logs and the epoch; must exist.
+    pub directory: PathBuf,
+    /// Folder in memory for versions.
+    pub versions: PathBuf,
+    /// The trainer's pod first.
+    pub pods: Vec<PodSpec>,
+    /// Rules of updates.
+    pub policy: UpdatePolicy,
+    /// How long a joining replica waits for others.
+    pub debounce: Duration,
+    /// The program that is started as an agent: this one.
+    pub program: PathBuf,
+}
+
+/// Why a group cannot be started.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum GroupError {
+    #[error("certificates cannot be made: {0}")]
+    Identity(#[from] IdentityError),
+    #[error("{what}: {source}")]
+    Io { what: String, source: std::io::Error },
+    #[error(transparent)]
+    Epoch(#[from] PersistError),
+}
+
+/// A running group. Dropping it kills every process that it started.
+pub struct Group {
+    orders: mpsc::Sender<Order>,
+    view: watch::Receiver<MembershipView>,
+    events: broadcast::Sender<CoordinatorEvent>,
+    cancel: CancellationToken,
+    supervisor: AbortOnDropHandle<()>,
+    _server: AbortOnDropHandle<Result<(), IdentityError>>,
+}
+
+struct Broadcast(broadcast::Sender<CoordinatorEvent>);
+
+impl EventSink for Broadcast {
+    fn publish(&self, event: CoordinatorEvent) {
+        tracing::info!(reason = %event.reason, member = event.member.as_ref().map(tracing::field::display), "{}", event.message);
+        // Nobody listens: the log has it.
+        let _ = self.0.send(event);
+    }
+}
+
+impl Group {
+    /// Starts everything; returns when the processes were started, not when the group stands.
+    pub async fn start(spec: GroupSpec) -> Result<Self, GroupError> {
+        let io = |what: &str| {
+            let what = what.to_owned();
+            move |source| GroupError::Io { what, source }
+        };
+        let store = FileStore::new(&spec.directory);
+        let epoch = store.read()?;
+        let ca = Arc::new(Ca::generate()?);
+        let identity = ca.issue(&PeerIdentity::Controller, LIFETIME)?;
+        let listener = TcpListener::bind("127.0.0.1:0").await.map_err(io("no port on 127.0.0.1"))?;
+        let address = listener.local_addr().map_err(io("no address"))?;
+        let cancel = CancellationToken::new();
+        let (directory, tokens) = (Directory::default(), SingleUseTokens::new(TOKEN_LIFETIME));
+        let enrollment =
+            Enrollment { ca: ca.clone(), verifier: Arc::new(tokens.clone()), directory: directory.clone(), lifetime: LIFETIME };
+        let router = router(Arc::new(enrollment));
+        let serve = serve_https(listener, identity.clone(), Access::Open, router, Limits::default(), cancel.clone());
+        let server = AbortOnDropHandle::new(tokio::spawn(serve));
+
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let created = u64::try_from(created.as_millis()).unwrap_or(u64::MAX);
+        let weightsync = format!("local-{}-{created}", spec.name);
+        let mut rules = MembershipConfig::new(weightsync.clone(), created, spec.policy.clone());
+        rules.debounce_ms = u64::try_from(spec.debounce.as_millis()).unwrap_or(u64::MAX);
+        let wanted = Wanted { config: rules, members: None, suspend: false, delete: false };
+        let (events, _) = broadcast::channel(EVENTS);
+        let sink = Arc::new(Broadcast(events.clone()));
+        let restored = Restored { epoch, ..Restored::default() };
+        let context = Context {
+            client: AgentClient::new(identity),
+            directory: directory.clone(),
+            store: Arc::new(store),
+            events: sink,
+            timing: Timing::default(),
+        };
+        let coordinator = Coordinator::start(wanted, restored, context, cancel.clone());
+        let view = coordinator.view.clone();
+
+        let (orders, inbox) = mpsc::channel(64);
+        let controller = format!("https://{address}");
+        let supervisor = Supervisor::new(spec, weightsync, controller, ca, tokens, directory, coordinator, orders.downgrade());
+        let supervisor = AbortOnDropHandle::new(tokio::spawn(supervisor.run(inbox, cancel.clone())));
+        Ok(Self { orders, view, events, cancel, supervisor, _server: server })
+    }
+
+    /// What membership knows, as it changes.
+    pub fn view(&self) -> watch::Receiver<MembershipView> {
+        self.view.clone()
+    }
+
+    /// What happens, from now on.
+    pub fn events(&self) -> broadcast::Receiver<CoordinatorEvent> {
+        self.events.subscribe()
+    }
+
+    /// Kills a pod's processes with SIGKILL and does not start them again; false when there is no such pod.
+    pub async fn kill(&self, pod: &str) -> bool {
+        self.order(|done| Order::Kill { pod: pod.to_owned(), done }).await.unwrap_or(false)
+    }
+
+    /// Starts a killed pod anew: same name, another pod; false when there is no such pod.
+    pub async fn replace(&self, pod: &str) -> bool {
+        self.order(|done| Order::Replace { pod: pod.to_owned(), done }).await.unwrap_or(false)
+    }
+
+    async fn order(&self, order: impl FnOnce(oneshot::Sender<bool>) -> Order) -> Option<bool> {
+        let (done, answer) = oneshot::channel();
+        self.orders.send(order(done)).await.ok()?;
+        answer.await.ok()
+    }
+
+    /// Stops every process in good order and waits for them.
+    pub async fn stop(self) {
+        self.cancel.cancel();
+        let _ = tokio::time::timeout(Duration::from_secs(30), self.supervisor).await;
+    }
+}

@@ -1,0 +1,37 @@
+//! What a pod is on one host: an agent, and an engine where it was given a command. Holds values only.
+
+use std::collections::BTreeMap;
+
+use crate::protocol::{EngineAssignment, MemberName, Role};
+
+/// A pod that the group keeps alive.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PodSpec {
+    /// Its name; part of log file names.
+    pub name: String,
+    /// Source or rollout.
+    pub role: Role,
+    /// Ranks.
+    pub size: u32,
+    /// Its engine; none for a source.
+    pub engine: Option<EngineProgram>,
+}
+
+/// An engine on this host.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EngineProgram {
+    /// What the agent is told of it.
+    pub assignment: EngineAssignment,
+    /// Starts it; empty when somebody else does.
+    pub command: Vec<String>,
+    /// Environment besides our own.
+    pub environment: BTreeMap<String, String>,
+}
+
+impl PodSpec {
+    /// Its name in the roster.
+    pub fn member(&self) -> MemberName {
+        let part = if self.role == Role::Source { "trainer" } else { "rollouts" };
+        MemberName(format!("{part}/{}", self.name))
+    }
+}

@@ -1,0 +1,291 @@
+//! Keeps the processes of a group alive and says which pods there are. Decides when a process is started again (with a growing wait);
+//! never decides who is in the group, and never looks at what the processes do.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
+
+use super::group::GroupSpec;
+use super::pod::{EngineProgram, PodSpec};
+use super::process::{Process, Start, tail};
+use crate::coordinator::{CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
+use crate::plan::Candidate;
+use crate::protocol::{Assignment, HeldVersion, PodRef, Role};
+use crate::runtime::backoff::Backoff;
+use crate::runtime::identity::Ca;
+
+/// What the supervisor is told.
+pub(super) enum Order {
+    /// Kill a pod and leave it dead.
+    Kill { pod: String, done: oneshot::Sender<bool> },
+    /// Start a dead pod anew.
+    Replace { pod: String, done: oneshot::Sender<bool> },
+    /// A process ended.
+    Exited { pod: usize, part: Part, life: u64, how: String },
+    /// The wait before a restart is over.
+    Restart { pod: usize, part: Part, life: u64 },
+}
+
+/// One of a pod's processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part {
+    Agent,
+    Engine,
+}
+
+struct Pod {
+    spec: PodSpec,
+    /// Changes when the pod is made anew, so that what is late about the old one can be told.
+    life: u64,
+    alive: bool,
+    agent: Option<Process>,
+    engine: Option<Process>,
+    agent_backoff: Backoff,
+    engine_backoff: Backoff,
+}
+
+pub(super) struct Supervisor {
+    spec: GroupSpec,
+    weightsync: String,
+    controller: String,
+    ca: Arc<Ca>,
+    tokens: SingleUseTokens,
+    directory: Directory,
+    coordinator: CoordinatorHandle,
+    orders: mpsc::WeakSender<Order>,
+    pods: Vec<Pod>,
+    /// The version that agents are told every rollout should hold.
+    current: Option<HeldVersion>,
+}
+
+/// What is started as one of a pod's processes.
+struct Child {
+    program: String,
+    arguments: Vec<String>,
+    environment: Vec<(String, String)>,
+    input: Option<String>,
+}
+
+/// None when somebody else starts the engine.
+fn engine(engine: &EngineProgram) -> Option<Child> {
+    let (program, arguments) = engine.command.split_first()?;
+    let environment = engine.environment.clone().into_iter().collect();
+    Some(Child { program: program.clone(), arguments: arguments.to_vec(), environment, input: None })
+}
+
+fn backoff() -> Backoff {
+    Backoff::new(Duration::from_millis(200), Duration::from_secs(30))
+}
+
+impl Supervisor {
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn new(
+        spec: GroupSpec,
+        weightsync: String,
+        controller: String,
+        ca: Arc<Ca>,
+        tokens: SingleUseTokens,
+        directory: Directory,
+        coordinator: CoordinatorHandle,
+        orders: mpsc::WeakSender<Order>,
+    ) -> Self {
+        let pod = |spec: &PodSpec| Pod {
+            spec: spec.clone(),
+            life: 1,
+            alive: true,
+            agent: None,
+            engine: None,
+            agent_backoff: backoff(),
+            engine_backoff: backoff(),
+        };
+        let pods = spec.pods.iter().map(pod).collect();
+        Self { spec, weightsync, controller, ca, tokens, directory, coordinator, orders, pods, current: None }
+    }
+
+    pub(super) async fn run(mut self, mut inbox: mpsc::Receiver<Order>, cancel: CancellationToken) {
+        self.tell();
+        self.directory.settle();
+        for pod in 0..self.pods.len() {
+            self.start(pod, Part::Engine);
+            self.start(pod, Part::Agent);
+        }
+        let mut view = self.coordinator.view.clone();
+        loop {
+            let order = tokio::select! {
+                () = cancel.cancelled() => break,
+                Ok(()) = view.changed() => {
+                    let version = view.borrow_and_update().version.clone();
+                    if version != self.current {
+                        self.current = version;
+                        self.tell();
+                    }
+                    continue;
+                }
+                order = inbox.recv() => order,
+            };
+            match order {
+                Some(Order::Kill { pod, done }) => {
+                    let _ = done.send(self.kill(&pod));
+                }
+                Some(Order::Replace { pod, done }) => {
+                    let _ = done.send(self.replace(&pod));
+                }
+                Some(Order::Exited { pod, part, life, how }) => self.exited(pod, part, life, &how),
+                Some(Order::Restart { pod, part, life }) if self.pods.get(pod).is_some_and(|pod| pod.alive && pod.life == life) => {
+                    self.start(pod, part);
+                }
+                Some(Order::Restart { .. }) => {}
+                None => break,
+            }
+        }
+        self.stop().await;
+    }
+
+    /// Agents first: they resume what they paused while their engine still answers.
+    async fn stop(self) {
+        let (mut agents, mut engines) = (Vec::new(), Vec::new());
+        for pod in self.pods {
+            agents.extend(pod.agent.map(Process::stop));
+            engines.extend(pod.engine.map(Process::stop));
+        }
+        futures::future::join_all(agents).await;
+        futures::future::join_all(engines).await;
+    }
+
+    fn uid(&self, pod: &Pod) -> String {
+        format!("{}-{}-{}", self.spec.name, pod.spec.name, pod.life)
+    }
+
+    /// Says which pods there are and what is wanted of each. A pod whose processes ended stays one: its agent's silence speaks for it.
+    fn tell(&self) {
+        let mut claims = HashMap::new();
+        let mut candidates = Vec::new();
+        for pod in &self.pods {
+            let uid = self.uid(pod);
+            let engines = pod.spec.engine.iter().map(|engine| engine.assignment.clone()).collect();
+            let current = self.current.clone();
+            claims.insert(uid.clone(), Assignment { role: pod.spec.role, engines, serve_before_first_version: true, current });
+            candidates.push(Candidate {
+                name: pod.spec.member(),
+                role: pod.spec.role,
+                size: pod.spec.size,
+                pods: vec![PodRef { name: pod.spec.name.clone(), uid, node: None }],
+                port: pod.spec.engine.as_ref().map(|engine| engine.assignment.port),
+            });
+        }
+        self.directory.claim(&self.weightsync, claims);
+        self.coordinator.change(|wanted| wanted.members = Some((candidates, Vec::new())));
+    }
+
+    fn log(&self, pod: &Pod, part: Part) -> PathBuf {
+        let kind = if part == Part::Agent { "agent" } else { "engine" };
+        self.spec.directory.join(format!("{}-{kind}.log", pod.spec.name))
+    }
+
+    fn start(&mut self, index: usize, part: Part) {
+        let Some(pod) = self.pods.get(index) else { return };
+        let (log, life) = (self.log(pod, part), pod.life);
+        let child = match part {
+            Part::Agent => Some(self.agent(pod)),
+            Part::Engine => pod.spec.engine.as_ref().and_then(engine),
+        };
+        let Some(Child { program, arguments, environment, input }) = child else { return };
+        let orders = self.orders.clone();
+        let exited = move |how| {
+            if let Some(orders) = orders.upgrade() {
+                tokio::spawn(async move { orders.send(Order::Exited { pod: index, part, life, how }).await });
+            }
+        };
+        let start = Start { program: &program, arguments: &arguments, environment, log: &log, input, group: part == Part::Engine };
+        let started = Process::start(start, exited);
+        let Some(pod) = self.pods.get_mut(index) else { return };
+        match started {
+            Ok(process) => {
+                tracing::debug!(pod = %pod.spec.name, ?part, pid = process.id(), "started");
+                *(if part == Part::Agent { &mut pod.agent } else { &mut pod.engine }) = Some(process);
+            }
+            Err(error) => {
+                tracing::error!(pod = %pod.spec.name, ?part, %program, %error, "cannot be started");
+                self.later(index, part);
+            }
+        }
+    }
+
+    fn agent(&self, pod: &Pod) -> Child {
+        let uid = self.uid(pod);
+        let proven = ProvenPod { namespace: "local".into(), pod: pod.spec.name.clone(), pod_uid: uid.clone() };
+        let token = self.tokens.mint(proven);
+        let role = if pod.spec.role == Role::Source { "trainer" } else { "rollout" };
+        let environment = [
+            ("WEIGHTSYNC_ROLE", role.to_owned()),
+            ("POD_NAME", pod.spec.name.clone()),
+            ("POD_NAMESPACE", "local".to_owned()),
+            ("POD_UID", uid),
+            ("POD_IP", "127.0.0.1".to_owned()),
+            ("WEIGHTSYNC_CONTROLLER_URL", self.controller.clone()),
+            ("WEIGHTSYNC_CONTROLLER_CA", self.ca.certificate_pem().to_owned()),
+            ("WEIGHTSYNC_TOKEN_FILE", "/dev/stdin".to_owned()),
+            ("WEIGHTSYNC_VERSION_DIR", self.spec.versions.join(&pod.spec.name).to_string_lossy().into_owned()),
+            ("WEIGHTSYNC_SOCKET", self.socket(pod)),
+            ("WEIGHTSYNC_STATUS_ADDRESS", "127.0.0.1:0".to_owned()),
+        ];
+        let environment = environment.map(|(name, value)| (name.to_owned(), value)).to_vec();
+        let program = self.spec.program.to_string_lossy().into_owned();
+        Child { program, arguments: vec!["agent".to_owned()], environment, input: Some(format!("{token}\n")) }
+    }
+
+    /// The trainer's socket keeps its name when its agent's pod is made anew.
+    fn socket(&self, pod: &Pod) -> String {
+        format!("{}-{}", self.spec.name, pod.spec.name)
+    }
+
+    fn exited(&mut self, index: usize, part: Part, life: u64, how: &str) {
+        let Some(pod) = self.pods.get_mut(index).filter(|pod| pod.life == life) else { return };
+        *(if part == Part::Agent { &mut pod.agent } else { &mut pod.engine }) = None;
+        if !pod.alive {
+            return;
+        }
+        let name = pod.spec.name.clone();
+        let log = self.pods.get(index).map(|pod| self.log(pod, part)).unwrap_or_default();
+        tracing::warn!(pod = %name, ?part, how, log = %log.display(), "ended, will be started again; its last lines:\n{}", tail(&log, 5));
+        self.later(index, part);
+    }
+
+    fn later(&mut self, index: usize, part: Part) {
+        let Some(pod) = self.pods.get_mut(index) else { return };
+        let wait = if part == Part::Agent { pod.agent_backoff.failed() } else { pod.engine_backoff.failed() };
+        let (orders, life) = (self.orders.clone(), pod.life);
+        tokio::spawn(async move {
+            tokio::time::sleep(wait).await;
+            if let Some(orders) = orders.upgrade() {
+                let _ = orders.send(Order::Restart { pod: index, part, life }).await;
+            }
+        });
+    }
+
+    fn kill(&mut self, name: &str) -> bool {
+        let Some(pod) = self.pods.iter_mut().find(|pod| pod.spec.name == name) else { return false };
+        pod.alive = false;
+        for process in pod.agent.iter().chain(&pod.engine) {
+            process.signal(Signal::KILL);
+        }
+        true
+    }
+
+    fn replace(&mut self, name: &str) -> bool {
+        let Some(index) = self.pods.iter().position(|pod| pod.spec.name == name) else { return false };
+        if let Some(pod) = self.pods.get_mut(index) {
+            (pod.agent, pod.engine, pod.alive, pod.life) = (None, None, true, pod.life + 1);
+            (pod.agent_backoff, pod.engine_backoff) = (backoff(), backoff());
+        }
+        self.tell();
+        self.start(index, Part::Engine);
+        self.start(index, Part::Agent);
+        true
+    }
+}
