@@ -64,9 +64,10 @@ impl PodBed {
     pub fn vllm(&self, name: &str, role: Option<&str>, model: &str) -> Value {
         let args = ["-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "m", "--port", "8000", "--enforce-eager"];
         let limits = ["--max-model-len", "512", "--max-num-seqs", "4", "--dtype", "bfloat16", "--enable-prefix-caching"];
+        let command = [[self.python.as_str()].as_slice(), args.as_slice(), limits.as_slice()].concat();
         let container = json!({
             "name": "engine", "image": "docker.io/local/toolbox:1", "imagePullPolicy": "Never",
-            "command": [[self.python.as_str()].as_slice(), args.as_slice(), limits.as_slice()].concat(),
+            "command": command,
             "env": env(&[
                 ("HOME", "/tmp"), ("USER", "root"), ("VLLM_SERVER_DEV_MODE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_TARGET_DEVICE", "cpu"),
                 ("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"), ("DO_NOT_TRACK", "1")
