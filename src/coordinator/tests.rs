@@ -2,4 +2,5 @@
 
 mod enrollment;
 mod fake_agent;
+mod groups;
 mod world;

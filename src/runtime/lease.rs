@@ -198,10 +198,8 @@ impl LeaseManager {
         let spec = free.spec.get_or_insert_default();
         spec.holder_identity = None;
         spec.lease_duration_seconds = Some(1);
-        match self.write(&free).await {
-            Ok(_) => tracing::info!(lease = %self.config.name, "gave the lease back"),
-            Err(_) => tracing::warn!(lease = %self.config.name, "the lease could not be given back; it ends by itself"),
-        }
+        let given_back = self.write(&free).await.is_ok();
+        tracing::info!(lease = %self.config.name, given_back, "leading no more");
     }
 
     /// Reads the lease, and takes it if it is free, over, or was held by an earlier life of this very pod.

@@ -1,6 +1,5 @@
 //! An agent that answers as the protocol says and moves no bytes. It enrols, announces itself while nobody listens, and can be killed or
 //! struck dumb.
-#![allow(dead_code)]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -34,9 +33,11 @@ struct Shared {
     fenced: watch::Sender<Option<EpochId>>,
     secret: watch::Sender<Option<String>>,
     /// Listeners of the event stream.
-    listeners: Arc<AtomicUsize>,
+    listeners: watch::Sender<usize>,
     /// Set: nothing is said or answered any more, connections stay open.
     dumb: watch::Sender<bool>,
+    /// Set: prepares are never answered; all else is.
+    hangs: watch::Sender<bool>,
     prepared: Arc<AtomicUsize>,
 }
 
@@ -107,8 +108,9 @@ impl FakeAgent {
             state: watch::Sender::new(state),
             fenced: watch::Sender::new(None),
             secret: watch::Sender::new(None),
-            listeners: Arc::default(),
+            listeners: watch::Sender::new(0),
             dumb: watch::Sender::new(false),
+            hangs: watch::Sender::new(false),
             prepared: Arc::default(),
         };
         let serving =
@@ -152,6 +154,17 @@ impl FakeAgent {
         self.shared.dumb.send_replace(dumb);
     }
 
+    /// Answers everything but prepares from now on.
+    pub(super) fn hang_prepares(&self) {
+        self.shared.hangs.send_replace(true);
+    }
+
+    /// Waits until a coordinator reads its events.
+    pub(super) async fn listened_to(&self) {
+        let mut listeners = self.shared.listeners.subscribe();
+        tokio::time::timeout(SOON, listeners.wait_for(|listeners| *listeners > 0)).await.expect("somebody listens").unwrap();
+    }
+
     pub(super) async fn until(&self, what: &str, holds: impl Fn(&MemberState) -> bool) {
         let mut state = self.shared.state.subscribe();
         let waited = tokio::time::timeout(SOON * 2, state.wait_for(|state| holds(state))).await;
@@ -161,7 +174,7 @@ impl FakeAgent {
 
 async fn announce(client: ControllerClient, announcement: Announcement, shared: Shared) {
     loop {
-        if shared.listeners.load(Ordering::SeqCst) == 0 && !*shared.dumb.borrow() {
+        if *shared.listeners.borrow() == 0 && !*shared.dumb.borrow() {
             let answer: Result<AnnounceResponse, _> = client.post_json("/v1/agents/announce", &announcement, SOON).await;
             if matches!(&answer, Err(CallError::Rejected { rejection, .. }) if !rejection.retryable) {
                 shared.state.send_modify(|state| forget(state, "nobody claims this pod"));
@@ -206,6 +219,7 @@ impl Shared {
 
 async fn prepare(State(shared): State<Shared>, Valid(request): Valid<PrepareRequest>) -> Result<Json<PrepareResponse>, Refusal> {
     shared.speak().await;
+    shared.hangs.subscribe().wait_for(|hangs| !hangs).await.unwrap();
     shared.check(&request.id)?;
     let pods = request.roster.member(&request.member).map(|member| member.pods.clone()).unwrap_or_default();
     let incarnation = shared.state.borrow().incarnation.clone();
@@ -250,17 +264,17 @@ async fn release(State(shared): State<Shared>, Valid(request): Valid<ReleaseRequ
 }
 
 /// Counts a listener for as long as its stream is read.
-struct Listening(Arc<AtomicUsize>);
+struct Listening(watch::Sender<usize>);
 
 impl Drop for Listening {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
+        self.0.send_modify(|listeners| *listeners -= 1);
     }
 }
 
 async fn events(State(shared): State<Shared>) -> Response {
     shared.speak().await;
-    shared.listeners.fetch_add(1, Ordering::SeqCst);
+    shared.listeners.send_modify(|listeners| *listeners += 1);
     let listening = Listening(shared.listeners.clone());
     let snapshots = WatchStream::new(shared.state.subscribe()).map(|state| AgentEvent::Snapshot { state: Box::new(state) });
     let heartbeats = IntervalStream::new(tokio::time::interval(HEARTBEAT)).map(|_| AgentEvent::Heartbeat);

@@ -1,5 +1,4 @@
 //! One object, its enrolment server, and pods with fake agents.
-#![allow(dead_code)]
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};

@@ -1,0 +1,209 @@
+//! Epochs carried out: forming, losing, adopting, stepping down.
+
+use std::time::{Duration, Instant};
+
+use super::world::{OBJECT, SOON, World, until};
+use crate::coordinator::Ended;
+use crate::membership::{GroupStage, MemberStanding, MembershipView};
+use crate::protocol::{MemberName, MemberPhase, Reason};
+use crate::runtime::https::{AgentClient, CallError};
+use crate::runtime::identity::PeerIdentity;
+
+const PODS: [(&str, &str); 3] = [("trainer-0", "uid-t"), ("actor-0", "uid-0"), ("actor-1", "uid-1")];
+
+fn committed(members: u32) -> impl Fn(&MembershipView) -> bool {
+    move |view| view.stage == GroupStage::Committed && view.world_size == members
+}
+
+fn standing(view: &MembershipView, pod: &str) -> Option<MemberStanding> {
+    view.members.iter().find(|member| member.name.0.ends_with(pod)).map(|member| member.standing)
+}
+
+#[tokio::test]
+async fn announced_agents_form_a_group_with_one_secret_after_the_epoch_was_written() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS);
+    let mut agents = Vec::new();
+    for (pod, uid) in PODS {
+        agents.push(world.agent(pod, uid, "a").await);
+    }
+    let view = until(&handle, "a group of three", committed(3)).await;
+    assert_eq!(*world.store.epoch.lock().unwrap(), view.epoch);
+    for agent in &agents {
+        agent.until("in the group", |state| state.phase == MemberPhase::Ready).await;
+        assert_eq!(agent.state().epoch.map(|id| id.epoch), Some(view.epoch));
+        assert_eq!(agent.secret(), agents[0].secret());
+    }
+    assert_eq!(agents[0].secret().unwrap().len(), 44, "32 bytes in base64");
+}
+
+#[tokio::test]
+async fn a_killed_agent_is_found_at_once_and_the_others_go_on() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS);
+    let trainer = world.agent("trainer-0", "uid-t", "a").await;
+    let survivor = world.agent("actor-0", "uid-0", "a").await;
+    let victim = world.agent("actor-1", "uid-1", "a").await;
+    let before = until(&handle, "a group of three", committed(3)).await;
+    let killed = Instant::now();
+    drop(victim);
+    let after = until(&handle, "a group of two", |view| committed(2)(view) && view.epoch > before.epoch).await;
+    assert!(killed.elapsed() < Duration::from_secs(1), "{:?}", killed.elapsed());
+    for agent in [&trainer, &survivor] {
+        agent.until("in the new group", |state| state.epoch.as_ref().is_some_and(|id| id.epoch == after.epoch)).await;
+    }
+    let told = world.told.0.lock().unwrap().clone();
+    assert!(
+        told.iter().any(|event| event.reason == Reason::AgentLost && event.member == Some(MemberName("actors/actor-1".into()))),
+        "{told:?}"
+    );
+}
+
+#[tokio::test]
+async fn an_agent_that_falls_silent_is_left_out_within_the_bound() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS);
+    let _trainer = world.agent("trainer-0", "uid-t", "a").await;
+    let _survivor = world.agent("actor-0", "uid-0", "a").await;
+    let mute = world.agent("actor-1", "uid-1", "a").await;
+    let before = until(&handle, "a group of three", committed(3)).await;
+    mute.strike_dumb(true);
+    let silent = Instant::now();
+    until(&handle, "a group of two", |view| committed(2)(view) && view.epoch > before.epoch).await;
+    assert!(silent.elapsed() < Duration::from_secs(5), "{:?}", silent.elapsed());
+    mute.strike_dumb(false);
+    until(&handle, "a group of three again", committed(3)).await;
+}
+
+/// F05: members are asked one after another, so one that hangs holds up all behind it.
+#[tokio::test]
+async fn one_of_many_that_answers_nothing_holds_nobody_up() {
+    let world = World::new().await;
+    let names: Vec<(String, String)> = (0..24).map(|n| (format!("actor-{n:02}"), format!("uid-{n}"))).collect();
+    let mut pods: Vec<(&str, &str)> = names.iter().map(|(pod, uid)| (pod.as_str(), uid.as_str())).collect();
+    pods.insert(0, PODS[0]);
+    // All agents are there before anything is planned, so that the first group asks all of them.
+    let handle = world.coordinate(0, &[]);
+    world.plan(&handle, &pods);
+    handle.change(|wanted| wanted.members = Some((vec![], vec![])));
+    let mut agents = Vec::new();
+    for (pod, uid) in &pods {
+        agents.push(world.agent(pod, uid, "a").await);
+    }
+    for agent in &agents {
+        agent.listened_to().await;
+    }
+    agents[3].hang_prepares();
+    let begun = Instant::now();
+    world.plan(&handle, &pods);
+    until(&handle, "a group of all but one", committed(24)).await;
+    assert!(begun.elapsed() < Duration::from_secs(3), "one deadline of 1 s, and two rounds: {:?}", begun.elapsed());
+    assert_eq!(agents[3].prepares(), 0);
+}
+
+#[tokio::test]
+async fn a_restarted_agent_takes_its_old_place_in_a_new_epoch() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS);
+    let _trainer = world.agent("trainer-0", "uid-t", "a").await;
+    let _other = world.agent("actor-0", "uid-0", "a").await;
+    let first = world.agent("actor-1", "uid-1", "a").await;
+    let before = until(&handle, "a group of three", committed(3)).await;
+    drop(first);
+    let second = world.agent("actor-1", "uid-1", "b").await;
+    until(&handle, "a group of three again", |view| committed(3)(view) && view.epoch > before.epoch).await;
+    second.until("in the group", |state| state.phase == MemberPhase::Ready).await;
+}
+
+#[tokio::test]
+async fn a_stale_life_of_an_agent_is_not_listened_to() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS[..2]);
+    let _trainer = world.agent("trainer-0", "uid-t", "a").await;
+    let actor = world.agent("actor-0", "uid-0", "a").await;
+    // From now on it says that it is another life than the one that announced itself.
+    actor.change(|state| state.incarnation.instance = "b".into());
+    let view = until(&handle, "without the liar", |view| view.members.iter().any(|member| member.reason == Reason::AgentLost)).await;
+    assert_ne!(standing(&view, "actor-0"), Some(MemberStanding::Ready));
+}
+
+#[tokio::test]
+async fn members_serve_no_agent_of_another_object() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS[..2]);
+    let _trainer = world.agent("trainer-0", "uid-t", "a").await;
+    let actor = world.agent("actor-0", "uid-0", "a").await;
+    until(&handle, "a group of two", committed(2)).await;
+    let foreign = PeerIdentity::Agent { weightsync: "ws-other".into(), pod_uid: "uid-x".into() };
+    let client = AgentClient::new(world.ca.issue(&foreign, SOON * 60).unwrap());
+    let answer = client.post_json::<_, ()>(&actor.address, "uid-0", "/v1/release", &(), SOON).await;
+    assert!(matches!(answer, Err(CallError::Refused { .. })), "{answer:?}");
+    assert_eq!(actor.state().phase, MemberPhase::Ready);
+}
+
+#[tokio::test]
+async fn a_restarted_coordinator_disturbs_nothing() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS);
+    let mut agents = Vec::new();
+    for (pod, uid) in PODS {
+        agents.push(world.agent(pod, uid, "a").await);
+    }
+    let before = until(&handle, "a group of three", committed(3)).await;
+    for agent in &agents {
+        agent.until("in the group", |state| state.phase == MemberPhase::Ready).await;
+    }
+    let prepares: Vec<_> = agents.iter().map(super::fake_agent::FakeAgent::prepares).collect();
+    drop(handle);
+    world.directory.unsettle();
+    let handle = world.coordinate(1, &PODS);
+    let after = until(&handle, "the same group", committed(3)).await;
+    assert_eq!(after.epoch, before.epoch);
+    assert_eq!(after.id, before.id);
+    assert_eq!(prepares, agents.iter().map(super::fake_agent::FakeAgent::prepares).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn a_conflict_while_writing_the_epoch_ends_the_coordinator_before_any_agent_hears_of_it() {
+    let world = World::new().await;
+    *world.store.conflict.lock().unwrap() = true;
+    let handle = world.coordinate(0, &PODS[..2]);
+    let _trainer = world.agent("trainer-0", "uid-t", "a").await;
+    let actor = world.agent("actor-0", "uid-0", "a").await;
+    let ended = tokio::time::timeout(SOON, handle.ended()).await.expect("it ends");
+    assert!(matches!(ended, Ended::SteppedDown(_)), "{ended:?}");
+    assert_eq!(actor.prepares(), 0);
+}
+
+#[tokio::test]
+async fn a_deleted_object_releases_its_agents_and_one_that_is_gone_makes_them_stop() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS);
+    let mut agents = Vec::new();
+    for (pod, uid) in PODS {
+        agents.push(world.agent(pod, uid, "a").await);
+    }
+    until(&handle, "a group of three", committed(3)).await;
+    handle.change(|wanted| wanted.delete = true);
+    until(&handle, "released", |view| view.released).await;
+    for agent in &agents {
+        agent.until("released", |state| state.epoch.is_none()).await;
+    }
+    drop(handle);
+    world.directory.remove(OBJECT);
+    agents[1].until("told that nobody claims it", |state| state.reason.as_deref() == Some("nobody claims this pod")).await;
+}
+
+#[tokio::test]
+async fn a_pod_that_leaves_the_plan_leaves_the_group() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS);
+    let mut agents = Vec::new();
+    for (pod, uid) in PODS {
+        agents.push(world.agent(pod, uid, "a").await);
+    }
+    until(&handle, "a group of three", committed(3)).await;
+    world.plan(&handle, &PODS[..2]);
+    until(&handle, "a group of two", committed(2)).await;
+    agents[2].until("released", |state| state.epoch.is_none()).await;
+}
