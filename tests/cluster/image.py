@@ -4,7 +4,8 @@
 The archive is an OCI layout that also carries docker's older `manifest.json`, so containerd, `kind load image-archive`
 and every `docker load` read it. Equal trees give equal archives. The layer is not compressed: it never travels.
 
-    image.py NAME OUT.tar TREE [--entrypoint JSON] [--env KEY=VALUE]... [--user UID] [--stop-signal NAME] [--keep-owners]
+    image.py NAME OUT.tar TREE [--entrypoint JSON] [--env KEY=VALUE]... [--user UID] [--stop-signal NAME]
+             [--keep-owners]
 """
 
 import argparse
@@ -34,8 +35,11 @@ def write_layer(tree: Path, keep_owners: bool, out: IO[bytes]) -> None:
 
 
 def digest(blob: IO[bytes]) -> str:
+    sha256 = hashlib.sha256()
     blob.seek(0)
-    return hashlib.file_digest(blob, "sha256").hexdigest()
+    while chunk := blob.read(1 << 20):
+        sha256.update(chunk)
+    return sha256.hexdigest()
 
 
 def add(tar: tarfile.TarFile, name: str, blob: IO[bytes]) -> None:

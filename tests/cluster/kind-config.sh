@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Print kind's configuration for the cluster: one node, with the folders that pods run the real vLLM from.
 #
-# Pods mount the node's /opt/weightsync, read-only, as /host:
+# Pods mount the node's /host, read-only, as /host:
 #   /host/usr     this machine's /usr, for glibc and the libraries that Python loads
 #   /host/python  the Python that made the virtual environment
 #   /host/vllm    the virtual environment's folder (venv below it)
@@ -43,8 +43,8 @@ kubeadmConfigPatches:
 nodes:
 - role: control-plane
   extraMounts:
-  - {hostPath: /usr, containerPath: /opt/weightsync/usr, readOnly: true}
-  - {hostPath: "$python", containerPath: /opt/weightsync/python, readOnly: true}
-  - {hostPath: "$(dirname "$venv")", containerPath: /opt/weightsync/vllm, readOnly: true}
-  - {hostPath: "$WEIGHTSYNC_SHARE", containerPath: /opt/weightsync/share, readOnly: true}
+  - {hostPath: /usr, containerPath: /host/usr, readOnly: true}
+  - {hostPath: "$python", containerPath: /host/python, readOnly: true}
+  - {hostPath: "$(dirname "$venv")", containerPath: /host/vllm, readOnly: true}
+  - {hostPath: "$WEIGHTSYNC_SHARE", containerPath: /host/share, readOnly: true}
 YAML

@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 recipe=$(key image.py lib.sh recipes/{go-module,rootfs,system-images,node-image}.sh node modules)
 image=$WEIGHTSYNC_CACHE/node-image-$recipe
-export NAME=docker.io/weightsync/kind-node:$recipe
+export NAME=docker.io/local/kind-node:$recipe
 
 if [ ! -e "$image/.complete" ]; then
   [ "$(id -u)" = 0 ] || die "building the node image takes root (debootstrap, chroot)"

@@ -45,10 +45,7 @@ sed -i 's/restrict_oom_score_adj = false/restrict_oom_score_adj = true/' "$node/
 grep -q 'restrict_oom_score_adj = true' "$node/etc/containerd/config.toml"
 # With cgroup v1, systemd mounts every controller that /proc/cgroups lists and nobody has mounted, for the whole
 # machine: hide those from it, the way kind itself hides "misc". With cgroup v2 this line is never reached.
-sed -i '0,/^    remove_misc_controller$/s||&\
-    awk "NR == 1 \|\| \\$2 != 0" /proc/cgroups >/kind/fake-cgroups \&\& mount --bind /kind/fake-cgroups /proc/cgroups|' \
-  "$node/usr/local/bin/entrypoint"
-grep -q 'fake-cgroups && mount' "$node/usr/local/bin/entrypoint"
+"$here/node/hide-controllers.py" "$node/usr/local/bin/entrypoint"
 # A privileged container shares /proc/sys/fs and /proc/sys/kernel with the machine: leave its values alone.
 rm -f "$node"/usr/lib/sysctl.d/{99-protect-links,50-pid-max}.conf
 

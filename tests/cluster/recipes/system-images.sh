@@ -54,8 +54,9 @@ for program in "${programs[@]}"; do cp -L "$ROOTFS$program" "$tree/usr/sbin/"; d
 for name in iptables ip6tables; do
   for tool in $name $name-save $name-restore; do ln -s xtables-nft-multi "$tree/usr/sbin/$tool"; done
 done
+extension_files=("$ROOTFS$extensions"/*.so)
 # shellcheck disable=SC2016
-chroot "$ROOTFS" sh -c 'ldd "$@" || true' - "${programs[@]}" $(cd "$ROOTFS" && ls .$extensions/*.so | sed 's/^\.//') |
+chroot "$ROOTFS" sh -c 'ldd "$@" || true' - "${programs[@]}" "${extension_files[@]#"$ROOTFS"}" |
   grep -oE '/[^ :]+' | grep -v "^$extensions" | sort -u >"$trees/libraries"
 while read -r file; do
   [ -e "$tree$file" ] && continue

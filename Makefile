@@ -1,0 +1,105 @@
+# Everything that a developer runs, and all that CI runs (`make test`).
+SHELL := /bin/bash -euo pipefail
+.DEFAULT_GOAL := help
+CLUSTER := tests/cluster
+# Settings of the test bed (KUBECONFIG, PATH with kind, kubectl and helm), for the line that starts with it.
+BED := source $(CLUSTER)/env.sh;
+SCRIPTS = $(shell git ls-files '*.sh')
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: build
+build: ## Build the release binaries
+	cargo build --release --locked
+
+.PHONY: test
+test: ## Run everything that CI runs, with the time of each stage
+	@tests/stages.sh lint unit-test host-test python-test chart-lint engine-test e2e
+
+.PHONY: lint
+lint: fmt-check clippy doc deny scripts-lint generated ## Check style, lints, docs, dependencies and generated files
+
+.PHONY: fmt
+fmt: ## Format Rust and Python
+	cargo fmt
+	$$(tests/tools/python.sh)/ruff format python tests
+
+.PHONY: fmt-check
+fmt-check:
+	cargo fmt --check
+	$$(tests/tools/python.sh)/ruff format --check python tests
+
+.PHONY: clippy
+clippy:
+	cargo clippy --locked --all-targets -- --deny warnings
+
+.PHONY: doc
+doc:
+	RUSTDOCFLAGS='--deny warnings' cargo doc --locked --no-deps --lib
+
+.PHONY: deny
+deny:
+	$$(tests/tools/cargo-deny.sh) --locked check bans licenses sources
+
+.PHONY: scripts-lint
+scripts-lint:
+	$$(tests/tools/python.sh)/shellcheck $(SCRIPTS)
+
+.PHONY: generate
+generate: ## Write the files that are made from the program's types (CRD, API reference)
+	tests/tools/generate.sh
+
+.PHONY: generated
+generated:
+	tests/tools/generate.sh --check
+
+.PHONY: unit-test
+unit-test: ## Run the unit, property and model tests
+	cargo test --locked --lib --bins
+	cargo test --locked --doc
+
+.PHONY: host-test
+host-test: ## Run the tests with processes on this machine
+	cargo test --locked --test host
+
+.PHONY: python-test
+python-test: venv ## Check and test the Python client
+	$$(tests/tools/python.sh)/ruff check python tests
+	venv=$$($(CLUSTER)/vllm-venv.sh --print); \
+	  $$(tests/tools/python.sh)/mypy --python-executable "$$venv/bin/python" python/weightsync tests/engine tests/cluster; \
+	  cargo build --locked --bin weightsync; \
+	  PYTHONPATH=python "$$venv/bin/python" -m pytest -q python/tests
+
+.PHONY: chart-lint
+chart-lint: ## Check the chart
+	$(CLUSTER)/tools.sh
+	$(BED) helm lint --strict charts/weightsync
+	$(BED) helm template weightsync charts/weightsync >/dev/null
+
+.PHONY: engine-test
+engine-test: venv ## Run the adapter against the real vLLM
+	WEIGHTSYNC_VENV=$$($(CLUSTER)/vllm-venv.sh --print) cargo test --locked --test engine -- --test-threads=1
+
+.PHONY: e2e
+e2e: build cluster-up ## Run the end-to-end tests on the kind cluster
+	tests/e2e/prepare.sh
+	$(BED) WEIGHTSYNC_VENV=$$($(CLUSTER)/vllm-venv.sh --print) cargo test --locked --test e2e -- --test-threads=1
+
+.PHONY: bench
+bench: build ## Measure what docs/benchmarks.md reports
+	$(CLUSTER)/packages.sh
+	benches/run.sh
+
+.PHONY: cluster-up
+cluster-up: ## Bring the kind cluster up (once: 15 minutes; then half a minute)
+	$(CLUSTER)/up.sh
+
+.PHONY: cluster-down
+cluster-down: ## Delete the kind cluster, and the docker daemon that was started for it
+	$(CLUSTER)/down.sh
+
+.PHONY: venv
+venv: ## Build the virtual environment with the real vLLM (once: 5 minutes, 6 GB)
+	$(CLUSTER)/vllm-venv.sh

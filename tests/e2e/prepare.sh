@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Make a cluster that is up ready for the e2e tests: images loaded, files shared with pods, the chart installed.
+# Safe to run again: it brings all of them to the state of this source tree.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
+root=$(cd "$here/../.." && pwd)
+
+product=$("$here/product-image.sh")
+images=$("$here/test-images.sh")
+# shellcheck disable=SC2086
+"$here/load-image.sh" "$product" $images
+
+venv=$("$here/vllm-venv.sh" --print)
+mkdir -p "$WEIGHTSYNC_SHARE/models" "$WEIGHTSYNC_SHARE/e2e"
+"$venv/bin/python" "$root/tests/engine/make_checkpoint.py" "$WEIGHTSYNC_SHARE/models/base" --seed 1
+cp "$root"/tests/e2e/*.py "$WEIGHTSYNC_SHARE/e2e/"
+rm -rf "$WEIGHTSYNC_SHARE/python"
+mkdir "$WEIGHTSYNC_SHARE/python"
+cp -r "$root/python/weightsync" "$WEIGHTSYNC_SHARE/python/"
+
+helm upgrade --install weightsync "$root/charts/weightsync" --namespace weightsync-system --create-namespace \
+  --set image.repository=docker.io/local/weightsync --set image.tag=test --set image.pullPolicy=Never \
+  --wait --timeout 120s
+# The same tag may hold a new image.
+kubectl -n weightsync-system rollout restart deployment/weightsync
+kubectl -n weightsync-system rollout status deployment/weightsync --timeout=120s
