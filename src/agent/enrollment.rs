@@ -1,0 +1,215 @@
+//! How an agent becomes known: it asks for a certificate, renews it, and announces its endpoints while no coordinator listens to them.
+//!
+//! Decides when to ask again; never gives up while its object may still be made, and never shows its token to anything but the server
+//! whose certificate the given authority signed. The update path does not need any of this: an agent works on while the controller is away.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rand::Rng as _;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout};
+use tokio_util::sync::CancellationToken;
+
+use crate::protocol::{AnnounceResponse, Announcement, Assignment, EnrollRequest, EnrollResponse, Incarnation};
+use crate::runtime::backoff::Backoff;
+use crate::runtime::https::{CallError, ControllerClient};
+use crate::runtime::identity::{Identity, IdentityError};
+
+const ENROLL_DEADLINE: Duration = Duration::from_secs(15);
+const ANNOUNCE_DEADLINE: Duration = Duration::from_secs(5);
+/// Between announcements while nobody listens.
+const ANNOUNCE_EVERY: Duration = Duration::from_secs(1);
+/// Between announcements while somebody does: the assignment may have changed.
+const REFRESH_EVERY: Duration = Duration::from_secs(10);
+/// How often it is looked whether somebody still listens.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// Longest token file that is read, in bytes.
+const MAX_TOKEN: u64 = 64 << 10;
+
+/// Where the token comes from.
+#[derive(Clone, PartialEq, Eq)]
+pub enum TokenSource {
+    /// A file that is read anew each time: a projected token is rotated.
+    File(PathBuf),
+    /// A single-use token, useless once it was shown.
+    Given(String),
+}
+
+/// Who this agent is before it has a certificate.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Applicant {
+    /// Namespace of the pod.
+    pub namespace: String,
+    /// Name of the pod.
+    pub pod: String,
+    /// UID of the pod and this process.
+    pub incarnation: Incarnation,
+    /// Where the token comes from.
+    pub token: TokenSource,
+}
+
+/// Why an agent cannot be enrolled, for good.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum EnrollmentError {
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    #[error("the token cannot be read from {path}: {cause}")]
+    Token { path: String, cause: String },
+    #[error("cancelled")]
+    Cancelled,
+}
+
+/// What an agent learned when it was enrolled.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Enrolled {
+    /// UID of its object.
+    pub weightsync: String,
+    /// What the object wants of it.
+    pub assignment: Assignment,
+    /// When to ask for the next certificate.
+    pub renew_at: Instant,
+}
+
+/// Asks for a certificate until it gets one; each refusal is logged once per cause.
+pub async fn enroll(
+    client: &ControllerClient,
+    identity: &Identity,
+    applicant: &Applicant,
+    cancel: &CancellationToken,
+) -> Result<Enrolled, EnrollmentError> {
+    let csr_pem = identity.csr_pem()?;
+    let mut backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
+    let mut said = String::new();
+    loop {
+        // With a certificate no token is needed: a single-use token is used by now.
+        let token = match (identity.own(), &applicant.token) {
+            (Some(_), _) => String::new(),
+            (None, TokenSource::Given(token)) => token.clone(),
+            (None, TokenSource::File(path)) => read_token(path).await?,
+        };
+        let request = EnrollRequest {
+            token,
+            namespace: applicant.namespace.clone(),
+            pod: applicant.pod.clone(),
+            incarnation: applicant.incarnation.clone(),
+            csr_pem: csr_pem.clone(),
+        };
+        let asked = client.post_json::<_, EnrollResponse>("/v1/agents/enroll", &request, ENROLL_DEADLINE);
+        let answer = tokio::select! {
+            () = cancel.cancelled() => return Err(EnrollmentError::Cancelled),
+            answer = asked => answer,
+        };
+        match answer {
+            Ok(response) => {
+                identity.install(&response.certificate_pem)?;
+                let renew_at = Instant::now() + Duration::from_millis(response.renew_after_ms);
+                tracing::info!(weightsync = %response.weightsync, "enrolled");
+                return Ok(Enrolled { weightsync: response.weightsync, assignment: response.assignment, renew_at });
+            }
+            Err(error) => {
+                let error = error.to_string();
+                if error != said {
+                    tracing::warn!(%error, "not enrolled yet, asking again");
+                    said = error;
+                }
+            }
+        }
+        let wait = backoff.failed();
+        if timeout(wait, cancel.cancelled()).await.is_ok() {
+            return Err(EnrollmentError::Cancelled);
+        }
+    }
+}
+
+/// Reads the first line of a token file; also used for standard input, which stays open behind that line.
+pub async fn read_token(path: &Path) -> Result<String, EnrollmentError> {
+    let failed = |cause: String| EnrollmentError::Token { path: path.display().to_string(), cause };
+    let read = async {
+        let file = tokio::fs::File::open(path).await?;
+        let mut line = String::new();
+        BufReader::new(file.take(MAX_TOKEN)).read_line(&mut line).await?;
+        std::io::Result::Ok(line.trim().to_owned())
+    };
+    match timeout(Duration::from_secs(10), read).await {
+        Ok(Ok(token)) if !token.is_empty() => Ok(token),
+        Ok(Ok(_)) => Err(failed("it is empty".into())),
+        Ok(Err(error)) => Err(failed(error.to_string())),
+        Err(_) => Err(failed("nothing came within 10 s".into())),
+    }
+}
+
+/// One endpoint that announces itself.
+pub struct Announcer {
+    /// Calls the controller.
+    pub client: ControllerClient,
+    /// What is said.
+    pub announcement: Announcement,
+    /// Whether a coordinator reads the endpoint's event stream.
+    pub attached: Arc<dyn Fn() -> bool + Send + Sync>,
+    /// Where the assignment goes as it is now.
+    pub assignment: watch::Sender<Assignment>,
+}
+
+/// Why announcing ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum AnnouncingEnded {
+    /// It was told to stop.
+    Cancelled,
+    /// No object claims the pod, or another one does: release the engine, forget the group, enrol again.
+    Unclaimed {
+        /// What the controller said.
+        message: String,
+    },
+}
+
+impl Announcer {
+    /// Announces each second while nobody listens (at once when a listener went away), every ten seconds otherwise.
+    pub async fn run(self, cancel: CancellationToken) -> AnnouncingEnded {
+        loop {
+            let asked = self.client.post_json::<_, AnnounceResponse>("/v1/agents/announce", &self.announcement, ANNOUNCE_DEADLINE);
+            let answer = tokio::select! {
+                () = cancel.cancelled() => return AnnouncingEnded::Cancelled,
+                answer = asked => answer,
+            };
+            match answer {
+                Ok(response) => {
+                    self.assignment.send_if_modified(|now| {
+                        let differs = *now != response.assignment;
+                        *now = response.assignment;
+                        differs
+                    });
+                }
+                Err(CallError::Rejected { rejection, .. }) if !rejection.retryable => {
+                    return AnnouncingEnded::Unclaimed { message: rejection.message };
+                }
+                // The controller is away: the group works on without it.
+                Err(error) => tracing::debug!(%error, "not announced"),
+            }
+            if timeout(pause(), cancel.cancelled()).await.is_ok() || self.listened_to(&cancel).await.is_err() {
+                return AnnouncingEnded::Cancelled;
+            }
+        }
+    }
+
+    /// Returns when nobody listens any more, or when the assignment should be asked for again.
+    async fn listened_to(&self, cancel: &CancellationToken) -> Result<(), Cancelled> {
+        let refresh = Instant::now() + REFRESH_EVERY;
+        while (self.attached)() && Instant::now() < refresh {
+            if timeout(LOOK_EVERY, cancel.cancelled()).await.is_ok() {
+                return Err(Cancelled);
+            }
+        }
+        Ok(())
+    }
+}
+
+struct Cancelled;
+
+/// Many agents that lost one controller must not all come back in one instant.
+fn pause() -> Duration {
+    ANNOUNCE_EVERY.mul_f64(rand::rng().random_range(0.7..1.0))
+}
