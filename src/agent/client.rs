@@ -1,1 +1,154 @@
-//! The source agent's side of the trainer's socket.
+//! The source agent's side of the trainer's socket: an abstract unix socket, JSON lines, tensors in shared memory.
+//!
+//! ```text
+//! trainer's client ── lines ──> connection ── PublishJob ──> PublishQueue ── take ──> whoever leads the update
+//!        │                          ▲  progress, outcome                                      │
+//!        └── tensors ──> ring of slots (memfd) ── Bytes, given back when dropped ─────────────┘
+//! ```
+//!
+//! This room decides who may speak, what fits the protocol ([`crate::protocol::ClientRequest`]), and that every publish hears one
+//! outcome in bounded time. It never decides about versions, epochs or members.
+
+mod connection;
+pub mod memfd;
+mod publish;
+mod queue;
+mod ring;
+mod slots;
+mod socket;
+pub mod trainer;
+mod wire;
+
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use tokio::net::UnixListener;
+use tokio::sync::{Semaphore, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+pub use queue::PublishQueue;
+pub use socket::{SocketError, SocketName};
+
+use crate::protocol::{CLIENT_PROTOCOL, RosterView};
+
+/// Clients that may be connected at once.
+const MOST_CLIENTS: usize = 64;
+
+/// How the server listens and how large its rings are.
+#[derive(Debug, Clone)]
+pub struct ClientServerConfig {
+    /// Where to listen.
+    pub socket: SocketName,
+    /// Program and version, told to clients.
+    pub agent: String,
+    /// Buckets of shared memory for each connection that publishes, at least 2 so that one is written while another is read.
+    pub slots: u32,
+    /// Length of a bucket in bytes as in [`crate::weights::Layout::new`]; 0 lets the size of the model decide.
+    pub bucket_bytes: u64,
+    /// Users that may connect beside this process's own and root.
+    pub allowed_uids: Vec<u32>,
+}
+
+impl ClientServerConfig {
+    /// The usual ring at that socket.
+    pub fn at(socket: SocketName) -> Self {
+        let agent = concat!("weightsync ", env!("CARGO_PKG_VERSION")).to_owned();
+        Self { socket, agent, slots: 4, bucket_bytes: 0, allowed_uids: Vec::new() }
+    }
+}
+
+/// A bound server that accepts nobody yet.
+pub struct ClientServer {
+    listener: UnixListener,
+    shared: Arc<Shared>,
+}
+
+/// What all connections share.
+struct Shared {
+    agent: String,
+    slots: u32,
+    bucket_bytes: u64,
+    uids: Vec<u32>,
+    queue: Arc<PublishQueue>,
+    roster: watch::Receiver<RosterView>,
+}
+
+/// Why a client is sent away.
+#[derive(Debug, thiserror::Error)]
+enum Refused {
+    #[error(
+        "this agent serves users {} only, the client runs as {uid}: run both under one user",
+        uids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+    )]
+    Uid { uid: u32, uids: Vec<u32> },
+    #[error(
+        "the client ({client}) speaks protocol {protocol}, the agent ({agent}) speaks {CLIENT_PROTOCOL}: \
+         install the client of the agent's version"
+    )]
+    Protocol { client: String, protocol: u32, agent: String },
+    #[error("{MOST_CLIENTS} clients are connected already")]
+    TooMany,
+    #[error("no hello came")]
+    NoHello,
+    #[error("{0}")]
+    Nonsense(String),
+    #[error("the connection broke: {0}")]
+    Io(String),
+}
+
+impl Shared {
+    /// Only the agent's own user, root, and users that were named: whoever speaks here decides what every engine serves.
+    fn admit(&self, uid: u32) -> Result<(), Refused> {
+        if self.uids.contains(&uid) { Ok(()) } else { Err(Refused::Uid { uid, uids: self.uids.clone() }) }
+    }
+}
+
+impl ClientServer {
+    /// Listens. Publishes go to `queue`; `roster` is told to clients as it changes. Must be called on a tokio runtime.
+    pub fn bind(config: ClientServerConfig, queue: Arc<PublishQueue>, roster: watch::Receiver<RosterView>) -> Result<Self, SocketError> {
+        let listener = UnixListener::from_std(config.socket.listen()?);
+        let listener = listener.map_err(|source| SocketError::Io { name: config.socket.clone(), source })?;
+        let mut uids = config.allowed_uids;
+        uids.extend([rustix::process::geteuid().as_raw(), 0]);
+        uids.sort_unstable();
+        uids.dedup();
+        let (agent, slots, bucket_bytes) = (config.agent, config.slots.max(2), config.bucket_bytes);
+        Ok(Self { listener, shared: Arc::new(Shared { agent, slots, bucket_bytes, uids, queue, roster }) })
+    }
+
+    /// Serves until `shutdown`; then every connection is closed, and clients know that their agent is lost.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let connections = TaskTracker::new();
+        let places = Arc::new(Semaphore::new(MOST_CLIENTS));
+        loop {
+            let accepted = tokio::select! {
+                accepted = self.listener.accept() => accepted,
+                () = shutdown.cancelled() => break,
+            };
+            match accepted {
+                Ok((stream, _)) => {
+                    if let Ok(place) = Arc::clone(&places).try_acquire_owned() {
+                        let serving = connection::serve(stream, Arc::clone(&self.shared), shutdown.clone());
+                        connections.spawn(async move {
+                            serving.await;
+                            drop(place);
+                        });
+                    } else {
+                        // Closed without a word: a word to each of a thousand clients would itself need a place.
+                        tracing::warn!(refused = %Refused::TooMany, "a trainer's client is sent away");
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "a trainer's client could not be accepted");
+                    // Out of descriptors, most likely: accepting again at once would spin.
+                    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+                }
+            }
+        }
+        connections.close();
+        connections.wait().await;
+    }
+}

@@ -1,0 +1,117 @@
+//! A safetensors checkpoint as a source of buckets, for an object that names a directory and for `publishCheckpoint`.
+//!
+//! Reads one bucket ahead, off the async threads. It refuses a checkpoint that was written to while it was read: nobody can tell then
+//! which step its bytes belong to.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use super::version_source::{SourceError, VersionSource};
+use crate::weights::safetensors::Checkpoint;
+use crate::weights::{Bucket, Layout};
+
+/// An open checkpoint and the place in it.
+pub struct CheckpointSource {
+    checkpoint: Arc<Checkpoint>,
+    layout: Arc<Layout>,
+    next: u32,
+    ahead: Option<JoinHandle<Result<Bytes, SourceError>>>,
+    on_release: Option<Box<dyn FnOnce() + Send + Sync>>,
+}
+
+impl CheckpointSource {
+    /// Opens a file or a directory and reads its headers. `bucket_bytes` as in [`Layout::new`].
+    pub async fn open(path: PathBuf, bucket_bytes: u64, deadline: Instant) -> Result<Self, SourceError> {
+        let shown = path.display().to_string();
+        let opened = tokio::task::spawn_blocking(move || Checkpoint::open(&path));
+        let opened = tokio::time::timeout_at(deadline, opened).await.map_err(|_| stuck(format!("{shown} was not opened in time")))?;
+        let checkpoint = opened.map_err(|error| stuck(error.to_string()))?.map_err(bad)?;
+        let layout = Layout::new("model", checkpoint.specs(), bucket_bytes).map_err(bad)?;
+        if layout.entries.is_empty() {
+            return Err(SourceError::BadCheckpoint { what: format!("{shown} holds no tensor") });
+        }
+        Ok(Self { checkpoint: Arc::new(checkpoint), layout: Arc::new(layout), next: 0, ahead: None, on_release: None })
+    }
+
+    /// Calls `then` when no byte will be read any more.
+    #[must_use]
+    pub fn on_release(mut self, then: impl FnOnce() + Send + Sync + 'static) -> Self {
+        self.on_release = Some(Box::new(then));
+        self
+    }
+
+    fn read(&self, sequence: u32) -> Option<JoinHandle<Result<Bytes, SourceError>>> {
+        let bucket = self.layout.bucket(sequence)?;
+        let (checkpoint, layout) = (Arc::clone(&self.checkpoint), Arc::clone(&self.layout));
+        Some(tokio::task::spawn_blocking(move || {
+            let length = usize::try_from(bucket.bytes).map_err(bad)?;
+            let mut bytes = vec![0; length];
+            checkpoint.read_stream(&layout, bucket.offset, &mut bytes).map_err(bad)?;
+            Ok(Bytes::from(bytes))
+        }))
+    }
+}
+
+#[async_trait]
+impl VersionSource for CheckpointSource {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn repeatable(&self) -> bool {
+        true
+    }
+
+    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError> {
+        let Some(bucket) = self.layout.bucket(self.next) else {
+            let checkpoint = Arc::clone(&self.checkpoint);
+            let checked = tokio::task::spawn_blocking(move || checkpoint.check_unchanged().map_err(bad));
+            return in_time(silence, checked).await.map(|()| None);
+        };
+        if self.ahead.is_none() {
+            self.ahead = self.read(self.next);
+        }
+        // Taken only when it ended: a caller that drops this wait and calls again finds the same read.
+        let Some(reading) = self.ahead.as_mut() else { return Ok(None) };
+        let bytes = in_time(silence, reading).await;
+        self.ahead = None;
+        let bytes = bytes?;
+        self.next += 1;
+        self.ahead = self.read(self.next);
+        Ok(Some((bucket, bytes)))
+    }
+
+    async fn restart(&mut self, _reason: &str) -> Result<(), SourceError> {
+        self.next = 0;
+        self.ahead = None;
+        Ok(())
+    }
+
+    async fn released(&mut self) {
+        if let Some(then) = self.on_release.take() {
+            then();
+        }
+    }
+}
+
+async fn in_time<T>(
+    silence: Duration,
+    reading: impl Future<Output = Result<Result<T, SourceError>, tokio::task::JoinError>>,
+) -> Result<T, SourceError> {
+    let read = tokio::time::timeout(silence, reading).await.map_err(|_| stuck(format!("no byte for {silence:?}")))?;
+    read.map_err(|error| stuck(error.to_string()))?
+}
+
+fn bad(error: impl std::fmt::Display) -> SourceError {
+    SourceError::BadCheckpoint { what: error.to_string() }
+}
+
+fn stuck(cause: String) -> SourceError {
+    SourceError::Io { what: "reading the checkpoint".into(), cause }
+}

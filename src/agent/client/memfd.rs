@@ -1,0 +1,92 @@
+//! A run of shared memory without a path: made and sealed by the agent, mapped once by each side.
+//!
+//! The size is sealed, so no side can pull the memory away under the other (a shrunk mapping would kill the reader by SIGBUS). This file
+//! knows addresses and lengths; what lies where, and who may write when, is the ring's business.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+/// Shared memory, mapped for as long as this value lives.
+pub struct SharedMemory {
+    fd: OwnedFd,
+    base: NonNull<u8>,
+    length: usize,
+    writable: bool,
+}
+
+// SAFETY: the mapping belongs to this value alone, stays at its place until drop, and no method hands out more than its borrow allows.
+unsafe impl Send for SharedMemory {}
+// SAFETY: shared access only reads; writing needs `&mut self`.
+unsafe impl Sync for SharedMemory {}
+
+impl SharedMemory {
+    /// New zeroed memory of `length` bytes, mapped for reading. All pages are taken now, so that a lack of memory is an error here and
+    /// not a signal in the middle of an update, and so that they are charged to this process.
+    pub fn create(name: &str, length: usize) -> io::Result<Self> {
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let bytes = u64::try_from(length).map_err(|_| io::ErrorKind::InvalidInput)?;
+        rustix::fs::ftruncate(&fd, bytes)?;
+        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, bytes)?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        Self::map(fd, length, false)
+    }
+
+    /// Memory that the other side made, mapped for reading and writing. Refuses one that is shorter than `length` or that could shrink.
+    pub fn attach(fd: OwnedFd, length: usize) -> io::Result<Self> {
+        let size = usize::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
+        if size < length {
+            let what = format!("the shared memory has {size} bytes, {length} were announced");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
+        if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the shared memory is not sealed against shrinking"));
+        }
+        Self::map(fd, length, true)
+    }
+
+    fn map(fd: OwnedFd, length: usize, writable: bool) -> io::Result<Self> {
+        let protection = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        // SAFETY: a new mapping at a place that the kernel chooses aliases nothing of ours; length and descriptor were checked above.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, &fd, 0)? };
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { fd, base, length, writable })
+    }
+
+    /// What to pass to the other side.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Bytes of a range, or `None` when it does not lie inside.
+    ///
+    /// The other process must not write there meanwhile. One that does anyway cannot break this process, only its own version: the
+    /// digest that travels with a bucket is computed from what is sent, and every receiver computes it again.
+    pub fn bytes(&self, range: Range<usize>) -> Option<&[u8]> {
+        let length = range.end.checked_sub(range.start).filter(|_| range.end <= self.length)?;
+        // SAFETY: the range lies inside a mapping that lives as long as `self` and cannot shrink (sealed); bytes have no invalid value.
+        Some(unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(range.start), length) })
+    }
+
+    /// Bytes of a range for writing, or `None` when it does not lie inside or was mapped for reading only.
+    pub fn bytes_mut(&mut self, range: Range<usize>) -> Option<&mut [u8]> {
+        let length = range.end.checked_sub(range.start).filter(|_| range.end <= self.length && self.writable)?;
+        // SAFETY: as above, mapped for writing, and `&mut self` excludes every other reference of this process.
+        Some(unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr().add(range.start), length) })
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours and no slice of it outlives `self`.
+        let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.length) };
+        if let Err(error) = unmapped {
+            tracing::warn!(%error, "shared memory could not be unmapped");
+        }
+    }
+}

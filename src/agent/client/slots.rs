@@ -1,0 +1,137 @@
+//! Which slots of the ring are whose, and whether what a client says fits that. Pure: no socket, no memory, no clock.
+//!
+//! Decides whether a filled bucket belongs to the running attempt, to one that is over, or makes no sense. It never lets a slot be written
+//! while it is read, and never lets a bucket be left out or come twice.
+
+/// Book of one ring during one publish.
+#[derive(Debug)]
+pub(super) struct Slots {
+    attempt: u32,
+    buckets: u32,
+    next: u32,
+    ended: bool,
+    held: Vec<bool>,
+}
+
+/// What to do with a filled slot that makes sense.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fill {
+    /// It is the next bucket; the slot is held until [`Slots::free`].
+    Next,
+    /// It belongs to an attempt that is over: the slot may be written again at once.
+    Stale,
+}
+
+impl Slots {
+    /// All slots free, for a stream of `buckets` buckets.
+    pub(super) fn new(slots: u32, buckets: u32) -> Self {
+        Self { attempt: 1, buckets, next: 0, ended: false, held: (0..slots).map(|_| false).collect() }
+    }
+
+    pub(super) fn attempt(&self) -> u32 {
+        self.attempt
+    }
+
+    /// A client says that a slot holds a bucket.
+    pub(super) fn fill(&mut self, attempt: u32, sequence: u32, slot: u32) -> Result<Fill, String> {
+        let slots = self.held.len();
+        let held = usize::try_from(slot).ok().and_then(|slot| self.held.get_mut(slot));
+        let held = held.ok_or_else(|| format!("slot {slot} was filled, the ring has {slots}"))?;
+        if *held {
+            return Err(format!("slot {slot} was filled while the agent still reads it"));
+        }
+        if attempt < self.attempt {
+            return Ok(Fill::Stale);
+        }
+        if attempt > self.attempt {
+            return Err(format!("a bucket of attempt {attempt} came in attempt {}", self.attempt));
+        }
+        if self.ended || sequence >= self.buckets {
+            return Err(format!("bucket {sequence} came after the end, the version has {} buckets", self.buckets));
+        }
+        if sequence != self.next {
+            return Err(format!("bucket {sequence} came where bucket {} was due", self.next));
+        }
+        *held = true;
+        self.next += 1;
+        Ok(Fill::Next)
+    }
+
+    /// A client says that it filled all buckets; `false` when that is said of an attempt that is over.
+    pub(super) fn end(&mut self, attempt: u32) -> Result<bool, String> {
+        if attempt < self.attempt {
+            return Ok(false);
+        }
+        if attempt > self.attempt {
+            return Err(format!("the end of attempt {attempt} came in attempt {}", self.attempt));
+        }
+        if self.ended {
+            return Err("the end came twice".into());
+        }
+        if self.next != self.buckets {
+            return Err(format!("the end came after {} of {} buckets", self.next, self.buckets));
+        }
+        self.ended = true;
+        Ok(true)
+    }
+
+    /// A slot is read no more.
+    pub(super) fn free(&mut self, slot: u32) {
+        if let Some(held) = usize::try_from(slot).ok().and_then(|slot| self.held.get_mut(slot)) {
+            *held = false;
+        }
+    }
+
+    /// Starts another attempt and tells its number. Slots that are still read stay held.
+    pub(super) fn again(&mut self) -> u32 {
+        self.attempt = self.attempt.saturating_add(1);
+        self.next = 0;
+        self.ended = false;
+        self.attempt
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_come_in_order_and_a_slot_is_written_only_when_it_is_free() {
+        let mut slots = Slots::new(2, 3);
+        assert_eq!(slots.fill(1, 0, 1), Ok(Fill::Next));
+        assert!(slots.fill(1, 1, 1).unwrap_err().contains("still reads"));
+        assert!(slots.fill(1, 2, 0).unwrap_err().contains("bucket 1 was due"));
+        assert_eq!(slots.fill(1, 1, 0), Ok(Fill::Next));
+        slots.free(1);
+        assert!(slots.end(1).unwrap_err().contains("2 of 3"));
+        assert_eq!(slots.fill(1, 2, 1), Ok(Fill::Next));
+        assert_eq!(slots.end(1), Ok(true));
+        assert!(slots.end(1).unwrap_err().contains("twice"));
+        slots.free(0);
+        assert!(slots.fill(1, 3, 0).unwrap_err().contains("after the end"));
+    }
+
+    #[test]
+    fn what_was_under_way_when_an_attempt_ended_is_stale_and_not_nonsense() {
+        let mut slots = Slots::new(2, 3);
+        assert_eq!(slots.fill(1, 0, 0), Ok(Fill::Next));
+        assert_eq!(slots.again(), 2);
+        assert_eq!(slots.fill(1, 1, 1), Ok(Fill::Stale));
+        assert_eq!(slots.end(1), Ok(false));
+        assert!(slots.fill(2, 0, 0).unwrap_err().contains("still reads"), "slot 0 is held by a reader of attempt 1");
+        assert_eq!(slots.fill(2, 0, 1), Ok(Fill::Next));
+        assert!(slots.fill(3, 1, 0).is_err());
+        assert!(slots.end(3).is_err());
+    }
+
+    #[test]
+    fn numbers_outside_the_ring_are_nonsense() {
+        let mut slots = Slots::new(2, 1);
+        assert!(slots.fill(1, 0, 2).unwrap_err().contains("the ring has 2"));
+        assert!(slots.fill(1, 0, u32::MAX).is_err());
+        assert!(slots.fill(1, u32::MAX, 0).is_err());
+        slots.free(u32::MAX);
+        let mut nothing = Slots::new(1, 0);
+        assert_eq!(nothing.end(1), Ok(true), "a version of empty tensors has no bucket");
+    }
+}

@@ -1,0 +1,185 @@
+//! Every publish hears one outcome, whoever dies, waits or forgets.
+
+use tokio::time::Instant;
+
+use super::*;
+use crate::agent::version_source::SourceError;
+use crate::protocol::{MemberName, PublishError, PublishErrorCode, UpdatePhase};
+
+fn publish_with(version: u64, new_queue: QueuePolicy, new_timeout_ms: u64) -> ClientRequest {
+    let mut request = publish(version);
+    if let ClientRequest::Publish { queue, timeout_ms, .. } = &mut request {
+        (*queue, *timeout_ms) = (new_queue, new_timeout_ms);
+    }
+    request
+}
+
+async fn error(raw: &mut Raw) -> PublishError {
+    loop {
+        match raw.hear().await {
+            Some(ClientReply::Error { error }) => return error,
+            Some(ClientReply::Accepted { .. } | ClientReply::Ring { .. }) => {}
+            other => panic!("{other:?} instead of an error"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn progress_staging_and_the_result_reach_the_trainer_in_order() {
+    let agent = agent();
+    let mut raw = agent.greeted().await;
+    raw.ask(&publish(2)).await;
+    assert!(matches!(raw.hear().await, Some(ClientReply::Accepted { version: 2 })));
+    let mut job = agent.job().await;
+    job.reporter.progress(UpdatePhase::Transfer, 4096);
+    let total_bytes = job.source.layout().total_bytes;
+    assert_eq!(raw.hear().await, Some(ClientReply::Progress { version: 2, phase: UpdatePhase::Transfer, bytes: 4096, total_bytes }));
+    let staging = tokio::spawn(async move {
+        job.reporter.staged(Instant::now() + LIMIT).await.unwrap();
+        job.reporter.done(PublishResult { behind: vec![(MemberName("actors/b".into()), "dead".into())], ..result(2) });
+    });
+    assert_eq!(raw.hear().await, Some(ClientReply::Staged { version: 2 }));
+    assert!(!staging.is_finished());
+    raw.ask(&ClientRequest::Activate { version: 2 }).await;
+    assert_eq!(raw.hear().await, Some(ClientReply::Released { version: 2 }));
+    assert!(matches!(raw.hear().await, Some(ClientReply::Done { result }) if result.behind.len() == 1));
+}
+
+#[tokio::test]
+async fn a_dropped_publish_is_a_failed_one() {
+    let agent = agent();
+    let mut raw = agent.greeted().await;
+    raw.ask(&publish(2)).await;
+    drop(agent.job().await);
+    let error = error(&mut raw).await;
+    assert!(error.retryable && error.code == PublishErrorCode::Internal, "{error:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_publish_that_nobody_ends_is_ended_by_the_connection() {
+    let agent = agent();
+    let mut raw = agent.greeted().await;
+    raw.ask(&publish_with(2, QueuePolicy::Wait, 3_000)).await;
+    let job = agent.job().await;
+    job.reporter.progress(UpdatePhase::Verify, 1);
+    assert!(matches!(raw.hear().await, Some(ClientReply::Accepted { .. })));
+    assert!(matches!(raw.hear().await, Some(ClientReply::Progress { .. })));
+    let error = error(&mut raw).await;
+    assert_eq!((error.code, error.phase), (PublishErrorCode::Timeout, Some(UpdatePhase::Verify)));
+    // The connection is free for the next one, whatever became of the job.
+    raw.ask(&publish(3)).await;
+    assert_eq!(agent.job().await.version, 3);
+    drop(job);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_publish_whose_turn_never_comes_says_so_at_its_deadline() {
+    let agent = agent();
+    let mut first = agent.greeted().await;
+    first.ask(&publish(2)).await;
+    let _running = agent.job().await;
+    let mut second = agent.greeted().await;
+    second.ask(&publish_with(3, QueuePolicy::Wait, 2_000)).await;
+    let error = error(&mut second).await;
+    assert_eq!(error.code, PublishErrorCode::Timeout);
+    assert!(error.message.contains("earlier publish"), "{}", error.message);
+}
+
+#[tokio::test]
+async fn latest_replaces_what_waits_and_not_what_runs() {
+    let agent = agent();
+    let mut running = agent.greeted().await;
+    running.ask(&publish(2)).await;
+    let job = agent.job().await;
+    let mut waiting = agent.greeted().await;
+    waiting.ask(&publish(3)).await;
+    assert!(matches!(waiting.hear().await, Some(ClientReply::Accepted { .. })));
+    let mut latest = agent.greeted().await;
+    latest.ask(&publish_with(4, QueuePolicy::Latest, 20_000)).await;
+    let superseded = error(&mut waiting).await;
+    assert_eq!((superseded.code, superseded.retryable), (PublishErrorCode::Superseded, false));
+    assert!(!job.cancel.is_cancelled());
+    assert_eq!(agent.job().await.version, 4);
+}
+
+#[tokio::test]
+async fn publishes_that_wait_have_their_turn_in_order() {
+    let agent = agent();
+    let mut clients = Vec::new();
+    for version in [2, 3, 4] {
+        let mut raw = agent.greeted().await;
+        raw.ask(&publish(version)).await;
+        assert_eq!(raw.hear().await, Some(ClientReply::Accepted { version }));
+        clients.push(raw);
+    }
+    for version in [2, 3, 4] {
+        assert_eq!(agent.job().await.version, version);
+    }
+}
+
+#[tokio::test]
+async fn a_trainer_that_dies_before_its_release_ends_the_publish_and_after_it_does_not() {
+    let agent = agent();
+    let mut raw = agent.greeted().await;
+    raw.ask(&publish(2)).await;
+    let mut job = agent.job().await;
+    drop(raw);
+    tokio::time::timeout(LIMIT, job.cancel.cancelled()).await.unwrap();
+    assert!(matches!(job.source.next(LIMIT).await, Err(SourceError::Gone { .. })));
+
+    let mut raw = agent.greeted().await;
+    raw.ask(&publish(3)).await;
+    let mut job = agent.job().await;
+    job.source.released().await;
+    drop(raw);
+    // Its connection has ended when the staging finds nobody to wait for.
+    let gone = tokio::time::timeout(LIMIT, job.reporter.staged(Instant::now() + LIMIT)).await.unwrap();
+    assert!(gone.is_err());
+    assert!(!job.cancel.is_cancelled());
+}
+
+#[tokio::test]
+async fn giving_up_ends_what_waits_at_once_and_tells_what_runs() {
+    let agent = agent();
+    let mut running = agent.greeted().await;
+    running.ask(&publish(2)).await;
+    let mut job = agent.job().await;
+    let mut waiting = agent.greeted().await;
+    waiting.ask(&publish(3)).await;
+    let cancel = ClientRequest::Cancel { reason: "the step was skipped".into() };
+    waiting.ask(&cancel).await;
+    assert_eq!(error(&mut waiting).await.code, PublishErrorCode::Cancelled);
+    running.ask(&cancel).await;
+    let given_up = SourceError::Cancelled { reason: "the step was skipped".into() };
+    assert_eq!(job.source.next(LIMIT).await.unwrap_err(), given_up);
+    assert!(job.cancel.is_cancelled());
+    job.reporter.failed(given_up.publish_error(None));
+    assert_eq!(error(&mut running).await.code, PublishErrorCode::Cancelled);
+}
+
+#[tokio::test]
+async fn a_watched_roster_is_told_again_when_it_changes() {
+    let agent = agent();
+    let mut raw = agent.greeted().await;
+    raw.ask(&ClientRequest::Roster { watch: true }).await;
+    assert!(matches!(raw.hear().await, Some(ClientReply::Roster { roster }) if roster.epoch == Some(3)));
+    agent.roster.send_modify(|roster| roster.epoch = Some(4));
+    assert!(matches!(raw.hear().await, Some(ClientReply::Roster { roster }) if roster.epoch == Some(4)));
+}
+
+#[tokio::test]
+async fn a_server_that_stops_closes_its_connections_and_frees_its_name() {
+    let agent = agent();
+    let mut raw = agent.greeted().await;
+    raw.ask(&publish(2)).await;
+    assert!(matches!(raw.hear().await, Some(ClientReply::Accepted { .. })));
+    let socket = agent.socket.clone();
+    drop(agent);
+    assert_eq!(raw.hear().await, None);
+    let freed = async {
+        while socket.listen().is_err() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(LIMIT, freed).await.expect("the name is free again");
+}
