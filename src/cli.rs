@@ -10,6 +10,7 @@ mod generate;
 pub mod inject;
 mod local;
 pub mod plugin;
+mod publish;
 
 use std::future::Future;
 use std::process::ExitCode;
@@ -33,6 +34,10 @@ pub enum Command {
     Generate(generate::GenerateArgs),
     /// Run a group of processes on this host from a file.
     Local(local::LocalArgs),
+    /// Publish a safetensors checkpoint through the agent beside this process.
+    ///
+    /// Exits 0 when enough replicas serve the version, 75 when it failed and the same command may succeed later, 1 when it cannot.
+    Publish(publish::PublishArgs),
 }
 
 impl Cli {
@@ -41,6 +46,7 @@ impl Cli {
         match self.command {
             Command::Generate(args) => args.run(),
             Command::Local(args) => args.run(),
+            Command::Publish(args) => args.run(),
         }
     }
 }

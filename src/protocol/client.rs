@@ -255,6 +255,8 @@ pub enum PublishErrorCode {
     BadCheckpoint,
     /// Too little memory.
     OutOfSpace,
+    /// No agent listens, or it went away in the middle. Said by a client, never by an agent.
+    AgentLost,
     /// Anything else.
     Internal,
 }

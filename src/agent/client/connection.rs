@@ -112,7 +112,11 @@ impl Connection {
             return Err(Refused::Nonsense("the first line must be hello".into()));
         };
         if *protocol != CLIENT_PROTOCOL {
-            return Err(Refused::Protocol { client: client.chars().take(100).collect(), protocol: *protocol, agent: self.shared.agent.clone() });
+            return Err(Refused::Protocol {
+                client: client.chars().take(100).collect(),
+                protocol: *protocol,
+                agent: self.shared.agent.clone(),
+            });
         }
         let version = self.shared.roster.borrow().version;
         self.outbox.say(ClientReply::Welcome { protocol: CLIENT_PROTOCOL, agent: self.shared.agent.clone(), version });

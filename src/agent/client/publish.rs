@@ -87,7 +87,8 @@ impl Publish {
             }
             From::Checkpoint { path } => {
                 outbox.say(ClientReply::Accepted { version: self.version });
-                let (turn, shared, job_of) = (Arc::clone(&turn), Arc::clone(shared), (self.version, self.activation, self.queue, cancel.clone()));
+                let (turn, shared, job_of) =
+                    (Arc::clone(&turn), Arc::clone(shared), (self.version, self.activation, self.queue, cancel.clone()));
                 tokio::spawn(open_checkpoint(PathBuf::from(path), turn, shared, job_of, deadline, reporter));
             }
         }

@@ -74,7 +74,8 @@ impl PublishQueue {
             if job.cancel.is_cancelled() {
                 fail(job, PublishErrorCode::Cancelled, "given up before its turn came".into(), true);
             } else {
-                let message = "its time was over while an earlier publish was still running: raise the timeout, or wait for that one".into();
+                let message =
+                    "its time was over while an earlier publish was still running: raise the timeout, or wait for that one".into();
                 fail(job, PublishErrorCode::Timeout, message, true);
             }
         }

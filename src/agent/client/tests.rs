@@ -4,8 +4,8 @@ mod nonsense;
 mod outcomes;
 mod streams;
 
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use tokio::io::{AsyncWriteExt, Interest};
@@ -47,14 +47,14 @@ impl Agent {
         tokio::time::timeout(LIMIT, self.queue.take()).await.expect("a publish")
     }
 
-    async fn raw(&self) -> Raw {
+    fn raw(&self) -> Raw {
         let stream = self.socket.connect().unwrap();
         stream.set_nonblocking(true).unwrap();
         Raw(UnixStream::from_std(stream).unwrap(), Vec::new())
     }
 
     async fn greeted(&self) -> Raw {
-        let mut raw = self.raw().await;
+        let mut raw = self.raw();
         raw.say(r#"{"op":"hello","protocol":1,"client":"test"}"#).await;
         assert!(matches!(raw.hear().await, Some(ClientReply::Welcome { protocol: 1, version: Some(1), .. })));
         raw

@@ -116,10 +116,7 @@ impl TrainerClient {
         self.say(request)?;
         let mut filling = None;
         loop {
-            let reply = match self.fill_next(&mut filling, fill)? {
-                true => self.hear_now()?,
-                false => Some(self.hear()?),
-            };
+            let reply = if self.fill_next(&mut filling, fill)? { self.hear_now()? } else { Some(self.hear()?) };
             if deadline.is_some_and(|deadline| Instant::now() > deadline) {
                 return Err(TrainerError::AgentLost { cause: format!("it gave no outcome within {timeout_ms} ms") });
             }
@@ -209,7 +206,7 @@ impl TrainerClient {
 
     /// Reads what is there, descriptors included.
     fn receive(&mut self, flags: RecvFlags) -> io::Result<usize> {
-        let mut chunk = [0; 64 << 10];
+        let mut chunk = [0; 16 << 10];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut beside = RecvAncillaryBuffer::new(&mut space);
         let flags = flags | RecvFlags::CMSG_CLOEXEC;

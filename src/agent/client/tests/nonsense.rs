@@ -28,7 +28,7 @@ async fn a_first_line_that_is_not_a_good_hello_is_answered_and_closed() {
         (long.as_str(), PublishErrorCode::Invalid, "too long"),
     ] {
         let agent = agent();
-        let mut raw = agent.raw().await;
+        let mut raw = agent.raw();
         raw.say(line).await;
         let words = last_words(&mut raw).await;
         assert_eq!(words.code, code, "{words:?}");
@@ -39,7 +39,7 @@ async fn a_first_line_that_is_not_a_good_hello_is_answered_and_closed() {
 #[tokio::test(start_paused = true)]
 async fn a_client_that_never_says_hello_is_closed() {
     let agent = agent();
-    let mut raw = agent.raw().await;
+    let mut raw = agent.raw();
     assert!(last_words(&mut raw).await.message.contains("no hello"));
 }
 

@@ -17,6 +17,7 @@ fn content(layout: &Layout, offset: u64, bytes: u64) -> Vec<u8> {
     stream
 }
 
+#[allow(clippy::unnecessary_wraps)] // the signature is that of `Fill`
 fn fill(layout: &Layout, bucket: Bucket, into: &mut [u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     into.copy_from_slice(&content(layout, bucket.offset, bucket.bytes));
     Ok(())
