@@ -1,1 +1,40 @@
-//! The Kubernetes resource `WeightSync`: types, conditions, validation.
+//! The Kubernetes resource `WeightSync`: its types, its rules, and how it becomes what the rooms below understand.
+//!
+//! The types are the only source of the CRD and of the API reference: both are written by `weightsync generate` and a test fails when
+//! they are stale. This room decides what a user may say and what status can show; it never talks to an API server, and holds nothing
+//! that is not built.
+//!
+//! - `spec`, `policy`, `selector`: what a user asks for. Each rule that needs two fields is a CEL rule with a message for people.
+//! - `status`: what is so. `crd`: the schema as it is installed.
+//! - `validate`: the same rules in code, for objects that no API server has looked at, and for one that was stored before a rule came.
+//! - `convert`: spec into inputs of `plan` and `protocol`. `pods`: pods as `plan` sees them.
+
+mod convert;
+mod crd;
+mod pods;
+mod policy;
+mod pool;
+mod selector;
+mod spec;
+mod status;
+mod validate;
+
+pub use crd::{crd, crd_yaml, prune, schema, unknown_fields};
+pub use pods::{not_ready, pod_facts};
+pub use policy::{
+    Agent, Auto, BeforeFirstVersion, Health, Join, KvCache, Launch, Membership, Pause, Readiness, Retain, Tcp, Transport, Update,
+};
+pub use pool::{Engine, EngineServer, Head, OrderBy, Pool, PoolOrder, Replica, SecretKey, Sglang, Sizes, Vllm};
+pub use selector::{PodSelector, SelectorOperator, SelectorRequirement};
+pub use spec::{Delivery, Trainer, TrainerOrder, TrainerOrderBy, WeightSync, WeightSyncSpec};
+pub use status::{
+    ConditionType, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus, PhaseTime, ReplicaCount, TrainerStatus, TransportStatus,
+    WeightSyncStatus,
+};
+pub use validate::{Problem, validate};
+
+/// API group of the resource.
+pub const GROUP: &str = "weightsync.dev";
+
+/// Version of the API.
+pub const VERSION: &str = "v1alpha1";

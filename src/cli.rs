@@ -6,7 +6,7 @@
 //! To add a command: a file `src/cli/NAME.rs` with `pub struct NameArgs` (derives `clap::Args`) and
 //! `impl NameArgs { pub fn run(self) -> anyhow::Result<ExitCode> }`, a variant of [`Command`], and an arm in [`Cli::run`].
 
-mod generate;
+pub mod generate;
 pub mod inject;
 mod local;
 pub mod plugin;

@@ -1,4 +1,8 @@
 //! `weightsync generate`: files that are made from the program's own types, so that they cannot differ from them.
+//!
+//! Everything goes to standard output; the tests say which file of the repository must hold it.
+
+mod reference;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -18,6 +22,10 @@ pub struct GenerateArgs {
 /// What can be written.
 #[derive(Debug, Subcommand)]
 pub enum What {
+    /// The CustomResourceDefinition (`crds/weightsync.yaml`), to standard output.
+    Crds,
+    /// The reference of the API (`docs/reference/api.md`), to standard output.
+    ApiReference,
     /// Completion of commands and options for a shell, to standard output.
     Completion {
         /// Which shell.
@@ -28,13 +36,26 @@ pub enum What {
 impl GenerateArgs {
     /// Writes it.
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        match self.what {
+        let text = match self.what {
+            What::Crds => crds()?.into_bytes(),
+            What::ApiReference => api_reference()?.into_bytes(),
             What::Completion { shell } => {
                 let mut script = Vec::new();
                 clap_complete::generate(shell, &mut super::Cli::command(), "weightsync", &mut script);
-                std::io::stdout().write_all(&script).context("standard output cannot be written")?;
+                script
             }
-        }
+        };
+        std::io::stdout().write_all(&text).context("standard output cannot be written")?;
         Ok(ExitCode::SUCCESS)
     }
+}
+
+/// What `crds/weightsync.yaml` must hold.
+pub fn crds() -> anyhow::Result<String> {
+    crate::api::crd_yaml().map_err(|error| anyhow::anyhow!(error)).context("the CRD cannot be written")
+}
+
+/// What `docs/reference/api.md` must hold.
+pub fn api_reference() -> anyhow::Result<String> {
+    Ok(reference::render(&crate::api::schema().context("the schema cannot be read")?))
 }

@@ -1,0 +1,181 @@
+//! Spec into inputs of the rooms below. Numbers were checked before; one that cannot be is cut at its limit rather than wrapped.
+
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use kube::ResourceExt;
+
+use super::{
+    BeforeFirstVersion, KvCache, Launch, OrderBy, Pause, PodSelector, Pool, PoolOrder, SelectorOperator, Sizes, Trainer, TrainerOrderBy,
+    WeightSync, WeightSyncSpec,
+};
+use crate::plan::{GroupSpec, Operator, Order, Parallelism, PoolSpec, Requirement, Selector, TrainerSpec, WeightSyncRef};
+use crate::protocol::{EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, UpdatePolicy};
+
+/// What is kept where nothing else was said: enough for any model that a single host trains, and bounded by free memory anyway.
+const RETAIN_MIB: i64 = 64 * 1024;
+
+fn count(number: i32) -> u32 {
+    u32::try_from(number).unwrap_or(0)
+}
+
+fn millis(seconds: i32) -> u64 {
+    u64::try_from(seconds).unwrap_or(0) * 1000
+}
+
+impl WeightSync {
+    /// Identity and age, as the plan compares them.
+    pub fn plan_ref(&self) -> WeightSyncRef {
+        let created = self.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_millisecond());
+        WeightSyncRef {
+            namespace: self.namespace().unwrap_or_default(),
+            name: self.name_any(),
+            uid: self.uid().unwrap_or_default(),
+            created: u64::try_from(created).unwrap_or(0),
+        }
+    }
+}
+
+impl WeightSyncSpec {
+    /// The pools, in the order of the spec.
+    pub fn plan_pools(&self) -> Vec<PoolSpec> {
+        self.rollouts.iter().map(Pool::to_plan).collect()
+    }
+
+    /// Replicas that must hold a version for it to count, of `total`: at least one.
+    pub fn min_ready(&self, total: u32) -> u32 {
+        let wanted = match &self.membership.min_ready {
+            IntOrString::Int(number) => count(*number),
+            IntOrString::String(text) => {
+                let percent: u64 = text.strip_suffix('%').and_then(|percent| percent.parse().ok()).unwrap_or(100);
+                u32::try_from((u64::from(total) * percent).div_ceil(100)).unwrap_or(u32::MAX)
+            }
+        };
+        wanted.max(1)
+    }
+
+    /// The rules of updates for a group with `total` replicas.
+    pub fn update_policy(&self, total: u32) -> UpdatePolicy {
+        let tcp = self.transport.tcp.unwrap_or_default();
+        let retain_mib = match (self.update.retain, self.agent.launch) {
+            (Some(retain), _) => retain.host_mib,
+            (None, Launch::Ephemeral) => 0,
+            (None, _) => RETAIN_MIB,
+        };
+        UpdatePolicy {
+            pause: match self.update.pause {
+                Pause::Keep => PausePolicy::Keep,
+                Pause::Drain => PausePolicy::Drain,
+                Pause::Abort => PausePolicy::Abort,
+                Pause::External => PausePolicy::External,
+            },
+            kv_cache: match self.update.kv_cache {
+                KvCache::Keep => KvCachePolicy::Keep,
+                KvCache::Reset => KvCachePolicy::Reset,
+            },
+            min_ready: self.min_ready(total),
+            silence_ms: millis(self.update.silence_seconds),
+            update_timeout_ms: millis(self.update.timeout_seconds),
+            retain_bytes: u64::try_from(retain_mib).unwrap_or(0).saturating_mul(1 << 20),
+            bucket_bytes: u64::from(count(tcp.bucket_mib.unwrap_or(0))) << 20,
+            data_tls: tcp.tls,
+            health: HealthPolicy {
+                period_ms: millis(self.health.period_seconds),
+                timeout_ms: millis(self.health.timeout_seconds),
+                failure_threshold: count(self.health.failure_threshold),
+                success_threshold: count(self.health.success_threshold),
+            },
+        }
+    }
+
+    /// How long a join waits for others, in ms.
+    pub fn debounce_ms(&self) -> u64 {
+        millis(self.membership.debounce_seconds)
+    }
+
+    /// Whether pods are ready before the first version.
+    pub fn serve_before_first_version(&self) -> bool {
+        self.readiness.before_first_version == BeforeFirstVersion::Serve
+    }
+
+    /// The engines of a pod of `pool`, as its agent is told of them.
+    pub fn engines(pool: &Pool) -> Vec<EngineAssignment> {
+        let Some(server) = pool.engine.server() else { return Vec::new() };
+        let ports = server.ports.iter().filter_map(|port| u16::try_from(*port).ok());
+        ports.map(|port| EngineAssignment { kind: server.kind.to_owned(), port }).collect()
+    }
+}
+
+impl Trainer {
+    /// The trainer, as the plan sees it.
+    pub fn to_plan(&self) -> TrainerSpec {
+        let order = self.order.as_ref();
+        TrainerSpec {
+            selector: self.selector.to_plan(),
+            container: self.container.clone(),
+            order: order.map_or(Order::Auto, |order| match order.by {
+                TrainerOrderBy::Ordinal => Order::Ordinal,
+                TrainerOrderBy::Name => Order::Name,
+                TrainerOrderBy::Label => Order::Label(order.label.clone().unwrap_or_default()),
+                TrainerOrderBy::Explicit => Order::Explicit(order.names.clone()),
+            }),
+            first_index: order.and_then(|order| order.first_index).map_or(0, count),
+            sources: 1,
+        }
+    }
+}
+
+impl Pool {
+    /// The pool, as the plan sees it.
+    pub fn to_plan(&self) -> PoolSpec {
+        let ports = self.engine.server().map_or(&[][..], |server| server.ports);
+        let group = (self.replica.pods != 1).then(|| GroupSpec {
+            pods: count(self.replica.pods),
+            label: self.replica.group_label.clone(),
+            head_label: self.replica.head.label.clone(),
+            head_value: self.replica.head.value.clone(),
+        });
+        PoolSpec {
+            name: self.name.clone(),
+            selector: self.selector.to_plan(),
+            container: self.container.clone(),
+            // A port that cannot be becomes 0, which the plan refuses by name.
+            ports: ports.iter().map(|port| u16::try_from(*port).unwrap_or(0)).collect(),
+            parallelism: self.parallelism.to_plan(),
+            group,
+            order: self.order.to_plan(),
+        }
+    }
+}
+
+impl PoolOrder {
+    fn to_plan(&self) -> Order {
+        match self.by {
+            OrderBy::Name => Order::Name,
+            OrderBy::Ordinal => Order::Ordinal,
+            OrderBy::Label => Order::Label(self.label.clone().unwrap_or_default()),
+            OrderBy::Explicit => Order::Explicit(self.names.clone()),
+        }
+    }
+}
+
+impl Sizes {
+    /// The sizes, as the plan sees them.
+    pub fn to_plan(&self) -> Parallelism {
+        Parallelism { tensor: count(self.tensor), pipeline: count(self.pipeline), data: count(self.data), expert: count(self.expert) }
+    }
+}
+
+impl PodSelector {
+    /// The selector, as the plan sees it.
+    pub fn to_plan(&self) -> Selector {
+        let requirement = |requirement: &super::SelectorRequirement| Requirement {
+            key: requirement.key.clone(),
+            operator: match requirement.operator {
+                SelectorOperator::In => Operator::In(requirement.values.iter().cloned().collect()),
+                SelectorOperator::NotIn => Operator::NotIn(requirement.values.iter().cloned().collect()),
+                SelectorOperator::Exists => Operator::Exists,
+                SelectorOperator::DoesNotExist => Operator::DoesNotExist,
+            },
+        };
+        Selector { labels: self.match_labels.clone(), requirements: self.match_expressions.iter().map(requirement).collect() }
+    }
+}

@@ -1,0 +1,58 @@
+//! Pods as the plan sees them. Reads objects, decides nothing about them.
+
+use k8s_openapi::api::core::v1::Pod;
+
+use crate::plan::{PodFacts, PodPhase};
+
+/// Labels and annotations that carry a pod's index: StatefulSet, then Indexed Job.
+const INDEX: [&str; 2] = ["apps.kubernetes.io/pod-index", "batch.kubernetes.io/job-completion-index"];
+
+/// What the plan needs of a pod. `unready` says why the caller wants it left out now; see [`not_ready`] for what its conditions say.
+pub fn pod_facts(pod: &Pod, unready: Option<String>) -> PodFacts {
+    let metadata = &pod.metadata;
+    let name = metadata.name.clone().unwrap_or_default();
+    let labels = metadata.labels.clone().unwrap_or_default();
+    let annotations = metadata.annotations.as_ref();
+    let stateful = metadata.owner_references.iter().flatten().find(|owner| owner.controller == Some(true) && owner.kind == "StatefulSet");
+    // The controller of a StatefulSet sets generateName too, although the names it gives last.
+    let stable_name = stateful.is_some() || metadata.generate_name.is_none();
+    let index = INDEX
+        .iter()
+        .filter_map(|key| labels.get(*key).or_else(|| annotations?.get(*key)))
+        .find_map(|value| value.parse().ok())
+        .or_else(|| name.strip_prefix(&stateful?.name)?.strip_prefix('-')?.parse().ok());
+    let status = pod.status.as_ref();
+    let phase = match status.and_then(|status| status.phase.as_deref()) {
+        Some("Running") => PodPhase::Running,
+        Some("Succeeded" | "Failed") => PodPhase::Terminal,
+        _ => PodPhase::Pending,
+    };
+    PodFacts {
+        uid: metadata.uid.clone().unwrap_or_default(),
+        node: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()),
+        containers: pod.spec.iter().flat_map(|spec| &spec.containers).map(|container| container.name.clone()).collect(),
+        phase,
+        terminating: metadata.deletion_timestamp.is_some(),
+        index,
+        stable_name,
+        unready,
+        name,
+        labels,
+    }
+}
+
+/// Why the kubelet says that a pod is not ready; `None` when it is. A readiness that an update of ours took away is no reason to leave
+/// the pod out: that is the caller's to know.
+pub fn not_ready(pod: &Pod) -> Option<String> {
+    let conditions = pod.status.as_ref().and_then(|status| status.conditions.as_ref());
+    let ready = conditions.into_iter().flatten().find(|condition| condition.type_ == "Ready");
+    match ready {
+        Some(condition) if condition.status == "True" => None,
+        Some(condition) => {
+            let words = [condition.reason.as_deref(), condition.message.as_deref()];
+            let why = words.into_iter().flatten().filter(|word| !word.is_empty()).collect::<Vec<_>>().join(": ");
+            Some(if why.is_empty() { "not ready".to_owned() } else { format!("not ready ({why})") })
+        }
+        None => Some("the kubelet has not said yet whether it is ready".to_owned()),
+    }
+}

@@ -1,0 +1,254 @@
+//! The rules of a group: transport, health, membership, updates, agents, readiness. All have defaults that suit a first try.
+
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use kube::KubeSchema;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// How bytes travel: exactly one of the fields.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("has(self.auto) != has(self.tcp)").message("exactly one transport must be given: auto or tcp"))]
+pub struct Transport {
+    /// The best one that all members have; status tells which one, and why.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub auto: Option<Auto>,
+
+    /// TCP between the agents, as a chain: every member forwards while it receives.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tcp: Option<Tcp>,
+}
+
+/// No settings.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Auto {}
+
+/// TCP between the agents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Tcp {
+    /// Whether weights are encrypted on the way. Without it members still prove themselves to each other, over TLS, before each group.
+    #[serde(default = "yes")]
+    pub tls: bool,
+
+    /// Length of a bucket in MiB. Chosen by the size of the model if left out.
+    #[serde(default, skip_serializing_if = "Option::is_none", rename = "bucketMiB")]
+    #[schemars(range(min = 1, max = 1024))]
+    pub bucket_mib: Option<i32>,
+}
+
+/// When an engine counts as unhealthy, and as healthy again. A pause of ours is never ill health.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Health {
+    /// Seconds between two probes.
+    #[serde(default = "two")]
+    #[schemars(range(min = 1, max = 300))]
+    pub period_seconds: i32,
+
+    /// Seconds that one probe may take.
+    #[serde(default = "five")]
+    #[schemars(range(min = 1, max = 300))]
+    pub timeout_seconds: i32,
+
+    /// Failures in a row that make an engine unhealthy: its replica leaves the group.
+    #[serde(default = "three")]
+    #[schemars(range(min = 1, max = 100))]
+    pub failure_threshold: i32,
+
+    /// Successes in a row that make it healthy again: its replica may join.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 100))]
+    pub success_threshold: i32,
+}
+
+/// When a group is formed, and of whom.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Membership {
+    /// Replicas that must hold a version for it to count: a number, or a share of all replicas such as `50%`, rounded up.
+    #[serde(default = "one_replica")]
+    #[x_kube(validation = Rule::new("type(self) == int ? self >= 1 && self <= 65536 : self.matches('^([1-9][0-9]?|100)%$')")
+        .message("minReady must be a number from 1 to 65536, or a percentage from \"1%\" to \"100%\""))]
+    pub min_ready: IntOrString,
+
+    /// When a replica that is not in the group may enter it: `Immediate`, or with the `NextVersion`.
+    #[serde(default)]
+    pub join: Join,
+
+    /// Seconds that a join waits for others, so that a rollout of many pods makes few groups.
+    #[serde(default = "one")]
+    #[schemars(range(min = 0, max = 600))]
+    pub debounce_seconds: i32,
+}
+
+/// When a replica may enter the group.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[allow(missing_docs)]
+pub enum Join {
+    #[default]
+    Immediate,
+    NextVersion,
+}
+
+/// What happens to engines in an update.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("self.silenceSeconds <= self.timeoutSeconds")
+    .message("update.silenceSeconds must not be longer than update.timeoutSeconds"))]
+pub struct Update {
+    /// What happens to running requests while weights are switched: `Keep` (they stop and go on with the new weights), `Drain` (they end
+    /// first), `Abort`, or `External` (the trainer pauses by itself).
+    #[serde(default)]
+    pub pause: Pause,
+
+    /// What happens to the KV and prefix cache: `Reset`, or `Keep` (answers may mix both versions).
+    #[serde(default)]
+    pub kv_cache: KvCache,
+
+    /// Seconds after which an update ends even if bytes move; also the longest that an engine stays paused by us.
+    #[serde(default = "ten_minutes")]
+    #[schemars(range(min = 1, max = 86_400))]
+    pub timeout_seconds: i32,
+
+    /// Seconds without a byte after which a wait ends.
+    #[serde(default = "ten")]
+    #[schemars(range(min = 1, max = 3600))]
+    pub silence_seconds: i32,
+
+    /// What the source keeps to retry and to feed joiners. If left out: up to 64 GiB, and nothing in an ephemeral container. Free memory
+    /// and the limit of the container are looked at as well.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub retain: Option<Retain>,
+}
+
+/// What happens to running requests.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[allow(missing_docs)]
+pub enum Pause {
+    #[default]
+    Keep,
+    Drain,
+    Abort,
+    External,
+}
+
+/// What happens to the KV and prefix cache.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[allow(missing_docs)]
+pub enum KvCache {
+    Keep,
+    #[default]
+    Reset,
+}
+
+/// What the source keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Retain {
+    /// Host memory in MiB that the current version may take; a larger one is not kept. 0 keeps nothing: joiners wait for the next version.
+    #[serde(rename = "hostMiB")]
+    #[schemars(range(min = 0, max = 67_108_864))]
+    pub host_mib: i64,
+}
+
+/// How the agents come into the pods.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Agent {
+    /// `Sidecar` (put in when the pod is created, by the chart's admission policy or `kubectl weightsync inject`), `Ephemeral` (the
+    /// controller adds an ephemeral container to running pods: a trial, no retained copy, 20 launches in a pod's life), or `External`
+    /// (something else starts `weightsync agent`).
+    #[serde(default)]
+    pub launch: Launch,
+}
+
+/// How the agents come into the pods.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[allow(missing_docs)]
+pub enum Launch {
+    #[default]
+    Sidecar,
+    Ephemeral,
+    External,
+}
+
+/// When pods count as ready.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Readiness {
+    /// Whether pods are ready before the first version: `Serve` (as their engine is) or `Hold` (not before they hold it).
+    #[serde(default)]
+    pub before_first_version: BeforeFirstVersion,
+}
+
+/// Whether pods are ready before the first version.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[allow(missing_docs)]
+pub enum BeforeFirstVersion {
+    #[default]
+    Serve,
+    Hold,
+}
+
+impl Default for Transport {
+    fn default() -> Self {
+        Self { auto: Some(Auto {}), tcp: None }
+    }
+}
+
+impl Default for Tcp {
+    fn default() -> Self {
+        Self { tls: true, bucket_mib: None }
+    }
+}
+
+impl Default for Health {
+    fn default() -> Self {
+        Self { period_seconds: two(), timeout_seconds: five(), failure_threshold: three(), success_threshold: one() }
+    }
+}
+
+impl Default for Membership {
+    fn default() -> Self {
+        Self { min_ready: one_replica(), join: Join::default(), debounce_seconds: one() }
+    }
+}
+
+impl Default for Update {
+    fn default() -> Self {
+        Self { pause: Pause::default(), kv_cache: KvCache::default(), timeout_seconds: ten_minutes(), silence_seconds: ten(), retain: None }
+    }
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn one() -> i32 {
+    1
+}
+
+fn two() -> i32 {
+    2
+}
+
+fn three() -> i32 {
+    3
+}
+
+fn five() -> i32 {
+    5
+}
+
+fn ten() -> i32 {
+    10
+}
+
+fn ten_minutes() -> i32 {
+    600
+}
+
+fn one_replica() -> IntOrString {
+    IntOrString::Int(1)
+}

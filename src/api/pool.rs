@@ -1,0 +1,277 @@
+//! A pool of rollouts: which pods and engines, what one replica is, how large, and in which order.
+
+use kube::KubeSchema;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::PodSelector;
+
+/// A pool of rollouts that are alike.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("self.replica.pods == 1 || (has(self.engine.vllm) ? self.engine.vllm.ports.size() == 1 : !has(self.engine.sglang) || self.engine.sglang.ports.size() == 1)")
+    .message("a replica of several pods has one engine port, on its head: list one port"))]
+pub struct Pool {
+    /// Name of the pool, part of its members' names.
+    #[schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
+    #[x_kube(validation = Rule::new("self != 'trainer'").message("the name trainer is taken by the trainer's own pods: choose another"))]
+    pub name: String,
+
+    /// Its pods. They carry the label `weightsync.dev/role: rollout`.
+    pub selector: PodSelector,
+
+    /// Container that runs the engine.
+    #[schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
+    pub container: String,
+
+    /// Which engine, and where it listens.
+    pub engine: Engine,
+
+    /// Parallel sizes that the engine was started with. They are compared with what the engine says.
+    #[serde(default)]
+    pub parallelism: Sizes,
+
+    /// What one replica is.
+    #[serde(default)]
+    pub replica: Replica,
+
+    /// In which order replicas get their ranks.
+    #[serde(default)]
+    pub order: PoolOrder,
+}
+
+/// Which engine: exactly one of the fields.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("has(self.vllm) != has(self.sglang)").message("exactly one engine must be given: vllm or sglang"))]
+pub struct Engine {
+    /// vLLM's OpenAI server. It must be started with `VLLM_SERVER_DEV_MODE=1`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vllm: Option<Vllm>,
+
+    /// SGLang's server.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sglang: Option<Sglang>,
+}
+
+/// A vLLM server.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Vllm {
+    /// Ports in the pod; each is a replica of its own.
+    #[serde(default = "vllm_ports")]
+    #[schemars(length(min = 1, max = 16), inner(range(min = 1, max = 65_535)))]
+    #[x_kube(merge_strategy = ListMerge::Set)]
+    pub ports: Vec<i32>,
+
+    /// Key of a Secret in the same namespace that holds the server's API key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api_key_secret_ref: Option<SecretKey>,
+}
+
+/// An SGLang server.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Sglang {
+    /// Ports in the pod; each is a replica of its own.
+    #[serde(default = "sglang_ports")]
+    #[schemars(length(min = 1, max = 16), inner(range(min = 1, max = 65_535)))]
+    #[x_kube(merge_strategy = ListMerge::Set)]
+    pub ports: Vec<i32>,
+
+    /// Key of a Secret in the same namespace that holds the server's API key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api_key_secret_ref: Option<SecretKey>,
+}
+
+/// A key of a Secret in the object's namespace.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct SecretKey {
+    /// Name of the Secret.
+    #[schemars(length(min = 1, max = 253))]
+    pub name: String,
+
+    /// Key in it.
+    #[schemars(length(min = 1, max = 253))]
+    pub key: String,
+}
+
+/// Parallel sizes of one replica. Its ranks are tensor x pipeline x data; experts are spread over ranks that are there already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("(self.tensor * self.data) % self.expert == 0")
+    .message("experts are spread over tensor x data ranks: parallelism.expert must divide that product"))]
+#[x_kube(validation = Rule::new("self.tensor * self.pipeline * self.data <= 65536")
+    .message("tensor x pipeline x data must not be more than 65536 ranks"))]
+pub struct Sizes {
+    /// Tensor parallel ranks.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 1024))]
+    pub tensor: i32,
+
+    /// Pipeline stages.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 1024))]
+    pub pipeline: i32,
+
+    /// Data parallel ranks behind one port. Engines on ports of their own are replicas of their own.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 1024))]
+    pub data: i32,
+
+    /// Ranks that share the experts. Adds no ranks.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 1024))]
+    pub expert: i32,
+}
+
+/// What one replica is: a pod (or one of several ports in a pod), or a group of pods.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Replica {
+    /// Pods of one replica. A group with fewer is left out.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 1024))]
+    pub pods: i32,
+
+    /// Label whose value is the same on all pods of a replica; read when it has more than one pod.
+    #[serde(default = "lws_group")]
+    #[schemars(length(min = 1, max = 317))]
+    pub group_label: String,
+
+    /// Which pod of a replica is its head, where the server listens; read when it has more than one pod.
+    #[serde(default)]
+    pub head: Head,
+}
+
+/// Tells the head of a replica.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Head {
+    /// Label of the head.
+    #[serde(default = "lws_worker")]
+    #[schemars(length(min = 1, max = 317))]
+    pub label: String,
+
+    /// Its value on the head.
+    #[serde(default = "zero")]
+    #[schemars(length(max = 63))]
+    pub value: String,
+}
+
+/// Order of a pool's replicas.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("(self.by == 'Label') == has(self.label)")
+    .message("order.label must be given when order.by is Label, and only then"))]
+#[x_kube(validation = Rule::new("(self.by == 'Explicit') == (has(self.names) && self.names.size() > 0)")
+    .message("order.names must be given when order.by is Explicit, and only then"))]
+#[x_kube(validation = Rule::new("!has(self.names) || self.names.all(n, self.names.exists_one(m, m == n))")
+    .message("order.names must not list a pod twice"))]
+pub struct PoolOrder {
+    /// What the order goes by.
+    #[serde(default)]
+    pub by: OrderBy,
+
+    /// Label whose value gives the order: integers by value, anything else behind them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 1, max = 317))]
+    pub label: Option<String>,
+
+    /// Names of the pods (the heads, where a replica has several), first to last; kept as given. They must be stable (StatefulSet,
+    /// LeaderWorkerSet).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 100), inner(length(min = 1, max = 253)))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub names: Vec<String>,
+}
+
+/// What the order of replicas goes by: `Name`, `Ordinal` (StatefulSet ordinal or Job completion index), `Label` or `Explicit` (a list of
+/// names).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[allow(missing_docs)]
+pub enum OrderBy {
+    #[default]
+    Name,
+    Ordinal,
+    Label,
+    Explicit,
+}
+
+/// What is common to the servers of all engines.
+pub struct EngineServer<'a> {
+    /// `vllm`, `sglang`.
+    pub kind: &'static str,
+    /// Ports in the pod.
+    pub ports: &'a [i32],
+    /// Where its API key is.
+    pub api_key: Option<&'a SecretKey>,
+}
+
+impl Engine {
+    /// The one engine that is given; none when the object breaks the rule that there be exactly one.
+    pub fn server(&self) -> Option<EngineServer<'_>> {
+        match (&self.vllm, &self.sglang) {
+            (Some(vllm), None) => Some(EngineServer { kind: "vllm", ports: &vllm.ports, api_key: vllm.api_key_secret_ref.as_ref() }),
+            (None, Some(sglang)) => {
+                Some(EngineServer { kind: "sglang", ports: &sglang.ports, api_key: sglang.api_key_secret_ref.as_ref() })
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Default for Vllm {
+    fn default() -> Self {
+        Self { ports: vllm_ports(), api_key_secret_ref: None }
+    }
+}
+
+impl Default for Sglang {
+    fn default() -> Self {
+        Self { ports: sglang_ports(), api_key_secret_ref: None }
+    }
+}
+
+impl Default for Sizes {
+    fn default() -> Self {
+        Self { tensor: 1, pipeline: 1, data: 1, expert: 1 }
+    }
+}
+
+impl Default for Replica {
+    fn default() -> Self {
+        Self { pods: 1, group_label: lws_group(), head: Head::default() }
+    }
+}
+
+impl Default for Head {
+    fn default() -> Self {
+        Self { label: lws_worker(), value: zero() }
+    }
+}
+
+fn one() -> i32 {
+    1
+}
+
+fn zero() -> String {
+    "0".to_owned()
+}
+
+fn vllm_ports() -> Vec<i32> {
+    vec![8000]
+}
+
+fn sglang_ports() -> Vec<i32> {
+    vec![30_000]
+}
+
+fn lws_group() -> String {
+    "leaderworkerset.sigs.k8s.io/group-key".to_owned()
+}
+
+fn lws_worker() -> String {
+    "leaderworkerset.sigs.k8s.io/worker-index".to_owned()
+}

@@ -1,0 +1,193 @@
+//! What a user asks for: the trainer, the rollouts, and how they are found, ordered and measured.
+//!
+//! A field is here only when something reads it. Rules over several fields are CEL with a message that says what to change; `validate`
+//! repeats them in code.
+
+// Printer columns repeat the names of their arguments; the lint takes that for a mistake.
+#![allow(clippy::duplicated_attributes)]
+
+use kube::{CustomResource, KubeSchema};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::policy::{Agent, Health, Membership, Readiness, Transport, Update};
+use super::pool::Pool;
+use super::{PodSelector, WeightSyncStatus};
+
+/// What is asked for: whose weights go where, and by which rules.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, CustomResource, KubeSchema)]
+#[kube(
+    group = "weightsync.dev",
+    version = "v1alpha1",
+    kind = "WeightSync",
+    plural = "weightsyncs",
+    shortname = "ws",
+    category = "weightsync",
+    namespaced,
+    status = "WeightSyncStatus",
+    derive = "PartialEq",
+    doc = "Keeps the weights that rollout engines serve equal to the weights that a trainer makes.",
+    printcolumn(
+        name = "Replicas",
+        type_ = "string",
+        json_path = ".status.replicas.display",
+        description = "Replicas that serve the current version, of all."
+    ),
+    printcolumn(name = "Epoch", type_ = "integer", json_path = ".status.epoch", description = "Number of the group."),
+    printcolumn(
+        name = "World",
+        type_ = "integer",
+        json_path = ".status.worldSize",
+        description = "Ranks of the group, the source included."
+    ),
+    printcolumn(
+        name = "Version",
+        type_ = "integer",
+        json_path = ".status.version",
+        description = "The last version that at least minReady replicas serve."
+    ),
+    printcolumn(name = "Transport", type_ = "string", json_path = ".status.transport.name", description = "How bytes travel."),
+    printcolumn(
+        name = "Ready",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].status",
+        description = "Whether at least minReady replicas serve the current version."
+    ),
+    printcolumn(
+        name = "Reason",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].reason",
+        description = "Why it is ready or not.",
+        priority = 1
+    ),
+    printcolumn(
+        name = "Source",
+        type_ = "string",
+        json_path = ".status.trainer.pod",
+        description = "The trainer's pod that sends.",
+        priority = 1
+    ),
+    printcolumn(
+        name = "Suspended",
+        type_ = "boolean",
+        json_path = ".spec.suspend",
+        description = "Whether the object is suspended.",
+        priority = 1
+    ),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp", description = "Time since the object was made.")
+)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("self.agent.launch != 'Ephemeral' || !has(self.update.retain) || self.update.retain.hostMiB == 0")
+    .message("an ephemeral container's memory is the trainer's, so nothing can be retained there: remove update.retain or choose another agent.launch"))]
+#[x_kube(validation = Rule::new("self.agent.launch == 'Ephemeral' || self.rollouts.all(p, !((has(p.engine.vllm) && has(p.engine.vllm.apiKeySecretRef)) || (has(p.engine.sglang) && has(p.engine.sglang.apiKeySecretRef))))")
+    .message("apiKeySecretRef works with agent.launch Ephemeral; a sidecar gets the key from the pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment"))]
+pub struct WeightSyncSpec {
+    /// Releases every pod and does nothing more until it is false again. Pods go on serving what they have.
+    #[serde(default)]
+    pub suspend: bool,
+
+    /// The trainer: an ordered set of pods, of which the first is the source.
+    pub trainer: Trainer,
+
+    /// Pools of rollouts, in the order of their ranks.
+    #[schemars(length(min = 1, max = 16))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
+    pub rollouts: Vec<Pool>,
+
+    /// Who joins the group: `Agent` (agents join, and hand over to their engine).
+    #[serde(default)]
+    pub delivery: Delivery,
+
+    /// How bytes travel.
+    #[serde(default)]
+    pub transport: Transport,
+
+    /// When an engine counts as unhealthy, and as healthy again.
+    #[serde(default)]
+    pub health: Health,
+
+    /// When a group is formed, and of whom.
+    #[serde(default)]
+    pub membership: Membership,
+
+    /// What happens to engines in an update.
+    #[serde(default)]
+    pub update: Update,
+
+    /// How the agents come into the pods.
+    #[serde(default)]
+    pub agent: Agent,
+
+    /// When pods count as ready.
+    #[serde(default)]
+    pub readiness: Readiness,
+}
+
+/// Who joins the group.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Delivery {
+    /// Agents join, and hand over to their engine.
+    #[default]
+    Agent,
+}
+
+/// The trainer's pods.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Trainer {
+    /// Its pods. They carry the label `weightsync.dev/role: trainer`.
+    pub selector: PodSelector,
+
+    /// Container that runs the trainer. The first one if left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
+    pub container: Option<String>,
+
+    /// In which order the pods stand; the first is the source. If left out: by ordinal where every pod has one, and otherwise there must
+    /// be exactly one pod.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub order: Option<TrainerOrder>,
+}
+
+/// Order of the trainer's pods.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("(self.by == 'Label') == has(self.label)")
+    .message("order.label must be given when order.by is Label, and only then"))]
+#[x_kube(validation = Rule::new("(self.by == 'Explicit') == (has(self.names) && self.names.size() > 0)")
+    .message("order.names must be given when order.by is Explicit, and only then"))]
+#[x_kube(validation = Rule::new("!has(self.names) || self.names.all(n, self.names.exists_one(m, m == n))")
+    .message("order.names must not list a pod twice"))]
+#[x_kube(validation = Rule::new("!has(self.firstIndex) || self.by in ['Ordinal', 'Label']")
+    .message("order.firstIndex has a meaning only when order.by is Ordinal or Label"))]
+pub struct TrainerOrder {
+    /// What the order goes by.
+    pub by: TrainerOrderBy,
+
+    /// Label whose value, an integer, gives the order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 1, max = 317))]
+    pub label: Option<String>,
+
+    /// Names of the pods, first to last. They must be stable (StatefulSet, LeaderWorkerSet).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 100), inner(length(min = 1, max = 253)))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub names: Vec<String>,
+
+    /// Ordinal or label value of the first pod: 0 if left out. A pod with a higher one never takes its place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 1_000_000))]
+    pub first_index: Option<i32>,
+}
+
+/// What the order of the trainer's pods goes by: `Ordinal` (StatefulSet ordinal or Job completion index), `Name`, `Label` (an integer
+/// label value) or `Explicit` (a list of names).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[allow(missing_docs)]
+pub enum TrainerOrderBy {
+    Ordinal,
+    Name,
+    Label,
+    Explicit,
+}

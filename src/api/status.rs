@@ -1,0 +1,291 @@
+//! What is so, as users and programs read it. Written by the controller only, by server-side apply.
+//!
+//! Numbers of the agents' protocol are unsigned; a Kubernetes schema knows signed ones only, so they are cut at the largest signed number.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use kube::KubeSchema;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Serialize};
+
+/// Most members that status lists; the counts tell of the rest.
+pub const MAX_MEMBERS: usize = 64;
+
+/// What is so.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct WeightSyncStatus {
+    /// Generation of the spec that this status speaks of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub observed_generation: Option<i64>,
+
+    /// `Ready`, `Progressing`, `Accepted`, `AgentsReady`, `GroupReady`, `Synced`, `Degraded`. Their reasons are a closed list.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "conditions")]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
+    pub conditions: Vec<Condition>,
+
+    /// Number of the group; only grows. Written before any agent hears of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<i64>,
+
+    /// Transitions of the controller's lease when the epoch was written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub term: Option<i64>,
+
+    /// Ranks of the group, the source included.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub world_size: Option<i32>,
+
+    /// How bytes travel.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transport: Option<TransportStatus>,
+
+    /// The last version that at least minReady replicas serve.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<i64>,
+
+    /// Digest of that version's manifest (blake3, hex).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 64))]
+    pub manifest: Option<String>,
+
+    /// The latest update.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_update: Option<LastUpdate>,
+
+    /// How many replicas there are, and how many serve the current version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicas: Option<ReplicaCount>,
+
+    /// Members, sources first, then rollouts by rank, then those that are out; at most 64, `replicas` counts all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
+    pub members: Vec<MemberStatus>,
+
+    /// The source.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trainer: Option<TrainerStatus>,
+}
+
+/// Types of conditions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ConditionType {
+    /// At least minReady replicas serve the current version, and the next one can be published.
+    Ready,
+    /// A group is being formed, or an update runs.
+    Progressing,
+    /// The spec makes sense and nobody older claims the pods.
+    Accepted,
+    /// Every member that should have an agent has one that can be reached.
+    AgentsReady,
+    /// A group is committed.
+    GroupReady,
+    /// Every member of the group serves the current version.
+    Synced,
+    /// Something is not as it should be; the message names it.
+    Degraded,
+}
+
+impl ConditionType {
+    /// All types, in the order in which status shows them.
+    pub const ALL: [Self; 7] =
+        [Self::Ready, Self::Progressing, Self::Accepted, Self::AgentsReady, Self::GroupReady, Self::Synced, Self::Degraded];
+
+    /// When it is true, for documentation.
+    pub const fn meaning(self) -> &'static str {
+        match self {
+            Self::Ready => "at least `minReady` replicas serve the current version, and the next one can be published",
+            Self::Progressing => "a group is being formed, or an update runs",
+            Self::Accepted => "the spec makes sense and no older object claims the pods",
+            Self::AgentsReady => "every member that should have an agent has one that can be reached",
+            Self::GroupReady => "a group is committed",
+            Self::Synced => "every member of the group serves the current version",
+            Self::Degraded => "something is not as it should be; the message names it",
+        }
+    }
+
+    /// The type as it stands in a condition.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Ready => "Ready",
+            Self::Progressing => "Progressing",
+            Self::Accepted => "Accepted",
+            Self::AgentsReady => "AgentsReady",
+            Self::GroupReady => "GroupReady",
+            Self::Synced => "Synced",
+            Self::Degraded => "Degraded",
+        }
+    }
+}
+
+/// How bytes travel.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct TransportStatus {
+    /// The transport in use.
+    #[schemars(length(max = 32))]
+    pub name: String,
+
+    /// Why this one.
+    #[schemars(length(max = 1024))]
+    pub reason: String,
+}
+
+/// How many replicas there are.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ReplicaCount {
+    /// Replicas that are there or should be.
+    pub total: i32,
+
+    /// Replicas that serve the current version.
+    pub ready: i32,
+
+    /// Both, as `ready/total`.
+    #[schemars(length(max = 32))]
+    pub display: String,
+}
+
+impl ReplicaCount {
+    /// Counts, with the text that `kubectl get` shows.
+    pub fn new(ready: u32, total: u32) -> Self {
+        let signed = |count: u32| i32::try_from(count).unwrap_or(i32::MAX);
+        Self { total: signed(total), ready: signed(ready), display: format!("{ready}/{total}") }
+    }
+}
+
+/// The latest update.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct LastUpdate {
+    /// Its version.
+    pub version: i64,
+
+    /// Attempts, from 1.
+    pub attempt: i32,
+
+    /// Where it stands: `Begin`, `Transfer`, `Verify`, `Staged`, `Activate`, `Done` or `Failed`.
+    #[schemars(length(max = 32))]
+    pub state: String,
+
+    /// Bytes of the version.
+    pub bytes: i64,
+
+    /// Whether it brought the current version to members that lacked it.
+    #[serde(default)]
+    pub feeding: bool,
+
+    /// Time of each finished phase.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
+    pub phases: Vec<PhaseTime>,
+
+    /// Why it failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 1024))]
+    pub failure: Option<String>,
+}
+
+/// Time of one phase.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct PhaseTime {
+    /// The phase: `begin`, `transfer`, `verify`, `activate`.
+    #[schemars(length(min = 1, max = 32))]
+    pub name: String,
+
+    /// Its time in milliseconds.
+    pub milliseconds: i64,
+}
+
+/// One member.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MemberStatus {
+    /// Its name: `trainer/POD`, `POOL/POD`, `POOL/POD:PORT` or `POOL/GROUP`.
+    #[schemars(length(min = 1, max = 384))]
+    pub name: String,
+
+    /// Names of its pods, head first; at most 16.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16), inner(length(max = 253)))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub pods: Vec<String>,
+
+    /// Its first rank; none when it is in no group.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank_offset: Option<i32>,
+
+    /// Ranks that it takes.
+    pub size: i32,
+
+    /// Where it stands: `Ready`, `Updating`, `Behind` (lacks the current version), `Dirty` (must be fed in full before it serves),
+    /// `Forming`, `Waiting` or `Out`.
+    pub state: MemberStateName,
+
+    /// The version that its engine serves, as far as it was confirmed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<i64>,
+
+    /// Until when at most its engine is paused by us.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub paused_until: Option<Time>,
+
+    /// Why it stands there, as one word of the closed list.
+    #[schemars(length(min = 1, max = 64))]
+    pub reason: String,
+
+    /// Why, for people.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 1024))]
+    pub message: String,
+}
+
+/// Where a member stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[allow(missing_docs)]
+pub enum MemberStateName {
+    Ready,
+    Updating,
+    Behind,
+    Dirty,
+    Forming,
+    Waiting,
+    Out,
+}
+
+/// The source.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct TrainerStatus {
+    /// Name of its pod.
+    #[schemars(length(max = 253))]
+    pub pod: String,
+
+    /// UID of its pod.
+    #[schemars(length(max = 128))]
+    pub uid: String,
+}
+
+/// Conditions with the limits that Kubernetes' own types have; the type of `k8s-openapi` carries none.
+fn conditions(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "array",
+        "maxItems": 16,
+        "items": {
+            "type": "object",
+            "description": "One aspect of the object's state.",
+            "required": ["lastTransitionTime", "message", "reason", "status", "type"],
+            "properties": {
+                "lastTransitionTime": {"type": "string", "format": "date-time", "description": "When the status last changed."},
+                "message": {"type": "string", "maxLength": 32768, "description": "Why, for people."},
+                "observedGeneration": {"type": "integer", "format": "int64", "minimum": 0, "description": "Generation of the spec that this speaks of."},
+                "reason": {"type": "string", "minLength": 1, "maxLength": 1024, "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$", "description": "Why, as one word of the closed list."},
+                "status": {"type": "string", "enum": ["True", "False", "Unknown"], "description": "Whether it is so."},
+                "type": {"type": "string", "minLength": 1, "maxLength": 316, "pattern": "^[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?$", "description": "Which aspect."},
+            },
+        },
+    })
+}
