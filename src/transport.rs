@@ -4,6 +4,10 @@
 //! This room decides how bytes move and who is named when they do not. It never decides membership, never retries, and never
 //! judges a version: a digest that disagrees is reported to the store, which alone says what is complete.
 
+mod intake;
+pub mod memory;
+pub mod tcp;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -110,3 +114,6 @@ pub trait BucketStore: Send + Sync {
     /// The stream broke; `peer` is who is at fault, as far as can be told; none when the leader gave it up.
     fn broken(&self, peer: Option<&MemberName>, cause: &str);
 }
+
+#[cfg(test)]
+mod tests;

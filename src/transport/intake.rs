@@ -1,0 +1,144 @@
+//! What one member does with a stream: the order of its parts, the digest behind each bucket, and one word to the store at the end.
+//!
+//! Every transport feeds it. Decides whether what arrives is a stream; never moves a byte, never waits. The store is told exactly one
+//! end, even when the task that owned the stream is dropped.
+
+use std::sync::Arc;
+
+use super::BucketStore;
+use crate::protocol::{BucketHeader, MemberName, Refusal, RefusalCode, StreamFailure};
+use crate::weights::BucketHasher;
+
+/// A stream into one member's store.
+pub(super) struct Intake {
+    me: MemberName,
+    store: Arc<dyn BucketStore>,
+    hasher: BucketHasher,
+    /// The bucket that is arriving, and how many of its bytes did.
+    open: Option<(BucketHeader, u64)>,
+    state: State,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Running,
+    /// `end` was called and answered with `Ok`.
+    Ended,
+    /// The store said no, or was told that the stream broke.
+    Over,
+}
+
+impl Intake {
+    pub(super) fn new(me: MemberName, store: Arc<dyn BucketStore>) -> Self {
+        Self { me, store, hasher: BucketHasher::new(), open: None, state: State::Running }
+    }
+
+    /// Whether every bucket came and the store took the end.
+    pub(super) fn ended(&self) -> bool {
+        self.state == State::Ended
+    }
+
+    /// A bucket begins.
+    pub(super) fn head(&mut self, header: BucketHeader) -> Result<(), StreamFailure> {
+        self.running("a bucket")?;
+        let sound = header.flags == 0
+            && header.sequence != u32::MAX
+            && header.bytes > 0
+            && header.offset.checked_add(header.bytes).is_some()
+            && self.open.is_none();
+        if !sound {
+            return Err(self.nonsense("the head of a bucket makes no sense"));
+        }
+        self.open = Some((header, 0));
+        Ok(())
+    }
+
+    /// The next bytes of the bucket.
+    pub(super) fn part(&mut self, part: &[u8]) -> Result<(), StreamFailure> {
+        self.running("bytes")?;
+        let Some((header, received)) = self.open.as_mut() else { return Err(self.nonsense("bytes outside of a bucket")) };
+        let offset = header.offset.saturating_add(*received);
+        *received = received.saturating_add(part.len() as u64);
+        if *received > header.bytes {
+            return Err(self.nonsense("a bucket is longer than its head says"));
+        }
+        // While the bytes are in the cache.
+        self.hasher.update(part);
+        let written = self.store.write(offset, part);
+        self.stored(written)
+    }
+
+    /// The bucket is over; `said` is what the leader says it hashes to.
+    pub(super) fn digest(&mut self, said: u128) -> Result<(), StreamFailure> {
+        self.running("a digest")?;
+        let Some((header, received)) = self.open.take() else { return Err(self.nonsense("a digest outside of a bucket")) };
+        if received != header.bytes {
+            return Err(self.nonsense("a bucket is shorter than its head says"));
+        }
+        let computed = self.hasher.take();
+        if computed != said {
+            let failure = StreamFailure::Corrupt { peer: self.me.clone(), sequence: header.sequence };
+            self.broken(&failure);
+            return Err(failure);
+        }
+        let completed = self.store.complete(&header, computed);
+        self.stored(completed)
+    }
+
+    /// The stream is over.
+    pub(super) fn end(&mut self) -> Result<(), StreamFailure> {
+        self.running("an end")?;
+        if self.open.is_some() {
+            return Err(self.nonsense("the stream ended in the middle of a bucket"));
+        }
+        let ended = self.store.end();
+        self.stored(ended)?;
+        self.state = State::Ended;
+        Ok(())
+    }
+
+    /// The stream broke. Says nothing to a store that ended, that said no by itself, or that was told before.
+    pub(super) fn broken(&mut self, failure: &StreamFailure) {
+        if self.state == State::Running {
+            self.state = State::Over;
+            let (peer, cause) = blame(failure);
+            self.store.broken(peer, &cause);
+        }
+    }
+
+    fn running(&mut self, what: &str) -> Result<(), StreamFailure> {
+        if self.state == State::Running { Ok(()) } else { Err(self.nonsense(&format!("{what} behind the end of the stream"))) }
+    }
+
+    fn nonsense(&mut self, what: &str) -> StreamFailure {
+        let refusal = Refusal { code: RefusalCode::Invalid, message: what.to_owned() };
+        let failure = StreamFailure::Refused { peer: self.me.clone(), refusal };
+        self.broken(&failure);
+        failure
+    }
+
+    fn stored(&mut self, answer: Result<(), Refusal>) -> Result<(), StreamFailure> {
+        answer.map_err(|refusal| {
+            self.state = State::Over;
+            StreamFailure::Refused { peer: self.me.clone(), refusal }
+        })
+    }
+}
+
+impl Drop for Intake {
+    fn drop(&mut self) {
+        self.broken(&StreamFailure::Lost { peer: self.me.clone(), cause: "it closed its transport".to_owned() });
+    }
+}
+
+/// Who is at fault and what happened, for a store.
+fn blame(failure: &StreamFailure) -> (Option<&MemberName>, String) {
+    match failure {
+        StreamFailure::Unreachable { peer, cause } => (Some(peer), format!("cannot be reached: {cause}")),
+        StreamFailure::Refused { peer, refusal } => (Some(peer), format!("refused: {}", refusal.message)),
+        StreamFailure::Lost { peer, cause } => (Some(peer), format!("lost in the middle: {cause}")),
+        StreamFailure::Silent { peer, silence_ms } => (Some(peer), format!("no sign of life for {silence_ms} ms")),
+        StreamFailure::Corrupt { peer, sequence } => (Some(peer), format!("received bucket {sequence} with a wrong digest")),
+        StreamFailure::Cancelled => (None, "the leader gave the stream up".to_owned()),
+    }
+}

@@ -1,0 +1,170 @@
+//! The TCP data path: a pipelined chain, where every member forwards a bucket while it still arrives.
+//!
+//! Each hop is one connection: hello, frames down the chain, answers up ([`frame`]). A member that lives says so four times in each silence,
+//! whether bytes move or not, so whoever is quiet is the one at fault and not the one in front of it. The first failure travels both ways
+//! and names the member. This file listens and opens; it never decides who is let in ([`Admission`] does).
+
+mod downstream;
+mod frame;
+mod member;
+mod pool;
+mod sink;
+mod socket;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use rustls_pki_types::ServerName;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use super::{Admission, BucketSink, Transport, TransportError};
+use crate::protocol::{DataHello, MemberName, StreamFailure};
+use downstream::{Alive, Downstream};
+use sink::Sink;
+
+/// Finds the name that a member's certificate must carry.
+pub type ServerNames = Arc<dyn Fn(&MemberName) -> Option<ServerName<'static>> + Send + Sync>;
+
+/// TLS of the data path; used for streams whose hello asks for it.
+#[derive(Clone)]
+pub struct DataTls {
+    /// For connections that come in.
+    pub server: Arc<rustls::ServerConfig>,
+    /// For connections that go out.
+    pub client: Arc<rustls::ClientConfig>,
+    /// The name to be checked in a member's certificate.
+    pub server_name: ServerNames,
+}
+
+/// How a member listens and connects.
+#[derive(Clone)]
+pub struct TcpOptions {
+    /// None refuses streams that ask for TLS.
+    pub tls: Option<DataTls>,
+    /// Connections at once that have not been admitted yet; more are closed.
+    pub max_strangers: usize,
+    /// Streams at once that were admitted; more are refused.
+    pub max_streams: usize,
+    /// A connection must have shown its hello after this long.
+    pub hello_timeout: Duration,
+    /// Size of socket buffers in bytes; none leaves it to the kernel.
+    pub socket_buffer: Option<usize>,
+    /// Length of a receive buffer in bytes.
+    pub receive_buffer: usize,
+    /// Receive buffers of one stream: how far a member reads ahead of what it forwarded.
+    pub receive_buffers: usize,
+    /// Buckets that a leader may have given to an open chain and that are not sent yet.
+    pub buckets_in_flight: usize,
+}
+
+impl Default for TcpOptions {
+    fn default() -> Self {
+        Self {
+            tls: None,
+            max_strangers: 64,
+            max_streams: 64,
+            hello_timeout: Duration::from_secs(5),
+            // On one host 256 KiB stay in the second-level cache (measured: 6 GB/s instead of 4 GB/s).
+            socket_buffer: Some(256 << 10),
+            receive_buffer: 256 << 10,
+            receive_buffers: 16,
+            buckets_in_flight: 3,
+        }
+    }
+}
+
+/// A member that is reached over TCP. Dropping it closes its listener and every stream into it.
+pub struct TcpTransport {
+    address: SocketAddr,
+    options: Arc<TcpOptions>,
+    _closed: DropGuard,
+}
+
+impl TcpTransport {
+    /// Listens on `address` (port 0 takes a free one), so that [`Transport::address`] can be told to others.
+    pub async fn bind(address: SocketAddr, admission: Arc<dyn Admission>, options: TcpOptions) -> Result<Self, TransportError> {
+        let io = |source| TransportError::Io { what: format!("cannot listen on {address}"), source };
+        let listener = TcpListener::bind(address).await.map_err(io)?;
+        let bound = listener.local_addr().map_err(io)?;
+        let closed = CancellationToken::new();
+        let options = Arc::new(options);
+        let server = Server {
+            admission,
+            strangers: Arc::new(Semaphore::new(options.max_strangers)),
+            streams: Arc::new(Semaphore::new(options.max_streams)),
+            options: options.clone(),
+            closed: closed.clone(),
+        };
+        tokio::spawn(closed.clone().run_until_cancelled_owned(server.run(listener)));
+        Ok(Self { address: bound, options, _closed: closed.drop_guard() })
+    }
+}
+
+#[async_trait]
+impl Transport for TcpTransport {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn address(&self) -> String {
+        self.address.to_string()
+    }
+
+    async fn open(&self, hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError> {
+        let mut chain = Downstream::start(hello, first.to_owned(), self.options.clone(), Alive::ByItself, StreamFailure::Cancelled);
+        chain.admitted().await?;
+        Ok(Box::new(Sink::new(chain, self.options.buckets_in_flight)))
+    }
+}
+
+#[derive(Clone)]
+struct Server {
+    admission: Arc<dyn Admission>,
+    strangers: Arc<Semaphore>,
+    streams: Arc<Semaphore>,
+    options: Arc<TcpOptions>,
+    closed: CancellationToken,
+}
+
+impl Server {
+    async fn run(self, listener: TcpListener) {
+        loop {
+            match listener.accept().await {
+                Ok((stream, peer)) => self.take(stream, peer),
+                Err(error) => {
+                    // Out of file descriptors, most likely: others may be closed soon.
+                    tracing::warn!(%error, "cannot accept a data connection");
+                    sleep(Duration::from_millis(50)).await;
+                }
+            }
+        }
+    }
+
+    fn take(&self, stream: TcpStream, peer: SocketAddr) {
+        let Ok(stranger) = self.strangers.clone().try_acquire_owned() else {
+            tracing::warn!(%peer, "too many data connections without a hello: closed");
+            return;
+        };
+        let server = self.clone();
+        tokio::spawn(self.closed.clone().run_until_cancelled_owned(async move {
+            let opened = timeout(server.options.hello_timeout, async {
+                let mut link = socket::accept(stream, &server.options).await?;
+                let hello = socket::read_hello(&mut link).await?;
+                Ok::<_, std::io::Error>((link, hello))
+            });
+            let (link, hello) = match opened.await {
+                Ok(Ok(opened)) => opened,
+                Ok(Err(error)) => return tracing::debug!(%peer, %error, "data connection closed before its hello"),
+                Err(_) => return tracing::debug!(%peer, "data connection showed no hello in time"),
+            };
+            drop(stranger);
+            let stream = server.streams.clone().try_acquire_owned().ok();
+            member::serve(link, hello, &*server.admission, server.options, stream).await;
+        }));
+    }
+}

@@ -1,0 +1,48 @@
+//! The leader's end of a TCP chain. Decides only how many buckets may wait to be sent.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use tokio::sync::Semaphore;
+
+use super::downstream::{Downstream, Item};
+use crate::protocol::BucketHeader;
+use crate::transport::{BucketSink, TransportError};
+
+pub(super) struct Sink {
+    chain: Downstream,
+    room: Arc<Semaphore>,
+}
+
+impl Sink {
+    pub(super) fn new(chain: Downstream, buckets: usize) -> Self {
+        Self { chain, room: Arc::new(Semaphore::new(buckets.max(1))) }
+    }
+}
+
+#[async_trait]
+impl BucketSink for Sink {
+    async fn send(&mut self, header: BucketHeader, data: Bytes, digest: u128) -> Result<(), TransportError> {
+        tokio::select! {
+            biased;
+            failure = self.chain.failed() => Err(failure.into()),
+            permit = self.room.clone().acquire_owned() => {
+                // The semaphore is never closed.
+                if let Ok(permit) = permit {
+                    self.chain.send(Item::Bucket(header, data, digest, permit));
+                }
+                Ok(())
+            }
+        }
+    }
+
+    async fn failed(&mut self) -> TransportError {
+        self.chain.failed().await.into()
+    }
+
+    async fn finish(mut self: Box<Self>) -> Result<(), TransportError> {
+        self.chain.send(Item::End);
+        Ok(self.chain.done().await?)
+    }
+}

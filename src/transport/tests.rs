@@ -1,0 +1,6 @@
+//! The promises of a chain, asked of every transport by the same tests; each member runs on a runtime of its own, so that it can be
+//! killed (its runtime is torn down) and frozen (its only worker is blocked) like a process.
+#![allow(clippy::cast_possible_truncation)]
+
+pub mod bed;
+mod suite;

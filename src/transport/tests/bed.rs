@@ -1,0 +1,293 @@
+//! Members to test with: a store that keeps what it is given, an admission that says what the test wants, and a runtime to lose.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use crate::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
+use crate::transport::memory::{MemoryNetwork, MemoryTransport};
+use crate::transport::tcp::{TcpOptions, TcpTransport};
+use crate::transport::{Admission, BucketSink, BucketStore, Transport, TransportError};
+use crate::weights::bucket_digest;
+
+/// Nothing in a test takes longer; reaching it is a failure.
+pub const LONG: Duration = Duration::from_secs(20);
+/// Silence of streams whose members all live.
+pub const PATIENT: u64 = 10_000;
+
+/// What a member's store was told.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Seen {
+    pub bytes: Vec<u8>,
+    pub buckets: Vec<u32>,
+    pub ended: bool,
+    pub broken: Option<(Option<String>, String)>,
+    /// Calls that came behind the last word.
+    pub too_late: usize,
+}
+
+/// What a member says no to.
+#[derive(Debug, Clone, Copy, Default)]
+pub enum Refuse {
+    #[default]
+    Nothing,
+    Admission,
+    Write,
+    Complete,
+    End,
+}
+
+pub struct Record {
+    pub seen: watch::Sender<Seen>,
+    refuse: Refuse,
+}
+
+fn no(what: &str) -> Refusal {
+    Refusal { code: RefusalCode::OutOfSpace, message: format!("no room for {what}") }
+}
+
+impl Record {
+    pub fn new(refuse: Refuse) -> Arc<Self> {
+        Arc::new(Self { seen: watch::channel(Seen::default()).0, refuse })
+    }
+
+    fn note(&self, change: impl FnOnce(&mut Seen)) {
+        self.seen.send_modify(|seen| {
+            if seen.ended || seen.broken.is_some() {
+                seen.too_late += 1;
+            }
+            change(seen);
+        });
+    }
+
+    /// Waits until the store was told what the test waits for.
+    pub async fn until(&self, wanted: impl FnMut(&Seen) -> bool) -> Seen {
+        let mut watch = self.seen.subscribe();
+        let found = timeout(LONG, watch.wait_for(wanted)).await;
+        found.unwrap_or_else(|_| panic!("never came; seen: {:?}", short(&self.seen.borrow()))).unwrap().clone()
+    }
+
+    pub async fn broken(&self) -> (Option<String>, String) {
+        self.until(|seen| seen.broken.is_some()).await.broken.unwrap()
+    }
+}
+
+fn short(seen: &Seen) -> Seen {
+    Seen { bytes: vec![], ..seen.clone() }
+}
+
+impl BucketStore for Record {
+    fn write(&self, offset: u64, part: &[u8]) -> Result<(), Refusal> {
+        if matches!(self.refuse, Refuse::Write) {
+            return Err(no("a part"));
+        }
+        self.note(|seen| {
+            let end = offset as usize + part.len();
+            seen.bytes.resize(seen.bytes.len().max(end), 0);
+            seen.bytes[offset as usize..end].copy_from_slice(part);
+        });
+        Ok(())
+    }
+
+    fn complete(&self, header: &BucketHeader, digest: u128) -> Result<(), Refusal> {
+        if matches!(self.refuse, Refuse::Complete) {
+            return Err(no("a bucket"));
+        }
+        self.note(|seen| {
+            let bytes = &seen.bytes[header.offset as usize..(header.offset + header.bytes) as usize];
+            assert_eq!(bucket_digest(bytes), digest);
+            seen.buckets.push(header.sequence);
+        });
+        Ok(())
+    }
+
+    fn end(&self) -> Result<(), Refusal> {
+        if matches!(self.refuse, Refuse::End) {
+            return Err(no("an end"));
+        }
+        self.note(|seen| seen.ended = true);
+        Ok(())
+    }
+
+    fn broken(&self, peer: Option<&MemberName>, cause: &str) {
+        self.note(|seen| seen.broken = Some((peer.map(ToString::to_string), cause.to_owned())));
+    }
+}
+
+/// Lets in whoever knows the secret, each attempt into a record of its own.
+pub struct Door {
+    name: MemberName,
+    refuse: Refuse,
+    records: Mutex<std::collections::HashMap<u32, Arc<Record>>>,
+    pub hellos: Mutex<Vec<DataHello>>,
+}
+
+impl Door {
+    pub fn new(name: &str, refuse: Refuse) -> Arc<Self> {
+        Arc::new(Self { name: MemberName(name.into()), refuse, records: Mutex::default(), hellos: Mutex::default() })
+    }
+
+    pub fn record(&self, attempt: u32) -> Arc<Record> {
+        self.records.lock().unwrap().entry(attempt).or_insert_with(|| Record::new(self.refuse)).clone()
+    }
+}
+
+impl Admission for Door {
+    fn admit(&self, hello: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal> {
+        self.hellos.lock().unwrap().push(hello.clone());
+        if matches!(self.refuse, Refuse::Admission) || hello.secret != "secret" || hello.to != self.name {
+            return Err(Refusal { code: RefusalCode::StaleEpoch, message: "this epoch is over".into() });
+        }
+        Ok(self.record(hello.update.attempt))
+    }
+}
+
+/// A member with a runtime of its own.
+pub struct Member {
+    pub name: MemberName,
+    pub address: String,
+    pub door: Arc<Door>,
+    runtime: Option<Runtime>,
+    transport: Option<Box<dyn Transport>>,
+    frozen: Arc<(Mutex<bool>, Condvar)>,
+}
+
+impl Member {
+    /// The record of the first attempt.
+    pub fn record(&self) -> Arc<Record> {
+        self.door.record(1)
+    }
+
+    /// Ends the member as SIGKILL does: its tasks are gone, its sockets closed, and no last words are said.
+    pub fn kill(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+
+    /// Stops the member as SIGSTOP does: its sockets stay open and nothing runs.
+    pub async fn freeze(&self) {
+        let (frozen, asleep) = (self.frozen.clone(), Arc::new(tokio::sync::Notify::new()));
+        let told = asleep.clone();
+        self.runtime.as_ref().unwrap().spawn(async move {
+            told.notify_one();
+            let (thawed, wake) = &*frozen;
+            let guard = thawed.lock().unwrap();
+            drop(wake.wait_timeout_while(guard, LONG, |thawed| !*thawed).unwrap());
+        });
+        timeout(LONG, asleep.notified()).await.unwrap();
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        *self.frozen.0.lock().unwrap() = true;
+        self.frozen.1.notify_all();
+        drop(self.transport.take());
+        self.kill();
+    }
+}
+
+/// A transport under test.
+pub enum Bed {
+    Memory(MemoryNetwork),
+    Tcp(TcpOptions),
+}
+
+impl Bed {
+    pub fn memory() -> Self {
+        Self::Memory(MemoryNetwork::default())
+    }
+
+    /// Small receive buffers, so that small tests meet their ends.
+    pub fn tcp() -> Self {
+        Self::Tcp(TcpOptions { receive_buffer: 4096, receive_buffers: 4, ..TcpOptions::default() })
+    }
+
+    pub async fn transport(&self, name: &str, door: Arc<Door>) -> Box<dyn Transport> {
+        match self {
+            Self::Memory(network) => Box::new(MemoryTransport::new(network, name, door)),
+            Self::Tcp(options) => {
+                let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
+                Box::new(TcpTransport::bind(any, door, options.clone()).await.unwrap())
+            }
+        }
+    }
+
+    pub async fn member(&self, name: &str, refuse: Refuse) -> Member {
+        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let door = Door::new(name, refuse);
+        let bed = match self {
+            Self::Memory(network) => Self::Memory(network.clone()),
+            Self::Tcp(options) => Self::Tcp(options.clone()),
+        };
+        let (at, behind) = (name.to_owned(), door.clone());
+        let transport = runtime.spawn(async move { bed.transport(&at, behind).await }).await.unwrap();
+        Member {
+            name: MemberName(name.into()),
+            address: transport.address(),
+            door,
+            runtime: Some(runtime),
+            transport: Some(transport),
+            frozen: Arc::default(),
+        }
+    }
+
+    pub async fn members(&self, refusals: &[Refuse]) -> Vec<Member> {
+        let mut members = Vec::new();
+        for (number, refuse) in refusals.iter().enumerate() {
+            members.push(self.member(&format!("actors/{number}"), *refuse).await);
+        }
+        members
+    }
+
+    /// The transport of a leader, and an open chain through members in their order.
+    pub async fn open(&self, members: &[Member], silence_ms: u64) -> Result<(Box<dyn Transport>, Box<dyn BucketSink>), TransportError> {
+        let leader = self.transport("trainer/0", Door::new("trainer/0", Refuse::Admission)).await;
+        let sink = timeout(LONG, leader.open(hello(members, silence_ms), &members[0].address)).await.unwrap()?;
+        Ok((leader, sink))
+    }
+}
+
+pub fn hello(members: &[Member], silence_ms: u64) -> DataHello {
+    let epoch = EpochId { weightsync: "ws".into(), created: 1, term: 1, epoch: 1 };
+    DataHello {
+        update: UpdateId { epoch, version: 1, attempt: 1 },
+        from: MemberName("trainer/0".into()),
+        to: members[0].name.clone(),
+        secret: "secret".into(),
+        rest: members[1..].iter().map(|member| (member.name.clone(), member.address.clone())).collect(),
+        tls: false,
+        silence_ms,
+        probe: false,
+    }
+}
+
+/// Bytes that differ from place to place, cut into buckets.
+pub fn buckets(lengths: &[usize]) -> (Vec<u8>, Vec<(BucketHeader, Bytes, u128)>) {
+    let total: usize = lengths.iter().sum();
+    let stream: Vec<u8> = (0..total as u64).map(|place| (place.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8).collect();
+    let all = Bytes::from(stream.clone());
+    let mut offset = 0;
+    let cut = lengths.iter().enumerate().map(|(sequence, length)| {
+        let data = all.slice(offset..offset + length);
+        let header = BucketHeader { sequence: sequence as u32, flags: 0, offset: offset as u64, bytes: *length as u64 };
+        offset += length;
+        (header, data.clone(), bucket_digest(&data))
+    });
+    let cut = cut.collect();
+    (stream, cut)
+}
+
+pub async fn send(sink: &mut Box<dyn BucketSink>, bucket: &(BucketHeader, Bytes, u128)) -> Result<(), TransportError> {
+    timeout(LONG, sink.send(bucket.0, bucket.1.clone(), bucket.2)).await.expect("sending a bucket does not end")
+}
+
+pub async fn finish(sink: Box<dyn BucketSink>) -> Result<(), TransportError> {
+    timeout(LONG, sink.finish()).await.expect("finishing does not end")
+}
