@@ -1,7 +1,15 @@
 //! What one member of a group does: the source leads updates, a rollout receives, verifies and installs.
 
+pub mod attempts;
 pub mod checkpoint_source;
 pub mod client;
+pub mod core;
 pub mod enrollment;
+pub mod events;
+pub mod group;
+pub mod lead;
 pub mod publish_job;
+pub mod rollout;
+pub mod source;
+pub mod space;
 pub mod version_source;

@@ -32,6 +32,12 @@ pub trait VersionSource: Send {
 
     /// No bucket will be asked for any more: a trainer may change its tensors.
     async fn released(&mut self);
+
+    /// A second reader of the same bytes, from the first one on, when they stay where they are (a checkpoint): no copy in memory is needed
+    /// then to try again or to feed others. None for bytes that a trainer writes.
+    fn another(&self) -> Option<Box<dyn VersionSource>> {
+        None
+    }
 }
 
 /// Why a source gives no bytes.

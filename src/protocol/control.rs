@@ -386,3 +386,10 @@ pub enum InstallStep {
     /// Failed; `dirty` in the member's state says whether the engine was touched.
     Failed,
 }
+
+impl InstallStep {
+    /// Whether nothing follows.
+    pub fn is_final(self) -> bool {
+        matches!(self, Self::Refused | Self::Installed | Self::Failed)
+    }
+}

@@ -1,0 +1,315 @@
+//! What all parts of an agent share: its group, its facts, and who wants to hear of them.
+//!
+//! Carries out what [`Group`] decides (ends epochs, wakes waiters), puts the facts of the parts together into one [`MemberState`], and
+//! lets data streams in or not. It decides nothing about weights.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::events::Events;
+use super::group::{Epoch, Group, Me, Standing, Step, refusal};
+use crate::protocol::{
+    BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, MemberName, MemberPhase, MemberState,
+    PrepareRequest, Refusal, RefusalCode, ReleaseRequest, UpdateId,
+};
+use crate::transport::{Admission, BucketStore};
+
+/// Facts that the parts of an agent know and that its [`MemberState`] shows.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// Kept complete and verified.
+    pub retained: Option<HeldVersion>,
+    /// Confirmed by the engine's present start; for a source, the last version that reached `minReady`.
+    pub installed: Option<HeldVersion>,
+    /// The engine.
+    pub engine: Option<EngineFacts>,
+    /// Whether the engine passes its probes.
+    pub healthy: bool,
+    /// Until when the engine may be paused by us, in ms since 1970.
+    pub paused_until: Option<u64>,
+    /// Whether an update runs.
+    pub updating: bool,
+    /// Whether the engine may hold a mixture.
+    pub dirty: bool,
+    /// Whether the engine does not answer.
+    pub engine_down: bool,
+    /// Why it is as it is, for a person.
+    pub reason: Option<String>,
+}
+
+/// The shared parts of one agent.
+pub struct Core {
+    me: Me,
+    group: Mutex<Grouped>,
+    standing: watch::Sender<Standing>,
+    facts: Mutex<Facts>,
+    events: Events,
+    expected: Mutex<Option<Expected>>,
+    current: watch::Sender<Option<HeldVersion>>,
+}
+
+struct Grouped {
+    group: Group,
+    /// Cancelled when the epoch ends.
+    over: CancellationToken,
+}
+
+/// A data stream that may come.
+struct Expected {
+    update: UpdateId,
+    store: Arc<dyn BucketStore>,
+    taken: bool,
+}
+
+impl Core {
+    /// In no group, with no facts.
+    pub fn new(me: Me, facts: Facts) -> Arc<Self> {
+        let group = Group::new(me.clone());
+        let events = Events::new(state(&group, &facts));
+        Arc::new(Self {
+            me,
+            group: Mutex::new(Grouped { group, over: CancellationToken::new() }),
+            standing: watch::Sender::default(),
+            facts: Mutex::new(facts),
+            events,
+            expected: Mutex::new(None),
+            current: watch::Sender::new(None),
+        })
+    }
+
+    /// Who this agent is.
+    pub fn me(&self) -> &Me {
+        &self.me
+    }
+
+    /// Who hears of it.
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// Where it stands towards its group, now and whenever that changes.
+    pub fn standing(&self) -> watch::Receiver<Standing> {
+        self.standing.subscribe()
+    }
+
+    /// The committed epoch.
+    pub fn epoch(&self) -> Option<Arc<Epoch>> {
+        self.standing.borrow().committed().cloned()
+    }
+
+    /// The version that every rollout should hold, as far as this agent was told.
+    pub fn current(&self) -> Option<HeldVersion> {
+        self.current.borrow().clone()
+    }
+
+    /// Notes the version that every rollout should hold. A controller that knows none says nothing about what an agent knows.
+    pub fn learn_current(&self, current: Option<&HeldVersion>) {
+        if let Some(current) = current {
+            self.current.send_if_modified(|known| {
+                let changed = known.as_ref() != Some(current);
+                *known = Some(current.clone());
+                changed
+            });
+        }
+    }
+
+    /// Why it was released, if it was.
+    pub fn released(&self) -> Option<String> {
+        lock(&self.group).group.released().map(str::to_owned)
+    }
+
+    /// Facts, as they are.
+    pub fn facts(&self) -> Facts {
+        lock(&self.facts).clone()
+    }
+
+    /// Changes facts; whoever listens hears of it.
+    pub fn set_facts(&self, change: impl FnOnce(&mut Facts)) {
+        change(&mut lock(&self.facts));
+        self.announce();
+    }
+
+    /// Takes a prepare. The epoch before it, if any, is over when this returns.
+    pub fn prepare(&self, request: &PrepareRequest) -> Result<Step, Refusal> {
+        let step = self.regroup(|grouped| grouped.group.prepare(request))?;
+        Ok(step)
+    }
+
+    /// Takes a commit; the epoch works only after [`Core::confirm`].
+    pub fn commit(&self, request: &CommitRequest) -> Result<(Step, Arc<Epoch>), Refusal> {
+        self.regroup(|grouped| grouped.group.commit(request))
+    }
+
+    /// The data path of the committing epoch works; false when that epoch is over by now.
+    pub fn confirm(&self, epoch: &Epoch) -> bool {
+        // Before the standing changes: who waits for the epoch finds its version known.
+        self.learn_current(epoch.current());
+        self.regroup(|grouped| grouped.group.confirm(epoch.id()))
+    }
+
+    /// The data path of the committing epoch does not work.
+    pub fn unconfirmed(&self, id: &EpochId) {
+        self.regroup(|grouped| grouped.group.unconfirmed(id));
+    }
+
+    /// Ends an epoch and all before it; true when one ended here.
+    pub fn fence(&self, request: &FenceRequest) -> bool {
+        self.regroup(|grouped| grouped.group.fence(request).is_some())
+    }
+
+    /// Leaves the group.
+    pub fn release(&self, request: &ReleaseRequest) -> Result<(), Refusal> {
+        self.regroup(|grouped| grouped.group.release(request).map(|_| ()))
+    }
+
+    /// Leaves the group: no object claims this pod any more.
+    pub fn unclaimed(&self, reason: &str) {
+        self.regroup(|grouped| grouped.group.unclaimed(reason.to_owned()));
+    }
+
+    /// The committed epoch that a message is about.
+    pub fn acting(&self, id: &EpochId) -> Result<Arc<Epoch>, Refusal> {
+        lock(&self.group).group.acting(id)
+    }
+
+    /// Cancelled when the present epoch ends; already cancelled when `id` is not the present one.
+    pub fn over(&self, id: &EpochId) -> CancellationToken {
+        let grouped = lock(&self.group);
+        if grouped.group.standing().id() == Some(id) {
+            return grouped.over.clone();
+        }
+        let over = CancellationToken::new();
+        over.cancel();
+        over
+    }
+
+    /// Lets the data stream of an attempt in, once.
+    pub fn expect(&self, update: UpdateId, store: Arc<dyn BucketStore>) {
+        *lock(&self.expected) = Some(Expected { update, store, taken: false });
+    }
+
+    /// Lets the data stream of an attempt in no more.
+    pub fn expect_no_more(&self, update: &UpdateId) {
+        let mut expected = lock(&self.expected);
+        if expected.as_ref().is_some_and(|expected| &expected.update == update) {
+            *expected = None;
+        }
+    }
+
+    /// Tells everybody at once that a peer of an epoch cannot be reached.
+    pub fn peer_lost(&self, id: &EpochId, peer: &MemberName, cause: &str) {
+        tracing::warn!(epoch = %id, %peer, cause, "lost a peer");
+        self.events.peer_lost(id, peer, cause);
+    }
+
+    fn regroup<T>(&self, change: impl FnOnce(&mut Grouped) -> T) -> T {
+        let mut grouped = lock(&self.group);
+        let before = grouped.group.standing().id().cloned();
+        let outcome = change(&mut grouped);
+        let after = grouped.group.standing().clone();
+        if before.as_ref() != after.id() {
+            std::mem::take(&mut grouped.over).cancel();
+        }
+        // Under the lock, so that standings are seen in the order in which they came.
+        self.standing.send_replace(after);
+        self.events.set_state(state(&grouped.group, &lock(&self.facts)));
+        outcome
+    }
+
+    fn announce(&self) {
+        let grouped = lock(&self.group);
+        self.events.set_state(state(&grouped.group, &lock(&self.facts)));
+    }
+}
+
+impl Admission for Core {
+    fn admit(&self, hello: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal> {
+        let epoch = lock(&self.group).group.carrying(&hello.update.epoch, hello.probe)?;
+        if &hello.to != epoch.me() {
+            return Err(refusal(RefusalCode::WrongIncarnation, format!("{} was meant, this is {}", hello.to, epoch.me())));
+        }
+        // Digests are compared in constant time; texts would tell by the time taken how many characters agree.
+        if blake3::hash(hello.secret.as_bytes()) != blake3::hash(epoch.commit.secret.as_bytes()) {
+            return Err(refusal(RefusalCode::Forbidden, "the secret is not that of the epoch"));
+        }
+        if hello.tls != epoch.prepared.policy.data_tls {
+            return Err(refusal(RefusalCode::Forbidden, "the stream and the epoch differ in the use of TLS"));
+        }
+        if hello.probe {
+            return Ok(Arc::new(ProbeStore));
+        }
+        let mut expected = lock(&self.expected);
+        match expected.as_mut().filter(|expected| expected.update == hello.update) {
+            Some(expected) if !expected.taken => {
+                expected.taken = true;
+                Ok(expected.store.clone())
+            }
+            Some(_) => Err(refusal(RefusalCode::WrongPhase, "the stream of this attempt came already")),
+            None => Err(refusal(
+                RefusalCode::WrongPhase,
+                format!("attempt {} of version {} is not open here", hello.update.attempt, hello.update.version),
+            )),
+        }
+    }
+}
+
+/// Takes the one element that proves a chain, and keeps nothing.
+struct ProbeStore;
+
+/// Longest probe in bytes.
+const LONGEST_PROBE: u64 = 1024;
+
+impl BucketStore for ProbeStore {
+    fn write(&self, offset: u64, part: &[u8]) -> Result<(), Refusal> {
+        let end = offset.saturating_add(part.len() as u64);
+        if end > LONGEST_PROBE { Err(refusal(RefusalCode::Invalid, "a probe carries one element")) } else { Ok(()) }
+    }
+
+    fn complete(&self, _header: &BucketHeader, _digest: u128) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn end(&self) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn broken(&self, _peer: Option<&MemberName>, _cause: &str) {}
+}
+
+fn state(group: &Group, facts: &Facts) -> MemberState {
+    let standing = group.standing();
+    let prepared = match standing {
+        Standing::Idle => None,
+        Standing::Prepared(prepared) => Some(prepared),
+        Standing::Committing(epoch) | Standing::Committed(epoch) => Some(&epoch.prepared),
+    };
+    let phase = match standing {
+        _ if facts.dirty => MemberPhase::Dirty,
+        _ if facts.engine_down => MemberPhase::EngineDown,
+        _ if facts.updating => MemberPhase::Updating,
+        Standing::Committed(_) => MemberPhase::Ready,
+        Standing::Prepared(_) | Standing::Committing(_) => MemberPhase::Prepared,
+        Standing::Idle => MemberPhase::Idle,
+    };
+    MemberState {
+        member: prepared.map(|prepared| prepared.member.clone()),
+        incarnation: group.me().incarnation.clone(),
+        role: group.me().role,
+        phase,
+        epoch: standing.id().cloned(),
+        roster_digest: prepared.map(|prepared| prepared.roster.digest()),
+        retained: facts.retained.clone(),
+        installed: facts.installed.clone(),
+        engine: facts.engine.clone(),
+        healthy: facts.healthy,
+        paused_until: facts.paused_until,
+        reason: facts.reason.clone().or_else(|| group.released().map(str::to_owned)),
+    }
+}
+
+/// A lock whose holder panicked guards values that are whole: every change under it is one assignment or one call of a state machine.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

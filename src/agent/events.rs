@@ -1,0 +1,189 @@
+//! The event stream of an agent: facts first, then every change, and a heartbeat each second.
+//!
+//! Everything is kept as the latest value, so who attaches late reads what it missed; nothing is only pushed. It decides nothing.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use futures::Stream;
+use tokio::sync::watch;
+use tokio::time::{Interval, MissedTickBehavior, interval};
+
+use crate::protocol::{AgentEvent, EpochId, MemberName, MemberState, UpdateView};
+
+/// Time between two heartbeats.
+pub const HEARTBEAT: Duration = Duration::from_secs(1);
+
+/// A peer counts as silent after this long without a line: three heartbeats, and what a busy machine may add.
+pub const SILENT_AFTER: Duration = Duration::from_millis(3_500);
+
+/// Losses that are kept for who attaches late.
+const KEPT_LOSSES: usize = 64;
+
+/// What is to be told, as it is now.
+pub struct Events {
+    state: watch::Sender<Arc<MemberState>>,
+    update: watch::Sender<Option<Arc<UpdateView>>>,
+    losses: watch::Sender<Losses>,
+    coordinators: Arc<AtomicUsize>,
+}
+
+/// Losses of peers in the latest epoch in which there were some.
+#[derive(Debug, Clone, Default)]
+struct Losses {
+    id: Option<EpochId>,
+    /// Grows with each loss, so that a reader knows which it has told.
+    count: usize,
+    latest: VecDeque<(MemberName, String)>,
+}
+
+impl Events {
+    /// Begins with these facts.
+    pub fn new(state: MemberState) -> Self {
+        Self {
+            state: watch::Sender::new(Arc::new(state)),
+            update: watch::Sender::new(None),
+            losses: watch::Sender::default(),
+            coordinators: Arc::default(),
+        }
+    }
+
+    /// The facts, as they are now.
+    pub fn state(&self) -> Arc<MemberState> {
+        self.state.borrow().clone()
+    }
+
+    /// The facts, now and whenever they change.
+    pub fn states(&self) -> watch::Receiver<Arc<MemberState>> {
+        self.state.subscribe()
+    }
+
+    /// The facts changed, perhaps.
+    pub fn set_state(&self, state: MemberState) {
+        self.state.send_if_modified(|known| {
+            let changed = **known != state;
+            if changed {
+                *known = Arc::new(state);
+            }
+            changed
+        });
+    }
+
+    /// The leader's view of an update changed.
+    pub fn set_update(&self, view: UpdateView) {
+        self.update.send_replace(Some(Arc::new(view)));
+    }
+
+    /// The last view of an update.
+    pub fn update(&self) -> Option<Arc<UpdateView>> {
+        self.update.borrow().clone()
+    }
+
+    /// A peer of an epoch was lost. Said once for each peer and cause.
+    pub fn peer_lost(&self, id: &EpochId, peer: &MemberName, cause: &str) {
+        self.losses.send_if_modified(|losses| {
+            if losses.id.as_ref() != Some(id) {
+                losses.latest.clear();
+                losses.id = Some(id.clone());
+            }
+            if losses.latest.iter().any(|(known, why)| known == peer && why == cause) {
+                return false;
+            }
+            losses.latest.push_back((peer.clone(), cause.to_owned()));
+            losses.latest.truncate(KEPT_LOSSES);
+            losses.count += 1;
+            true
+        });
+    }
+
+    /// Whether a coordinator reads the stream: without one, the agent announces itself.
+    pub fn has_coordinator(&self) -> bool {
+        self.coordinators.load(Ordering::Acquire) > 0
+    }
+
+    /// A stream for one reader.
+    pub fn stream(&self, coordinator: bool) -> impl Stream<Item = AgentEvent> + Send + use<> {
+        let mut heartbeat = interval(HEARTBEAT);
+        heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut reader = Reader {
+            state: self.state.subscribe(),
+            update: self.update.subscribe(),
+            losses: self.losses.subscribe(),
+            told: 0,
+            heartbeat,
+            waiting: VecDeque::new(),
+            _attached: coordinator.then(|| Attached::new(&self.coordinators)),
+        };
+        reader.state.mark_changed();
+        if reader.update.borrow().is_some() {
+            reader.update.mark_changed();
+        }
+        reader.losses.mark_changed();
+        futures::stream::unfold(reader, |mut reader| async move {
+            let event = reader.next().await;
+            Some((event, reader))
+        })
+    }
+}
+
+/// Counts a coordinator for as long as its stream lives.
+struct Attached(Arc<AtomicUsize>);
+
+impl Attached {
+    fn new(count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::AcqRel);
+        Self(count.clone())
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+struct Reader {
+    state: watch::Receiver<Arc<MemberState>>,
+    update: watch::Receiver<Option<Arc<UpdateView>>>,
+    losses: watch::Receiver<Losses>,
+    told: usize,
+    heartbeat: Interval,
+    waiting: VecDeque<AgentEvent>,
+    _attached: Option<Attached>,
+}
+
+impl Reader {
+    async fn next(&mut self) -> AgentEvent {
+        loop {
+            if let Some(event) = self.waiting.pop_front() {
+                return event;
+            }
+            // In this order: a reader knows the epoch of a loss or an update before it hears of it.
+            tokio::select! {
+                biased;
+                Ok(()) = self.state.changed() => {
+                    let state = Box::new(MemberState::clone(&self.state.borrow_and_update()));
+                    return AgentEvent::Snapshot { state };
+                }
+                Ok(()) = self.losses.changed() => self.take_losses(),
+                Ok(()) = self.update.changed() => {
+                    let update = self.update.borrow_and_update().clone();
+                    self.waiting.extend(update.map(|update| AgentEvent::Update { update: UpdateView::clone(&update) }));
+                }
+                _ = self.heartbeat.tick() => return AgentEvent::Heartbeat,
+            }
+        }
+    }
+
+    fn take_losses(&mut self) {
+        let losses = self.losses.borrow_and_update().clone();
+        let Some(id) = losses.id else { return };
+        let new = losses.count.saturating_sub(self.told).min(losses.latest.len());
+        self.told = losses.count;
+        let skip = losses.latest.len() - new;
+        let new = losses.latest.into_iter().skip(skip);
+        self.waiting.extend(new.map(|(peer, cause)| AgentEvent::PeerLost { id: id.clone(), peer, cause }));
+    }
+}

@@ -1,0 +1,60 @@
+//! Leads updates: brings one version to the rollouts of one epoch. Used by the source, and by a rollout that feeds others.
+//!
+//! [`table`] decides what may follow from what members say; [`attempt`] carries it out. An attempt lives and dies with its epoch: it is
+//! never repeated within it. Whoever calls decides about versions and about trying again.
+
+mod attempt;
+mod calls;
+pub mod feed;
+pub mod peers;
+mod phases;
+mod probe;
+mod stream;
+pub mod table;
+
+use std::sync::{Arc, Mutex};
+
+pub use self::attempt::{Brought, Plan, Stage};
+use self::peers::Peers;
+pub use self::stream::Keep;
+use super::core::{Core, lock};
+use super::group::Epoch;
+use crate::protocol::EpochId;
+use crate::runtime::https::AgentClient;
+use crate::transport::Transport;
+
+/// What leading needs, for the life of the agent.
+pub struct Leader {
+    core: Arc<Core>,
+    client: AgentClient,
+    transport: Arc<dyn Transport>,
+    peers: Mutex<Option<(EpochId, Arc<Peers>)>>,
+}
+
+impl Leader {
+    /// Leads in the name of this agent.
+    pub fn new(core: Arc<Core>, client: AgentClient, transport: Arc<dyn Transport>) -> Arc<Self> {
+        Arc::new(Self { core, client, transport, peers: Mutex::new(None) })
+    }
+
+    /// The shared parts of its agent.
+    pub fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+
+    /// The rollouts of an epoch, listened to from the first call on until another epoch is asked for.
+    pub fn peers(&self, epoch: &Arc<Epoch>) -> Arc<Peers> {
+        let mut peers = lock(&self.peers);
+        if let Some((_, known)) = peers.as_ref().filter(|(id, _)| id == epoch.id()) {
+            return known.clone();
+        }
+        let fresh = Arc::new(Peers::listen(&self.core, &self.client, epoch));
+        *peers = Some((epoch.id().clone(), fresh.clone()));
+        fresh
+    }
+
+    /// Listens to nobody any more.
+    pub fn forget_peers(&self) {
+        lock(&self.peers).take();
+    }
+}

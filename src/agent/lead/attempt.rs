@@ -1,0 +1,276 @@
+//! One attempt to bring one version to the rollouts of one epoch, from begin to the last engine's word.
+//!
+//! Carries out what [`Table`] decides. Every wait ends: with the epoch, with a lost member, or with a deadline. When it ends without its
+//! aim, or is dropped, every member is told to give the attempt up.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::time::Instant;
+
+use super::Leader;
+use super::calls::Calls;
+use super::peers::Peers;
+use super::phases::ANSWER;
+use super::stream::Keep;
+use super::table::{Failure, Table};
+use crate::agent::core::Core;
+use crate::agent::group::Epoch;
+use crate::agent::version_source::VersionSource;
+use crate::protocol::{ActivateRequest, FinishRequest, HeldVersion, MemberName, PublishErrorCode, Role, UpdateId, UpdatePhase, UpdateView};
+use crate::weights::{Layout, Manifest};
+
+/// Least time between two views while bytes move.
+const VIEW_PERIOD: Duration = Duration::from_millis(200);
+
+/// What the caller wants to know of an attempt, and to decide in it.
+#[async_trait]
+pub trait Stage: Send {
+    /// It got on; `bytes` are those of the slowest member.
+    fn progress(&mut self, phase: UpdatePhase, bytes: u64);
+
+    /// The whole stream was read, and this is what it was.
+    fn streamed(&mut self, manifest: &Manifest, held: &HeldVersion) -> Result<(), Failure>;
+
+    /// Every member that will ever verify the version did; returns when engines may switch.
+    async fn staged(&mut self) -> Result<(), Failure>;
+}
+
+/// What is to be brought, to whom, and how.
+pub struct Plan<'a> {
+    /// The epoch it runs in.
+    pub epoch: Arc<Epoch>,
+    /// The version and the number of the attempt.
+    pub version: u64,
+    /// Number of the attempt, from 1.
+    pub attempt: u32,
+    /// Whether the version is the group's already.
+    pub feeding: bool,
+    /// To whom, in the order of the chain.
+    pub members: Vec<MemberName>,
+    /// How many must serve it for success.
+    pub min_ready: u32,
+    /// The manifest's digest, where known.
+    pub known: Option<String>,
+    /// The bytes.
+    pub source: &'a mut dyn VersionSource,
+    /// Who keeps a copy of them.
+    pub keep: Option<Arc<dyn Keep>>,
+    /// Who is told and asked.
+    pub stage: &'a mut dyn Stage,
+}
+
+/// An attempt that reached its aim.
+#[derive(Debug, Clone)]
+pub struct Brought {
+    /// What was brought.
+    pub held: HeldVersion,
+    /// Length of its stream.
+    pub bytes: u64,
+    /// Who serves it.
+    pub installed: Vec<MemberName>,
+    /// Who does not, with the reason.
+    pub behind: Vec<(MemberName, String)>,
+    /// Times of phases in ms.
+    pub phases_ms: Vec<(String, u64)>,
+}
+
+impl Leader {
+    /// Runs an attempt to its end. Dropping the future gives the attempt up.
+    pub async fn lead(&self, plan: Plan<'_>) -> Result<Brought, Failure> {
+        let over = self.core.over(plan.epoch.id());
+        let limit = Duration::from_millis(plan.epoch.prepared.policy.update_timeout_ms);
+        let mut attempt = Attempt::new(self, &plan);
+        let phase_of =
+            |attempt: &Attempt<'_>, code, message: String, again| Failure { code, message, phase: attempt.view.phase, member: None, again };
+        let outcome = tokio::select! {
+            biased;
+            () = over.cancelled() => None,
+            outcome = tokio::time::timeout(limit, attempt.run(plan)) => Some(outcome),
+        };
+        let outcome = match outcome {
+            None => Err(phase_of(&attempt, PublishErrorCode::NotEnoughReplicas, "the epoch ended in the middle".into(), true)),
+            Some(Err(_)) => Err(phase_of(&attempt, PublishErrorCode::Timeout, format!("the update did not end within {limit:?}"), true)),
+            Some(Ok(outcome)) => outcome,
+        };
+        attempt.end(outcome.as_ref().err());
+        outcome
+    }
+}
+
+/// An attempt that runs. Its phases are in [`super::phases`].
+pub(super) struct Attempt<'a> {
+    pub(super) leader: &'a Leader,
+    pub(super) epoch: Arc<Epoch>,
+    pub(super) calls: Calls,
+    pub(super) peers: Arc<Peers>,
+    pub(super) members: Vec<MemberName>,
+    pub(super) table: Table,
+    pub(super) view: UpdateView,
+    pub(super) silence: Duration,
+    phase_begun: Instant,
+    shown: Instant,
+    over: bool,
+}
+
+impl<'a> Attempt<'a> {
+    fn new(leader: &'a Leader, plan: &Plan<'_>) -> Self {
+        let now = Instant::now();
+        let update = UpdateId { epoch: plan.epoch.id().clone(), version: plan.version, attempt: plan.attempt };
+        let mut attempt = Self {
+            leader,
+            epoch: plan.epoch.clone(),
+            calls: Calls::new(leader.client.clone(), plan.epoch.clone()),
+            peers: leader.peers(&plan.epoch),
+            members: plan.members.clone(),
+            table: Table::new(&plan.members, plan.min_ready),
+            view: UpdateView {
+                id: update.epoch,
+                version: update.version,
+                attempt: update.attempt,
+                phase: UpdatePhase::Begin,
+                total_bytes: plan.source.layout().total_bytes,
+                members: Vec::new(),
+                phases_ms: Vec::new(),
+                failure: None,
+                feeding: plan.feeding,
+            },
+            phase_begun: now,
+            shown: now,
+            silence: Duration::from_millis(plan.epoch.prepared.policy.silence_ms),
+            over: false,
+        };
+        attempt.set_updating(true);
+        attempt.show();
+        attempt
+    }
+
+    async fn run(&mut self, plan: Plan<'_>) -> Result<Brought, Failure> {
+        let Plan { source, keep, stage, known, feeding, .. } = plan;
+        let layout = Arc::new(source.layout().clone());
+        let update = self.update();
+        stage.progress(UpdatePhase::Begin, 0);
+        self.begin(&layout, feeding, known.clone()).await?;
+
+        self.enter(UpdatePhase::Transfer, stage);
+        let receiving = self.table.receiving();
+        let mut following = self.calls.follow(&self.members_in(), &update);
+        let kept = keep.is_some();
+        let (held, finish) = match known {
+            // Everybody holds it: nothing is to be read.
+            Some(manifest) if receiving.is_empty() => (HeldVersion { version: update.version, manifest }, None),
+            known => {
+                let digests = self.transfer(&receiving, source, &layout, keep, &mut following, stage).await?;
+                let manifest = Manifest::new(update.version, Layout::clone(&layout), &digests)
+                    .map_err(|error| self.failure(PublishErrorCode::Internal, error.to_string(), None, false))?;
+                let held = HeldVersion { version: update.version, manifest: manifest.digest() };
+                if let Some(known) = known.filter(|known| *known != held.manifest) {
+                    let message = format!("version {} was {known} before, now it is {}", held.version, held.manifest);
+                    return Err(self.failure(PublishErrorCode::ManifestChanged, message, None, false));
+                }
+                stage.streamed(&manifest, &held)?;
+                let request = FinishRequest {
+                    update: update.clone(),
+                    tensor_digests: manifest.tensor_digests,
+                    manifest_digest: held.manifest.clone(),
+                };
+                (held, Some(request))
+            }
+        };
+        if kept {
+            source.released().await;
+        }
+
+        self.enter(UpdatePhase::Verify, stage);
+        if let Some(request) = finish {
+            self.tell(&receiving, "/v1/update/finish", request, ANSWER + self.silence).await;
+        }
+        self.settle(&mut following, stage, Table::after_finish).await?;
+        if !kept {
+            source.released().await;
+        }
+
+        self.enter(UpdatePhase::Staged, stage);
+        stage.staged().await?;
+
+        self.enter(UpdatePhase::Activate, stage);
+        let delivered = self.table.delivered();
+        self.tell(&delivered, "/v1/update/activate", ActivateRequest { update }, ANSWER).await;
+        self.settle(&mut following, stage, Table::after_activate).await?;
+        self.enter(UpdatePhase::Done, stage);
+        Ok(Brought {
+            held,
+            bytes: layout.total_bytes,
+            installed: self.table.installed(),
+            behind: self.table.behind(),
+            phases_ms: self.view.phases_ms.clone(),
+        })
+    }
+
+    pub(super) fn failure(&self, code: PublishErrorCode, message: String, member: Option<MemberName>, again: bool) -> Failure {
+        Failure { code, message, phase: self.view.phase, member, again }
+    }
+
+    fn enter(&mut self, phase: UpdatePhase, stage: &mut dyn Stage) {
+        let took = u64::try_from(self.phase_begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+        // How long a trainer takes to activate is not ours to measure.
+        if self.view.phase != UpdatePhase::Staged {
+            self.view.phases_ms.push((format!("{:?}", self.view.phase).to_lowercase(), took));
+        }
+        self.phase_begun = Instant::now();
+        self.view.phase = phase;
+        stage.progress(phase, self.table.slowest_bytes());
+        self.show();
+    }
+
+    pub(super) fn moved(&mut self, stage: &mut dyn Stage) {
+        stage.progress(self.view.phase, self.table.slowest_bytes());
+        if self.shown.elapsed() >= VIEW_PERIOD {
+            self.show();
+        }
+    }
+
+    pub(super) fn show(&mut self) {
+        self.shown = Instant::now();
+        self.view.members = self.table.progress();
+        self.leader.core.events().set_update(self.view.clone());
+    }
+
+    fn end(&mut self, failure: Option<&Failure>) {
+        self.over = true;
+        if let Some(failure) = failure {
+            tracing::warn!(version = self.view.version, attempt = self.view.attempt, failure = %failure.message, "an attempt failed");
+            self.view.phase = UpdatePhase::Failed;
+            self.view.failure = Some(failure.message.clone());
+            self.calls.abort(self.members.clone(), self.update(), failure.message.clone());
+        }
+        self.show();
+        self.set_updating(false);
+    }
+
+    pub(super) fn update(&self) -> UpdateId {
+        UpdateId { epoch: self.view.id.clone(), version: self.view.version, attempt: self.view.attempt }
+    }
+
+    fn members_in(&self) -> Vec<MemberName> {
+        self.members.iter().filter(|member| !self.table.is_over(member)).cloned().collect()
+    }
+
+    fn set_updating(&self, updating: bool) {
+        let core: &Arc<Core> = &self.leader.core;
+        // A rollout says by itself whether it is in an update; that it feeds others is none of its engine's.
+        if core.me().role == Role::Source {
+            core.set_facts(|facts| facts.updating = updating);
+        }
+    }
+}
+
+impl Drop for Attempt<'_> {
+    fn drop(&mut self) {
+        if !self.over {
+            let given_up = self.failure(PublishErrorCode::Cancelled, "it was given up".into(), None, false);
+            self.end(Some(&given_up));
+        }
+    }
+}

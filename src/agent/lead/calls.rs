@@ -1,0 +1,181 @@
+//! A leader's calls to the rollouts of an attempt: all at once, each with a deadline.
+//!
+//! Sends and collects; a slow or dead member costs no other member anything. It never decides what an answer means.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::IgnoredAny;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+
+use crate::agent::group::Epoch;
+use crate::agent::rollout::LONG_POLL;
+use crate::protocol::{AbortRequest, MemberName, Refusal, UpdateId, UpdateStatus};
+use crate::runtime::https::{AgentClient, CallError};
+
+/// Longest abort: nobody waits for it.
+const ABORT: Duration = Duration::from_secs(5);
+
+/// What a member answered.
+pub(super) enum Answer {
+    /// Where it stands now.
+    Status(UpdateStatus),
+    /// It said no.
+    Refused(Refusal),
+    /// Nothing came back.
+    Lost(String),
+}
+
+impl From<Result<UpdateStatus, CallError>> for Answer {
+    fn from(answer: Result<UpdateStatus, CallError>) -> Self {
+        match answer {
+            Ok(status) => Self::Status(status),
+            Err(CallError::Refused { refusal, .. }) => Self::Refused(refusal),
+            Err(error) => Self::Lost(error.to_string()),
+        }
+    }
+}
+
+/// Calls to the members of one epoch.
+#[derive(Clone)]
+pub(super) struct Calls {
+    client: AgentClient,
+    epoch: Arc<Epoch>,
+}
+
+impl Calls {
+    pub(super) fn new(client: AgentClient, epoch: Arc<Epoch>) -> Self {
+        Self { client, epoch }
+    }
+
+    /// Posts one body to all at once.
+    pub(super) fn to_all<T>(&self, members: &[MemberName], path: &'static str, body: Arc<T>, deadline: Duration) -> Answers
+    where
+        T: Serialize + Send + Sync + 'static,
+    {
+        let mut calls = JoinSet::new();
+        for member in members {
+            let (calls_of, member, body) = (self.clone(), member.clone(), body.clone());
+            calls.spawn(async move {
+                let answer = calls_of.post(&member, path, body.as_ref(), deadline).await;
+                (member, answer)
+            });
+        }
+        Answers(calls)
+    }
+
+    /// Gives an attempt up at all members, without waiting.
+    pub(super) fn abort(&self, members: Vec<MemberName>, update: UpdateId, reason: String) {
+        let request = Arc::new(AbortRequest { update, reason });
+        for member in members {
+            let (calls, request) = (self.clone(), request.clone());
+            tokio::spawn(async move {
+                let Some((control, pod_uid)) = calls.address(&member) else { return };
+                let told: Result<IgnoredAny, _> =
+                    calls.client.post_json(&control, &pod_uid, "/v1/update/abort", request.as_ref(), ABORT).await;
+                if let Err(error) = told {
+                    tracing::debug!(%member, %error, "could not be told that an attempt is over");
+                }
+            });
+        }
+    }
+
+    /// Follows what members say of an attempt until the returned [`Following`] is dropped.
+    pub(super) fn follow(&self, members: &[MemberName], update: &UpdateId) -> Following {
+        let (tell, said) = mpsc::channel(64);
+        let mut polls = JoinSet::new();
+        for member in members {
+            polls.spawn(self.clone().poll(member.clone(), update.clone(), tell.clone()));
+        }
+        Following { said, _polls: polls }
+    }
+
+    async fn poll(self, member: MemberName, update: UpdateId, tell: mpsc::Sender<(MemberName, Answer)>) {
+        let mut after: Option<u64> = None;
+        loop {
+            let Some((control, pod_uid)) = self.address(&member) else { return };
+            let path = after.map_or_else(|| "/v1/update/status".to_owned(), |after| format!("/v1/update/status?after={after}"));
+            let begun = Instant::now();
+            let answer = self.client.get_json::<UpdateStatus>(&control, &pod_uid, &path, LONG_POLL * 3).await;
+            let answer = match answer {
+                Ok(status) if status.update != update => {
+                    let message = format!("it turned to attempt {} of version {}", status.update.attempt, status.update.version);
+                    Answer::Lost(message)
+                }
+                Ok(status) if after == Some(status.sequence) => continue,
+                Ok(status) => {
+                    after = Some(status.sequence);
+                    Answer::Status(status)
+                }
+                // Whether it is lost is said by its event stream; here it is only asked again, not too often.
+                Err(error) => {
+                    tracing::debug!(%member, %error, "status unknown");
+                    sleep(Duration::from_millis(200).saturating_sub(begun.elapsed())).await;
+                    continue;
+                }
+            };
+            let over = match &answer {
+                Answer::Status(status) => status.step.is_final(),
+                _ => true,
+            };
+            if tell.send((member.clone(), answer)).await.is_err() || over {
+                return;
+            }
+        }
+    }
+
+    async fn post<T: Serialize + Sync>(&self, member: &MemberName, path: &str, body: &T, deadline: Duration) -> Answer {
+        match self.address(member) {
+            Some((control, pod_uid)) => self.client.post_json(&control, &pod_uid, path, body, deadline).await.into(),
+            None => Answer::Lost("the epoch has no address of it".into()),
+        }
+    }
+
+    fn address(&self, member: &MemberName) -> Option<(String, String)> {
+        let address = self.epoch.address(member)?;
+        Some((address.control.clone(), address.incarnation.pod_uid.clone()))
+    }
+
+    /// Data addresses of members, in this order.
+    pub(super) fn chain(&self, members: &[MemberName]) -> Vec<(MemberName, String)> {
+        let known: HashMap<&MemberName, &String> =
+            self.epoch.commit.addresses.iter().map(|address| (&address.member, &address.data)).collect();
+        members.iter().filter_map(|member| Some((member.clone(), (*known.get(member)?).clone()))).collect()
+    }
+}
+
+/// Answers to one message, as they come. Dropping it ends the calls.
+pub(super) struct Answers(JoinSet<(MemberName, Answer)>);
+
+impl Answers {
+    /// The next answer; waits for ever when all came.
+    pub(super) async fn next(&mut self) -> (MemberName, Answer) {
+        loop {
+            match self.0.join_next().await {
+                Some(Ok(answer)) => return answer,
+                Some(Err(error)) => tracing::error!(%error, "a call ended without an outcome"),
+                None => std::future::pending().await,
+            }
+        }
+    }
+}
+
+/// What members say of an attempt, as it comes.
+pub(super) struct Following {
+    said: mpsc::Receiver<(MemberName, Answer)>,
+    _polls: JoinSet<()>,
+}
+
+impl Following {
+    /// The next word; waits for ever when all members' parts are over.
+    pub(super) async fn next(&mut self) -> (MemberName, Answer) {
+        match self.said.recv().await {
+            Some(said) => said,
+            None => std::future::pending().await,
+        }
+    }
+}

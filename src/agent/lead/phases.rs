@@ -1,0 +1,206 @@
+//! The phases of an attempt: begin, transfer, and the two waits for what members say.
+//!
+//! Each phase ends when [`Table`] says that it may, when a member is lost, or when nothing is heard any more.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep_until};
+
+use super::attempt::{Attempt, Stage};
+use super::calls::{Answer, Following};
+use super::probe::hello;
+use super::stream::{self, Keep, StreamError};
+use super::table::{Failure, Table, Verdict};
+use crate::agent::version_source::VersionSource;
+use crate::protocol::{BeginRequest, MemberName, PublishErrorCode, UpdatePhase};
+use crate::transport::TransportError;
+use crate::weights::Layout;
+
+/// Once enough members opened the update, the others have this long to do so.
+const OPENING_GRACE: Duration = Duration::from_secs(5);
+
+/// What a member may take to answer beyond the silence that it is allowed.
+pub(super) const ANSWER: Duration = Duration::from_secs(5);
+
+impl Attempt<'_> {
+    pub(super) async fn begin(&mut self, layout: &Arc<Layout>, feeding: bool, known: Option<String>) -> Result<(), Failure> {
+        let request = BeginRequest {
+            update: self.update(),
+            layout: Layout::clone(layout),
+            layout_digest: layout.digest(),
+            feeding,
+            manifest_digest: known,
+        };
+        let members = self.members.clone();
+        let mut answers = self.calls.to_all(&members, "/v1/update/begin", Arc::new(request), ANSWER + self.silence);
+        let mut open = members;
+        let mut grace = None;
+        while !open.is_empty() {
+            let patience = async {
+                match grace {
+                    Some(end) => sleep_until(end).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                (member, answer) = answers.next() => {
+                    self.take(&member, answer);
+                    open.retain(|name| *name != member);
+                }
+                (member, cause) = self.peers.any_lost(&open) => {
+                    self.table.lost(&member, &cause);
+                    open.retain(|name| *name != member);
+                }
+                () = patience => {
+                    for member in &open {
+                        self.table.lost(member, "it gave no answer to the begin in time");
+                    }
+                    self.calls.abort(std::mem::take(&mut open), self.update(), "too late".into());
+                }
+            }
+            match self.table.after_begin() {
+                Verdict::Fail(failure) => return Err(failure),
+                Verdict::Enough if grace.is_none() => grace = Some(Instant::now() + OPENING_GRACE.min(self.silence)),
+                _ => {}
+            }
+        }
+        self.show();
+        Ok(())
+    }
+
+    pub(super) async fn transfer(
+        &mut self,
+        receiving: &[MemberName],
+        source: &mut dyn VersionSource,
+        layout: &Arc<Layout>,
+        keep: Option<Arc<dyn Keep>>,
+        following: &mut Following,
+        stage: &mut dyn Stage,
+    ) -> Result<Vec<u128>, Failure> {
+        let silence = self.silence;
+        let hello = hello(&self.epoch, &self.calls, receiving, &self.update(), false);
+        let (leader, layout) = (self.leader, layout.clone());
+        let sent = async {
+            let mut sink = match hello {
+                Some((hello, first)) => Some(leader.transport.open(hello, &first).await?),
+                None => None,
+            };
+            let digests = stream::send(source, layout, sink.as_mut(), keep, silence).await?;
+            if let Some(sink) = sink {
+                sink.finish().await?;
+            }
+            Ok::<_, StreamError>(digests)
+        };
+        tokio::pin!(sent);
+        let peers = self.peers.clone();
+        loop {
+            tokio::select! {
+                biased;
+                sent = &mut sent => return sent.map_err(|error| self.broken(error)),
+                (member, cause) = peers.any_lost(receiving) => {
+                    self.table.lost(&member, &cause);
+                    let message = format!("{member} was lost in the middle: {cause}");
+                    return Err(self.failure(PublishErrorCode::NotEnoughReplicas, message, Some(member), true));
+                }
+                (member, answer) = following.next() => {
+                    self.take(&member, answer);
+                    self.moved(stage);
+                }
+            }
+        }
+    }
+
+    /// Waits until members answered what was asked of them, as far as they ever will.
+    pub(super) async fn settle(
+        &mut self,
+        following: &mut Following,
+        stage: &mut dyn Stage,
+        verdict: fn(&Table) -> Verdict,
+    ) -> Result<(), Failure> {
+        let peers = self.peers.clone();
+        // Every change extends the wait; when enough succeeded, silence of the others ends it as well, and they are behind.
+        let mut end = Instant::now() + self.silence;
+        loop {
+            let open: Vec<MemberName> = self.members.iter().filter(|member| !self.table.is_over(member)).cloned().collect();
+            let installing = self.view.phase == UpdatePhase::Activate;
+            match verdict(&self.table) {
+                Verdict::All => return Ok(()),
+                Verdict::Fail(failure) => return Err(failure),
+                // An engine that is being switched says nothing for as long as it loads: only the whole update's limit ends that.
+                Verdict::Wait if installing => end = Instant::now() + self.silence,
+                Verdict::Wait | Verdict::Enough => {}
+            }
+            tokio::select! {
+                (member, answer) = following.next() => {
+                    self.take(&member, answer);
+                    self.moved(stage);
+                    end = Instant::now() + self.silence;
+                }
+                (member, cause) = peers.any_lost(&open) => self.table.lost(&member, &cause),
+                () = sleep_until(end), if !(installing && verdict(&self.table) == Verdict::Wait) => {
+                    if verdict(&self.table) == Verdict::Enough {
+                        return Ok(());
+                    }
+                    for member in &open {
+                        self.table.lost(member, &format!("nothing was heard of its progress for {:?}", self.silence));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sends a message of the attempt to members and takes in what they answer at once.
+    pub(super) async fn tell<T: serde::Serialize + Send + Sync + 'static>(
+        &mut self,
+        members: &[MemberName],
+        path: &'static str,
+        body: T,
+        deadline: Duration,
+    ) {
+        let mut answers = self.calls.to_all(members, path, Arc::new(body), deadline);
+        let mut open = members.to_vec();
+        let peers = self.peers.clone();
+        while !open.is_empty() {
+            tokio::select! {
+                (member, answer) = answers.next() => {
+                    self.take(&member, answer);
+                    open.retain(|name| *name != member);
+                }
+                (member, cause) = peers.any_lost(&open) => {
+                    self.table.lost(&member, &cause);
+                    open.retain(|name| *name != member);
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, member: &MemberName, answer: Answer) {
+        match answer {
+            Answer::Status(status) => self.table.observe(member, &status),
+            Answer::Refused(refusal) => self.table.refused(member, &refusal),
+            Answer::Lost(cause) => self.table.lost(member, &cause),
+        }
+    }
+
+    fn broken(&mut self, error: StreamError) -> Failure {
+        match error {
+            StreamError::Source(error) => {
+                let said = error.publish_error(Some(self.epoch.me()));
+                self.failure(said.code, said.message, said.member, false)
+            }
+            StreamError::Layout(what) => self.failure(PublishErrorCode::Invalid, what, None, false),
+            StreamError::Transport(error) => {
+                let message = error.to_string();
+                if let Some(peer) = error.peer() {
+                    self.table.lost(peer, &message);
+                    // A member that said no lives; of the others the coordinator must hear at once.
+                    if !matches!(error, TransportError::Refused { .. }) {
+                        self.leader.core.peer_lost(self.epoch.id(), peer, &message);
+                    }
+                }
+                self.failure(PublishErrorCode::NotEnoughReplicas, message, error.peer().cloned(), true)
+            }
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! What each member did in one attempt, and what the leader may do next.
+//!
+//! Pure: answers and statuses in, a verdict out. Counts against `minReady`; never waits, never sends, and never counts a member as
+//! delivered or installed that did not say so itself.
+
+use crate::protocol::{InstallStep, MemberName, MemberProgress, PublishErrorCode, Refusal, RefusalCode, UpdatePhase, UpdateStatus};
+
+/// Why an attempt ended without its aim.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// The closed word that a trainer sees if this was the last attempt.
+    pub code: PublishErrorCode,
+    /// Why, for a person.
+    pub message: String,
+    /// The phase that ran.
+    pub phase: UpdatePhase,
+    /// The member at fault.
+    pub member: Option<MemberName>,
+    /// Whether another epoch may do better. False when the version, its source or its trainer is at fault.
+    pub again: bool,
+}
+
+/// What may follow.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// Some have not answered.
+    Wait,
+    /// Enough did it; some have not answered.
+    Enough,
+    /// All that will ever answer did, and they are enough.
+    All,
+    /// It cannot become enough.
+    Fail(Failure),
+}
+
+/// One member.
+#[derive(Debug, Clone)]
+struct Row {
+    name: MemberName,
+    bytes: u64,
+    step: Option<InstallStep>,
+    reason: Option<String>,
+    refusal: Option<RefusalCode>,
+    lost: bool,
+}
+
+/// All members of one attempt, in the order of the chain.
+#[derive(Debug, Clone)]
+pub struct Table {
+    rows: Vec<Row>,
+    min_ready: u32,
+}
+
+impl Table {
+    /// Nobody answered yet. At least one must succeed, whatever `min_ready` says.
+    pub fn new(members: &[MemberName], min_ready: u32) -> Self {
+        let row = |name: &MemberName| Row { name: name.clone(), bytes: 0, step: None, reason: None, refusal: None, lost: false };
+        Self { rows: members.iter().map(row).collect(), min_ready: min_ready.max(1) }
+    }
+
+    /// A member said where it stands.
+    pub fn observe(&mut self, member: &MemberName, status: &UpdateStatus) {
+        let Some(row) = self.row(member) else { return };
+        if row.step.is_some_and(InstallStep::is_final) {
+            return;
+        }
+        row.step = Some(status.step);
+        row.bytes = row.bytes.max(status.bytes);
+        row.reason.clone_from(&status.reason);
+    }
+
+    /// A member refused a message of the attempt.
+    pub fn refused(&mut self, member: &MemberName, refusal: &Refusal) {
+        let Some(row) = self.row(member) else { return };
+        if row.step.is_some_and(InstallStep::is_final) {
+            return;
+        }
+        row.step = Some(if row.step.is_none() { InstallStep::Refused } else { InstallStep::Failed });
+        row.refusal = Some(refusal.code);
+        row.reason = Some(refusal.message.clone());
+    }
+
+    /// A member cannot be reached any more.
+    pub fn lost(&mut self, member: &MemberName, cause: &str) {
+        let Some(row) = self.row(member) else { return };
+        row.lost = true;
+        if !row.step.is_some_and(InstallStep::is_final) {
+            row.step = Some(InstallStep::Failed);
+            row.reason = Some(cause.to_owned());
+        }
+    }
+
+    /// Those that wait for the stream, in the order of the chain.
+    pub fn receiving(&self) -> Vec<MemberName> {
+        self.with(|row| row.step == Some(InstallStep::Receiving))
+    }
+
+    /// Those that hold the version but have not begun to install it.
+    pub fn delivered(&self) -> Vec<MemberName> {
+        self.with(|row| row.step == Some(InstallStep::Delivered))
+    }
+
+    /// Those whose engine confirmed the version.
+    pub fn installed(&self) -> Vec<MemberName> {
+        self.with(|row| row.step == Some(InstallStep::Installed))
+    }
+
+    /// Those that did not get it, with the reason.
+    pub fn behind(&self) -> Vec<(MemberName, String)> {
+        let rows = self.rows.iter().filter(|row| row.step != Some(InstallStep::Installed));
+        rows.map(|row| (row.name.clone(), row.reason.clone().unwrap_or_else(|| "has not confirmed it yet".into()))).collect()
+    }
+
+    /// Whether a member's part is over, well or not.
+    pub fn is_over(&self, member: &MemberName) -> bool {
+        self.rows.iter().any(|row| &row.name == member && row.step.is_some_and(InstallStep::is_final))
+    }
+
+    /// Bytes that the slowest member has that still takes part.
+    pub fn slowest_bytes(&self) -> u64 {
+        self.rows.iter().filter(|row| !row.out()).map(|row| row.bytes).min().unwrap_or(0)
+    }
+
+    /// As events show it.
+    pub fn progress(&self) -> Vec<MemberProgress> {
+        let shown = |row: &Row| MemberProgress {
+            member: row.name.clone(),
+            bytes: row.bytes,
+            step: row.step.unwrap_or(InstallStep::Receiving),
+            reason: row.reason.clone(),
+        };
+        self.rows.iter().filter(|row| row.step.is_some()).map(shown).collect()
+    }
+
+    /// After begin: whether enough opened the update.
+    pub fn after_begin(&self) -> Verdict {
+        // The layout is the leader's: who says that it makes no sense speaks for all.
+        if let Some(row) = self.rows.iter().find(|row| row.refusal == Some(RefusalCode::LayoutMismatch)) {
+            return Verdict::Fail(Failure {
+                code: PublishErrorCode::Invalid,
+                message: format!("{} refuses the layout: {}", row.name, row.reason.as_deref().unwrap_or("no reason given")),
+                phase: UpdatePhase::Begin,
+                member: Some(row.name.clone()),
+                again: false,
+            });
+        }
+        self.verdict(UpdatePhase::Begin, |row| row.step.is_some(), |row| row.step.is_some() && !row.out())
+    }
+
+    /// After the stream: whether enough verified the version.
+    pub fn after_finish(&self) -> Verdict {
+        let delivered = |row: &Row| row.step >= Some(InstallStep::Delivered) && !row.out();
+        self.verdict(UpdatePhase::Verify, |row| row.out() || delivered(row), delivered)
+    }
+
+    /// After activate: whether enough serve the version.
+    pub fn after_activate(&self) -> Verdict {
+        let installed = |row: &Row| row.step == Some(InstallStep::Installed);
+        self.verdict(UpdatePhase::Activate, |row| row.out() || installed(row), installed)
+    }
+
+    fn verdict(&self, phase: UpdatePhase, answered: impl Fn(&Row) -> bool, did: impl Fn(&Row) -> bool) -> Verdict {
+        let good = self.rows.iter().filter(|row| did(row)).count();
+        let open = self.rows.iter().filter(|row| !answered(row)).count();
+        let enough = usize::try_from(self.min_ready).unwrap_or(usize::MAX);
+        match (good >= enough, open) {
+            (true, 0) => Verdict::All,
+            (true, _) => Verdict::Enough,
+            (false, _) if good + open >= enough => Verdict::Wait,
+            (false, _) => Verdict::Fail(self.too_few(phase, good)),
+        }
+    }
+
+    fn too_few(&self, phase: UpdatePhase, good: usize) -> Failure {
+        let out: Vec<&Row> = self.rows.iter().filter(|row| row.out()).collect();
+        let causes: Vec<String> =
+            out.iter().map(|row| format!("{}: {}", row.name, row.reason.as_deref().unwrap_or("no reason given"))).collect();
+        let member = match out.as_slice() {
+            [only] => Some(only.name.clone()),
+            _ => None,
+        };
+        let did = match phase {
+            UpdatePhase::Begin => "opened the update",
+            UpdatePhase::Verify => "verified it",
+            _ => "installed it",
+        };
+        Failure {
+            code: PublishErrorCode::NotEnoughReplicas,
+            message: format!("{good} of {} replicas {did}, {} are needed ({})", self.rows.len(), self.min_ready, causes.join("; ")),
+            phase,
+            member,
+            // Who says no for good says it in the next epoch as well; who is lost or busy may be replaced or ready by then.
+            again: phase != UpdatePhase::Begin || out.iter().any(|row| row.may_change()),
+        }
+    }
+
+    fn row(&mut self, member: &MemberName) -> Option<&mut Row> {
+        self.rows.iter_mut().find(|row| &row.name == member)
+    }
+
+    fn with(&self, wanted: impl Fn(&Row) -> bool) -> Vec<MemberName> {
+        self.rows.iter().filter(|row| wanted(row)).map(|row| row.name.clone()).collect()
+    }
+}
+
+impl Row {
+    fn out(&self) -> bool {
+        matches!(self.step, Some(InstallStep::Refused | InstallStep::Failed))
+    }
+
+    fn may_change(&self) -> bool {
+        use RefusalCode::{Internal, Invalid, LayoutMismatch, OutOfSpace, SizeMismatch, VersionNotHigher};
+        self.lost
+            || self
+                .refusal
+                .is_none_or(|code| !matches!(code, OutOfSpace | SizeMismatch | LayoutMismatch | VersionNotHigher | Invalid | Internal))
+    }
+}

@@ -1,0 +1,269 @@
+//! One engine's agent: receives versions, verifies them, has the engine switched, and says what the engine holds.
+//!
+//! The decisions are in [`machine`] (what follows in an update) and [`readiness`] (whether the pod may serve); this room carries them out.
+//! It never resumes an engine that may hold half an update, and never calls a version installed that the engine's present start did not confirm.
+
+mod companions;
+pub mod machine;
+pub mod readiness;
+mod receive;
+mod supervise;
+mod switch;
+mod update;
+mod version;
+pub mod version_dir;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use self::companions::Companions;
+use self::machine::Machine;
+use self::readiness::Assigned;
+use self::receive::Receiver;
+use self::supervise::Probed;
+pub use self::update::LONG_POLL;
+pub use self::version::Version;
+use self::version_dir::{AgentDir, DirError};
+use super::core::{Core, lock};
+use super::group::{Epoch, refusal};
+use super::space::Cgroups;
+use crate::engine::Engine;
+use crate::protocol::{HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId};
+use crate::runtime::deadline::ProgressDeadline;
+
+/// Where a rollout keeps its files.
+#[derive(Debug, Clone)]
+pub struct Places {
+    /// Root of version directories, as this process sees it; a memory-backed file system where there is one.
+    pub versions: PathBuf,
+    /// The same root as the engine sees it; none when both see the same.
+    pub versions_in_engine: Option<PathBuf>,
+    /// The model directory that the engine started with, as this process sees it: its configuration and tokenizer go beside the weights.
+    pub model: Option<PathBuf>,
+    /// Name of this agent below the root; the same in each life of the same pod and engine.
+    pub name: String,
+}
+
+/// Why a rollout cannot start.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum StartError {
+    #[error("the version directory cannot be used: {0}")]
+    Directory(#[from] DirError),
+    #[error("the model directory {path} cannot be read: {source}")]
+    Model { path: String, source: io::Error },
+    #[error("{path} cannot be made: {source}")]
+    Shared { path: String, source: io::Error },
+}
+
+/// One engine's agent.
+pub struct Rollout {
+    core: Arc<Core>,
+    engine: Arc<dyn Engine>,
+    places: Places,
+    shared: PathBuf,
+    companions: Companions,
+    cgroups: Cgroups,
+    inner: Mutex<Inner>,
+    changed: watch::Sender<u64>,
+    assigned: watch::Sender<Assigned>,
+    /// Held while the engine is being switched: one switch at a time, and no space is counted meanwhile.
+    switching: tokio::sync::Mutex<()>,
+    probe_now: Notify,
+    dir: AgentDir,
+}
+
+#[derive(Default)]
+struct Inner {
+    machine: Machine,
+    receiving: Option<Receiving>,
+    /// What the engine was last switched to.
+    kept: Option<Arc<Version>>,
+    /// Verified, not installed.
+    staged: Option<Arc<Version>>,
+    engine: Probed,
+    paused_until: Option<u64>,
+    dirty_since: Option<Instant>,
+}
+
+/// The attempt that runs, as far as it needs tasks.
+struct Receiving {
+    update: UpdateId,
+    receiver: Option<Arc<Receiver>>,
+    deadline: ProgressDeadline,
+    over: CancellationToken,
+}
+
+impl Rollout {
+    /// Takes its directory, and sweeps what agents left there that live no more.
+    pub fn start(core: Arc<Core>, engine: Arc<dyn Engine>, places: Places, cgroups: Cgroups) -> Result<Arc<Self>, StartError> {
+        let (dir, swept) = AgentDir::open(&places.versions, &places.name)?;
+        if swept > 0 {
+            tracing::info!(root = %places.versions.display(), swept, "swept directories that agents left behind");
+        }
+        let companions = match &places.model {
+            Some(model) => Companions::find(model).map_err(|source| StartError::Model { path: model.display().to_string(), source })?,
+            None => Companions::none(),
+        };
+        let shared = dir.path().join("companions");
+        std::fs::create_dir(&shared).map_err(|source| StartError::Shared { path: shared.display().to_string(), source })?;
+        let rollout = Self {
+            core,
+            engine,
+            places,
+            shared,
+            companions,
+            cgroups,
+            inner: Mutex::default(),
+            changed: watch::Sender::new(0),
+            assigned: watch::Sender::default(),
+            switching: tokio::sync::Mutex::new(()),
+            probe_now: Notify::new(),
+            dir,
+        };
+        Ok(Arc::new(rollout))
+    }
+
+    /// The shared parts of its agent.
+    pub fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+
+    /// What the controller wants of it.
+    pub fn assign(&self, assigned: Assigned) {
+        self.core.learn_current(assigned.current.as_ref());
+        self.assigned.send_replace(assigned);
+    }
+
+    /// Checks that this replica is what the roster says, before it takes part.
+    pub async fn prepare(&self, request: &PrepareRequest) -> Result<(), Refusal> {
+        let Some(member) = request.roster.member(&request.member) else { return Ok(()) };
+        let policy = &request.policy;
+        self.engine.accepts(policy.pause, policy.kv_cache).map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
+        let facts = match self.with(|inner| inner.engine.facts.clone()) {
+            Some(facts) => facts,
+            None => self.probe(Duration::from_millis(request.deadline_ms / 2)).await?,
+        };
+        if facts.size != member.size {
+            return Err(refusal(
+                RefusalCode::SizeMismatch,
+                format!(
+                    "the engine at {} has {} worker ranks, the spec says {}: correct `parallelism`",
+                    facts.url, facts.size, member.size
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    /// The epoch of the attempt that runs is over.
+    pub fn epoch_over(&self, reason: &str) {
+        self.with(|inner| {
+            if inner.machine.epoch_over(reason) {
+                inner.stop_receiving();
+            }
+        });
+    }
+
+    /// Leaves the group: undoes a pause of ours where that is safe.
+    pub async fn release(&self) {
+        self.epoch_over("released");
+        self.resume_if_safe().await;
+    }
+
+    /// A version that lies here complete, to feed others.
+    pub fn holding(&self, wanted: &HeldVersion) -> Option<Arc<Version>> {
+        self.with(|inner| inner.held().find(|version| same_version(&version.held, wanted)).cloned())
+    }
+
+    /// Whether the pod may serve, or why not.
+    pub fn ready(&self) -> Result<(), String> {
+        let released = self.core.released();
+        let current = self.core.current();
+        let assigned = self.assigned.borrow().clone();
+        self.with(|inner| {
+            readiness::ready(&readiness::Seen {
+                assigned: &assigned,
+                released: released.is_some(),
+                current: current.as_ref(),
+                installed: inner.machine.installed(),
+                dirty: inner.machine.dirty().map(|dirty| dirty.reason.as_str()),
+                switching: inner.machine.installing(),
+                start: inner.engine.start.as_ref(),
+                unhealthy: inner.engine.unhealthy(),
+            })
+        })
+    }
+
+    /// Where a directory of ours is for the engine.
+    fn in_engine(&self, path: &Path) -> PathBuf {
+        match (&self.places.versions_in_engine, path.strip_prefix(&self.places.versions)) {
+            (Some(root), Ok(below)) => root.join(below),
+            _ => path.to_owned(),
+        }
+    }
+
+    /// Runs a change under the lock, and lets everybody know what came of it.
+    fn with<T>(&self, change: impl FnOnce(&mut Inner) -> T) -> T {
+        let mut inner = lock(&self.inner);
+        let outcome = change(&mut inner);
+        inner.note_dirt();
+        let current = self.core.current();
+        self.core.set_facts(|facts| inner.show(facts, current.as_ref()));
+        let sequence = inner.machine.sequence();
+        drop(inner);
+        self.changed.send_if_modified(|known| std::mem::replace(known, sequence) != sequence);
+        outcome
+    }
+
+    fn policy_of(epoch: &Epoch) -> crate::protocol::UpdatePolicy {
+        epoch.prepared.policy.clone()
+    }
+}
+
+impl Inner {
+    fn held(&self) -> impl Iterator<Item = &Arc<Version>> {
+        self.kept.iter().chain(&self.staged)
+    }
+
+    fn stop_receiving(&mut self) {
+        if let Some(receiving) = self.receiving.take() {
+            receiving.over.cancel();
+            if let Some(receiver) = receiving.receiver {
+                receiver.discard();
+            }
+        }
+    }
+
+    fn note_dirt(&mut self) {
+        match (self.machine.dirty().is_some(), self.dirty_since) {
+            (true, None) => self.dirty_since = Some(Instant::now()),
+            (false, Some(_)) => self.dirty_since = None,
+            _ => {}
+        }
+    }
+
+    fn show(&self, facts: &mut super::core::Facts, current: Option<&HeldVersion>) {
+        let of_group = self.held().find(|version| current.is_some_and(|current| same_version(&version.held, current)));
+        facts.retained = of_group.or(self.kept.as_ref()).or(self.staged.as_ref()).map(|version| version.held.clone());
+        facts.installed = self.machine.installed().map(|installed| installed.held.clone());
+        facts.engine.clone_from(&self.engine.facts);
+        facts.healthy = !self.engine.unhealthy();
+        facts.paused_until = self.paused_until;
+        facts.updating = self.machine.live().is_some();
+        facts.dirty = self.machine.dirty().is_some();
+        facts.engine_down = self.engine.unhealthy() && !self.machine.installing();
+        facts.reason = self.machine.dirty().map(|dirty| dirty.reason.clone()).or_else(|| self.engine.reason.clone());
+    }
+}
+
+/// Whether two name the same weights; a controller that knows only a number says no manifest.
+pub(crate) fn same_version(held: &HeldVersion, wanted: &HeldVersion) -> bool {
+    held.version == wanted.version && (wanted.manifest.is_empty() || held.manifest == wanted.manifest)
+}

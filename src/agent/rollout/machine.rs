@@ -1,0 +1,402 @@
+//! Where a rollout stands in an update, and what may follow.
+//!
+//! Pure: requests and outcomes in, the next step or a [`Refusal`] out; no file, engine or clock. A version is delivered only after
+//! [`Machine::verified`] with its manifest, installed only after the engine confirmed it, and an install that may have touched the engine
+//! and did not end well makes the rollout dirty, until an install in full succeeds or the engine starts anew.
+
+use crate::agent::group::refusal;
+use crate::engine::EngineStart;
+use crate::protocol::{BeginRequest, FinishRequest, HeldVersion, InstallStep, Refusal, RefusalCode, UpdateId, UpdateStatus};
+
+/// A version that the engine confirmed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Installed {
+    /// Which version.
+    pub held: HeldVersion,
+    /// The start of the engine that holds it.
+    pub start: EngineStart,
+}
+
+/// An install that began and did not end well.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dirty {
+    /// Why, for a person.
+    pub reason: String,
+    /// The start of the engine that was touched, where known: another start holds no half update.
+    pub start: Option<EngineStart>,
+}
+
+/// Steps of an attempt; finer than what is shown of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Stage {
+    /// Memory and engine are being checked.
+    Opening,
+    /// Buckets arrive.
+    Receiving,
+    /// The stream ended as it should; digests are not compared yet.
+    Streamed,
+    /// Complete and verified.
+    Delivered(HeldVersion),
+    /// The engine is being switched.
+    Installing(HeldVersion),
+    /// The engine confirmed.
+    Installed,
+    /// Said no before a byte moved.
+    Refused,
+    /// Over.
+    Failed,
+}
+
+/// One attempt as this rollout knows it.
+#[derive(Debug, Clone)]
+struct Attempt {
+    update: UpdateId,
+    layout_digest: String,
+    stage: Stage,
+    bytes: u64,
+    reason: Option<String>,
+    dirty: bool,
+    steps_ms: Vec<(String, u64)>,
+}
+
+/// What is to be done about a begin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Opening {
+    /// Nothing: known already, or held already.
+    Known,
+    /// The engine is being switched: ask again when that is over.
+    Busy,
+    /// Check memory and engine, then call [`Machine::opened`] or [`Machine::refused`]. An older attempt is over by this.
+    Check,
+}
+
+/// What is to be done about a finish.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finishing {
+    /// Nothing: known already.
+    Known,
+    /// Compare coverage and digests, then call [`Machine::verified`].
+    Verify,
+}
+
+/// What is to be done about an activate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Activating {
+    /// Nothing: known already.
+    Known,
+    /// Install this version, then call [`Machine::install_confirmed`] or [`Machine::install_failed`].
+    Install(HeldVersion),
+}
+
+/// The state machine of one rollout.
+#[derive(Debug, Default)]
+pub struct Machine {
+    attempt: Option<Attempt>,
+    installed: Option<Installed>,
+    dirty: Option<Dirty>,
+    sequence: u64,
+}
+
+impl Machine {
+    /// What the engine's present start is confirmed to hold.
+    pub fn installed(&self) -> Option<&Installed> {
+        self.installed.as_ref()
+    }
+
+    /// Why the engine may hold a mixture.
+    pub fn dirty(&self) -> Option<&Dirty> {
+        self.dirty.as_ref()
+    }
+
+    /// The attempt that runs: readiness that drops meanwhile is not ill health.
+    pub fn live(&self) -> Option<&UpdateId> {
+        self.attempt.as_ref().filter(|attempt| attempt.live()).map(|attempt| &attempt.update)
+    }
+
+    /// Whether the engine is being switched.
+    pub fn installing(&self) -> bool {
+        matches!(self.attempt, Some(Attempt { stage: Stage::Installing(_), .. }))
+    }
+
+    /// The last attempt that was heard of.
+    pub fn status(&self) -> Option<UpdateStatus> {
+        let attempt = self.attempt.as_ref()?;
+        Some(UpdateStatus {
+            update: attempt.update.clone(),
+            sequence: self.sequence,
+            step: attempt.step(),
+            bytes: attempt.bytes,
+            reason: attempt.reason.clone(),
+            dirty: attempt.dirty,
+            steps_ms: attempt.steps_ms.clone(),
+        })
+    }
+
+    /// Grows with every change.
+    pub fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Opens an attempt. `kept` are versions that lie complete and verified beside the engine.
+    pub fn begin(&mut self, request: &BeginRequest, kept: &[HeldVersion]) -> Result<Opening, Refusal> {
+        let update = &request.update;
+        if let Some(attempt) = &self.attempt {
+            let same = attempt.update == *update;
+            if same && attempt.layout_digest != request.layout_digest {
+                return Err(refusal(RefusalCode::LayoutMismatch, "a second begin of this attempt has another layout"));
+            }
+            if same && attempt.stage != Stage::Refused {
+                return Ok(Opening::Known);
+            }
+            if matches!(attempt.stage, Stage::Installing(_)) {
+                return Ok(Opening::Busy);
+            }
+            if attempt.live() && attempt.update.epoch == update.epoch && attempt.update.version > update.version {
+                let newer = attempt.update.version;
+                return Err(refusal(
+                    RefusalCode::WrongPhase,
+                    format!("version {newer} is on its way, version {} comes too late", update.version),
+                ));
+            }
+        }
+        let wanted = request.manifest_digest.as_ref().map(|manifest| HeldVersion { version: update.version, manifest: manifest.clone() });
+        self.check_version(request, wanted.as_ref())?;
+        let serves =
+            |wanted: &HeldVersion| self.dirty.is_none() && self.installed.as_ref().is_some_and(|installed| installed.held == *wanted);
+        let stage = match wanted {
+            Some(wanted) if serves(&wanted) => Stage::Installed,
+            Some(wanted) if kept.contains(&wanted) => Stage::Delivered(wanted),
+            _ => Stage::Opening,
+        };
+        let opening = stage == Stage::Opening;
+        self.attempt = Some(Attempt {
+            update: update.clone(),
+            layout_digest: request.layout_digest.clone(),
+            stage,
+            bytes: if opening { 0 } else { request.layout.total_bytes },
+            reason: None,
+            dirty: false,
+            steps_ms: Vec::new(),
+        });
+        self.sequence += 1;
+        Ok(if opening { Opening::Check } else { Opening::Known })
+    }
+
+    /// Memory and engine can take the version: buckets may come.
+    pub fn opened(&mut self, update: &UpdateId) -> Result<(), Refusal> {
+        self.advance(update, &Stage::Opening, |attempt| attempt.stage = Stage::Receiving)
+    }
+
+    /// Memory or engine cannot take the version.
+    pub fn refused(&mut self, update: &UpdateId, refusal: &Refusal) {
+        let refuse = |attempt: &mut Attempt| {
+            attempt.stage = Stage::Refused;
+            attempt.reason = Some(refusal.message.clone());
+        };
+        // An attempt that was replaced meanwhile has nothing left to refuse.
+        let _ = self.advance(update, &Stage::Opening, refuse);
+    }
+
+    /// So many bytes arrived and were checked, in all.
+    pub fn received(&mut self, update: &UpdateId, bytes: u64) {
+        // An attempt that is over counts no more.
+        let _ = self.advance(update, &Stage::Receiving, |attempt| attempt.bytes = bytes);
+    }
+
+    /// The stream ended as it should.
+    pub fn streamed(&mut self, update: &UpdateId, took_ms: u64) -> Result<(), Refusal> {
+        self.advance(update, &Stage::Receiving, |attempt| {
+            attempt.stage = Stage::Streamed;
+            attempt.steps_ms.push(("receive".into(), took_ms));
+        })
+    }
+
+    /// All was sent; the digests are known.
+    pub fn finish(&mut self, request: &FinishRequest) -> Result<Finishing, Refusal> {
+        let attempt = self.known(&request.update)?;
+        match &attempt.stage {
+            Stage::Streamed => Ok(Finishing::Verify),
+            Stage::Delivered(held) | Stage::Installing(held) if held.manifest != request.manifest_digest => {
+                Err(refusal(RefusalCode::Invalid, "a second finish of this attempt names another manifest"))
+            }
+            Stage::Opening | Stage::Receiving => Err(wrong_phase(attempt)),
+            _ => Ok(Finishing::Known),
+        }
+    }
+
+    /// The outcome of comparing coverage and digests.
+    pub fn verified(&mut self, update: &UpdateId, outcome: Result<HeldVersion, String>, took_ms: u64) -> Result<(), Refusal> {
+        let serves = self.installed.as_ref().filter(|_| self.dirty.is_none()).map(|installed| installed.held.clone());
+        self.advance(update, &Stage::Streamed, |attempt| {
+            attempt.steps_ms.push(("verify".into(), took_ms));
+            match (outcome, serves) {
+                (Ok(held), Some(serves)) if held == serves => attempt.stage = Stage::Installed,
+                (Ok(held), Some(serves)) if held.version == serves.version => attempt.fail(format!(
+                    "version {} is installed with manifest {}: these are other weights under the same number",
+                    held.version, serves.manifest
+                )),
+                (Ok(held), _) => attempt.stage = Stage::Delivered(held),
+                (Err(reason), _) => attempt.fail(reason),
+            }
+        })
+    }
+
+    /// The leader wants the engine switched.
+    pub fn activate(&mut self, update: &UpdateId) -> Result<Activating, Refusal> {
+        let attempt = self.known(update)?;
+        match attempt.stage.clone() {
+            Stage::Delivered(held) => {
+                attempt.stage = Stage::Installing(held.clone());
+                self.sequence += 1;
+                Ok(Activating::Install(held))
+            }
+            Stage::Installing(_) | Stage::Installed | Stage::Failed => Ok(Activating::Known),
+            Stage::Opening | Stage::Receiving | Stage::Streamed | Stage::Refused => Err(wrong_phase(attempt)),
+        }
+    }
+
+    /// The engine confirmed its last step.
+    pub fn install_confirmed(&mut self, held: HeldVersion, start: EngineStart, steps_ms: Vec<(String, u64)>) {
+        if let Some(attempt) = &mut self.attempt
+            && attempt.stage == Stage::Installing(held.clone())
+        {
+            attempt.stage = Stage::Installed;
+            attempt.steps_ms.extend(steps_ms);
+        }
+        self.installed = Some(Installed { held, start });
+        self.dirty = None;
+        self.sequence += 1;
+    }
+
+    /// The install did not end well; `touched` when the engine may hold a mixture, of that start as far as known.
+    pub fn install_failed(&mut self, reason: String, touched: bool, start: Option<EngineStart>) {
+        if touched {
+            self.installed = None;
+            self.dirty = Some(Dirty { reason: reason.clone(), start });
+        }
+        if let Some(attempt) = &mut self.attempt
+            && matches!(attempt.stage, Stage::Installing(_))
+        {
+            attempt.dirty = touched;
+            attempt.fail(reason);
+        }
+        self.sequence += 1;
+    }
+
+    /// Ends an attempt; one whose engine is being switched goes on, since its bytes are complete. True when one ended.
+    pub fn abort(&mut self, update: &UpdateId, reason: &str) -> bool {
+        self.end(|attempt| attempt.update == *update, reason)
+    }
+
+    /// The epoch is over: so is every attempt, but for an engine that is being switched. True when one ended.
+    pub fn epoch_over(&mut self, reason: &str) -> bool {
+        self.end(|_| true, reason)
+    }
+
+    /// The engine answers, from this start. True when this start lacks what an earlier one held or spoiled.
+    pub fn engine_seen(&mut self, start: &EngineStart) -> bool {
+        let lacks = self.installed.as_ref().is_some_and(|installed| installed.start != *start);
+        let clean = self.dirty.as_ref().and_then(|dirty| dirty.start.as_ref()).is_some_and(|touched| touched != start);
+        if lacks {
+            self.installed = None;
+        }
+        if clean {
+            self.dirty = None;
+        }
+        if lacks || clean {
+            self.sequence += 1;
+        }
+        lacks || clean
+    }
+
+    /// An earlier life of this agent left an install unfinished.
+    pub fn found_dirty(&mut self, reason: String, start: Option<EngineStart>) {
+        self.dirty = Some(Dirty { reason, start });
+        self.sequence += 1;
+    }
+
+    /// The engine runs with its start-up weights again: complete, and at no version of ours.
+    pub fn put_back(&mut self) {
+        self.installed = None;
+        self.dirty = None;
+        self.sequence += 1;
+    }
+
+    fn end(&mut self, which: impl Fn(&Attempt) -> bool, reason: &str) -> bool {
+        match &mut self.attempt {
+            Some(attempt) if attempt.live() && !matches!(attempt.stage, Stage::Installing(_)) && which(attempt) => {
+                attempt.fail(reason.to_owned());
+                self.sequence += 1;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn check_version(&self, request: &BeginRequest, wanted: Option<&HeldVersion>) -> Result<(), Refusal> {
+        let Some(installed) = self.installed.as_ref().map(|installed| &installed.held) else { return Ok(()) };
+        let version = request.update.version;
+        // Feeding brings the group's current version, which may be lower than one that was installed by an update that then failed.
+        if request.feeding || version > installed.version {
+            return Ok(());
+        }
+        let not_higher = |what: String| Err(refusal(RefusalCode::VersionNotHigher, what));
+        match wanted {
+            _ if version < installed.version => {
+                not_higher(format!("version {} is installed, version {version} is not higher", installed.version))
+            }
+            Some(wanted) if wanted.manifest != installed.manifest => {
+                not_higher(format!("version {version} is installed with another manifest: give new weights a new number"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn known(&mut self, update: &UpdateId) -> Result<&mut Attempt, Refusal> {
+        match &mut self.attempt {
+            Some(attempt) if attempt.update == *update => Ok(attempt),
+            _ => {
+                Err(refusal(RefusalCode::WrongPhase, format!("attempt {} of version {} is not open here", update.attempt, update.version)))
+            }
+        }
+    }
+
+    fn advance(&mut self, update: &UpdateId, from: &Stage, change: impl FnOnce(&mut Attempt)) -> Result<(), Refusal> {
+        let attempt = self.known(update)?;
+        if attempt.stage != *from {
+            return Err(wrong_phase(attempt));
+        }
+        change(attempt);
+        self.sequence += 1;
+        Ok(())
+    }
+}
+
+impl Attempt {
+    fn live(&self) -> bool {
+        !matches!(self.stage, Stage::Installed | Stage::Refused | Stage::Failed)
+    }
+
+    fn step(&self) -> InstallStep {
+        match self.stage {
+            Stage::Opening | Stage::Receiving | Stage::Streamed => InstallStep::Receiving,
+            Stage::Delivered(_) => InstallStep::Delivered,
+            Stage::Installing(_) => InstallStep::Installing,
+            Stage::Installed => InstallStep::Installed,
+            Stage::Refused => InstallStep::Refused,
+            Stage::Failed => InstallStep::Failed,
+        }
+    }
+
+    fn fail(&mut self, reason: String) {
+        self.stage = Stage::Failed;
+        self.reason = Some(reason);
+    }
+}
+
+fn wrong_phase(attempt: &Attempt) -> Refusal {
+    let reason = attempt.reason.as_ref().map_or_else(String::new, |reason| format!(" ({reason})"));
+    let update = &attempt.update;
+    let message = format!("attempt {} of version {} is {:?} here{reason}", update.attempt, update.version, attempt.step());
+    refusal(RefusalCode::WrongPhase, message)
+}

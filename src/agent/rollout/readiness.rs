@@ -1,0 +1,68 @@
+//! Whether a rollout's pod may serve.
+//!
+//! Pure. Ready means: the engine's present start was seen to confirm a version that was verified in full, or nobody asks for one. Unknown,
+//! partial, stale and behind mean not ready, each with its reason.
+
+use super::machine::Installed;
+use super::same_version;
+use crate::engine::EngineStart;
+use crate::protocol::HeldVersion;
+
+/// What the controller wants of this rollout; nothing is known before it said so.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Assigned {
+    /// Whether it said anything yet.
+    pub known: bool,
+    /// Whether the pod serves before the first version.
+    pub serve_before_first_version: bool,
+    /// The version that every rollout should hold.
+    pub current: Option<HeldVersion>,
+}
+
+/// What is known of one rollout.
+#[derive(Debug)]
+pub struct Seen<'a> {
+    /// What the controller wants.
+    pub assigned: &'a Assigned,
+    /// Whether the group let it go.
+    pub released: bool,
+    /// The version that every rollout should hold, by the latest word.
+    pub current: Option<&'a HeldVersion>,
+    /// What the engine confirmed.
+    pub installed: Option<&'a Installed>,
+    /// Why it may hold a mixture.
+    pub dirty: Option<&'a str>,
+    /// Whether the engine is being switched by us: it may not answer then.
+    pub switching: bool,
+    /// The engine's present start.
+    pub start: Option<&'a EngineStart>,
+    /// Why it is not healthy.
+    pub unhealthy: bool,
+}
+
+/// `Ok` when the pod may serve, else why not.
+pub fn ready(seen: &Seen<'_>) -> Result<(), String> {
+    if let Some(reason) = seen.dirty {
+        return Err(format!("the engine may hold half an update ({reason})"));
+    }
+    if seen.released {
+        return Ok(());
+    }
+    if seen.unhealthy && !seen.switching {
+        return Err("the engine does not pass its health probes".into());
+    }
+    match (seen.installed, seen.current) {
+        (Some(installed), _) if seen.start != Some(&installed.start) => Err("the engine started anew and holds no version yet".into()),
+        (Some(installed), Some(current)) if installed.held.version < current.version => {
+            Err(format!("the engine holds version {}, the group is at {}", installed.held.version, current.version))
+        }
+        (Some(installed), Some(current)) if installed.held.version == current.version && !same_version(&installed.held, current) => {
+            Err(format!("the engine holds other weights under the number {} than the group", current.version))
+        }
+        (Some(_), _) => Ok(()),
+        (None, Some(current)) => Err(format!("the engine does not hold version {} yet", current.version)),
+        (None, None) if !seen.assigned.known => Err("the controller has not said yet whether there is a version".into()),
+        (None, None) if !seen.assigned.serve_before_first_version => Err("there is no version yet".into()),
+        (None, None) => Ok(()),
+    }
+}

@@ -1,0 +1,155 @@
+//! Takes the stream of one attempt and writes every part at its final place in the files of a version.
+//!
+//! Decides whether the version is complete: every byte of the layout written once, in order, and every tensor's digest as the manifest
+//! says. Until [`Receiver::conclude`] says so, what lies in the directory is nothing. It never touches the engine.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::sync::{Arc, Mutex};
+
+use tokio::time::Instant;
+
+use super::version::Version;
+use super::version_dir::VersionDir;
+use crate::agent::core::lock;
+use crate::agent::group::refusal;
+use crate::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
+use crate::transport::BucketStore;
+use crate::weights::safetensors::SafetensorsPlan;
+use crate::weights::{Coverage, Layout, Manifest, TensorHasher, digest_hex, parse_digest_hex};
+
+/// Who is told how the stream goes.
+pub trait Listener: Send + Sync {
+    /// Bytes are moving.
+    fn moving(&self);
+    /// So many bytes were received and checked.
+    fn received(&self, update: &UpdateId, bytes: u64);
+    /// The stream ended as it should.
+    fn streamed(&self, update: &UpdateId, took_ms: u64) -> Result<(), Refusal>;
+    /// The stream broke.
+    fn broken(&self, update: &UpdateId, peer: Option<&MemberName>, cause: &str);
+}
+
+/// Receives one attempt.
+pub struct Receiver {
+    update: UpdateId,
+    layout: Arc<Layout>,
+    plan: SafetensorsPlan,
+    begun: Instant,
+    listener: Box<dyn Listener>,
+    arriving: Mutex<Option<Arriving>>,
+}
+
+struct Arriving {
+    dir: VersionDir,
+    files: Vec<File>,
+    hasher: TensorHasher,
+    coverage: Coverage,
+}
+
+impl Receiver {
+    /// Makes the files, headers first. Their length is set, their bytes are not there yet.
+    pub fn create(
+        update: UpdateId,
+        layout: Arc<Layout>,
+        plan: SafetensorsPlan,
+        dir: VersionDir,
+        listener: Box<dyn Listener>,
+    ) -> std::io::Result<Self> {
+        let mut files = Vec::with_capacity(plan.files.len());
+        for planned in &plan.files {
+            let mut options = OpenOptions::new();
+            // The engine may run as another user.
+            let mut file = options.create_new(true).read(true).write(true).mode(0o644).open(dir.path().join(&planned.name))?;
+            file.write_all(&planned.header)?;
+            file.set_len(planned.bytes)?;
+            files.push(file);
+        }
+        if let Some((name, json)) = &plan.index {
+            std::fs::write(dir.path().join(name), json)?;
+        }
+        let hasher = TensorHasher::new(layout.clone());
+        let coverage = Coverage::new(layout.total_bytes);
+        let arriving = Mutex::new(Some(Arriving { dir, files, hasher, coverage }));
+        Ok(Self { update, layout, plan, begun: Instant::now(), listener, arriving })
+    }
+
+    /// Lets the directory go; nothing is taken any more.
+    pub fn discard(&self) {
+        lock(&self.arriving).take();
+    }
+
+    /// Compares coverage and digests with what the leader sent; the version if all agree, else why not.
+    pub fn conclude(&self, request: &FinishRequest) -> Result<Version, String> {
+        let Some(arrived) = lock(&self.arriving).take() else { return Err("nothing was received".into()) };
+        arrived.coverage.check(&self.layout).map_err(|error| error.to_string())?;
+        let computed = arrived.hasher.finish().map_err(|error| error.to_string())?;
+        let manifest = Manifest::new(self.update.version, Layout::clone(&self.layout), &computed).map_err(|error| error.to_string())?;
+        let said: Vec<u128> = request.tensor_digests.iter().map(|hex| parse_digest_hex(hex).unwrap_or_default()).collect();
+        manifest.compare(&said).map_err(|error| error.to_string())?;
+        if request.tensor_digests != computed.iter().copied().map(digest_hex).collect::<Vec<_>>() {
+            return Err("a tensor digest of the manifest is not 32 lower-case hex digits".into());
+        }
+        let digest = manifest.digest();
+        if digest != request.manifest_digest {
+            return Err(format!("the manifest is {} by the leader and {digest} by what arrived", request.manifest_digest));
+        }
+        let held = HeldVersion { version: self.update.version, manifest: digest };
+        Ok(Version { held, manifest, layout: self.layout.clone(), plan: self.plan.clone(), files: arrived.files, dir: arrived.dir })
+    }
+
+    fn write_segments(&self, arriving: &Arriving, offset: u64, part: &[u8]) -> std::io::Result<()> {
+        for segment in self.plan.segments(&self.layout, offset, part.len() as u64) {
+            let start = usize::try_from(segment.in_part).unwrap_or(usize::MAX);
+            let end = start.saturating_add(usize::try_from(segment.bytes).unwrap_or(usize::MAX));
+            let (Some(bytes), Some(file)) = (part.get(start..end), arriving.files.get(segment.file)) else {
+                return Err(std::io::Error::other("the plan of the files does not fit the layout"));
+            };
+            file.write_all_at(bytes, segment.file_offset)?;
+        }
+        Ok(())
+    }
+}
+
+impl BucketStore for Receiver {
+    fn write(&self, offset: u64, part: &[u8]) -> Result<(), Refusal> {
+        let mut arriving = lock(&self.arriving);
+        let Some(arriving) = arriving.as_mut() else {
+            return Err(refusal(RefusalCode::WrongPhase, "the attempt is over here"));
+        };
+        let invalid = |what: String| refusal(RefusalCode::Invalid, what);
+        if offset != arriving.hasher.position() {
+            let expected = arriving.hasher.position();
+            return Err(invalid(format!("bytes from {offset} on came, those from {expected} on were expected")));
+        }
+        arriving.coverage.record(offset, part.len() as u64).map_err(|error| invalid(error.to_string()))?;
+        arriving.hasher.update(part).map_err(|error| invalid(error.to_string()))?;
+        self.write_segments(arriving, offset, part).map_err(|error| {
+            let full = matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded);
+            let code = if full { RefusalCode::OutOfSpace } else { RefusalCode::Internal };
+            refusal(code, format!("{} cannot be written: {error}", arriving.dir.path().display()))
+        })?;
+        self.listener.moving();
+        Ok(())
+    }
+
+    fn complete(&self, header: &BucketHeader, _digest: u128) -> Result<(), Refusal> {
+        let matches =
+            self.layout.bucket(header.sequence).is_some_and(|bucket| (bucket.offset, bucket.bytes) == (header.offset, header.bytes));
+        if !matches {
+            return Err(refusal(RefusalCode::LayoutMismatch, format!("bucket {} is not cut as the layout says", header.sequence)));
+        }
+        self.listener.received(&self.update, header.offset.saturating_add(header.bytes));
+        Ok(())
+    }
+
+    fn end(&self) -> Result<(), Refusal> {
+        let took_ms = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.listener.streamed(&self.update, took_ms)
+    }
+
+    fn broken(&self, peer: Option<&MemberName>, cause: &str) {
+        self.listener.broken(&self.update, peer, cause);
+    }
+}

@@ -1,0 +1,213 @@
+//! Watches the engine beside the agent: whether it answers, and whether it is still the same start of it.
+//!
+//! Decides by thresholds when it counts as unhealthy and healthy again, and what follows from a new start: nothing is installed any more.
+//! An engine that is being switched is not probed: a pause of ours is not ill health.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+use super::{Inner, Rollout};
+use crate::agent::group::{Standing, refusal};
+use crate::engine::{EngineError, EngineStart, Holding};
+use crate::protocol::{EngineFacts, HealthPolicy, KvCachePolicy, PausePolicy, Refusal, RefusalCode, UpdatePolicy};
+
+/// How long a pause that an earlier life of this agent may have left is suffered while no group says who pauses.
+const LEFT_PAUSED: Duration = Duration::from_secs(30);
+
+/// What is known of the engine.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Probed {
+    pub(super) facts: Option<EngineFacts>,
+    pub(super) start: Option<EngineStart>,
+    pub(super) reason: Option<String>,
+    failures: u32,
+    successes: u32,
+    healthy: bool,
+}
+
+impl Probed {
+    pub(super) fn unhealthy(&self) -> bool {
+        !self.healthy
+    }
+
+    fn passed(&mut self, policy: &HealthPolicy) {
+        self.failures = 0;
+        self.successes = self.successes.saturating_add(1);
+        // The first answer of a start that was never seen counts by itself: there is nothing to recover from.
+        if self.start.is_none() || self.successes >= policy.success_threshold {
+            self.healthy = true;
+            self.reason = None;
+        }
+    }
+
+    fn failed(&mut self, policy: &HealthPolicy, reason: String) {
+        self.successes = 0;
+        self.failures = self.failures.saturating_add(1);
+        if self.failures >= policy.failure_threshold {
+            self.healthy = false;
+        }
+        self.reason = Some(reason);
+    }
+
+    /// It is known to be gone: no threshold applies.
+    fn gone(&mut self, reason: String) {
+        *self = Self { reason: Some(reason), ..Self::default() };
+    }
+}
+
+impl Rollout {
+    /// Watches the engine until `cancel`.
+    pub async fn supervise(self: Arc<Self>, cancel: CancellationToken) {
+        let begun = Instant::now();
+        let mut settled = false;
+        loop {
+            let policy = self.policy();
+            if self.switching.try_lock().is_ok() {
+                let asked = self.ask_engine(Duration::from_millis(policy.health.timeout_ms)).await;
+                if asked.is_ok() && !settled {
+                    settled = self.settle(begun).await;
+                }
+            }
+            self.heal(&policy).await;
+            tokio::select! {
+                () = sleep(Duration::from_millis(policy.health.period_ms.max(10))) => {}
+                () = self.probe_now.notified() => {}
+                () = cancel.cancelled() => return,
+            }
+        }
+    }
+
+    /// The engine's process is known to have ended, e.g. because it is our child.
+    pub fn engine_gone(&self, reason: &str) {
+        self.with(|inner| {
+            inner.engine.gone(reason.to_owned());
+            inner.machine.engine_seen(&EngineStart(format!("gone at {:?}", Instant::now())));
+        });
+    }
+
+    /// Asks the engine for its health now, and takes in what it says.
+    pub(super) async fn ask_engine(self: &Arc<Self>, deadline: Duration) -> Result<(), Refusal> {
+        let health = self.policy().health;
+        match self.engine.health(deadline).await {
+            Ok(start) => {
+                let new = self.with(|inner| inner.answered(start, &health));
+                if new {
+                    self.probe(deadline).await?;
+                }
+                Ok(())
+            }
+            Err(error) => Err(self.ill(&health, &error)),
+        }
+    }
+
+    /// Asks the engine what it is and can do.
+    pub(super) async fn probe(&self, deadline: Duration) -> Result<EngineFacts, Refusal> {
+        match self.engine.probe(deadline).await {
+            Ok(facts) => {
+                self.with(|inner| inner.engine.facts = Some(facts.clone()));
+                Ok(facts)
+            }
+            Err(error) => Err(self.ill(&self.policy().health, &error)),
+        }
+    }
+
+    fn ill(&self, health: &HealthPolicy, error: &EngineError) -> Refusal {
+        let reason = error.to_string();
+        self.with(|inner| {
+            let was = inner.engine.healthy;
+            inner.engine.failed(health, reason.clone());
+            if was && !inner.engine.healthy {
+                tracing::warn!(reason, failures = inner.engine.failures, "the engine is unhealthy");
+            }
+        });
+        refusal(RefusalCode::EngineRefused, reason)
+    }
+
+    /// Finds out what an earlier life of this agent left in the engine; true when there is nothing left to find out.
+    async fn settle(&self, begun: Instant) -> bool {
+        match self.engine.holding(Duration::from_secs(5)).await {
+            Ok(Holding::HalfAnUpdate(held)) => {
+                self.with(|inner| {
+                    if inner.machine.live().is_none() && inner.machine.installed().is_none() {
+                        let reason = format!("an install of version {} began and was not seen to end", held.version);
+                        inner.machine.found_dirty(reason, inner.engine.start.clone());
+                    }
+                });
+                true
+            }
+            // Who pauses is said by the group; a trainer's own pause is not ours to undo.
+            Ok(_) => {
+                let ours = match &*self.core.standing().borrow() {
+                    Standing::Idle => begun.elapsed() > LEFT_PAUSED,
+                    Standing::Prepared(prepared) => prepared.policy.pause != PausePolicy::External,
+                    Standing::Committing(epoch) | Standing::Committed(epoch) => epoch.prepared.policy.pause != PausePolicy::External,
+                };
+                let external = !ours && !matches!(&*self.core.standing().borrow(), Standing::Idle);
+                if ours && self.with(|inner| inner.machine.live().is_none()) {
+                    self.resume_if_safe().await;
+                }
+                ours || external
+            }
+            Err(_) => false,
+        }
+    }
+
+    /// Brings a kept version into an engine that lacks it, and ends a pause that took too long.
+    async fn heal(self: &Arc<Self>, policy: &UpdatePolicy) {
+        let limit = Duration::from_millis(policy.update_timeout_ms);
+        let (lacks, overdue) = self.with(|inner| {
+            let lacks = inner.engine.healthy
+                && inner.kept.is_some()
+                && inner.machine.installed().is_none()
+                && inner.machine.dirty().is_none()
+                && inner.machine.live().is_none();
+            let overdue = inner.dirty_since.is_some_and(|since| since.elapsed() >= limit) && inner.machine.live().is_none();
+            (lacks, overdue)
+        });
+        if lacks && self.core.released().is_none() {
+            self.reinstall(policy).await;
+        }
+        if overdue {
+            self.put_back(limit).await;
+        }
+    }
+
+    /// The rules of the group, or usual ones before there is a group.
+    fn policy(&self) -> UpdatePolicy {
+        match &*self.core.standing().borrow() {
+            Standing::Idle => usual_policy(),
+            Standing::Prepared(prepared) => prepared.policy.clone(),
+            Standing::Committing(epoch) | Standing::Committed(epoch) => epoch.prepared.policy.clone(),
+        }
+    }
+}
+
+impl Inner {
+    /// The engine answers; true when it is a start that was not seen before.
+    fn answered(&mut self, start: EngineStart, health: &HealthPolicy) -> bool {
+        self.engine.passed(health);
+        let new = self.engine.start.as_ref() != Some(&start) || self.engine.facts.is_none();
+        if self.machine.engine_seen(&start) {
+            tracing::warn!("the engine started anew: it holds no version");
+        }
+        self.engine.start = Some(start);
+        new
+    }
+}
+
+fn usual_policy() -> UpdatePolicy {
+    UpdatePolicy {
+        pause: PausePolicy::Keep,
+        kv_cache: KvCachePolicy::Reset,
+        min_ready: 1,
+        silence_ms: 30_000,
+        update_timeout_ms: 600_000,
+        retain_bytes: 0,
+        bucket_bytes: 0,
+        data_tls: true,
+        health: HealthPolicy { period_ms: 1_000, timeout_ms: 3_000, failure_threshold: 3, success_threshold: 1 },
+    }
+}

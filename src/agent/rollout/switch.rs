@@ -1,0 +1,153 @@
+//! Has the engine switched to a version that lies complete in a directory, one switch at a time.
+//!
+//! Decides what an outcome means for the machine, and what is done about an engine that holds half an update and is not fed in time: its
+//! start-up weights are put back, so that it is not paused for ever. The order of calls is the adapter's.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use super::{Rollout, Version, same_version};
+use crate::engine::{EngineError, InstallError, InstallJob, Resumed};
+use crate::protocol::{PausePolicy, UpdatePolicy};
+
+/// What an adapter may take beyond the time that it was given.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// Longest call that only asks or resumes.
+const SHORT: Duration = Duration::from_secs(10);
+
+impl Rollout {
+    /// Switches the engine. Ends when the engine confirmed or failed.
+    pub(super) async fn switch(self: &Arc<Self>, version: Arc<Version>, policy: &UpdatePolicy) {
+        let _switching = self.switching.lock().await;
+        self.switch_locked(version, policy).await;
+    }
+
+    async fn switch_locked(self: &Arc<Self>, version: Arc<Version>, policy: &UpdatePolicy) {
+        let limit = Duration::from_millis(policy.update_timeout_ms);
+        let job = InstallJob {
+            version: version.held.clone(),
+            directory: self.in_engine(version.dir().path()),
+            local_directory: version.dir().path().to_owned(),
+            pause: policy.pause,
+            kv_cache: policy.kv_cache,
+            timeout: limit,
+            cancel: CancellationToken::new(),
+        };
+        let start = self.with(|inner| {
+            inner.paused_until = (policy.pause != PausePolicy::External).then(|| ms_since_1970(limit));
+            inner.engine.start.clone()
+        });
+        tracing::info!(version = version.held.version, directory = %job.directory.display(), "the engine is being switched");
+        let outcome = timeout(limit.saturating_add(GRACE), self.engine.install(&job)).await;
+        let failed = |error: &InstallError| format!("version {} could not be installed: {error}", version.held.version);
+        let clean_failure = self.with(|inner| {
+            inner.paused_until = None;
+            match outcome {
+                Ok(Ok(report)) => {
+                    tracing::info!(version = version.held.version, steps = ?report.steps_ms, "the engine confirmed");
+                    inner.engine.start = Some(report.start.clone());
+                    inner.machine.install_confirmed(version.held.clone(), report.start, report.steps_ms);
+                    inner.kept = Some(version.clone());
+                    inner.staged = inner.staged.take().filter(|staged| !Arc::ptr_eq(staged, &version));
+                    inner.stop_receiving();
+                    return false;
+                }
+                Ok(Err(error)) => {
+                    tracing::warn!(version = version.held.version, dirty = error.dirty, %error, "an install did not end well");
+                    // An engine that started anew in the middle holds no half update, whatever start it was touched in.
+                    let dirty = error.dirty && !matches!(error.source, EngineError::Restarted);
+                    inner.machine.install_failed(failed(&error), dirty, start);
+                    if dirty {
+                        inner.paused_until = Some(ms_since_1970(limit));
+                    }
+                    inner.stop_receiving();
+                    !dirty
+                }
+                Err(_) => {
+                    let reason = format!("version {} could not be installed: no end after {limit:?}", version.held.version);
+                    tracing::warn!(reason, "an install did not end");
+                    inner.machine.install_failed(reason, true, start);
+                    inner.paused_until = Some(ms_since_1970(limit));
+                    inner.stop_receiving();
+                    false
+                }
+            }
+        });
+        self.probe_now.notify_one();
+        if clean_failure && policy.pause != PausePolicy::External {
+            self.resume_if_safe().await;
+        }
+    }
+
+    /// Undoes a pause of ours, unless the engine may hold half an update. The adapter asks the engine itself.
+    pub(super) async fn resume_if_safe(&self) {
+        if self.with(|inner| inner.machine.dirty().is_some()) {
+            return;
+        }
+        match self.engine.resume(SHORT).await {
+            Ok(Resumed::WasRunning) => {}
+            Ok(Resumed::Resumed) => tracing::info!("a pause that was left behind is undone"),
+            Ok(Resumed::HalfAnUpdate(held)) => self.with(|inner| {
+                let reason = format!("an install of version {} began and was not seen to end", held.version);
+                let start = inner.engine.start.clone();
+                inner.machine.found_dirty(reason, start);
+            }),
+            Err(error) => tracing::warn!(%error, "the engine cannot be asked to go on"),
+        }
+    }
+
+    /// Installs what lies here into an engine that started anew, when it is what the group should hold. Nobody else is needed for that.
+    pub(super) async fn reinstall(self: &Arc<Self>, policy: &UpdatePolicy) {
+        let _switching = self.switching.lock().await;
+        let current = self.core.current();
+        let wanted = self.with(|inner| {
+            let idle = inner.machine.live().is_none() && inner.machine.installed().is_none() && inner.machine.dirty().is_none();
+            inner.kept.clone().filter(|kept| {
+                let of_group =
+                    current.as_ref().is_none_or(|current| same_version(&kept.held, current) || kept.held.version > current.version);
+                idle && of_group
+            })
+        });
+        let Some(version) = wanted else { return };
+        let checked = version.clone();
+        let check = tokio::task::spawn_blocking(move || checked.check());
+        if let Err(reason) = check.await.unwrap_or_else(|ended| Err(ended.to_string())) {
+            tracing::warn!(version = version.held.version, reason, "the kept copy is damaged and is dropped");
+            self.with(|inner| inner.kept = None);
+            return;
+        }
+        tracing::info!(version = version.held.version, "the engine started anew and gets the kept copy");
+        self.switch_locked(version, policy).await;
+    }
+
+    /// Has the start-up weights put back into an engine that was not fed in time.
+    pub(super) async fn put_back(self: &Arc<Self>, limit: Duration) {
+        let _switching = self.switching.lock().await;
+        if self.with(|inner| inner.machine.dirty().is_none()) {
+            return;
+        }
+        match timeout(limit.saturating_add(GRACE), self.engine.put_back(limit)).await {
+            Ok(Ok(())) => {
+                tracing::warn!("the engine was not fed in time: its start-up weights are back, it holds no version");
+                self.with(|inner| {
+                    inner.machine.put_back();
+                    inner.paused_until = None;
+                });
+            }
+            Ok(Err(error)) => tracing::error!(%error, "the start-up weights cannot be put back"),
+            Err(_) => tracing::error!(?limit, "the start-up weights were not put back in time"),
+        }
+        // Whether or not it worked, the next try is a whole deadline away.
+        self.with(|inner| inner.dirty_since = inner.dirty_since.map(|_| tokio::time::Instant::now()));
+    }
+}
+
+/// The time of day after `from_now`, in ms since 1970.
+fn ms_since_1970(from_now: Duration) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.saturating_add(from_now).as_millis()).unwrap_or(u64::MAX)
+}

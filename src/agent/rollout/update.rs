@@ -1,0 +1,267 @@
+//! Messages of a leader, as one rollout carries them out: begin, finish, activate, abort, status.
+//!
+//! [`Machine`](super::machine::Machine) decides; here space is checked, files are made, and a silent leader is noticed.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use tokio::time::{Instant, timeout, timeout_at};
+use tokio_util::sync::CancellationToken;
+
+use super::machine::{Activating, Finishing, Opening};
+use super::receive::{Listener, Receiver};
+use super::{Inner, Receiving, Rollout};
+use crate::agent::group::{Epoch, refusal};
+use crate::agent::space::check_directory;
+use crate::protocol::{
+    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, MemberName, Refusal, RefusalCode, UpdateId,
+    UpdateStatus,
+};
+use crate::runtime::deadline::ProgressDeadline;
+use crate::weights::Layout;
+use crate::weights::safetensors::SafetensorsPlan;
+
+/// Longest wait of a status request for news.
+pub const LONG_POLL: Duration = Duration::from_secs(1);
+
+impl Rollout {
+    /// Opens an update: compares the layout, checks memory, asks the engine; before a byte moves.
+    pub async fn begin(self: &Arc<Self>, epoch: &Arc<Epoch>, request: BeginRequest) -> Result<UpdateStatus, Refusal> {
+        check_layout(&request)?;
+        let policy = &epoch.prepared.policy;
+        let silence = Duration::from_millis(policy.silence_ms);
+        // An engine that is being switched may be about to hold the very version; and its space is not counted twice.
+        let Ok(switched) = timeout(silence, self.switching.lock()).await else { return Err(busy()) };
+        drop(switched);
+        let update = request.update.clone();
+        let opening = self.with(|inner| {
+            let kept: Vec<HeldVersion> = inner.held().map(|version| version.held.clone()).collect();
+            let opening = inner.machine.begin(&request, &kept)?;
+            if opening != Opening::Busy && inner.receiving.as_ref().is_some_and(|receiving| receiving.update != update) {
+                inner.stop_receiving();
+            }
+            Ok(opening)
+        })?;
+        match opening {
+            Opening::Busy => return Err(busy()),
+            Opening::Known => self.watch_attempt(epoch, &update, None),
+            Opening::Check => match self.open(epoch, &request).await {
+                Ok(receiver) => {
+                    self.with(|inner| inner.machine.opened(&update))?;
+                    self.watch_attempt(epoch, &update, Some(receiver));
+                }
+                Err(refusal) => {
+                    self.with(|inner| inner.machine.refused(&update, &refusal));
+                    return Err(refusal);
+                }
+            },
+        }
+        self.answer(&update)
+    }
+
+    /// Ends the stream: coverage and digests are compared now.
+    pub async fn finish(self: &Arc<Self>, request: FinishRequest) -> Result<UpdateStatus, Refusal> {
+        let update = request.update.clone();
+        self.heard_leader(&update);
+        if self.with(|inner| inner.machine.finish(&request))? == Finishing::Verify {
+            let receiver = self.with(|inner| inner.receiving.as_ref().and_then(|receiving| receiving.receiver.clone()));
+            let receiver = receiver.ok_or_else(|| refusal(RefusalCode::Internal, "the received bytes are gone"))?;
+            let begun = Instant::now();
+            let rollout = self.clone();
+            // Takes as long as the manifest is to hash; the bytes were hashed while they came.
+            let concluded = tokio::task::spawn_blocking(move || {
+                let version = receiver.conclude(&request)?;
+                let placed = rollout.companions.place(&rollout.shared, version.dir().path());
+                placed.map_err(|error| format!("configuration and tokenizer cannot be placed beside the weights: {error}"))?;
+                Ok(version)
+            });
+            let outcome = concluded.await.unwrap_or_else(|ended| Err(format!("verification ended early: {ended}")));
+            let took_ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+            if let Err(reason) = &outcome {
+                tracing::warn!(version = update.version, attempt = update.attempt, reason, "a version is not what its manifest says");
+            }
+            self.with(|inner| {
+                let held = outcome.as_ref().map(|version| version.held.clone()).map_err(Clone::clone);
+                inner.machine.verified(&update, held, took_ms)?;
+                inner.keep_delivered(outcome.ok());
+                Ok(())
+            })?;
+        }
+        self.answer(&update)
+    }
+
+    /// Has the engine switched to the delivered version; answers at once.
+    pub fn activate(self: &Arc<Self>, epoch: &Arc<Epoch>, request: &ActivateRequest) -> Result<UpdateStatus, Refusal> {
+        let update = &request.update;
+        self.heard_leader(update);
+        if let Activating::Install(held) = self.with(|inner| inner.machine.activate(update))? {
+            match self.holding(&held) {
+                Some(version) => {
+                    let (rollout, policy) = (self.clone(), Self::policy_of(epoch));
+                    tokio::spawn(async move { rollout.switch(version, &policy).await });
+                }
+                None => self.with(|inner| inner.machine.install_failed("the delivered version is gone".into(), false, None)),
+            }
+        }
+        self.answer(update)
+    }
+
+    /// Gives an attempt up.
+    pub fn abort(&self, request: &AbortRequest) {
+        self.end_attempt(&request.update, &request.reason);
+    }
+
+    /// Where the last attempt stands; waits up to [`LONG_POLL`] for something newer than `after`.
+    pub async fn status(&self, after: Option<u64>) -> Result<UpdateStatus, Refusal> {
+        let mut changed = self.changed.subscribe();
+        if let Some(after) = after {
+            // Time over or not: what is known now is the answer.
+            let _ = timeout_at(Instant::now() + LONG_POLL, changed.wait_for(|sequence| *sequence > after)).await;
+        }
+        let status = self.with(|inner| inner.machine.status());
+        let status = status.ok_or_else(|| refusal(RefusalCode::WrongPhase, "no update was begun here yet"))?;
+        self.heard_leader(&status.update);
+        Ok(status)
+    }
+
+    async fn open(self: &Arc<Self>, epoch: &Epoch, request: &BeginRequest) -> Result<Arc<Receiver>, Refusal> {
+        let health = Duration::from_millis(epoch.prepared.policy.health.timeout_ms);
+        self.ask_engine(health).await?;
+        // What waits to be installed waits no more: its room is needed. What the engine was switched to stays, to feed others.
+        self.with(|inner| inner.staged = None);
+        let internal = |what: String| refusal(RefusalCode::Internal, what);
+        let layout = Arc::new(request.layout.clone());
+        let plan = SafetensorsPlan::new(&layout, None).map_err(|error| refusal(RefusalCode::Invalid, error.to_string()))?;
+        let wanted = plan.total_bytes().saturating_add(self.companions.bytes());
+        check_directory(self.dir.path(), wanted, &self.cgroups)
+            .map_err(|error| refusal(RefusalCode::OutOfSpace, format!("{error} (version {})", request.update.version)))?;
+        let dir = self.dir.version(request.update.version, request.update.attempt).map_err(|error| internal(error.to_string()))?;
+        let listener = Box::new(Weak::clone(&Arc::downgrade(self)));
+        let receiver = Receiver::create(request.update.clone(), layout, plan, dir, listener)
+            .map_err(|error| internal(format!("the files of version {} cannot be made: {error}", request.update.version)))?;
+        Ok(Arc::new(receiver))
+    }
+
+    /// Lets the stream in, and ends the attempt when its leader falls silent or its epoch is over.
+    fn watch_attempt(self: &Arc<Self>, epoch: &Epoch, update: &UpdateId, receiver: Option<Arc<Receiver>>) {
+        let policy = &epoch.prepared.policy;
+        let silence = Duration::from_millis(policy.silence_ms);
+        let total = Duration::from_millis(policy.update_timeout_ms).saturating_add(silence);
+        let deadline = ProgressDeadline::new(silence, total);
+        let over = CancellationToken::new();
+        let watched = self.with(|inner| {
+            if inner.machine.live() != Some(update) || inner.receiving.as_ref().is_some_and(|receiving| receiving.update == *update) {
+                return false;
+            }
+            inner.receiving =
+                Some(Receiving { update: update.clone(), receiver: receiver.clone(), deadline: deadline.clone(), over: over.clone() });
+            true
+        });
+        if !watched {
+            return;
+        }
+        if let Some(receiver) = receiver {
+            self.core.expect(update.clone(), receiver);
+        }
+        let (rollout, update, epoch_over) = (Arc::downgrade(self), update.clone(), self.core.over(epoch.id()));
+        tokio::spawn(async move {
+            let reason = tokio::select! {
+                passed = deadline.passed() => format!("its leader fell silent: {passed}"),
+                () = epoch_over.cancelled() => "its epoch is over".to_owned(),
+                () = over.cancelled() => return,
+            };
+            if let Some(rollout) = rollout.upgrade() {
+                rollout.end_attempt(&update, &reason);
+            }
+        });
+    }
+
+    fn end_attempt(&self, update: &UpdateId, reason: &str) {
+        let ended = self.with(|inner| {
+            let ended = inner.machine.abort(update, reason);
+            if ended {
+                inner.stop_receiving();
+            }
+            ended
+        });
+        if ended {
+            tracing::info!(version = update.version, attempt = update.attempt, reason, "an attempt ended");
+        }
+        self.core.expect_no_more(update);
+    }
+
+    fn heard_leader(&self, update: &UpdateId) {
+        let inner = crate::agent::core::lock(&self.inner);
+        if let Some(receiving) = inner.receiving.as_ref().filter(|receiving| receiving.update == *update) {
+            receiving.deadline.moved();
+        }
+    }
+
+    fn answer(&self, update: &UpdateId) -> Result<UpdateStatus, Refusal> {
+        let status = self.with(|inner| inner.machine.status()).filter(|status| status.update == *update);
+        status.ok_or_else(|| refusal(RefusalCode::WrongPhase, format!("attempt {} was replaced by another", update.attempt)))
+    }
+}
+
+impl Inner {
+    /// A version was verified. It is dropped when the engine serves it already, or when nobody waits for it.
+    fn keep_delivered(&mut self, version: Option<super::Version>) {
+        let delivered = self.machine.status().is_some_and(|status| status.step == InstallStep::Delivered);
+        self.staged = version.filter(|_| delivered).map(Arc::new);
+        if !delivered {
+            self.stop_receiving();
+        }
+    }
+}
+
+impl Listener for Weak<Rollout> {
+    fn moving(&self) {
+        let Some(rollout) = self.upgrade() else { return };
+        let inner = crate::agent::core::lock(&rollout.inner);
+        if let Some(receiving) = &inner.receiving {
+            receiving.deadline.moved();
+        }
+    }
+
+    fn received(&self, update: &UpdateId, bytes: u64) {
+        if let Some(rollout) = self.upgrade() {
+            rollout.with(|inner| inner.machine.received(update, bytes));
+        }
+    }
+
+    fn streamed(&self, update: &UpdateId, took_ms: u64) -> Result<(), Refusal> {
+        let rollout = self.upgrade().ok_or_else(|| refusal(RefusalCode::Internal, "the agent is ending"))?;
+        rollout.with(|inner| inner.machine.streamed(update, took_ms))
+    }
+
+    fn broken(&self, update: &UpdateId, peer: Option<&MemberName>, cause: &str) {
+        let Some(rollout) = self.upgrade() else { return };
+        let reason = match peer {
+            Some(peer) => format!("the stream broke at {peer}: {cause}"),
+            None => format!("the stream broke: {cause}"),
+        };
+        rollout.end_attempt(update, &reason);
+        // Whoever leads is told by its own transport; this is for the case that it was the leader that broke.
+        if let Some(peer) = peer
+            && rollout.core.epoch().is_some_and(|epoch| *epoch.id() == update.epoch && epoch.me() != peer)
+        {
+            rollout.core.peer_lost(&update.epoch, peer, cause);
+        }
+    }
+}
+
+fn check_layout(request: &BeginRequest) -> Result<(), Refusal> {
+    let mismatch = |what: String| Err(refusal(RefusalCode::LayoutMismatch, what));
+    if let Err(error) = Layout::validate(&request.layout) {
+        return mismatch(error.to_string());
+    }
+    let digest = request.layout.digest();
+    if digest != request.layout_digest {
+        return mismatch(format!("the layout is {} by the leader and {digest} by what was sent", request.layout_digest));
+    }
+    Ok(())
+}
+
+fn busy() -> Refusal {
+    refusal(RefusalCode::WrongPhase, "the engine is still being switched to another version")
+}

@@ -1,0 +1,94 @@
+//! The source's agent: brings what the trainer publishes to the group, one version at a time, and feeds who lacks the current one.
+//!
+//! [`history`] decides which numbers may be published. It never repeats an attempt within an epoch, never reports success before
+//! `minReady` engines confirmed, and keeps a copy of a version only where there is room.
+
+pub mod history;
+mod publish;
+pub mod retain;
+
+use std::sync::{Arc, Mutex};
+
+use tokio_util::sync::CancellationToken;
+
+use self::history::History;
+use self::retain::Retained;
+use super::attempts::Attempts;
+use super::client::PublishQueue;
+use super::core::{Core, lock};
+use super::group::Epoch;
+use super::lead::Leader;
+use super::lead::feed::{Copy, Feeder, Holder};
+use super::rollout::same_version;
+use super::space::Cgroups;
+use crate::protocol::HeldVersion;
+
+/// The source's agent.
+pub struct Source {
+    core: Arc<Core>,
+    leader: Arc<Leader>,
+    attempts: Arc<Attempts>,
+    cgroups: Cgroups,
+    history: Mutex<History>,
+    retained: Mutex<Option<Arc<Retained>>>,
+}
+
+impl Source {
+    /// Nothing published yet.
+    pub fn new(leader: Arc<Leader>, cgroups: Cgroups) -> Arc<Self> {
+        let core = leader.core().clone();
+        core.set_facts(|facts| facts.healthy = true);
+        Arc::new(Self { core, leader, attempts: Arc::default(), cgroups, history: Mutex::default(), retained: Mutex::default() })
+    }
+
+    /// Publishes what comes, and feeds in between, until `cancel`.
+    pub async fn run(self: Arc<Self>, queue: Arc<PublishQueue>, cancel: CancellationToken) {
+        let feeder = Feeder::new(self.leader.clone(), self.clone(), self.attempts.clone());
+        loop {
+            let job = tokio::select! {
+                biased;
+                () = cancel.cancelled() => return,
+                job = queue.take() => job,
+                // A feeding that is under way is given up for a publish: its members get the new version instead.
+                () = feeder.run() => return,
+            };
+            tokio::select! {
+                () = cancel.cancelled() => return,
+                () = self.publish(job, &feeder) => {}
+            }
+        }
+    }
+
+    /// The version that every rollout should hold: the group's, or one that was published since.
+    fn current(&self, epoch: Option<&Epoch>) -> Option<HeldVersion> {
+        let told = epoch.map_or_else(|| self.core.current(), |epoch| epoch.current().cloned());
+        let done = lock(&self.history).done().cloned();
+        match (done, told) {
+            (Some(done), Some(told)) => Some(if done.version >= told.version { done } else { told }),
+            (done, told) => done.or(told),
+        }
+    }
+
+    fn retained(&self) -> Option<Arc<Retained>> {
+        lock(&self.retained).clone()
+    }
+
+    fn retain(&self, retained: Option<Arc<Retained>>) {
+        let held = retained.as_ref().map(|retained| retained.held.clone());
+        *lock(&self.retained) = retained;
+        self.core.set_facts(|facts| facts.retained = held);
+    }
+}
+
+impl Holder for Source {
+    fn to_feed(&self, epoch: &Epoch) -> Option<Copy> {
+        let target = self.current(Some(epoch))?;
+        let ours = epoch.current().is_none_or(|current| target.version > current.version);
+        let retained = self.retained().filter(|retained| same_version(&retained.held, &target))?;
+        // Of the group's version, the coordinator chose who feeds; of one that came since, only the source can know.
+        if !ours && !epoch.feeds() {
+            return None;
+        }
+        Some(Copy { held: retained.held.clone(), source: retained.source()? })
+    }
+}

@@ -1,0 +1,57 @@
+//! Which numbers may be published: they only grow, and one that failed may come again with the very same weights only.
+//!
+//! Pure. Skipped numbers are fine; nothing ever waits for one.
+
+use crate::protocol::{HeldVersion, PublishError, PublishErrorCode, Version};
+
+/// What was published through this agent, and what the group holds.
+#[derive(Debug, Default)]
+pub struct History {
+    done: Option<HeldVersion>,
+    failed: Option<(Version, Option<String>)>,
+}
+
+impl History {
+    /// The last version that reached `minReady`, through this agent.
+    pub fn done(&self) -> Option<&HeldVersion> {
+        self.done.as_ref()
+    }
+
+    /// Whether a number may be published; answers the manifest that it must have, where it failed before.
+    pub fn admit(&self, version: Version, current: Option<&HeldVersion>) -> Result<Option<String>, PublishError> {
+        let held = self.done.iter().chain(current).map(|held| held.version).max();
+        let failed = self.failed.as_ref().map(|(failed, _)| *failed);
+        let not_higher = |what: String| {
+            Err(PublishError { code: PublishErrorCode::VersionNotHigher, message: what, retryable: false, phase: None, member: None })
+        };
+        if let Some(held) = held.filter(|held| version <= *held) {
+            return not_higher(format!(
+                "version {version} is not higher than {held}, which the group holds: give new weights a new number"
+            ));
+        }
+        if let Some(failed) = failed.filter(|failed| version < *failed) {
+            return not_higher(format!(
+                "version {version} is lower than {failed}, which was tried already: use {failed} again or a higher one"
+            ));
+        }
+        Ok(self.failed.as_ref().filter(|(failed, _)| *failed == version).and_then(|(_, manifest)| manifest.clone()))
+    }
+
+    /// A version is being tried.
+    pub fn tried(&mut self, version: Version) {
+        if self.failed.as_ref().is_none_or(|(failed, _)| *failed != version) {
+            self.failed = Some((version, None));
+        }
+    }
+
+    /// The whole stream of the version was read, and this is what it was.
+    pub fn read(&mut self, held: &HeldVersion) {
+        self.failed = Some((held.version, Some(held.manifest.clone())));
+    }
+
+    /// The version reached `minReady`.
+    pub fn reached(&mut self, held: HeldVersion) {
+        self.failed = None;
+        self.done = Some(held);
+    }
+}

@@ -1,0 +1,303 @@
+//! One publish, from its turn to its one outcome.
+//!
+//! Carries out: an attempt in each epoch that comes, from the trainer's bytes or from the retained copy, until one reaches `minReady`, the
+//! time is over, or a failure that no other epoch can mend.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use tokio::time::{Instant, timeout_at};
+
+use super::Source;
+use super::retain::{Keeper, Retained, fits};
+use crate::agent::core::lock;
+use crate::agent::group::Epoch;
+use crate::agent::lead::feed::Feeder;
+use crate::agent::lead::table::Failure;
+use crate::agent::lead::{Brought, Keep, Plan, Stage};
+use crate::agent::publish_job::{NotActivated, PublishJob, Reporter};
+use crate::agent::version_source::{SourceError, VersionSource};
+use crate::protocol::{Activation, EpochId, HeldVersion, PublishError, PublishErrorCode, PublishResult, UpdatePhase, Version};
+use crate::weights::{Bucket, Layout, Manifest};
+
+/// A publish as far as all its attempts share it.
+struct Publish {
+    version: Version,
+    activation: Activation,
+    deadline: Instant,
+    source: Tracked,
+    /// Bytes of this very version, complete.
+    copy: Option<Arc<Retained>>,
+    manifest: Option<String>,
+    attempts: u32,
+    failed: Option<(EpochId, Failure)>,
+}
+
+impl Source {
+    /// Publishes; its asker hears exactly one outcome.
+    pub(super) async fn publish(self: &Arc<Self>, job: PublishJob, feeder: &Feeder) {
+        let PublishJob { version, activation, deadline, cancel, source, mut reporter } = job;
+        tracing::info!(version, bytes = source.layout().total_bytes, "a publish begins");
+        let mut publish = Publish {
+            version,
+            activation,
+            deadline,
+            source: Tracked { source, released: false },
+            copy: None,
+            manifest: None,
+            attempts: 0,
+            failed: None,
+        };
+        let outcome = tokio::select! {
+            biased;
+            () = cancel.cancelled() => None,
+            outcome = timeout_at(deadline, self.attempts(&mut publish, &mut reporter, feeder)) => Some(outcome),
+        };
+        let outcome = match outcome {
+            None => Err(cancelled()),
+            Some(Err(_)) => Err(timed_out(&publish)),
+            Some(Ok(outcome)) => outcome,
+        };
+        publish.source.released().await;
+        match outcome {
+            Ok(result) => {
+                tracing::info!(version, epoch = result.epoch, attempts = result.attempts, installed = ?result.installed, "published");
+                reporter.done(result);
+            }
+            Err(error) => {
+                tracing::warn!(version, code = ?error.code, message = %error.message, "a publish failed");
+                reporter.failed(error);
+            }
+        }
+    }
+
+    async fn attempts(&self, publish: &mut Publish, reporter: &mut Reporter, feeder: &Feeder) -> Result<PublishResult, PublishError> {
+        loop {
+            let over = publish.failed.as_ref().map(|(id, _)| id.clone());
+            let epoch = self.next_epoch(over.as_ref(), feeder).await?;
+            if publish.attempts == 0 {
+                let current = self.current(Some(&epoch));
+                let mut history = lock(&self.history);
+                publish.manifest = history.admit(publish.version, current.as_ref())?;
+                history.tried(publish.version);
+            } else if publish.copy.is_none() {
+                let reason = publish.failed.as_ref().map_or_else(String::new, |(_, failure)| failure.message.clone());
+                publish.source.restart(&reason).await.map_err(|error| error.publish_error(None))?;
+            }
+            publish.attempts += 1;
+            match self.attempt(&epoch, publish, reporter).await {
+                Ok(brought) => return Ok(self.reached(&epoch, publish, brought)),
+                Err(failure) if failure.again => publish.failed = Some((epoch.id().clone(), failure)),
+                Err(failure) => return Err(publish_error(failure)),
+            }
+        }
+    }
+
+    /// Waits for a committed epoch with enough rollouts that is not the one that failed. Who lacks the current version is fed meanwhile.
+    async fn next_epoch(&self, failed: Option<&EpochId>, feeder: &Feeder) -> Result<Arc<Epoch>, PublishError> {
+        let mut standing = self.core.standing();
+        let usable = standing.wait_for(|standing| {
+            standing.committed().is_some_and(|epoch| {
+                let wanted = usize::try_from(epoch.prepared.policy.min_ready.max(1)).unwrap_or(usize::MAX);
+                Some(epoch.id()) != failed && epoch.rollouts().len() >= wanted
+            })
+        });
+        let committed = tokio::select! {
+            biased;
+            usable = usable => usable.ok().and_then(|standing| standing.committed().cloned()),
+            () = feeder.run() => None,
+        };
+        committed.ok_or_else(|| internal("the agent is ending"))
+    }
+
+    async fn attempt(&self, epoch: &Arc<Epoch>, publish: &mut Publish, reporter: &mut Reporter) -> Result<Brought, Failure> {
+        let layout = publish.source.layout().clone();
+        let keeper = if publish.copy.is_none() { self.keeper(epoch, publish, &layout) } else { None };
+        let mut copy = publish.copy.as_ref().and_then(|copy| copy.source());
+        let mut stage = PublishStage {
+            source: self,
+            layout,
+            reporter,
+            keeper: keeper.clone(),
+            copy: None,
+            manifest: None,
+            activation: publish.activation,
+            deadline: publish.deadline,
+        };
+        let plan = Plan {
+            epoch: epoch.clone(),
+            version: publish.version,
+            attempt: self.attempts.next(publish.version),
+            feeding: false,
+            members: epoch.rollouts(),
+            min_ready: epoch.prepared.policy.min_ready,
+            known: publish.manifest.clone(),
+            source: match copy.as_mut() {
+                Some(copy) => copy.as_mut(),
+                None => &mut publish.source,
+            },
+            keep: keeper.map(|keeper| keeper as Arc<dyn Keep>),
+            stage: &mut stage,
+        };
+        let outcome = self.leader.lead(plan).await;
+        publish.manifest = stage.manifest.take().or(publish.manifest.take());
+        publish.copy = stage.copy.take().or(publish.copy.take());
+        outcome
+    }
+
+    /// Whether the bytes of this attempt are kept in memory while they are sent. The copy of the version before gives way.
+    fn keeper(&self, epoch: &Epoch, publish: &Publish, layout: &Layout) -> Option<Arc<Keeper>> {
+        if publish.source.source.another().is_some() {
+            return None;
+        }
+        let limit = epoch.prepared.policy.retain_bytes;
+        let kept = self.retained().map_or(0, |retained| retained.memory());
+        let fit = fits(layout.total_bytes, kept, limit, &self.cgroups).or_else(|reason| {
+            if kept == 0 || layout.total_bytes > limit {
+                return Err(reason);
+            }
+            tracing::info!(reason, "the copy of the version before is dropped: until this one is there, rollouts feed joiners");
+            self.retain(None);
+            fits(layout.total_bytes, 0, limit, &self.cgroups)
+        });
+        match fit {
+            Ok(()) => Some(Arc::default()),
+            Err(reason) => {
+                tracing::info!(version = publish.version, reason, "no copy of this version is kept");
+                None
+            }
+        }
+    }
+
+    fn reached(&self, epoch: &Epoch, publish: &mut Publish, brought: Brought) -> PublishResult {
+        lock(&self.history).reached(brought.held.clone());
+        self.core.learn_current(Some(&brought.held));
+        let copy = publish.copy.take().or_else(|| {
+            let reader = publish.source.source.another()?;
+            Some(Arc::new(Retained::elsewhere(brought.held.clone(), reader)))
+        });
+        self.retain(copy);
+        self.core.set_facts(|facts| facts.installed = Some(brought.held.clone()));
+        PublishResult {
+            version: publish.version,
+            epoch: epoch.id().epoch,
+            attempts: publish.attempts,
+            bytes: brought.bytes,
+            manifest: brought.held.manifest,
+            installed: brought.installed,
+            behind: brought.behind,
+            phases_ms: brought.phases_ms,
+        }
+    }
+}
+
+/// What one attempt of a publish tells its asker, and keeps.
+struct PublishStage<'a> {
+    source: &'a Source,
+    layout: Layout,
+    reporter: &'a mut Reporter,
+    keeper: Option<Arc<Keeper>>,
+    copy: Option<Arc<Retained>>,
+    manifest: Option<String>,
+    activation: Activation,
+    deadline: Instant,
+}
+
+#[async_trait]
+impl Stage for PublishStage<'_> {
+    fn progress(&mut self, phase: UpdatePhase, bytes: u64) {
+        self.reporter.progress(phase, bytes);
+    }
+
+    fn streamed(&mut self, _manifest: &Manifest, held: &HeldVersion) -> Result<(), Failure> {
+        self.manifest = Some(held.manifest.clone());
+        lock(&self.source.history).read(held);
+        let kept = self.keeper.take().map(|keeper| keeper.take());
+        self.copy = kept.and_then(|buckets| Retained::in_memory(held.clone(), &self.layout, buckets)).map(Arc::new);
+        Ok(())
+    }
+
+    async fn staged(&mut self) -> Result<(), Failure> {
+        if self.activation == Activation::Auto {
+            return Ok(());
+        }
+        let failure = |code, message: String| Failure { code, message, phase: UpdatePhase::Staged, member: None, again: false };
+        self.reporter.staged(self.deadline).await.map_err(|error| match error {
+            NotActivated::TimedOut => failure(PublishErrorCode::Timeout, error.to_string()),
+            NotActivated::Gone => failure(PublishErrorCode::Cancelled, error.to_string()),
+        })
+    }
+}
+
+/// A trainer's source that remembers whether it was released: nothing may be read from it after that.
+struct Tracked {
+    source: Box<dyn VersionSource>,
+    released: bool,
+}
+
+#[async_trait]
+impl VersionSource for Tracked {
+    fn layout(&self) -> &Layout {
+        self.source.layout()
+    }
+
+    fn repeatable(&self) -> bool {
+        self.source.repeatable() && !self.released
+    }
+
+    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError> {
+        self.source.next(silence).await
+    }
+
+    async fn restart(&mut self, reason: &str) -> Result<(), SourceError> {
+        if !self.repeatable() {
+            return Err(SourceError::NotRepeatable { reason: reason.to_owned() });
+        }
+        self.source.restart(reason).await
+    }
+
+    async fn released(&mut self) {
+        if !std::mem::replace(&mut self.released, true) {
+            self.source.released().await;
+        }
+    }
+}
+
+fn publish_error(failure: Failure) -> PublishError {
+    let Failure { code, message, phase, member, .. } = failure;
+    let retryable = matches!(code, PublishErrorCode::NotEnoughReplicas | PublishErrorCode::Timeout | PublishErrorCode::Cancelled);
+    PublishError { code, message, retryable, phase: Some(phase), member }
+}
+
+fn cancelled() -> PublishError {
+    let message = "the trainer gave the publish up, or went away before all its bytes were taken".into();
+    PublishError { code: PublishErrorCode::Cancelled, message, retryable: true, phase: None, member: None }
+}
+
+fn timed_out(publish: &Publish) -> PublishError {
+    let (code, message) = match &publish.failed {
+        Some((id, failure)) => (
+            PublishErrorCode::Timeout,
+            format!("no update succeeded in time; the last attempt, in epoch {}: {}", id.epoch, failure.message),
+        ),
+        None if publish.attempts == 0 => (
+            PublishErrorCode::NotEnoughReplicas,
+            "no group with enough replicas was formed in time: see the conditions of the WeightSync".into(),
+        ),
+        None => (PublishErrorCode::Timeout, "the update did not end in time".into()),
+    };
+    let failure = publish.failed.as_ref().map(|(_, failure)| failure);
+    PublishError {
+        code,
+        message,
+        retryable: true,
+        phase: failure.map(|failure| failure.phase),
+        member: failure.and_then(|failure| failure.member.clone()),
+    }
+}
+
+fn internal(message: &str) -> PublishError {
+    PublishError { code: PublishErrorCode::Internal, message: message.to_owned(), retryable: true, phase: None, member: None }
+}

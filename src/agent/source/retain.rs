@@ -1,0 +1,118 @@
+//! The copy of a version that a source keeps, to try again and to feed joiners.
+//!
+//! Decides whether there is room for one: within the limit that the object states, and within the memory of the pod, asked before it is
+//! used. A copy of bytes that stay where they are (a checkpoint) takes no memory.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+
+use crate::agent::core::lock;
+use crate::agent::lead::Keep;
+use crate::agent::space::Cgroups;
+use crate::agent::version_source::{SourceError, VersionSource};
+use crate::protocol::HeldVersion;
+use crate::weights::{Bucket, Layout};
+
+/// A complete copy.
+pub struct Retained {
+    /// Which version.
+    pub held: HeldVersion,
+    copy: Copy,
+}
+
+enum Copy {
+    Memory { layout: Arc<Layout>, buckets: Arc<Vec<Bytes>> },
+    Elsewhere(Mutex<Box<dyn VersionSource>>),
+}
+
+impl Retained {
+    /// A copy in memory; none when buckets are missing.
+    pub fn in_memory(held: HeldVersion, layout: &Layout, buckets: Vec<Bytes>) -> Option<Self> {
+        let bytes: u64 = buckets.iter().map(|bucket| bucket.len() as u64).sum();
+        let whole = bytes == layout.total_bytes && buckets.len() == layout.bucket_count() as usize;
+        whole.then(|| Self { held, copy: Copy::Memory { layout: Arc::new(layout.clone()), buckets: Arc::new(buckets) } })
+    }
+
+    /// Bytes that stay where they are.
+    pub fn elsewhere(held: HeldVersion, reader: Box<dyn VersionSource>) -> Self {
+        Self { held, copy: Copy::Elsewhere(Mutex::new(reader)) }
+    }
+
+    /// Reads it, from the first byte.
+    pub fn source(&self) -> Option<Box<dyn VersionSource>> {
+        match &self.copy {
+            Copy::Memory { layout, buckets } => Some(Box::new(MemoryReader { layout: layout.clone(), buckets: buckets.clone(), next: 0 })),
+            Copy::Elsewhere(reader) => lock(reader).another(),
+        }
+    }
+
+    /// Memory that it takes, in bytes.
+    pub fn memory(&self) -> u64 {
+        match &self.copy {
+            Copy::Memory { layout, .. } => layout.total_bytes,
+            Copy::Elsewhere(_) => 0,
+        }
+    }
+}
+
+/// Takes a copy of a stream while it is sent.
+#[derive(Default)]
+pub struct Keeper(Mutex<Vec<Bytes>>);
+
+impl Keeper {
+    /// What was kept; the keeper is empty then.
+    pub fn take(&self) -> Vec<Bytes> {
+        std::mem::take(&mut *lock(&self.0))
+    }
+}
+
+impl Keep for Keeper {
+    fn keep(&self, bytes: Bytes) -> Bytes {
+        let copy = Bytes::copy_from_slice(&bytes);
+        lock(&self.0).push(copy.clone());
+        copy
+    }
+}
+
+/// Whether a copy of `wanted` bytes may be kept in memory beside `kept` bytes that are kept already.
+pub fn fits(wanted: u64, kept: u64, limit: u64, cgroups: &Cgroups) -> Result<(), String> {
+    if wanted.saturating_add(kept) > limit {
+        return Err(format!("{wanted} bytes and {kept} kept already are more than `retain` allows ({limit})"));
+    }
+    cgroups.check(wanted).map_err(|error| error.to_string())
+}
+
+struct MemoryReader {
+    layout: Arc<Layout>,
+    buckets: Arc<Vec<Bytes>>,
+    next: u32,
+}
+
+#[async_trait]
+impl VersionSource for MemoryReader {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn repeatable(&self) -> bool {
+        true
+    }
+
+    async fn next(&mut self, _silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError> {
+        let Some(bucket) = self.layout.bucket(self.next) else { return Ok(None) };
+        let bytes = usize::try_from(self.next).ok().and_then(|index| self.buckets.get(index)).cloned();
+        let bytes = bytes.ok_or_else(|| SourceError::Nonsense { what: "the retained copy lacks a bucket".into() })?;
+        self.next += 1;
+        Ok(Some((bucket, bytes)))
+    }
+
+    async fn restart(&mut self, _reason: &str) -> Result<(), SourceError> {
+        self.next = 0;
+        Ok(())
+    }
+
+    async fn released(&mut self) {}
+}
