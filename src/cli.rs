@@ -6,7 +6,8 @@
 //! To add a command: a file `src/cli/NAME.rs` with `pub struct NameArgs` (derives `clap::Args`) and
 //! `impl NameArgs { pub fn run(self) -> anyhow::Result<ExitCode> }`, a variant of [`Command`], and an arm in [`Cli::run`].
 
-pub mod generate;
+pub mod demo;
+mod generate;
 pub mod inject;
 mod local;
 pub mod plugin;
@@ -32,6 +33,8 @@ pub struct Cli {
 pub enum Command {
     /// Write what is made from the program's own types: CRDs, API reference, shell completion.
     Generate(generate::GenerateArgs),
+    /// Show the whole product on this host: versions, a kill in the middle of an update, a rejoin, and proof.
+    Demo(demo::DemoArgs),
     /// Run a group of processes on this host from a file.
     Local(local::LocalArgs),
     /// Publish a safetensors checkpoint through the agent beside this process.
@@ -45,6 +48,7 @@ impl Cli {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Generate(args) => args.run(),
+            Command::Demo(args) => args.run(),
             Command::Local(args) => args.run(),
             Command::Publish(args) => args.run(),
         }

@@ -41,7 +41,7 @@ impl LocalArgs {
 
     async fn supervise(&self, spec: GroupSpec) -> anyhow::Result<ExitCode> {
         let stop = shutdown::on_signals().context("signals cannot be awaited")?;
-        let socket = spec.pods.first().map(|trainer| format!("{}-{}", spec.name, trainer.name)).unwrap_or_default();
+        let socket = spec.pods.first().map(|trainer| format!("@weightsync/{}-{}", spec.name, trainer.name)).unwrap_or_default();
         let logs = spec.directory.display().to_string();
         let group = Group::start(spec).await?;
         let mut events = group.events();

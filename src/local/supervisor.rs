@@ -241,7 +241,7 @@ impl Supervisor {
 
     /// The trainer's socket keeps its name when its agent's pod is made anew.
     fn socket(&self, pod: &Pod) -> String {
-        format!("{}-{}", self.spec.name, pod.spec.name)
+        format!("@weightsync/{}-{}", self.spec.name, pod.spec.name)
     }
 
     fn exited(&mut self, index: usize, part: Part, life: u64, how: &str) {

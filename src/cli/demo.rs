@@ -1,0 +1,76 @@
+//! `weightsync demo`: the whole product on one host, with a rollout killed in the middle of an update.
+//!
+//! Makes checkpoints, starts a source and rollouts as processes, publishes versions, kills one rollout while it holds between 20 and 80 %
+//! of an update's bytes, and lets it come back. It believes nobody: each engine is asked what it serves, and that is compared with what was
+//! published. Exits 0 only if all agree.
+
+mod engines;
+mod kill;
+mod model;
+mod show;
+mod story;
+mod verify;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::bail;
+use clap::{Args, ValueEnum};
+
+use super::Output;
+use crate::runtime::logs::{self, LogFormat};
+
+/// Arguments of `weightsync demo`.
+#[derive(Debug, Args)]
+pub struct DemoArgs {
+    /// Rollouts.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(2..=16))]
+    replicas: u32,
+    /// Size of the model in MiB; the real vLLM has a small model of its own.
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(8..=8192))]
+    megabytes: u32,
+    /// Makes weights, the killed rollout and the moment of the kill; the same seed tells the same story.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Flip one byte of what one engine loads: the demo must notice and fail.
+    #[arg(long)]
+    corrupt: bool,
+    /// Which engines serve: simulators that come with this program, or real vLLM servers.
+    #[arg(long, value_enum, default_value_t)]
+    engine: DemoEngine,
+    /// Virtual environment with vLLM, for `--engine vllm`.
+    #[arg(long, value_name = "VENV", required_if_eq("engine", "vllm"))]
+    python: Option<PathBuf>,
+    /// Keep the folder with checkpoints and logs.
+    #[arg(long)]
+    keep: bool,
+    /// How to print the outcome.
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
+    /// Log filter, e.g. `weightsync=debug`; logs go to standard error.
+    #[arg(long, env = "WEIGHTSYNC_LOG", default_value = "error")]
+    log: String,
+}
+
+/// Engines of the demo.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum DemoEngine {
+    /// Simulators that keep vLLM's rules and compute what they serve from the bytes they load.
+    #[default]
+    Simulated,
+    /// Simulators that keep SGLang's rules.
+    SimulatedSglang,
+    /// Real vLLM servers on CPU.
+    Vllm,
+}
+
+impl DemoArgs {
+    /// Runs the demo.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        if self.corrupt && self.engine == DemoEngine::Vllm {
+            bail!("--corrupt needs simulated engines: a real vLLM loads what it is given");
+        }
+        logs::init(LogFormat::Human, &self.log)?;
+        super::block_on(story::tell(self))
+    }
+}

@@ -1,0 +1,304 @@
+//! The order of the demo's events: start, first version to all, second version with a kill in the middle, rejoin, third version to all.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow, ensure};
+use tokio::net::TcpListener;
+use tokio::runtime::Handle;
+
+use super::kill::{Kill, Killed, noticed};
+use super::model::{Weights, tensors};
+use super::show::{Outcome, Published, Screen};
+use super::verify::Verifier;
+use super::{DemoArgs, DemoEngine};
+use crate::agent::client::SocketName;
+use crate::agent::client::trainer::TrainerClient;
+use crate::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile};
+use crate::membership::{GroupStage, MembershipView};
+use crate::protocol::{Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, Role};
+use crate::weights::safetensors::Checkpoint;
+
+const VERSIONS: [u64; 3] = [1, 2, 3];
+/// A real vLLM on a busy machine takes a minute and more to start.
+const START_REAL: Duration = Duration::from_secs(300);
+const START_SIMULATED: Duration = Duration::from_secs(60);
+
+/// A rollout of the demo.
+struct Replica {
+    name: String,
+    port: u16,
+}
+
+struct Demo {
+    args: DemoArgs,
+    folder: PathBuf,
+    replicas: Vec<Replica>,
+    group: Arc<Group>,
+    socket: SocketName,
+    verifier: Verifier,
+    screen: Screen,
+    outcome: Outcome,
+}
+
+/// Runs the demo; the exit code says whether all agreed.
+pub async fn tell(args: DemoArgs) -> anyhow::Result<ExitCode> {
+    let folder = std::env::temp_dir().join(format!("weightsync-demo-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
+    let versions = PathBuf::from(format!("/dev/shm/weightsync-demo-{}", std::process::id()));
+    let (keep, output) = (args.keep, args.output);
+    let told = run(args, &folder, &versions).await;
+    let _ = std::fs::remove_dir_all(&versions);
+    let failed = !matches!(&told, Ok(outcome) if outcome.verified);
+    if keep || failed {
+        eprintln!("logs and checkpoints: {}", folder.display());
+    } else {
+        let _ = std::fs::remove_dir_all(&folder);
+    }
+    let outcome = told?;
+    outcome.print(output);
+    Ok(if outcome.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+async fn run(args: DemoArgs, folder: &Path, versions: &Path) -> anyhow::Result<Outcome> {
+    let screen = Screen::new(args.output);
+    let weights = make_weights(&args, folder, &screen).await?;
+    let mut replicas = Vec::new();
+    for number in 0..args.replicas {
+        replicas.push(Replica { name: format!("actor-{number}"), port: free_port().await? });
+    }
+    let spec = group_spec(&args, folder, versions, &replicas)?;
+    let socket = format!("@weightsync/{}-trainer", spec.name).parse().map_err(|error| anyhow!("{error}"))?;
+    let group = Arc::new(Group::start(spec).await?);
+    let outcome = Outcome { replicas: args.replicas, seed: args.seed, ..Outcome::default() };
+    let mut demo = Demo { args, folder: folder.to_owned(), replicas, group, socket, verifier: Verifier::new()?, screen, outcome };
+    let told = demo.story(weights).await;
+    let Demo { group, outcome, .. } = demo;
+    // Every other holder of the group ended with the story.
+    if let Ok(group) = Arc::try_unwrap(group) {
+        group.stop().await;
+    }
+    told.map(|()| outcome)
+}
+
+impl Demo {
+    async fn story(&mut self, weights: Vec<Weights>) -> anyhow::Result<()> {
+        let patience = if self.args.engine == DemoEngine::Vllm { START_REAL } else { START_SIMULATED };
+        self.screen.say(&format!("starting a source and {} rollouts", self.replicas.len()));
+        self.wait_for("the group to form", patience, |view, total| view.stage == GroupStage::Committed && view.ready == total).await?;
+        let view = self.group.view().borrow().clone();
+        self.screen.say(&format!("epoch {}: world size {}", view.epoch, view.world_size));
+        let victim = usize::try_from(self.args.seed % u64::from(self.args.replicas))?;
+        let mut before: Option<String> = None;
+        for (version, weights) in VERSIONS.into_iter().zip(weights) {
+            let weights = Arc::new(weights);
+            let kill = (version == 2).then(|| self.kill_of(victim)).transpose()?;
+            if version == 3 && self.args.corrupt {
+                let port = self.replicas.first().context("no replica")?.port;
+                self.verifier.corrupt(port).await?;
+                self.screen.say("one engine will flip one byte of what it loads");
+            }
+            self.publish(version, &weights, kill.as_ref()).await?;
+            if let Some(kill) = kill {
+                self.rejoin(&kill, version).await?;
+            }
+            before = self.verify(version, &weights, before.as_deref()).await?;
+        }
+        Ok(())
+    }
+
+    fn kill_of(&self, victim: usize) -> anyhow::Result<Kill> {
+        let replica = self.replicas.get(victim).context("no such replica")?;
+        let view = self.group.view();
+        let view = view.borrow();
+        let member = view.members.iter().find(|member| member.pods.iter().any(|pod| pod.name == replica.name));
+        let member = member.context("the victim is not in the group")?.name.clone();
+        // Between 35 and 64 %: some buckets are on their way when the choice is made.
+        Ok(Kill { pod: replica.name.clone(), member, at_percent: 35 + self.args.seed % 30, done: Arc::default() })
+    }
+
+    async fn publish(&mut self, version: u64, weights: &Arc<Weights>, kill: Option<&Kill>) -> anyhow::Result<()> {
+        let epoch = self.group.view().borrow().epoch;
+        let kill_now = kill.map(|kill| Kill {
+            pod: kill.pod.clone(),
+            member: kill.member.clone(),
+            at_percent: kill.at_percent,
+            done: Arc::clone(&kill.done),
+        });
+        let notices = kill.map(|_| tokio::spawn(noticed(self.group.view(), epoch)));
+        let (socket, group, handle) = (self.socket.clone(), Arc::clone(&self.group), Handle::current());
+        let (weights, progress) = (Arc::clone(weights), self.screen.progress(version));
+        let publish = move || -> anyhow::Result<PublishResult> {
+            let request = ClientRequest::Publish {
+                version,
+                tensors: weights.specs(),
+                queue: QueuePolicy::Wait,
+                activation: Activation::Auto,
+                repeatable: true,
+                timeout_ms: 120_000,
+            };
+            let mut client = TrainerClient::connect(&socket, "weightsync demo")?;
+            let mut fill = |layout: &crate::weights::Layout, bucket: crate::weights::Bucket, into: &mut [u8]| {
+                if let Some(kill) = &kill_now {
+                    kill.before_bucket(&group, &handle, bucket.offset, layout.total_bytes)?;
+                }
+                Ok(weights.fill(layout, bucket, into)?)
+            };
+            Ok(client.publish(&request, &mut fill, &mut |reply| progress.heard(reply))?)
+        };
+        let started = Instant::now();
+        let result = tokio::task::spawn_blocking(publish).await?.with_context(|| format!("version {version} was not published"))?;
+        let took = started.elapsed();
+        if let Some(kill) = kill {
+            let killed = kill.done.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let killed = killed.context("the rollout was not killed: the model is too small for the moment to be caught")?;
+            self.killed(kill, &killed, notices, &result).await?;
+        }
+        self.screen.published(&result, took);
+        self.outcome.versions.push(Published::new(&result, took));
+        self.outcome.bytes += result.bytes;
+        Ok(())
+    }
+
+    async fn killed(
+        &mut self,
+        kill: &Kill,
+        killed: &Killed,
+        notices: Option<tokio::task::JoinHandle<Instant>>,
+        result: &PublishResult,
+    ) -> anyhow::Result<()> {
+        let recovered = killed.at.elapsed();
+        let noticed = match notices {
+            Some(notices) => tokio::time::timeout(Duration::from_secs(10), notices).await.context("nobody noticed the kill")??,
+            None => killed.at,
+        };
+        let detected = noticed.saturating_duration_since(killed.at);
+        ensure!((20..=80).contains(&killed.percent()), "the rollout was killed at {} % of its bytes", killed.percent());
+        ensure!(!result.installed.contains(&kill.member), "a killed rollout is reported as installed");
+        self.outcome.kill(&kill.member, killed.percent(), detected, recovered);
+        self.screen.killed(&kill.member, killed.percent(), detected, recovered);
+        Ok(())
+    }
+
+    async fn rejoin(&mut self, kill: &Kill, version: u64) -> anyhow::Result<()> {
+        let started = Instant::now();
+        ensure!(self.group.replace(&kill.pod).await, "there is no pod {}", kill.pod);
+        let patience = if self.args.engine == DemoEngine::Vllm { START_REAL } else { START_SIMULATED };
+        self.wait_for("the rollout to come back with the current version", patience, |view, total| {
+            view.stage == GroupStage::Committed && view.ready == total && view.version.as_ref().is_some_and(|held| held.version == version)
+        })
+        .await?;
+        let epoch = self.group.view().borrow().epoch;
+        self.outcome.rejoined_ms = Some(super::show::ms(started.elapsed()));
+        self.screen.say(&format!(
+            "epoch {epoch}: {} is back and was fed version {version} in {} ms",
+            kill.member,
+            super::show::ms(started.elapsed())
+        ));
+        Ok(())
+    }
+
+    /// Asks every engine what it serves; returns what real servers answered, to be compared with the next version.
+    async fn verify(&mut self, version: u64, weights: &Weights, before: Option<&str>) -> anyhow::Result<Option<String>> {
+        let mut answers = Vec::new();
+        let expected = if self.args.engine == DemoEngine::Vllm { Vec::new() } else { weights.digests()? };
+        for replica in &self.replicas {
+            let checked = if self.args.engine == DemoEngine::Vllm {
+                self.verifier.completion(replica.port).await.map(|answer| answers.push(answer))
+            } else {
+                self.verifier.simulator_serves(replica.port, &expected).await
+            };
+            if let Err(error) = checked {
+                self.outcome.disagree(format!("version {version}, {}: {error:#}", replica.name));
+            }
+        }
+        let answer = answers.first().cloned();
+        if answers.iter().any(|other| Some(other) != answer.as_ref()) {
+            self.outcome.disagree(format!("version {version}: servers answer differently"));
+        }
+        if before.is_some() && before == answer.as_deref() {
+            self.outcome.disagree(format!("version {version}: servers answer as they did with the version before"));
+        }
+        self.screen.say(&format!(
+            "version {version}: {}",
+            if self.outcome.disagreements.is_empty() { "every engine serves it" } else { "NOT all engines serve it" }
+        ));
+        self.outcome.epochs = self.group.view().borrow().epoch;
+        self.outcome.verified = self.outcome.disagreements.is_empty() && self.outcome.versions.len() == VERSIONS.len();
+        Ok(answer)
+    }
+
+    async fn wait_for(&self, what: &str, patience: Duration, reached: impl Fn(&MembershipView, u32) -> bool) -> anyhow::Result<()> {
+        let mut view = self.group.view();
+        let total = self.args.replicas;
+        let waited = tokio::time::timeout(patience, view.wait_for(|view| reached(view, total))).await;
+        let ended = match waited {
+            Ok(Ok(_)) => return Ok(()),
+            Ok(Err(_)) => "the group ended".to_owned(),
+            Err(_) => format!("not within {patience:?}"),
+        };
+        let view = self.group.view().borrow().clone();
+        let members: Vec<_> =
+            view.members.iter().map(|member| format!("{}: {:?} {}", member.name, member.standing, member.message)).collect();
+        Err(anyhow!("waited for {what}: {ended}; {}; logs: {}", members.join("; "), self.folder.display()))
+    }
+}
+
+/// A port that was free a moment ago; an engine that finds it taken ends, and says so in its log.
+async fn free_port() -> anyhow::Result<u16> {
+    let listener = TcpListener::bind("127.0.0.1:0").await.context("no port on 127.0.0.1")?;
+    Ok(listener.local_addr()?.port())
+}
+
+/// Versions 1 to 3, and on disk the checkpoint that engines start with.
+async fn make_weights(args: &DemoArgs, folder: &Path, screen: &Screen) -> anyhow::Result<Vec<Weights>> {
+    if args.engine == DemoEngine::Vllm {
+        let venv = args.python.as_deref().context("--engine vllm needs --python VENV")?;
+        for version in 0..=VERSIONS.len() {
+            screen.say(&format!("making checkpoint {version}"));
+            let seed = args.seed * 10 + u64::try_from(version)?;
+            super::engines::make_checkpoint(venv, &folder.join(format!("v{version}")), seed).await?;
+        }
+        let open = |version| Checkpoint::open(&folder.join(format!("v{version}"))).map(Weights::Checkpoint);
+        return Ok(VERSIONS.into_iter().map(open).collect::<Result<_, _>>()?);
+    }
+    screen.say(&format!("making a checkpoint of {} MiB", args.megabytes));
+    let seeded = |version: u64| Weights::seeded(tensors(args.megabytes), bucket_bytes(args), args.seed * 10 + version);
+    seeded(0)?.save(&folder.join("v0"))?;
+    VERSIONS.into_iter().map(seeded).collect()
+}
+
+/// Enough buckets that an update has a middle.
+fn bucket_bytes(args: &DemoArgs) -> u64 {
+    if args.engine == DemoEngine::Vllm { 128 << 10 } else { (u64::from(args.megabytes) << 20) / 64 }
+}
+
+fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Replica]) -> anyhow::Result<GroupSpec> {
+    let program = std::env::current_exe().context("this program's own path is unknown")?;
+    let trainer = PodSpec { name: "trainer".into(), role: Role::Source, size: 1, engine: None };
+    let rollouts = replicas.iter().map(|replica| {
+        let (command, environment) = super::engines::command(args, &program, folder, replica.port);
+        let kind = if args.engine == DemoEngine::SimulatedSglang { "sglang" } else { "vllm" };
+        let assignment = EngineAssignment { kind: kind.into(), port: replica.port };
+        PodSpec {
+            name: replica.name.clone(),
+            role: Role::Rollout,
+            size: 1,
+            engine: Some(EngineProgram { assignment, command, environment }),
+        }
+    });
+    let update = UpdateFile { health_period_milliseconds: 500, ..UpdateFile::default() };
+    let mut policy = update.policy();
+    policy.bucket_bytes = bucket_bytes(args);
+    Ok(GroupSpec {
+        name: format!("demo-{}", std::process::id()),
+        directory: folder.to_owned(),
+        versions: versions.to_owned(),
+        pods: std::iter::once(trainer).chain(rollouts).collect(),
+        policy,
+        debounce: Duration::from_millis(u64::from(update.debounce_milliseconds)),
+        program,
+    })
+}
