@@ -168,3 +168,6 @@ impl Server {
         }));
     }
 }
+
+#[cfg(test)]
+mod tests;

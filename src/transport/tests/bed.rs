@@ -170,6 +170,11 @@ impl Member {
         }
     }
 
+    /// Closes the member's transport, as an agent that leaves does.
+    pub fn close(&mut self) {
+        drop(self.transport.take());
+    }
+
     /// Stops the member as SIGSTOP does: its sockets stay open and nothing runs.
     pub async fn freeze(&self) {
         let (frozen, asleep) = (self.frozen.clone(), Arc::new(tokio::sync::Notify::new()));

@@ -1,0 +1,77 @@
+//! What only TCP has: frames on a wire, strangers, TLS, and a leader that dies with its socket.
+#![allow(clippy::cast_possible_truncation)]
+
+mod frames;
+mod strangers;
+mod stream;
+mod tls;
+
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::frame::{Frame, Parser};
+use crate::protocol::{DATA_MAGIC, DataHello, StreamFailure};
+use crate::transport::tests::bed::LONG;
+
+/// A leader that says on the wire what the test wants.
+struct Wire {
+    stream: TcpStream,
+    parser: Parser,
+    unread: Vec<u8>,
+}
+
+impl Wire {
+    async fn open(address: &str, hello: &DataHello) -> Self {
+        let mut wire = Self { stream: TcpStream::connect(address).await.unwrap(), parser: Parser::default(), unread: Vec::new() };
+        let json = serde_json::to_vec(hello).unwrap();
+        wire.write(&[&DATA_MAGIC, (json.len() as u32).to_le_bytes().as_slice(), &json].concat()).await;
+        wire
+    }
+
+    async fn write(&mut self, bytes: &[u8]) {
+        timeout(LONG, self.stream.write_all(bytes)).await.unwrap().unwrap();
+    }
+
+    async fn frame(&mut self, frame: Frame<'_>) {
+        let mut bytes = Vec::new();
+        frame.put(&mut bytes);
+        self.write(&bytes).await;
+    }
+
+    /// The next answer that is not a sign of life; none at the end of the connection.
+    async fn answer(&mut self) -> Option<Result<&'static str, StreamFailure>> {
+        loop {
+            let unread = std::mem::take(&mut self.unread);
+            let mut input = unread.as_slice();
+            let found = self.parser.next(&mut input).unwrap().map(|frame| match frame {
+                Frame::Alive => None,
+                Frame::Admitted => Some(Ok("admitted")),
+                Frame::Done => Some(Ok("done")),
+                Frame::Failure(failure) => Some(Err(failure)),
+                other => panic!("{other:?}"),
+            });
+            self.unread = input.to_vec();
+            match found {
+                Some(Some(answer)) => return Some(answer),
+                Some(None) => {}
+                None => {
+                    let mut more = [0; 1000];
+                    let length = timeout(LONG, self.stream.read(&mut more)).await.expect("no answer").unwrap_or(0);
+                    if length == 0 {
+                        return None;
+                    }
+                    self.unread.extend_from_slice(&more[..length]);
+                }
+            }
+        }
+    }
+}
+
+/// Whether the other side closes the connection, within `limit`.
+async fn closes(stream: &mut TcpStream, limit: Duration) -> bool {
+    let mut rest = Vec::new();
+    timeout(limit, stream.read_to_end(&mut rest)).await.is_ok()
+}

@@ -1,0 +1,66 @@
+use std::time::Duration;
+
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+
+use super::closes;
+use crate::protocol::{DATA_MAGIC, MAX_HELLO_BYTES};
+use crate::transport::tcp::TcpOptions;
+use crate::transport::tests::bed::{Bed, LONG, Member, PATIENT, Refuse, finish};
+
+async fn still_serves(bed: &Bed, member: Member) {
+    let members = [member];
+    let (_leader, sink) = bed.open(&members, PATIENT).await.unwrap();
+    finish(sink).await.unwrap();
+}
+
+#[tokio::test]
+async fn who_does_not_speak_the_protocol_is_closed_at_once() {
+    let bed = Bed::tcp();
+    let member = bed.member("actors/0", Refuse::Nothing).await;
+    let too_long = [DATA_MAGIC.as_slice(), &(MAX_HELLO_BYTES + 1).to_le_bytes()].concat();
+    let no_hello = [DATA_MAGIC.as_slice(), &2u32.to_le_bytes(), b"{}"].concat();
+    for words in [b"GET / HTTP/1.1\r\n\r\n".as_slice(), b"WSD2\0\0\0\0", &[0x16, 3, 1, 0, 5], &too_long, &no_hello] {
+        let mut stream = TcpStream::connect(&member.address).await.unwrap();
+        stream.write_all(words).await.unwrap();
+        // Long before the five seconds that a slow one has.
+        assert!(closes(&mut stream, Duration::from_secs(4)).await, "{words:?}");
+    }
+    still_serves(&bed, member).await;
+}
+
+#[tokio::test]
+async fn who_shows_no_hello_in_time_is_closed() {
+    let bed = Bed::Tcp(TcpOptions { hello_timeout: Duration::from_millis(300), ..TcpOptions::default() });
+    let member = bed.member("actors/0", Refuse::Nothing).await;
+    for words in [b"".as_slice(), b"WSD1", b"WSD1\x10\0\0\0half"] {
+        let mut stream = TcpStream::connect(&member.address).await.unwrap();
+        stream.write_all(words).await.unwrap();
+        assert!(closes(&mut stream, LONG).await, "{words:?}");
+    }
+    still_serves(&bed, member).await;
+}
+
+#[tokio::test]
+async fn too_many_strangers_are_closed_and_leave_room_again() {
+    let bed = Bed::Tcp(TcpOptions { max_strangers: 2, ..TcpOptions::default() });
+    let member = bed.member("actors/0", Refuse::Nothing).await;
+    let held = [TcpStream::connect(&member.address).await.unwrap(), TcpStream::connect(&member.address).await.unwrap()];
+    let mut third = TcpStream::connect(&member.address).await.unwrap();
+    assert!(closes(&mut third, Duration::from_secs(4)).await);
+    for mut stream in held {
+        stream.shutdown().await.unwrap();
+        assert!(closes(&mut stream, LONG).await);
+    }
+    still_serves(&bed, member).await;
+}
+
+#[tokio::test]
+async fn more_streams_than_there_is_room_for_are_refused() {
+    let bed = Bed::Tcp(TcpOptions { max_streams: 1, ..TcpOptions::default() });
+    let members = [bed.member("actors/0", Refuse::Nothing).await];
+    let (_leader, first) = bed.open(&members, PATIENT).await.unwrap();
+    let error = bed.open(&members, PATIENT).await.err().unwrap().to_string();
+    assert!(error.contains("too many streams"), "{error}");
+    finish(first).await.unwrap();
+}
