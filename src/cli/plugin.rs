@@ -2,7 +2,10 @@
 //!
 //! Decides how things are shown. Every verb works with the rights of the person who calls it, and says which right is missing.
 
+mod cluster;
 mod inject;
+mod release;
+mod status;
 
 use std::process::ExitCode;
 
@@ -22,12 +25,18 @@ pub struct Plugin {
 pub enum Verb {
     /// Add the agent's sidecar to manifests: standard input to standard output.
     Inject(inject::InjectArgs),
+    /// Suspend an object and wait until every pod serves on its own.
+    Release(release::ReleaseArgs),
+    /// Show members, ranks and versions, and why a member is out.
+    Status(status::StatusArgs),
 }
 
 /// Reads the command line and carries it out.
 pub fn main() -> ExitCode {
     let done = match Plugin::parse().verb {
         Verb::Inject(args) => args.run(),
+        Verb::Release(args) => args.run(),
+        Verb::Status(args) => args.run(),
     };
     match done {
         Ok(code) => code,

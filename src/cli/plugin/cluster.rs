@@ -1,0 +1,56 @@
+//! How the plugin reaches a cluster: the kubeconfig's, with the namespace and context that the person names. Every call has a deadline.
+
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::Args;
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Api, Client, Config, ResourceExt};
+
+use crate::api::WeightSync;
+
+/// Longest call.
+pub const DEADLINE: Duration = Duration::from_secs(15);
+
+/// Options that every verb of the cluster has; the words of kubectl.
+#[derive(Debug, Clone, Args)]
+pub struct ClusterArgs {
+    /// Namespace; the context's if it is missing.
+    #[arg(short, long)]
+    namespace: Option<String>,
+    /// Context of the kubeconfig.
+    #[arg(long)]
+    context: Option<String>,
+}
+
+impl ClusterArgs {
+    /// Access to the WeightSync objects of the namespace.
+    pub async fn weightsyncs(&self) -> anyhow::Result<Api<WeightSync>> {
+        let options = KubeConfigOptions { context: self.context.clone(), ..KubeConfigOptions::default() };
+        let config = match Kubeconfig::read() {
+            Ok(kubeconfig) => Config::from_custom_kubeconfig(kubeconfig, &options).await.context("the kubeconfig cannot be used")?,
+            Err(_) if self.context.is_none() => Config::infer().await.context("no cluster is configured: set KUBECONFIG")?,
+            Err(error) => bail!("the kubeconfig cannot be read: {error}"),
+        };
+        let namespace = self.namespace.clone().unwrap_or_else(|| config.default_namespace.clone());
+        let client = Client::try_from(config).context("no client for this cluster")?;
+        Ok(Api::namespaced(client, &namespace))
+    }
+}
+
+/// One object: the named one, or the only one of the namespace.
+pub async fn find(api: &Api<WeightSync>, name: Option<&str>) -> anyhow::Result<WeightSync> {
+    if let Some(name) = name {
+        let found = tokio::time::timeout(DEADLINE, api.get_opt(name)).await.context("the cluster gave no answer within 15 s")?;
+        let found = found.with_context(|| format!("WeightSync {name} cannot be read"))?;
+        return found.with_context(|| format!("there is no WeightSync {name} in this namespace: kubectl get weightsyncs --all-namespaces"));
+    }
+    let list = tokio::time::timeout(DEADLINE, api.list(&kube::api::ListParams::default())).await;
+    let list = list.context("the cluster gave no answer within 15 s")?.context("WeightSync objects cannot be listed")?;
+    let names: Vec<_> = list.items.iter().map(ResourceExt::name_any).collect();
+    match names.as_slice() {
+        [] => bail!("there is no WeightSync in this namespace: kubectl get weightsyncs --all-namespaces"),
+        [_] => list.items.into_iter().next().context("the list is empty"),
+        _ => bail!("name one of: {}", names.join(", ")),
+    }
+}

@@ -1,0 +1,164 @@
+//! `kubectl weightsync status [NAME]`: members with ranks and versions, and the reason for each that is out.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Args;
+use futures::TryStreamExt;
+use kube::ResourceExt;
+use kube::runtime::{WatchStreamExt, watcher};
+
+use super::cluster::{ClusterArgs, find};
+use crate::api::{MemberStatus, WeightSync};
+use crate::cli::Output;
+
+/// Arguments of `kubectl weightsync status`.
+#[derive(Debug, Args)]
+pub struct StatusArgs {
+    /// Name of the object; may be left out when the namespace has one only.
+    name: Option<String>,
+    /// Which cluster.
+    #[command(flatten)]
+    cluster: ClusterArgs,
+    /// Go on showing every change until interrupted.
+    #[arg(short, long)]
+    watch: bool,
+    /// How to print it; with `--watch`, one JSON object a line.
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
+}
+
+impl StatusArgs {
+    /// Shows the status; exit code 0 when the object is Ready, 1 when it is not.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        crate::cli::block_on(async {
+            let api = self.cluster.weightsyncs().await?;
+            let object = find(&api, self.name.as_deref()).await?;
+            if !self.watch {
+                self.print(&object)?;
+                return Ok(if is_ready(&object) { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+            }
+            let only = watcher::Config::default().fields(&format!("metadata.name={}", object.name_any()));
+            let mut changes = std::pin::pin!(watcher(api, only).default_backoff().applied_objects());
+            while let Some(object) = changes.try_next().await.context("the object cannot be watched")? {
+                self.print(&object)?;
+            }
+            Ok(ExitCode::SUCCESS)
+        })
+    }
+
+    fn print(&self, object: &WeightSync) -> anyhow::Result<()> {
+        match self.output {
+            Output::Human => println!("{}", table(object)),
+            Output::Json => println!("{}", serde_json::to_string(object).context("the object cannot be written as JSON")?),
+        }
+        Ok(())
+    }
+}
+
+fn is_ready(object: &WeightSync) -> bool {
+    let conditions = object.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True")
+}
+
+/// The object for a person.
+fn table(object: &WeightSync) -> String {
+    let mut text = String::new();
+    let name = format!("{}/{}", object.namespace().unwrap_or_default(), object.name_any());
+    let Some(status) = &object.status else { return format!("{name}: no status yet; does the controller run?") };
+    let number = |value: Option<i64>| value.map_or_else(|| "-".to_owned(), |value| value.to_string());
+    let replicas = status.replicas.as_ref().map_or("-", |replicas| replicas.display.as_str());
+    let transport =
+        status.transport.as_ref().map_or_else(|| "-".to_owned(), |transport| format!("{} ({})", transport.name, transport.reason));
+    let (version, epoch, world) = (number(status.version), number(status.epoch), number(status.world_size.map(i64::from)));
+    let _ = writeln!(text, "{name}: {replicas} ready, version {version}, epoch {epoch}, world size {world}, transport {transport}");
+    if let Some(update) = &status.last_update {
+        let phases: Vec<_> = update.phases.iter().map(|phase| format!("{} {} ms", phase.name, phase.milliseconds)).collect();
+        let kind = if update.feeding { "feeding" } else { "update" };
+        let failure = update.failure.as_ref().map(|failure| format!(": {failure}")).unwrap_or_default();
+        let _ = writeln!(text, "last {kind}: version {}, {} ({}){failure}", update.version, update.state, phases.join(", "));
+    }
+    for condition in status.conditions.iter().filter(|condition| worth_telling(&condition.type_, &condition.status)) {
+        let _ = writeln!(text, "{}={} {}: {}", condition.type_, condition.status, condition.reason, condition.message);
+    }
+    let mut rows = vec![["MEMBER", "STATE", "RANKS", "VERSION", "REASON", "MESSAGE"].map(str::to_owned)];
+    rows.extend(status.members.iter().map(row));
+    text.push_str(&columns(&rows));
+    text
+}
+
+/// Conditions that say that all is well say it in the first line already.
+fn worth_telling(kind: &str, status: &str) -> bool {
+    match kind {
+        "Degraded" | "Progressing" => status == "True",
+        _ => status != "True",
+    }
+}
+
+fn row(member: &MemberStatus) -> [String; 6] {
+    let ranks = member.rank_offset.map_or_else(
+        || format!("- ({})", member.size),
+        |first| if member.size == 1 { first.to_string() } else { format!("{first}-{}", first + member.size - 1) },
+    );
+    let version = member.version.map_or_else(|| "-".to_owned(), |version| version.to_string());
+    [member.name.clone(), format!("{:?}", member.state), ranks, version, member.reason.clone(), member.message.clone()]
+}
+
+fn columns<const N: usize>(rows: &[[String; N]]) -> String {
+    let mut widths = [0; N];
+    for row in rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = cell.chars().count().max(*width);
+        }
+    }
+    let lines = rows.iter().map(|row| {
+        let cells: Vec<_> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        cells.join("  ").trim_end().to_owned()
+    });
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::{is_ready, table};
+    use crate::api::WeightSync;
+
+    fn object() -> WeightSync {
+        serde_json::from_value(json!({
+            "apiVersion": "weightsync.dev/v1alpha1", "kind": "WeightSync", "metadata": {"name": "run", "namespace": "rl"},
+            "spec": {
+                "trainer": {"selector": {"matchLabels": {"app": "trainer"}}},
+                "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"vllm": {"ports": [8000]}}}]
+            },
+            "status": {
+                "epoch": 4, "worldSize": 3, "version": 7, "replicas": {"total": 2, "ready": 1, "display": "1/2"},
+                "transport": {"name": "tcp", "reason": "no GPU"},
+                "conditions": [
+                    {"type": "Ready", "status": "True", "reason": "MemberReady", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+                    {"type": "Degraded", "status": "True", "reason": "AgentLost", "message": "actors/b: gone", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+                ],
+                "members": [
+                    {"name": "trainer/t", "rankOffset": 0, "size": 1, "state": "Ready", "reason": "MemberReady"},
+                    {"name": "actors/a", "rankOffset": 1, "size": 2, "state": "Ready", "version": 7, "reason": "MemberReady"},
+                    {"name": "actors/b", "size": 2, "state": "Out", "reason": "AgentLost", "message": "the connection closed"}
+                ]
+            }
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn status_names_ranks_versions_and_the_reason_of_each_that_is_out() {
+        let text = table(&object());
+        assert!(text.contains("rl/run: 1/2 ready, version 7, epoch 4, world size 3, transport tcp (no GPU)"), "{text}");
+        assert!(text.contains("Degraded=True AgentLost: actors/b: gone"), "{text}");
+        assert!(!text.contains("Ready=True"), "{text}");
+        let line = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(line("actors/a"), "actors/a Ready 1-2 7 MemberReady");
+        assert_eq!(line("actors/b"), "actors/b Out - (2) - AgentLost the connection closed");
+        assert!(is_ready(&object()));
+    }
+}
