@@ -12,6 +12,7 @@ pub mod inject;
 mod local;
 pub mod plugin;
 mod publish;
+mod simulate_engine;
 
 use std::future::Future;
 use std::process::ExitCode;
@@ -41,6 +42,9 @@ pub enum Command {
     ///
     /// Exits 0 when enough replicas serve the version, 75 when it failed and the same command may succeed later, 1 when it cannot.
     Publish(publish::PublishArgs),
+    /// Stand in for an inference server: for demos and tests.
+    #[command(hide = true)]
+    SimulateEngine(simulate_engine::SimulateEngineArgs),
 }
 
 impl Cli {
@@ -51,6 +55,7 @@ impl Cli {
             Command::Demo(args) => args.run(),
             Command::Local(args) => args.run(),
             Command::Publish(args) => args.run(),
+            Command::SimulateEngine(args) => args.run(),
         }
     }
 }

@@ -8,10 +8,20 @@
 //! the last step. So whoever asks the engine later, a restarted agent included, learns whether it holds a version, its own start-up
 //! weights, or half an update. Why a replica that holds half an update stays paused: `docs/decisions/0003-half-an-update.md`.
 
+mod adapter;
+mod evidence;
+mod fit;
+mod http;
 pub mod label;
 mod secret;
+mod server;
+mod sglang;
+pub mod simulator;
+mod start;
+mod vllm;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -21,6 +31,7 @@ pub use label::Holding;
 pub use secret::ApiKey;
 
 use crate::protocol::{EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
+use crate::weights::TensorSpec;
 
 /// Why an engine call failed. Bodies of replies are cut to 512 bytes; API keys never appear.
 #[derive(Debug, thiserror::Error)]
@@ -83,7 +94,8 @@ pub struct InstallReport {
 #[derive(Debug, thiserror::Error)]
 #[error("{step}: {source}")]
 pub struct InstallError {
-    /// The step that failed: `start`, `pause`, `load`, `check`, `resume`, `probe`.
+    /// The step that failed: `start`, `pause`, `load`, `check`, `resume`, `probe`. After `resume` the engine holds the version and is
+    /// still paused: [`Engine::resume`] is safe then.
     pub step: &'static str,
     /// Whether the engine may hold a mixture: it stays paused until it is fed in full ([`Engine::install`] again) or put back
     /// ([`Engine::put_back`]). False: it runs on with what it held before, or it started anew.
@@ -115,6 +127,10 @@ pub trait Engine: Send + Sync {
     /// Whether this kind of engine can be updated under these policies; asked before a byte moves. Asks no server.
     fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError>;
 
+    /// Whether a version of these tensors would replace all that the server was started with, as far as that can be seen from here
+    /// ([`EngineConfig::served_model`]); asked before a byte moves. Reads file headers only.
+    fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError>;
+
     /// Whether it lives and answers, and which start of it. A pause of ours is not ill health.
     async fn health(&self, deadline: Duration) -> Result<EngineStart, EngineError>;
 
@@ -144,4 +160,32 @@ pub struct EngineConfig {
     pub url: String,
     /// Shown as a bearer token.
     pub api_key: Option<ApiKey>,
+    /// The safetensors checkpoint that the server was started with, as this process sees it: versions are compared with it, because the
+    /// engines accept one that lacks tensors. None where it cannot be seen.
+    pub served_model: Option<PathBuf>,
 }
+
+/// How the adapter of one kind is made.
+type Connect = fn(EngineConfig) -> Result<Arc<dyn Engine>, EngineError>;
+
+/// All engines. To add one: a file, and a line here.
+const ENGINES: &[(&str, Connect)] = &[("vllm", vllm::connect), ("sglang", sglang::connect)];
+
+/// Names of all kinds of engine.
+pub fn kinds() -> impl Iterator<Item = &'static str> {
+    ENGINES.iter().map(|(kind, _)| *kind)
+}
+
+/// Makes the adapter for a server. Asks nothing of the server yet.
+pub fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
+    match ENGINES.iter().find(|(kind, _)| *kind == config.kind) {
+        Some((_, connect)) => connect(config),
+        None => Err(EngineError::Unsupported {
+            what: format!("there is no engine of the kind {:?}", config.kind),
+            next_step: format!("use one of: {}", kinds().collect::<Vec<_>>().join(", ")),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests;

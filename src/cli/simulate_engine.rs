@@ -1,0 +1,75 @@
+//! `weightsync simulate-engine`: a stand-in for an inference server, for demos, local runs and tests. Hidden, because it serves no model.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Args;
+use tokio::net::TcpListener;
+
+use crate::engine::ApiKey;
+use crate::engine::simulator::{Faults, Simulator, SimulatorOptions};
+
+/// Arguments of `weightsync simulate-engine`.
+#[derive(Debug, Args)]
+pub struct SimulateEngineArgs {
+    /// Engine whose endpoints and rules are simulated.
+    #[arg(long, value_parser = ["vllm", "sglang"])]
+    pub engine: String,
+    /// Checkpoint to start with: a directory with safetensors files.
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// Address to listen on.
+    #[arg(long, default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
+    pub host: IpAddr,
+    /// Port to listen on; 0 takes a free one. The URL is the first line of the output.
+    #[arg(long, default_value_t = 0)]
+    pub port: u16,
+    /// Name under which the model is served.
+    #[arg(long, default_value = "model")]
+    pub served_model_name: String,
+    /// Worker ranks to report.
+    #[arg(long, default_value_t = 1)]
+    pub world_size: u32,
+    /// Environment variable that holds the API key which clients must show.
+    #[arg(long, value_name = "VARIABLE")]
+    pub api_key_env: Option<String>,
+    /// vLLM only: leave out the routes of VLLM_SERVER_DEV_MODE=1.
+    #[arg(long)]
+    pub no_dev_mode: bool,
+    /// What goes wrong, as JSON, e.g. '{"loadMs":200,"rules":[{"path":"/pause","fault":{"kind":"hang"}}]}'. Can be changed later by
+    /// POST /simulator/faults.
+    #[arg(long, value_name = "JSON", value_parser = parse_faults, default_value = "{}")]
+    pub faults: Faults,
+}
+
+fn parse_faults(text: &str) -> Result<Faults, String> {
+    serde_json::from_str(text).map_err(|error| error.to_string())
+}
+
+impl SimulateEngineArgs {
+    /// Serves until it is killed, or until one of its faults ends it (exit code 1).
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        let api_key = match &self.api_key_env {
+            Some(name) => Some(ApiKey::from_env(name)?.with_context(|| format!("the environment variable {name} is not set"))?),
+            None => None,
+        };
+        let options = SimulatorOptions {
+            served_model_name: self.served_model_name,
+            world_size: self.world_size,
+            api_key,
+            dev_mode: !self.no_dev_mode,
+            faults: self.faults,
+            ..SimulatorOptions::new(&self.engine, self.model)
+        };
+        let address = SocketAddr::new(self.host, self.port);
+        super::block_on(async move {
+            let listener = TcpListener::bind(address).await.with_context(|| format!("{address} cannot be listened on"))?;
+            let mut simulator = Simulator::start(options, listener).await?;
+            println!("{}", simulator.url());
+            simulator.ended().await;
+            Ok(ExitCode::FAILURE)
+        })
+    }
+}

@@ -1,0 +1,174 @@
+//! The order of calls of an install, once for all engines, and what each failure means for the replica.
+//!
+//! Decides when an engine counts as holding half an update (from before the first weight is touched until the last check), what is undone
+//! and within which part of the deadline. It never resumes an engine that may hold half an update, and never leaves one paused that does not.
+
+mod install;
+mod put_back;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::sync::{Mutex, MutexGuard};
+
+use super::http::Until;
+use super::server::Server;
+use super::start::StartWatch;
+use super::{Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed, fit};
+use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+use crate::weights::TensorSpec;
+
+/// An engine behind its [`Server`] calls. Clones share it.
+pub(super) struct Adapter<S>(Arc<Inner<S>>);
+
+struct Inner<S> {
+    server: S,
+    /// The checkpoint that the server was started with, as this process sees it.
+    served_model: Option<PathBuf>,
+    start: StartWatch,
+    /// Held by whoever changes the engine: two installs, or an install and a resume, must not meet.
+    turn: Mutex<()>,
+    /// True while the engine core may be too busy to answer because of us.
+    loading: AtomicBool,
+}
+
+impl<S: Server> Adapter<S> {
+    pub(super) fn new(server: S, served_model: Option<PathBuf>) -> Self {
+        let inner = Inner { server, served_model, start: StartWatch::default(), turn: Mutex::default(), loading: AtomicBool::new(false) };
+        Self(Arc::new(inner))
+    }
+}
+
+impl<S: Server> Inner<S> {
+    /// Waits for the turn to change the engine.
+    async fn turn(&self, until: Until) -> Result<MutexGuard<'_, ()>, EngineError> {
+        let timeout = EngineError::Timeout { url: self.server.url().to_owned(), deadline: until.total() };
+        tokio::time::timeout(until.left(), self.turn.lock()).await.map_err(|_| timeout)
+    }
+
+    /// Writes the version field and remembers what must be found there from now on.
+    async fn write(&self, holding: Holding, until: Until) -> Result<(), EngineError> {
+        self.server.write(&holding, until).await?;
+        self.start.wrote(holding);
+        Ok(())
+    }
+
+    /// Lets the engine run and sees that it does; asks again until the deadline, because a pause that we gave up may still take effect.
+    async fn run_again(&self, until: Until) -> Result<(), EngineError> {
+        loop {
+            let tried = match self.server.unpause(until).await {
+                Ok(()) => self.server.is_paused(until).await,
+                Err(error) => Err(error),
+            };
+            let wait = Duration::from_millis(50);
+            match tried {
+                Ok(false) => return Ok(()),
+                // An engine that is gone is not paused, and one that is gone for good will not answer a second time either.
+                Err(error @ EngineError::Unreachable { .. }) => return Err(error),
+                Err(error) if until.left() <= wait => return Err(error),
+                Ok(true) if until.left() <= wait => {
+                    let what = "it still says that it is paused".to_owned();
+                    return Err(EngineError::BadReply { url: self.server.url().to_owned(), what });
+                }
+                Ok(true) | Err(_) => tokio::time::sleep(wait).await,
+            }
+        }
+    }
+
+    async fn health(&self, until: Until) -> Result<EngineStart, EngineError> {
+        let judged = async {
+            let fingerprint = self.server.fingerprint(until).await?;
+            let holding = self.server.holding(until).await?;
+            Ok(self.start.answered(&fingerprint, Some(&holding)))
+        };
+        if !self.loading.load(Ordering::Acquire) {
+            match judged.await {
+                // The load began while this call was under way: the core is busy because of us.
+                Err(EngineError::Timeout { .. }) if self.loading.load(Ordering::Acquire) => {}
+                judged => return judged,
+            }
+            return Ok(self.start.last());
+        }
+        self.server.front(until).await?;
+        Ok(self.start.last())
+    }
+
+    async fn resume(&self, until: Until) -> Result<Resumed, EngineError> {
+        let _turn = self.turn(until).await?;
+        if let Holding::HalfAnUpdate(version) = self.server.holding(until).await? {
+            return Ok(Resumed::HalfAnUpdate(version));
+        }
+        if !self.server.is_paused(until).await? {
+            return Ok(Resumed::WasRunning);
+        }
+        self.run_again(until).await?;
+        Ok(Resumed::Resumed)
+    }
+}
+
+/// Sets [`Inner::loading`] for as long as it lives.
+struct Loading<'a>(&'a AtomicBool);
+
+impl<'a> Loading<'a> {
+    fn new(flag: &'a AtomicBool) -> Self {
+        flag.store(true, Ordering::Release);
+        Self(flag)
+    }
+}
+
+impl Drop for Loading<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
+#[async_trait]
+impl<S: Server> Engine for Adapter<S> {
+    fn kind(&self) -> &'static str {
+        self.0.server.kind()
+    }
+
+    async fn probe(&self, deadline: Duration) -> Result<EngineFacts, EngineError> {
+        let facts = self.0.server.facts(Until::new(deadline)).await;
+        facts.inspect_err(|error| self.0.start.failed(error))
+    }
+
+    fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError> {
+        self.0.server.accepts(pause, kv_cache)
+    }
+
+    fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError> {
+        self.0.served_model.as_deref().map_or(Ok(()), |served| fit::check(served, tensors))
+    }
+
+    async fn health(&self, deadline: Duration) -> Result<EngineStart, EngineError> {
+        let health = self.0.health(Until::new(deadline)).await;
+        health.inspect_err(|error| self.0.start.failed(error))
+    }
+
+    async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError> {
+        let (inner, job) = (Arc::clone(&self.0), job.clone());
+        // A task of its own: an agent that drops this future (a select, a fenced epoch) must not leave the engine paused in the middle.
+        let installed = tokio::spawn(async move { inner.install(&job).await }).await;
+        installed.unwrap_or(Err(InstallError { step: "start", dirty: true, source: EngineError::Cancelled }))
+    }
+
+    async fn resume(&self, deadline: Duration) -> Result<Resumed, EngineError> {
+        let resumed = self.0.resume(Until::new(deadline)).await;
+        resumed.inspect_err(|error| self.0.start.failed(error))
+    }
+
+    async fn put_back(&self, deadline: Duration) -> Result<(), EngineError> {
+        let inner = Arc::clone(&self.0);
+        let put_back = tokio::spawn(async move { inner.put_back(Until::new(deadline)).await }).await;
+        put_back.unwrap_or(Err(EngineError::Cancelled))
+    }
+
+    async fn holding(&self, deadline: Duration) -> Result<Holding, EngineError> {
+        let holding = self.0.server.holding(Until::new(deadline)).await;
+        holding.inspect_err(|error| self.0.start.failed(error))
+    }
+}

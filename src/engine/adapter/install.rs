@@ -1,0 +1,277 @@
+//! An install from the first call to the last.
+//!
+//! Order: look, pause, mark, load, reset caches, compare, write the version, resume, generate one token. Until the load nothing of the
+//! engine's weights was touched, and a failure undoes the pause. From the load to the version's text the engine may hold a mixture, and
+//! a failure leaves it paused with the mark on it. A part of the deadline is kept back for what a failure has to undo.
+
+use std::time::{Duration, Instant};
+
+use super::{Inner, Loading};
+use crate::engine::evidence::Evidence;
+use crate::engine::http::Until;
+use crate::engine::server::Server;
+use crate::engine::{EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, fit};
+use crate::protocol::{KvCachePolicy, PausePolicy};
+use crate::weights::safetensors::Checkpoint;
+
+/// Longest time kept back for undoing.
+const MOST_RESERVE: Duration = Duration::from_secs(10);
+/// Longest wait for the one token after the switch; a fresh vLLM 0.32 on CPU took 5.5 s for its first.
+const MOST_GENERATE: Duration = Duration::from_secs(20);
+
+/// A failed step, before it is known whether it left the engine dirty.
+struct Failed {
+    step: &'static str,
+    source: EngineError,
+}
+
+fn at(step: &'static str) -> impl FnOnce(EngineError) -> Failed {
+    move |source| Failed { step, source }
+}
+
+fn clean(failed: Failed) -> InstallError {
+    InstallError { step: failed.step, dirty: false, source: failed.source }
+}
+
+/// What was found before anything was changed.
+struct Before {
+    fingerprint: String,
+    holding: Holding,
+}
+
+impl Before {
+    fn is_half(&self) -> bool {
+        matches!(self.holding, Holding::HalfAnUpdate(_))
+    }
+}
+
+/// Times of steps.
+struct Steps {
+    done: Vec<(String, u64)>,
+    begun: Instant,
+}
+
+impl Steps {
+    fn new() -> Self {
+        Self { done: Vec::new(), begun: Instant::now() }
+    }
+
+    fn done(&mut self, step: &str) {
+        let now = Instant::now();
+        let ms = u64::try_from(now.duration_since(self.begun).as_millis()).unwrap_or(u64::MAX);
+        self.done.push((step.to_owned(), ms));
+        self.begun = now;
+    }
+}
+
+impl<S: Server> Inner<S> {
+    /// Carries an install out.
+    pub(super) async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError> {
+        let whole = Until::new(job.timeout);
+        let until = whole.keeping(MOST_RESERVE.min(job.timeout / 5));
+        let _turn = self.turn(until).await.map_err(at("start")).map_err(clean)?;
+        let mut steps = Steps::new();
+        let before = unless_cancelled(job, "start", self.look(job, until)).await.map_err(|failed| clean(self.seen(failed)))?;
+        // A half-updated engine is paused by us whatever the policy: it must not serve before it is whole.
+        let pauses = before.is_half() || job.pause != PausePolicy::External;
+        if pauses {
+            let paused = unless_cancelled(job, "pause", self.pause(job, until)).await;
+            if let Err(failed) = paused {
+                return Err(self.untouched(failed, job, &before, whole).await);
+            }
+        }
+        let mark = async { self.mark(job, until).await.map_err(at("pause")) };
+        if let Err(failed) = unless_cancelled(job, "pause", mark).await {
+            return Err(self.untouched(failed, job, &before, whole).await);
+        }
+        steps.done("pause");
+
+        let loading = Loading::new(&self.loading);
+        let loaded = self.load(job, before.is_half(), until).await;
+        drop(loading);
+        match loaded {
+            Ok(()) => steps.done("load"),
+            Err(source) if never_arrived(&source) => {
+                return Err(self.untouched(Failed { step: "load", source }, job, &before, whole).await);
+            }
+            Err(source) => return Err(self.dirty(Failed { step: "load", source }, whole).await),
+        }
+        let start = match self.check(job, &before, until).await {
+            Ok(start) => start,
+            Err(failed @ Failed { source: EngineError::Restarted, .. }) => return Err(clean(failed)),
+            Err(failed) => return Err(self.dirty(failed, whole).await),
+        };
+        steps.done("check");
+        if pauses {
+            // Whole and at the version, so not dirty: whoever finds it paused later may resume it.
+            self.run_again(whole).await.map_err(at("resume")).map_err(|failed| clean(self.seen(failed)))?;
+            steps.done("resume");
+            self.generate(job, until, whole).await?;
+            steps.done("probe");
+        }
+        Ok(InstallReport { start, steps_ms: steps.done })
+    }
+
+    /// Takes a failed call into account as a sign of a restart.
+    fn seen(&self, failed: Failed) -> Failed {
+        self.start.failed(&failed.source);
+        failed
+    }
+
+    async fn look(&self, job: &InstallJob, until: Until) -> Result<Before, Failed> {
+        self.server.accepts(job.pause, job.kv_cache).map_err(at("start"))?;
+        let offered = Checkpoint::open(&job.local_directory).map_err(|cause| EngineError::Unsupported {
+            what: format!("the version's directory cannot be read: {cause}"),
+            next_step: "write the version to a directory that this process and the engine both see".into(),
+        });
+        let offered = offered.map_err(at("start"))?.specs();
+        if let Some(served) = &self.served_model {
+            fit::check(served, &offered).map_err(at("start"))?;
+        }
+        let fingerprint = self.server.fingerprint(until).await.map_err(at("start"))?;
+        let holding = self.server.holding(until).await.map_err(at("start"))?;
+        self.start.answered(&fingerprint, Some(&holding));
+        Ok(Before { fingerprint, holding })
+    }
+
+    async fn pause(&self, job: &InstallJob, until: Until) -> Result<(), Failed> {
+        self.server.pause(job.pause, job.kv_cache, until).await.map_err(at("pause"))?;
+        if self.server.is_paused(until).await.map_err(at("pause"))? {
+            return Ok(());
+        }
+        let what = "it said that it paused, and then that it is not paused".to_owned();
+        Err(Failed { step: "pause", source: EngineError::BadReply { url: self.server.url().to_owned(), what } })
+    }
+
+    async fn mark(&self, job: &InstallJob, until: Until) -> Result<(), EngineError> {
+        self.write(Holding::HalfAnUpdate(job.version.clone()), until).await
+    }
+
+    /// Loads; a load that failed is repeated once from the same complete directory, the engine still paused.
+    async fn load(&self, job: &InstallJob, was_half: bool, until: Until) -> Result<(), EngineError> {
+        let witness = Evidence::watch(&job.local_directory);
+        if was_half {
+            self.server.clear_failed_load(until).await?;
+        }
+        match self.server.load(&job.directory, until).await {
+            Ok(()) => {}
+            // A load that may still run must not be joined by a second one; one that never arrived left nothing to repair.
+            Err(error @ EngineError::Timeout { .. }) => return Err(error),
+            Err(error) if never_arrived(&error) => return Err(error),
+            Err(error) => {
+                tracing::warn!(engine = self.server.url(), %error, "the load failed: clearing it and loading once more");
+                self.server.clear_failed_load(until).await?;
+                self.server.load(&job.directory, until).await?;
+            }
+        }
+        match witness {
+            Some(witness) if !witness.was_opened() => Err(EngineError::NotSuccess {
+                url: self.server.url().to_owned(),
+                body: "it said that the weights were loaded, and opened none of their files".to_owned(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Empties caches, sees that it is still the same start, and gives the engine the version's text as the very last word.
+    async fn check(&self, job: &InstallJob, before: &Before, until: Until) -> Result<EngineStart, Failed> {
+        if job.kv_cache == KvCachePolicy::Reset {
+            self.server.reset_cache(until).await.map_err(at("check"))?;
+        }
+        if !self.carries_the_mark(job, before, until).await.map_err(at("check"))? {
+            return Err(Failed { step: "check", source: EngineError::Restarted });
+        }
+        let version = Holding::Version(job.version.clone());
+        self.write(version.clone(), until).await.map_err(at("check"))?;
+        let written = self.server.holding(until).await.map_err(at("check"))?;
+        let fingerprint = self.server.fingerprint(until).await.map_err(at("check"))?;
+        if fingerprint != before.fingerprint {
+            // The successor of the process that loaded was told that it holds the version.
+            self.write(Holding::Startup, until).await.map_err(at("check"))?;
+            return Err(Failed { step: "check", source: EngineError::Restarted });
+        }
+        if written != version {
+            let what = format!("it was given the version {:?} and reports {:?}", version.text(), written.text());
+            return Err(Failed { step: "check", source: EngineError::BadReply { url: self.server.url().to_owned(), what } });
+        }
+        Ok(self.start.answered(&fingerprint, Some(&written)))
+    }
+
+    /// Whether it is still the process that was marked for this install.
+    async fn carries_the_mark(&self, job: &InstallJob, before: &Before, until: Until) -> Result<bool, EngineError> {
+        let fingerprint = self.server.fingerprint(until).await?;
+        let holding = self.server.holding(until).await?;
+        self.start.answered(&fingerprint, Some(&holding));
+        Ok(fingerprint == before.fingerprint && holding == Holding::HalfAnUpdate(job.version.clone()))
+    }
+
+    /// One token from the new weights. An engine that is merely busy passes; one that fails to compute does not.
+    async fn generate(&self, job: &InstallJob, until: Until, whole: Until) -> Result<(), InstallError> {
+        let source = match self.server.generate(until.at_most(MOST_GENERATE)).await {
+            Ok(()) => return Ok(()),
+            Err(error @ EngineError::Timeout { .. }) => match self.server.holding(whole).await {
+                Ok(_) => {
+                    tracing::warn!(engine = self.server.url(), "no token in time after the switch: the engine lives but is busy");
+                    return Ok(());
+                }
+                Err(_) => return Err(clean(Failed { step: "probe", source: error })),
+            },
+            Err(error @ EngineError::Unreachable { .. }) => return Err(clean(self.seen(Failed { step: "probe", source: error }))),
+            Err(error) => error,
+        };
+        // What it computes with is not what it was given: off it goes, marked, until it is fed again.
+        if let Err(error) = self.mark(job, whole).await {
+            tracing::warn!(engine = self.server.url(), %error, "an engine that fails to generate cannot be marked");
+        }
+        Err(self.dirty(Failed { step: "probe", source }, whole).await)
+    }
+
+    /// No weight was touched: gives back what was there before.
+    async fn untouched(&self, failed: Failed, job: &InstallJob, before: &Before, whole: Until) -> InstallError {
+        let Failed { step, source } = self.seen(failed);
+        let was_half = before.is_half();
+        // Only the marked process itself gets its old text back: a successor holds its start-up weights.
+        let unmarked = match self.carries_the_mark(job, before, whole).await {
+            Ok(true) => self.write(before.holding.clone(), whole).await,
+            Ok(false) => Ok(()),
+            Err(error) => Err(error),
+        };
+        let resumed = if was_half || job.pause == PausePolicy::External { Ok(()) } else { self.run_again(whole).await };
+        for error in [unmarked.err(), resumed.err()].into_iter().flatten() {
+            tracing::warn!(engine = self.server.url(), %error, "what an install changed cannot be undone");
+        }
+        InstallError { step, dirty: was_half, source }
+    }
+
+    /// The engine may hold a mixture: sees that it is paused.
+    async fn dirty(&self, failed: Failed, whole: Until) -> InstallError {
+        let Failed { step, source } = self.seen(failed);
+        let held = match self.server.is_paused(whole).await {
+            Ok(true) => Ok(()),
+            // The trainer keeps the pausing to itself, or it was just resumed.
+            Ok(false) | Err(_) => self.server.pause(PausePolicy::Keep, KvCachePolicy::Keep, whole).await,
+        };
+        if let Err(error) = held {
+            tracing::warn!(engine = self.server.url(), %error, "an engine that may hold half an update cannot be paused");
+        }
+        InstallError { step, dirty: true, source }
+    }
+}
+
+/// Whether a call cannot have had an effect: nobody listened, or the server has no such route.
+fn never_arrived(error: &EngineError) -> bool {
+    match error {
+        EngineError::Unreachable { source, .. } => source.is_connect(),
+        EngineError::Status { status, .. } => matches!(status, 401 | 403 | 404 | 405),
+        _ => false,
+    }
+}
+
+/// A step that the job's cancellation ends.
+async fn unless_cancelled<T>(job: &InstallJob, step: &'static str, work: impl Future<Output = Result<T, Failed>>) -> Result<T, Failed> {
+    tokio::select! {
+        biased;
+        () = job.cancel.cancelled() => Err(Failed { step, source: EngineError::Cancelled }),
+        done = work => done,
+    }
+}

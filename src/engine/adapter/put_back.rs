@@ -1,0 +1,50 @@
+//! The way out of half an update when no version can be brought in time: the weights that the server started with, whole.
+//!
+//! Decides the order, and what is left when even that fails: an engine that stays paused, holds no request, and carries the mark.
+
+use std::path::Path;
+use std::time::Duration;
+
+use super::{Inner, Loading};
+use crate::engine::http::Until;
+use crate::engine::server::Server;
+use crate::engine::{EngineError, Holding};
+use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+
+impl<S: Server> Inner<S> {
+    /// Puts the start-up weights back and lets the engine run.
+    pub(super) async fn put_back(&self, whole: Until) -> Result<(), EngineError> {
+        let until = whole.keeping(whole.total() / 5);
+        let _turn = self.turn(until).await?;
+        let put_back = self.load_startup(until).await;
+        if let Err(error) = &put_back {
+            self.start.failed(error);
+            // No client waits for ever on an engine that will not answer.
+            if let Err(error) = self.server.abort_all(whole.at_most(Duration::from_secs(10))).await {
+                tracing::warn!(engine = self.server.url(), %error, "the requests of an engine that holds half an update cannot be ended");
+            }
+        }
+        put_back
+    }
+
+    async fn load_startup(&self, until: Until) -> Result<(), EngineError> {
+        let version = match self.server.holding(until).await? {
+            Holding::Startup => return self.run_again(until).await,
+            Holding::Version(version) | Holding::HalfAnUpdate(version) => version,
+            Holding::Foreign(_) => HeldVersion { version: 0, manifest: "0".repeat(64) },
+        };
+        if !self.server.is_paused(until).await? {
+            self.server.pause(PausePolicy::Keep, KvCachePolicy::Reset, until).await?;
+        }
+        let checkpoint = self.server.startup_checkpoint(until).await?;
+        self.write(Holding::HalfAnUpdate(version), until).await?;
+        {
+            let _loading = Loading::new(&self.loading);
+            self.server.clear_failed_load(until).await?;
+            self.server.load(Path::new(&checkpoint), until).await?;
+        }
+        self.server.reset_cache(until).await?;
+        self.write(Holding::Startup, until).await?;
+        self.run_again(until).await
+    }
+}

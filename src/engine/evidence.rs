@@ -1,0 +1,43 @@
+//! A witness that does not depend on the engine's word: the kernel says whether anybody opened the weight files of a version.
+//!
+//! An engine that acknowledges a load without reading anything (lightseekorg/tokenspeed#1373: "reports success without transferring")
+//! is found here. Decides only "at least one weight file was opened"; that the bytes were right is for digests and log-probs to show.
+
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
+use rustix::io::Errno;
+
+/// Watches the weight files of one directory from its construction on.
+pub(super) struct Evidence(OwnedFd);
+
+impl Evidence {
+    /// None when the files cannot be watched (no inotify left for this user, or none of them can be seen from here): nothing is proven then.
+    pub(super) fn watch(directory: &Path) -> Option<Self> {
+        let queue = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).ok()?;
+        let mut watched = false;
+        for entry in std::fs::read_dir(directory).ok()?.flatten() {
+            let path = entry.path();
+            // The file, not the directory, is watched: an engine may reach it by another path to the same mount.
+            if path.extension().is_some_and(|extension| extension == "safetensors") {
+                watched |= inotify::add_watch(&queue, &path, WatchFlags::OPEN).is_ok();
+            }
+        }
+        watched.then_some(Self(queue))
+    }
+
+    /// Whether a weight file was opened since [`watch`](Self::watch).
+    pub(super) fn was_opened(&self) -> bool {
+        let mut buffer = [MaybeUninit::uninit(); 4096];
+        let mut events = inotify::Reader::new(&self.0, &mut buffer);
+        loop {
+            match events.next() {
+                Ok(event) if event.events().intersects(ReadFlags::OPEN | ReadFlags::QUEUE_OVERFLOW) => return true,
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(_) => return false,
+            }
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! Calls to an engine's HTTP server: each with a deadline, each reply read strictly and up to a limit.
+//!
+//! Decides what a failed call is called. It never retries, never follows a redirect, never uses a proxy from the environment (a sidecar
+//! talks to its own pod), keeps no connection (a restarted engine must be seen as a refused connection, not as a stale one), and never
+//! puts a key into an error.
+
+use std::time::Duration;
+
+use reqwest::{Client, Method, RequestBuilder, Response, Url};
+use serde_json::Value;
+use tokio::time::Instant;
+
+use super::{ApiKey, EngineConfig, EngineError};
+
+/// Longest reply that is read, in bytes. vLLM 0.32 answers `/metrics` with about 50 KiB, SGLang 0.5.23 `/server_info` with about 20 KiB.
+const MAX_REPLY: usize = 8 << 20;
+/// Part of a reply that an error shows, in bytes.
+const SHOWN: usize = 512;
+
+/// When the work at hand ends. Copies share the end.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Until {
+    end: Instant,
+    total: Duration,
+}
+
+impl Until {
+    /// Ends `total` from now.
+    pub(super) fn new(total: Duration) -> Self {
+        Self { end: Instant::now() + total, total }
+    }
+
+    /// What is left; zero when it passed.
+    pub(super) fn left(&self) -> Duration {
+        self.end.saturating_duration_since(Instant::now())
+    }
+
+    /// The whole time that was given, for errors.
+    pub(super) fn total(&self) -> Duration {
+        self.total
+    }
+
+    /// Ends `reserve` earlier, so that something can be done after a failure.
+    pub(super) fn keeping(&self, reserve: Duration) -> Self {
+        Self { end: self.end.checked_sub(reserve).unwrap_or(self.end), total: self.total.saturating_sub(reserve) }
+    }
+
+    /// Ends after `most` if that is sooner.
+    pub(super) fn at_most(&self, most: Duration) -> Self {
+        let other = Self::new(most);
+        if other.end < self.end { other } else { *self }
+    }
+}
+
+/// A server's reply: any status.
+#[derive(Debug)]
+pub(super) struct Reply {
+    url: String,
+    status: u16,
+    body: Vec<u8>,
+}
+
+/// One engine server.
+pub(super) struct EngineHttp {
+    client: Client,
+    base: Url,
+    api_key: Option<ApiKey>,
+}
+
+impl EngineHttp {
+    /// For the server of `config`; asks it nothing.
+    pub(super) fn new(config: &EngineConfig) -> Result<Self, EngineError> {
+        let unsupported =
+            |what: String| EngineError::Unsupported { what, next_step: "give the engine's address as http://HOST:PORT".into() };
+        let base = Url::parse(&config.url).map_err(|cause| unsupported(format!("{:?} is no URL: {cause}", config.url)))?;
+        if base.scheme() != "http" || base.host().is_none() || !matches!(base.path(), "" | "/") || base.query().is_some() {
+            return Err(unsupported(format!("{:?} is not the address of an engine beside this agent", config.url)));
+        }
+        let client = Client::builder()
+            .no_proxy()
+            .redirect(reqwest::redirect::Policy::none())
+            .pool_max_idle_per_host(0)
+            .use_preconfigured_tls(no_tls().map_err(|cause| unsupported(format!("TLS cannot be set up: {cause}")))?)
+            .build()
+            .map_err(|cause| unsupported(format!("the HTTP client cannot be set up: {cause}")))?;
+        Ok(Self { client, base, api_key: config.api_key.clone() })
+    }
+
+    /// `http://HOST:PORT`.
+    pub(super) fn url(&self) -> &str {
+        self.base.as_str().trim_end_matches('/')
+    }
+
+    /// GET.
+    pub(super) async fn get(&self, path: &str, until: Until) -> Result<Reply, EngineError> {
+        self.send(Method::GET, path, None, until).await
+    }
+
+    /// POST with a JSON body, or with none.
+    pub(super) async fn post(&self, path: &str, body: Option<&Value>, until: Until) -> Result<Reply, EngineError> {
+        self.send(Method::POST, path, body, until).await
+    }
+
+    async fn send(&self, method: Method, path: &str, body: Option<&Value>, until: Until) -> Result<Reply, EngineError> {
+        let url = format!("{}{path}", self.url());
+        let timeout = || EngineError::Timeout { url: url.clone(), deadline: until.total() };
+        if until.left().is_zero() {
+            return Err(timeout());
+        }
+        let mut request: RequestBuilder = self.client.request(method, &url).timeout(until.left());
+        if let Some(key) = &self.api_key {
+            request = request.bearer_auth(key.text());
+        }
+        if let Some(body) = body {
+            request = request.json(body);
+        }
+        let failed = |source: reqwest::Error| {
+            let source = source.without_url();
+            if source.is_timeout() { timeout() } else { EngineError::Unreachable { url: url.clone(), source } }
+        };
+        let response = request.send().await.map_err(failed)?;
+        let status = response.status().as_u16();
+        let body = read(response, &url).await.map_err(|error| error.unwrap_read(failed))?;
+        Ok(Reply { url, status, body })
+    }
+}
+
+/// Why a body could not be read.
+enum ReadError {
+    Http(reqwest::Error),
+    Engine(EngineError),
+}
+
+impl ReadError {
+    fn unwrap_read(self, failed: impl FnOnce(reqwest::Error) -> EngineError) -> EngineError {
+        match self {
+            Self::Http(source) => failed(source),
+            Self::Engine(error) => error,
+        }
+    }
+}
+
+async fn read(mut response: Response, url: &str) -> Result<Vec<u8>, ReadError> {
+    let mut body = Vec::new();
+    while let Some(part) = response.chunk().await.map_err(ReadError::Http)? {
+        if body.len() + part.len() > MAX_REPLY {
+            let what = format!("it is longer than {MAX_REPLY} bytes");
+            return Err(ReadError::Engine(EngineError::BadReply { url: url.to_owned(), what }));
+        }
+        body.extend_from_slice(&part);
+    }
+    Ok(body)
+}
+
+impl Reply {
+    /// The HTTP status.
+    pub(super) fn status(&self) -> u16 {
+        self.status
+    }
+
+    /// The body as text, for a reply whose status is 200.
+    pub(super) fn text(self) -> Result<String, EngineError> {
+        if self.status != 200 {
+            return Err(self.into_status());
+        }
+        String::from_utf8(self.body).map_err(|_| EngineError::BadReply { url: self.url, what: "it is not UTF-8".into() })
+    }
+
+    /// The body as JSON, for a reply whose status is 200.
+    pub(super) fn json(self) -> Result<Answer, EngineError> {
+        if self.status != 200 {
+            return Err(self.into_status());
+        }
+        match serde_json::from_slice(&self.body) {
+            Ok(value) => Ok(Answer { url: self.url, value }),
+            Err(_) => Err(EngineError::BadReply { what: format!("it is not JSON: {}", shown(&self.body)), url: self.url }),
+        }
+    }
+
+    /// The error for a status that is not the expected one.
+    pub(super) fn into_status(self) -> EngineError {
+        EngineError::Status { body: shown(&self.body), url: self.url, status: self.status }
+    }
+
+    /// A whole reply whose body nobody reads.
+    pub(super) fn ok(self) -> Result<(), EngineError> {
+        if self.status == 200 { Ok(()) } else { Err(self.into_status()) }
+    }
+}
+
+/// A JSON body that came with status 200. Success is never assumed: a missing field, `"true"`, or an error inside is a failure
+/// (an absent field taken for success: InternLM/xtuner#1828; an error inside 200: inclusionAI/AReaL#1590).
+#[derive(Debug)]
+pub(super) struct Answer {
+    url: String,
+    value: Value,
+}
+
+impl Answer {
+    /// The field `name` is exactly `expected`.
+    pub(super) fn must(self, name: &str, expected: &Value) -> Result<Self, EngineError> {
+        if self.value.get("error").is_some_and(|error| !error.is_null()) || self.value.get(name) != Some(expected) {
+            return Err(self.not_success());
+        }
+        Ok(self)
+    }
+
+    /// The field `name`.
+    pub(super) fn field(&self, name: &str) -> Result<&Value, EngineError> {
+        self.value.get(name).ok_or_else(|| self.bad(format!("it has no {name:?}")))
+    }
+
+    /// The text in the field `name`.
+    pub(super) fn string(&self, name: &str) -> Result<String, EngineError> {
+        let text = self.field(name)?.as_str().ok_or_else(|| self.bad(format!("{name:?} is not text")))?;
+        Ok(text.chars().take(SHOWN).collect())
+    }
+
+    /// Whole JSON.
+    pub(super) fn value(&self) -> &Value {
+        &self.value
+    }
+
+    /// The error for a reply that does not say success.
+    pub(super) fn not_success(self) -> EngineError {
+        EngineError::NotSuccess { body: shown(self.value.to_string().as_bytes()), url: self.url }
+    }
+
+    /// The error for a reply that cannot be understood.
+    pub(super) fn bad(&self, what: String) -> EngineError {
+        EngineError::BadReply { url: self.url.clone(), what: format!("{what}: {}", shown(self.value.to_string().as_bytes())) }
+    }
+}
+
+/// The first [`SHOWN`] bytes as one line.
+fn shown(body: &[u8]) -> String {
+    let part = body.get(..SHOWN).unwrap_or(body);
+    String::from_utf8_lossy(part).chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+/// reqwest wants a TLS configuration even where only plain HTTP is spoken, and panics when it has to find a provider by itself.
+fn no_tls() -> Result<rustls::ClientConfig, rustls::Error> {
+    let provider = std::sync::Arc::new(rustls::crypto::ring::default_provider());
+    let config = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
+    Ok(config.with_root_certificates(rustls::RootCertStore::empty()).with_no_client_auth())
+}

@@ -1,0 +1,67 @@
+//! What an engine's HTTP interface offers, call by call: the part that differs from engine to engine.
+//!
+//! A server file decides paths, bodies and which reply counts as success. It never decides the order of calls or what a failure means
+//! for the replica: [`super::adapter`] does that, once for all engines.
+
+use std::path::Path;
+
+use async_trait::async_trait;
+
+use super::http::Until;
+use super::{EngineError, Holding};
+use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+
+/// The calls of one engine server.
+#[async_trait]
+pub(super) trait Server: Send + Sync + 'static {
+    /// Name of the kind.
+    fn kind(&self) -> &'static str;
+
+    /// Base URL.
+    fn url(&self) -> &str;
+
+    /// Whether the engine can be updated so at all.
+    fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError>;
+
+    /// What it is; refuses a server that lacks what an install needs.
+    async fn facts(&self, until: Until) -> Result<EngineFacts, EngineError>;
+
+    /// Whether the HTTP front answers; works while the engine core loads.
+    async fn front(&self, until: Until) -> Result<(), EngineError>;
+
+    /// Text that stays the same for one start of the server and, as far as the server can tell, differs after a restart.
+    async fn fingerprint(&self, until: Until) -> Result<String, EngineError>;
+
+    /// The version field, by way of the engine core where there is one: an answer proves that the core lives.
+    async fn holding(&self, until: Until) -> Result<Holding, EngineError>;
+
+    /// Writes the version field.
+    async fn write(&self, holding: &Holding, until: Until) -> Result<(), EngineError>;
+
+    /// Pauses as the policy says ([`PausePolicy::External`]: as `Keep`), in a way that lets the cache be emptied later where that is wanted.
+    async fn pause(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError>;
+
+    /// Whether it is paused.
+    async fn is_paused(&self, until: Until) -> Result<bool, EngineError>;
+
+    /// Lets it run.
+    async fn unpause(&self, until: Until) -> Result<(), EngineError>;
+
+    /// Loads all weights from a directory as the engine sees it; returns when it said so.
+    async fn load(&self, directory: &Path, until: Until) -> Result<(), EngineError>;
+
+    /// Clears what a load that failed in the middle left behind in the engine, so that the next load starts clean.
+    async fn clear_failed_load(&self, until: Until) -> Result<(), EngineError>;
+
+    /// Empties KV and prefix cache, whatever holds them.
+    async fn reset_cache(&self, until: Until) -> Result<(), EngineError>;
+
+    /// Generates one token; `Ok` also for a server that generates no text.
+    async fn generate(&self, until: Until) -> Result<(), EngineError>;
+
+    /// Ends all requests that it holds, and stays paused.
+    async fn abort_all(&self, until: Until) -> Result<(), EngineError>;
+
+    /// The checkpoint it was started with, in its own words.
+    async fn startup_checkpoint(&self, until: Until) -> Result<String, EngineError>;
+}

@@ -1,0 +1,207 @@
+//! SGLang 0.5.23, unmodified: weights by `update_weights_from_disk`.
+//!
+//! Decides paths, bodies and which reply means success. All facts are from the wheel of 0.5.23 (`srt/entrypoints/http_server.py`,
+//! `srt/managers/tokenizer_manager.py`, `srt/managers/scheduler.py`). A load that fails is "rolled back" by the server from the *new* path
+//! (`srt/model_executor/model_runner_components/weight_updater.py`: the path is replaced first), so it counts as half an update all the same.
+//! The version goes in by a call of its own and last, never with the load, and the cache is flushed by a call of its own as well.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use serde_json::{Value, json};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::adapter::Adapter;
+use super::http::{Answer, EngineHttp, Until};
+use super::server::Server;
+use super::{Engine, EngineConfig, EngineError, Holding};
+use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+
+const KIND: &str = "sglang";
+/// Between two tries to empty a cache that something still holds.
+const CACHE_RETRY: Duration = Duration::from_millis(50);
+
+/// The adapter for an SGLang server.
+pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
+    let server = Sglang { http: EngineHttp::new(&config)? };
+    Ok(Arc::new(Adapter::new(server, config.served_model)))
+}
+
+struct Sglang {
+    http: EngineHttp,
+}
+
+impl Sglang {
+    /// Start-up configuration and live state; answered by way of the scheduler, paused or not.
+    async fn server_info(&self, until: Until) -> Result<Answer, EngineError> {
+        let reply = self.http.get("/server_info", until).await?;
+        match reply.status() {
+            401 | 403 => Err(EngineError::Unsupported {
+                what: format!("{} refuses the API key", self.http.url()),
+                next_step:
+                    "give the key that the server was started with (--admin-api-key, or else --api-key) as the engine's apiKeySecretRef"
+                        .into(),
+            }),
+            404 => Err(EngineError::Unsupported {
+                what: format!("{} has no /server_info", self.http.url()),
+                next_step: "use SGLang 0.5.23 or newer".into(),
+            }),
+            _ => reply.json(),
+        }
+    }
+
+    async fn post_ok(&self, path: &str, body: &Value, success: (&str, Value), until: Until) -> Result<Answer, EngineError> {
+        self.http.post(path, Some(body), until).await?.json()?.must(success.0, &success.1)
+    }
+}
+
+/// Worker ranks of the server: what it says itself, else tensor x pipeline x data (attention data parallelism lives inside tensor).
+fn world_size(info: &Answer) -> Result<u32, EngineError> {
+    let count = |name: &str| match info.value().get(name) {
+        None | Some(Value::Null) => Some(1),
+        Some(value) => value.as_u64().filter(|count| *count > 0),
+    };
+    let attention = info.value().get("enable_dp_attention").and_then(Value::as_bool).unwrap_or(false);
+    let computed = || {
+        let data = if attention { 1 } else { count("dp_size")? };
+        count("tp_size")?.checked_mul(count("pp_size")?)?.checked_mul(data)
+    };
+    let said = info.value().pointer("/internal_states/0/world_size").and_then(Value::as_u64).filter(|size| *size > 0);
+    let size = said.or_else(computed).and_then(|size| u32::try_from(size).ok());
+    size.ok_or_else(|| info.bad("its tp_size, pp_size and dp_size are no counts of ranks".to_owned()))
+}
+
+#[async_trait]
+impl Server for Sglang {
+    fn kind(&self) -> &'static str {
+        KIND
+    }
+
+    fn url(&self) -> &str {
+        self.http.url()
+    }
+
+    fn accepts(&self, pause: PausePolicy, _: KvCachePolicy) -> Result<(), EngineError> {
+        match pause {
+            PausePolicy::Drain => Err(EngineError::Unsupported {
+                what: "SGLang 0.5.23 has no pause that lets running requests end".into(),
+                next_step: "set spec.update.pause to Keep, Abort or External for this pool".into(),
+            }),
+            PausePolicy::Keep | PausePolicy::Abort | PausePolicy::External => Ok(()),
+        }
+    }
+
+    async fn facts(&self, until: Until) -> Result<EngineFacts, EngineError> {
+        let info = self.server_info(until).await?;
+        let server_version = info.string("version")?;
+        self.holding(until).await?;
+        Ok(EngineFacts {
+            kind: KIND.to_owned(),
+            server_version,
+            size: world_size(&info)?,
+            url: self.http.url().to_owned(),
+            delivery: "update_weights_from_disk".to_owned(),
+            // `meta_info.weight_version` spans of each answer.
+            answer_version: "token".to_owned(),
+        })
+    }
+
+    /// `/ping` is a flag; 503 is what it says after somebody asked `/health` during a pause, which is no ill health while we load.
+    async fn front(&self, until: Until) -> Result<(), EngineError> {
+        let reply = self.http.get("/ping", until).await?;
+        if matches!(reply.status(), 200 | 503) { Ok(()) } else { Err(reply.into_status()) }
+    }
+
+    /// Start-up times and the seed, which SGLang draws anew for each start unless it is set, from the scheduler's own report.
+    /// While the scheduler loads this call waits for it, as every call to it does.
+    async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
+        let info = self.server_info(until).await?;
+        let of_one_start = json!([info.value().get("startup_time"), info.value().get("random_seed"), info.value().get("launch_command")]);
+        Ok(format!("{:016x}", xxh3_64(of_one_start.to_string().as_bytes())))
+    }
+
+    async fn holding(&self, until: Until) -> Result<Holding, EngineError> {
+        let answer = self.http.get("/model_info", until).await?.json()?;
+        Ok(Holding::parse(&answer.string("weight_version")?))
+    }
+
+    async fn write(&self, holding: &Holding, until: Until) -> Result<(), EngineError> {
+        let text = holding.text();
+        // Its default is to abort every request.
+        let body = json!({"new_version": text, "abort_all_requests": false});
+        let answer = self.post_ok("/update_weight_version", &body, ("success", Value::Bool(true)), until).await?;
+        answer.must("new_version", &Value::String(text)).map(drop)
+    }
+
+    async fn pause(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError> {
+        self.accepts(pause, kv_cache)?;
+        // A request paused in place keeps its cache, and a flush is refused while it does; a retracted one is computed anew.
+        let mode = match (pause, kv_cache) {
+            (PausePolicy::Abort, _) => "abort",
+            (_, KvCachePolicy::Keep) => "in_place",
+            (_, KvCachePolicy::Reset) => "retract",
+        };
+        self.post_ok("/pause_generation", &json!({"mode": mode}), ("status", json!("ok")), until).await.map(drop)
+    }
+
+    /// `/ready` is a flag: 200 when healthy and not paused. `/health` would wait behind the pause and then call the server unhealthy.
+    async fn is_paused(&self, until: Until) -> Result<bool, EngineError> {
+        let reply = self.http.get("/ready", until).await?;
+        match reply.status() {
+            200 => Ok(false),
+            503 => Ok(true),
+            _ => Err(reply.into_status()),
+        }
+    }
+
+    async fn unpause(&self, until: Until) -> Result<(), EngineError> {
+        self.post_ok("/continue_generation", &json!({"torch_empty_cache": false}), ("status", json!("ok")), until).await?;
+        if self.is_paused(until).await? {
+            // Somebody asked /health during the pause; the server calls itself unhealthy until it is asked again.
+            self.http.get("/health", until).await?.ok()?;
+        }
+        Ok(())
+    }
+
+    async fn load(&self, directory: &Path, until: Until) -> Result<(), EngineError> {
+        let body = json!({
+            "model_path": directory.to_string_lossy(),
+            // Servers of trainers are often started with `--load-format dummy`, and null would mean that.
+            "load_format": "safetensors",
+            "abort_all_requests": false,
+            "flush_cache": false,
+            "weight_version": null,
+        });
+        self.post_ok("/update_weights_from_disk", &body, ("success", Value::Bool(true)), until).await.map(drop)
+    }
+
+    async fn clear_failed_load(&self, _: Until) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    async fn reset_cache(&self, until: Until) -> Result<(), EngineError> {
+        loop {
+            match self.http.post("/flush_cache", None, until).await?.ok() {
+                // Requests still running or queued.
+                Err(EngineError::Status { status: 400, .. }) if until.left() > CACHE_RETRY => tokio::time::sleep(CACHE_RETRY).await,
+                done => return done,
+            }
+        }
+    }
+
+    /// `/health` generates one token, or takes a sign of any other request for it.
+    async fn generate(&self, until: Until) -> Result<(), EngineError> {
+        self.http.get("/health", until).await?.ok()
+    }
+
+    async fn abort_all(&self, until: Until) -> Result<(), EngineError> {
+        self.post_ok("/pause_generation", &json!({"mode": "abort"}), ("status", json!("ok")), until).await.map(drop)
+    }
+
+    async fn startup_checkpoint(&self, until: Until) -> Result<String, EngineError> {
+        // Not /model_info, whose path moves with every update.
+        self.server_info(until).await?.string("model_path")
+    }
+}

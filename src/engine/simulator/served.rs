@@ -1,0 +1,123 @@
+//! The weights that a simulated engine serves: digests of the bytes that it really read.
+//!
+//! Decides what a load does to them, tensor by tensor and in the order of the files, as engines do: one that fails in the middle leaves
+//! a mixture, and one that lacks a tensor leaves the old one in place without a word (both seen on vLLM 0.32). Keeps digests, no bytes.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use xxhash_rust::xxh3::{Xxh3Default, xxh3_128};
+
+use super::faults::LoadFault;
+use crate::weights::safetensors::Checkpoint;
+use crate::weights::{Dtype, digest_hex};
+
+/// Bytes read at once.
+const PART: usize = 1 << 20;
+
+/// One parameter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Parameter {
+    dtype: Dtype,
+    shape: Vec<u64>,
+    digest: u128,
+}
+
+/// All parameters of the model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Served(BTreeMap<String, Parameter>);
+
+/// Why a load did not go to its end.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum LoadError {
+    /// Nothing was touched.
+    #[error("{0}")]
+    Unreadable(String),
+    /// Some parameters are new already.
+    #[error("{0}")]
+    Halfway(String),
+    /// As `Halfway`, and the engine has kept a tensor that does not fit.
+    #[error("{0}")]
+    Misfit(String),
+}
+
+impl Served {
+    /// What a server starts with.
+    pub(super) fn open(directory: &Path) -> Result<Self, String> {
+        let checkpoint = Checkpoint::open(directory).map_err(|error| error.to_string())?;
+        let mut parameters = BTreeMap::new();
+        for (index, tensor) in checkpoint.tensors().iter().enumerate() {
+            let digest = digest(&checkpoint, index, tensor.bytes)?;
+            let parameter = Parameter { dtype: tensor.spec.dtype, shape: tensor.spec.shape.clone(), digest };
+            parameters.insert(tensor.spec.name.clone(), parameter);
+        }
+        Ok(Self(parameters))
+    }
+
+    /// Reads a directory and replaces parameters. Blocks; `unknown_is_error` as the engine has it.
+    pub(super) fn load(&mut self, directory: &Path, fault: Option<LoadFault>, unknown_is_error: bool) -> Result<(), LoadError> {
+        if fault == Some(LoadFault::AcknowledgeUnread) {
+            return Ok(());
+        }
+        let checkpoint = Checkpoint::open(directory).map_err(|error| LoadError::Unreadable(error.to_string()))?;
+        let half = checkpoint.tensors().len() / 2;
+        for (index, tensor) in checkpoint.tensors().iter().enumerate() {
+            if index == half && matches!(fault, Some(LoadFault::FailHalfway | LoadFault::FailHalfwayOnce)) {
+                return Err(LoadError::Halfway("out of memory".to_owned()));
+            }
+            let name = &tensor.spec.name;
+            let Some(parameter) = self.0.get_mut(name) else {
+                if unknown_is_error {
+                    return Err(LoadError::Misfit(format!("There is no module or parameter named '{name}'")));
+                }
+                continue;
+            };
+            if parameter.shape != tensor.spec.shape {
+                return Err(LoadError::Misfit(format!("shape {:?} of {name} is not {:?}", tensor.spec.shape, parameter.shape)));
+            }
+            let read = digest(&checkpoint, index, tensor.bytes).map_err(LoadError::Halfway)?;
+            match fault {
+                Some(LoadFault::SkipTensor) if index == 0 => {}
+                Some(LoadFault::Corrupt) if index == 0 => parameter.digest = read ^ 1,
+                _ => {
+                    parameter.digest = read;
+                    parameter.dtype = tensor.spec.dtype;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Digest of all that is served: names, types, shapes and bytes.
+    pub(super) fn digest(&self) -> u128 {
+        let mut hasher = Xxh3Default::new();
+        for (name, parameter) in &self.0 {
+            hasher.update(format!("{name}\0{:?}\0{:?}\0", parameter.dtype, parameter.shape).as_bytes());
+            hasher.update(&parameter.digest.to_le_bytes());
+        }
+        hasher.digest128()
+    }
+
+    /// xxh3-128 (hex) of each tensor's bytes, by name.
+    pub(super) fn tensors(&self) -> BTreeMap<String, String> {
+        self.0.iter().map(|(name, parameter)| (name.clone(), digest_hex(parameter.digest))).collect()
+    }
+}
+
+/// xxh3-128 of the bytes of one tensor, read a part at a time.
+fn digest(checkpoint: &Checkpoint, index: usize, bytes: u64) -> Result<u128, String> {
+    let mut hasher = Xxh3Default::new();
+    let mut part = vec![0; usize::try_from(bytes).unwrap_or(PART).min(PART)];
+    if part.is_empty() {
+        return Ok(xxh3_128(&[]));
+    }
+    let mut offset = 0;
+    while offset < bytes {
+        let length = usize::try_from(bytes - offset).unwrap_or(PART).min(part.len());
+        let into = part.get_mut(..length).unwrap_or_default();
+        checkpoint.read_tensor(index, offset, into).map_err(|error| error.to_string())?;
+        hasher.update(into);
+        offset += length as u64;
+    }
+    Ok(hasher.digest128())
+}

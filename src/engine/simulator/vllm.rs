@@ -1,0 +1,248 @@
+//! The endpoints of vLLM 0.32.0, with its status codes, bodies and order rules, as seen on the running server (`tests/engine` compares them).
+//!
+//! Rules kept on purpose: every pause queues new requests (none is refused), `resume` is never an error, the engine's routes are not
+//! guarded by the API key, `/health` tells nothing about the engine core, and a reload that failed half-way spoils the next one.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use axum::body::Bytes;
+use axum::extract::{Query, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use http::StatusCode;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::completions::completions;
+use super::core::{Dead, Pause};
+use super::front::Front;
+
+/// What guards `/v1` and nothing else (`entrypoints/serve/middleware/authenticate.py`).
+pub(super) fn guarded(path: &str) -> bool {
+    ["/v1", "/v2", "/inference", "/cohere"].iter().any(|prefix| path.starts_with(prefix))
+}
+
+/// The routes; those for weights only in dev mode.
+pub(super) fn routes(dev_mode: bool) -> Router<Arc<Front>> {
+    let always = Router::new()
+        .route("/health", get(health))
+        .route("/version", get(|| async { Json(json!({"version": "0.32.0"})) }))
+        .route("/metrics", get(metrics))
+        .route("/v1/models", get(models))
+        .route("/v1/completions", post(completions));
+    if !dev_mode {
+        return always;
+    }
+    always
+        .route("/is_paused", get(is_paused))
+        .route("/is_sleeping", get(is_sleeping))
+        .route("/pause", post(pause))
+        .route("/resume", post(resume))
+        .route("/weight_info", get(weight_info))
+        .route("/update_weight_version", post(update_weight_version))
+        .route("/get_world_size", get(get_world_size))
+        .route("/reset_prefix_cache", post(reset_prefix_cache))
+        .route("/collective_rpc", post(collective_rpc))
+}
+
+/// vLLM's error body.
+pub(super) fn error(status: StatusCode, kind: &str, param: Option<&str>, message: &str) -> Response {
+    let error = json!({"message": message, "type": kind, "param": param, "code": status.as_u16()});
+    (status, Json(json!({"error": error}))).into_response()
+}
+
+fn invalid(param: &str, message: &str) -> Response {
+    error(StatusCode::BAD_REQUEST, "Bad Request", Some(param), &format!("1 validation error:\n  {message}"))
+}
+
+fn failed(message: &str) -> Response {
+    error(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", None, message)
+}
+
+pub(super) fn dead(_: Dead) -> Response {
+    failed("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+}
+
+async fn health(State(front): State<Arc<Front>>) -> StatusCode {
+    if front.core.state().dead { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK }
+}
+
+async fn metrics(State(front): State<Arc<Front>>) -> String {
+    let running = front.core.state().requests();
+    format!(
+        "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n\
+         # TYPE process_start_time_seconds gauge\n\
+         process_start_time_seconds {}\n\
+         # TYPE vllm:num_requests_running gauge\n\
+         vllm:num_requests_running{{engine=\"0\",model_name=\"{}\"}} {running}.0\n",
+        front.started, front.model
+    )
+}
+
+async fn models(State(front): State<Arc<Front>>) -> Json<Value> {
+    let permission = json!({
+        "id": "modelperm-0", "object": "model_permission", "created": 0, "allow_create_engine": false, "allow_sampling": true,
+        "allow_logprobs": true, "allow_search_indices": false, "allow_view": true, "allow_fine_tuning": false, "organization": "*",
+        "group": null, "is_blocking": false,
+    });
+    let model = json!({
+        "id": front.model, "object": "model", "created": 0, "owned_by": "vllm", "root": front.model_directory, "parent": null,
+        "max_model_len": front.max_model_len, "permission": [permission],
+    });
+    Json(json!({"object": "list", "data": [model]}))
+}
+
+async fn is_paused(State(front): State<Arc<Front>>) -> Response {
+    match front.core.turn().await {
+        Ok(_turn) => Json(json!({"is_paused": front.core.state().pause != Pause::Running})).into_response(),
+        Err(dead) => self::dead(dead),
+    }
+}
+
+async fn is_sleeping(State(front): State<Arc<Front>>) -> Response {
+    match front.core.turn().await {
+        Ok(_turn) => Json(json!({"is_sleeping": front.core.state().pause != Pause::Running})).into_response(),
+        Err(dead) => self::dead(dead),
+    }
+}
+
+#[derive(Deserialize)]
+struct PauseQuery {
+    mode: Option<String>,
+    clear_cache: Option<String>,
+}
+
+async fn pause(State(front): State<Arc<Front>>, Query(query): Query<PauseQuery>) -> Response {
+    let mode = query.mode.as_deref().unwrap_or("abort");
+    let clear = match truth(query.clear_cache.as_deref(), true) {
+        Ok(clear) => clear,
+        Err(()) => return invalid("query.clear_cache", "Input should be a valid boolean"),
+    };
+    let to = match mode {
+        "keep" => Pause::All,
+        "abort" | "wait" => Pause::New,
+        _ => return invalid("query.mode", "Input should be 'abort', 'wait' or 'keep'"),
+    };
+    match front.core.turn().await {
+        Ok(_turn) => front.core.change(|state| state.pause = to),
+        Err(dead) => return self::dead(dead),
+    }
+    if mode == "abort" {
+        front.core.abort_all();
+    }
+    if to == Pause::New
+        && let Err(dead) = front.core.drained().await
+    {
+        return self::dead(dead);
+    }
+    if clear {
+        front.core.preempt_all();
+        front.core.reset_cache();
+    }
+    Json(json!({"status": "paused"})).into_response()
+}
+
+async fn resume(State(front): State<Arc<Front>>) -> Response {
+    match front.core.turn().await {
+        Ok(_turn) => front.core.change(|state| state.pause = Pause::Running),
+        Err(dead) => return self::dead(dead),
+    }
+    Json(json!({"status": "resumed"})).into_response()
+}
+
+async fn weight_info(State(front): State<Arc<Front>>) -> Response {
+    match front.core.turn().await {
+        Ok(_turn) => Json(json!({"weight_version": front.core.state().version})).into_response(),
+        Err(dead) => self::dead(dead),
+    }
+}
+
+async fn update_weight_version(State(front): State<Arc<Front>>, body: Bytes) -> Response {
+    let Ok(body) = serde_json::from_slice::<Value>(&body) else { return invalid("body.0", "JSON decode error") };
+    let Some(version) = body.get("new_version") else { return invalid("body.new_version", "Field required") };
+    let Some(version) = version.as_str() else { return invalid("body.new_version", "Input should be a valid string") };
+    match front.core.turn().await {
+        Ok(_turn) => front.core.change(|state| version.clone_into(&mut state.version)),
+        Err(dead) => return self::dead(dead),
+    }
+    Json(json!({"success": true, "new_version": version})).into_response()
+}
+
+#[derive(Deserialize)]
+struct WorldQuery {
+    include_dp: Option<String>,
+}
+
+async fn get_world_size(State(front): State<Arc<Front>>, Query(query): Query<WorldQuery>) -> Response {
+    match truth(query.include_dp.as_deref(), true) {
+        Ok(_) => Json(json!({"world_size": front.world_size()})).into_response(),
+        Err(()) => invalid("query.include_dp", "Input should be a valid boolean"),
+    }
+}
+
+#[derive(Deserialize)]
+struct ResetQuery {
+    reset_running_requests: Option<String>,
+    reset_external: Option<String>,
+}
+
+async fn reset_prefix_cache(State(front): State<Arc<Front>>, Query(query): Query<ResetQuery>) -> Response {
+    let (running, external) = (truth(query.reset_running_requests.as_deref(), false), truth(query.reset_external.as_deref(), false));
+    let (Ok(running), Ok(_)) = (running, external) else { return invalid("query", "Input should be a valid boolean") };
+    match front.core.turn().await {
+        Ok(_turn) => {
+            if running {
+                front.core.preempt_all();
+            }
+            Json(json!({"success": front.core.reset_cache()})).into_response()
+        }
+        Err(dead) => self::dead(dead),
+    }
+}
+
+async fn collective_rpc(State(front): State<Arc<Front>>, body: Bytes) -> Response {
+    let bad = |message: &str| error(StatusCode::BAD_REQUEST, "Bad Request", None, message);
+    let Ok(body) = serde_json::from_slice::<Value>(&body) else { return bad("JSON decode error: Expecting value") };
+    let Some(body) = body.as_object() else { return bad("Request body must be a JSON object") };
+    let Some(method) = body.get("method").and_then(Value::as_str) else { return bad("Missing 'method' in request body") };
+    let worker = |cause: &str| {
+        failed(&format!(
+            "Call to collective_rpc method failed: Worker failed with error '{cause}', please check the stack trace above for the root cause"
+        ))
+    };
+    let _turn = match front.core.turn().await {
+        Ok(turn) => turn,
+        Err(dead) => return self::dead(dead),
+    };
+    if method != "reload_weights" {
+        return worker(&format!("'CPUWorker' object has no attribute '{method}'"));
+    }
+    let arguments = body.get("kwargs").and_then(Value::as_object).cloned().unwrap_or_default();
+    let known = |name: &&String| !matches!(name.as_str(), "weights_path" | "weights_iterator" | "is_checkpoint_format");
+    if let Some(unknown) = arguments.keys().find(known) {
+        return worker(&format!("GPUModelRunner.reload_weights() got an unexpected keyword argument '{unknown}'"));
+    }
+    let loaded = match (arguments.get("weights_iterator").and_then(Value::as_array), arguments.get("weights_path").and_then(Value::as_str))
+    {
+        (Some(list), _) if list.is_empty() => front.core.load_nothing(),
+        (Some(_), _) => return worker("not enough values to unpack (expected 2, got 1)"),
+        (None, Some(path)) => front.core.load(PathBuf::from(path)).await,
+        (None, None) => front.core.load(PathBuf::from(&front.model_directory)).await,
+    };
+    match loaded {
+        Ok(()) => Json(json!({"results": vec![Value::Null; front.world_size() as usize]})).into_response(),
+        Err(cause) => worker(&cause.to_string()),
+    }
+}
+
+/// A boolean of a query as pydantic reads it.
+fn truth(text: Option<&str>, default: bool) -> Result<bool, ()> {
+    match text.map(str::to_ascii_lowercase).as_deref() {
+        None => Ok(default),
+        Some("true" | "1" | "on" | "yes" | "t" | "y") => Ok(true),
+        Some("false" | "0" | "off" | "no" | "f" | "n") => Ok(false),
+        Some(_) => Err(()),
+    }
+}

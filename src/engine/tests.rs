@@ -1,0 +1,7 @@
+//! The adapters against the simulators, over real sockets.
+
+mod failures;
+mod half;
+mod install;
+mod parts;
+mod support;

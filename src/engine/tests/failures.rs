@@ -1,0 +1,346 @@
+//! Installs that fail: within the deadline, with the truth about what the engine holds.
+
+use std::time::Duration;
+
+use serde_json::json;
+use tokio::time::Instant;
+
+use super::support::{Bench, SOON, TENSORS, adapter, until, write_checkpoint};
+use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault};
+use crate::engine::{EngineError, Holding, InstallError};
+use crate::protocol::PausePolicy;
+
+const VLLM: Calls = Calls { kind: "vllm", pause: "/pause", load: "/collective_rpc", label: "/update_weight_version", resume: "/resume" };
+const SGLANG: Calls = Calls {
+    kind: "sglang",
+    pause: "/pause_generation",
+    load: "/update_weights_from_disk",
+    label: "/update_weight_version",
+    resume: "/continue_generation",
+};
+
+#[derive(Clone, Copy)]
+struct Calls {
+    kind: &'static str,
+    pause: &'static str,
+    load: &'static str,
+    label: &'static str,
+    resume: &'static str,
+}
+
+fn rule(path: &str, fault: Fault) -> Faults {
+    rules(vec![FaultRule { path: path.to_owned(), after: 0, times: None, fault }])
+}
+
+fn rules(rules: Vec<FaultRule>) -> Faults {
+    Faults { rules, ..Faults::default() }
+}
+
+async fn install_with(bench: &Bench, faults: Faults, timeout: Duration) -> InstallError {
+    bench.set_faults(faults).await;
+    let mut job = bench.job(2);
+    job.timeout = timeout;
+    let begun = Instant::now();
+    let error = bench.engine.install(&job).await.unwrap_err();
+    assert!(begun.elapsed() < timeout + Duration::from_secs(1), "ended {:?} after a deadline of {timeout:?}", begun.elapsed());
+    error
+}
+
+/// The engine runs, unmarked, with what it started with.
+async fn assert_untouched(bench: &Bench, what: &str) {
+    bench.set_faults(Faults::default()).await;
+    until("the resume", || async { !bench.is_paused().await }).await;
+    assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Startup, "{what}");
+    assert_eq!(bench.digest().await, bench.fresh_digest(1).await, "{what}");
+    bench.engine.install(&bench.job(3)).await.unwrap();
+}
+
+/// The engine is paused and marked, and a full install heals it.
+async fn assert_dirty_until_fed(bench: &Bench, what: &str) {
+    bench.set_faults(Faults::default()).await;
+    assert!(bench.is_paused().await, "{what}");
+    assert!(matches!(bench.engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(_)), "{what}");
+    bench.engine.install(&bench.job(3)).await.unwrap();
+    assert_eq!(bench.digest().await, bench.fresh_digest(3).await, "{what}");
+    assert!(!bench.is_paused().await, "{what}");
+}
+
+#[tokio::test]
+async fn a_pause_that_is_refused_leaves_the_engine_as_it_was() {
+    for calls in [VLLM, SGLANG] {
+        for fault in [Fault::unavailable(), Fault::not_success(), Fault::error_inside(), Fault::Disconnect] {
+            let bench = Bench::start(calls.kind).await;
+            let error = install_with(&bench, rule(calls.pause, fault.clone()), SOON).await;
+            assert_eq!((error.step, error.dirty), ("pause", false), "{} {fault:?}: {error}", calls.kind);
+            assert_untouched(&bench, calls.kind).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn f69_a_pause_that_hangs_ends_with_the_deadline_and_is_undone() {
+    for calls in [VLLM, SGLANG] {
+        // Carried out or not: in both cases nobody answered.
+        for fault in [Fault::Hang, Fault::LoseReply] {
+            let bench = Bench::start(calls.kind).await;
+            let error = install_with(&bench, rule(calls.pause, fault), Duration::from_secs(1)).await;
+            assert_eq!((error.step, error.dirty), ("pause", false), "{error}");
+            assert!(matches!(error.source, EngineError::Timeout { .. }), "{error}");
+            assert!(!bench.is_paused().await, "{}: resumed within the deadline, not by a later call", calls.kind);
+            assert_untouched(&bench, calls.kind).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn f12_and_f47_an_answer_200_without_success_is_a_failed_load() {
+    for calls in [VLLM, SGLANG] {
+        for fault in [
+            Fault::not_success(),
+            Fault::error_inside(),
+            Fault::Answer { status: 200, body: json!({"success": "true", "results": "None"}) },
+        ] {
+            let bench = Bench::start(calls.kind).await;
+            let error = install_with(&bench, rule(calls.load, fault.clone()), SOON).await;
+            assert_eq!((error.step, error.dirty), ("load", true), "{} {fault:?}: {error}", calls.kind);
+            assert_dirty_until_fed(&bench, calls.kind).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn f46_a_load_that_is_acknowledged_without_reading_is_found() {
+    for calls in [VLLM, SGLANG] {
+        let bench = Bench::start(calls.kind).await;
+        let faults = Faults { load: Some(LoadFault::AcknowledgeUnread), ..Faults::default() };
+        let error = install_with(&bench, faults, SOON).await;
+        assert!(error.dirty && error.to_string().contains("opened none of their files"), "{error}");
+        assert_ne!(bench.digest().await, bench.fresh_digest(2).await);
+        assert_dirty_until_fed(&bench, calls.kind).await;
+    }
+}
+
+#[tokio::test]
+async fn a_simulator_that_skips_or_corrupts_a_tensor_shows_another_digest() {
+    for calls in [VLLM, SGLANG] {
+        for load in [LoadFault::SkipTensor, LoadFault::Corrupt] {
+            let bench = Bench::start_with(calls.kind, Faults { load: Some(load), ..Faults::default() }, |_| {}).await;
+            bench.engine.install(&bench.job(2)).await.unwrap();
+            assert_ne!(bench.digest().await, bench.fresh_digest(2).await, "{load:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn f75_an_engine_that_never_answers_costs_the_deadline_and_no_more() {
+    for calls in [VLLM, SGLANG] {
+        let bench = Bench::start(calls.kind).await;
+        bench.set_faults(rule("*", Fault::Hang)).await;
+        let (deadline, begun) = (Duration::from_millis(300), Instant::now());
+        let probe = bench.engine.probe(deadline).await.unwrap_err();
+        assert!(matches!(probe, EngineError::Timeout { .. }), "{probe}");
+        assert!(matches!(bench.engine.health(deadline).await, Err(EngineError::Timeout { .. })));
+        assert!(matches!(bench.engine.resume(deadline).await, Err(EngineError::Timeout { .. })));
+        assert!(matches!(bench.engine.holding(deadline).await, Err(EngineError::Timeout { .. })));
+        assert!(bench.engine.put_back(deadline).await.is_err());
+        assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+        let error = install_with(&bench, rule("*", Fault::Hang), Duration::from_millis(500)).await;
+        assert_eq!((error.step, error.dirty), ("start", false), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn f04_an_address_where_nobody_listens_is_named() {
+    for calls in [VLLM, SGLANG] {
+        let engine = adapter(calls.kind, "http://127.0.0.1:1", None, None);
+        let error = engine.probe(SOON).await.unwrap_err();
+        assert!(matches!(error, EngineError::Unreachable { .. }) && error.to_string().contains("127.0.0.1:1"), "{error}");
+        let bench = Bench::start_with(calls.kind, rule("*", Fault::unavailable()), |_| {}).await;
+        assert!(matches!(bench.engine.probe(SOON).await, Err(EngineError::Status { status: 503, .. })));
+        assert!(matches!(bench.engine.health(SOON).await, Err(EngineError::Status { status: 503, .. })));
+    }
+}
+
+#[tokio::test]
+async fn a_load_that_takes_longer_than_the_deadline_is_dirty_and_stays_paused() {
+    for calls in [VLLM, SGLANG] {
+        let bench = Bench::start(calls.kind).await;
+        let error = install_with(&bench, Faults { load_ms: 1500, ..Faults::default() }, Duration::from_secs(1)).await;
+        assert_eq!((error.step, error.dirty), ("load", true), "{error}");
+        assert!(matches!(error.source, EngineError::Timeout { .. }), "{error}");
+        assert_dirty_until_fed(&bench, calls.kind).await;
+    }
+}
+
+#[tokio::test]
+async fn a_load_that_fails_half_way_is_cleared_and_repeated_once() {
+    for calls in [VLLM, SGLANG] {
+        let bench = Bench::start(calls.kind).await;
+        bench.set_faults(Faults { load: Some(LoadFault::FailHalfwayOnce), ..Faults::default() }).await;
+        bench.engine.install(&bench.job(2)).await.unwrap();
+        assert_eq!(bench.digest().await, bench.fresh_digest(2).await, "{}", calls.kind);
+    }
+}
+
+#[tokio::test]
+async fn a_load_that_fails_half_way_each_time_leaves_a_marked_and_paused_engine() {
+    let bench = Bench::start("vllm").await;
+    let error = install_with(&bench, Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }, SOON).await;
+    assert_eq!((error.step, error.dirty), ("load", true), "{error}");
+    assert_ne!(bench.digest().await, bench.fresh_digest(1).await, "it is a mixture");
+    assert_ne!(bench.digest().await, bench.fresh_digest(2).await, "it is a mixture");
+    assert_dirty_until_fed(&bench, "vllm").await;
+}
+
+#[tokio::test]
+async fn a_load_that_never_reached_the_engine_is_undone() {
+    for calls in [VLLM, SGLANG] {
+        for status in [401, 404, 405] {
+            let bench = Bench::start(calls.kind).await;
+            let fault = Fault::Answer { status, body: json!({"detail": "no"}) };
+            let error = install_with(&bench, rule(calls.load, fault), SOON).await;
+            assert_eq!((error.step, error.dirty), ("load", false), "{error}");
+            assert!(!bench.is_paused().await, "{}", calls.kind);
+            assert_untouched(&bench, calls.kind).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_mark_that_cannot_be_written_stops_the_install_before_a_weight_is_touched() {
+    for calls in [VLLM, SGLANG] {
+        let bench = Bench::start(calls.kind).await;
+        let error = install_with(&bench, rule(calls.label, Fault::not_success()), SOON).await;
+        assert_eq!((error.step, error.dirty), ("pause", false), "{error}");
+        assert!(!bench.calls().await.iter().any(|call| call.ends_with(calls.load)));
+        assert_untouched(&bench, calls.kind).await;
+    }
+}
+
+#[tokio::test]
+async fn a_version_that_cannot_be_written_leaves_the_mark() {
+    for calls in [VLLM, SGLANG] {
+        let bench = Bench::start(calls.kind).await;
+        let second = FaultRule { path: calls.label.to_owned(), after: 1, times: None, fault: Fault::unavailable() };
+        let error = install_with(&bench, rules(vec![second]), SOON).await;
+        assert_eq!((error.step, error.dirty), ("check", true), "{error}");
+        assert_dirty_until_fed(&bench, calls.kind).await;
+    }
+}
+
+#[tokio::test]
+async fn a_resume_that_fails_leaves_a_whole_engine_that_may_be_resumed_later() {
+    for calls in [VLLM, SGLANG] {
+        let bench = Bench::start(calls.kind).await;
+        let error = install_with(&bench, rule(calls.resume, Fault::unavailable()), Duration::from_secs(1)).await;
+        assert_eq!((error.step, error.dirty), ("resume", false), "{error}");
+        bench.set_faults(Faults::default()).await;
+        assert!(matches!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(_)));
+        assert_eq!(bench.engine.resume(SOON).await.unwrap(), crate::engine::Resumed::Resumed);
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_cannot_generate_with_the_new_weights_is_taken_out_again() {
+    let bench = Bench::start("vllm").await;
+    let error = install_with(&bench, rule("/v1/completions", Fault::Answer { status: 500, body: json!({"error": {}}) }), SOON).await;
+    assert_eq!((error.step, error.dirty), ("probe", true), "{error}");
+    assert_dirty_until_fed(&bench, "vllm").await;
+}
+
+#[tokio::test]
+async fn an_engine_that_dies_in_the_load_is_no_half_update_once_it_is_back() {
+    for calls in [VLLM, SGLANG] {
+        let mut bench = Bench::start(calls.kind).await;
+        let first = bench.engine.health(SOON).await.unwrap();
+        let error = install_with(&bench, rule(calls.load, Fault::Crash), SOON).await;
+        assert_eq!(error.step, "load", "{error}");
+        bench.restart().await;
+        assert_ne!(bench.engine.health(SOON).await.unwrap(), first);
+        assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Startup);
+        assert!(!bench.is_paused().await);
+        bench.engine.install(&bench.job(2)).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_starts_anew_between_load_and_check_is_not_told_that_it_holds_the_version() {
+    for calls in [VLLM, SGLANG] {
+        let mut bench = Bench::start(calls.kind).await;
+        // The cache reset waits, so that there is a time in which the load is over and the version not yet written.
+        let cache = if calls.kind == "vllm" { "/reset_prefix_cache" } else { "/flush_cache" };
+        bench.set_faults(rule(cache, Fault::Slow { ms: 500 })).await;
+        let (job, engine) = (bench.job(2), std::sync::Arc::clone(&bench.engine));
+        let installing = tokio::spawn(async move { engine.install(&job).await });
+        until("the cache reset", || async { bench.calls().await.iter().any(|call| call.ends_with(cache)) }).await;
+        bench.restart().await;
+        assert!(installing.await.unwrap().is_err());
+        assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Startup, "{}", calls.kind);
+        assert_eq!(bench.digest().await, bench.fresh_digest(1).await, "{}", calls.kind);
+    }
+}
+
+#[tokio::test]
+async fn a_version_that_lacks_a_tensor_is_refused_before_anything_is_touched() {
+    for calls in [VLLM, SGLANG] {
+        let bench = Bench::start(calls.kind).await;
+        let directory = bench.folder.path().join("partial");
+        write_checkpoint(&directory, &TENSORS[..3], 9);
+        let mut job = bench.job(2);
+        (job.directory, job.local_directory) = (directory.clone(), directory);
+        let error = bench.engine.install(&job).await.unwrap_err();
+        assert_eq!((error.step, error.dirty), ("start", false), "{error}");
+        assert!(error.to_string().contains("norm.weight"), "{error}");
+        assert!(!bench.calls().await.iter().any(|call| call.starts_with("POST")), "{}", calls.kind);
+    }
+}
+
+#[tokio::test]
+async fn a_cancelled_install_ends_before_the_load_and_not_in_it() {
+    for calls in [VLLM, SGLANG] {
+        let bench = Bench::start(calls.kind).await;
+        bench.set_faults(rule(calls.pause, Fault::Hang)).await;
+        let job = bench.job(2);
+        let (installed, ()) = tokio::join!(bench.engine.install(&job), async {
+            until("the pause", || async { bench.calls().await.iter().any(|call| call.ends_with(calls.pause)) }).await;
+            job.cancel.cancel();
+        });
+        let error = installed.unwrap_err();
+        assert!(matches!(error.source, EngineError::Cancelled) && !error.dirty, "{error}");
+        assert_untouched(&bench, calls.kind).await;
+
+        bench.set_faults(Faults { load_ms: 200, ..Faults::default() }).await;
+        let job = bench.job(2);
+        let before = bench.calls().await.len();
+        let (installed, ()) = tokio::join!(bench.engine.install(&job), async {
+            until("the load", || async { bench.calls().await[before..].iter().any(|call| call.ends_with(calls.load)) }).await;
+            job.cancel.cancel();
+        });
+        installed.unwrap();
+        assert_eq!(bench.digest().await, bench.fresh_digest(2).await);
+    }
+}
+
+#[tokio::test]
+async fn an_install_goes_on_when_its_caller_goes_away() {
+    let bench = Bench::start_with("vllm", Faults { load_ms: 200, ..Faults::default() }, |_| {}).await;
+    let job = bench.job(2);
+    tokio::select! {
+        _ = bench.engine.install(&job) => panic!("the load takes longer"),
+        () = until("the load", || async { bench.calls().await.iter().any(|call| call.ends_with("/collective_rpc")) }) => {}
+    }
+    // The next to change the engine waits for it.
+    bench.engine.resume(SOON).await.unwrap();
+    assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(job.version));
+    assert!(!bench.is_paused().await);
+}
+
+#[tokio::test]
+async fn a_failed_load_under_external_pause_is_paused_by_us() {
+    let bench = Bench::start("vllm").await;
+    bench.set_faults(Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }).await;
+    let mut job = bench.job(2);
+    job.pause = PausePolicy::External;
+    assert!(bench.engine.install(&job).await.unwrap_err().dirty);
+    assert_dirty_until_fed(&bench, "a mixture must not serve, whoever pauses otherwise").await;
+}

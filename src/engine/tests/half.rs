@@ -1,0 +1,72 @@
+//! Engines that hold half an update: who finds them, and the ways out.
+
+use super::support::{Bench, SOON, adapter, held};
+use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault};
+use crate::engine::{Holding, Resumed};
+
+async fn half_updated() -> Bench {
+    let bench = Bench::start("vllm").await;
+    bench.set_faults(Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }).await;
+    assert!(bench.engine.install(&bench.job(2)).await.unwrap_err().dirty);
+    bench.set_faults(Faults::default()).await;
+    bench
+}
+
+#[tokio::test]
+async fn another_life_of_the_agent_finds_half_an_update_and_does_not_resume_it() {
+    let bench = half_updated().await;
+    let successor = adapter("vllm", &bench.simulator.url(), None, None);
+    assert_eq!(successor.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(2)));
+    assert_eq!(successor.resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(held(2)));
+    assert!(bench.is_paused().await);
+    successor.install(&bench.job(3)).await.unwrap();
+    assert_eq!(bench.digest().await, bench.fresh_digest(3).await);
+}
+
+#[tokio::test]
+async fn an_engine_that_cannot_be_fed_is_put_back_to_the_weights_it_started_with() {
+    let bench = half_updated().await;
+    bench.engine.put_back(SOON).await.unwrap();
+    assert!(!bench.is_paused().await);
+    assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Startup);
+    assert_eq!(bench.digest().await, bench.fresh_digest(1).await);
+    bench.complete("it answers again", 4).await;
+}
+
+#[tokio::test]
+async fn an_engine_that_cannot_even_be_put_back_ends_its_requests_and_stays_paused() {
+    let bench = half_updated().await;
+    let fault = FaultRule { path: "/collective_rpc".into(), after: 0, times: None, fault: Fault::unavailable() };
+    bench.set_faults(Faults { rules: vec![fault], ..Faults::default() }).await;
+    let (answer, put_back) = tokio::join!(bench.complete("a client that waits", 4), async {
+        super::support::until("the request", || async { bench.get("/simulator/digest").await["requests"] == serde_json::json!(1) }).await;
+        bench.engine.put_back(SOON).await
+    });
+    assert!(put_back.is_err());
+    assert_eq!(answer["finish_reason"], "abort", "the client does not wait for ever");
+    assert!(bench.is_paused().await);
+    assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(2)));
+}
+
+#[tokio::test]
+async fn generating_with_half_an_update_is_what_the_pause_prevents() {
+    let mut bench = half_updated().await;
+    super::support::post(&format!("{}/resume", bench.simulator.url()), &serde_json::json!({})).await;
+    let body = serde_json::json!({"model": "model", "prompt": "x"});
+    let (status, _) = super::support::post(&format!("{}/v1/completions", bench.simulator.url()), &body).await;
+    assert_eq!(status, 500, "vLLM's core breaks down");
+    bench.simulator.ended().await;
+}
+
+#[tokio::test]
+async fn put_back_of_an_engine_at_its_start_up_weights_only_resumes_it() {
+    for kind in ["vllm", "sglang"] {
+        let bench = Bench::start(kind).await;
+        bench.engine.put_back(SOON).await.unwrap();
+        assert_eq!(bench.digest().await, bench.fresh_digest(1).await);
+        bench.engine.install(&bench.job(2)).await.unwrap();
+        bench.engine.put_back(SOON).await.unwrap();
+        assert_eq!(bench.digest().await, bench.fresh_digest(1).await, "{kind}");
+        assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Startup, "{kind}");
+    }
+}

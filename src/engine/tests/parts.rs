@@ -1,0 +1,116 @@
+//! The pieces of this room by themselves: labels, keys, the registry, comparisons, faults.
+
+use proptest::prelude::*;
+
+use super::support::held;
+use crate::engine::fit::compare;
+use crate::engine::simulator::{Fault, FaultRule, Faults, Simulator, SimulatorOptions};
+use crate::engine::{ApiKey, EngineConfig, EngineError, Holding, connect, kinds};
+use crate::protocol::HeldVersion;
+use crate::weights::{Dtype, TensorSpec};
+
+proptest! {
+    #[test]
+    fn what_is_written_into_an_engine_is_read_back(version in any::<u64>(), digest in "[0-9a-f]{64}", half in any::<bool>()) {
+        let version = HeldVersion { version, manifest: digest };
+        let holding = if half { Holding::HalfAnUpdate(version) } else { Holding::Version(version) };
+        prop_assert_eq!(Holding::parse(&holding.text()), holding);
+    }
+
+    #[test]
+    fn any_text_of_another_program_is_foreign_and_kept(text in "\\PC{0,80}") {
+        let holding = Holding::parse(&text);
+        prop_assert_eq!(holding.text(), text);
+    }
+}
+
+#[test]
+fn texts_that_only_look_like_ours_are_foreign() {
+    let digest = held(1).manifest;
+    let upper = digest.to_uppercase();
+    for text in
+        ["7", "7+abc", &format!("+7+{digest}"), &format!("-7+{digest}"), &format!("7+{digest}0"), &format!("7+{upper}"), "installing:", ""]
+    {
+        assert_eq!(Holding::parse(text), Holding::Foreign(text.to_owned()), "{text}");
+    }
+}
+
+#[test]
+fn the_registry_names_what_there_is() {
+    let config = |kind: &str, url: &str| EngineConfig { kind: kind.into(), url: url.into(), api_key: None, served_model: None };
+    for kind in kinds() {
+        assert_eq!(connect(config(kind, "http://127.0.0.1:8000")).unwrap().kind(), kind);
+    }
+    let error = connect(config("vlm", "http://127.0.0.1:8000")).err().unwrap().to_string();
+    assert!(error.contains("vllm, sglang"), "{error}");
+    for url in ["https://127.0.0.1:8000", "127.0.0.1:8000", "http://127.0.0.1:8000/v1", "http://", "http://h/?a=b"] {
+        assert!(matches!(connect(config("vllm", url)), Err(EngineError::Unsupported { .. })), "{url}");
+    }
+}
+
+#[test]
+fn a_key_that_no_header_can_carry_is_refused_without_printing_it() {
+    for text in ["", "  \n", "two words", "línea", "a\tb"] {
+        let error = ApiKey::new(text).unwrap_err().to_string();
+        assert!(text.trim().is_empty() || !error.contains(text.trim()), "{error}");
+    }
+    assert!(ApiKey::from_env("WEIGHTSYNC_TEST_KEY_THAT_NOBODY_SETS").unwrap().is_none());
+    let missing = ApiKey::from_file(std::path::Path::new("/nonexistent/key")).unwrap_err().to_string();
+    assert!(missing.contains("/nonexistent/key"), "{missing}");
+}
+
+fn specs(tensors: &[(&str, &[u64])]) -> Vec<TensorSpec> {
+    let spec =
+        |(name, shape): &(&str, &[u64])| TensorSpec { name: (*name).into(), dtype: Dtype::BF16, shape: shape.to_vec(), load_unit: None };
+    tensors.iter().map(spec).collect()
+}
+
+#[test]
+fn a_version_must_bring_every_tensor_of_the_served_checkpoint_and_no_other() {
+    let served = specs(&[("a", &[2, 3]), ("b", &[4]), ("lm_head.weight", &[5])]);
+    compare(&served, &served, false).unwrap();
+    compare(&served, &served[..2], true).unwrap();
+    for (version, named) in [
+        (specs(&[("a", &[2, 3]), ("lm_head.weight", &[5])]), "lacks b"),
+        (specs(&[("a", &[2, 3]), ("b", &[4]), ("c", &[1]), ("lm_head.weight", &[5])]), "brings the unknown c"),
+        (specs(&[("a", &[3, 2]), ("b", &[4]), ("lm_head.weight", &[5])]), "a ([3, 2], not [2, 3])"),
+        (specs(&[("a", &[2, 3]), ("b", &[4])]), "lacks lm_head.weight"),
+    ] {
+        let error = compare(&served, &version, false).unwrap_err().to_string();
+        assert!(error.contains(named), "{error}");
+    }
+    let many = specs(&[("a", &[1]), ("b", &[1]), ("c", &[1]), ("d", &[1]), ("e", &[1])]);
+    let error = compare(&many, &[], false).unwrap_err().to_string();
+    assert!(error.contains("lacks a, b, c and 2 more"), "{error}");
+}
+
+#[tokio::test]
+async fn faults_are_set_as_json_and_nonsense_is_refused() {
+    let folder = tempfile::TempDir::new().unwrap();
+    super::support::write_checkpoint(folder.path(), &super::support::TENSORS, 1);
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let simulator = Simulator::start(SimulatorOptions::new("vllm", folder.path().into()), listener).await.unwrap();
+    let url = format!("{}/simulator/faults", simulator.url());
+    let (status, answer) = super::support::post(&url, &serde_json::json!({"loadMz": 1})).await;
+    assert_eq!(status, 400, "{answer}");
+    let rule = |after, times| FaultRule { path: "/version".into(), after, times, fault: Fault::unavailable() };
+    let faults = Faults { rules: vec![rule(1, Some(1))], load_ms: 5, ..Faults::default() };
+    let (status, answer) = super::support::post(&url, &serde_json::to_value(&faults).unwrap()).await;
+    assert_eq!((status, serde_json::from_value::<Faults>(answer).unwrap()), (200, faults));
+    let mut statuses = Vec::new();
+    for _ in 0..3 {
+        let reply = super::support::client().get(format!("{}/version", simulator.url())).send().await.unwrap();
+        statuses.push(reply.status().as_u16());
+    }
+    assert_eq!(statuses, [200, 503, 200], "one call passes, one is spoiled, the rest pass");
+}
+
+#[tokio::test]
+async fn a_simulator_of_an_unknown_engine_or_without_a_model_says_so() {
+    let listener = || async { tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap() };
+    let folder = tempfile::TempDir::new().unwrap();
+    let unknown = Simulator::start(SimulatorOptions::new("trt", folder.path().into()), listener().await).await.err().unwrap();
+    assert!(unknown.to_string().contains("trt"), "{unknown}");
+    let empty = Simulator::start(SimulatorOptions::new("vllm", folder.path().into()), listener().await).await.err().unwrap();
+    assert!(empty.to_string().contains("model cannot be loaded"), "{empty}");
+}

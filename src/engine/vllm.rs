@@ -1,0 +1,226 @@
+//! vLLM 0.32, unmodified, with `VLLM_SERVER_DEV_MODE=1`: weights by `reload_weights` from a directory.
+//!
+//! Decides paths, bodies and which reply means success. All facts are from the wheel of 0.32.0 (`entrypoints/rl/online/api_router.py`,
+//! `entrypoints/serve/dev`) and were seen on the running server (`tests/engine`). Two of them shape this file: after a reload that failed
+//! in the middle the next one replays what the first had buffered and fails or loads a mixture, until an empty reload closes it
+//! (`model_executor/model_loader/reload/layerwise.py`); and `/health` says 200 while the engine core is stuck.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use serde_json::{Value, json};
+
+use super::adapter::Adapter;
+use super::http::{Answer, EngineHttp, Reply, Until};
+use super::server::Server;
+use super::{Engine, EngineConfig, EngineError, Holding};
+use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+
+const KIND: &str = "vllm";
+/// Between two tries to empty a cache that something still holds.
+const CACHE_RETRY: Duration = Duration::from_millis(50);
+
+/// The adapter for a vLLM server.
+pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
+    let server = Vllm { http: EngineHttp::new(&config)? };
+    Ok(Arc::new(Adapter::new(server, config.served_model)))
+}
+
+struct Vllm {
+    http: EngineHttp,
+}
+
+impl Vllm {
+    async fn get(&self, path: &str, until: Until) -> Result<Answer, EngineError> {
+        self.http.get(path, until).await?.json()
+    }
+
+    /// POST that must answer 200 with `field` being `value`.
+    async fn post(&self, path: &str, body: Option<&Value>, success: (&str, Value), until: Until) -> Result<(), EngineError> {
+        self.http.post(path, body, until).await?.json()?.must(success.0, &success.1).map(drop)
+    }
+
+    /// A call to every worker of the engine; success is one `null` for each, and at least one.
+    async fn reload_weights(&self, arguments: Value, until: Until) -> Result<(), EngineError> {
+        let body = json!({"method": "reload_weights", "kwargs": arguments});
+        let answer = self.http.post("/collective_rpc", Some(&body), until).await?.json()?;
+        let all_null = answer
+            .value()
+            .get("results")
+            .and_then(Value::as_array)
+            .is_some_and(|results| !results.is_empty() && results.iter().all(Value::is_null));
+        if all_null { Ok(()) } else { Err(answer.not_success()) }
+    }
+
+    /// Name and path of the model that the server serves (`/v1/models`; adapters have a parent).
+    async fn served(&self, until: Until) -> Result<(String, String), EngineError> {
+        let reply = self.http.get("/v1/models", until).await?;
+        if matches!(reply.status(), 401 | 403) {
+            return Err(unsupported(
+                format!("{} refuses the API key", self.http.url()),
+                "give the key that the server was started with (--api-key) as the engine's apiKeySecretRef",
+            ));
+        }
+        let answer = reply.json()?;
+        let models = answer.field("data")?.as_array().into_iter().flatten();
+        let model = models.into_iter().find(|model| model.get("parent").is_none_or(Value::is_null));
+        let text = |name: &str| model.and_then(|model| model.get(name)).and_then(Value::as_str).map(str::to_owned);
+        match (text("id"), text("root")) {
+            (Some(id), Some(root)) => Ok((id, root)),
+            _ => Err(answer.bad("it names no model".to_owned())),
+        }
+    }
+
+    /// A route that only a server with weight updates has.
+    async fn needed(&self, reply: Reply, option: &str) -> Result<Reply, EngineError> {
+        match reply.status() {
+            404 | 405 => Err(unsupported(format!("{} has no routes for weight updates", self.http.url()), option)),
+            _ => Ok(reply),
+        }
+    }
+}
+
+fn unsupported(what: String, next_step: &str) -> EngineError {
+    EngineError::Unsupported { what, next_step: next_step.to_owned() }
+}
+
+const DEV_MODE: &str = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment";
+const NEWER: &str = "use vLLM 0.32 or newer";
+
+#[async_trait]
+impl Server for Vllm {
+    fn kind(&self) -> &'static str {
+        KIND
+    }
+
+    fn url(&self) -> &str {
+        self.http.url()
+    }
+
+    fn accepts(&self, _: PausePolicy, _: KvCachePolicy) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    async fn facts(&self, until: Until) -> Result<EngineFacts, EngineError> {
+        self.http.get("/health", until).await?.ok()?;
+        let version = self.needed(self.http.get("/version", until).await?, "give the address of a vLLM server").await?;
+        let server_version = version.json()?.string("version")?;
+        self.served(until).await?;
+        self.needed(self.http.get("/is_paused", until).await?, DEV_MODE).await?.json()?;
+        // Without a method the route says 400 and does nothing; 404 is what a server without dev mode says.
+        let probe = self.needed(self.http.post("/collective_rpc", Some(&json!({})), until).await?, DEV_MODE).await?;
+        if probe.status() != 400 {
+            return Err(probe.into_status());
+        }
+        self.needed(self.http.get("/weight_info", until).await?, NEWER).await?.json()?.string("weight_version")?;
+        let size = self.needed(self.http.get("/get_world_size?include_dp=true", until).await?, NEWER).await?.json()?;
+        let ranks = size.field("world_size")?.as_u64().and_then(|ranks| u32::try_from(ranks).ok()).filter(|ranks| *ranks > 0);
+        Ok(EngineFacts {
+            kind: KIND.to_owned(),
+            server_version,
+            size: ranks.ok_or_else(|| size.bad("its world size is no count of ranks".to_owned()))?,
+            url: self.http.url().to_owned(),
+            delivery: "reload_weights from a directory".to_owned(),
+            // `weight_versions` spans on /inference/v1/generate.
+            answer_version: "token".to_owned(),
+        })
+    }
+
+    async fn front(&self, until: Until) -> Result<(), EngineError> {
+        self.http.get("/health", until).await?.ok()
+    }
+
+    async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
+        self.front(until).await?;
+        let reply = self.http.get("/metrics", until).await?;
+        if reply.status() == 404 {
+            return Ok("unknown".to_owned());
+        }
+        let metrics = reply.text()?;
+        let started = metrics.lines().find_map(|line| line.strip_prefix("process_start_time_seconds "));
+        Ok(started.map_or("unknown", str::trim).to_owned())
+    }
+
+    async fn holding(&self, until: Until) -> Result<Holding, EngineError> {
+        Ok(Holding::parse(&self.get("/weight_info", until).await?.string("weight_version")?))
+    }
+
+    async fn write(&self, holding: &Holding, until: Until) -> Result<(), EngineError> {
+        let text = holding.text();
+        let answer = self.http.post("/update_weight_version", Some(&json!({"new_version": text})), until).await?.json()?;
+        answer.must("success", &Value::Bool(true))?.must("new_version", &Value::String(text)).map(drop)
+    }
+
+    async fn pause(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError> {
+        // A request that is kept keeps its cache; it is emptied after the load. Caches of ended requests can go at once.
+        let path = match (pause, kv_cache) {
+            (PausePolicy::Keep | PausePolicy::External, _) => "/pause?mode=keep&clear_cache=false",
+            (PausePolicy::Drain, KvCachePolicy::Reset) => "/pause?mode=wait&clear_cache=true",
+            (PausePolicy::Drain, KvCachePolicy::Keep) => "/pause?mode=wait&clear_cache=false",
+            (PausePolicy::Abort, KvCachePolicy::Reset) => "/pause?mode=abort&clear_cache=true",
+            (PausePolicy::Abort, KvCachePolicy::Keep) => "/pause?mode=abort&clear_cache=false",
+        };
+        self.post(path, None, ("status", json!("paused")), until).await
+    }
+
+    async fn is_paused(&self, until: Until) -> Result<bool, EngineError> {
+        let answer = self.get("/is_paused", until).await?;
+        answer.field("is_paused")?.as_bool().ok_or_else(|| answer.bad("\"is_paused\" is neither true nor false".to_owned()))
+    }
+
+    async fn unpause(&self, until: Until) -> Result<(), EngineError> {
+        self.post("/resume", None, ("status", json!("resumed")), until).await
+    }
+
+    async fn load(&self, directory: &Path, until: Until) -> Result<(), EngineError> {
+        self.reload_weights(json!({"weights_path": directory.to_string_lossy()}), until).await
+    }
+
+    /// Loads an empty list of weights: what the failed reload had buffered is dropped, layers that it never reached get their old values
+    /// back, and the loaders are whole again (`finalize_layerwise_reload`, which only a reload that succeeds runs).
+    async fn clear_failed_load(&self, until: Until) -> Result<(), EngineError> {
+        self.reload_weights(json!({"weights_iterator": []}), until).await
+    }
+
+    async fn reset_cache(&self, until: Until) -> Result<(), EngineError> {
+        // Requests that are kept are preempted and computed anew; caches of KV connectors are as stale as the local one.
+        let path = "/reset_prefix_cache?reset_running_requests=true&reset_external=true";
+        loop {
+            match self.post(path, None, ("success", Value::Bool(true)), until).await {
+                // Blocks still held, e.g. by an offload under way: "callers may retry".
+                Err(EngineError::NotSuccess { .. } | EngineError::Status { status: 500, .. }) if until.left() > CACHE_RETRY => {
+                    tokio::time::sleep(CACHE_RETRY).await;
+                }
+                done => return done,
+            }
+        }
+    }
+
+    async fn generate(&self, until: Until) -> Result<(), EngineError> {
+        let (model, _) = self.served(until).await?;
+        let body = json!({"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0, "logprobs": 0});
+        let reply = self.http.post("/v1/completions", Some(&body), until).await?;
+        if matches!(reply.status(), 400 | 404 | 405 | 501) {
+            // A server that generates no text, or allows no log-probs, says nothing about its life here.
+            return Ok(());
+        }
+        let answer = reply.json()?;
+        let choice = answer.value().pointer("/choices/0");
+        let probability = choice.and_then(|choice| choice.pointer("/logprobs/token_logprobs/0")).and_then(Value::as_f64);
+        if probability.is_some_and(f64::is_finite) {
+            Ok(())
+        } else {
+            Err(answer.bad("it generated no token with a finite log-prob".to_owned()))
+        }
+    }
+
+    async fn abort_all(&self, until: Until) -> Result<(), EngineError> {
+        self.pause(PausePolicy::Abort, KvCachePolicy::Keep, until).await
+    }
+
+    async fn startup_checkpoint(&self, until: Until) -> Result<String, EngineError> {
+        Ok(self.served(until).await?.1)
+    }
+}
