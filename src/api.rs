@@ -17,10 +17,12 @@ mod pool;
 mod selector;
 mod spec;
 mod status;
+#[cfg(test)]
+mod tests;
 mod validate;
 
 pub use crd::{crd, crd_yaml, prune, schema, unknown_fields};
-pub use pods::{not_ready, pod_facts};
+pub use pods::{CONTAINER_ANNOTATION, container_name, not_ready, pod_facts};
 pub use policy::{
     Agent, Auto, BeforeFirstVersion, Health, Join, KvCache, Launch, Membership, Pause, Readiness, Retain, Tcp, Transport, Update,
 };

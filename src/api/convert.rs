@@ -44,10 +44,13 @@ impl WeightSyncSpec {
     pub fn min_ready(&self, total: u32) -> u32 {
         let wanted = match &self.membership.min_ready {
             IntOrString::Int(number) => count(*number),
-            IntOrString::String(text) => {
-                let percent: u64 = text.strip_suffix('%').and_then(|percent| percent.parse().ok()).unwrap_or(100);
-                u32::try_from((u64::from(total) * percent).div_ceil(100)).unwrap_or(u32::MAX)
-            }
+            IntOrString::String(text) => match text.strip_suffix('%') {
+                Some(percent) => {
+                    let percent: u64 = percent.parse().unwrap_or(100);
+                    u32::try_from((u64::from(total) * percent).div_ceil(100)).unwrap_or(u32::MAX)
+                }
+                None => text.parse().unwrap_or(u32::MAX),
+            },
         };
         wanted.max(1)
     }

@@ -41,6 +41,16 @@ pub fn pod_facts(pod: &Pod, unready: Option<String>) -> PodFacts {
     }
 }
 
+/// Annotation that names the container of the engine or trainer; the same one that steers injection.
+pub const CONTAINER_ANNOTATION: &str = "weightsync.dev/container";
+
+/// Name of the container that is meant: the one that the spec names, the one that the pod's annotation names, or the first.
+pub fn container_name(pod: &Pod, named: Option<&str>) -> Option<String> {
+    let annotated = pod.metadata.annotations.as_ref().and_then(|annotations| annotations.get(CONTAINER_ANNOTATION));
+    let first = pod.spec.as_ref().and_then(|spec| spec.containers.first()).map(|container| &container.name);
+    named.map(str::to_owned).or_else(|| annotated.or(first).cloned())
+}
+
 /// Why the kubelet says that a pod is not ready; `None` when it is. A readiness that an update of ours took away is no reason to leave
 /// the pod out: that is the caller's to know.
 pub fn not_ready(pod: &Pod) -> Option<String> {

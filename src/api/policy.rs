@@ -68,8 +68,8 @@ pub struct Health {
 pub struct Membership {
     /// Replicas that must hold a version for it to count: a number, or a share of all replicas such as `50%`, rounded up.
     #[serde(default = "one_replica")]
-    #[x_kube(validation = Rule::new("type(self) == int ? self >= 1 && self <= 65536 : self.matches('^([1-9][0-9]?|100)%$')")
-        .message("minReady must be a number from 1 to 65536, or a percentage from \"1%\" to \"100%\""))]
+    #[x_kube(validation = Rule::new("string(self).matches('^([1-9][0-9]{0,4}|([1-9][0-9]?|100)%)$')")
+        .message("minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\""))]
     pub min_ready: IntOrString,
 
     /// When a replica that is not in the group may enter it: `Immediate`, or with the `NextVersion`.

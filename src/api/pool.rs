@@ -20,9 +20,10 @@ pub struct Pool {
     /// Its pods. They carry the label `weightsync.dev/role: rollout`.
     pub selector: PodSelector,
 
-    /// Container that runs the engine.
+    /// Container that runs the engine. If left out: the one that the pod's annotation `weightsync.dev/container` names, or else the first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
-    pub container: String,
+    pub container: Option<String>,
 
     /// Which engine, and where it listens.
     pub engine: Engine,
@@ -170,7 +171,7 @@ pub struct Head {
 #[x_kube(validation = Rule::new("!has(self.names) || self.names.all(n, self.names.exists_one(m, m == n))")
     .message("order.names must not list a pod twice"))]
 pub struct PoolOrder {
-    /// What the order goes by.
+    /// What the order goes by: `Name`, `Ordinal` (StatefulSet ordinal or Job completion index), `Label` or `Explicit` (a list of names).
     #[serde(default)]
     pub by: OrderBy,
 

@@ -35,7 +35,7 @@ pub struct SelectorRequirement {
     #[schemars(length(min = 1, max = 317))]
     pub key: String,
 
-    /// What is asked of it.
+    /// What is asked of it: `In` (it has one of the values), `NotIn` (it is absent or has none of them), `Exists` or `DoesNotExist`.
     pub operator: SelectorOperator,
 
     /// Values, for `In` and `NotIn`.

@@ -138,7 +138,7 @@ pub struct Trainer {
     /// Its pods. They carry the label `weightsync.dev/role: trainer`.
     pub selector: PodSelector,
 
-    /// Container that runs the trainer. The first one if left out.
+    /// Container that runs the trainer. If left out: the one that the pod's annotation `weightsync.dev/container` names, or else the first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
     pub container: Option<String>,
@@ -161,7 +161,8 @@ pub struct Trainer {
 #[x_kube(validation = Rule::new("!has(self.firstIndex) || self.by in ['Ordinal', 'Label']")
     .message("order.firstIndex has a meaning only when order.by is Ordinal or Label"))]
 pub struct TrainerOrder {
-    /// What the order goes by.
+    /// What the order goes by: `Ordinal` (StatefulSet ordinal or Job completion index), `Name`, `Label` (an integer label value) or
+    /// `Explicit` (a list of names).
     pub by: TrainerOrderBy,
 
     /// Label whose value, an integer, gives the order.

@@ -102,7 +102,8 @@ fn check_pool(problems: &mut Problems, field: &str, pool: &Pool) {
         "the name trainer is taken by the trainer's own pods: choose another",
     );
     selector(problems, &format!("{field}.selector"), &pool.selector);
-    problems.expect(!pool.container.is_empty(), &format!("{field}.container"), "the engine's container must be named");
+    let container = pool.container.as_deref().is_none_or(is_dns_label);
+    problems.expect(container, &format!("{field}.container"), "a container's name is made of a-z, 0-9 and -, at most 63 of them");
     let server = pool.engine.server();
     problems.expect(server.is_some(), &format!("{field}.engine"), "exactly one engine must be given: vllm or sglang");
     if let Some(server) = server {
@@ -165,11 +166,11 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
     problems.range("spec.health.successThreshold", health.success_threshold.into(), 1, 100);
     problems.expect(
         match &spec.membership.min_ready {
-            IntOrString::Int(number) => (1..=65_536).contains(number),
-            IntOrString::String(text) => is_percentage(text),
+            IntOrString::Int(number) => (1..=99_999).contains(number),
+            IntOrString::String(text) => is_count_or_percentage(text),
         },
         "spec.membership.minReady",
-        "minReady must be a number from 1 to 65536, or a percentage from \"1%\" to \"100%\"",
+        "minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
     );
     problems.range("spec.membership.debounceSeconds", spec.membership.debounce_seconds.into(), 0, 600);
     let update = &spec.update;
@@ -199,8 +200,8 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
     );
 }
 
-/// `1%` to `100%`, without a leading zero.
-fn is_percentage(text: &str) -> bool {
-    let Some(digits) = text.strip_suffix('%') else { return false };
-    !digits.starts_with(['0', '+']) && digits.parse::<u8>().is_ok_and(|percent| (1..=100).contains(&percent))
+/// `1` to `99999` or `1%` to `100%`, without a leading zero.
+fn is_count_or_percentage(text: &str) -> bool {
+    let (digits, most) = text.strip_suffix('%').map_or((text, 99_999), |digits| (digits, 100));
+    !digits.starts_with(['0', '+']) && digits.parse::<u32>().is_ok_and(|number| (1..=most).contains(&number))
 }

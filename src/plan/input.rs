@@ -91,8 +91,8 @@ pub struct PoolSpec {
     pub name: String,
     /// Its pods.
     pub selector: Selector,
-    /// Container of the engine.
-    pub container: String,
+    /// Container of the engine; none when any will do.
+    pub container: Option<String>,
     /// Ports of engines in one pod; each is a replica of its own.
     pub ports: Vec<u16>,
     /// Parallel sizes of one replica.

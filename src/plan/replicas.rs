@@ -78,7 +78,7 @@ fn single_pods<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut Vec<Le
                 _ => format!("{}/{}:{port}", pool.name, pod.name),
             };
             let unit = Unit { name: MemberName(name), head: pod, pods: vec![pod.to_ref()], port: *port };
-            match unfit(pod, Some(&pool.container)) {
+            match unfit(pod, pool.container.as_deref()) {
                 None => units.push(unit),
                 Some((code, message)) => left_out.push(unit.left_out(code, message)),
             }
@@ -149,7 +149,7 @@ fn whole<'a>(
     }
     // Only the head runs the engine's server, so only there must the container of the spec exist.
     for pod in &live {
-        if let Some(reason) = unfit(pod, is_head(pod).then_some(&pool.container)) {
+        if let Some(reason) = unfit(pod, pool.container.as_deref().filter(|_| is_head(pod))) {
             return Err(reason);
         }
     }

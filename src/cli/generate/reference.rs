@@ -52,9 +52,12 @@ impl Page {
     fn object(&mut self, path: &str, schema: &Value) {
         self.line(&format!("## `{path}`\n"));
         self.line(&sentence(schema));
-        let rules = schema.get("x-kubernetes-validations").and_then(Value::as_array);
-        for rule in rules.into_iter().flatten() {
-            self.line(&format!("\n- Rule: {}.", message(rule)));
+        let rules: Vec<&Value> = schema.get("x-kubernetes-validations").and_then(Value::as_array).into_iter().flatten().collect();
+        if !rules.is_empty() {
+            self.line("\nRules:\n");
+        }
+        for rule in rules {
+            self.line(&format!("- {}", message(rule)));
         }
         self.line("\n| field | type | default | description |\n|---|---|---|---|");
         let required: Vec<&str> =
@@ -65,7 +68,9 @@ impl Page {
             if required.contains(&name.as_str()) {
                 text.insert_str(0, "*Required.* ");
             }
-            for rule in field.get("x-kubernetes-validations").and_then(Value::as_array).into_iter().flatten() {
+            // The rules of an object stand above its own table.
+            let rules = field.get("x-kubernetes-validations").filter(|_| field.get("properties").is_none()).and_then(Value::as_array);
+            for rule in rules.into_iter().flatten() {
                 let _ = write!(text, " Rule: {}.", message(rule));
             }
             let default = field.get("default").map(|default| format!("`{default}`")).unwrap_or_default();
@@ -102,13 +107,7 @@ fn kind(schema: &Value) -> String {
         return "integer or string".to_owned();
     }
     if let Some(words) = schema.get("enum").and_then(Value::as_array) {
-        return words
-            .iter()
-            .filter_map(Value::as_str)
-            .map(|word| format!("`{word}`"))
-            .collect::<Vec<_>>()
-            .join(" \\| ")
-            .replace("\\|", "or");
+        return words.iter().filter_map(Value::as_str).map(|word| format!("`{word}`")).collect::<Vec<_>>().join(" or ");
     }
     let word = schema.get("type").and_then(Value::as_str).unwrap_or("any");
     let number = |key: &str| schema.get(key).filter(|limit| limit.is_number()).map(ToString::to_string);

@@ -60,7 +60,7 @@ pub(super) fn pool() -> PoolSpec {
     PoolSpec {
         name: "actors".to_owned(),
         selector: selector("app", "actor"),
-        container: "engine".to_owned(),
+        container: Some("engine".to_owned()),
         ports: vec![8000],
         parallelism: Parallelism::default(),
         group: None,

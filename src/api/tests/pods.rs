@@ -1,0 +1,90 @@
+//! Pods as the plan sees them.
+
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+
+use crate::api::{container_name, not_ready, pod_facts};
+use crate::plan::PodPhase;
+
+fn pod(value: Value) -> Pod {
+    let mut object = json!({
+        "metadata": {"name": "actor-3", "uid": "u", "labels": {"app": "actor"}},
+        "spec": {"nodeName": "n", "containers": [{"name": "engine"}, {"name": "proxy"}], "initContainers": [{"name": "setup"}]},
+        "status": {"phase": "Running"},
+    });
+    for (key, value) in value.as_object().unwrap() {
+        for (inner, value) in value.as_object().unwrap() {
+            object[key][inner] = value.clone();
+        }
+    }
+    serde_json::from_value(object).unwrap()
+}
+
+fn owner(kind: &str, name: &str) -> Value {
+    json!([{"apiVersion": "apps/v1", "kind": kind, "name": name, "uid": "o", "controller": true}])
+}
+
+#[test]
+fn the_usual_facts_are_read() {
+    let facts = pod_facts(&pod(json!({})), Some("why".to_owned()));
+    assert_eq!((facts.name.as_str(), facts.uid.as_str(), facts.node.as_deref()), ("actor-3", "u", Some("n")));
+    assert_eq!(facts.labels["app"], "actor");
+    assert_eq!(facts.containers.into_iter().collect::<Vec<_>>(), ["engine", "proxy"], "init containers run no engine");
+    assert_eq!(facts.unready.as_deref(), Some("why"));
+}
+
+#[test]
+fn phases_are_three() {
+    for (phase, expected) in [
+        ("Pending", PodPhase::Pending),
+        ("Running", PodPhase::Running),
+        ("Succeeded", PodPhase::Terminal),
+        ("Failed", PodPhase::Terminal),
+        ("Unknown", PodPhase::Pending),
+    ] {
+        assert_eq!(pod_facts(&pod(json!({"status": {"phase": phase}})), None).phase, expected, "{phase}");
+    }
+    let deleted = pod(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}));
+    assert!(pod_facts(&deleted, None).terminating && !pod_facts(&deleted, None).is_live());
+}
+
+#[test]
+fn an_index_comes_from_the_stateful_set_or_the_indexed_job_and_is_not_read_out_of_any_name() {
+    let index = |metadata: Value| pod_facts(&pod(json!({"metadata": metadata})), None).index;
+    assert_eq!(index(json!({})), None, "a name that ends in a number is no index");
+    assert_eq!(index(json!({"ownerReferences": owner("StatefulSet", "actor")})), Some(3));
+    assert_eq!(index(json!({"ownerReferences": owner("StatefulSet", "other")})), None);
+    assert_eq!(index(json!({"ownerReferences": owner("ReplicaSet", "actor")})), None);
+    assert_eq!(index(json!({"labels": {"apps.kubernetes.io/pod-index": "7"}})), Some(7));
+    assert_eq!(index(json!({"labels": {"batch.kubernetes.io/job-completion-index": "2"}})), Some(2));
+    assert_eq!(index(json!({"annotations": {"batch.kubernetes.io/job-completion-index": "4"}})), Some(4));
+    assert_eq!(index(json!({"labels": {"apps.kubernetes.io/pod-index": "x"}})), None);
+}
+
+#[test]
+fn a_name_is_stable_when_the_next_pod_would_have_it_too() {
+    let stable = |metadata: Value| pod_facts(&pod(json!({"metadata": metadata})), None).stable_name;
+    assert!(stable(json!({})));
+    assert!(stable(json!({"generateName": "actor-", "ownerReferences": owner("StatefulSet", "actor")})));
+    assert!(!stable(json!({"generateName": "actor-7d9f-", "ownerReferences": owner("ReplicaSet", "actor-7d9f")})));
+    assert!(!stable(json!({"generateName": "train-", "ownerReferences": owner("Job", "train")})));
+}
+
+#[test]
+fn readiness_is_the_kubelets_word_with_its_reason() {
+    let with = |condition: Value| not_ready(&pod(json!({"status": {"conditions": [condition]}})));
+    assert_eq!(with(json!({"type": "Ready", "status": "True"})), None);
+    let why = json!({"type": "Ready", "status": "False", "reason": "ContainersNotReady", "message": "engine"});
+    assert_eq!(with(why).as_deref(), Some("not ready (ContainersNotReady: engine)"));
+    assert_eq!(with(json!({"type": "Ready", "status": "False"})).as_deref(), Some("not ready"));
+    assert!(with(json!({"type": "Initialized", "status": "True"})).is_some());
+}
+
+#[test]
+fn the_container_is_the_named_the_annotated_or_the_first_one() {
+    let plain = pod(json!({}));
+    let annotated = pod(json!({"metadata": {"annotations": {"weightsync.dev/container": "proxy"}}}));
+    assert_eq!(container_name(&plain, None).as_deref(), Some("engine"));
+    assert_eq!(container_name(&annotated, None).as_deref(), Some("proxy"));
+    assert_eq!(container_name(&annotated, Some("engine")).as_deref(), Some("engine"));
+}

@@ -1,0 +1,211 @@
+//! No field that the types write is dropped by an API server, and none is written as `null`.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use k8s_openapi::jiff::Timestamp;
+use proptest::option::of;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use crate::api::*;
+
+const TEXT: &str = "[a-z]{1,8}";
+
+fn selector() -> impl Strategy<Value = PodSelector> {
+    let operator = prop::sample::select(vec![SelectorOperator::In, SelectorOperator::NotIn, SelectorOperator::Exists]);
+    let requirement = (TEXT, operator, prop::collection::vec(TEXT, 0..3));
+    let requirement = requirement.prop_map(|(key, operator, values)| SelectorRequirement { key, operator, values });
+    (prop::collection::btree_map(TEXT, TEXT, 0..3), prop::collection::vec(requirement, 0..3))
+        .prop_map(|(match_labels, match_expressions)| PodSelector { match_labels, match_expressions })
+}
+
+fn trainer() -> impl Strategy<Value = Trainer> {
+    let by = prop::sample::select(vec![TrainerOrderBy::Ordinal, TrainerOrderBy::Name, TrainerOrderBy::Label, TrainerOrderBy::Explicit]);
+    let order = (by, of(TEXT), prop::collection::vec(TEXT, 0..3), of(0..9));
+    let order = order.prop_map(|(by, label, names, first_index)| TrainerOrder { by, label, names, first_index });
+    (selector(), of(TEXT), of(order)).prop_map(|(selector, container, order)| Trainer { selector, container, order })
+}
+
+fn engine() -> impl Strategy<Value = Engine> {
+    let server = (prop::collection::vec(1..65_536, 0..3), of((TEXT, TEXT)));
+    (any::<bool>(), server).prop_map(|(vllm, (ports, key))| {
+        let api_key_secret_ref = key.map(|(name, key)| SecretKey { name, key });
+        if vllm {
+            Engine { vllm: Some(Vllm { ports, api_key_secret_ref }), sglang: None }
+        } else {
+            Engine { vllm: None, sglang: Some(Sglang { ports, api_key_secret_ref }) }
+        }
+    })
+}
+
+fn pool() -> impl Strategy<Value = Pool> {
+    let by = prop::sample::select(vec![OrderBy::Ordinal, OrderBy::Name, OrderBy::Label, OrderBy::Explicit]);
+    let order = (by, of(TEXT), prop::collection::vec(TEXT, 0..3)).prop_map(|(by, label, names)| PoolOrder { by, label, names });
+    let replica = (1..9, TEXT, TEXT, TEXT);
+    let replica = replica.prop_map(|(pods, group_label, label, value)| Replica { pods, group_label, head: Head { label, value } });
+    let sizes = [1..9, 1..9, 1..9, 1..9].prop_map(|[tensor, pipeline, data, expert]| Sizes { tensor, pipeline, data, expert });
+    (TEXT, selector(), of(TEXT), engine(), sizes, replica, order).prop_map(
+        |(name, selector, container, engine, parallelism, replica, order)| Pool {
+            name,
+            selector,
+            container,
+            engine,
+            parallelism,
+            replica,
+            order,
+        },
+    )
+}
+
+fn transport() -> impl Strategy<Value = Transport> {
+    let tcp = (any::<bool>(), of(1..99)).prop_map(|(tls, bucket_mib)| Tcp { tls, bucket_mib });
+    (any::<bool>(), of(tcp)).prop_map(|(auto, tcp)| Transport { auto: auto.then_some(Auto {}), tcp })
+}
+
+prop_compose! {
+    fn spec()(
+        trainer in trainer(),
+        rollouts in prop::collection::vec(pool(), 0..3),
+        transport in transport(),
+        suspend in any::<bool>(),
+        [period_seconds, timeout_seconds, failure_threshold, success_threshold] in [1..99, 1..99, 1..99, 1..99],
+        min_ready in prop_oneof![(1..9).prop_map(IntOrString::Int), TEXT.prop_map(IntOrString::String)],
+        join in prop::sample::select(vec![Join::Immediate, Join::NextVersion]),
+        pause in prop::sample::select(vec![Pause::Keep, Pause::Drain, Pause::Abort, Pause::External]),
+        kv_cache in prop::sample::select(vec![KvCache::Keep, KvCache::Reset]),
+        retain in of(0_i64..99),
+        launch in prop::sample::select(vec![Launch::Sidecar, Launch::Ephemeral, Launch::External]),
+        before in prop::sample::select(vec![BeforeFirstVersion::Serve, BeforeFirstVersion::Hold]),
+    ) -> WeightSyncSpec {
+        WeightSyncSpec {
+            suspend,
+            trainer,
+            rollouts,
+            delivery: Delivery::Agent,
+            transport,
+            health: Health { period_seconds, timeout_seconds, failure_threshold, success_threshold },
+            membership: Membership { min_ready, join, debounce_seconds: period_seconds },
+            update: Update {
+                pause,
+                kv_cache,
+                timeout_seconds,
+                silence_seconds: period_seconds,
+                retain: retain.map(|host_mib| Retain { host_mib }),
+            },
+            agent: Agent { launch },
+            readiness: Readiness { before_first_version: before },
+        }
+    }
+}
+
+prop_compose! {
+    fn member()(
+        name in TEXT,
+        pods in prop::collection::vec(TEXT, 0..3),
+        rank_offset in of(0..9),
+        state in prop::sample::select(vec![MemberStateName::Ready, MemberStateName::Out, MemberStateName::Dirty]),
+        version in of(0_i64..9),
+        paused in of(0_i64..9),
+        message in "[a-z]{0,4}",
+    ) -> MemberStatus {
+        let paused_until = paused.map(|seconds| Time(Timestamp::from_second(seconds).unwrap()));
+        MemberStatus { name, pods, rank_offset, size: 1, state, version, paused_until, reason: "MemberReady".to_owned(), message }
+    }
+}
+
+prop_compose! {
+    fn status()(
+        [observed_generation, epoch, term, version] in [of(0_i64..9), of(0_i64..9), of(0_i64..9), of(0_i64..9)],
+        world_size in of(0..9),
+        manifest in of(TEXT),
+        transport in of((TEXT, TEXT)),
+        update in of((TEXT, of(TEXT), any::<bool>(), prop::collection::vec((TEXT, 0_i64..9), 0..3))),
+        counts in of((0_u32..9, 0_u32..9)),
+        members in prop::collection::vec(member(), 0..3),
+        trainer in of((TEXT, TEXT)),
+        conditions in prop::collection::vec((TEXT, of(0_i64..9)), 0..3),
+    ) -> WeightSyncStatus {
+        WeightSyncStatus {
+            observed_generation,
+            conditions: conditions
+                .into_iter()
+                .map(|(word, observed_generation)| Condition {
+                    last_transition_time: Time(Timestamp::UNIX_EPOCH),
+                    message: word.clone(),
+                    observed_generation,
+                    reason: word.clone(),
+                    status: "True".to_owned(),
+                    type_: word,
+                })
+                .collect(),
+            epoch,
+            term,
+            world_size,
+            transport: transport.map(|(name, reason)| TransportStatus { name, reason }),
+            version,
+            manifest,
+            last_update: update.map(|(state, failure, feeding, phases)| LastUpdate {
+                version: 3,
+                attempt: 1,
+                state,
+                bytes: 5,
+                feeding,
+                phases: phases.into_iter().map(|(name, milliseconds)| PhaseTime { name, milliseconds }).collect(),
+                failure,
+            }),
+            replicas: counts.map(|(ready, total)| ReplicaCount::new(ready, total)),
+            members,
+            trainer: trainer.map(|(pod, uid)| TrainerStatus { pod, uid }),
+        }
+    }
+}
+
+fn nulls(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Array(items) => items.iter().any(nulls),
+        Value::Object(fields) => fields.values().any(nulls),
+        _ => false,
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn what_the_types_write_is_what_an_api_server_keeps(spec in spec(), status in of(status())) {
+        let mut object = WeightSync::new("grpo", spec);
+        object.status = status;
+        let mut written = serde_json::to_value(&object).unwrap();
+        // The types of Kubernetes write an empty metadata field or none; they are not ours to judge.
+        written["metadata"] = json!({"name": "grpo"});
+        let schema = schema().unwrap();
+        prop_assert_eq!(unknown_fields(&schema, &written), Vec::<String>::new());
+        prop_assert_eq!(&prune(&schema, &written), &written);
+        prop_assert!(!nulls(&written), "{}", written);
+        prop_assert_eq!(serde_json::from_value::<WeightSync>(written).unwrap(), object);
+    }
+}
+
+#[test]
+fn a_field_that_nobody_knows_is_dropped_and_named_by_its_path() {
+    let mut object = super::least();
+    object["spec"]["rolouts"] = json!([]);
+    object["spec"]["rollouts"][0]["engine"]["vllm"]["prots"] = json!([1]);
+    let schema = schema().unwrap();
+    assert_eq!(
+        unknown_fields(&schema, &object),
+        ["spec.rolouts", "spec.rollouts[0].engine.vllm.prots"]
+            .map(str::to_owned)
+            .into_iter()
+            .rev()
+            .collect::<std::collections::BTreeSet<_>>()
+            .into_iter()
+            .collect::<Vec<_>>()
+    );
+    assert_eq!(prune(&schema, &object), super::least());
+    let labels = BTreeMap::from([("any.key/at-all".to_owned(), "kept".to_owned())]);
+    object["spec"]["trainer"]["selector"]["matchLabels"] = json!(labels);
+    assert_eq!(prune(&schema, &object)["spec"]["trainer"]["selector"]["matchLabels"], json!(labels));
+}

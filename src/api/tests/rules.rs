@@ -1,0 +1,276 @@
+//! Each CEL rule, with an object that keeps it and one that breaks it, and the same words from the rule's twin in code.
+
+use std::collections::BTreeSet;
+
+use kube::core::cel::{ErrorKind, Validator};
+use serde_json::{Value, json};
+
+use super::least;
+use crate::api::{WeightSync, schema, validate};
+
+/// Sets the value at a JSON pointer, making objects on the way.
+fn set(object: &mut Value, pointer: &str, value: Value) {
+    let mut place = object;
+    for part in pointer.split('/').skip(1) {
+        place = match part.parse::<usize>() {
+            Ok(at) if place.is_array() => &mut place[at],
+            _ => &mut place[part],
+        };
+    }
+    *place = value;
+}
+
+fn with(changes: &[(&str, Value)]) -> Value {
+    let mut object = least();
+    for (pointer, value) in changes {
+        set(&mut object, pointer, value.clone());
+    }
+    object
+}
+
+/// Messages of the rules that the API server would report.
+fn cel(object: &Value) -> Vec<String> {
+    match Validator::new().validate(&schema().unwrap(), object, None) {
+        Ok(()) => Vec::new(),
+        Err(errors) => errors
+            .into_vec()
+            .into_iter()
+            .map(|error| {
+                assert_eq!(error.kind, ErrorKind::ValidationFailure, "{error:?}");
+                error.message
+            })
+            .collect(),
+    }
+}
+
+/// Messages of the rules in code.
+fn code(object: &Value) -> Vec<String> {
+    let object: WeightSync = serde_json::from_value(object.clone()).unwrap();
+    validate(&object.spec).into_iter().map(|problem| problem.message).collect()
+}
+
+const POOL: &str = "/spec/rollouts/0";
+
+/// What keeps and what breaks one rule.
+struct Case {
+    message: &'static str,
+    good: Vec<(&'static str, Value)>,
+    bad: Vec<(&'static str, Value)>,
+}
+
+fn case(message: &'static str, good: &[(&'static str, Value)], bad: &[(&'static str, Value)]) -> Case {
+    Case { message, good: good.to_vec(), bad: bad.to_vec() }
+}
+
+fn cases() -> Vec<Case> {
+    let order = "/spec/rollouts/0/order";
+    let trainer = "/spec/trainer/order";
+    let sizes = "/spec/rollouts/0/parallelism";
+    let selector = "/spec/trainer/selector";
+    let key = json!({"vllm": {"apiKeySecretRef": {"name": "keys", "key": "vllm"}}});
+    vec![
+        case(
+            "an empty selector would mean every pod: name at least one label in matchLabels or matchExpressions",
+            &[(selector, json!({"matchExpressions": [{"key": "app", "operator": "Exists"}]}))],
+            &[(selector, json!({"matchLabels": {}}))],
+        ),
+        case(
+            "values must be given for In and NotIn, and not for Exists and DoesNotExist",
+            &[(selector, json!({"matchExpressions": [{"key": "app", "operator": "In", "values": ["a"]}]}))],
+            &[(selector, json!({"matchExpressions": [{"key": "app", "operator": "NotIn"}]}))],
+        ),
+        case(
+            "values must be given for In and NotIn, and not for Exists and DoesNotExist",
+            &[(selector, json!({"matchExpressions": [{"key": "app", "operator": "DoesNotExist"}]}))],
+            &[(selector, json!({"matchExpressions": [{"key": "app", "operator": "Exists", "values": ["a"]}]}))],
+        ),
+        case(
+            "order.label must be given when order.by is Label, and only then",
+            &[(trainer, json!({"by": "Label", "label": "rank"}))],
+            &[(trainer, json!({"by": "Label"}))],
+        ),
+        case(
+            "order.label must be given when order.by is Label, and only then",
+            &[(order, json!({"by": "Label", "label": "rank"}))],
+            &[(order, json!({"label": "rank"}))],
+        ),
+        case(
+            "order.names must be given when order.by is Explicit, and only then",
+            &[(trainer, json!({"by": "Explicit", "names": ["b", "a"]}))],
+            &[(trainer, json!({"by": "Ordinal", "names": ["b"]}))],
+        ),
+        case(
+            "order.names must be given when order.by is Explicit, and only then",
+            &[(order, json!({"by": "Explicit", "names": ["b", "a"]}))],
+            &[(order, json!({"by": "Explicit"}))],
+        ),
+        case(
+            "order.names must not list a pod twice",
+            &[(trainer, json!({"by": "Explicit", "names": ["a"]}))],
+            &[(trainer, json!({"by": "Explicit", "names": ["a", "b", "a"]}))],
+        ),
+        case("order.names must not list a pod twice", &[], &[(order, json!({"by": "Explicit", "names": ["a", "a"]}))]),
+        case(
+            "order.firstIndex has a meaning only when order.by is Ordinal or Label",
+            &[(trainer, json!({"by": "Ordinal", "firstIndex": 3}))],
+            &[(trainer, json!({"by": "Name", "firstIndex": 0}))],
+        ),
+        case(
+            "the name trainer is taken by the trainer's own pods: choose another",
+            &[("/spec/rollouts/0/name", json!("trainers"))],
+            &[("/spec/rollouts/0/name", json!("trainer"))],
+        ),
+        case(
+            "exactly one engine must be given: vllm or sglang",
+            &[("/spec/rollouts/0/engine", json!({"sglang": {"ports": [1]}}))],
+            &[("/spec/rollouts/0/engine", json!({}))],
+        ),
+        case("exactly one engine must be given: vllm or sglang", &[], &[("/spec/rollouts/0/engine", json!({"vllm": {}, "sglang": {}}))]),
+        case(
+            "a replica of several pods has one engine port, on its head: list one port",
+            &[("/spec/rollouts/0/replica/pods", json!(2)), ("/spec/rollouts/0/engine/vllm/ports", json!([8001]))],
+            &[("/spec/rollouts/0/replica/pods", json!(2)), ("/spec/rollouts/0/engine/vllm/ports", json!([8001, 8002]))],
+        ),
+        case(
+            "a replica of several pods has one engine port, on its head: list one port",
+            &[("/spec/rollouts/0/engine", json!({"sglang": {"ports": [1, 2]}}))],
+            &[("/spec/rollouts/0/replica/pods", json!(2)), ("/spec/rollouts/0/engine", json!({"sglang": {"ports": [1, 2]}}))],
+        ),
+        case(
+            "experts are spread over tensor x data ranks: parallelism.expert must divide that product",
+            &[(sizes, json!({"tensor": 2, "data": 4, "expert": 8}))],
+            &[(sizes, json!({"tensor": 2, "data": 2, "expert": 3}))],
+        ),
+        case(
+            "tensor x pipeline x data must not be more than 65536 ranks",
+            &[(sizes, json!({"tensor": 256, "pipeline": 256}))],
+            &[(sizes, json!({"tensor": 256, "pipeline": 256, "data": 2}))],
+        ),
+        case(
+            "exactly one transport must be given: auto or tcp",
+            &[("/spec/transport", json!({"tcp": {"bucketMiB": 16}}))],
+            &[("/spec/transport", json!({"auto": {}, "tcp": {}}))],
+        ),
+        case("exactly one transport must be given: auto or tcp", &[], &[("/spec/transport", json!({}))]),
+        case(
+            "minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
+            &[("/spec/membership/minReady", json!("50%"))],
+            &[("/spec/membership/minReady", json!("0%"))],
+        ),
+        case(
+            "minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
+            &[("/spec/membership/minReady", json!(3))],
+            &[("/spec/membership/minReady", json!(0))],
+        ),
+        case(
+            "minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
+            &[("/spec/membership/minReady", json!("100%"))],
+            &[("/spec/membership/minReady", json!("half"))],
+        ),
+        case(
+            "minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
+            &[("/spec/membership/minReady", json!("3"))],
+            &[("/spec/membership/minReady", json!("03"))],
+        ),
+        case(
+            "minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
+            &[("/spec/membership/minReady", json!(99_999))],
+            &[("/spec/membership/minReady", json!("101%"))],
+        ),
+        case(
+            "minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
+            &[],
+            &[("/spec/membership/minReady", json!(-1))],
+        ),
+        case(
+            "update.silenceSeconds must not be longer than update.timeoutSeconds",
+            &[("/spec/update", json!({"timeoutSeconds": 10, "silenceSeconds": 10}))],
+            &[("/spec/update", json!({"timeoutSeconds": 9}))],
+        ),
+        case(
+            "an ephemeral container's memory is the trainer's, so nothing can be retained there: remove update.retain or choose another \
+             agent.launch",
+            &[("/spec/agent/launch", json!("Ephemeral")), ("/spec/update/retain/hostMiB", json!(0))],
+            &[("/spec/agent/launch", json!("Ephemeral")), ("/spec/update/retain/hostMiB", json!(1))],
+        ),
+        case(
+            "apiKeySecretRef works with agent.launch Ephemeral; a sidecar gets the key from the pod's annotation \
+             weightsync.dev/api-key-secret, an external agent from its own environment",
+            &[("/spec/rollouts/0/engine", key.clone()), ("/spec/agent/launch", json!("Ephemeral"))],
+            &[("/spec/rollouts/0/engine", key)],
+        ),
+    ]
+}
+
+#[test]
+fn the_least_object_is_valid_in_both_forms() {
+    assert_eq!(cel(&least()), Vec::<String>::new());
+    assert_eq!(code(&least()), Vec::<String>::new());
+}
+
+#[test]
+fn each_rule_lets_the_good_object_pass_and_refuses_the_bad_one_with_its_message() {
+    for case in cases() {
+        let good = with(&case.good);
+        assert_eq!(cel(&good), Vec::<String>::new(), "{good}");
+        assert_eq!(code(&good), Vec::<String>::new(), "{good}");
+        let bad = with(&case.bad);
+        assert_eq!(cel(&bad), [case.message], "{bad}");
+        assert_eq!(code(&bad), [case.message], "the rule in code differs: {bad}");
+    }
+}
+
+#[test]
+fn every_rule_of_the_schema_is_among_the_cases() {
+    fn collect(schema: &Value, messages: &mut BTreeSet<String>) {
+        match schema {
+            Value::Object(fields) => {
+                for rule in fields.get("x-kubernetes-validations").and_then(Value::as_array).into_iter().flatten() {
+                    messages.insert(rule["message"].as_str().expect("a rule without a message for people").to_owned());
+                }
+                fields.values().for_each(|schema| collect(schema, messages));
+            }
+            Value::Array(items) => items.iter().for_each(|schema| collect(schema, messages)),
+            _ => {}
+        }
+    }
+    let mut messages = BTreeSet::new();
+    collect(&schema().unwrap(), &mut messages);
+    let covered: BTreeSet<String> = cases().iter().map(|case| case.message.to_owned()).collect();
+    assert_eq!(messages, covered);
+}
+
+/// Limits of single fields are the schema's own; an object from a file must not get around them.
+#[test]
+fn limits_of_single_fields_hold_in_code_too() {
+    let bad = [
+        ("/spec/rollouts", json!([])),
+        ("/spec/rollouts/0/name", json!("Actors")),
+        ("/spec/rollouts/0/container", json!("")),
+        ("/spec/rollouts/0/engine/vllm/ports", json!([])),
+        ("/spec/rollouts/0/engine/vllm/ports", json!([0])),
+        ("/spec/rollouts/0/engine/vllm/ports", json!([70_000])),
+        ("/spec/rollouts/0/engine/vllm/ports", json!([1, 1])),
+        ("/spec/rollouts/0/parallelism/tensor", json!(0)),
+        ("/spec/rollouts/0/parallelism/data", json!(-1)),
+        ("/spec/rollouts/0/replica/pods", json!(0)),
+        ("/spec/trainer/order", json!({"by": "Ordinal", "firstIndex": -1})),
+        ("/spec/transport", json!({"tcp": {"bucketMiB": 0}})),
+        ("/spec/health/periodSeconds", json!(0)),
+        ("/spec/health/timeoutSeconds", json!(301)),
+        ("/spec/health/failureThreshold", json!(0)),
+        ("/spec/health/successThreshold", json!(101)),
+        ("/spec/membership/debounceSeconds", json!(-1)),
+        ("/spec/update/timeoutSeconds", json!(100_000)),
+        ("/spec/update/silenceSeconds", json!(0)),
+        ("/spec/update/retain/hostMiB", json!(-1)),
+    ];
+    for (pointer, value) in bad {
+        let object = with(&[(pointer, value)]);
+        assert!(!code(&object).is_empty(), "{object}");
+    }
+    let mut twins = least();
+    let pool = twins.pointer(POOL).cloned().unwrap();
+    twins["spec"]["rollouts"].as_array_mut().unwrap().push(pool);
+    assert_eq!(code(&twins), ["two pools have this name"]);
+}
