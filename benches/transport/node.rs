@@ -1,0 +1,166 @@
+//! The processes of a measurement: a member that stores what it receives, and a leader that sends one stream.
+
+use std::io::Read;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use anyhow::{Context, Result, anyhow};
+use bytes::Bytes;
+use clap::Args;
+use weightsync::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync::transport::tcp::{TcpOptions, TcpTransport};
+use weightsync::transport::{Admission, BucketStore, Transport};
+use weightsync::weights::bucket_digest;
+
+#[derive(Args)]
+pub struct MemberSettings {
+    /// Where to listen.
+    #[arg(long, default_value = "127.0.0.1:0")]
+    listen: SocketAddr,
+    #[command(flatten)]
+    tuning: Tuning,
+}
+
+#[derive(Args)]
+pub struct LeaderSettings {
+    /// Members in chain order.
+    #[arg(long, value_delimiter = ',')]
+    chain: Vec<String>,
+    /// Bytes to send.
+    #[arg(long)]
+    bytes: u64,
+    /// Length of a bucket in bytes.
+    #[arg(long, default_value_t = 32 << 20)]
+    bucket: usize,
+    #[command(flatten)]
+    tuning: Tuning,
+}
+
+/// What is worth trying on another machine.
+#[derive(Args)]
+struct Tuning {
+    /// Size of socket buffers in KiB; 0 leaves it to the kernel.
+    #[arg(long)]
+    socket_kib: Option<usize>,
+    /// Size of a receive buffer in KiB.
+    #[arg(long)]
+    receive_kib: Option<usize>,
+}
+
+impl Tuning {
+    fn options(&self) -> TcpOptions {
+        let mut options = TcpOptions::default();
+        if let Some(kib) = self.socket_kib {
+            options.socket_buffer = (kib > 0).then_some(kib << 10);
+        }
+        if let Some(kib) = self.receive_kib {
+            options.receive_buffer = kib << 10;
+        }
+        options
+    }
+}
+
+/// Memory for the newest part of the stream, written before, so that no page is new to the kernel.
+struct Memory(Mutex<Vec<u8>>);
+
+const REGION: usize = 256 << 20;
+
+impl BucketStore for Memory {
+    fn write(&self, offset: u64, part: &[u8]) -> Result<(), Refusal> {
+        let mut memory = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let region = memory.len() as u64;
+        let start = usize::try_from(offset % region.max(1)).unwrap_or(0);
+        let length = part.len().min(memory.len().saturating_sub(start));
+        let (first, second) = part.split_at_checked(length).unwrap_or((part, &[]));
+        if let Some(place) = memory.get_mut(start..start + first.len()) {
+            place.copy_from_slice(first);
+        }
+        if let Some(place) = memory.get_mut(..second.len()) {
+            place.copy_from_slice(second);
+        }
+        Ok(())
+    }
+
+    fn complete(&self, _: &BucketHeader, _: u128) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn end(&self) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn broken(&self, peer: Option<&MemberName>, cause: &str) {
+        eprintln!("stream broke: {peer:?}: {cause}");
+    }
+}
+
+struct Anybody(Arc<Memory>);
+
+impl Admission for Anybody {
+    fn admit(&self, _: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal> {
+        Ok(self.0.clone())
+    }
+}
+
+struct Nobody;
+
+impl Admission for Nobody {
+    fn admit(&self, _: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal> {
+        Err(Refusal { code: RefusalCode::WrongPhase, message: "a leader receives nothing".to_owned() })
+    }
+}
+
+fn runtime() -> Result<tokio::runtime::Runtime> {
+    Ok(tokio::runtime::Builder::new_multi_thread().enable_all().build()?)
+}
+
+pub fn member(settings: &MemberSettings) -> Result<()> {
+    let runtime = runtime()?;
+    let memory = Arc::new(Memory(Mutex::new(vec![1; REGION])));
+    let transport = runtime.block_on(TcpTransport::bind(settings.listen, Arc::new(Anybody(memory)), settings.tuning.options()))?;
+    println!("{}", transport.address());
+    std::io::stdin().read_to_end(&mut Vec::new())?;
+    Ok(())
+}
+
+pub fn leader(settings: &LeaderSettings) -> Result<()> {
+    let names = settings.chain.iter().enumerate().map(|(number, address)| (MemberName(format!("bench/{number}")), address.clone()));
+    let mut members = names.collect::<Vec<_>>().into_iter();
+    let (to, first) = members.next().ok_or_else(|| anyhow!("a chain has at least one member"))?;
+    let epoch = EpochId { weightsync: "bench".to_owned(), created: 1, term: 1, epoch: 1 };
+    let hello = DataHello {
+        update: UpdateId { epoch, version: 1, attempt: 1 },
+        from: MemberName("bench/leader".to_owned()),
+        to,
+        secret: String::new(),
+        rest: members.collect(),
+        tls: false,
+        silence_ms: 10_000,
+        probe: false,
+    };
+    // As many different buckets as a ring has slots.
+    let slot = |slot: u8| (0..settings.bucket).map(|place| place.to_le_bytes()[1] ^ slot).collect::<Vec<_>>();
+    let slots: Vec<Bytes> = (0..4).map(|number| Bytes::from(slot(number))).collect();
+    let seconds = runtime()?.block_on(async {
+        let transport = TcpTransport::bind("127.0.0.1:0".parse()?, Arc::new(Nobody), settings.tuning.options()).await?;
+        let start = Instant::now();
+        let mut sink = transport.open(hello, &first).await?;
+        let (mut offset, mut sequence) = (0, 0);
+        for slot in slots.iter().cycle() {
+            let bytes = (settings.bytes - offset).min(slot.len() as u64);
+            if bytes == 0 {
+                break;
+            }
+            let data = slot.slice(..usize::try_from(bytes)?);
+            let digest = bucket_digest(&data);
+            sink.send(BucketHeader { sequence, flags: 0, offset, bytes }, data, digest).await?;
+            offset += bytes;
+            sequence += 1;
+        }
+        sink.finish().await.context("the chain did not confirm")?;
+        Ok::<_, anyhow::Error>(start.elapsed().as_secs_f64())
+    })?;
+    println!("{seconds}");
+    Ok(())
+}
