@@ -69,7 +69,7 @@ python-test: venv ## Check and test the Python client
 	$$(tests/tools/python.sh)/ruff check python tests
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); \
 	  $$(tests/tools/python.sh)/mypy --python-executable "$$venv/bin/python" python/weightsync tests/engine tests/cluster; \
-	  cargo build --locked --bin weightsync; \
+	  cargo build --locked --bin weightsync --example trainer_socket; \
 	  PYTHONPATH=python "$$venv/bin/python" -m pytest -q python/tests
 
 .PHONY: chart-lint

@@ -122,7 +122,7 @@ pub enum ClientReply {
         /// Last version published through this agent, if any.
         version: Option<Version>,
     },
-    /// The publish is known and waits its turn.
+    /// The publish stands in line (a checkpoint: is being opened). The ring may be announced before this is said.
     Accepted {
         /// The version.
         version: Version,

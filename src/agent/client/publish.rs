@@ -82,8 +82,9 @@ impl Publish {
                 turn.set_total_bytes(layout.total_bytes);
                 let (turn, kept) = (Arc::clone(&turn), Arc::clone(ring));
                 let source = TrainerRing::new(layout, repeatable, shared.slots, turn, kept, from_trainer);
-                outbox.say(ClientReply::Accepted { version: self.version });
                 shared.queue.push(job(Box::new(source), reporter), self.queue);
+                // Said when it stands in line: a client that publishes over two connections keeps its order by waiting for this.
+                outbox.say(ClientReply::Accepted { version: self.version });
             }
             From::Checkpoint { path } => {
                 outbox.say(ClientReply::Accepted { version: self.version });

@@ -1,0 +1,92 @@
+"""The other side of the socket: the real server (examples/trainer_socket.rs) in a process of its own, and where its versions lie."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weightsync
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 60
+"""Seconds after which something hangs."""
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def programs() -> Path:
+    """The folder of the built programs."""
+    command = ["cargo", "build", "--locked", "--bin", "weightsync", "--example", "trainer_socket"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1800)
+    return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug"
+
+
+class Agent:
+    """A running server."""
+
+    def __init__(self, programs: Path, directory: Path, options: tuple[str, ...], socket: str | None) -> None:
+        self.socket = socket or f"weightsync/test-{os.getpid()}-{next(_numbers)}"
+        self.directory = directory
+        command = [str(programs / "examples" / "trainer_socket"), "--socket", self.socket, "--write", str(directory), *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.said() == {"listening": True}
+
+    def said(self) -> dict[str, Any]:
+        """The next thing it printed."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the agent ended"
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def file(self, version: int) -> Path:
+        """The safetensors file that it wrote of a version."""
+        return self.directory / f"{version}.safetensors"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self.process.send_signal(number)
+
+    def stop(self) -> None:
+        """Ends it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(LIMIT)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def start_agent(programs: Path, tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    """Starts servers with options of the example, and ends them."""
+    agents: list[Agent] = []
+
+    def start(*options: str, socket: str | None = None) -> Agent:
+        agents.append(Agent(programs, tmp_path, options, socket))
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.stop()
+
+
+@pytest.fixture
+def agent(start_agent: Callable[..., Agent]) -> Agent:
+    """A server with small buckets and two slots, so that every stream goes round its ring."""
+    return start_agent("--bucket-bytes", "4096", "--slots", "2")
+
+
+@pytest.fixture
+def publisher(agent: Agent) -> Iterator[weightsync.Publisher]:
+    """A publisher of the server `agent`."""
+    with weightsync.Publisher.from_env(socket=agent.socket, connect_timeout=5) as publisher:
+        yield publisher

@@ -1,0 +1,116 @@
+"""The ranks that publish together: one process, or a group of torch.distributed.
+
+Every operation is bounded. What ranks tell each other is JSON in tensors, never pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from .errors import RanksDisagree
+
+LONGEST_MESSAGE = 1 << 24
+"""Bytes of a message between ranks."""
+
+
+class Group(ABC):
+    """The ranks of one publisher; rank 0 is the one beside the agent."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def most(self, code: int) -> int:
+        """The largest code of all ranks, on all ranks."""
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """The values (JSON) of all ranks, in their order, on all ranks."""
+
+    @abstractmethod
+    def collect(self, mine: list[Any], all_parts: list[list[tuple[str, tuple[int, ...]]]]) -> list[list[Any]]:
+        """Tensors of all ranks on rank 0; `all_parts` says for each rank which (torch dtype, shape) it has. Elsewhere an empty list."""
+
+
+class Alone(Group):
+    """One process."""
+
+    rank = 0
+    size = 1
+
+    def most(self, code: int) -> int:
+        return code
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def collect(self, mine: list[Any], all_parts: list[list[tuple[str, tuple[int, ...]]]]) -> list[list[Any]]:
+        return [mine]
+
+
+class Ranks(Group):
+    """A group of torch.distributed: gloo, or a backend of the accelerator."""
+
+    def __init__(self, group: Any, timeout: float) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._torch = torch
+        self._dist = dist
+        self._group = group
+        self._timeout = timeout
+        self.rank = int(dist.get_rank(group))
+        self.size = int(dist.get_world_size(group))
+        if self.rank < 0:
+            raise ValueError("this process is not in the group that it was given")
+        on_host = "gloo" in str(dist.get_backend(group))
+        self._device = torch.device("cpu") if on_host else torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+    def most(self, code: int) -> int:
+        value = self._torch.tensor([code], dtype=self._torch.int64, device=self._device)
+        self._do(lambda: self._dist.all_reduce(value, op=self._dist.ReduceOp.MAX, group=self._group, async_op=True))
+        return int(value.item())
+
+    def gather(self, value: Any) -> list[Any]:
+        message = json.dumps(value, separators=(",", ":")).encode()
+        longest = self.most(len(message))
+        if longest > LONGEST_MESSAGE:
+            raise RanksDisagree(f"a rank has {longest} bytes to say, {LONGEST_MESSAGE} is the most", phase="ranks")
+        mine = self._torch.zeros(longest, dtype=self._torch.uint8)
+        mine[: len(message)] = self._torch.frombuffer(bytearray(message), dtype=self._torch.uint8)
+        mine = mine.to(self._device)
+        all_of_them = [self._torch.zeros_like(mine) for _ in range(self.size)]
+        self._do(lambda: self._dist.all_gather(all_of_them, mine, group=self._group, async_op=True))
+        return [json.loads(bytes(one.cpu().tolist()).rstrip(b"\0")) for one in all_of_them]
+
+    def collect(self, mine: list[Any], all_parts: list[list[tuple[str, tuple[int, ...]]]]) -> list[list[Any]]:
+        if self.rank != 0:
+            first = self._dist.get_global_rank(self._group, 0)
+            for part in mine:
+                part = part.to(self._device).contiguous()
+                self._do(partial(self._dist.isend, part, dst=first, group=self._group))
+            return []
+        collected = [mine]
+        for rank, parts in enumerate(all_parts[1:], start=1):
+            sender = self._dist.get_global_rank(self._group, rank)
+            received = []
+            for dtype, shape in parts:
+                part = self._torch.empty(shape, dtype=getattr(self._torch, dtype), device=self._device)
+                self._do(partial(self._dist.irecv, part, src=sender, group=self._group))
+                received.append(part)
+            collected.append(received)
+        return collected
+
+    def _do(self, begin: Callable[[], Any]) -> None:
+        """Waits for one operation, at most the group's timeout."""
+        try:
+            begin().wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0][:300]
+            message = f"a trainer rank is gone, or did not come within {self._timeout:g} s: {cause}"
+            raise RanksDisagree(message, phase="ranks") from error

@@ -1,0 +1,358 @@
+"""One publish, carried out by all ranks together.
+
+Ranks agree before each bucket's tensors are gathered, so none runs ahead of rank 0 into a collective operation that rank 0 will not join,
+and all stop at the same bucket with the same error. Between two agreements a rank does exactly what the source's pass does there: rank 0
+goes on with it, without writing, even when its agent is lost meanwhile, because the others are in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ._connection import Connection, Published
+from ._group import Group
+from ._ring import StreamWriter
+from ._source import Meta, Source
+from ._tensors import describe
+from .errors import Cancelled, RanksDisagree, SourceFailed, Timeout, WeightSyncError, from_plain, to_plain
+from .result import Result
+
+GO, WAIT, AGAIN, FAIL = range(4)
+"""What a rank says in an agreement; the largest word of all ranks counts."""
+
+PATIENCE = 1.0
+"""Seconds that rank 0 waits for its agent before it lets the other ranks know that it lives."""
+
+GRACE = 15.0
+"""Seconds after a publish's timeout in which its agent may end it with a better word."""
+
+
+class _Interrupted(Exception):
+    """The agent asked for the stream again, or failed, while a bucket was written; the next agreement says so."""
+
+
+class Run:
+    """A publish on one rank."""
+
+    def __init__(self, group: Group, source: Source, request: dict[str, Any], timeout: float) -> None:
+        self.group = group
+        self.version = int(request["version"])
+        self.published: Published | None = None
+        self.connection: Connection | None = None
+        self._source = source
+        self._metas: list[Meta] = []
+        self._request = request
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout + GRACE
+        self._attempt = 1
+        self._writer: StreamWriter | None = None
+        self._cancelled: Cancelled | None = None
+
+    def begin(self, start: Callable[[dict[str, Any]], tuple[Connection, Published]]) -> None:
+        """Has the publish stand in the agent's line. Raises the same error on every rank."""
+        try:
+            self._metas = self._join()
+            self._together(lambda: self._start(start))
+            self._together(lambda: self._heard(lambda published: published.accepted or published.ring is not None))
+        except Exception as error:
+            self._give_up(str(error))
+            raise
+
+    def transfer(self) -> None:
+        """Brings all bytes to the agent; returns when the tensors may change. Raises the same error on every rank."""
+        try:
+            self._together(self._turn)
+            batches = self._batches()
+            while self._pass(self._metas, batches) == AGAIN:
+                pass
+        except Exception as error:
+            self._give_up(str(error))
+            raise
+        finally:
+            # The memory is mapped as long as somebody refers to it, and handles are kept.
+            self._writer = None
+            if self.published is not None:
+                self.published.ring = None
+
+    def outcome(self, timeout: float, accept_staged: bool) -> Result:
+        """Waits for the end, or for `staged`; the same on every rank."""
+        deadline = time.monotonic() + timeout
+        self._together(lambda: self._outcome(deadline, timeout, accept_staged))
+        mine = None
+        if self.group.rank == 0:
+            published = self._known()
+            mine = (published.result or Result(self.version, staged=True)).plain()
+        return Result.of_plain(self.group.gather(mine)[0])
+
+    def activate(self) -> None:
+        """Lets engines switch; the word of rank 0 counts."""
+        self._together(lambda: self._say({"op": "activate", "version": self.version}))
+
+    def cancel(self, reason: str) -> None:
+        """Gives the publish up, from any thread; whoever waits for it hears that."""
+        self._cancelled = Cancelled(reason, retryable=True)
+        connection, published = self.connection, self.published
+        if connection is None or published is None:
+            return
+        with connection.changed:
+            if published.over:
+                return
+            published.error = self._cancelled
+            connection.changed.notify_all()
+        self._leave(connection, reason)
+
+    def _give_up(self, reason: str) -> None:
+        """Ends the publish at the agent, if it is not over."""
+        if self.connection is not None and self.published is not None and not self.published.over:
+            self._leave(self.connection, reason)
+
+    def _leave(self, connection: Connection, reason: str) -> None:
+        with contextlib.suppress(WeightSyncError):
+            connection.say({"op": "cancel", "reason": reason[:500]})
+        # Closed as well: the agent then knows that no byte follows, and the ring of a broken attempt is not used again.
+        connection.close()
+
+    def _join(self) -> list[Meta]:
+        """All ranks were asked for the same."""
+        metas: list[Meta] = []
+        error: Exception | None = None
+        try:
+            metas = self._source.metas()
+        except Exception as raised:
+            error = raised
+        self._together(lambda: GO, error)
+        listed = hashlib.sha256(repr(metas).encode()).hexdigest()
+        asked = self.group.gather([self.version, listed])
+        for rank, (version, other) in enumerate(asked):
+            if version != asked[0][0]:
+                raise RanksDisagree(f"rank 0 publishes version {asked[0][0]}, rank {rank} version {version}", phase="ranks")
+            if other != asked[0][1]:
+                raise RanksDisagree(f"rank {rank} lists other tensors than rank 0, or in another order", phase="ranks")
+        return metas
+
+    def _start(self, start: Callable[[dict[str, Any]], tuple[Connection, Published]]) -> int:
+        if self.group.rank == 0:
+            tensors = [{"name": meta.name, "dtype": meta.dtype, "shape": list(meta.shape)} for meta in self._metas]
+            self.connection, self.published = start({**self._request, "tensors": tensors})
+            if self._cancelled is not None:
+                raise self._cancelled
+        return GO
+
+    def _turn(self) -> int:
+        """Rank 0 waits until its publish has its turn."""
+        code = self._heard(lambda published: published.ring is not None)
+        if code == GO and self.group.rank == 0:
+            published = self._known()
+            assert published.ring is not None
+            published.ring.check(self._metas)
+        return code
+
+    def _batches(self) -> list[int]:
+        ring = self.published.ring if self.published is not None else None
+        batches = self.group.gather(ring.batches() if ring is not None else None)[0]
+        return [int(count) for count in batches]
+
+    def _pass(self, metas: list[Meta], batches: list[int]) -> int:
+        """One pass over the source; AGAIN when the agent wants another."""
+        if self.group.rank == 0:
+            published = self._known()
+            assert published.ring is not None
+            self._attempt = published.attempt
+            self._writer = StreamWriter(published.ring, self._take_slot, self._hand_over)
+        tensors: Iterator[tuple[str, Any]] | None = None
+        failure: Exception | None = None
+        done = 0
+        try:
+            for count in batches:
+                if self._together(self._credit, failure) == AGAIN:
+                    return self._again()
+                try:
+                    tensors = tensors or self._source.tensors(self.group)
+                    failure = self._take(tensors, metas[done : done + count], done, len(metas))
+                except Exception as raised:
+                    failure = raised
+                done += count
+            if failure is None and tensors is not None:
+                failure = _exhaust(tensors, len(metas))
+        finally:
+            close = getattr(tensors, "close", None)
+            if close is not None:
+                close()
+        if self._together(self._end, failure) == AGAIN:
+            return self._again()
+        code = self._together(lambda: self._heard(lambda published: published.released))
+        return self._again() if code == AGAIN else code
+
+    def _take(self, tensors: Iterator[tuple[str, Any]], expected: list[Meta], done: int, total: int) -> Exception | None:
+        """Takes the tensors of one batch. What fails on rank 0 alone is kept until the batch is over: the others are in it."""
+        failure: Exception | None = None
+        for at, meta in enumerate(expected, start=done):
+            try:
+                name, tensor = next(tensors)
+            except StopIteration:
+                return failure or SourceFailed(f"the source ended after {at} of {total} tensors: it must give all of them in each pass")
+            if name != meta.name:
+                return failure or SourceFailed(f"the source gave {name} where {meta.name} was due")
+            if self.group.rank == 0 and failure is None:
+                try:
+                    self._write(meta, tensor)
+                except Exception as raised:
+                    failure = raised
+            del tensor
+        return None if isinstance(failure, _Interrupted) else failure
+
+    def _write(self, meta: Meta, tensor: Any) -> None:
+        if getattr(tensor, "full_tensor", None) is not None and hasattr(tensor, "placements"):
+            raise SourceFailed(f"{meta.name} is a DTensor: the source must give full tensors, as weightsync.fsdp2(model) does")
+        dtype, shape = describe(tensor)
+        if (dtype, shape) != (meta.dtype, meta.shape):
+            raise SourceFailed(f"{meta.name} was announced as {meta.dtype} {list(meta.shape)}, the source gave {dtype} {list(shape)}")
+        assert self._writer is not None
+        self._writer.write(tensor)
+
+    def _credit(self) -> int:
+        """Rank 0 waits until it has room for what would be gathered next."""
+        return self._heard(lambda published: bool(published.free) or (self._writer is not None and self._writer.slot is not None))
+
+    def _end(self) -> int:
+        if self.group.rank != 0:
+            return GO
+        assert self._writer is not None
+        try:
+            self._writer.finish()
+        except _Interrupted:
+            return self._heard(lambda published: False)
+        return self._say({"op": "end", "attempt": self._attempt})
+
+    def _again(self) -> int:
+        """Gives the half-written slot back and starts over."""
+        if self.group.rank == 0 and self._writer is not None and self._writer.slot is not None:
+            published = self._known()
+            assert self.connection is not None
+            with self.connection.changed:
+                published.free.append(self._writer.slot)
+        return AGAIN
+
+    def _take_slot(self) -> int:
+        published = self._known()
+        assert self.connection is not None
+        with self.connection.changed:
+            while self._event(published) is None:
+                if published.free:
+                    return published.free.popleft()
+                self.connection.changed.wait(PATIENCE)
+                self._check_deadline(published)
+        raise _Interrupted
+
+    def _hand_over(self, sequence: int, slot: int) -> None:
+        self._say({"op": "filled", "attempt": self._attempt, "sequence": sequence, "slot": slot})
+
+    def _say(self, message: dict[str, Any]) -> int:
+        if self.group.rank == 0:
+            assert self.connection is not None
+            published = self._known()
+            with self.connection.changed:
+                if published.error is not None:
+                    raise published.error
+            self.connection.say(message)
+        return GO
+
+    def _event(self, published: Published) -> int | None:
+        """AGAIN or FAIL, when the agent said something that ends the pass."""
+        if published.error is not None:
+            return FAIL
+        return AGAIN if self._writer is not None and published.attempt != self._attempt else None
+
+    def _heard(self, ready: Callable[[Published], bool]) -> int:
+        """Rank 0 waits a moment for its agent; the others have nothing to wait for."""
+        if self.group.rank != 0:
+            return GO
+        published = self._known()
+        assert self.connection is not None
+        with self.connection.changed:
+            self.connection.changed.wait_for(lambda: self._event(published) is not None or ready(published), PATIENCE)
+            if published.released and ready(published):
+                # What failed after the release is the outcome's business.
+                return GO
+            if published.error is not None:
+                raise published.error
+            if self._event(published) == AGAIN:
+                return AGAIN
+            if ready(published):
+                return GO
+            self._check_deadline(published)
+            return WAIT
+
+    def _outcome(self, deadline: float, timeout: float, accept_staged: bool) -> int:
+        if self.group.rank != 0:
+            return GO
+        published = self._known()
+        assert self.connection is not None
+        with self.connection.changed:
+            over = self.connection.changed.wait_for(
+                lambda: published.over or (accept_staged and published.staged),
+                min(PATIENCE, max(0.0, deadline - time.monotonic())),
+            )
+            if published.error is not None:
+                raise published.error
+            if over:
+                return GO
+            if time.monotonic() >= deadline:
+                message = f"version {self.version} had no outcome within {timeout:g} s; it goes on, wait again or cancel it"
+                raise Timeout(message, retryable=True, phase=published.phase)
+            return WAIT
+
+    def _check_deadline(self, published: Published) -> None:
+        if time.monotonic() > self._deadline:
+            message = f"version {self.version} was not taken within {self._timeout:g} s"
+            raise Timeout(message, retryable=True, phase=published.phase)
+
+    def _known(self) -> Published:
+        assert self.published is not None
+        return self.published
+
+    def _together(self, step: Callable[[], int], failure: Exception | None = None) -> int:
+        """All ranks do a step, and go on only when all can."""
+        while True:
+            word = FAIL
+            if failure is None:
+                try:
+                    word = step()
+                except Exception as raised:
+                    failure = raised
+            agreed = self.group.most(word)
+            if agreed == FAIL:
+                raise self._common(failure)
+            if agreed != WAIT:
+                return agreed
+
+    def _common(self, failure: Exception | None) -> WeightSyncError:
+        """The error of the first rank that has one."""
+        mine = _as_error(failure, self.group) if failure is not None else None
+        plain = self.group.gather(to_plain(mine) if mine is not None else None)
+        rank, first = next((rank, error) for rank, error in enumerate(plain) if error is not None)
+        return mine if mine is not None and rank == self.group.rank else from_plain(first)
+
+
+def _exhaust(tensors: Iterator[tuple[str, Any]], total: int) -> Exception | None:
+    """Lets the source finish its pass: what follows the last tensor may be a collective operation too."""
+    try:
+        name, _ = next(tensors)
+    except StopIteration:
+        return None
+    except Exception as raised:
+        return raised
+    return SourceFailed(f"the source gave {name} after the last of {total} announced tensors")
+
+
+def _as_error(failure: Exception, group: Group) -> WeightSyncError:
+    if isinstance(failure, WeightSyncError):
+        return failure
+    where = f" on rank {group.rank}" if group.size > 1 else ""
+    error = SourceFailed(f"the source raised {type(failure).__name__}{where}: {failure}", phase="transfer")
+    error.__cause__ = failure
+    return error

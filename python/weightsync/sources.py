@@ -1,0 +1,168 @@
+"""What can be published: state dicts, modules, FSDP2 models, parts that ranks hold, streams, and vLLM's `WeightSource`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ._dtypes import common_name, dtype_name
+from ._group import Group
+from ._source import Meta, Source, metas_of
+from ._tensors import describe
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and activation checkpointing put into names; no engine knows it."""
+
+
+def state_dict(tensors: Mapping[str, Any]) -> Source:
+    """Tensors by name: torch, numpy, or buffers. DTensors are gathered when the publisher has a group."""
+    return _Named(lambda: tensors, None)
+
+
+def module(model: Any, dtype: Any = None) -> Source:
+    """All parameters and persistent buffers of a torch module, converted to `dtype` where they are floating-point and it is given."""
+    _refuse_fsdp1(model)
+    return _Named(lambda: _clean(model.state_dict()), dtype)
+
+
+def fsdp2(model: Any, dtype: Any = None) -> Source:
+    """A model that `torch.distributed.fsdp.fully_shard` was applied to: each tensor is converted, then gathered, one at a time.
+
+    Every rank calls publish with it; the gathered tensor lives on each rank until the next one.
+    """
+    return module(model, dtype)
+
+
+def stream(factory: Callable[[], Iterable[tuple[str, Any]]], metas: Iterable[Any]) -> Source:
+    """A function that makes a generator of `(name, tensor)`, with the `(name, dtype, shape)` of all of them in the same order.
+
+    A function, not a generator: when a replica dies while it is sent, the version is read again from its first tensor. In a group
+    every rank runs the generator in step; what rank 0 gets is published.
+    """
+    _refuse_iterator(factory, "stream")
+    return _Stream(factory, metas_of(metas))
+
+
+def sharded(factory: Callable[[], Iterable[Any]], specs: Iterable[Any]) -> Source:
+    """Parts that ranks hold, as tensor, pipeline or expert parallel trainers have them.
+
+    `specs` are `(name, dtype, full shape)` of all tensors. On each rank `factory()` gives that rank's parts as `(name, tensor, start)`,
+    in the order of `specs`: `start` is the index of the part's first element in the full tensor. A rank may hold several parts of a
+    tensor, or none. Equal parts of several ranks (data parallelism) are taken once; together they must cover the tensor.
+    """
+    from ._sharded import Sharded
+
+    _refuse_iterator(factory, "sharded")
+    return Sharded(factory, metas_of(specs))
+
+
+def as_source(what: Any) -> Source:
+    """A source, a mapping, a torch module, or anything with `metadata()` that can be iterated again (vLLM's `WeightSource`)."""
+    if isinstance(what, Source):
+        return what
+    if isinstance(what, Mapping):
+        return state_dict(what)
+    if isinstance(what, Iterator):
+        raise TypeError(
+            f"a {type(what).__name__} can be read once only, and a version may have to be sent again: "
+            "use weightsync.stream(factory, metas) with the function that makes it"
+        )
+    if callable(getattr(what, "metadata", None)) and hasattr(what, "__iter__"):
+        return _Metadata(what)
+    if callable(getattr(what, "state_dict", None)):
+        return module(what)
+    raise TypeError(f"{type(what).__name__} cannot be published: see weightsync.state_dict, module, fsdp2, sharded and stream")
+
+
+class _Named(Source):
+    """Tensors by name; DTensors are made full one at a time."""
+
+    def __init__(self, tensors: Callable[[], Mapping[str, Any]], dtype: Any) -> None:
+        self._tensors = tensors
+        self._dtype = dtype_name(dtype) if dtype is not None else None
+
+    def metas(self) -> list[Meta]:
+        return metas_of(Meta(name, self._target(tensor) or describe(tensor)[0], describe(tensor)[1]) for name, tensor in self._items())
+
+    def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
+        for name, tensor in self._items():
+            target = self._target(tensor)
+            if target is not None:
+                # Before the gather: half the bytes for float32 to bfloat16.
+                tensor = _convert(tensor, target)
+            full = getattr(tensor, "full_tensor", None)
+            if full is not None:
+                if group.size == 1 and tensor.device_mesh.size() > 1:
+                    raise TypeError(f"{name} is sharded over ranks: all of them must publish, with Publisher.from_env(group=...)")
+                tensor = tensor.detach().full_tensor()
+            yield name, tensor
+
+    def _items(self) -> Iterator[tuple[str, Any]]:
+        for name, tensor in self._tensors().items():
+            if isinstance(tensor, Mapping):
+                raise TypeError(f"{name} is a {type(tensor).__name__}: a state dict of tensors is needed, not one of state dicts")
+            yield name, tensor
+
+    def _target(self, tensor: Any) -> str | None:
+        """The type to convert to; integers and booleans stay what they are."""
+        if self._dtype is None or not describe(tensor)[0].startswith(("F", "BF")):
+            return None
+        return self._dtype
+
+
+class _Stream(Source):
+    def __init__(self, factory: Callable[[], Iterable[tuple[str, Any]]], metas: list[Meta]) -> None:
+        self._factory = factory
+        self._metas = metas
+
+    def metas(self) -> list[Meta]:
+        return self._metas
+
+    def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
+        return iter(self._factory())
+
+
+class _Metadata(Source):
+    """vLLM 0.32 `vllm.distributed.weight_transfer.base.WeightSource`, by its shape: vLLM need not be there."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def metas(self) -> list[Meta]:
+        return metas_of(self._source.metadata())
+
+    def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
+        return iter(self._source)
+
+
+def _convert(tensor: Any, dtype: str) -> Any:
+    if describe(tensor)[0] == dtype:
+        return tensor
+    if hasattr(tensor, "detach"):
+        import torch
+
+        return tensor.detach().to(getattr(torch, common_name(dtype)))
+    return tensor.astype(common_name(dtype))
+
+
+def _clean(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    cleaned = {}
+    for name, tensor in tensors.items():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        cleaned[name] = tensor
+    return cleaned
+
+
+def _refuse_fsdp1(model: Any) -> None:
+    modules = getattr(model, "modules", None)
+    if modules is not None and any(type(part).__name__ == "FullyShardedDataParallel" for part in modules()):
+        raise TypeError("FSDP1 gathers the whole model at once: use fully_shard (FSDP2), or weightsync.stream with your own export")
+
+
+def _refuse_iterator(factory: Any, name: str) -> None:
+    if isinstance(factory, Iterator) or inspect.isgenerator(factory):
+        raise TypeError(f"weightsync.{name} takes the function that makes the generator, not the generator: it may be read again")
+    if not callable(factory):
+        raise TypeError(f"weightsync.{name} takes a function that gives tensors, not a {type(factory).__name__}")
