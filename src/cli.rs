@@ -6,6 +6,7 @@
 //! To add a command: a file `src/cli/NAME.rs` with `pub struct NameArgs` (derives `clap::Args`) and
 //! `impl NameArgs { pub fn run(self) -> anyhow::Result<ExitCode> }`, a variant of [`Command`], and an arm in [`Cli::run`].
 
+pub mod controller;
 pub mod demo;
 mod generate;
 pub mod inject;
@@ -32,6 +33,8 @@ pub struct Cli {
 /// The commands of the program.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Run the operator in a cluster.
+    Controller(controller::ControllerArgs),
     /// Write what is made from the program's own types: CRDs, API reference, shell completion.
     Generate(generate::GenerateArgs),
     /// Show the whole product on this host: versions, a kill in the middle of an update, a rejoin, and proof.
@@ -51,6 +54,7 @@ impl Cli {
     /// Carries the command out.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
+            Command::Controller(args) => args.run(),
             Command::Generate(args) => args.run(),
             Command::Demo(args) => args.run(),
             Command::Local(args) => args.run(),

@@ -1,1 +1,33 @@
-//! Reconciles `WeightSync` resources: observe, decide, apply, report.
+//! The operator: looks at `WeightSync` objects and pods, decides what each object wants, has its coordinator carry it out, and tells.
+//!
+//! One file a step, and pure where it decides:
+//!
+//! 1. *observe*: `stores` watches objects and pods, namespace by namespace.
+//! 2. *decide*: `decide` turns an object and the pods into what its coordinator should want; `ephemeral` and `readiness` say what pods need.
+//! 3. *apply*: `objects` owns one coordinator an object; `epoch_store` writes the epoch by compare-and-swap; `pods` patches pods.
+//! 4. *report*: `report` makes the status, `events` tells people.
+//!
+//! Only the holder of the lease acts; a controller that lost it ends. Every call has a deadline, every write to a pod its UID. Updates do
+//! not pass through here: they go on while the controller is away.
+
+mod authority;
+mod calls;
+mod decide;
+mod ephemeral;
+mod epoch_store;
+mod events;
+mod launch;
+mod metrics;
+mod objects;
+mod pods;
+mod readiness;
+mod reconcile;
+mod report;
+mod run;
+mod stores;
+#[cfg(test)]
+mod tests;
+mod token_review;
+mod triggers;
+
+pub use run::{ControllerError, Settings, run};

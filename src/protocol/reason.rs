@@ -115,6 +115,24 @@ reasons! {
     PersistFailed,
     /// Another controller wrote the epoch: this one stops deciding.
     PersistConflict,
+    /// The spec makes sense, and nobody older claims the pods.
+    Accepted,
+    /// The spec breaks a rule, or cannot be read; the message says what to change.
+    InvalidSpec,
+    /// An older object selects one of the pods: change one of the two selectors.
+    PodClaimed,
+    /// No version was published yet.
+    NoVersion,
+    /// Everything is as it should be.
+    AsWanted,
+    /// Agents of all members can be reached.
+    AgentsReachable,
+    /// An agent was put into a running pod as an ephemeral container.
+    AgentLaunched,
+    /// An agent could not be put into a running pod; the message says why.
+    AgentLaunchFailed,
+    /// The pod had as many ephemeral agents as it may have in its life: it needs a new pod, or the sidecar.
+    AgentLaunchesExhausted,
     /// The object is suspended: its pods were released.
     Suspended,
     /// The pods were released: they serve what they have.

@@ -93,8 +93,10 @@ pub struct ControllerClient {
 }
 
 impl ControllerClient {
-    /// `address` is `HOST:PORT`, looked up anew for each call; the certificate is checked against the controller's fixed name.
+    /// `address` is `HOST:PORT` or `https://HOST:PORT`, looked up anew for each call; the certificate is checked against the controller's
+    /// fixed name.
     pub fn new(identity: Identity, address: String) -> Self {
+        let address = address.trim_start_matches("https://").trim_end_matches('/').to_owned();
         Self { pool: Arc::new(Pool { identity, clients: Mutex::default() }), address }
     }
 

@@ -1,0 +1,72 @@
+//! `weightsync controller`: runs the operator. Everything it needs comes from the chart, by environment variables.
+
+use std::net::SocketAddr;
+use std::process::ExitCode;
+
+use anyhow::Context;
+
+use crate::controller::{self, Settings};
+use crate::runtime::logs::{self, LogFormat};
+use crate::runtime::shutdown;
+
+/// Run the operator in a cluster.
+#[derive(Debug, clap::Args)]
+pub struct ControllerArgs {
+    /// Name of this pod; it holds the lease under this name.
+    #[arg(long, env = "POD_NAME")]
+    pod_name: String,
+    /// Namespace of this pod.
+    #[arg(long, env = "POD_NAMESPACE")]
+    namespace: String,
+    /// Name of the installation: of the lease, and (with -ca behind it) of the Secret and ConfigMap of the authority.
+    #[arg(long, env = "WEIGHTSYNC_NAME", default_value = "weightsync")]
+    name: String,
+    /// Namespaces to look at, separated by commas; all if empty.
+    #[arg(long, env = "WEIGHTSYNC_WATCH_NAMESPACES", value_delimiter = ',', default_value = "")]
+    watch_namespaces: Vec<String>,
+    /// Image of agents that are added to running pods.
+    #[arg(long, env = "WEIGHTSYNC_AGENT_IMAGE")]
+    agent_image: String,
+    /// Pull policy of that image.
+    #[arg(long, env = "WEIGHTSYNC_AGENT_IMAGE_PULL_POLICY", default_value = "IfNotPresent")]
+    agent_image_pull_policy: String,
+    /// Where agents reach this controller [default: https://NAME.NAMESPACE.svc:8443]
+    #[arg(long, env = "WEIGHTSYNC_CONTROLLER_URL")]
+    controller_url: Option<String>,
+    /// Where agents enrol.
+    #[arg(long, default_value = "[::]:8443")]
+    enroll_address: SocketAddr,
+    /// Where /healthz, /readyz and /metrics are served.
+    #[arg(long, default_value = "[::]:8080")]
+    status_address: SocketAddr,
+    /// What is logged: a level, or `target=level` separated by commas.
+    #[arg(long, env = "WEIGHTSYNC_LOG", default_value = "info")]
+    log: String,
+    /// Form of log lines.
+    #[arg(long, env = "WEIGHTSYNC_LOG_FORMAT", value_enum, default_value_t)]
+    log_format: LogFormat,
+}
+
+impl ControllerArgs {
+    /// Runs until a signal, or until the lease is lost.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        logs::init(self.log_format, &self.log)?;
+        let controller_url = self.controller_url.unwrap_or_else(|| format!("https://{}.{}.svc:8443", self.name, self.namespace));
+        let settings = Settings {
+            pod_name: self.pod_name,
+            namespace: self.namespace,
+            name: self.name,
+            watch_namespaces: self.watch_namespaces.into_iter().filter(|namespace| !namespace.is_empty()).collect(),
+            agent_image: self.agent_image,
+            agent_image_pull_policy: self.agent_image_pull_policy,
+            controller_url,
+            enroll_address: self.enroll_address,
+            status_address: self.status_address,
+        };
+        super::block_on(async {
+            let cancel = shutdown::on_signals().context("signals cannot be caught")?;
+            controller::run(settings, cancel).await?;
+            Ok(ExitCode::SUCCESS)
+        })
+    }
+}

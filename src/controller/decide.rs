@@ -1,0 +1,155 @@
+//! What an object wants: the plan of its pods, the rules of its group, and which pods' agents belong to it.
+//!
+//! Pure: objects and pods in, a decision out. Asks nobody and writes nothing; two equal inputs give equal decisions.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+
+use crate::api::{Join, Pool, WeightSync, pod_facts, validate};
+use crate::membership::{JoinPolicy, MembershipConfig};
+use crate::plan::{
+    Candidate, Claim, LeftOut, Plan, PlanInput, PlanRefusal, PodFacts, PodPhase, ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER, plan,
+};
+use crate::protocol::{Assignment, Reason, Role};
+
+/// What is decided for one object.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Decided {
+    /// The rules of its group.
+    pub(super) config: MembershipConfig,
+    /// Who could take part and who could not.
+    pub(super) members: (Vec<Candidate>, Vec<LeftOut>),
+    /// UIDs of pods whose agents belong to it, with what is wanted of them.
+    pub(super) claims: HashMap<String, Assignment>,
+    /// Whether it is suspended.
+    pub(super) suspend: bool,
+    /// Why the spec cannot be followed, if so.
+    pub(super) refused: Option<(Reason, String)>,
+    /// Why there is nobody who could publish, if so.
+    pub(super) no_source: Option<String>,
+    /// Members that only a person can bring in, with the reason.
+    pub(super) misfits: Vec<String>,
+    /// Rollouts that are there or should be.
+    pub(super) replicas: u32,
+}
+
+/// Decides for `object`, given all readable objects and all opted-in pods of its namespace.
+pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod]) -> Decided {
+    let problems = validate(&object.spec);
+    let facts: Vec<PodFacts> = pods.iter().map(|pod| pod_facts(pod, container_down(object, pod))).collect();
+    let planned = if problems.is_empty() {
+        plan(&PlanInput {
+            weightsync: object.plan_ref(),
+            trainer: object.spec.trainer.to_plan(),
+            pools: object.spec.plan_pools(),
+            pods: facts.clone(),
+            // Membership compares sizes with what engines say, as soon as they say it.
+            engine_sizes: BTreeMap::new(),
+            claims: claims_of_others(object, others, &facts),
+        })
+    } else {
+        let message = problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+        Plan { refusal: Some(PlanRefusal::InvalidSpec { message }), ..Plan::default() }
+    };
+    let (refused, no_source) = match planned.refusal.as_ref() {
+        None => (None, None),
+        Some(PlanRefusal::NoSource { message }) => (None, Some(message.clone())),
+        Some(refusal @ PlanRefusal::PodClaimed { .. }) => (Some((Reason::PodClaimed, refusal.to_string())), None),
+        Some(refusal) => (Some((Reason::InvalidSpec, refusal.to_string())), None),
+    };
+    let replicas = u32::try_from(planned.replicas()).unwrap_or(u32::MAX);
+    let misfits = planned.left_out.iter().filter(|left_out| left_out.code.is_refusal());
+    Decided {
+        config: config(object, replicas),
+        claims: if refused.is_some() { HashMap::new() } else { claims(object, &facts) },
+        suspend: object.spec.suspend,
+        misfits: misfits.map(|left_out| left_out.message.clone()).collect(),
+        members: (planned.candidates, planned.left_out),
+        refused,
+        no_source,
+        replicas,
+    }
+}
+
+fn config(object: &WeightSync, replicas: u32) -> MembershipConfig {
+    let identity = object.plan_ref();
+    MembershipConfig {
+        join: match object.spec.membership.join {
+            Join::Immediate => JoinPolicy::Immediate,
+            Join::NextVersion => JoinPolicy::NextVersion,
+        },
+        debounce_ms: object.spec.debounce_ms(),
+        ..MembershipConfig::new(identity.uid, identity.created, object.spec.update_policy(replicas))
+    }
+}
+
+/// The pool that a rollout's pod belongs to: the first that selects it.
+fn pool_of<'a>(object: &'a WeightSync, labels: &BTreeMap<String, String>) -> Option<&'a Pool> {
+    let consents = labels.get(ROLE_LABEL).is_some_and(|role| role == ROLE_ROLLOUT);
+    object.spec.rollouts.iter().find(|pool| consents && pool.selector.to_plan().matches(labels))
+}
+
+fn is_trainer(object: &WeightSync, labels: &BTreeMap<String, String>) -> bool {
+    labels.get(ROLE_LABEL).is_some_and(|role| role == ROLE_TRAINER) && object.spec.trainer.selector.to_plan().matches(labels)
+}
+
+/// The container beside which the agent of a pod works: the engine's, or the trainer's. None for a pod that the object does not select.
+pub(super) fn target_container(object: &WeightSync, pod: &Pod) -> Option<String> {
+    if is_trainer(object, pod.labels()) {
+        let first = || pod.spec.as_ref()?.containers.first().map(|container| container.name.clone());
+        return object.spec.trainer.container.clone().or_else(first);
+    }
+    pool_of(object, pod.labels()).map(|pool| pool.container.clone())
+}
+
+/// Why an engine's container does not run. Readiness is not looked at: the sidecar's own probe says "not ready" until the replica was
+/// fed, so a pod that had to be ready first would never be fed; and whether an engine is well is judged by the agent's probes, with the
+/// thresholds of the spec.
+fn container_down(object: &WeightSync, pod: &Pod) -> Option<String> {
+    let pool = pool_of(object, pod.labels())?;
+    let statuses = pod.status.as_ref()?.container_statuses.as_ref()?;
+    let status = statuses.iter().find(|status| status.name == pool.container)?;
+    let state = status.state.as_ref()?;
+    let why = match (&state.waiting, &state.terminated) {
+        (Some(waiting), _) => waiting.reason.clone().unwrap_or_else(|| "waiting".to_owned()),
+        (None, Some(terminated)) => format!("exit code {}", terminated.exit_code),
+        (None, None) => return None,
+    };
+    Some(format!("container {} does not run ({why})", pool.container))
+}
+
+/// All pods that other objects select, with whom.
+fn claims_of_others(object: &WeightSync, others: &[&WeightSync], pods: &[PodFacts]) -> Vec<Claim> {
+    let mut claims = Vec::new();
+    for other in others.iter().filter(|other| other.uid() != object.uid()) {
+        let by = other.plan_ref();
+        let selected = pods.iter().filter(|pod| is_trainer(other, &pod.labels) || pool_of(other, &pod.labels).is_some());
+        claims.extend(selected.map(|pod| Claim { pod_uid: pod.uid.clone(), by: by.clone() }));
+    }
+    claims
+}
+
+/// What is wanted of the agents of all pods that the object selects, whether they can take part now or not: an agent that lost its claim
+/// would release its engine in the middle of an update.
+fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment> {
+    let serve_before_first_version = object.spec.serve_before_first_version();
+    let wanted = |role, engines| Assignment { role, engines, serve_before_first_version, current: None };
+    let mut claims = HashMap::new();
+    let mut seen = BTreeSet::new();
+    for pod in pods.iter().filter(|pod| pod.phase != PodPhase::Terminal) {
+        let assignment = if is_trainer(object, &pod.labels) {
+            wanted(Role::Source, Vec::new())
+        } else if let Some(pool) = pool_of(object, &pod.labels) {
+            let head = pool.replica.pods == 1 || pod.labels.get(&pool.replica.head.label) == Some(&pool.replica.head.value);
+            wanted(Role::Rollout, if head { crate::api::WeightSyncSpec::engines(pool) } else { Vec::new() })
+        } else {
+            continue;
+        };
+        if seen.insert(&pod.uid) {
+            claims.insert(pod.uid.clone(), assignment);
+        }
+    }
+    claims
+}

@@ -1,0 +1,162 @@
+//! Whether a running pod needs an agent in an ephemeral container (`agent.launch: Ephemeral`), and what that container is like.
+//!
+//! Pure. Ephemeral containers cannot be changed, removed or restarted, share the pod's memory, and die with the first process of their
+//! target (all tried on Kubernetes 1.36), so they are added late, seldom, and at most [`MAX_LAUNCHES`] times in a pod's life.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{
+    Container, ContainerStatus, EnvVar, EnvVarSource, EphemeralContainer, ObjectFieldSelector, Pod, SecretKeySelector, SecurityContext,
+};
+use k8s_openapi::jiff::Timestamp;
+
+use crate::api::SecretKey;
+
+/// Ephemeral agents in a pod's life.
+pub(super) const MAX_LAUNCHES: usize = 20;
+/// Names of our ephemeral containers: this and a number from 1. The chart's fence refuses others.
+const PREFIX: &str = "weightsync-agent-";
+/// Name of the sidecar; a pod that has it needs nothing else.
+const SIDECAR: &str = "weightsync-agent";
+const BASE: Duration = Duration::from_secs(2);
+const CAP: Duration = Duration::from_secs(300);
+
+/// What a pod needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Need {
+    /// Nothing: it has an agent, or is not far enough.
+    Nothing,
+    /// An ephemeral container of this name.
+    Launch(String),
+    /// An ephemeral container, after this long: the last one ended.
+    Wait(Duration),
+    /// It had too many; the text says what to do.
+    Exhausted(String),
+    /// The last one cannot start; the text says why.
+    Stuck(String),
+}
+
+/// What the pod needs now, for an agent beside `target`.
+pub(super) fn need(pod: &Pod, target: &str, now: Timestamp) -> Need {
+    let (Some(spec), Some(status)) = (&pod.spec, &pod.status) else { return Need::Nothing };
+    if pod.metadata.deletion_timestamp.is_some() || spec.init_containers.iter().flatten().any(|container| container.name == SIDECAR) {
+        return Need::Nothing;
+    }
+    // Beside an engine that is not up, the agent would die with the first restart of it.
+    let up = status.container_statuses.iter().flatten().find(|status| status.name == target);
+    if up.and_then(|status| status.state.as_ref()).is_none_or(|state| state.running.is_none()) {
+        return Need::Nothing;
+    }
+    let launched = spec.ephemeral_containers.iter().flatten().filter(|container| container.name.starts_with(PREFIX)).count();
+    let mut statuses = status.ephemeral_container_statuses.iter().flatten().filter(|status| status.name.starts_with(PREFIX));
+    let ended: Vec<&ContainerStatus> = statuses.clone().filter(|status| is_ended(status)).collect();
+    if ended.len() < launched {
+        return statuses.find_map(cannot_start).map_or(Need::Nothing, Need::Stuck);
+    }
+    if launched >= MAX_LAUNCHES {
+        let name = pod.metadata.name.as_deref().unwrap_or_default();
+        return Need::Exhausted(format!(
+            "pod {name} had {launched} ephemeral agents, the most there may be in a pod's life; delete the pod, or use agent.launch: Sidecar"
+        ));
+    }
+    if let Some(wait) = back_off(&ended, now) {
+        return Need::Wait(wait);
+    }
+    Need::Launch(format!("{PREFIX}{}", launched + 1))
+}
+
+fn is_ended(status: &ContainerStatus) -> bool {
+    status.state.as_ref().is_some_and(|state| state.terminated.is_some())
+}
+
+/// An image that cannot be pulled waits for the pod's life: the entry can be neither changed nor removed.
+fn cannot_start(status: &ContainerStatus) -> Option<String> {
+    let waiting = status.state.as_ref()?.waiting.as_ref()?;
+    let reason = waiting.reason.as_deref()?;
+    let stuck = ["ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"];
+    let message = waiting.message.as_deref().unwrap_or_default();
+    stuck.contains(&reason).then(|| format!("container {} cannot start: {reason} {message}", status.name).trim_end().to_owned())
+}
+
+/// How long to wait still: doubles with each launch, counted from the last end.
+fn back_off(ended: &[&ContainerStatus], now: Timestamp) -> Option<Duration> {
+    let ends = ended.iter().filter_map(|status| status.state.as_ref()?.terminated.as_ref()?.finished_at.as_ref());
+    let last = ends.map(|time| time.0).max()?;
+    let doublings = u32::try_from(ended.len().saturating_sub(1)).unwrap_or(u32::MAX);
+    let wait = BASE.saturating_mul(2u32.saturating_pow(doublings)).min(CAP);
+    let passed = Duration::try_from(now.duration_since(last)).unwrap_or_default();
+    wait.checked_sub(passed).filter(|left| !left.is_zero())
+}
+
+/// What the container is made of, beside the pod itself.
+pub(super) struct Recipe<'a> {
+    pub(super) name: String,
+    pub(super) target: &'a str,
+    pub(super) image: &'a str,
+    pub(super) pull_policy: &'a str,
+    pub(super) role: &'a str,
+    pub(super) controller_url: &'a str,
+    pub(super) controller_ca: &'a str,
+    /// Works once, so that the target, which can read this environment, cannot use it.
+    pub(super) token: String,
+    pub(super) api_key: Option<&'a SecretKey>,
+}
+
+/// The container. User, group and capabilities are the target's: with fewer, `/proc/PID/root` of the target cannot be entered.
+pub(super) fn container(pod: &Pod, recipe: Recipe<'_>) -> EphemeralContainer {
+    let text = |name: &str, value: &str| EnvVar { name: name.to_owned(), value: Some(value.to_owned()), ..EnvVar::default() };
+    let mut env = vec![
+        field("POD_NAME", "metadata.name"),
+        field("POD_NAMESPACE", "metadata.namespace"),
+        field("POD_UID", "metadata.uid"),
+        field("POD_IP", "status.podIP"),
+        text("WEIGHTSYNC_ROLE", recipe.role),
+        text("WEIGHTSYNC_CONTROLLER_URL", recipe.controller_url),
+        text("WEIGHTSYNC_CONTROLLER_CA", recipe.controller_ca),
+        text("WEIGHTSYNC_TOKEN", &recipe.token),
+        text("WEIGHTSYNC_LOG_FORMAT", "json"),
+    ];
+    env.extend(recipe.api_key.map(|key| EnvVar {
+        name: "WEIGHTSYNC_ENGINE_API_KEY".to_owned(),
+        value_from: Some(EnvVarSource {
+            secret_key_ref: Some(SecretKeySelector { name: key.name.clone(), key: key.key.clone(), optional: None }),
+            ..EnvVarSource::default()
+        }),
+        ..EnvVar::default()
+    }));
+    let target = pod.spec.iter().flat_map(|spec| &spec.containers).find(|container| container.name == recipe.target);
+    let mounts = target.and_then(|target| target.volume_mounts.as_ref());
+    let shared_memory = mounts.into_iter().flatten().find(|mount| mount.mount_path == "/dev/shm").cloned();
+    EphemeralContainer {
+        name: recipe.name,
+        image: Some(recipe.image.to_owned()),
+        image_pull_policy: Some(recipe.pull_policy.to_owned()),
+        command: Some(vec!["/weightsync".to_owned(), "agent".to_owned()]),
+        target_container_name: Some(recipe.target.to_owned()),
+        env: Some(env),
+        volume_mounts: shared_memory.map(|mount| vec![mount]),
+        security_context: Some(security_context(pod, target, recipe.target)),
+        ..EphemeralContainer::default()
+    }
+}
+
+fn field(name: &str, path: &str) -> EnvVar {
+    let field_ref = Some(ObjectFieldSelector { field_path: path.to_owned(), ..ObjectFieldSelector::default() });
+    EnvVar { name: name.to_owned(), value_from: Some(EnvVarSource { field_ref, ..EnvVarSource::default() }), ..EnvVar::default() }
+}
+
+fn security_context(pod: &Pod, target: Option<&Container>, name: &str) -> SecurityContext {
+    let theirs = target.and_then(|target| target.security_context.as_ref());
+    let statuses = pod.status.as_ref().and_then(|status| status.container_statuses.as_ref());
+    let user = statuses.into_iter().flatten().find(|status| status.name == name).and_then(|status| status.user.as_ref()?.linux.as_ref());
+    SecurityContext {
+        // Filled in by the kubelet from what really runs, whether the pod says it or not.
+        run_as_user: user.map(|user| user.uid).or_else(|| theirs?.run_as_user),
+        run_as_group: user.map(|user| user.gid).or_else(|| theirs?.run_as_group),
+        run_as_non_root: theirs.and_then(|theirs| theirs.run_as_non_root),
+        capabilities: theirs.and_then(|theirs| theirs.capabilities.clone()),
+        allow_privilege_escalation: Some(false),
+        seccomp_profile: theirs.and_then(|theirs| theirs.seccomp_profile.clone()),
+        ..SecurityContext::default()
+    }
+}

@@ -1,0 +1,117 @@
+//! Writes `status.epoch` by compare-and-swap, before any agent hears of it. Decides from what the API server says now, never from a cache,
+//! whether somebody else leads this object.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use kube::api::{ApiResource, DynamicObject, ListParams, Patch, PatchParams};
+use kube::{Api, Client, Resource};
+use serde_json::{Value, json};
+
+use super::calls::Calls;
+use crate::api::WeightSync;
+use crate::coordinator::{EpochStore, PersistError};
+use crate::protocol::EpochId;
+use crate::runtime::lease::Leadership;
+
+/// Manager of `status.epoch` and `status.term`: an apply of the rest of the status must not take them away.
+const MANAGER: &str = "weightsync-epoch";
+/// Others (users, our own status writes) may write between reading and writing.
+const TRIES: u32 = 5;
+
+/// The epoch of one object.
+pub(super) struct KubeEpochStore {
+    /// Untyped: a spec that cannot be read must not stop the epoch.
+    pub(super) api: Api<DynamicObject>,
+    pub(super) calls: Calls,
+    pub(super) leadership: Leadership,
+    pub(super) name: String,
+    /// Highest epoch seen in the object, for whoever starts anew.
+    pub(super) seen: Arc<AtomicU64>,
+}
+
+fn other(message: impl ToString) -> PersistError {
+    PersistError::Other(message.to_string())
+}
+
+/// What to do about what was found.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    Write,
+    WrittenAlready,
+    Conflict(String),
+}
+
+/// Compares what was found with what is to be written.
+pub(super) fn judge(found_epoch: u64, found_term: u64, id: &EpochId) -> Found {
+    if found_term > id.term {
+        return Found::Conflict(format!("term {found_term} wrote epoch {found_epoch}; this is term {}", id.term));
+    }
+    if found_epoch > id.epoch {
+        return Found::Conflict(format!("epoch {found_epoch} is there already, {} was to be written", id.epoch));
+    }
+    // An earlier leader may have written the same number late; a higher term supersedes it.
+    if (found_epoch, found_term) == (id.epoch, id.term) { Found::WrittenAlready } else { Found::Write }
+}
+
+fn number(object: &DynamicObject, field: &str) -> u64 {
+    object.data.get("status").and_then(|status| status.get(field)).and_then(Value::as_u64).unwrap_or(0)
+}
+
+impl KubeEpochStore {
+    /// The epoch of the object of that name.
+    pub(super) fn new(client: Client, calls: Calls, leadership: Leadership, namespace: &str, name: &str) -> Self {
+        let resource = ApiResource::erase::<WeightSync>(&());
+        let api = Api::namespaced_with(client, namespace, &resource);
+        Self { api, calls, leadership, name: name.to_owned(), seen: Arc::default() }
+    }
+
+    async fn try_once(&self, id: &EpochId) -> Result<bool, PersistError> {
+        // `list` with a name is a read of one object that needs no right to `get`.
+        let params = ListParams::default().fields(&format!("metadata.name={}", self.name));
+        let found = self.calls.run("list", format!("read WeightSync {}", self.name), self.api.list(&params)).await.map_err(other)?;
+        let found = found.items.into_iter().find(|object| object.metadata.uid.as_deref() == Some(&id.weightsync));
+        let object = found.ok_or_else(|| other("the object is gone"))?;
+        let (epoch, term) = (number(&object, "epoch"), number(&object, "term"));
+        self.seen.fetch_max(epoch, Ordering::SeqCst);
+        match judge(epoch, term, id) {
+            Found::WrittenAlready => return Ok(true),
+            Found::Conflict(message) => return Err(PersistError::Conflict(message)),
+            Found::Write => {}
+        }
+        if self.leadership.term() != Some(id.term) {
+            return Err(PersistError::Conflict("this controller does not lead any more".into()));
+        }
+        let patch = json!({
+            "apiVersion": WeightSync::api_version(&()),
+            "kind": WeightSync::kind(&()),
+            "metadata": {"name": self.name, "uid": id.weightsync, "resourceVersion": object.metadata.resource_version},
+            "status": {"epoch": id.epoch, "term": id.term},
+        });
+        let params = PatchParams::apply(MANAGER).force();
+        let what = format!("write epoch {} of WeightSync {}", id.epoch, self.name);
+        match self.calls.run("patch", what, self.api.patch_status(&self.name, &params, &Patch::Apply(patch))).await {
+            Ok(_) => {
+                self.seen.fetch_max(id.epoch, Ordering::SeqCst);
+                Ok(true)
+            }
+            Err(error) if error.is_conflict() => Ok(false),
+            Err(error) => Err(other(error)),
+        }
+    }
+}
+
+#[async_trait]
+impl EpochStore for KubeEpochStore {
+    async fn persist(&self, id: &EpochId) -> Result<(), PersistError> {
+        for tried in 0..TRIES {
+            if self.try_once(id).await? {
+                return Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(10 << tried)).await;
+        }
+        Err(other("others write the object again and again"))
+    }
+}

@@ -1,0 +1,119 @@
+//! Tells people by Events, best effort: a full queue or an API server that is away loses an Event, never a reconcile.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::Client;
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+
+use crate::coordinator::{CoordinatorEvent, EventSink};
+
+/// Name under which Events are reported.
+const REPORTER: &str = "weightsync-controller";
+/// Events that wait.
+const QUEUE: usize = 256;
+/// Longest note in bytes that the API server takes.
+const NOTE: usize = 1024;
+const DEADLINE: Duration = Duration::from_secs(5);
+
+/// One Event to publish.
+struct Told {
+    regarding: ObjectReference,
+    related: Option<ObjectReference>,
+    event: CoordinatorEvent,
+}
+
+/// Where Events go. Clones share the queue.
+#[derive(Clone)]
+pub(super) struct Events(mpsc::Sender<Told>);
+
+impl Events {
+    /// Starts publishing; ends when the last clone is dropped.
+    pub(super) fn start(client: Client, instance: String) -> Self {
+        let (sender, mut told) = mpsc::channel::<Told>(QUEUE);
+        let recorder = Recorder::new(client, Reporter { controller: REPORTER.to_owned(), instance: Some(instance) });
+        tokio::spawn(async move {
+            while let Some(told) = told.recv().await {
+                publish(&recorder, told).await;
+            }
+        });
+        Self(sender)
+    }
+
+    /// The Events of one object.
+    pub(super) fn of(&self, regarding: ObjectReference) -> ObjectEvents {
+        ObjectEvents { events: self.clone(), regarding }
+    }
+}
+
+async fn publish(recorder: &Recorder, told: Told) {
+    let Told { regarding, related, event } = told;
+    let type_ = if event.warning { EventType::Warning } else { EventType::Normal };
+    let event = Event {
+        type_,
+        reason: event.reason.to_string(),
+        note: Some(cut(&note(&event), NOTE)),
+        action: "Coordinate".to_owned(),
+        secondary: related,
+    };
+    match timeout(DEADLINE, recorder.publish(&event, &regarding)).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::warn!(%error, reason = event.reason, "an Event was lost"),
+        Err(_) => tracing::warn!(reason = event.reason, "an Event was lost: no answer in time"),
+    }
+}
+
+fn note(event: &CoordinatorEvent) -> String {
+    match &event.member {
+        Some(member) if !event.message.contains(&member.0) => format!("{member}: {}", event.message),
+        _ => event.message.clone(),
+    }
+}
+
+/// At most `most` bytes of `text`, whole characters.
+pub(super) fn cut(text: &str, most: usize) -> String {
+    let end = (0..=most.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+    text.get(..end).unwrap_or_default().to_owned()
+}
+
+/// Where one object's coordinator tells.
+pub(super) struct ObjectEvents {
+    events: Events,
+    regarding: ObjectReference,
+}
+
+impl ObjectEvents {
+    /// Tells about a pod of the object.
+    pub(super) fn publish_about(&self, event: CoordinatorEvent, pod: Option<ObjectReference>) {
+        tracing::info!(
+            object = self.regarding.name,
+            namespace = self.regarding.namespace,
+            reason = %event.reason,
+            member = event.member.as_ref().map(|member| member.0.as_str()),
+            warning = event.warning,
+            "{}",
+            event.message
+        );
+        let told = Told { regarding: self.regarding.clone(), related: pod, event };
+        if self.events.0.try_send(told).is_err() {
+            tracing::warn!("too many Events wait; one was dropped");
+        }
+    }
+}
+
+impl EventSink for ObjectEvents {
+    fn publish(&self, event: CoordinatorEvent) {
+        // A member's head pod has the member's name behind its pool; groups of pods have their own.
+        let pod = event.member.as_ref().and_then(|member| member.0.split_once('/')).map(|(_, rest)| rest.split(':').next().unwrap_or(rest));
+        let pod = pod.map(|name| ObjectReference {
+            api_version: Some("v1".to_owned()),
+            kind: Some("Pod".to_owned()),
+            name: Some(name.to_owned()),
+            namespace: self.regarding.namespace.clone(),
+            ..ObjectReference::default()
+        });
+        self.publish_about(event, pod);
+    }
+}

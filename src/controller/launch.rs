@@ -1,0 +1,110 @@
+//! Puts agents into running pods as ephemeral containers, where the object asks for it. `ephemeral` decides; this carries out and tells.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::jiff::Timestamp;
+use kube::ResourceExt;
+
+use super::calls::ApiError;
+use super::decide::{Decided, target_container};
+use super::ephemeral::{Need, Recipe, container, need};
+use super::events::ObjectEvents;
+use super::pods::Pods;
+use crate::api::{Launch, SecretKey, WeightSync};
+use crate::coordinator::{CoordinatorEvent, EventSink, ProvenPod, SingleUseTokens};
+use crate::plan::Candidate;
+use crate::protocol::{MemberName, Reason, Role};
+
+/// What ephemeral agents are made of; the same for all objects, and from the chart only: an object cannot choose an image.
+pub(super) struct Launcher {
+    pub(super) image: String,
+    pub(super) pull_policy: String,
+    pub(super) controller_url: String,
+    pub(super) controller_ca: String,
+    pub(super) tokens: SingleUseTokens,
+}
+
+/// What came of it.
+#[derive(Debug, Default)]
+pub(super) struct Launched {
+    /// Look again after this long.
+    pub(super) again: Option<Duration>,
+    /// What a person must do.
+    pub(super) problems: Vec<(Reason, String)>,
+}
+
+impl Launcher {
+    /// Launches what is needed in the pods of the object's candidates.
+    pub(super) async fn launch(
+        &self,
+        object: &WeightSync,
+        decided: &Decided,
+        pods: &[Arc<Pod>],
+        writes: &Pods,
+        events: &ObjectEvents,
+    ) -> Result<Launched, ApiError> {
+        let mut launched = Launched::default();
+        if object.spec.agent.launch != Launch::Ephemeral || object.spec.suspend {
+            return Ok(launched);
+        }
+        let mut last = None;
+        for candidate in &decided.members.0 {
+            let Some(head) = candidate.pods.first() else { continue };
+            // Engines on several ports of one pod share one agent.
+            if last.replace(&head.uid) == Some(&head.uid) {
+                continue;
+            }
+            let Some(pod) = pods.iter().find(|pod| pod.uid().as_deref() == Some(&head.uid)) else { continue };
+            let Some(target) = target_container(object, pod) else { continue };
+            match need(pod, &target, Timestamp::now()) {
+                Need::Nothing => {}
+                Need::Wait(wait) => launched.again = Some(launched.again.map_or(wait, |again| again.min(wait))),
+                Need::Exhausted(message) => launched.problems.push((Reason::AgentLaunchesExhausted, message)),
+                Need::Stuck(message) => launched.problems.push((Reason::AgentLaunchFailed, format!("pod {}: {message}", head.name))),
+                Need::Launch(name) => {
+                    let recipe = self.recipe(object, candidate, pod, &target, name);
+                    let message = format!("added {} beside container {target}", recipe.name);
+                    match writes.add_ephemeral(pod, &container(pod, recipe)).await {
+                        Ok(()) => tell(events, Reason::AgentLaunched, &candidate.name, message, false),
+                        Err(error) => {
+                            tell(events, Reason::AgentLaunchFailed, &candidate.name, error.to_string(), true);
+                            launched.problems.push((Reason::AgentLaunchFailed, error.to_string()));
+                            launched.again = Some(launched.again.map_or(RETRY, |again| again.min(RETRY)));
+                        }
+                    }
+                }
+            }
+        }
+        Ok(launched)
+    }
+
+    fn recipe<'a>(&'a self, object: &'a WeightSync, candidate: &Candidate, pod: &Pod, target: &'a str, name: String) -> Recipe<'a> {
+        let proven =
+            ProvenPod { namespace: pod.namespace().unwrap_or_default(), pod: pod.name_any(), pod_uid: pod.uid().unwrap_or_default() };
+        Recipe {
+            name,
+            target,
+            image: &self.image,
+            pull_policy: &self.pull_policy,
+            role: if candidate.role == Role::Source { "trainer" } else { "rollout" },
+            controller_url: &self.controller_url,
+            controller_ca: &self.controller_ca,
+            token: self.tokens.mint(proven),
+            api_key: api_key(object, &candidate.name),
+        }
+    }
+}
+
+/// A refused patch is tried again after this long; the reconcile itself goes on.
+const RETRY: Duration = Duration::from_secs(10);
+
+fn api_key<'a>(object: &'a WeightSync, member: &MemberName) -> Option<&'a SecretKey> {
+    let (pool, _) = member.0.split_once('/')?;
+    object.spec.rollouts.iter().find(|candidate| candidate.name == pool)?.engine.server()?.api_key
+}
+
+fn tell(events: &ObjectEvents, reason: Reason, member: &MemberName, message: String, warning: bool) {
+    events.publish(CoordinatorEvent { reason, message, member: Some(member.clone()), warning });
+}

@@ -1,0 +1,262 @@
+//! One coordinator an object, for as long as the object is there. Decides when a coordinator starts, starts again, and ends; what it does
+//! in between is membership's word.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{ObjectReference, Pod};
+use kube::runtime::reflector::ObjectRef;
+use kube::{Client, Resource, ResourceExt};
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
+
+use super::calls::Calls;
+use super::decide::{Decided, target_container};
+use super::epoch_store::KubeEpochStore;
+use super::events::{Events, ObjectEvents};
+use super::pods::Pods;
+use super::readiness::{Verdict, is_gated};
+use super::stores::{Object, Scope};
+use super::triggers::Triggers;
+use crate::api::{WeightSync, WeightSyncStatus};
+use crate::coordinator::{Context, Coordinator, CoordinatorHandle, Directory, Timing, Wanted};
+use crate::membership::{Membership, MembershipView, Restored};
+use crate::protocol::{HeldVersion, Reason};
+use crate::runtime::backoff::Backoff;
+use crate::runtime::https::AgentClient;
+use crate::runtime::lease::Leadership;
+
+/// A change of the view is reported at most this often, so that progress of an update does not write status ten times a second.
+const THROTTLE: Duration = Duration::from_millis(250);
+/// How long agents of a deleted object are asked to release before they are left to find out by themselves.
+const RELEASE: Duration = Duration::from_secs(5);
+
+/// What coordinators need of the world.
+pub(super) struct World {
+    pub(super) client: Client,
+    pub(super) calls: Calls,
+    pub(super) agents: AgentClient,
+    pub(super) directory: Directory,
+    pub(super) events: Events,
+    pub(super) leadership: Leadership,
+    pub(super) cancel: CancellationToken,
+}
+
+/// All objects that are followed.
+pub(super) struct Objects {
+    world: World,
+    entries: Mutex<HashMap<String, Entry>>,
+    releases: TaskTracker,
+}
+
+struct Entry {
+    object: Arc<WeightSync>,
+    triggers: Triggers,
+    handle: CoordinatorHandle,
+    seen_epoch: Arc<AtomicU64>,
+    /// The status as it was last written, to write only what differs.
+    written: Option<WeightSyncStatus>,
+    /// The last update that was counted.
+    counted: Option<(u64, u32)>,
+    restarts: Backoff,
+    restart_at: Option<Instant>,
+    _forward: AbortOnDropHandle<()>,
+}
+
+/// Reference of an object in Events.
+pub(super) fn reference(object: &WeightSync) -> ObjectReference {
+    object.object_ref(&())
+}
+
+impl Objects {
+    pub(super) fn new(world: World) -> Self {
+        Self { world, entries: Mutex::default(), releases: TaskTracker::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Entry>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where the object's Events go.
+    pub(super) fn events_of(&self, object: &WeightSync) -> ObjectEvents {
+        self.world.events.of(reference(object))
+    }
+
+    /// Has the object's coordinator want what was decided, starting it if need be; says how the group stands.
+    pub(super) fn follow(&self, object: &Arc<WeightSync>, decided: &Decided, term: u64, scope: &Scope) -> MembershipView {
+        let uid = object.uid().unwrap_or_default();
+        let invalid = matches!(decided.refused, Some((Reason::InvalidSpec, _)));
+        let mut entries = self.lock();
+        if let Some(entry) = entries.get_mut(&uid)
+            && entry.handle.is_running()
+        {
+            entry.object = object.clone();
+            // A working group is not dissolved by an edit that makes no sense.
+            if !invalid {
+                self.world.directory.claim(&uid, decided.claims.clone());
+                entry.handle.want(wanted(decided));
+            }
+            return entry.handle.view.borrow().clone();
+        }
+        let earlier = entries.remove(&uid);
+        let restored = restored(object, term, earlier.as_ref());
+        let idle = |restored| Membership::new(decided.config.clone(), restored).view();
+        if invalid || (earlier.is_none() && decided.refused.is_some()) {
+            return idle(restored);
+        }
+        let mut restarts =
+            earlier.as_ref().map_or_else(|| Backoff::new(Duration::from_secs(1), Duration::from_secs(60)), |entry| entry.restarts.clone());
+        if let Some(mut entry) = earlier {
+            // It stepped down. If another controller leads, this one ends soon; otherwise start anew, but not in a loop.
+            let at = *entry.restart_at.get_or_insert_with(|| Instant::now() + restarts.failed());
+            entry.restarts = restarts.clone();
+            if Instant::now() < at {
+                let view = entry.handle.view.borrow().clone();
+                entries.insert(uid, entry);
+                return view;
+            }
+        }
+        let entry = self.start(object, decided, restored, restarts, scope);
+        self.world.directory.claim(&uid, decided.claims.clone());
+        let view = entry.handle.view.borrow().clone();
+        entries.insert(uid, entry);
+        view
+    }
+
+    fn start(&self, object: &Arc<WeightSync>, decided: &Decided, restored: Restored, restarts: Backoff, scope: &Scope) -> Entry {
+        let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
+        tracing::info!(namespace, name, epoch = restored.epoch, term = restored.term, "following a WeightSync");
+        let world = &self.world;
+        let store = KubeEpochStore::new(world.client.clone(), world.calls.clone(), world.leadership.clone(), &namespace, &name);
+        let seen_epoch = store.seen.clone();
+        seen_epoch.fetch_max(restored.epoch, Ordering::SeqCst);
+        let context = Context {
+            client: world.agents.clone(),
+            directory: world.directory.clone(),
+            store: Arc::new(store),
+            events: Arc::new(self.events_of(object)),
+            timing: Timing::default(),
+        };
+        let handle = Coordinator::start(wanted(decided), restored, context, world.cancel.child_token());
+        let trigger = (scope.triggers.clone(), ObjectRef::<Object>::new(&name).within(&namespace));
+        let mut view = handle.view.clone();
+        let forward = async move {
+            while view.changed().await.is_ok() {
+                trigger.0.push(trigger.1.clone());
+                sleep(THROTTLE).await;
+            }
+            trigger.0.push(trigger.1);
+        };
+        Entry {
+            object: object.clone(),
+            triggers: scope.triggers.clone(),
+            handle,
+            seen_epoch,
+            written: None,
+            counted: None,
+            restarts,
+            restart_at: None,
+            _forward: AbortOnDropHandle::new(tokio::spawn(forward)),
+        }
+    }
+
+    /// How long until a coordinator that stepped down starts again.
+    pub(super) fn restart_in(&self, uid: &str) -> Option<Duration> {
+        let entries = self.lock();
+        let entry = entries.get(uid)?;
+        let at = entry.restart_at.filter(|_| !entry.handle.is_running())?;
+        Some(at.saturating_duration_since(Instant::now()))
+    }
+
+    /// The status that was last written for the object.
+    pub(super) fn written(&self, uid: &str) -> Option<WeightSyncStatus> {
+        self.lock().get(uid).and_then(|entry| entry.written.clone())
+    }
+
+    pub(super) fn set_written(&self, uid: &str, status: WeightSyncStatus) {
+        if let Some(entry) = self.lock().get_mut(uid) {
+            entry.written = Some(status);
+            entry.restarts.succeeded();
+        }
+    }
+
+    /// Whether an update of that version and attempt is counted for the first time.
+    pub(super) fn counts_first(&self, uid: &str, update: (u64, u32)) -> bool {
+        self.lock().get_mut(uid).is_some_and(|entry| entry.counted.replace(update) != Some(update))
+    }
+
+    /// Views of all objects.
+    pub(super) fn views(&self) -> Vec<MembershipView> {
+        self.lock().values().map(|entry| entry.handle.view.borrow().clone()).collect()
+    }
+
+    /// Ends what belongs to objects that are not there any more, also those whose deletion no watch told of.
+    pub(super) fn sweep(self: &Arc<Self>, scopes: &[Scope]) {
+        let mut there: HashSet<String> = HashSet::new();
+        for scope in scopes {
+            there.extend(scope.objects.state().iter().filter_map(|object| object.meta().uid.clone()));
+        }
+        let gone: Vec<Entry> = {
+            let mut entries = self.lock();
+            let uids: Vec<String> = entries.keys().filter(|uid| !there.contains(*uid)).cloned().collect();
+            uids.iter().filter_map(|uid| entries.remove(uid)).collect()
+        };
+        for entry in gone {
+            let pods = scopes.iter().flat_map(|scope| scope.pods_in(&entry.object.namespace().unwrap_or_default())).collect();
+            let objects = self.clone();
+            self.releases.spawn(async move { objects.release(entry, pods).await });
+        }
+    }
+
+    /// Leaves every pod of a deleted object serving. Nothing waits for this: an agent that was not reached finds out at its next
+    /// announcement.
+    async fn release(&self, entry: Entry, pods: Vec<Arc<Pod>>) {
+        let object = entry.object.clone();
+        let (namespace, uid) = (object.namespace().unwrap_or_default(), object.uid().unwrap_or_default());
+        tracing::info!(namespace, name = object.name_any(), "the WeightSync is gone; releasing its pods");
+        entry.handle.change(|wanted| wanted.delete = true);
+        let mut view = entry.handle.view.clone();
+        let released = timeout(RELEASE, view.wait_for(|view| view.released)).await.is_ok_and(|seen| seen.is_ok());
+        if !released {
+            tracing::info!(namespace, name = object.name_any(), "not all agents confirmed; they find out by themselves");
+        }
+        self.world.directory.remove(&uid);
+        let writes = Pods::new(self.world.client.clone(), self.world.calls.clone(), &namespace);
+        let verdict = Verdict::serve(Reason::Released, "the WeightSync was deleted: the pod serves what it has");
+        for pod in pods.iter().filter(|pod| is_gated(pod) && target_container(&object, pod).is_some()) {
+            if let Err(error) = writes.set_readiness(pod, &verdict).await {
+                tracing::warn!(%error, "a pod of a deleted WeightSync may stay unready");
+            }
+        }
+        // An object of the same name may wait for its turn.
+        entry.triggers.push(ObjectRef::<Object>::new(&object.name_any()).within(&namespace));
+    }
+
+    /// Waits until deleted objects were released, at most as long as that may take.
+    pub(super) async fn drained(&self) {
+        self.releases.close();
+        if timeout(RELEASE, self.releases.wait()).await.is_err() {
+            tracing::info!("some deleted objects were not released in time");
+        }
+    }
+}
+
+fn wanted(decided: &Decided) -> Wanted {
+    Wanted { config: decided.config.clone(), members: Some(decided.members.clone()), suspend: decided.suspend, delete: false }
+}
+
+/// What is known from before: status, or what an earlier coordinator of this process saw.
+fn restored(object: &WeightSync, term: u64, earlier: Option<&Entry>) -> Restored {
+    let unsigned = |number: Option<i64>| number.and_then(|number| u64::try_from(number).ok());
+    let status = object.status.as_ref();
+    let version = status.and_then(|status| {
+        let version = unsigned(status.version)?;
+        Some(HeldVersion { version, manifest: status.manifest.clone().unwrap_or_default() })
+    });
+    let seen = earlier.map_or(0, |entry| entry.seen_epoch.load(Ordering::SeqCst).max(entry.handle.view.borrow().epoch));
+    let earlier_version = earlier.and_then(|entry| entry.handle.view.borrow().version.clone());
+    Restored { term, epoch: unsigned(status.and_then(|status| status.epoch)).unwrap_or(0).max(seen), version: earlier_version.or(version) }
+}

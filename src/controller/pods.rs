@@ -1,0 +1,65 @@
+//! Writes to pods. Every patch carries the pod's UID: a successor under the same name must inherit nothing (without it, one did).
+
+use k8s_openapi::api::core::v1::{EphemeralContainer, Pod};
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client, ResourceExt};
+use serde_json::json;
+
+use super::calls::{ApiError, Calls};
+use super::readiness::{GATE, Verdict};
+
+/// Manager of our condition on pods; the kubelet's own conditions stay untouched by an apply under this name.
+const MANAGER: &str = "weightsync-readiness";
+
+/// Writes to the pods of one namespace.
+pub(super) struct Pods {
+    api: Api<Pod>,
+    calls: Calls,
+}
+
+impl Pods {
+    pub(super) fn new(client: Client, calls: Calls, namespace: &str) -> Self {
+        Self { api: Api::namespaced(client, namespace), calls }
+    }
+
+    /// Sets our condition. A pod that is gone meanwhile is no error.
+    pub(super) async fn set_readiness(&self, pod: &Pod, verdict: &Verdict) -> Result<(), ApiError> {
+        let (name, status) = (pod.name_any(), if verdict.ready { "True" } else { "False" });
+        let patch = json!({
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "uid": pod.uid()},
+            "status": {"conditions": [{
+                "type": GATE,
+                "status": status,
+                "reason": verdict.reason.as_str(),
+                "message": super::events::cut(&verdict.message, 1024),
+                "lastTransitionTime": Timestamp::now().to_string(),
+            }]},
+        });
+        let params = PatchParams::apply(MANAGER).force();
+        let what = format!("set {GATE}={status} on pod {name}");
+        forgive_gone(self.calls.run("patch", what, self.api.patch_status(&name, &params, &Patch::Apply(patch))).await)
+    }
+
+    /// Adds an ephemeral container. A pod that is gone meanwhile is no error.
+    pub(super) async fn add_ephemeral(&self, pod: &Pod, container: &EphemeralContainer) -> Result<(), ApiError> {
+        let name = pod.name_any();
+        // Strategic: an apply would have to repeat all entries that are there.
+        let patch = json!({"metadata": {"uid": pod.uid()}, "spec": {"ephemeralContainers": [container]}});
+        let what = format!("add {} to pod {name}", container.name);
+        let (params, patch) = (PatchParams::default(), Patch::Strategic(patch));
+        forgive_gone(self.calls.run("patch", what, self.api.patch_ephemeral_containers(&name, &params, &patch)).await)
+    }
+}
+
+fn forgive_gone(outcome: Result<Pod, ApiError>) -> Result<(), ApiError> {
+    match outcome {
+        Err(error) if error.is_gone() => {
+            tracing::debug!(%error, "the pod is gone meanwhile");
+            Ok(())
+        }
+        outcome => outcome.map(drop),
+    }
+}

@@ -1,0 +1,94 @@
+//! Which pods may serve, for pods that declare the readiness gate [`GATE`] (ephemeral agents cannot have a probe of their own).
+//!
+//! Pure: decides what the condition should say; never touches a pod without the gate, and says nothing while it does not know.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+
+use super::decide::target_container;
+use crate::api::WeightSync;
+use crate::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
+use crate::protocol::{Reason, Role};
+
+/// The readiness gate, and the type of the condition that opens it.
+pub(super) const GATE: &str = "weightsync.dev/ready";
+
+/// What a pod's condition should say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Verdict {
+    pub(super) ready: bool,
+    pub(super) reason: Reason,
+    pub(super) message: String,
+}
+
+impl Verdict {
+    pub(super) fn serve(reason: Reason, message: &str) -> Self {
+        Self { ready: true, reason, message: message.to_owned() }
+    }
+}
+
+/// Whether the pod waits for our condition.
+pub(super) fn is_gated(pod: &Pod) -> bool {
+    let gates = pod.spec.as_ref().and_then(|spec| spec.readiness_gates.as_ref());
+    gates.into_iter().flatten().any(|gate| gate.condition_type == GATE)
+}
+
+/// What the pod's condition says now.
+pub(super) fn present(pod: &Pod) -> Option<bool> {
+    let conditions = pod.status.as_ref()?.conditions.as_ref()?;
+    conditions.iter().find(|condition| condition.type_ == GATE).map(|condition| condition.status == "True")
+}
+
+/// What the conditions of the object's gated pods should say; pods about which nothing is known are left out.
+pub(super) fn verdicts(object: &WeightSync, view: &MembershipView, pods: &[&Pod]) -> BTreeMap<String, Verdict> {
+    let gated = pods.iter().filter(|pod| is_gated(pod) && target_container(object, pod).is_some());
+    gated.filter_map(|pod| Some((pod.uid()?, verdict(object, view, &pod.uid()?)?))).collect()
+}
+
+fn verdict(object: &WeightSync, view: &MembershipView, uid: &str) -> Option<Verdict> {
+    if object.spec.suspend {
+        return Some(Verdict::serve(Reason::Suspended, "the WeightSync is suspended: the pod serves what it has"));
+    }
+    if view.stage == GroupStage::Adopting {
+        return None;
+    }
+    let members: Vec<&MemberView> = view.members.iter().filter(|member| member.pods.iter().any(|pod| pod.uid == uid)).collect();
+    if members.is_empty() || members.iter().any(|member| member.role == Role::Source) {
+        let serves = members.first().map_or(object.spec.serve_before_first_version(), |_| true);
+        let message = if serves { "the pod is no replica that could be wrong" } else { "the pod is in no group yet" };
+        return Some(Verdict {
+            ready: serves,
+            reason: if serves { Reason::AsWanted } else { Reason::NotCandidate },
+            message: message.into(),
+        });
+    }
+    // A pod with several engines is as ready as the least ready of them.
+    let judged = members.iter().map(|member| replica(object, view, member));
+    judged.min_by_key(|verdict| verdict.ready)
+}
+
+fn replica(object: &WeightSync, view: &MembershipView, member: &MemberView) -> Verdict {
+    let not = |message: String| Verdict { ready: false, reason: member.reason, message };
+    if member.standing == MemberStanding::Dirty {
+        return not(format!("an install did not end well: {}", member.message));
+    }
+    let Some(current) = &view.version else {
+        return if object.spec.serve_before_first_version() {
+            Verdict::serve(Reason::NoVersion, "no version was published yet")
+        } else {
+            Verdict {
+                ready: false,
+                reason: Reason::NoVersion,
+                message: "no version was published yet, and beforeFirstVersion is Hold".into(),
+            }
+        };
+    };
+    match &member.installed {
+        // The engine confirmed it since its present start; a newer one than the group's counts as well.
+        Some(held) if held.version >= current.version => Verdict::serve(Reason::MemberReady, &format!("serves version {}", held.version)),
+        Some(held) => not(format!("serves version {}, the current one is {}: {}", held.version, current.version, member.message)),
+        None => not(format!("serves no verified version, the current one is {}: {}", current.version, member.message)),
+    }
+}

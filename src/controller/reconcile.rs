@@ -1,0 +1,216 @@
+//! One look at one object: decide, have the coordinator want it, do to pods what is needed, write status. Safe to repeat at any time, and
+//! disturbs nothing that is as it should be.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use futures::{FutureExt, StreamExt};
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{ApiResource, DynamicObject, Patch, PatchParams};
+use kube::runtime::controller::Action;
+use kube::{Api, Resource, ResourceExt};
+use serde::Serialize;
+use serde_json::json;
+use tokio::time::Instant;
+
+use super::calls::{ApiError, Calls};
+use super::decide::{Decided, decide};
+use super::launch::{Launched, Launcher};
+use super::metrics::{Carrier, Cause, ControllerMetrics, Outcome, Phase};
+use super::objects::Objects;
+use super::pods::Pods;
+use super::readiness::{present, verdicts};
+use super::report::{self, Facts};
+use super::stores::{Object, Scope};
+use crate::api::{WeightSync, WeightSyncStatus};
+use crate::membership::MembershipView;
+use crate::protocol::UpdatePhase;
+use crate::runtime::backoff::Backoff;
+use crate::runtime::lease::Leadership;
+
+/// Manager of the status but `epoch` and `term`.
+const MANAGER: &str = "weightsync-controller";
+/// An object is looked at this often even if nothing changed.
+const RESYNC: Duration = Duration::from_secs(60);
+/// Pods of one object that are written to at once.
+const WRITES: usize = 8;
+
+/// Why a look at an object failed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ReconcileError {
+    #[error(transparent)]
+    Api(#[from] ApiError),
+}
+
+/// What all reconciles share.
+pub(super) struct Shared {
+    pub(super) client: kube::Client,
+    pub(super) calls: Calls,
+    pub(super) objects: Arc<Objects>,
+    pub(super) launcher: Launcher,
+    pub(super) leadership: Leadership,
+    pub(super) metrics: ControllerMetrics,
+    pub(super) failures: Mutex<HashMap<String, Backoff>>,
+}
+
+/// What the reconciles of one scope know.
+pub(super) struct ScopeContext {
+    pub(super) shared: Arc<Shared>,
+    pub(super) scope: Scope,
+}
+
+/// Looks at one object. Boxed, so that its many borrows do not show in the type of the loop.
+pub(super) fn reconcile(object: Arc<Object>, context: Arc<ScopeContext>) -> BoxFuture<'static, Result<Action, ReconcileError>> {
+    observed(object, context).boxed()
+}
+
+/// Looks at one object, and counts and times that.
+async fn observed(object: Arc<Object>, context: Arc<ScopeContext>) -> Result<Action, ReconcileError> {
+    let shared = &context.shared;
+    let Some(term) = shared.leadership.term() else {
+        // Leadership is over or not settled; the process ends, or all objects are looked at again.
+        return Ok(Action::await_change());
+    };
+    let begun = Instant::now();
+    shared.metrics.in_flight.inc();
+    let outcome = match &object.0 {
+        Ok(readable) => context.look(&Arc::new(readable.clone()), term).await,
+        Err(invalid) => context.unreadable(&object, &invalid.error).await,
+    };
+    shared.metrics.in_flight.dec();
+    shared.metrics.reconcile_duration.observe(begun.elapsed().as_secs_f64());
+    let word = if outcome.is_ok() { "success" } else { "error" };
+    shared.metrics.reconciles.get_or_create(&Outcome { outcome: word }).inc();
+    if outcome.is_ok() {
+        shared.failures.lock().unwrap_or_else(PoisonError::into_inner).remove(&uid_of(&object));
+    }
+    outcome
+}
+
+/// How long to wait after a failure: doubles for this object alone.
+pub(super) fn after_failure(object: Arc<Object>, error: &ReconcileError, context: Arc<ScopeContext>) -> Action {
+    let ReconcileError::Api(cause) = error;
+    let reason = if cause.is_conflict() {
+        "conflict"
+    } else if cause.status().is_some() {
+        "refused"
+    } else {
+        "unreachable"
+    };
+    context.shared.metrics.reconcile_errors.get_or_create(&Cause { reason }).inc();
+    let mut failures = context.shared.failures.lock().unwrap_or_else(PoisonError::into_inner);
+    let backoff = failures.entry(uid_of(&object)).or_insert_with(|| Backoff::new(Duration::from_millis(500), Duration::from_secs(60)));
+    let wait = backoff.failed();
+    tracing::warn!(namespace = object.meta().namespace, name = object.meta().name, %error, ?wait, "will look at the object again");
+    Action::requeue(wait)
+}
+
+fn uid_of(object: &Object) -> String {
+    object.meta().uid.clone().unwrap_or_default()
+}
+
+impl ScopeContext {
+    /// What is decided for the object now, from what the watches know.
+    pub(super) fn decide(&self, object: &WeightSync) -> (Decided, Vec<Arc<Pod>>) {
+        let namespace = object.namespace().unwrap_or_default();
+        let pods = self.scope.pods_in(&namespace);
+        let others = self.scope.objects_in(&namespace);
+        let others: Vec<&WeightSync> = others.iter().filter_map(|other| other.0.as_ref().ok()).collect();
+        let known: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
+        (decide(object, &others, &known), pods)
+    }
+
+    async fn look(&self, object: &Arc<WeightSync>, term: u64) -> Result<Action, ReconcileError> {
+        let shared = &self.shared;
+        let (namespace, uid) = (object.namespace().unwrap_or_default(), object.uid().unwrap_or_default());
+        let (decided, pods) = self.decide(object);
+        let view = shared.objects.follow(object, &decided, term, &self.scope);
+        self.count(&uid, &view);
+
+        let writes = Pods::new(shared.client.clone(), shared.calls.clone(), &namespace);
+        let launched = shared.launcher.launch(object, &decided, &pods, &writes, &shared.objects.events_of(object)).await;
+        let gates = self.open_gates(object, &view, &pods, &writes).await;
+        let problems = launched.as_ref().map_or_else(|_| Vec::new(), |launched| launched.problems.clone());
+        let facts = Facts { object, decided: &decided, view: &view, problems: &problems };
+        let written = self.write_status(object, &uid, &facts).await;
+
+        let Launched { again, .. } = launched?;
+        gates?;
+        written?;
+        let soon = [again, shared.objects.restart_in(&uid)].into_iter().flatten().min().unwrap_or(RESYNC);
+        Ok(Action::requeue(soon.max(Duration::from_millis(100)).min(RESYNC)))
+    }
+
+    async fn open_gates(&self, object: &WeightSync, view: &MembershipView, pods: &[Arc<Pod>], writes: &Pods) -> Result<(), ApiError> {
+        let known: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
+        let verdicts = verdicts(object, view, &known);
+        let mut written = Vec::new();
+        for pod in pods {
+            if let Some(verdict) = pod.uid().and_then(|uid| verdicts.get(&uid)).filter(|verdict| present(pod) != Some(verdict.ready)) {
+                written.push(writes.set_readiness(pod, verdict).boxed());
+            }
+        }
+        let outcomes: Vec<Result<(), ApiError>> = futures::stream::iter(written).buffer_unordered(WRITES).collect().await;
+        outcomes.into_iter().collect()
+    }
+
+    async fn write_status(&self, object: &WeightSync, uid: &str, facts: &Facts<'_>) -> Result<(), ApiError> {
+        let stored = || object.status.clone().map(|status| WeightSyncStatus { epoch: None, term: None, ..status });
+        let before = self.shared.objects.written(uid).or_else(stored);
+        let conditions = before.as_ref().map_or(&[][..], |status| status.conditions.as_slice());
+        let status = report::status(facts, conditions, Timestamp::now());
+        if before.as_ref() == Some(&status) {
+            return Ok(());
+        }
+        self.apply_status(object.meta(), &status).await?;
+        self.shared.objects.set_written(uid, status);
+        Ok(())
+    }
+
+    /// Tells in the status of an object that cannot be read what is wrong with it; nothing else is done about it.
+    async fn unreadable(&self, object: &Object, error: &str) -> Result<Action, ReconcileError> {
+        #[derive(Serialize)]
+        struct Conditions {
+            conditions: Vec<k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition>,
+        }
+        let meta = object.meta();
+        let conditions = report::unreadable(error, meta.generation, &[], Timestamp::now());
+        self.apply_status(meta, &Conditions { conditions }).await?;
+        Ok(Action::await_change())
+    }
+
+    async fn apply_status(&self, meta: &kube::core::ObjectMeta, status: &(impl Serialize + Sync)) -> Result<(), ApiError> {
+        let (name, namespace) = (meta.name.clone().unwrap_or_default(), meta.namespace.clone().unwrap_or_default());
+        let api: Api<DynamicObject> = Api::namespaced_with(self.shared.client.clone(), &namespace, &ApiResource::erase::<WeightSync>(&()));
+        let patch = Patch::Apply(json!({
+            "apiVersion": WeightSync::api_version(&()),
+            "kind": WeightSync::kind(&()),
+            "metadata": {"name": name, "uid": meta.uid},
+            "status": status,
+        }));
+        let params = PatchParams::apply(MANAGER).force();
+        let what = format!("write the status of {namespace}/{name}");
+        match self.shared.calls.run("patch", what, api.patch_status(&name, &params, &patch)).await {
+            Err(error) if error.is_gone() => Ok(()),
+            outcome => outcome.map(drop),
+        }
+    }
+
+    /// Counts an update that ended well, once.
+    fn count(&self, uid: &str, view: &MembershipView) {
+        let Some(update) = view.update.as_ref().filter(|update| update.phase == UpdatePhase::Done) else { return };
+        if !self.shared.objects.counts_first(uid, (update.version, update.attempt)) {
+            return;
+        }
+        let metrics = &self.shared.metrics;
+        metrics.sync_bytes.get_or_create(&Carrier { transport: "tcp" }).inc_by(update.total_bytes);
+        for (phase, milliseconds) in &update.phases_ms {
+            // Phases are a closed list of the protocol.
+            let phase = Phase { phase: phase.clone() };
+            metrics.sync_duration.get_or_create(&phase).observe(Duration::from_millis(*milliseconds).as_secs_f64());
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! What status says. Pure: the decision, the coordinator's view and the status of before in, the new status out. A condition's time moves
+//! only when its status flips, so that equal facts give equal bytes and no write.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::jiff::Timestamp;
+
+use super::decide::Decided;
+use super::events::cut;
+use crate::api::{
+    ConditionType, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus, PhaseTime, ReplicaCount, TrainerStatus, TransportStatus,
+    WeightSync, WeightSyncStatus,
+};
+use crate::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
+use crate::protocol::{MemberName, Reason, Role, UpdatePhase, UpdateView};
+
+/// Longest message of a member, in bytes.
+const MEMBER_MESSAGE: usize = 1024;
+/// Longest message of a condition, in bytes; there are more members than a person reads.
+const CONDITION_MESSAGE: usize = 2048;
+/// Pods of one member that are listed.
+const MAX_PODS: usize = 16;
+
+/// Whether something is so, and why.
+struct Judgement(Option<bool>, Reason, String);
+
+/// What is reported of one object.
+pub(super) struct Facts<'a> {
+    pub(super) object: &'a WeightSync,
+    pub(super) decided: &'a Decided,
+    pub(super) view: &'a MembershipView,
+    /// What a person must do about agents.
+    pub(super) problems: &'a [(Reason, String)],
+}
+
+/// The status; `epoch` and `term` are another writer's, and left out.
+pub(super) fn status(facts: &Facts<'_>, before: &[Condition], now: Timestamp) -> WeightSyncStatus {
+    let Facts { object, decided, view, .. } = facts;
+    let generation = object.metadata.generation;
+    let source = view.members.iter().find(|member| member.role == Role::Source).and_then(|member| member.pods.first());
+    let held = view.version.as_ref();
+    WeightSyncStatus {
+        observed_generation: generation,
+        conditions: ConditionType::ALL.iter().map(|kind| condition(*kind, judge(*kind, facts), before, generation, now)).collect(),
+        epoch: None,
+        term: None,
+        world_size: view.committed.then(|| signed(view.world_size)),
+        transport: Some(TransportStatus { name: "tcp".to_owned(), reason: transport_reason(object).to_owned() }),
+        version: held.map(|held| signed_long(held.version)),
+        manifest: held.map(|held| held.manifest.clone()).filter(|manifest| !manifest.is_empty()),
+        last_update: view.update.as_ref().map(last_update),
+        replicas: Some(ReplicaCount::new(view.ready, decided.replicas.max(view.ready))),
+        members: view.members.iter().take(MAX_MEMBERS).map(member).collect(),
+        trainer: source.map(|pod| TrainerStatus { pod: pod.name.clone(), uid: pod.uid.clone() }),
+    }
+}
+
+/// The status of an object that cannot be read.
+pub(super) fn unreadable(error: &str, generation: Option<i64>, before: &[Condition], now: Timestamp) -> Vec<Condition> {
+    let message = format!("the object cannot be read: {error}");
+    let judgement = || Judgement(Some(false), Reason::InvalidSpec, message.clone());
+    [ConditionType::Ready, ConditionType::Accepted].map(|kind| condition(kind, judgement(), before, generation, now)).into()
+}
+
+fn signed(number: u32) -> i32 {
+    i32::try_from(number).unwrap_or(i32::MAX)
+}
+
+fn signed_long(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+fn transport_reason(object: &WeightSync) -> &'static str {
+    if object.spec.transport.tcp.is_some() {
+        "asked for by spec.transport.tcp"
+    } else {
+        "auto: every agent has TCP, and no other transport is built"
+    }
+}
+
+fn condition(kind: ConditionType, judgement: Judgement, before: &[Condition], generation: Option<i64>, now: Timestamp) -> Condition {
+    let Judgement(holds, reason, message) = judgement;
+    let status = match holds {
+        Some(true) => "True",
+        Some(false) => "False",
+        None => "Unknown",
+    };
+    let same = before.iter().find(|condition| condition.type_ == kind.as_str() && condition.status == status);
+    Condition {
+        type_: kind.as_str().to_owned(),
+        status: status.to_owned(),
+        reason: reason.as_str().to_owned(),
+        message: cut(&message, CONDITION_MESSAGE),
+        observed_generation: generation,
+        // Kubernetes keeps whole seconds; a fraction would make each status differ from the one that is stored.
+        last_transition_time: same.map_or_else(|| Time(whole_seconds(now)), |condition| condition.last_transition_time.clone()),
+    }
+}
+
+fn whole_seconds(now: Timestamp) -> Timestamp {
+    Timestamp::from_second(now.as_second()).unwrap_or(now)
+}
+
+fn judge(kind: ConditionType, facts: &Facts<'_>) -> Judgement {
+    let Facts { object, decided, view, problems } = facts;
+    match kind {
+        ConditionType::Accepted => accepted(decided),
+        _ if object.spec.suspend => suspended(kind, view),
+        ConditionType::Ready => ready(decided, view),
+        ConditionType::Progressing => progressing(view),
+        ConditionType::AgentsReady => agents_ready(view, problems),
+        ConditionType::GroupReady => group_ready(decided, view),
+        ConditionType::Synced => synced(view),
+        ConditionType::Degraded => degraded(decided, view, problems),
+    }
+}
+
+fn accepted(decided: &Decided) -> Judgement {
+    match &decided.refused {
+        Some((reason, message)) => Judgement(Some(false), *reason, message.clone()),
+        None => Judgement(Some(true), Reason::Accepted, "the spec makes sense, and nobody older claims the pods".into()),
+    }
+}
+
+fn suspended(kind: ConditionType, view: &MembershipView) -> Judgement {
+    let message = if view.released { "all pods were released" } else { "pods are being released" };
+    Judgement(Some(kind == ConditionType::Progressing && !view.released), Reason::Suspended, message.into())
+}
+
+fn ready(decided: &Decided, view: &MembershipView) -> Judgement {
+    if let Some((reason, message)) = &decided.refused {
+        return Judgement(Some(false), *reason, message.clone());
+    }
+    if let Some(message) = &decided.no_source {
+        return Judgement(Some(false), Reason::NoSource, message.clone());
+    }
+    let counts = format!("{} of {} replicas serve the current version, {} must", view.ready, decided.replicas, view.min_ready);
+    if view.ready >= view.min_ready && view.committed {
+        let reason = if view.version.is_some() { Reason::VersionReached } else { Reason::NoVersion };
+        let message = view.version.as_ref().map_or_else(
+            || format!("a group of {} ranks waits for the first version", view.world_size),
+            |held| format!("version {}: {counts}", held.version),
+        );
+        return Judgement(Some(true), reason, message);
+    }
+    let cause = first_cause(view).unwrap_or((Reason::BelowMinReady, String::new()));
+    let message = if cause.1.is_empty() { counts } else { format!("{counts}; {}", cause.1) };
+    Judgement(Some(false), if view.committed { Reason::BelowMinReady } else { cause.0 }, message)
+}
+
+/// Why there is no group, or who is missing: what is degraded comes first, then whatever member stands aside.
+fn first_cause(view: &MembershipView) -> Option<(Reason, String)> {
+    let degraded =
+        view.degraded.first().map(|degradation| (degradation.reason, name_first(degradation.member.as_ref(), &degradation.message)));
+    let aside = || {
+        let aside = |member: &&MemberView| matches!(member.standing, MemberStanding::Out | MemberStanding::Waiting | MemberStanding::Dirty);
+        view.members.iter().find(aside).map(|member| (member.reason, format!("{}: {}", member.name, member.message)))
+    };
+    degraded.or_else(aside)
+}
+
+fn name_first(member: Option<&MemberName>, message: &str) -> String {
+    match member {
+        Some(member) if !message.contains(&member.0) => format!("{member}: {message}"),
+        _ => message.to_owned(),
+    }
+}
+
+fn runs(update: &UpdateView) -> bool {
+    !matches!(update.phase, UpdatePhase::Done | UpdatePhase::Failed)
+}
+
+fn progressing(view: &MembershipView) -> Judgement {
+    match view.stage {
+        GroupStage::Adopting => Judgement(Some(true), Reason::Adopting, "this controller started and asks who is there".into()),
+        GroupStage::Persisting | GroupStage::Preparing | GroupStage::Committing => {
+            Judgement(Some(true), Reason::GroupForming, format!("epoch {} is being formed", view.epoch))
+        }
+        _ => match view.update.as_ref().filter(|update| runs(update)) {
+            Some(update) => Judgement(Some(true), Reason::Updating, format!("version {} is on its way", update.version)),
+            None => Judgement(Some(false), Reason::AsWanted, "nothing is under way".into()),
+        },
+    }
+}
+
+fn agents_ready(view: &MembershipView, problems: &[(Reason, String)]) -> Judgement {
+    if let Some((reason, message)) = problems.first() {
+        return Judgement(Some(false), *reason, message.clone());
+    }
+    let mute = |member: &&MemberView| !member.pods.is_empty() && member.incarnation.is_none();
+    let missing: Vec<String> = view.members.iter().filter(mute).map(|member| member.name.to_string()).collect();
+    if missing.is_empty() {
+        return Judgement(Some(true), Reason::AgentsReachable, format!("{} agents can be reached", view.members.len()));
+    }
+    Judgement(Some(false), Reason::AgentMissing, format!("no agent can be reached of {}", listed(&missing)))
+}
+
+fn listed(names: &[String]) -> String {
+    let shown = names.iter().take(5).cloned().collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(5) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
+fn group_ready(decided: &Decided, view: &MembershipView) -> Judgement {
+    if view.committed {
+        return Judgement(Some(true), Reason::GroupFormed, format!("epoch {} with {} ranks", view.epoch, view.world_size));
+    }
+    let (reason, message) = match (&decided.refused, &decided.no_source, view.stage) {
+        (Some((reason, message)), _, _) => (*reason, message.clone()),
+        (_, _, GroupStage::Adopting) => (Reason::Adopting, "this controller started and asks who is there".into()),
+        (_, _, GroupStage::Persisting | GroupStage::Preparing | GroupStage::Committing) => {
+            (Reason::GroupForming, format!("epoch {} is being formed", view.epoch))
+        }
+        (_, Some(message), _) => (Reason::NoSource, message.clone()),
+        _ => first_cause(view).unwrap_or((Reason::NoRollout, "no rollout can take part".into())),
+    };
+    Judgement(Some(false), reason, message)
+}
+
+fn synced(view: &MembershipView) -> Judgement {
+    let Some(held) = &view.version else {
+        return Judgement(Some(false), Reason::NoVersion, "no version was published yet".into());
+    };
+    if !view.committed {
+        return Judgement(Some(false), Reason::GroupForming, "there is no group".into());
+    }
+    let lacks = |member: &&MemberView| matches!(member.standing, MemberStanding::Behind | MemberStanding::Dirty);
+    let behind: Vec<String> = view.members.iter().filter(lacks).map(|member| member.name.to_string()).collect();
+    if behind.is_empty() {
+        return Judgement(Some(true), Reason::VersionReached, format!("every member serves version {}", held.version));
+    }
+    let reason = if view.feeder.is_some() { Reason::BeingFed } else { Reason::NoFeeder };
+    Judgement(Some(false), reason, format!("{} do not serve version {}", listed(&behind), held.version))
+}
+
+fn degraded(decided: &Decided, view: &MembershipView, problems: &[(Reason, String)]) -> Judgement {
+    let of_view =
+        view.degraded.iter().map(|degradation| (degradation.reason, name_first(degradation.member.as_ref(), &degradation.message)));
+    let misfits = decided.misfits.iter().map(|message| (Reason::NotCandidate, message.clone()));
+    let all: Vec<(Reason, String)> = problems.iter().cloned().chain(of_view).chain(misfits).collect();
+    match all.first() {
+        None => Judgement(Some(false), Reason::AsWanted, "everything is as it should be".into()),
+        Some((reason, _)) => {
+            let mut messages: Vec<&str> = all.iter().map(|(_, message)| message.as_str()).collect();
+            messages.dedup();
+            Judgement(Some(true), *reason, messages.join("; "))
+        }
+    }
+}
+
+fn last_update(update: &UpdateView) -> LastUpdate {
+    LastUpdate {
+        version: signed_long(update.version),
+        attempt: signed(update.attempt),
+        state: format!("{:?}", update.phase),
+        bytes: signed_long(update.total_bytes),
+        feeding: update.feeding,
+        phases: phases(&update.phases_ms),
+        failure: update.failure.as_deref().map(|failure| cut(failure, MEMBER_MESSAGE)),
+    }
+}
+
+/// The list is a map by name: a phase that ran twice counts as one.
+fn phases(times: &[(String, u64)]) -> Vec<PhaseTime> {
+    let mut phases: Vec<PhaseTime> = Vec::new();
+    for (name, milliseconds) in times {
+        let (name, milliseconds) = (cut(name, 32), signed_long(*milliseconds));
+        match phases.iter_mut().find(|phase| phase.name == name) {
+            Some(phase) => phase.milliseconds = phase.milliseconds.saturating_add(milliseconds),
+            None => phases.push(PhaseTime { name, milliseconds }),
+        }
+    }
+    phases.truncate(16);
+    phases
+}
+
+fn member(member: &MemberView) -> MemberStatus {
+    MemberStatus {
+        name: member.name.to_string(),
+        pods: member.pods.iter().take(MAX_PODS).map(|pod| pod.name.clone()).collect(),
+        rank_offset: member.rank_offset.map(signed),
+        size: signed(member.size),
+        state: match member.standing {
+            MemberStanding::Ready => MemberStateName::Ready,
+            MemberStanding::Updating => MemberStateName::Updating,
+            MemberStanding::Behind => MemberStateName::Behind,
+            MemberStanding::Dirty => MemberStateName::Dirty,
+            MemberStanding::Forming => MemberStateName::Forming,
+            MemberStanding::Waiting => MemberStateName::Waiting,
+            MemberStanding::Out => MemberStateName::Out,
+        },
+        version: member.installed.as_ref().map(|held| signed_long(held.version)),
+        paused_until: member
+            .paused_until
+            .and_then(|until| Timestamp::from_millisecond(signed_long(until)).ok())
+            .map(|at| Time(whole_seconds(at))),
+        reason: member.reason.as_str().to_owned(),
+        message: cut(&member.message, MEMBER_MESSAGE),
+    }
+}

@@ -1,0 +1,328 @@
+//! Puts the controller together and takes it apart: clients, authority, watches, enrolment server, lease, and the loop over objects.
+//! Only the holder of the lease acts; without it the process ends, so that nothing half-led goes on.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures::StreamExt;
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::runtime::{applier, controller::Config};
+use kube::{Api, Client};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+use tokio::time::{interval, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::authority::{self, AuthorityError};
+use super::calls::Calls;
+use super::events::Events;
+use super::launch::Launcher;
+use super::metrics::{ControllerMetrics, State};
+use super::objects::{Objects, World};
+use super::reconcile::{ScopeContext, Shared, after_failure, reconcile};
+use super::stores::{Scope, Stores};
+use super::token_review::Tokens;
+use crate::coordinator::{Directory, Enrollment, SingleUseTokens, router};
+use crate::membership::MemberStanding;
+use crate::runtime::backoff::Backoff;
+use crate::runtime::health::{self, Health};
+use crate::runtime::https::{Access, AgentClient, Limits, serve_https, serve_plain};
+use crate::runtime::identity::{Ca, Identity, IdentityError, PeerIdentity};
+use crate::runtime::lease::{Leadership, LeaseConfig, LeaseLost, LeaseManager};
+use crate::runtime::metrics::Metrics;
+
+/// Lifetime of certificates. Agents renew after a third, so a controller may be away for 16 hours.
+const CERTIFICATES: Duration = Duration::from_secs(24 * 3600);
+/// Lifetime of a token for an ephemeral agent: its image may have to be pulled first.
+const TOKENS: Duration = Duration::from_secs(600);
+/// Looks at objects that run at once.
+const CONCURRENCY: u16 = 16;
+/// Reconciles under way have this long to end when the controller stops.
+const DRAIN: Duration = Duration::from_secs(5);
+/// How often gone objects are swept and replicas are counted.
+const SWEEP: Duration = Duration::from_secs(2);
+
+/// How a controller is started.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Name of this pod; holder of the lease.
+    pub pod_name: String,
+    /// Namespace of this pod: lease, authority.
+    pub namespace: String,
+    /// Name of the installation: lease, `NAME-ca`.
+    pub name: String,
+    /// Namespaces to look at; all if empty.
+    pub watch_namespaces: Vec<String>,
+    /// Image of ephemeral agents.
+    pub agent_image: String,
+    /// Pull policy of that image.
+    pub agent_image_pull_policy: String,
+    /// Where agents find the enrolment server.
+    pub controller_url: String,
+    /// Where the enrolment server listens.
+    pub enroll_address: SocketAddr,
+    /// Where health and metrics are served.
+    pub status_address: SocketAddr,
+}
+
+/// Why a controller ended.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ControllerError {
+    #[error("no configuration of a cluster was found: {0}")]
+    Configuration(#[from] kube::config::InferConfigError),
+    #[error("no client can be made: {0}")]
+    Client(#[from] kube::Error),
+    #[error("cannot listen on {address}: {source}")]
+    Listen { address: SocketAddr, source: std::io::Error },
+    #[error(transparent)]
+    Authority(#[from] AuthorityError),
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    #[error("leads no more: {0}")]
+    LeaseLost(LeaseLost),
+}
+
+/// Runs a controller until `cancel`, or until the lease is lost.
+pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), ControllerError> {
+    let config = kube::Config::infer().await?;
+    let client = Client::try_from(config.clone())?;
+    // Hidden retries would hold a renewal up for longer than the lease lasts.
+    let mut without_retries = config;
+    without_retries.default_retry = false;
+    let lease_client = Client::try_from(without_retries)?;
+    run_with(settings, client, lease_client, cancel).await
+}
+
+async fn listen(address: SocketAddr) -> Result<TcpListener, ControllerError> {
+    TcpListener::bind(address).await.map_err(|source| ControllerError::Listen { address, source })
+}
+
+pub(super) async fn run_with(
+    settings: Settings,
+    client: Client,
+    lease_client: Client,
+    cancel: CancellationToken,
+) -> Result<(), ControllerError> {
+    let (registry, health) = (Metrics::default(), Health::default());
+    let metrics = ControllerMetrics::new(&registry);
+    let calls = Calls::new(metrics.clone());
+    // Bound before anything else is done, so that a port that is taken shows at once.
+    let (enroll, status) = (listen(settings.enroll_address).await?, listen(settings.status_address).await?);
+    let stop = CancellationToken::new();
+    let _servers_end = stop.clone().drop_guard();
+    let status_pages = health::router(health.clone(), registry);
+    let status_limits = Limits { body_bytes: 1 << 10, connections: 64, ..Limits::default() };
+    let _status = AbortOnDropHandle::new(tokio::spawn(serve_plain(status, status_pages, status_limits, stop.clone())));
+
+    let stores = Stores::start(&client, &settings.watch_namespaces, &metrics);
+    let synced = Arc::new(AtomicBool::new(false));
+    let listed = synced.clone();
+    health.ready_while("watches", move || if listed.load(Ordering::SeqCst) { Ok(()) } else { Err("not everything was listed yet".into()) });
+
+    let Some(ca) = authority_of(&settings, &client, &calls, &cancel).await? else { return Ok(()) };
+    let ca = Arc::new(ca);
+    let identity = ca.issue(&PeerIdentity::Controller, CERTIFICATES)?;
+    let _renewal = AbortOnDropHandle::new(tokio::spawn(renew(ca.clone(), identity.clone())));
+
+    let (directory, tokens) = (Directory::default(), SingleUseTokens::new(TOKENS));
+    let enrollment = Arc::new(Enrollment {
+        ca: ca.clone(),
+        verifier: Arc::new(Tokens::new(client.clone(), calls.clone(), tokens.clone())),
+        directory: directory.clone(),
+        lifetime: CERTIFICATES,
+    });
+    let limits = Limits { body_bytes: 64 << 10, connections: 4096, ..Limits::default() };
+    let enrolling = serve_https(enroll, identity.clone(), Access::Open, router(enrollment), limits, stop.clone());
+    let _enrolling = AbortOnDropHandle::new(tokio::spawn(enrolling));
+
+    let watching = synced.clone();
+    let all_listed = async {
+        let done = stores.synced().await;
+        watching.store(done, Ordering::SeqCst);
+    };
+    tokio::select! {
+        () = cancel.cancelled() => return Ok(()),
+        () = all_listed => {}
+    }
+
+    let failures = metrics.lease_failures.clone();
+    let lease: Api<Lease> = Api::namespaced(lease_client, &settings.namespace);
+    let manager = LeaseManager::new(lease, LeaseConfig::new(&settings.name, &settings.pod_name)).count_failures(move || {
+        failures.inc();
+    });
+    let mut leadership = manager.leadership();
+    let stop_lease = CancellationToken::new();
+    let leasing = tokio::spawn(keep_lease(manager, stop_lease.clone()));
+    let led = tokio::select! {
+        () = cancel.cancelled() => None,
+        term = leadership.acquired() => term,
+    };
+    if led.is_some() {
+        metrics.leader.set(1);
+        let judged = leadership.clone();
+        health.live_while("lease", move || if judged.term().is_some() { Ok(()) } else { Err("leads no more".into()) });
+        let world = World {
+            client: client.clone(),
+            calls: calls.clone(),
+            agents: AgentClient::new(identity),
+            directory: directory.clone(),
+            events: Events::start(client.clone(), settings.pod_name.clone()),
+            leadership: leadership.clone(),
+            cancel: stop.clone(),
+        };
+        let shared = Arc::new(Shared {
+            client,
+            calls,
+            objects: Arc::new(Objects::new(world)),
+            launcher: Launcher {
+                image: settings.agent_image,
+                pull_policy: settings.agent_image_pull_policy,
+                controller_url: settings.controller_url,
+                controller_ca: ca.certificate_pem().to_owned(),
+                tokens,
+            },
+            leadership: leadership.clone(),
+            metrics: metrics.clone(),
+            failures: std::sync::Mutex::new(HashMap::new()),
+        });
+        lead(&shared, &stores.scopes, &directory, leadership, &cancel).await;
+        metrics.leader.set(0);
+    }
+    stop.cancel();
+    stop_lease.cancel();
+    match timeout(DRAIN, leasing).await {
+        Ok(Ok(LeaseLost::Stopped)) | Err(_) => Ok(()),
+        Ok(Ok(lost)) => Err(ControllerError::LeaseLost(lost)),
+        Ok(Err(error)) => Err(ControllerError::LeaseLost(LeaseLost::NotRenewed(error.to_string()))),
+    }
+}
+
+/// The authority; none when told to stop. The API server may not be there yet when a whole cluster starts.
+async fn authority_of(
+    settings: &Settings,
+    client: &Client,
+    calls: &Calls,
+    cancel: &CancellationToken,
+) -> Result<Option<Ca>, ControllerError> {
+    let mut backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
+    loop {
+        match authority::load(client, calls, &settings.namespace, &settings.name).await {
+            Ok(ca) => return Ok(Some(ca)),
+            Err(error @ AuthorityError::Unusable { .. }) => return Err(error.into()),
+            Err(error) => tracing::warn!(%error, "no authority yet"),
+        }
+        tokio::select! {
+            () = cancel.cancelled() => return Ok(None),
+            () = sleep(backoff.failed()) => {}
+        }
+    }
+}
+
+async fn renew(ca: Arc<Ca>, identity: Identity) {
+    loop {
+        sleep(CERTIFICATES / 3).await;
+        let signed = identity.csr_pem().and_then(|csr| ca.sign(&csr, &PeerIdentity::Controller, CERTIFICATES));
+        if let Err(error) = signed.and_then(|certificate| identity.install(&certificate)) {
+            tracing::error!(%error, "the controller's certificate cannot be renewed");
+        }
+    }
+}
+
+/// Keeps the lease, and gives it back when it was kept to the end.
+async fn keep_lease(mut manager: LeaseManager, stop: CancellationToken) -> LeaseLost {
+    let lost = manager.run(&stop).await;
+    if lost == LeaseLost::Stopped {
+        manager.release().await;
+    }
+    lost
+}
+
+/// Looks at objects until told to stop, or until leadership ends.
+async fn lead(shared: &Arc<Shared>, scopes: &[Scope], directory: &Directory, mut leadership: Leadership, cancel: &CancellationToken) {
+    let contexts: Vec<Arc<ScopeContext>> =
+        scopes.iter().map(|scope| Arc::new(ScopeContext { shared: shared.clone(), scope: scope.clone() })).collect();
+    adopt(&contexts, directory);
+    let sweeping = sweep(shared, scopes);
+    let draining = CancellationToken::new();
+    let mut loops = JoinSet::new();
+    for context in contexts {
+        loops.spawn(look_at_objects(context, draining.clone()));
+    }
+    tokio::select! {
+        () = cancel.cancelled() => {
+            draining.cancel();
+            let ended = async { while loops.join_next().await.is_some() {} };
+            if timeout(DRAIN, ended).await.is_err() {
+                tracing::warn!("reconciles still run and are cut");
+            }
+            shared.objects.drained().await;
+        }
+        // What still runs would act without leadership: it is dropped, not drained.
+        () = leadership.lost() => tracing::error!("leadership is over; this process ends"),
+        () = sweeping => {}
+    }
+    directory.unsettle();
+}
+
+/// Starts the coordinators of all objects, and only then lets the enrolment server say that nobody claims a pod.
+fn adopt(contexts: &[Arc<ScopeContext>], directory: &Directory) {
+    for context in contexts {
+        for object in context.scope.objects.state() {
+            let (Ok(readable), Some(term)) = (&object.0, context.shared.leadership.term()) else { continue };
+            let (decided, _) = context.decide(readable);
+            context.shared.objects.follow(&Arc::new(readable.clone()), &decided, term, &context.scope);
+            context.scope.triggers.push(kube::runtime::reflector::ObjectRef::from_obj(&*object));
+        }
+    }
+    directory.settle();
+}
+
+async fn look_at_objects(context: Arc<ScopeContext>, draining: CancellationToken) {
+    let queue = Box::pin(context.scope.triggers.clone().stream().take_until(draining.cancelled_owned()));
+    let config = Config::default().concurrency(CONCURRENCY);
+    let store = context.scope.objects.clone();
+    let results = applier(|object, context| Box::pin(reconcile(object, context)), after_failure, context, store, queue, config);
+    let mut results = std::pin::pin!(results);
+    while let Some(result) = results.next().await {
+        if let Err(error) = result {
+            // Failures were counted and told where they happened; what is left are objects that are gone, which the sweep sees.
+            tracing::debug!(%error, "not reconciled");
+        }
+    }
+}
+
+async fn sweep(shared: &Arc<Shared>, scopes: &[Scope]) {
+    let mut ticks = interval(SWEEP);
+    loop {
+        ticks.tick().await;
+        shared.objects.sweep(scopes);
+        let mut counts: HashMap<&'static str, i64> = STATES.iter().map(|state| (*state, 0)).collect();
+        for view in shared.objects.views() {
+            for member in view.members.iter().filter(|member| member.role == crate::protocol::Role::Rollout) {
+                *counts.entry(state(member.standing)).or_default() += 1;
+            }
+        }
+        for (state, count) in counts {
+            shared.metrics.replicas.get_or_create(&State { state }).set(count);
+        }
+    }
+}
+
+const STATES: [&str; 7] = ["ready", "updating", "behind", "dirty", "forming", "waiting", "out"];
+
+fn state(standing: MemberStanding) -> &'static str {
+    match standing {
+        MemberStanding::Ready => "ready",
+        MemberStanding::Updating => "updating",
+        MemberStanding::Behind => "behind",
+        MemberStanding::Dirty => "dirty",
+        MemberStanding::Forming => "forming",
+        MemberStanding::Waiting => "waiting",
+        MemberStanding::Out => "out",
+    }
+}

@@ -1,0 +1,152 @@
+//! What is so: all objects and all opted-in pods of the watched namespaces, kept up to date by watches. Decides only which objects are to
+//! be looked at when something changed. One undecodable object is kept as such and stops nobody else.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::Pod;
+use kube::core::DeserializeGuard;
+use kube::runtime::reflector::{ObjectRef, Store};
+use kube::runtime::watcher::{self, Event};
+use kube::runtime::{WatchStreamExt, reflector};
+use kube::{Api, Client, Resource, ResourceExt};
+use serde::de::DeserializeOwned;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::metrics::{ControllerMetrics, Kind, Watched};
+use super::triggers::Triggers;
+use crate::api::WeightSync;
+use crate::plan::{ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER};
+
+/// A `WeightSync`, or what is known of one that cannot be read.
+pub(super) type Object = DeserializeGuard<WeightSync>;
+
+/// Objects and pods of one namespace, or of all.
+#[derive(Clone)]
+pub(super) struct Scope {
+    pub(super) objects: Store<Object>,
+    pub(super) pods: Store<Pod>,
+    pub(super) triggers: Triggers,
+}
+
+/// All scopes, kept up to date while this lives.
+pub(super) struct Stores {
+    pub(super) scopes: Vec<Scope>,
+    /// Ends them when dropped.
+    watches: Vec<AbortOnDropHandle<()>>,
+}
+
+impl Stores {
+    /// Watches the namespaces, or the whole cluster if there are none.
+    pub(super) fn start(client: &Client, namespaces: &[String], metrics: &ControllerMetrics) -> Self {
+        let mut stores = Self { scopes: Vec::new(), watches: Vec::new() };
+        if namespaces.is_empty() {
+            stores.add(Api::all(client.clone()), Api::all(client.clone()), metrics);
+        }
+        for namespace in namespaces {
+            stores.add(Api::namespaced(client.clone(), namespace), Api::namespaced(client.clone(), namespace), metrics);
+        }
+        stores
+    }
+
+    fn add(&mut self, objects: Api<Object>, pods: Api<Pod>, metrics: &ControllerMetrics) {
+        let opted_in = watcher::Config::default().labels(&format!("{ROLE_LABEL} in ({ROLE_TRAINER},{ROLE_ROLLOUT})"));
+        let triggers = Triggers::default();
+        let (object_store, object_writer) = reflector::store();
+        let (pod_store, pod_writer) = reflector::store();
+        let scope = Scope { objects: object_store, pods: pod_store, triggers: triggers.clone() };
+
+        let changed = triggers.clone();
+        self.watch("WeightSync", objects, watcher::Config::default(), object_writer, metrics, move |event| {
+            if let Event::Apply(object) | Event::InitApply(object) | Event::Delete(object) = event {
+                changed.push(ObjectRef::from_obj(object));
+            }
+        });
+        let known = scope.objects.clone();
+        self.watch("Pod", pods, opted_in, pod_writer, metrics, move |event| {
+            let namespace = match event {
+                Event::Apply(pod) | Event::Delete(pod) => pod.namespace(),
+                Event::InitDone => None,
+                Event::Init | Event::InitApply(_) => return,
+            };
+            // After a list, a pod of any namespace may be gone without an event of its own.
+            let affected = known.state_filter(|object| namespace.is_none() || object.meta().namespace == namespace);
+            for object in affected {
+                triggers.push(ObjectRef::from_obj(&*object));
+            }
+        });
+        self.scopes.push(scope);
+    }
+
+    fn watch<K>(
+        &mut self,
+        kind: &'static str,
+        api: Api<K>,
+        config: watcher::Config,
+        writer: reflector::store::Writer<K>,
+        metrics: &ControllerMetrics,
+        changed: impl Fn(&Event<K>) + Send + 'static,
+    ) where
+        K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+    {
+        let metrics = metrics.clone();
+        let store = writer.as_reader();
+        let events = kube::runtime::watcher(api, config)
+            .default_backoff()
+            // Half of a pod's bytes, and read by nobody here.
+            .modify(|object: &mut K| object.managed_fields_mut().clear())
+            .reflect(writer);
+        let task = async move {
+            let mut events = std::pin::pin!(events);
+            while let Some(event) = events.next().await {
+                match event {
+                    Ok(event) => {
+                        let op = operation(&event);
+                        metrics.watch_events.get_or_create(&Watched { kind, op }).inc();
+                        let known = i64::try_from(store.len()).unwrap_or(i64::MAX);
+                        metrics.cached.get_or_create(&Kind { kind }).set(known);
+                        changed(&event);
+                    }
+                    Err(error) => {
+                        metrics.watch_errors.get_or_create(&Kind { kind }).inc();
+                        tracing::warn!(kind, %error, "the watch broke; it is opened again");
+                    }
+                }
+            }
+        };
+        self.watches.push(AbortOnDropHandle::new(tokio::spawn(task)));
+    }
+
+    /// Waits until everything was listed once.
+    pub(super) async fn synced(&self) -> bool {
+        for scope in &self.scopes {
+            if scope.objects.wait_until_ready().await.is_err() || scope.pods.wait_until_ready().await.is_err() {
+                return false;
+            }
+        }
+        true
+    }
+}
+
+impl Scope {
+    /// Objects of a namespace.
+    pub(super) fn objects_in(&self, namespace: &str) -> Vec<Arc<Object>> {
+        self.objects.state_filter(|object| object.meta().namespace.as_deref() == Some(namespace))
+    }
+
+    /// Opted-in pods of a namespace.
+    pub(super) fn pods_in(&self, namespace: &str) -> Vec<Arc<Pod>> {
+        self.pods.state_filter(|pod| pod.metadata.namespace.as_deref() == Some(namespace))
+    }
+}
+
+fn operation<K>(event: &Event<K>) -> &'static str {
+    match event {
+        Event::Apply(_) => "apply",
+        Event::Delete(_) => "delete",
+        Event::Init => "init",
+        Event::InitApply(_) => "list",
+        Event::InitDone => "listed",
+    }
+}

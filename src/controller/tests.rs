@@ -1,0 +1,7 @@
+//! The controller: its decisions by tables, and the whole of it against an API server in memory and agents that are fake.
+
+mod decisions;
+mod ephemerals;
+mod fixtures;
+mod reports;
+mod tokens;

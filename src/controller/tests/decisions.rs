@@ -1,0 +1,192 @@
+//! What objects want, and which pods may serve.
+
+use serde_json::json;
+
+use super::fixtures::{changed, idle, object, plain, pod};
+use crate::controller::decide::{decide, target_container};
+use crate::controller::readiness::{GATE, Verdict, present, verdicts};
+use crate::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
+use crate::protocol::{HeldVersion, MemberName, PodRef, Reason, Role};
+
+#[test]
+fn pods_become_members_and_their_agents_are_told_their_engines() {
+    let object = object("ws", 0);
+    let pods = [plain("trainer-0"), plain("actor-0"), plain("actor-1")];
+    let decided = decide(&object, &[&object], &pods.iter().collect::<Vec<_>>());
+    let names: Vec<&str> = decided.members.0.iter().map(|candidate| candidate.name.0.as_str()).collect();
+    assert_eq!(names, ["trainer/trainer-0", "actors/actor-0", "actors/actor-1"]);
+    assert_eq!(decided.refused, None);
+    assert_eq!(decided.replicas, 2);
+    assert_eq!(decided.claims["uid-trainer-0"].role, Role::Source);
+    let engines = &decided.claims["uid-actor-1"].engines;
+    assert_eq!((engines[0].kind.as_str(), engines[0].port), ("vllm", 8000));
+}
+
+/// A pod that had to be ready before it is fed would never be fed: its sidecar says "not ready" until it was.
+#[test]
+fn a_pod_that_is_not_ready_takes_part_as_long_as_its_engines_container_runs() {
+    let object = object("ws", 0);
+    let unready = pod("actor-0", |pod| {
+        pod["status"]["conditions"] = json!([{"type": "Ready", "status": "False", "reason": "ContainersNotReady"}]);
+        pod["status"]["containerStatuses"][0]["ready"] = json!(false);
+    });
+    let crashed = pod("actor-1", |pod| {
+        pod["status"]["containerStatuses"][0]["state"] = json!({"waiting": {"reason": "CrashLoopBackOff"}});
+    });
+    let decided = decide(&object, &[], &[&plain("trainer-0"), &unready, &crashed]);
+    assert_eq!(decided.members.0.len(), 2);
+    assert!(decided.members.1[0].message.contains("CrashLoopBackOff"), "{:?}", decided.members.1);
+    assert!(decided.claims.contains_key("uid-actor-1"), "its agent belongs to the object all the same");
+}
+
+#[test]
+fn a_terminating_pod_keeps_its_claim_so_that_it_can_leave_in_good_order() {
+    let terminating = pod("actor-0", |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z"));
+    let ended = pod("actor-1", |pod| pod["status"]["phase"] = json!("Failed"));
+    let decided = decide(&object("ws", 0), &[], &[&terminating, &ended]);
+    assert!(decided.claims.contains_key("uid-actor-0"));
+    assert!(!decided.claims.contains_key("uid-actor-1"));
+    assert!(decided.no_source.is_some(), "and nobody could publish");
+}
+
+#[test]
+fn of_two_objects_that_select_one_pod_the_younger_claims_nothing_and_names_the_older() {
+    let (older, younger) = (object("older", 0), object("younger", 1));
+    let pods = [plain("trainer-0"), plain("actor-0")];
+    let pods: Vec<_> = pods.iter().collect();
+    assert_eq!(decide(&older, &[&older, &younger], &pods).refused, None);
+    let refused = decide(&younger, &[&older, &younger], &pods);
+    let (reason, message) = refused.refused.clone().unwrap();
+    assert_eq!(reason, Reason::PodClaimed);
+    assert!(message.contains("default/older"), "{message}");
+    assert!(refused.claims.is_empty() && refused.members.0.is_empty());
+}
+
+#[test]
+fn a_spec_that_makes_no_sense_is_refused_with_its_field() {
+    let wrong = changed("ws", 0, |object| object["spec"]["rollouts"][0]["engine"] = json!({}));
+    let (reason, message) = decide(&wrong, &[], &[]).refused.unwrap();
+    assert_eq!(reason, Reason::InvalidSpec);
+    assert!(message.contains("rollouts"), "{message}");
+}
+
+#[test]
+fn the_workers_of_a_replica_of_many_pods_have_no_engine_of_their_own() {
+    let grouped = changed("ws", 0, |object| object["spec"]["rollouts"][0]["replica"] = json!({"pods": 2}));
+    let member = |name: &str, worker: &str| {
+        pod(name, |pod| {
+            pod["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/group-key"] = json!("g0");
+            pod["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] = json!(worker);
+        })
+    };
+    let decided = decide(&grouped, &[], &[&plain("trainer-0"), &member("actor-0", "0"), &member("actor-0-1", "1")]);
+    assert_eq!(decided.members.0.len(), 2, "{:?}", decided.members);
+    assert_eq!(decided.claims["uid-actor-0"].engines.len(), 1);
+    assert_eq!(decided.claims["uid-actor-0-1"].engines.len(), 0);
+}
+
+#[test]
+fn agents_work_beside_the_engine_and_beside_the_trainers_first_container() {
+    let object = object("ws", 0);
+    assert_eq!(target_container(&object, &plain("actor-0")).as_deref(), Some("engine"));
+    assert_eq!(target_container(&object, &plain("trainer-0")).as_deref(), Some("train"));
+    let stranger = pod("actor-0", |pod| pod["metadata"]["labels"]["app"] = json!("other"));
+    assert_eq!(target_container(&object, &stranger), None);
+}
+
+fn held(version: u64) -> HeldVersion {
+    HeldVersion { version, manifest: format!("digest of {version}") }
+}
+
+fn member(name: &str, standing: MemberStanding, installed: Option<HeldVersion>) -> MemberView {
+    MemberView {
+        name: MemberName(format!("actors/{name}")),
+        role: Role::Rollout,
+        pods: vec![PodRef { name: name.into(), uid: format!("uid-{name}"), node: None }],
+        incarnation: None,
+        rank_offset: None,
+        size: 1,
+        standing,
+        held: None,
+        installed,
+        engine_url: None,
+        paused_until: None,
+        retry_at: None,
+        reason: Reason::BeingFed,
+        message: "waits".into(),
+    }
+}
+
+fn gated(name: &str) -> k8s_openapi::api::core::v1::Pod {
+    pod(name, |pod| pod["spec"]["readinessGates"] = json!([{"conditionType": GATE}]))
+}
+
+fn view(stage: GroupStage, version: Option<HeldVersion>, members: Vec<MemberView>) -> MembershipView {
+    MembershipView { stage, version, members, ..idle(&object("ws", 0)) }
+}
+
+fn verdict_of(view: &MembershipView, hold: bool) -> Option<Verdict> {
+    let object = changed("ws", 0, |object| {
+        if hold {
+            object["spec"]["readiness"] = json!({"beforeFirstVersion": "Hold"});
+        }
+    });
+    verdicts(&object, view, &[&gated("actor-0")]).remove("uid-actor-0")
+}
+
+#[test]
+fn a_gated_pod_serves_only_the_version_that_its_engine_confirmed() {
+    use MemberStanding::{Behind, Dirty, Forming, Ready, Updating, Waiting};
+    let committed = |standing, installed| view(GroupStage::Committed, Some(held(2)), vec![member("actor-0", standing, installed)]);
+    let cases = [
+        (Ready, Some(held(2)), true),
+        (Updating, Some(held(2)), true),
+        (Updating, Some(held(3)), true),
+        // A group is being formed anew: what is served did not change by that.
+        (Forming, Some(held(2)), true),
+        (Waiting, Some(held(2)), true),
+        (Behind, Some(held(1)), false),
+        (Behind, None, false),
+        (Dirty, Some(held(2)), false),
+    ];
+    for (standing, installed, ready) in cases {
+        let verdict = verdict_of(&committed(standing, installed.clone()), false).unwrap();
+        assert_eq!(verdict.ready, ready, "{standing:?} {installed:?}: {verdict:?}");
+    }
+}
+
+#[test]
+fn before_the_first_version_pods_serve_or_wait_as_the_object_says() {
+    let view = view(GroupStage::Committed, None, vec![member("actor-0", MemberStanding::Ready, None)]);
+    assert!(verdict_of(&view, false).unwrap().ready);
+    assert!(!verdict_of(&view, true).unwrap().ready);
+}
+
+#[test]
+fn a_controller_that_just_started_says_nothing_about_pods() {
+    let adopting = view(GroupStage::Adopting, Some(held(2)), vec![member("actor-0", MemberStanding::Out, None)]);
+    assert_eq!(verdict_of(&adopting, false), None);
+}
+
+#[test]
+fn a_suspended_object_leaves_its_pods_serving() {
+    let suspended = changed("ws", 0, |object| object["spec"]["suspend"] = json!(true));
+    let view = view(GroupStage::Suspended, Some(held(2)), vec![member("actor-0", MemberStanding::Out, None)]);
+    let verdicts = verdicts(&suspended, &view, &[&gated("actor-0"), &plain("actor-1")]);
+    assert!(verdicts["uid-actor-0"].ready);
+    assert_eq!(verdicts.len(), 1, "a pod without the gate is not touched");
+}
+
+#[test]
+fn a_pod_with_two_engines_is_as_ready_as_the_least_ready() {
+    let mut second = member("actor-0", MemberStanding::Behind, Some(held(1)));
+    second.name = MemberName("actors/actor-0:8001".into());
+    let view = view(GroupStage::Committed, Some(held(2)), vec![member("actor-0", MemberStanding::Ready, Some(held(2))), second]);
+    assert!(!verdict_of(&view, false).unwrap().ready);
+}
+
+#[test]
+fn the_present_condition_is_read_from_the_pod() {
+    let open = pod("actor-0", |pod| pod["status"]["conditions"] = json!([{"type": GATE, "status": "True"}]));
+    assert_eq!((present(&open), present(&plain("actor-0"))), (Some(true), None));
+}

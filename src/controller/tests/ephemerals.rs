@@ -1,0 +1,109 @@
+//! When a running pod gets an agent, and what that agent's container is like.
+
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::jiff::Timestamp;
+use serde_json::{Value, json};
+
+use super::fixtures::{plain, pod};
+use crate::controller::ephemeral::{MAX_LAUNCHES, Need, Recipe, container, need};
+
+fn now() -> Timestamp {
+    "2026-01-01T01:00:00Z".parse().unwrap()
+}
+
+/// A pod with ephemeral agents in these states.
+fn with_agents(states: &[Value]) -> Pod {
+    pod("actor-0", |pod| {
+        let name = |number: usize| format!("weightsync-agent-{}", number + 1);
+        let entries: Vec<Value> = (0..states.len()).map(|number| json!({"name": name(number)})).collect();
+        pod["spec"]["ephemeralContainers"] = json!(entries);
+        let statuses = states.iter().enumerate().filter(|(_, state)| !state.is_null());
+        let statuses = statuses.map(
+            |(number, state)| json!({"name": name(number), "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state}),
+        );
+        pod["status"]["ephemeralContainerStatuses"] = json!(statuses.collect::<Vec<Value>>());
+    })
+}
+
+fn ended(at: &str) -> Value {
+    json!({"terminated": {"exitCode": 137, "finishedAt": at}})
+}
+
+#[test]
+fn a_running_pod_without_an_agent_gets_one() {
+    assert_eq!(need(&plain("actor-0"), "engine", now()), Need::Launch("weightsync-agent-1".into()));
+}
+
+#[test]
+fn nothing_is_added_beside_an_engine_that_is_not_up_a_sidecar_or_an_agent_that_runs() {
+    let starting =
+        pod("actor-0", |pod| pod["status"]["containerStatuses"][0]["state"] = json!({"waiting": {"reason": "ContainerCreating"}}));
+    let unknown = pod("actor-0", |pod| pod["status"] = json!({"phase": "Pending"}));
+    let sidecar = pod("actor-0", |pod| pod["spec"]["initContainers"] = json!([{"name": "weightsync-agent", "restartPolicy": "Always"}]));
+    let leaving = pod("actor-0", |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z"));
+    let running = with_agents(&[json!({"running": {}})]);
+    let not_reported_yet = with_agents(&[Value::Null]);
+    let pulling = with_agents(&[json!({"waiting": {"reason": "ContainerCreating"}})]);
+    for pod in [starting, unknown, sidecar, leaving, running, not_reported_yet, pulling] {
+        assert_eq!(need(&pod, "engine", now()), Need::Nothing, "{pod:?}");
+    }
+}
+
+#[test]
+fn an_agent_that_ended_is_followed_by_another_after_a_wait_that_doubles() {
+    let old = ended("2026-01-01T00:00:00Z");
+    assert_eq!(need(&with_agents(std::slice::from_ref(&old)), "engine", now()), Need::Launch("weightsync-agent-2".into()));
+    let recent = ended("2026-01-01T00:59:59Z");
+    let seconds = |need: Need| match need {
+        Need::Wait(wait) => wait.as_secs(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(seconds(need(&with_agents(std::slice::from_ref(&recent)), "engine", now())), 1);
+    assert_eq!(seconds(need(&with_agents(&[old.clone(), old.clone(), recent]), "engine", now())), 7);
+}
+
+#[test]
+fn a_pod_gets_so_many_agents_and_no_more() {
+    let old = ended("2026-01-01T00:00:00Z");
+    let at_cap = need(&with_agents(&vec![old.clone(); MAX_LAUNCHES]), "engine", now());
+    assert!(matches!(&at_cap, Need::Exhausted(message) if message.contains("actor-0")), "{at_cap:?}");
+    assert!(matches!(need(&with_agents(&vec![old; MAX_LAUNCHES - 1]), "engine", now()), Need::Launch(_)));
+}
+
+#[test]
+fn an_image_that_cannot_be_pulled_is_told() {
+    let stuck = with_agents(&[json!({"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}})]);
+    assert!(matches!(need(&stuck, "engine", now()), Need::Stuck(message) if message.contains("no such image")));
+}
+
+#[test]
+fn the_container_has_the_targets_user_capabilities_and_shared_memory_and_no_privilege() {
+    let target = pod("actor-0", |pod| {
+        pod["spec"]["containers"][0]["securityContext"] = json!({"privileged": true, "capabilities": {"drop": ["ALL"]}});
+        pod["spec"]["containers"][0]["volumeMounts"] =
+            json!([{"name": "shm", "mountPath": "/dev/shm"}, {"name": "other", "mountPath": "/data"}]);
+        pod["status"]["containerStatuses"][0]["user"] = json!({"linux": {"uid": 1000, "gid": 2000}});
+    });
+    let recipe = Recipe {
+        name: "weightsync-agent-1".into(),
+        target: "engine",
+        image: "ours:1",
+        pull_policy: "Never",
+        role: "rollout",
+        controller_url: "https://weightsync.system.svc:8443",
+        controller_ca: "PEM",
+        token: "once".into(),
+        api_key: None,
+    };
+    let made = serde_json::to_value(container(&target, recipe)).unwrap();
+    assert_eq!(made["securityContext"]["runAsUser"], 1000);
+    assert_eq!(made["securityContext"]["runAsGroup"], 2000);
+    assert_eq!(made["securityContext"]["capabilities"], json!({"drop": ["ALL"]}));
+    assert_eq!(made["securityContext"]["allowPrivilegeEscalation"], false);
+    assert_eq!(made["securityContext"].get("privileged"), None, "the fence refuses a privileged agent");
+    assert_eq!(made["targetContainerName"], "engine");
+    assert_eq!(made["volumeMounts"], json!([{"name": "shm", "mountPath": "/dev/shm"}]));
+    let env = made["env"].as_array().unwrap();
+    assert!(env.iter().any(|entry| entry["name"] == "WEIGHTSYNC_TOKEN" && entry["value"] == "once"));
+    assert!(env.iter().any(|entry| entry["name"] == "POD_UID" && entry["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.uid"));
+}

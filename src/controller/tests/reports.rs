@@ -1,0 +1,174 @@
+//! What status says.
+
+use k8s_openapi::jiff::Timestamp;
+use serde_json::json;
+
+use super::fixtures::{changed, idle, object, plain};
+use crate::api::{ConditionType, MAX_MEMBERS, WeightSync, WeightSyncStatus};
+use crate::controller::decide::{Decided, decide};
+use crate::controller::report::{Facts, status, unreadable};
+use crate::membership::{Degradation, GroupStage, MemberStanding, MemberView, MembershipView};
+use crate::protocol::{HeldVersion, MemberName, PodRef, Reason, Role};
+
+fn at(seconds: i64) -> Timestamp {
+    Timestamp::from_second(1_800_000_000 + seconds).unwrap()
+}
+
+fn decided(object: &WeightSync) -> Decided {
+    decide(object, &[], &[&plain("trainer-0"), &plain("actor-0"), &plain("actor-1")])
+}
+
+fn member(name: &str, standing: MemberStanding) -> MemberView {
+    let source = name.starts_with("trainer");
+    MemberView {
+        name: MemberName(format!("{}/{name}", if source { "trainer" } else { "actors" })),
+        role: if source { Role::Source } else { Role::Rollout },
+        pods: vec![PodRef { name: name.into(), uid: format!("uid-{name}"), node: None }],
+        incarnation: Some(crate::protocol::Incarnation { pod_uid: format!("uid-{name}"), instance: "a".into() }),
+        rank_offset: Some(0),
+        size: 1,
+        standing,
+        held: None,
+        installed: None,
+        engine_url: None,
+        paused_until: None,
+        retry_at: None,
+        reason: Reason::MemberReady,
+        message: "as it should be".into(),
+    }
+}
+
+fn working(object: &WeightSync) -> MembershipView {
+    MembershipView {
+        stage: GroupStage::Committed,
+        epoch: 4,
+        committed: true,
+        world_size: 3,
+        version: Some(HeldVersion { version: 7, manifest: "abc".into() }),
+        members: vec![
+            member("trainer-0", MemberStanding::Ready),
+            member("actor-0", MemberStanding::Ready),
+            member("actor-1", MemberStanding::Ready),
+        ],
+        total: 2,
+        ready: 2,
+        ..idle(object)
+    }
+}
+
+fn report(object: &WeightSync, view: &MembershipView, before: Option<&WeightSyncStatus>, now: Timestamp) -> WeightSyncStatus {
+    let decided = decided(object);
+    let before = before.map_or(&[][..], |status| status.conditions.as_slice());
+    status(&Facts { object, decided: &decided, view, problems: &[] }, before, now)
+}
+
+fn says(status: &WeightSyncStatus, kind: ConditionType) -> (String, String, String) {
+    let condition = status.conditions.iter().find(|condition| condition.type_ == kind.as_str()).unwrap();
+    (condition.status.clone(), condition.reason.clone(), condition.message.clone())
+}
+
+#[test]
+fn a_working_group_is_ready_in_every_respect() {
+    let object = object("ws", 0);
+    let status = report(&object, &working(&object), None, at(0));
+    for (kind, expected) in [
+        (ConditionType::Ready, "True"),
+        (ConditionType::Progressing, "False"),
+        (ConditionType::Accepted, "True"),
+        (ConditionType::AgentsReady, "True"),
+        (ConditionType::GroupReady, "True"),
+        (ConditionType::Synced, "True"),
+        (ConditionType::Degraded, "False"),
+    ] {
+        assert_eq!(says(&status, kind).0, expected, "{kind:?}");
+    }
+    assert_eq!(status.replicas.as_ref().unwrap().display, "2/2");
+    assert_eq!((status.version, status.world_size, status.epoch), (Some(7), Some(3), None), "the epoch is another writer's");
+    assert_eq!(status.trainer.unwrap().uid, "uid-trainer-0");
+}
+
+#[test]
+fn equal_facts_give_equal_bytes_and_a_flip_moves_the_time() {
+    let object = object("ws", 0);
+    let first = report(&object, &working(&object), None, at(0));
+    let second = report(&object, &working(&object), Some(&first), at(60));
+    assert_eq!(serde_json::to_string(&first).unwrap(), serde_json::to_string(&second).unwrap());
+    let stored: WeightSyncStatus = serde_json::from_value(serde_json::to_value(&first).unwrap()).unwrap();
+    assert_eq!(stored, first, "what the API server gives back is no difference");
+    let lost = MembershipView { ready: 0, committed: false, stage: GroupStage::Idle, ..working(&object) };
+    let third = report(&object, &lost, Some(&second), at(120));
+    let time = |status: &WeightSyncStatus, kind: &str| {
+        status.conditions.iter().find(|condition| condition.type_ == kind).unwrap().last_transition_time.0
+    };
+    assert_eq!(time(&third, "Ready"), at(120));
+    assert_eq!(time(&third, "Accepted"), at(0));
+}
+
+#[test]
+fn a_lost_member_is_named_with_its_cause() {
+    let object = object("ws", 0);
+    let mut out = member("actor-1", MemberStanding::Out);
+    (out.incarnation, out.reason, out.message) = (None, Reason::AgentLost, "the connection was closed".into());
+    let mut view = working(&object);
+    view.members[2] = out;
+    (view.ready, view.world_size, view.min_ready) = (1, 2, 2);
+    view.degraded = vec![Degradation {
+        reason: Reason::AgentLost,
+        member: Some(MemberName("actors/actor-1".into())),
+        message: "the connection was closed".into(),
+    }];
+    let status = report(&object, &view, None, at(0));
+    for kind in [ConditionType::Ready, ConditionType::Degraded, ConditionType::AgentsReady] {
+        assert!(says(&status, kind).2.contains("actors/actor-1"), "{:?}", says(&status, kind));
+    }
+    assert_eq!(says(&status, ConditionType::Degraded).1, "AgentLost");
+    assert_eq!(status.replicas.unwrap().display, "1/2");
+}
+
+#[test]
+fn a_refused_spec_says_what_to_change() {
+    let wrong = changed("ws", 0, |object| object["spec"]["rollouts"][0]["name"] = json!("trainer"));
+    let status = report(&wrong, &idle(&wrong), None, at(0));
+    let (holds, reason, message) = says(&status, ConditionType::Accepted);
+    assert_eq!((holds.as_str(), reason.as_str()), ("False", "InvalidSpec"));
+    assert!(message.contains("choose another"), "{message}");
+    assert_eq!(says(&status, ConditionType::Ready).1, "InvalidSpec");
+}
+
+#[test]
+fn before_the_first_version_a_group_is_ready_but_not_synced() {
+    let object = object("ws", 0);
+    let view = MembershipView { version: None, ..working(&object) };
+    let status = report(&object, &view, None, at(0));
+    assert_eq!(says(&status, ConditionType::Ready).0, "True");
+    assert_eq!(says(&status, ConditionType::Synced).1, "NoVersion");
+}
+
+#[test]
+fn a_suspended_object_says_so_until_all_is_released() {
+    let suspended = changed("ws", 0, |object| object["spec"]["suspend"] = json!(true));
+    let view = MembershipView { released: false, ..idle(&suspended) };
+    assert_eq!(says(&report(&suspended, &view, None, at(0)), ConditionType::Progressing).0, "True");
+    let view = MembershipView { released: true, ..idle(&suspended) };
+    let status = report(&suspended, &view, None, at(0));
+    assert_eq!(says(&status, ConditionType::Progressing).0, "False");
+    assert_eq!(says(&status, ConditionType::Ready).1, "Suspended");
+    assert_eq!(says(&status, ConditionType::Accepted).0, "True");
+}
+
+#[test]
+fn a_thousand_members_fit_into_status() {
+    let object = object("ws", 0);
+    let members = (0..1000).map(|number| member(&format!("actor-{number}"), MemberStanding::Behind)).collect();
+    let view = MembershipView { members, ..working(&object) };
+    let status = report(&object, &view, None, at(0));
+    assert_eq!(status.members.len(), MAX_MEMBERS);
+    assert!(says(&status, ConditionType::Synced).2.contains("995 more"));
+    assert!(serde_json::to_vec(&status).unwrap().len() < 64 << 10);
+}
+
+#[test]
+fn an_object_that_cannot_be_read_is_told_so() {
+    let conditions = unreadable("missing field `trainer`", Some(3), &[], at(0));
+    assert!(conditions.iter().all(|condition| condition.status == "False" && condition.message.contains("trainer")));
+}

@@ -1,0 +1,60 @@
+//! Which tokens prove which pod, and who may write the epoch.
+
+use serde_json::{Value, json};
+
+use crate::controller::epoch_store::{Found, judge};
+use crate::controller::token_review::proven;
+use crate::protocol::EpochId;
+
+fn review(change: impl Fn(&mut Value)) -> Result<(String, String, String), String> {
+    let mut status = json!({
+        "authenticated": true,
+        "audiences": ["weightsync.dev"],
+        "user": {
+            "username": "system:serviceaccount:team:trainer",
+            "extra": {
+                "authentication.kubernetes.io/pod-name": ["actor-0"],
+                "authentication.kubernetes.io/pod-uid": ["uid-0"],
+            },
+        },
+    });
+    change(&mut status);
+    proven(&serde_json::from_value(status).unwrap()).map(|pod| (pod.namespace, pod.pod, pod.pod_uid))
+}
+
+#[test]
+fn a_projected_token_proves_its_pod() {
+    assert_eq!(review(|_| {}), Ok(("team".into(), "actor-0".into(), "uid-0".into())));
+}
+
+#[test]
+fn a_token_that_is_invalid_for_others_unbound_or_of_no_pod_proves_nothing() {
+    let refused: [fn(&mut Value); 6] = [
+        |status| status["authenticated"] = json!(false),
+        |status| status["audiences"] = json!(["https://kubernetes.default.svc"]),
+        // An API server that knows no audiences answers without them.
+        |status| status["audiences"] = Value::Null,
+        |status| status["user"]["username"] = json!("admin"),
+        |status| status["user"]["username"] = json!("system:node:one:two"),
+        |status| status["user"]["extra"] = json!({}),
+    ];
+    for change in refused {
+        assert!(review(change).is_err());
+    }
+}
+
+fn id(term: u64, epoch: u64) -> EpochId {
+    EpochId { weightsync: "ws".into(), created: 1, term, epoch }
+}
+
+#[test]
+fn an_epoch_is_written_over_older_ones_only() {
+    assert_eq!(judge(0, 0, &id(3, 1)), Found::Write);
+    assert_eq!(judge(6, 2, &id(3, 7)), Found::Write);
+    assert_eq!(judge(7, 3, &id(3, 7)), Found::WrittenAlready);
+    // A leader that was stopped in the middle of its write may come late with the same number.
+    assert_eq!(judge(7, 2, &id(3, 7)), Found::Write);
+    assert!(matches!(judge(8, 2, &id(3, 7)), Found::Conflict(_)));
+    assert!(matches!(judge(8, 3, &id(3, 7)), Found::Conflict(_)));
+    assert!(matches!(judge(6, 4, &id(3, 7)), Found::Conflict(_)));
+}

@@ -1,0 +1,64 @@
+//! Says which pod a token proves: a projected token by the cluster's own TokenReview, a single-use one by what was minted here.
+
+use std::collections::BTreeMap;
+
+use async_trait::async_trait;
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus};
+use kube::api::PostParams;
+use kube::{Api, Client};
+
+use super::calls::Calls;
+use crate::coordinator::{ProvenPod, SingleUseTokens, TokenVerifier};
+use crate::protocol::Rejection;
+
+/// Audience of agents' projected tokens: a token for another audience proves nothing here.
+pub(super) const AUDIENCE: &str = "weightsync.dev";
+
+/// Checks both kinds of token.
+pub(super) struct Tokens {
+    pub(super) reviews: Api<TokenReview>,
+    pub(super) calls: Calls,
+    pub(super) minted: SingleUseTokens,
+}
+
+impl Tokens {
+    pub(super) fn new(client: Client, calls: Calls, minted: SingleUseTokens) -> Self {
+        Self { reviews: Api::all(client), calls, minted }
+    }
+}
+
+#[async_trait]
+impl TokenVerifier for Tokens {
+    async fn verify(&self, token: &str) -> Result<ProvenPod, Rejection> {
+        if SingleUseTokens::is_one(token) {
+            return self.minted.verify(token).await;
+        }
+        let spec = TokenReviewSpec { token: Some(token.to_owned()), audiences: Some(vec![AUDIENCE.to_owned()]) };
+        let review = TokenReview { spec, ..TokenReview::default() };
+        let answer = self.calls.run("create", "review an agent's token", self.reviews.create(&PostParams::default(), &review)).await;
+        let review = answer.map_err(|error| Rejection { message: format!("the token cannot be checked now: {error}"), retryable: true })?;
+        proven(&review.status.unwrap_or_default()).map_err(|message| Rejection { message, retryable: false })
+    }
+}
+
+/// Reads a review. An API server that knows no audiences leaves them out of its answer, and then the token proves nothing.
+pub(super) fn proven(status: &TokenReviewStatus) -> Result<ProvenPod, String> {
+    if status.authenticated != Some(true) {
+        return Err(format!("the token is not valid: {}", status.error.as_deref().unwrap_or("not authenticated")));
+    }
+    if !status.audiences.iter().flatten().any(|audience| audience == AUDIENCE) {
+        return Err(format!("the token is not for the audience {AUDIENCE}"));
+    }
+    let user = status.user.clone().unwrap_or_default();
+    let username = user.username.unwrap_or_default();
+    let parts: Vec<&str> = username.split(':').collect();
+    let ["system", "serviceaccount", namespace, _] = parts.as_slice() else {
+        return Err(format!("the token is not of a pod's service account but of {username:?}"));
+    };
+    let extra: BTreeMap<String, Vec<String>> = user.extra.unwrap_or_default();
+    let one = |key: &str| extra.get(key).and_then(|values| values.first()).cloned();
+    match (one("authentication.kubernetes.io/pod-name"), one("authentication.kubernetes.io/pod-uid")) {
+        (Some(pod), Some(pod_uid)) => Ok(ProvenPod { namespace: (*namespace).to_owned(), pod, pod_uid }),
+        _ => Err("the token is not bound to a pod: use a projected token".to_owned()),
+    }
+}

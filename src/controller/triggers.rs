@@ -1,0 +1,45 @@
+//! Which objects are to be looked at next. A set, so that a storm of pod events costs one look an object and no memory.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use futures::Stream;
+use kube::runtime::reflector::ObjectRef;
+use tokio::sync::Notify;
+
+use super::stores::Object;
+
+/// Objects to look at. Clones share them.
+#[derive(Clone, Default)]
+pub(super) struct Triggers(Arc<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    waiting: Mutex<HashSet<ObjectRef<Object>>>,
+    more: Notify,
+}
+
+impl Triggers {
+    pub(super) fn push(&self, object: ObjectRef<Object>) {
+        self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).insert(object);
+        self.0.more.notify_one();
+    }
+
+    fn take(&self) -> Option<ObjectRef<Object>> {
+        let mut waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = waiting.iter().next().cloned()?;
+        waiting.take(&next)
+    }
+
+    /// Objects as they come; never ends.
+    pub(super) fn stream(self) -> impl Stream<Item = Result<ObjectRef<Object>, std::convert::Infallible>> + Send {
+        futures::stream::unfold(self, |triggers| async move {
+            loop {
+                if let Some(next) = triggers.take() {
+                    return Some((Ok(next), triggers));
+                }
+                triggers.0.more.notified().await;
+            }
+        })
+    }
+}
