@@ -97,27 +97,29 @@ fn is_trainer(object: &WeightSync, labels: &BTreeMap<String, String>) -> bool {
 
 /// The container beside which the agent of a pod works: the engine's, or the trainer's. None for a pod that the object does not select.
 pub(super) fn target_container(object: &WeightSync, pod: &Pod) -> Option<String> {
-    if is_trainer(object, pod.labels()) {
-        let first = || pod.spec.as_ref()?.containers.first().map(|container| container.name.clone());
-        return object.spec.trainer.container.clone().or_else(first);
-    }
-    pool_of(object, pod.labels()).map(|pool| pool.container.clone())
+    let named = if is_trainer(object, pod.labels()) {
+        object.spec.trainer.container.clone()
+    } else {
+        pool_of(object, pod.labels())?.container.clone()
+    };
+    named.or_else(|| Some(pod.spec.as_ref()?.containers.first()?.name.clone()))
 }
 
 /// Why an engine's container does not run. Readiness is not looked at: the sidecar's own probe says "not ready" until the replica was
 /// fed, so a pod that had to be ready first would never be fed; and whether an engine is well is judged by the agent's probes, with the
 /// thresholds of the spec.
 fn container_down(object: &WeightSync, pod: &Pod) -> Option<String> {
-    let pool = pool_of(object, pod.labels())?;
+    pool_of(object, pod.labels())?;
+    let container = target_container(object, pod)?;
     let statuses = pod.status.as_ref()?.container_statuses.as_ref()?;
-    let status = statuses.iter().find(|status| status.name == pool.container)?;
+    let status = statuses.iter().find(|status| status.name == container)?;
     let state = status.state.as_ref()?;
     let why = match (&state.waiting, &state.terminated) {
         (Some(waiting), _) => waiting.reason.clone().unwrap_or_else(|| "waiting".to_owned()),
         (None, Some(terminated)) => format!("exit code {}", terminated.exit_code),
         (None, None) => return None,
     };
-    Some(format!("container {} does not run ({why})", pool.container))
+    Some(format!("container {container} does not run ({why})"))
 }
 
 /// All pods that other objects select, with whom.
