@@ -14,6 +14,10 @@ help: ## List the targets
 build: ## Build the release binaries
 	cargo build --release --locked
 
+.PHONY: wheel
+wheel: build ## Build the Python wheel, with the program in it, into python/dist
+	python3 python/build_wheel.py target/release/weightsync python/dist
+
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
 	@tests/stages.sh lint unit-test host-test python-test chart-lint engine-test e2e

@@ -1,0 +1,48 @@
+"""The wheel carries the program, and both are of one version."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from conftest import LIMIT, ROOT
+
+import weightsync._binary
+
+
+def test_a_wheel_installs_into_a_fresh_environment_and_runs_the_program(programs: Path, tmp_path: Path) -> None:
+    build = [sys.executable, str(ROOT / "python" / "build_wheel.py"), "--no-isolation", str(programs / "weightsync"), str(tmp_path)]
+    wheel = Path(subprocess.run(build, check=True, capture_output=True, text=True, timeout=3 * LIMIT).stdout.strip())
+    assert re.fullmatch(r"weightsync-\d+\.\d+\.\d+-py3-none-manylinux_2_\d+_\w+\.whl", wheel.name)
+    venv.create(tmp_path / "venv", with_pip=True)
+    fresh = tmp_path / "venv" / "bin"
+    subprocess.run([fresh / "pip", "install", "--quiet", "--no-index", wheel], check=True, timeout=3 * LIMIT)
+    # An empty environment: PYTHONPATH would put the source tree before what is installed.
+    asked = subprocess.run([fresh / "weightsync", "--version"], check=True, capture_output=True, text=True, timeout=LIMIT, env={})
+    assert asked.stdout.split() == ["weightsync", wheel.name.split("-")[1]]
+    code = "import weightsync, importlib.resources as r; print(r.files('weightsync').joinpath('py.typed').is_file())"
+    typed = subprocess.run([fresh / "python", "-c", code], check=True, capture_output=True, text=True, timeout=LIMIT, env={})
+    assert typed.stdout.strip() == "True"
+
+
+def test_python_and_rust_have_one_version() -> None:
+    versions = {
+        file: re.search(r'^version = "(.+)"$', (ROOT / file).read_text(), re.MULTILINE) for file in ("Cargo.toml", "python/pyproject.toml")
+    }
+    assert len({found.group(1) for found in versions.values() if found is not None}) == 1
+    assert None not in versions.values()
+
+
+def test_a_source_tree_without_the_program_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import weightsync._binary as b; b.main()"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env={"PYTHONPATH": str(Path(weightsync._binary.__file__).parents[1])},
+    )
+    assert done.returncode == 1
+    assert "carries no weightsync program" in done.stderr
