@@ -104,6 +104,11 @@ impl Core {
         self.current.borrow().clone()
     }
 
+    /// The version that every rollout should hold, now and whenever it changes.
+    pub fn watch_current(&self) -> watch::Receiver<Option<HeldVersion>> {
+        self.current.subscribe()
+    }
+
     /// Notes the version that every rollout should hold. A controller that knows none says nothing about what an agent knows.
     pub fn learn_current(&self, current: Option<&HeldVersion>) {
         if let Some(current) = current {

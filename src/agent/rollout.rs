@@ -32,6 +32,7 @@ pub use self::version::Version;
 use self::version_dir::{AgentDir, DirError};
 use super::core::{Core, lock};
 use super::group::{Epoch, refusal};
+use super::lead::feed::{Copy, Holder};
 use super::space::Cgroups;
 use crate::engine::Engine;
 use crate::protocol::{HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId};
@@ -177,6 +178,13 @@ impl Rollout {
         self.resume_if_safe().await;
     }
 
+    /// Waits until the engine is not being switched, at most so long: its files must stay until then.
+    pub async fn settled(&self, limit: Duration) {
+        if tokio::time::timeout(limit, self.switching.lock()).await.is_err() {
+            tracing::warn!(?limit, "the engine is still being switched while its agent ends");
+        }
+    }
+
     /// A version that lies here complete, to feed others.
     pub fn holding(&self, wanted: &HeldVersion) -> Option<Arc<Version>> {
         self.with(|inner| inner.held().find(|version| same_version(&version.held, wanted)).cloned())
@@ -260,6 +268,15 @@ impl Inner {
         facts.dirty = self.machine.dirty().is_some();
         facts.engine_down = self.engine.unhealthy() && !self.machine.installing();
         facts.reason = self.machine.dirty().map(|dirty| dirty.reason.clone()).or_else(|| self.engine.reason.clone());
+    }
+}
+
+/// A rollout feeds others from what lies in its directory.
+impl Holder for Rollout {
+    fn to_feed(&self, epoch: &Epoch) -> Option<Copy> {
+        let current = epoch.current().filter(|_| epoch.feeds())?;
+        let version = self.holding(current)?;
+        Some(Copy { held: version.held.clone(), source: version.source() })
     }
 }
 

@@ -79,7 +79,6 @@ impl Feeder {
                 continue;
             };
             if !epoch.feeds() && self.leader.core().me().role == Role::Rollout {
-                self.leader.forget_peers();
                 if standing.changed().await.is_err() {
                     return;
                 }

@@ -1,0 +1,187 @@
+//! An agent as a process: obtains its certificate, runs one endpoint for each engine beside it (or one for the trainer), announces them,
+//! and ends them in good order.
+//!
+//! What an agent is to do comes from its object, with its certificate; it starts without any configuration of engines. When no object claims
+//! its pod any more it releases its engines and waits to be claimed again. It never ends because the controller is away.
+
+mod endpoint;
+mod pages;
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::sleep_until;
+use tokio_util::sync::CancellationToken;
+
+pub use self::endpoint::EngineFactory;
+use self::endpoint::{Running, Session};
+use self::pages::Pages;
+use super::client::{ClientServer, ClientServerConfig, PublishQueue, SocketError};
+use super::enrollment::{Applicant, EnrollmentError, Enrolled, enroll};
+use crate::protocol::{Assignment, Role, RosterView};
+use crate::runtime::https::{ControllerClient, Limits, serve_plain};
+use crate::runtime::identity::{Identity, IdentityError};
+
+/// What a process is told when it starts.
+#[derive(Clone)]
+pub struct Settings {
+    /// What the pod is by its label; the object's word decides in the end.
+    pub role: Role,
+    /// Pod, this process, and how it proves itself.
+    pub applicant: Applicant,
+    /// Address of the pod: servers listen here.
+    pub ip: IpAddr,
+    /// Port of the first control server; 0 takes a free one.
+    pub control_port: u16,
+    /// Port of the first data listener; 0 takes a free one.
+    pub data_port: u16,
+    /// Where the status pages are; port 0 takes a free one.
+    pub status: SocketAddr,
+    /// The controller, `HOST:PORT`.
+    pub controller: String,
+    /// PEM of the operator's CA.
+    pub ca_pem: String,
+    /// Where versions lie and what belongs beside them; the name of each endpoint is added.
+    pub places: super::rollout::Places,
+    /// The trainer's socket.
+    pub socket: ClientServerConfig,
+    /// Speaks to engines.
+    pub engines: EngineFactory,
+    /// How much memory there is.
+    pub cgroups: super::space::Cgroups,
+}
+
+/// Why an agent cannot run.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum AgentError {
+    #[error("cannot listen on {address}: {source}")]
+    Listen { address: SocketAddr, source: std::io::Error },
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    #[error(transparent)]
+    Enrollment(#[from] EnrollmentError),
+    #[error("the trainer's socket: {0}")]
+    Socket(#[from] SocketError),
+}
+
+/// How long an engine that is being switched holds up the end of its agent.
+const SWITCHING: Duration = Duration::from_secs(20);
+
+/// Runs until `cancel`.
+pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), AgentError> {
+    let stop = cancel.clone().drop_guard();
+    let roster = watch::Sender::new(RosterView { epoch: None, version: None, replicas: Vec::new() });
+    let pages = Pages::new(settings.role, roster.subscribe());
+    let listener = TcpListener::bind(settings.status).await;
+    let listener = listener.map_err(|source| AgentError::Listen { address: settings.status, source })?;
+    if let Ok(address) = listener.local_addr() {
+        tracing::info!(%address, "status pages");
+    }
+    let mut background = JoinSet::new();
+    background.spawn(serve_plain(listener, pages.router(), Limits::default(), cancel.clone()));
+    let queue: Arc<PublishQueue> = Arc::default();
+    if settings.role == Role::Source {
+        // Before anything else is there: a trainer may connect at once, and its publish waits for a group.
+        let server = ClientServer::bind(settings.socket.clone(), queue.clone(), roster.subscribe())?;
+        background.spawn(server.run(cancel.clone()));
+    }
+    let identity = Identity::new(&settings.ca_pem)?;
+    let client = ControllerClient::new(identity.clone(), settings.controller.clone());
+    let session = Session { settings, identity, client, queue, roster };
+    let outcome = sessions(&session, &pages, &cancel).await;
+    drop(stop);
+    while background.join_next().await.is_some() {}
+    outcome
+}
+
+/// From one claim to the next, until `cancel`.
+async fn sessions(session: &Session, pages: &Pages, cancel: &CancellationToken) -> Result<(), AgentError> {
+    loop {
+        let enrolled = match enroll(&session.client, &session.identity, &session.settings.applicant, cancel).await {
+            Ok(enrolled) => enrolled,
+            Err(EnrollmentError::Cancelled) => return Ok(()),
+            Err(error @ EnrollmentError::Token { .. }) if again(cancel).await => {
+                tracing::warn!(%error, "not enrolled yet");
+                continue;
+            }
+            Err(error) => return Err(error.into()),
+        };
+        // Directories of the claim before must be gone before their names are taken again.
+        pages.forget_endpoints();
+        let over = cancel.child_token();
+        let running = session.start(&enrolled, pages, &over).await;
+        let ended = match &running {
+            Ok(running) => attend(session, enrolled, running, cancel).await,
+            Err(error) => {
+                tracing::error!(%error, "this agent cannot do what its object wants");
+                pages.failed(error.to_string());
+                Ended::Differs
+            }
+        };
+        if let (Ended::Unclaimed(message), Ok(running)) = (&ended, &running) {
+            tracing::warn!(message, "no object claims this pod: engines are released");
+            running.unclaimed(message).await;
+        }
+        over.cancel();
+        if let Ok(running) = running {
+            running.end(SWITCHING).await;
+        }
+        if matches!(ended, Ended::Cancelled) || !again(cancel).await {
+            pages.forget_endpoints();
+            return Ok(());
+        }
+    }
+}
+
+/// Why a claim is over.
+enum Ended {
+    Cancelled,
+    /// Nobody, or somebody else, claims the pod.
+    Unclaimed(String),
+    /// The object wants other engines, or another object claims the pod.
+    Differs,
+}
+
+/// Renews the certificate and follows the assignment while the claim lasts.
+async fn attend(session: &Session, mut enrolled: Enrolled, running: &Running, cancel: &CancellationToken) -> Ended {
+    let mut assignment = running.assignment();
+    let same_engines = |a: &Assignment, b: &Assignment| (a.role, &a.engines) == (b.role, &b.engines);
+    loop {
+        tokio::select! {
+            () = cancel.cancelled() => return Ended::Cancelled,
+            message = running.unclaimed_by() => return Ended::Unclaimed(message),
+            () = sleep_until(enrolled.renew_at) => {
+                match enroll(&session.client, &session.identity, &session.settings.applicant, cancel).await {
+                    Ok(fresh) if fresh.weightsync != enrolled.weightsync => return Ended::Unclaimed("another object claims this pod".into()),
+                    Ok(fresh) => enrolled = fresh,
+                    Err(EnrollmentError::Cancelled) => return Ended::Cancelled,
+                    Err(error) => {
+                        tracing::warn!(%error, "the certificate cannot be renewed");
+                        enrolled.renew_at = tokio::time::Instant::now() + Duration::from_secs(10);
+                    }
+                }
+            }
+            changed = assignment.changed() => {
+                if changed.is_err() {
+                    return Ended::Differs;
+                }
+                let now = assignment.borrow_and_update().clone();
+                if !same_engines(&now, &enrolled.assignment) {
+                    tracing::info!("the object wants other engines");
+                    return Ended::Differs;
+                }
+                running.assign(&now);
+            }
+        }
+    }
+}
+
+/// Waits a moment before the next try; false when the agent is to end.
+async fn again(cancel: &CancellationToken) -> bool {
+    tokio::time::timeout(Duration::from_secs(1), cancel.cancelled()).await.is_err()
+}

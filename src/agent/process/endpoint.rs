@@ -1,0 +1,276 @@
+//! Starts and ends the endpoints of one claim: servers, listeners, supervision, announcements.
+//!
+//! Every address is bound before it is told to anyone. It decides nothing about groups or versions.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustls_pki_types::ServerName;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::pages::Pages;
+use super::{AgentError, Settings};
+use crate::agent::client::PublishQueue;
+use crate::agent::core::{Core, Facts};
+use crate::agent::enrollment::{Announcer, AnnouncingEnded, Enrolled};
+use crate::agent::group::{Me, Standing};
+use crate::agent::lead::Leader;
+use crate::agent::lead::feed::Feeder;
+use crate::agent::rollout::readiness::Assigned;
+use crate::agent::rollout::{Places, Rollout, StartError};
+use crate::agent::server::{Endpoint, Part, router};
+use crate::agent::source::Source;
+use crate::agent::{attempts::Attempts, roster};
+use crate::engine::{Engine, EngineError};
+use crate::protocol::{Announcement, Assignment, EngineAssignment, Incarnation, MemberName, Role, RosterView};
+use crate::runtime::https::{Access, AgentClient, ControllerClient, Limits, serve_https};
+use crate::runtime::identity::{ClientCertificates, Identity, IdentityError, agent_name};
+use crate::transport::TransportError;
+use crate::transport::tcp::{DataTls, TcpOptions, TcpTransport};
+
+/// Makes the adapter of an engine.
+pub type EngineFactory = Arc<dyn Fn(&EngineAssignment) -> Result<Arc<dyn Engine>, EngineError> + Send + Sync>;
+
+/// Why an endpoint cannot start.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum StartFailed {
+    #[error("the engine on port {port}: {source}")]
+    Engine { port: u16, source: EngineError },
+    #[error(transparent)]
+    Rollout(#[from] StartError),
+    #[error(transparent)]
+    Transport(#[from] TransportError),
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    #[error(transparent)]
+    Listen(#[from] AgentError),
+    #[error("the object names no engine for this pod")]
+    NoEngine,
+}
+
+/// What all claims of a process share.
+pub(super) struct Session {
+    pub(super) settings: Settings,
+    pub(super) identity: Identity,
+    pub(super) client: ControllerClient,
+    pub(super) queue: Arc<PublishQueue>,
+    pub(super) roster: watch::Sender<RosterView>,
+}
+
+/// The endpoints of one claim.
+pub(super) struct Running {
+    endpoints: Vec<Arc<Endpoint>>,
+    assignment: watch::Sender<Assignment>,
+    unclaimed: watch::Sender<Option<String>>,
+    tasks: JoinSet<()>,
+}
+
+impl Session {
+    /// Starts what the object wants.
+    pub(super) async fn start(&self, enrolled: &Enrolled, pages: &Pages, cancel: &CancellationToken) -> Result<Running, StartFailed> {
+        let mut running = Running {
+            endpoints: Vec::new(),
+            assignment: watch::Sender::new(enrolled.assignment.clone()),
+            unclaimed: watch::Sender::new(None),
+            tasks: JoinSet::new(),
+        };
+        let wanted: Vec<Option<&EngineAssignment>> = match enrolled.assignment.role {
+            Role::Source => vec![None],
+            Role::Rollout => enrolled.assignment.engines.iter().map(Some).collect(),
+        };
+        if wanted.is_empty() {
+            return Err(StartFailed::NoEngine);
+        }
+        for (number, engine) in (0_u16..).zip(wanted) {
+            self.endpoint(number, engine, &mut running, pages, cancel).await?;
+        }
+        running.assign(&enrolled.assignment);
+        Ok(running)
+    }
+
+    async fn endpoint(
+        &self,
+        number: u16,
+        engine: Option<&EngineAssignment>,
+        running: &mut Running,
+        pages: &Pages,
+        cancel: &CancellationToken,
+    ) -> Result<(), StartFailed> {
+        let settings = &self.settings;
+        let me = Me {
+            incarnation: Incarnation {
+                pod_uid: settings.applicant.incarnation.pod_uid.clone(),
+                instance: uuid::Uuid::new_v4().simple().to_string(),
+            },
+            role: if engine.is_some() { Role::Rollout } else { Role::Source },
+            port: engine.map(|engine| engine.port),
+        };
+        let core = Core::new(me.clone(), Facts::default());
+        let control = bind(settings.ip, port(settings.control_port, number)).await?;
+        let data = SocketAddr::new(settings.ip, port(settings.data_port, number));
+        let options = TcpOptions { tls: Some(self.data_tls(&core)?), ..TcpOptions::default() };
+        let transport = Arc::new(TcpTransport::bind(data, core.clone(), options).await?);
+        let data_address = crate::transport::Transport::address(transport.as_ref());
+        let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport);
+        let part = match engine {
+            Some(engine) => {
+                let rollout = self.rollout(engine, &core, running, cancel)?;
+                pages.add(rollout.clone());
+                let feeder = Feeder::new(leader.clone(), rollout.clone(), Arc::<Attempts>::default());
+                spawn(&mut running.tasks, cancel, async move { feeder.run().await });
+                Part::Rollout(rollout)
+            }
+            None => {
+                let source = Source::new(leader.clone(), settings.cgroups.clone());
+                running.tasks.spawn(source.clone().run(self.queue.clone(), cancel.clone()));
+                Part::Source(source)
+            }
+        };
+        let shown = if number == 0 { self.roster.clone() } else { pages.more_roster() };
+        running.tasks.spawn(roster::keep(core.clone(), leader.clone(), shown, cancel.clone()));
+        pages.count(&core, &mut running.tasks, cancel);
+        let control_address = control.local_addr().map_or_else(|_| String::new(), |address| address.to_string());
+        let endpoint = Arc::new(Endpoint { core: core.clone(), leader, part, data_address });
+        let (identity, routes, over) = (self.identity.clone(), router(endpoint.clone()), cancel.clone());
+        running.tasks.spawn(async move {
+            if let Err(error) = serve_https(control, identity, Access::Group, routes, Limits::default(), over).await {
+                tracing::error!(%error, "the control server cannot run");
+            }
+        });
+        tracing::info!(control = %control_address, data = %endpoint.data_address, engine = ?engine.map(|engine| engine.port), "endpoint");
+        running.endpoints.push(endpoint);
+        let announcer = Announcer {
+            client: self.client.clone(),
+            announcement: Announcement {
+                namespace: settings.applicant.namespace.clone(),
+                pod: settings.applicant.pod.clone(),
+                incarnation: me.incarnation,
+                role: me.role,
+                engine_port: me.port,
+                control_address,
+                program: env!("CARGO_PKG_VERSION").into(),
+            },
+            attached: Arc::new(move || core.events().has_coordinator()),
+            assignment: running.assignment.clone(),
+        };
+        let (unclaimed, over) = (running.unclaimed.clone(), cancel.clone());
+        running.tasks.spawn(async move {
+            if let AnnouncingEnded::Unclaimed { message } = announcer.run(over).await {
+                unclaimed.send_replace(Some(message));
+            }
+        });
+        Ok(())
+    }
+
+    fn rollout(
+        &self,
+        engine: &EngineAssignment,
+        core: &Arc<Core>,
+        running: &mut Running,
+        cancel: &CancellationToken,
+    ) -> Result<Arc<Rollout>, StartFailed> {
+        let settings = &self.settings;
+        let adapter = (settings.engines)(engine).map_err(|source| StartFailed::Engine { port: engine.port, source })?;
+        let name = format!("{}-{}", settings.places.name, engine.port);
+        let places = Places { name, ..settings.places.clone() };
+        let rollout = Rollout::start(core.clone(), adapter, places, settings.cgroups.clone())?;
+        running.tasks.spawn(rollout.clone().supervise(cancel.clone()));
+        Ok(rollout)
+    }
+
+    /// TLS of the data path; a member's certificate must name the pod that the epoch says it is in.
+    fn data_tls(&self, core: &Arc<Core>) -> Result<DataTls, IdentityError> {
+        let standing = core.standing();
+        let name_of = move |member: &MemberName| {
+            let pod_uid = match &*standing.borrow() {
+                Standing::Committing(epoch) | Standing::Committed(epoch) => epoch.address(member)?.incarnation.pod_uid.clone(),
+                Standing::Idle | Standing::Prepared(_) => return None,
+            };
+            ServerName::try_from(agent_name(&pod_uid)).ok()
+        };
+        Ok(DataTls {
+            server: self.identity.server_config(ClientCertificates::Required)?,
+            client: Arc::new(self.identity.client_config()?),
+            server_name: Arc::new(name_of),
+        })
+    }
+}
+
+impl Running {
+    /// The assignment, as announcements bring it.
+    pub(super) fn assignment(&self) -> watch::Receiver<Assignment> {
+        self.assignment.subscribe()
+    }
+
+    /// Passes on what the object wants of rollouts that run already.
+    pub(super) fn assign(&self, assignment: &Assignment) {
+        for rollout in self.rollouts() {
+            rollout.assign(Assigned {
+                known: true,
+                serve_before_first_version: assignment.serve_before_first_version,
+                current: assignment.current.clone(),
+            });
+        }
+    }
+
+    /// Waits until the controller says that the pod is not claimed.
+    pub(super) async fn unclaimed_by(&self) -> String {
+        let mut unclaimed = self.unclaimed.subscribe();
+        match unclaimed.wait_for(Option::is_some).await {
+            Ok(message) => message.clone().unwrap_or_default(),
+            Err(_) => std::future::pending().await,
+        }
+    }
+
+    /// Leaves the group for good.
+    pub(super) async fn unclaimed(&self, message: &str) {
+        for endpoint in &self.endpoints {
+            endpoint.core.unclaimed(message);
+        }
+        for rollout in self.rollouts() {
+            rollout.release().await;
+        }
+    }
+
+    /// Ends all tasks; engines that are being switched have so long to end that.
+    pub(super) async fn end(mut self, switching: Duration) {
+        for rollout in self.rollouts() {
+            rollout.settled(switching).await;
+        }
+        let ended = async { while self.tasks.join_next().await.is_some() {} };
+        if tokio::time::timeout(Duration::from_secs(5), ended).await.is_err() {
+            self.tasks.abort_all();
+        }
+    }
+
+    fn rollouts(&self) -> impl Iterator<Item = &Arc<Rollout>> {
+        self.endpoints.iter().filter_map(|endpoint| match &endpoint.part {
+            Part::Rollout(rollout) => Some(rollout),
+            Part::Source(_) => None,
+        })
+    }
+}
+
+fn spawn(tasks: &mut JoinSet<()>, cancel: &CancellationToken, work: impl Future<Output = ()> + Send + 'static) {
+    let cancel = cancel.clone();
+    tasks.spawn(async move {
+        tokio::select! {
+            () = cancel.cancelled() => {}
+            () = work => {}
+        }
+    });
+}
+
+/// Fixed ports count up with the endpoints of a pod; 0 stays 0.
+fn port(first: u16, number: u16) -> u16 {
+    if first == 0 { 0 } else { first.saturating_add(number) }
+}
+
+async fn bind(ip: IpAddr, port: u16) -> Result<TcpListener, AgentError> {
+    let address = SocketAddr::new(ip, port);
+    TcpListener::bind(address).await.map_err(|source| AgentError::Listen { address, source })
+}

@@ -1,0 +1,95 @@
+//! Who serves what: the roster as routers and trainers read it.
+//!
+//! Decides the word for each replica's state from what it said last. It never asks anybody, and it never calls a replica ready that did not
+//! say itself that its engine confirmed the version.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::core::Core;
+use super::group::Epoch;
+use super::lead::Leader;
+use super::lead::peers::Peer;
+use super::rollout::same_version;
+use crate::protocol::{HeldVersion, MemberName, MemberPhase, MemberState, Role, RosterReplica, RosterView};
+
+/// The roster by what is known now. An agent that leads nobody knows of itself only.
+pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeMap<MemberName, Peer>, own: &MemberState) -> RosterView {
+    let mut replicas = Vec::new();
+    let members = epoch.map(|epoch| epoch.prepared.roster.members.as_slice()).unwrap_or_default();
+    for member in members.iter().filter(|member| member.role == Role::Rollout) {
+        let mine = own.member.as_ref() == Some(&member.name);
+        let peer = peers.get(&member.name);
+        if !mine && peer.is_none() {
+            continue;
+        }
+        let lost = peer.is_some_and(|peer| peer.lost.is_some());
+        let state = if mine { Some(own) } else { peer.and_then(|peer| peer.state.as_ref()) };
+        replicas.push(RosterReplica {
+            name: member.name.clone(),
+            url: epoch.and_then(|epoch| epoch.address(&member.name)).and_then(|address| address.engine_url.clone()),
+            state: word(state.filter(|_| !lost), current).to_owned(),
+            version: state.and_then(|state| state.installed.as_ref()).map(|installed| installed.version),
+            rank_offset: member.rank_offset,
+            size: member.size,
+        });
+    }
+    RosterView { epoch: epoch.map(|epoch| epoch.id().epoch), version: current.map(|current| current.version), replicas }
+}
+
+fn word(state: Option<&MemberState>, current: Option<&HeldVersion>) -> &'static str {
+    let Some(state) = state else { return "out" };
+    match (state.phase, &state.installed, current) {
+        (MemberPhase::Dirty, ..) => "dirty",
+        (MemberPhase::Updating, ..) => "updating",
+        (MemberPhase::EngineDown | MemberPhase::Idle | MemberPhase::Prepared, ..) => "out",
+        (MemberPhase::Ready, _, _) if !state.healthy => "out",
+        (MemberPhase::Ready, _, None) => "ready",
+        (MemberPhase::Ready, Some(installed), Some(current)) if same_version(installed, current) => "ready",
+        (MemberPhase::Ready, ..) => "behind",
+    }
+}
+
+/// Keeps `to` up to date until `cancel`. For a source, this is also what listens to all rollouts of each epoch from its commit on.
+pub async fn keep(core: Arc<Core>, leader: Arc<Leader>, to: watch::Sender<RosterView>, cancel: CancellationToken) {
+    let mut standing = core.standing();
+    let mut states = core.events().states();
+    let mut current = core.watch_current();
+    let leads = core.me().role == Role::Source;
+    loop {
+        let epoch = standing.borrow_and_update().committed().cloned();
+        let peers = epoch.as_ref().filter(|epoch| leads || epoch.feeds()).map(|epoch| leader.peers(epoch));
+        if peers.is_none() {
+            leader.forget_peers();
+        }
+        let mut known = peers.as_ref().map(|peers| peers.watch());
+        let own = states.borrow_and_update().clone();
+        let now = current.borrow_and_update().clone();
+        let peers_now = known.as_mut().map(|known| known.borrow_and_update().clone()).unwrap_or_default();
+        let fresh = view(epoch.as_deref(), now.as_ref(), &peers_now, &own);
+        to.send_if_modified(|shown| {
+            let changed = *shown != fresh;
+            *shown = fresh;
+            changed
+        });
+        let peers_changed = async {
+            match known.as_mut() {
+                Some(known) => known.changed().await.is_ok(),
+                None => std::future::pending().await,
+            }
+        };
+        let alive = tokio::select! {
+            () = cancel.cancelled() => false,
+            changed = standing.changed() => changed.is_ok(),
+            changed = states.changed() => changed.is_ok(),
+            changed = current.changed() => changed.is_ok(),
+            alive = peers_changed => alive,
+        };
+        if !alive {
+            return;
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! The control server of one endpoint, over mutual TLS: messages of the coordinator about groups, messages of leaders about updates.
+//!
+//! Decides who may say what: the controller forms and ends groups, the agent of a pod that leads the present epoch leads updates. What a
+//! message does is decided by [`Group`](super::group::Group) and the rollout's machine.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::{Query, State};
+use axum::response::Response;
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde::Deserialize;
+use tokio::time::{Instant, timeout};
+
+use super::core::Core;
+use super::group::{Epoch, Step, refusal};
+use super::lead::Leader;
+use super::rollout::Rollout;
+use super::source::Source;
+use crate::protocol::{
+    AbortRequest, ActivateRequest, BeginRequest, CommitRequest, EpochId, FenceRequest, FinishRequest, MemberState, PrepareRequest,
+    PrepareResponse, Refusal, RefusalCode, ReleaseRequest, UpdateStatus,
+};
+use crate::runtime::https::{Valid, ndjson};
+use crate::runtime::identity::PeerIdentity;
+
+/// What an endpoint does in its group.
+#[derive(Clone)]
+pub enum Part {
+    /// Leads.
+    Source(Arc<Source>),
+    /// Receives and installs.
+    Rollout(Arc<Rollout>),
+}
+
+/// One endpoint: a member of a group, or one that waits to become one.
+pub struct Endpoint {
+    /// Group and facts.
+    pub core: Arc<Core>,
+    /// Leads updates and feeds.
+    pub leader: Arc<Leader>,
+    /// Source or rollout.
+    pub part: Part,
+    /// Where its data listener is bound.
+    pub data_address: String,
+}
+
+/// The routes of an endpoint; serve them with [`Access::Group`](crate::runtime::https::Access::Group).
+pub fn router(endpoint: Arc<Endpoint>) -> Router {
+    Router::new()
+        .route("/v1/epoch/prepare", post(prepare))
+        .route("/v1/epoch/commit", post(commit))
+        .route("/v1/epoch/fence", post(fence))
+        .route("/v1/release", post(release))
+        .route("/v1/update/begin", post(begin))
+        .route("/v1/update/finish", post(finish))
+        .route("/v1/update/activate", post(activate))
+        .route("/v1/update/abort", post(abort))
+        .route("/v1/update/status", get(status))
+        .route("/v1/state", get(state))
+        .route("/v1/events", get(events))
+        .with_state(endpoint)
+}
+
+type Here = State<Arc<Endpoint>>;
+
+async fn prepare(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<PrepareRequest>,
+) -> Result<Json<PrepareResponse>, Refusal> {
+    by_controller(&peer)?;
+    let limit = Duration::from_millis(request.deadline_ms);
+    // On a task of its own: a coordinator that hangs up must not leave the endpoint between two phases.
+    on_its_own(limit, async move {
+        let step = endpoint.core.prepare(&request)?;
+        if let Part::Rollout(rollout) = &endpoint.part {
+            if let Step::Taken { ended: Some(ended) } = step {
+                rollout.epoch_over(&format!("epoch {} replaced {}", request.id.epoch, ended.epoch));
+            }
+            rollout.prepare(&request).await?;
+        }
+        tracing::info!(epoch = %request.id, member = %request.member, "prepared");
+        Ok(Json(PrepareResponse {
+            incarnation: endpoint.core.me().incarnation.clone(),
+            data_address: endpoint.data_address.clone(),
+            state: MemberState::clone(&endpoint.core.events().state()),
+        }))
+    })
+    .await
+}
+
+async fn commit(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<CommitRequest>) -> Result<Json<MemberState>, Refusal> {
+    by_controller(&peer)?;
+    let limit = Duration::from_millis(request.deadline_ms);
+    let until = Instant::now() + limit.mul_f32(0.9);
+    on_its_own(limit, async move {
+        let (step, epoch) = endpoint.core.commit(&request)?;
+        if step == Step::Again {
+            endpoint.core.acting(epoch.id())?;
+        } else {
+            if epoch.prober() == Some(epoch.me())
+                && let Err(refusal) = endpoint.leader.prove(&epoch, until).await
+            {
+                endpoint.core.unconfirmed(epoch.id());
+                return Err(refusal);
+            }
+            if !endpoint.core.confirm(&epoch) {
+                return Err(refusal(RefusalCode::StaleEpoch, format!("epoch {} ended while it was committed", epoch.id())));
+            }
+            tracing::info!(epoch = %epoch.id(), members = epoch.prepared.roster.members.len(), "committed");
+        }
+        Ok(Json(MemberState::clone(&endpoint.core.events().state())))
+    })
+    .await
+}
+
+async fn fence(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<FenceRequest>) -> Result<Json<MemberState>, Refusal> {
+    by_controller(&peer)?;
+    if endpoint.core.fence(&request) {
+        tracing::info!(epoch = %request.id, reason = %request.reason, "fenced");
+        if let Part::Rollout(rollout) = &endpoint.part {
+            rollout.epoch_over(&format!("epoch {} was fenced: {}", request.id.epoch, request.reason));
+        }
+    }
+    Ok(Json(MemberState::clone(&endpoint.core.events().state())))
+}
+
+async fn release(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<ReleaseRequest>) -> Result<Json<MemberState>, Refusal> {
+    by_controller(&peer)?;
+    endpoint.core.release(&request)?;
+    tracing::info!(epoch = %request.id, reason = %request.reason, "released");
+    if let Part::Rollout(rollout) = &endpoint.part {
+        let rollout = rollout.clone();
+        tokio::spawn(async move { rollout.release().await });
+    }
+    Ok(Json(MemberState::clone(&endpoint.core.events().state())))
+}
+
+async fn begin(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<BeginRequest>) -> Result<Json<UpdateStatus>, Refusal> {
+    let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
+    let limit = Duration::from_millis(epoch.prepared.policy.silence_ms).saturating_mul(2);
+    on_its_own(limit, async move { rollout.begin(&epoch, request).await.map(Json) }).await
+}
+
+async fn finish(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<FinishRequest>) -> Result<Json<UpdateStatus>, Refusal> {
+    let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
+    let limit = Duration::from_millis(epoch.prepared.policy.update_timeout_ms);
+    on_its_own(limit, async move { rollout.finish(request).await.map(Json) }).await
+}
+
+async fn activate(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<ActivateRequest>,
+) -> Result<Json<UpdateStatus>, Refusal> {
+    let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
+    rollout.activate(&epoch, &request).map(Json)
+}
+
+async fn abort(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<AbortRequest>,
+) -> Result<Json<Option<UpdateStatus>>, Refusal> {
+    // Of an epoch that is over nothing runs any more: harmless.
+    let Ok((rollout, _)) = led(&endpoint, &peer, &request.update.epoch) else { return Ok(Json(None)) };
+    rollout.abort(&request);
+    Ok(Json(rollout.status(None).await.ok()))
+}
+
+#[derive(Deserialize)]
+struct After {
+    after: Option<u64>,
+}
+
+async fn status(State(endpoint): Here, Query(After { after }): Query<After>) -> Result<Json<UpdateStatus>, Refusal> {
+    rollout(&endpoint)?.status(after).await.map(Json)
+}
+
+async fn state(State(endpoint): Here) -> Json<MemberState> {
+    Json(MemberState::clone(&endpoint.core.events().state()))
+}
+
+async fn events(State(endpoint): Here, peer: PeerIdentity) -> Response {
+    ndjson(endpoint.core.events().stream(peer == PeerIdentity::Controller))
+}
+
+fn by_controller(peer: &PeerIdentity) -> Result<(), Refusal> {
+    match peer {
+        PeerIdentity::Controller => Ok(()),
+        PeerIdentity::Agent { .. } => Err(refusal(RefusalCode::Forbidden, "only the controller forms and ends groups")),
+    }
+}
+
+fn rollout(endpoint: &Endpoint) -> Result<&Arc<Rollout>, Refusal> {
+    match &endpoint.part {
+        Part::Rollout(rollout) => Ok(rollout),
+        Part::Source(_) => Err(refusal(RefusalCode::WrongPhase, "this is a source: it receives no update")),
+    }
+}
+
+/// The rollout and the epoch that a leader's message is about.
+fn led(endpoint: &Endpoint, peer: &PeerIdentity, id: &EpochId) -> Result<(Arc<Rollout>, Arc<Epoch>), Refusal> {
+    let rollout = rollout(endpoint)?;
+    let epoch = endpoint.core.acting(id)?;
+    match peer {
+        PeerIdentity::Agent { pod_uid, .. } if epoch.may_lead(pod_uid) => Ok((rollout.clone(), epoch)),
+        _ => Err(refusal(RefusalCode::Forbidden, format!("{} does not lead epoch {}", peer.uri(), id.epoch))),
+    }
+}
+
+/// Runs a handler to its end whatever becomes of the connection; the answer comes within `limit` or is a refusal.
+async fn on_its_own<T: Send + 'static>(
+    limit: Duration,
+    work: impl Future<Output = Result<T, Refusal>> + Send + 'static,
+) -> Result<T, Refusal> {
+    match timeout(limit, tokio::spawn(work)).await {
+        Ok(Ok(outcome)) => outcome,
+        Ok(Err(ended)) => Err(refusal(RefusalCode::Internal, format!("the agent failed at this: {ended}"))),
+        Err(_) => Err(refusal(RefusalCode::Timeout, format!("not done within {limit:?}"))),
+    }
+}
