@@ -7,6 +7,7 @@
 //! `impl NameArgs { pub fn run(self) -> anyhow::Result<ExitCode> }`, a variant of [`Command`], and an arm in [`Cli::run`].
 
 pub mod controller;
+mod agent;
 pub mod demo;
 mod generate;
 pub mod inject;
@@ -14,6 +15,7 @@ mod local;
 pub mod plugin;
 mod publish;
 mod simulate_engine;
+mod run;
 
 use std::future::Future;
 use std::process::ExitCode;
@@ -35,6 +37,8 @@ pub struct Cli {
 pub enum Command {
     /// Run the operator in a cluster.
     Controller(controller::ControllerArgs),
+    /// Run the agent of one pod.
+    Agent(Box<agent::AgentArgs>),
     /// Write what is made from the program's own types: CRDs, API reference, shell completion.
     Generate(generate::GenerateArgs),
     /// Show the whole product on this host: versions, a kill in the middle of an update, a rejoin, and proof.
@@ -48,6 +52,8 @@ pub enum Command {
     /// Stand in for an inference server: for demos and tests.
     #[command(hide = true)]
     SimulateEngine(simulate_engine::SimulateEngineArgs),
+    /// Start a command and run the agent beside it; exits as the command does.
+    Run(Box<run::RunArgs>),
 }
 
 impl Cli {
@@ -55,11 +61,13 @@ impl Cli {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Controller(args) => args.run(),
+            Command::Agent(args) => args.run(),
             Command::Generate(args) => args.run(),
             Command::Demo(args) => args.run(),
             Command::Local(args) => args.run(),
             Command::Publish(args) => args.run(),
             Command::SimulateEngine(args) => args.run(),
+            Command::Run(args) => args.run(),
         }
     }
 }

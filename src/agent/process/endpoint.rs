@@ -220,9 +220,10 @@ impl Running {
     /// Waits until the controller says that the pod is not claimed.
     pub(super) async fn unclaimed_by(&self) -> String {
         let mut unclaimed = self.unclaimed.subscribe();
-        match unclaimed.wait_for(Option::is_some).await {
-            Ok(message) => message.clone().unwrap_or_default(),
-            Err(_) => std::future::pending().await,
+        let message = unclaimed.wait_for(Option::is_some).await.ok().and_then(|message| message.clone());
+        match message {
+            Some(message) => message,
+            None => std::future::pending().await,
         }
     }
 
