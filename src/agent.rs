@@ -16,3 +16,6 @@ pub mod server;
 pub mod source;
 pub mod space;
 pub mod version_source;
+
+#[cfg(test)]
+mod tests;

@@ -21,7 +21,7 @@ pub use self::endpoint::EngineFactory;
 use self::endpoint::{Running, Session};
 use self::pages::Pages;
 use super::client::{ClientServer, ClientServerConfig, PublishQueue, SocketError};
-use super::enrollment::{Applicant, EnrollmentError, Enrolled, enroll};
+use super::enrollment::{Applicant, Enrolled, EnrollmentError, enroll};
 use crate::protocol::{Assignment, Role, RosterView};
 use crate::runtime::https::{ControllerClient, Limits, serve_plain};
 use crate::runtime::identity::{Identity, IdentityError};

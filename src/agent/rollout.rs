@@ -200,6 +200,7 @@ impl Rollout {
                 assigned: &assigned,
                 released: released.is_some(),
                 current: current.as_ref(),
+                last: inner.kept.as_ref().map(|kept| &kept.held),
                 installed: inner.machine.installed(),
                 dirty: inner.machine.dirty().map(|dirty| dirty.reason.as_str()),
                 switching: inner.machine.installing(),

@@ -28,6 +28,8 @@ pub struct Seen<'a> {
     pub released: bool,
     /// The version that every rollout should hold, by the latest word.
     pub current: Option<&'a HeldVersion>,
+    /// What the engine was last switched to, in whatever start.
+    pub last: Option<&'a HeldVersion>,
     /// What the engine confirmed.
     pub installed: Option<&'a Installed>,
     /// Why it may hold a mixture.
@@ -61,6 +63,7 @@ pub fn ready(seen: &Seen<'_>) -> Result<(), String> {
         }
         (Some(_), _) => Ok(()),
         (None, Some(current)) => Err(format!("the engine does not hold version {} yet", current.version)),
+        (None, None) if seen.last.is_some() => Err("the engine started anew and holds no version yet".into()),
         (None, None) if !seen.assigned.known => Err("the controller has not said yet whether there is a version".into()),
         (None, None) if !seen.assigned.serve_before_first_version => Err("there is no version yet".into()),
         (None, None) => Ok(()),

@@ -1,0 +1,11 @@
+//! Groups of agents in one process, over real TLS and TCP on the loopback, with an engine that reads what it is given; and tables and
+//! properties of the state machines.
+
+mod bed;
+mod engine;
+mod epochs;
+mod feeding;
+mod installs;
+mod machine;
+mod publishes;
+mod pure;

@@ -1,0 +1,495 @@
+//! A group of agents, each on a runtime of its own so that it can be killed as a process is, and a tiny coordinator that forms epochs.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use rustls_pki_types::ServerName;
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::engine::TestEngine;
+use crate::agent::attempts::Attempts;
+use crate::agent::client::PublishQueue;
+use crate::agent::core::{Core, Facts};
+use crate::agent::group::{Me, Standing};
+use crate::agent::lead::Leader;
+use crate::agent::lead::feed::Feeder;
+use crate::agent::publish_job::{PublishJob, Report, reporting};
+use crate::agent::rollout::readiness::Assigned;
+use crate::agent::rollout::{Places, Rollout};
+use crate::agent::roster;
+use crate::agent::server::{Endpoint, Part, router};
+use crate::agent::source::Source;
+use crate::agent::space::Cgroups;
+use crate::agent::version_source::{SourceError, VersionSource};
+use crate::engine::Engine;
+use crate::protocol::*;
+use crate::runtime::https::{Access, AgentClient, CallError, Limits, serve_https};
+use crate::runtime::identity::{Ca, ClientCertificates, Identity, PeerIdentity, agent_name};
+use crate::transport::tcp::{DataTls, TcpOptions, TcpTransport};
+use crate::transport::{BucketSink, Transport, TransportError};
+use crate::weights::{Bucket, Dtype, Layout, TensorSpec, bucket_digest, digest_hex};
+
+pub const WEIGHTSYNC: &str = "object";
+const HOUR: Duration = Duration::from_secs(3600);
+const SOON: Duration = Duration::from_secs(20);
+
+/// One agent on a runtime of its own.
+pub struct Member {
+    pub name: MemberName,
+    pub core: Arc<Core>,
+    pub part: Part,
+    pub queue: Arc<PublishQueue>,
+    pub engine: TestEngine,
+    pub roster: tokio::sync::watch::Receiver<RosterView>,
+    pub address: MemberAddress,
+    pub role: Role,
+    cancel: CancellationToken,
+    runtime: Option<Runtime>,
+}
+
+impl Member {
+    /// Ends it as SIGKILL does: every socket closes, nothing is tidied up.
+    pub fn kill(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+
+    pub fn rollout(&self) -> &Arc<Rollout> {
+        match &self.part {
+            Part::Rollout(rollout) => rollout,
+            Part::Source(_) => panic!("{} is a source", self.name),
+        }
+    }
+
+    pub fn state(&self) -> MemberState {
+        MemberState::clone(&self.core.events().state())
+    }
+
+    /// Waits until its state is as wanted.
+    pub async fn until(&self, what: &str, wanted: impl Fn(&MemberState) -> bool) -> MemberState {
+        let mut states = self.core.events().states();
+        let waited = tokio::time::timeout(SOON, states.wait_for(|state| wanted(state))).await;
+        match waited {
+            Ok(state) => MemberState::clone(&state.unwrap()),
+            Err(_) => panic!("{}: never {what}: {:#?}", self.name, self.state()),
+        }
+    }
+
+    pub async fn until_installed(&self, version: Version) -> MemberState {
+        self.until(&format!("at version {version}"), |state| {
+            state.installed.as_ref().is_some_and(|held| held.version == version) && state.phase == MemberPhase::Ready
+        })
+        .await
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.cancel.cancel();
+        self.kill();
+    }
+}
+
+/// Flips a byte of one bucket on its way, after its digest was made.
+struct Corrupting {
+    inner: TcpTransport,
+    armed: Arc<std::sync::atomic::AtomicBool>,
+}
+
+struct CorruptingSink {
+    inner: Box<dyn BucketSink>,
+    armed: Arc<std::sync::atomic::AtomicBool>,
+}
+
+#[async_trait]
+impl Transport for Corrupting {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+    fn address(&self) -> String {
+        self.inner.address()
+    }
+    async fn open(&self, hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError> {
+        let probe = hello.probe;
+        let inner = self.inner.open(hello, first).await?;
+        if probe {
+            return Ok(inner);
+        }
+        Ok(Box::new(CorruptingSink { inner, armed: self.armed.clone() }))
+    }
+}
+
+#[async_trait]
+impl BucketSink for CorruptingSink {
+    async fn send(&mut self, header: BucketHeader, data: Bytes, digest: u128) -> Result<(), TransportError> {
+        let mut data = data.to_vec();
+        if self.armed.swap(false, std::sync::atomic::Ordering::SeqCst) {
+            data[0] ^= 1;
+        }
+        self.inner.send(header, Bytes::from(data), digest).await
+    }
+    async fn failed(&mut self) -> TransportError {
+        self.inner.failed().await
+    }
+    async fn finish(self: Box<Self>) -> Result<(), TransportError> {
+        self.inner.finish().await
+    }
+}
+
+/// Everything that a group needs.
+pub struct Bed {
+    ca: Ca,
+    client: AgentClient,
+    pub versions: tempfile::TempDir,
+    pub policy: UpdatePolicy,
+    pub epoch: u64,
+    pub current: Option<HeldVersion>,
+    pub corrupt: Arc<std::sync::atomic::AtomicBool>,
+    pods: u32,
+}
+
+impl Bed {
+    pub fn new() -> Self {
+        let ca = Ca::generate().unwrap();
+        let client = AgentClient::new(ca.issue(&PeerIdentity::Controller, HOUR).unwrap());
+        let health = HealthPolicy { period_ms: 50, timeout_ms: 1_000, failure_threshold: 2, success_threshold: 1 };
+        let policy = UpdatePolicy {
+            pause: PausePolicy::Keep,
+            kv_cache: KvCachePolicy::Reset,
+            min_ready: 1,
+            silence_ms: 3_000,
+            update_timeout_ms: 15_000,
+            retain_bytes: 64 << 20,
+            bucket_bytes: 0,
+            data_tls: true,
+            health,
+        };
+        Self { ca, client, versions: tempfile::tempdir().unwrap(), policy, epoch: 0, current: None, corrupt: Arc::default(), pods: 0 }
+    }
+
+    pub fn source(&mut self) -> Member {
+        self.member("trainer/t-0", Role::Source, TestEngine::default())
+    }
+
+    pub fn rollout(&mut self, name: &str) -> Member {
+        self.member(name, Role::Rollout, TestEngine::default())
+    }
+
+    pub fn rollouts(&mut self, count: usize) -> Vec<Member> {
+        (0..count).map(|number| self.rollout(&format!("actors/r-{number}"))).collect()
+    }
+
+    pub fn member(&mut self, name: &str, role: Role, engine: TestEngine) -> Member {
+        self.pods += 1;
+        let pod_uid = format!("pod-{}", self.pods);
+        self.pod(name, role, engine, &pod_uid)
+    }
+
+    /// An agent in that pod.
+    pub fn pod(&mut self, name: &str, role: Role, engine: TestEngine, pod_uid: &str) -> Member {
+        let identity = self.ca.issue(&PeerIdentity::Agent { weightsync: WEIGHTSYNC.into(), pod_uid: pod_uid.into() }, HOUR).unwrap();
+        let incarnation = Incarnation { pod_uid: pod_uid.into(), instance: uuid::Uuid::new_v4().to_string() };
+        let name = MemberName(name.into());
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let place = self.versions.path().to_owned();
+        let corrupt = (role == Role::Source).then(|| self.corrupt.clone());
+        let (start, cancel) = (Start { identity, incarnation, role, engine, place, corrupt }, CancellationToken::new());
+        let (name_of, token) = (name.clone(), cancel.clone());
+        let (told, hear) = std::sync::mpsc::channel();
+        runtime.spawn(async move {
+            told.send(start.run(name_of, token).await).unwrap();
+        });
+        let mut member = hear.recv_timeout(SOON).unwrap();
+        member.runtime = Some(runtime);
+        member
+    }
+
+    fn roster(&self, members: &[&Member]) -> Roster {
+        let mut offset = 0;
+        let rows = members
+            .iter()
+            .map(|member| {
+                offset += 1;
+                RosterMember {
+                    name: member.name.clone(),
+                    role: member.role,
+                    rank_offset: offset - 1,
+                    size: 1,
+                    pods: vec![PodRef { name: member.name.0.clone(), uid: member.address.incarnation.pod_uid.clone(), node: None }],
+                    port: None,
+                }
+            })
+            .collect();
+        let chain = members.iter().filter(|member| member.role == Role::Rollout).map(|member| member.name.clone()).collect();
+        Roster { members: rows, world_size: offset, chain }
+    }
+
+    pub fn id(&self) -> EpochId {
+        EpochId { weightsync: WEIGHTSYNC.into(), created: 1, term: 0, epoch: self.epoch }
+    }
+
+    pub async fn post<T: serde::Serialize + Sync, R: serde::de::DeserializeOwned>(
+        &self,
+        to: &Member,
+        path: &str,
+        body: &T,
+    ) -> Result<R, CallError> {
+        self.client.post_json(&to.address.control, &to.address.incarnation.pod_uid, path, body, SOON).await
+    }
+
+    /// Forms the next epoch of these members: prepares all, commits rollouts, then the feeder, then the source.
+    pub async fn form(&mut self, members: &[&Member], feeder: Option<&Member>) -> EpochId {
+        self.epoch += 1;
+        let id = self.id();
+        let roster = self.roster(members);
+        let prepare = |member: &&Member| PrepareRequest {
+            id: id.clone(),
+            member: member.name.clone(),
+            roster: roster.clone(),
+            policy: self.policy.clone(),
+            deadline_ms: 5_000,
+        };
+        for member in members {
+            let _: PrepareResponse = self.post(member, "/v1/epoch/prepare", &prepare(member)).await.unwrap();
+        }
+        let request = self.commit_request(members, feeder);
+        let mut order: Vec<&&Member> = members.iter().collect();
+        order.sort_by_key(|member| (member.role == Role::Source, feeder.is_some_and(|feeder| feeder.name == member.name)));
+        for member in order {
+            let _: MemberState = self.post(member, "/v1/epoch/commit", &request).await.unwrap();
+        }
+        id
+    }
+
+    pub fn prepare_request(&self, members: &[&Member], member: &Member) -> PrepareRequest {
+        PrepareRequest {
+            id: self.id(),
+            member: member.name.clone(),
+            roster: self.roster(members),
+            policy: self.policy.clone(),
+            deadline_ms: 5_000,
+        }
+    }
+
+    pub fn commit_request(&self, members: &[&Member], feeder: Option<&Member>) -> CommitRequest {
+        CommitRequest {
+            id: self.id(),
+            addresses: members.iter().map(|member| member.address.clone()).collect(),
+            current: self.current.clone(),
+            feeder: feeder.map(|feeder| feeder.name.clone()),
+            secret: format!("secret of {}", self.epoch),
+            deadline_ms: 10_000,
+        }
+    }
+
+    pub async fn fence(&self, members: &[&Member]) {
+        let request = FenceRequest { id: self.id(), reason: "a member was lost".into() };
+        for member in members {
+            let _: Result<MemberState, _> = self.post(member, "/v1/epoch/fence", &request).await;
+        }
+    }
+}
+
+struct Start {
+    identity: Identity,
+    incarnation: Incarnation,
+    role: Role,
+    engine: TestEngine,
+    place: PathBuf,
+    corrupt: Option<Arc<std::sync::atomic::AtomicBool>>,
+}
+
+impl Start {
+    async fn run(self, name: MemberName, cancel: CancellationToken) -> Member {
+        let core = Core::new(Me { incarnation: self.incarnation.clone(), role: self.role, port: None }, Facts::default());
+        let control = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let tls = data_tls(&self.identity, &core);
+        let options = TcpOptions { tls: Some(tls), ..TcpOptions::default() };
+        let tcp = TcpTransport::bind("127.0.0.1:0".parse().unwrap(), core.clone(), options).await.unwrap();
+        let data = tcp.address();
+        let transport: Arc<dyn Transport> = match self.corrupt {
+            Some(armed) => Arc::new(Corrupting { inner: tcp, armed }),
+            None => Arc::new(tcp),
+        };
+        let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport);
+        let cgroups = Cgroups::at(PathBuf::from("/nonexistent"), String::new());
+        let queue: Arc<PublishQueue> = Arc::default();
+        let part = match self.role {
+            Role::Source => {
+                let source = Source::new(leader.clone(), cgroups);
+                tokio::spawn(source.clone().run(queue.clone(), cancel.clone()));
+                Part::Source(source)
+            }
+            Role::Rollout => {
+                let places = Places { versions: self.place, versions_in_engine: None, model: None, name: self.incarnation.pod_uid.clone() };
+                let engine: Arc<dyn Engine> = Arc::new(self.engine.clone());
+                // A killed process lets its lock go at once; a killed runtime of this process ends its tasks a little later.
+                let started = async {
+                    loop {
+                        match Rollout::start(core.clone(), engine.clone(), places.clone(), cgroups.clone()) {
+                            Ok(rollout) => return rollout,
+                            Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+                        }
+                    }
+                };
+                let rollout = tokio::time::timeout(SOON, started).await.expect("its directory is free");
+                rollout.assign(Assigned { known: true, serve_before_first_version: true, current: None });
+                tokio::spawn(rollout.clone().supervise(cancel.clone()));
+                let feeder = Feeder::new(leader.clone(), rollout.clone(), Arc::<Attempts>::default());
+                tokio::spawn(async move { feeder.run().await });
+                Part::Rollout(rollout)
+            }
+        };
+        let (shown, roster) = tokio::sync::watch::channel(RosterView { epoch: None, version: None, replicas: Vec::new() });
+        tokio::spawn(roster::keep(core.clone(), leader.clone(), shown, cancel.clone()));
+        let address = MemberAddress {
+            member: name.clone(),
+            incarnation: self.incarnation,
+            control: control.local_addr().unwrap().to_string(),
+            data: data.clone(),
+            engine_url: None,
+        };
+        let endpoint = Arc::new(Endpoint { core: core.clone(), leader, part: part.clone(), data_address: data });
+        let limits = Limits { drain: Duration::ZERO, ..Limits::default() };
+        tokio::spawn(serve_https(control, self.identity, Access::Group, router(endpoint), limits, cancel.clone()));
+        Member { name, core, part, queue, engine: self.engine, roster, address, role: self.role, cancel, runtime: None }
+    }
+}
+
+fn data_tls(identity: &Identity, core: &Arc<Core>) -> DataTls {
+    let standing = core.standing();
+    DataTls {
+        server: identity.server_config(ClientCertificates::Required).unwrap(),
+        client: Arc::new(identity.client_config().unwrap()),
+        server_name: Arc::new(move |member| {
+            let standing = standing.borrow();
+            let (Standing::Committing(epoch) | Standing::Committed(epoch)) = &*standing else { return None };
+            ServerName::try_from(agent_name(&epoch.address(member)?.incarnation.pod_uid)).ok()
+        }),
+    }
+}
+
+/// Weights that differ for each seed: three tensors, one larger than a bucket.
+pub fn weights(seed: u8) -> (Layout, Vec<u8>) {
+    let spec = |name: &str, dtype, shape: &[u64]| TensorSpec { name: name.into(), dtype, shape: shape.to_vec(), load_unit: None };
+    let tensors = vec![
+        spec("embed", Dtype::F32, &[1000]),
+        spec("layer.0.w", Dtype::BF16, &[300, 700]),
+        spec("scalar", Dtype::F32, &[]),
+        spec("head", Dtype::U8, &[7001]),
+    ];
+    let layout = Layout::new("model", tensors, 64 << 10).unwrap();
+    let mut bytes = vec![0; usize::try_from(layout.total_bytes).unwrap()];
+    for entry in &layout.entries {
+        let start = usize::try_from(entry.offset).unwrap();
+        for (index, byte) in bytes[start..].iter_mut().take(usize::try_from(entry.bytes).unwrap()).enumerate() {
+            *byte = u8::try_from((index * 31 + usize::from(seed) * 7) % 251).unwrap();
+        }
+    }
+    (layout, bytes)
+}
+
+/// What an engine serves that loaded these weights.
+pub fn served(layout: &Layout, bytes: &[u8]) -> String {
+    let mut tensors: Vec<String> = layout
+        .entries
+        .iter()
+        .map(|entry| {
+            let range = usize::try_from(entry.offset).unwrap()..usize::try_from(entry.end()).unwrap();
+            format!("{}={}", entry.tensor.name, digest_hex(bucket_digest(&bytes[range])))
+        })
+        .collect();
+    tensors.sort();
+    tensors.join(" ")
+}
+
+/// A trainer's bytes. `gate` holds a permit for each bucket that may be read; none lets all pass.
+pub struct TestSource {
+    pub layout: Layout,
+    pub bytes: Bytes,
+    pub next: u32,
+    pub repeatable: bool,
+    pub gate: Option<Arc<Semaphore>>,
+    pub restarts: Arc<std::sync::atomic::AtomicU32>,
+}
+
+impl TestSource {
+    pub fn of(seed: u8) -> Self {
+        let (layout, bytes) = weights(seed);
+        Self { layout, bytes: bytes.into(), next: 0, repeatable: true, gate: None, restarts: Arc::default() }
+    }
+}
+
+#[async_trait]
+impl VersionSource for TestSource {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+    fn repeatable(&self) -> bool {
+        self.repeatable
+    }
+    async fn next(&mut self, _silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError> {
+        let Some(bucket) = self.layout.bucket(self.next) else { return Ok(None) };
+        if let Some(gate) = &self.gate {
+            gate.acquire().await.unwrap().forget();
+        }
+        self.next += 1;
+        let range = usize::try_from(bucket.offset).unwrap()..usize::try_from(bucket.offset + bucket.bytes).unwrap();
+        Ok(Some((bucket, self.bytes.slice(range))))
+    }
+    async fn restart(&mut self, reason: &str) -> Result<(), SourceError> {
+        if !self.repeatable {
+            return Err(SourceError::NotRepeatable { reason: reason.into() });
+        }
+        self.restarts.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        self.next = 0;
+        Ok(())
+    }
+    async fn released(&mut self) {}
+}
+
+/// A publish that runs.
+pub struct Publishing(tokio::task::JoinHandle<Result<PublishResult, PublishError>>);
+
+impl Publishing {
+    pub async fn outcome(self) -> Result<PublishResult, PublishError> {
+        tokio::time::timeout(SOON, self.0).await.expect("a publish ends").unwrap()
+    }
+}
+
+/// Starts a publish.
+pub fn publish(source: &Member, version: Version, bytes: TestSource) -> Publishing {
+    publish_as(source, version, bytes, Activation::Auto, Duration::from_secs(15))
+}
+
+pub fn publish_as(source: &Member, version: Version, bytes: TestSource, activation: Activation, limit: Duration) -> Publishing {
+    let (reporter, mut reports) = reporting();
+    let job = PublishJob {
+        version,
+        activation,
+        deadline: Instant::now() + limit,
+        cancel: CancellationToken::new(),
+        source: Box::new(bytes),
+        reporter,
+    };
+    source.queue.push(job, QueuePolicy::Wait);
+    Publishing(tokio::spawn(async move {
+        loop {
+            match reports.next().await {
+                Some(Report::Done(result)) => return Ok(result),
+                Some(Report::Failed(error)) => return Err(error),
+                Some(Report::Staged) => reports.activate(),
+                Some(Report::Progress(_)) => {}
+                None => panic!("a publish ended without an outcome"),
+            }
+        }
+    }))
+}

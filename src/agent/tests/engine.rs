@@ -1,0 +1,183 @@
+//! An engine that loads real files: it says what it serves by hashing what it read, so a lie shows.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use crate::agent::core::lock;
+use crate::engine::{Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed};
+use crate::protocol::{EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
+use crate::weights::safetensors::Checkpoint;
+use crate::weights::{bucket_digest, digest_hex};
+
+/// What the engine does wrong.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Fault {
+    #[default]
+    None,
+    /// Answers no call.
+    Down,
+    /// Fails in the middle of a load.
+    FailsInLoad,
+    /// Says no before it is touched.
+    FailsBeforeLoad,
+    /// Never ends a load.
+    Hangs,
+}
+
+#[derive(Debug, Default)]
+pub struct Inside {
+    pub start: u32,
+    pub fault: Fault,
+    /// Digest of all tensors, by name, as they were read.
+    pub serves: Option<String>,
+    pub holding: Option<HeldVersion>,
+    pub half: Option<HeldVersion>,
+    pub paused: bool,
+    pub installs: u32,
+    pub directory: Option<PathBuf>,
+    pub slow: Duration,
+    pub put_back: u32,
+}
+
+/// The engine.
+#[derive(Clone, Default)]
+pub struct TestEngine(pub Arc<Mutex<Inside>>);
+
+impl TestEngine {
+    pub fn set(&self, change: impl FnOnce(&mut Inside)) {
+        change(&mut lock(&self.0));
+    }
+
+    pub fn get<T>(&self, read: impl FnOnce(&Inside) -> T) -> T {
+        read(&lock(&self.0))
+    }
+
+    /// Starts anew, with its start-up weights.
+    pub fn restart(&self) {
+        self.set(|inside| {
+            let (start, installs) = (inside.start + 1, inside.installs);
+            *inside = Inside { start, installs, ..Inside::default() };
+        });
+    }
+
+    pub fn serves(&self) -> Option<String> {
+        self.get(|inside| inside.serves.clone())
+    }
+
+    fn answer(&self) -> Result<EngineStart, EngineError> {
+        self.get(|inside| match inside.fault {
+            Fault::Down => Err(EngineError::Timeout { url: "http://engine".into(), deadline: Duration::ZERO }),
+            _ => Ok(EngineStart(inside.start.to_string())),
+        })
+    }
+}
+
+/// What an engine that read this directory serves.
+pub fn digest_of(directory: &Path) -> Result<String, String> {
+    let checkpoint = Checkpoint::open(directory).map_err(|error| error.to_string())?;
+    let mut tensors = Vec::new();
+    for (index, tensor) in checkpoint.tensors().iter().enumerate() {
+        let mut bytes = vec![0; usize::try_from(tensor.bytes).unwrap()];
+        checkpoint.read_tensor(index, 0, &mut bytes).map_err(|error| error.to_string())?;
+        tensors.push(format!("{}={}", tensor.spec.name, digest_hex(bucket_digest(&bytes))));
+    }
+    tensors.sort();
+    Ok(tensors.join(" "))
+}
+
+#[async_trait]
+impl Engine for TestEngine {
+    fn kind(&self) -> &'static str {
+        "test"
+    }
+
+    async fn probe(&self, _deadline: Duration) -> Result<EngineFacts, EngineError> {
+        self.answer()?;
+        Ok(EngineFacts {
+            kind: "test".into(),
+            server_version: "1".into(),
+            size: 1,
+            url: "http://engine".into(),
+            delivery: "files".into(),
+            answer_version: "none".into(),
+        })
+    }
+
+    fn accepts(&self, _pause: PausePolicy, _kv_cache: KvCachePolicy) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    async fn health(&self, _deadline: Duration) -> Result<EngineStart, EngineError> {
+        self.answer()
+    }
+
+    async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError> {
+        let failed = |step, dirty, what: &str| InstallError {
+            step,
+            dirty,
+            source: EngineError::BadReply { url: "http://engine".into(), what: what.into() },
+        };
+        let (start, fault, slow) = self.get(|inside| (inside.start, inside.fault, inside.slow));
+        if fault == Fault::FailsBeforeLoad {
+            return Err(failed("pause", false, "no"));
+        }
+        self.set(|inside| {
+            inside.paused = true;
+            inside.half = Some(job.version.clone());
+            inside.serves = None;
+            inside.installs += 1;
+        });
+        tokio::time::sleep(slow).await;
+        if fault == Fault::Hangs {
+            std::future::pending::<()>().await;
+        }
+        if fault == Fault::FailsInLoad {
+            return Err(failed("load", true, "out of memory"));
+        }
+        let read = digest_of(&job.directory).map_err(|error| failed("load", true, &error))?;
+        if self.get(|inside| inside.start != start) {
+            return Err(InstallError { step: "load", dirty: false, source: EngineError::Restarted });
+        }
+        self.set(|inside| {
+            inside.serves = Some(read);
+            inside.holding = Some(job.version.clone());
+            inside.half = None;
+            inside.paused = false;
+            inside.directory = Some(job.directory.clone());
+        });
+        Ok(InstallReport { start: EngineStart(start.to_string()), steps_ms: vec![("load".into(), 1)] })
+    }
+
+    async fn resume(&self, _deadline: Duration) -> Result<Resumed, EngineError> {
+        self.answer()?;
+        if let Some(half) = self.get(|inside| inside.half.clone()) {
+            return Ok(Resumed::HalfAnUpdate(half));
+        }
+        let was = self.get(|inside| inside.paused);
+        self.set(|inside| inside.paused = false);
+        Ok(if was { Resumed::Resumed } else { Resumed::WasRunning })
+    }
+
+    async fn put_back(&self, _deadline: Duration) -> Result<(), EngineError> {
+        self.answer()?;
+        self.set(|inside| {
+            inside.half = None;
+            inside.holding = None;
+            inside.paused = false;
+            inside.put_back += 1;
+        });
+        Ok(())
+    }
+
+    async fn holding(&self, _deadline: Duration) -> Result<Holding, EngineError> {
+        self.answer()?;
+        Ok(self.get(|inside| match (&inside.half, &inside.holding) {
+            (Some(half), _) => Holding::HalfAnUpdate(half.clone()),
+            (None, Some(held)) => Holding::Version(held.clone()),
+            (None, None) => Holding::Startup,
+        }))
+    }
+}

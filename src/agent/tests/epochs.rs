@@ -1,0 +1,88 @@
+//! Messages about groups, over real connections: who may send them, and which are too late.
+
+use super::bed::*;
+use crate::protocol::*;
+use crate::runtime::https::CallError;
+
+fn code<T: std::fmt::Debug>(answer: Result<T, CallError>) -> RefusalCode {
+    match answer {
+        Err(CallError::Refused { refusal, .. }) => refusal.code,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f09_an_older_epoch_and_a_fenced_one_are_refused() {
+    let mut bed = Bed::new();
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    let members = [&source, &rollout];
+    bed.form(&members, None).await;
+    let old = bed.prepare_request(&members, &rollout);
+    bed.form(&members, None).await;
+    assert_eq!(code(bed.post::<_, PrepareResponse>(&rollout, "/v1/epoch/prepare", &old).await), RefusalCode::StaleEpoch);
+    bed.fence(&members).await;
+    assert_eq!(rollout.state().epoch, None);
+    let fenced = bed.prepare_request(&members, &rollout);
+    assert_eq!(code(bed.post::<_, PrepareResponse>(&rollout, "/v1/epoch/prepare", &fenced).await), RefusalCode::StaleEpoch);
+    bed.form(&members, None).await;
+    assert_eq!(rollout.state().epoch, Some(bed.id()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_commit_that_was_never_prepared_here_is_refused() {
+    let mut bed = Bed::new();
+    let rollout = bed.rollout("actors/r-0");
+    bed.epoch = 4;
+    let commit = bed.commit_request(&[&rollout], None);
+    assert_eq!(code(bed.post::<_, MemberState>(&rollout, "/v1/epoch/commit", &commit).await), RefusalCode::WrongPhase);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_member_that_cannot_be_reached_fails_the_commit_by_name() {
+    let mut bed = Bed::new();
+    let (source, first, mut second) = (bed.source(), bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    bed.epoch = 1;
+    let members = [&source, &first, &second];
+    for member in members {
+        let request = bed.prepare_request(&members, member);
+        let _: PrepareResponse = bed.post(member, "/v1/epoch/prepare", &request).await.unwrap();
+    }
+    let commit = bed.commit_request(&members, None);
+    let _: MemberState = bed.post(&first, "/v1/epoch/commit", &commit).await.unwrap();
+    second.kill();
+    let refused = bed.post::<_, MemberState>(&source, "/v1/epoch/commit", &commit).await;
+    let Err(CallError::Refused { refusal, .. }) = refused else { panic!("{refused:?}") };
+    assert_eq!(refusal.code, RefusalCode::PeerUnreachable);
+    assert!(refusal.message.contains("actors/r-1"), "{}", refusal.message);
+    assert_eq!(source.state().phase, MemberPhase::Prepared);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_released_rollout_is_ready_and_forgets_its_group() {
+    let mut bed = Bed::new();
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &rollout], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    rollout.engine.restart();
+    let release = ReleaseRequest { id: bed.id(), reason: "the object was deleted".into() };
+    let _: MemberState = bed.post(&rollout, "/v1/release", &release).await.unwrap();
+    let state = rollout.until("released", |state| state.epoch.is_none()).await;
+    assert!(state.reason.is_some_and(|reason| reason.contains("deleted")));
+    assert_eq!(rollout.rollout().ready(), Ok(()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_roster_says_who_serves_what() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    publish(&source, 4, TestSource::of(4)).outcome().await.unwrap();
+    let mut roster = source.roster.clone();
+    let all_ready = |view: &RosterView| {
+        view.version == Some(4)
+            && view.replicas.len() == 2
+            && view.replicas.iter().all(|replica| replica.state == "ready" && replica.version == Some(4))
+    };
+    let seen = tokio::time::timeout(std::time::Duration::from_secs(10), roster.wait_for(all_ready)).await;
+    assert!(seen.is_ok(), "{:?}", source.roster.borrow());
+}

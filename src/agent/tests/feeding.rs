@@ -1,0 +1,163 @@
+//! Who lacks the group's version gets it: from the source, from another rollout, or from its own copy.
+
+use std::time::Duration;
+
+use super::bed::*;
+use super::engine::{Fault, TestEngine};
+use crate::protocol::*;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_joiner_is_fed_by_the_source_before_it_is_ready() {
+    let mut bed = Bed::new();
+    let (source, first) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &first], Some(&source)).await;
+    publish(&source, 3, TestSource::of(3)).outcome().await.unwrap();
+    bed.current = source.state().installed;
+    let joiner = bed.rollout("actors/r-1");
+    joiner.engine.set(|inside| inside.slow = Duration::from_millis(300));
+    bed.form(&[&source, &first, &joiner], Some(&source)).await;
+    let unready = joiner.rollout().ready().unwrap_err();
+    assert!(unready.contains("version 3"), "{unready}");
+    joiner.until_installed(3).await;
+    assert_eq!(joiner.rollout().ready(), Ok(()));
+    let (layout, bytes) = weights(3);
+    assert_eq!(joiner.engine.serves(), Some(served(&layout, &bytes)));
+    assert_eq!(first.engine.get(|inside| inside.installs), 1, "who holds it is not switched again");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_joiner_is_fed_by_a_rollout_when_the_source_is_gone() {
+    let mut bed = Bed::new();
+    let (mut source, first) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &first], Some(&source)).await;
+    publish(&source, 3, TestSource::of(3)).outcome().await.unwrap();
+    bed.current = source.state().installed;
+    source.kill();
+    let joiner = bed.rollout("actors/r-1");
+    bed.form(&[&first, &joiner], Some(&first)).await;
+    joiner.until_installed(3).await;
+    let (layout, bytes) = weights(3);
+    assert_eq!(joiner.engine.serves(), Some(served(&layout, &bytes)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_publish_goes_before_a_feeding_and_takes_its_member_along() {
+    let mut bed = Bed::new();
+    let (source, first) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &first], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    bed.current = source.state().installed;
+    let joiner = bed.rollout("actors/r-1");
+    bed.policy.min_ready = 2;
+    bed.form(&[&source, &first, &joiner], Some(&source)).await;
+    let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
+    assert_eq!(result.installed.len(), 2, "{:?}", result.behind);
+    joiner.until_installed(2).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_started_anew_is_not_ready_until_it_holds_the_version_again() {
+    let mut bed = Bed::new();
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &rollout], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    rollout.engine.restart();
+    rollout.engine.set(|inside| inside.slow = Duration::from_millis(300));
+    rollout.until("without a version", |state| state.installed.is_none()).await;
+    assert!(rollout.rollout().ready().is_err());
+    rollout.until_installed(1).await;
+    assert_eq!(rollout.rollout().ready(), Ok(()));
+    let (layout, bytes) = weights(1);
+    assert_eq!(rollout.engine.serves(), Some(served(&layout, &bytes)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kept_copy_that_was_damaged_is_not_installed_and_the_source_feeds_instead() {
+    let mut bed = Bed::new();
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &rollout], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    bed.current = source.state().installed;
+    let directory = rollout.engine.get(|inside| inside.directory.clone()).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(directory.join("model.safetensors")).unwrap();
+    std::os::unix::fs::FileExt::write_at(&file, &[0xff], file.metadata().unwrap().len() - 3).unwrap();
+    rollout.engine.restart();
+    rollout.until("without a version", |state| state.installed.is_none()).await;
+    rollout.until_installed(1).await;
+    let (layout, bytes) = weights(1);
+    assert_eq!(rollout.engine.serves(), Some(served(&layout, &bytes)));
+    assert_ne!(rollout.engine.get(|inside| inside.directory.clone()).unwrap(), directory);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dirty_engine_is_never_ready_and_is_fed_in_full() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    rollouts[1].engine.set(|inside| inside.fault = Fault::FailsInLoad);
+    let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
+    assert_eq!(result.installed, [rollouts[0].name.clone()]);
+    let state = rollouts[1].until("dirty", |state| state.phase == MemberPhase::Dirty).await;
+    assert!(state.installed.is_none() && state.paused_until.is_some(), "{state:?}");
+    assert!(rollouts[1].rollout().ready().is_err());
+    assert!(rollouts[1].engine.get(|inside| inside.paused), "never resumed with half an update");
+    rollouts[1].engine.set(|inside| inside.fault = Fault::None);
+    rollouts[1].until_installed(2).await;
+    assert_eq!(rollouts[1].rollout().ready(), Ok(()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dirty_engine_that_nobody_feeds_is_put_back_at_the_deadline() {
+    let mut bed = Bed::new();
+    bed.policy.update_timeout_ms = 1_000;
+    bed.policy.retain_bytes = 0;
+    let (mut source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    rollouts[1].engine.set(|inside| inside.fault = Fault::FailsInLoad);
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    rollouts[1].until("dirty", |state| state.phase == MemberPhase::Dirty).await;
+    source.kill();
+    rollouts[1].engine.set(|inside| inside.fault = Fault::None);
+    rollouts[1].until("put back", |state| state.phase != MemberPhase::Dirty).await;
+    assert_eq!(rollouts[1].engine.get(|inside| (inside.put_back, inside.paused)), (1, false));
+    assert!(rollouts[1].state().installed.is_none());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_killed_in_an_install_finds_half_an_update_in_its_next_life() {
+    let mut bed = Bed::new();
+    let (source, mut rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    let engine = rollout.engine.clone();
+    bed.form(&[&source, &rollout], Some(&source)).await;
+    engine.set(|inside| inside.fault = Fault::Hangs);
+    let publishing = publish(&source, 1, TestSource::of(1));
+    rollout.until("installing", |state| state.paused_until.is_some()).await;
+    let pod = rollout.address.incarnation.pod_uid.clone();
+    rollout.kill();
+    bed.fence(&[&source]).await;
+    engine.set(|inside| inside.fault = Fault::None);
+    drop(rollout);
+    let again = bed.pod("actors/r-0", Role::Rollout, engine.clone(), &pod);
+    again.until("dirty", |state| state.phase == MemberPhase::Dirty).await;
+    assert!(engine.get(|inside| inside.paused) && again.rollout().ready().is_err());
+    bed.form(&[&source, &again], Some(&source)).await;
+    assert_eq!(publishing.outcome().await.unwrap().installed.len(), 1);
+    assert_eq!(again.rollout().ready(), Ok(()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unhealthy_engine_leaves_by_threshold_and_comes_back() {
+    let mut bed = Bed::new();
+    let (source, rollout) = (bed.source(), bed.member("actors/r-0", Role::Rollout, TestEngine::default()));
+    bed.form(&[&source, &rollout], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    rollout.engine.set(|inside| inside.fault = Fault::Down);
+    rollout.until("down", |state| state.phase == MemberPhase::EngineDown && !state.healthy).await;
+    assert!(rollout.rollout().ready().is_err());
+    rollout.engine.set(|inside| inside.fault = Fault::None);
+    let state = rollout.until("up", |state| state.phase == MemberPhase::Ready && state.healthy).await;
+    // The same start: it still holds what it held.
+    assert_eq!(state.installed.map(|held| held.version), Some(1));
+    assert_eq!(rollout.rollout().ready(), Ok(()));
+}

@@ -1,0 +1,224 @@
+//! The rollout's state machine: tables for what is refused, and random walks that never break its promises.
+
+use proptest::prelude::*;
+
+use super::bed::weights;
+use crate::agent::rollout::machine::{Activating, Finishing, Machine, Opening};
+use crate::engine::EngineStart;
+use crate::protocol::*;
+
+fn id(epoch: u64, version: Version, attempt: u32) -> UpdateId {
+    UpdateId { epoch: EpochId { weightsync: "w".into(), created: 1, term: 0, epoch }, version, attempt }
+}
+
+fn begin(update: &UpdateId, feeding: bool, manifest: Option<&str>) -> BeginRequest {
+    let (layout, _) = weights(1);
+    BeginRequest { update: update.clone(), layout_digest: layout.digest(), layout, feeding, manifest_digest: manifest.map(str::to_owned) }
+}
+
+fn finish(update: &UpdateId, manifest: &str) -> FinishRequest {
+    FinishRequest { update: update.clone(), tensor_digests: Vec::new(), manifest_digest: manifest.into() }
+}
+
+fn held(version: Version, manifest: &str) -> HeldVersion {
+    HeldVersion { version, manifest: manifest.into() }
+}
+
+fn start(number: u32) -> EngineStart {
+    EngineStart(number.to_string())
+}
+
+/// Takes a version all the way.
+fn install(machine: &mut Machine, update: &UpdateId, manifest: &str) {
+    assert_eq!(machine.begin(&begin(update, false, None), &[]), Ok(Opening::Check));
+    machine.opened(update).unwrap();
+    machine.streamed(update, 1).unwrap();
+    assert_eq!(machine.finish(&finish(update, manifest)), Ok(Finishing::Verify));
+    machine.verified(update, Ok(held(update.version, manifest)), 1).unwrap();
+    assert_eq!(machine.activate(update), Ok(Activating::Install(held(update.version, manifest))));
+    machine.install_confirmed(held(update.version, manifest), start(1), Vec::new());
+}
+
+#[test]
+fn no_step_can_be_skipped() {
+    let update = id(1, 1, 1);
+    let mut machine = Machine::default();
+    assert!(machine.activate(&update).is_err());
+    machine.begin(&begin(&update, false, None), &[]).unwrap();
+    assert!(machine.streamed(&update, 0).is_err());
+    assert!(machine.finish(&finish(&update, "m")).is_err());
+    machine.opened(&update).unwrap();
+    assert!(machine.finish(&finish(&update, "m")).is_err());
+    assert!(machine.activate(&update).is_err());
+    machine.streamed(&update, 0).unwrap();
+    assert!(machine.activate(&update).is_err());
+    machine.verified(&update, Err("tensor head differs".into()), 0).unwrap();
+    assert_eq!(machine.status().unwrap().step, InstallStep::Failed);
+    assert_eq!(machine.activate(&update), Ok(Activating::Known));
+    assert!(machine.installed().is_none());
+}
+
+#[test]
+fn a_lower_number_is_refused_and_a_feeding_may_lower() {
+    let mut machine = Machine::default();
+    install(&mut machine, &id(1, 5, 1), "five");
+    let lower = machine.begin(&begin(&id(1, 4, 1), false, None), &[]).unwrap_err();
+    assert_eq!(lower.code, RefusalCode::VersionNotHigher);
+    let other = machine.begin(&begin(&id(1, 5, 2), false, Some("other")), &[]).unwrap_err();
+    assert_eq!(other.code, RefusalCode::VersionNotHigher);
+    assert_eq!(machine.begin(&begin(&id(2, 4, 1), true, Some("four")), &[]), Ok(Opening::Check));
+}
+
+#[test]
+fn what_is_held_is_not_received_again() {
+    let mut machine = Machine::default();
+    install(&mut machine, &id(1, 5, 1), "five");
+    assert_eq!(machine.begin(&begin(&id(2, 5, 2), false, Some("five")), &[held(5, "five")]), Ok(Opening::Known));
+    assert_eq!(machine.status().unwrap().step, InstallStep::Installed);
+    // The engine started anew: the files are there, the engine must be switched.
+    assert!(machine.engine_seen(&start(2)));
+    assert_eq!(machine.begin(&begin(&id(2, 5, 3), true, Some("five")), &[held(5, "five")]), Ok(Opening::Known));
+    assert_eq!(machine.status().unwrap().step, InstallStep::Delivered);
+}
+
+#[test]
+fn a_fence_ends_what_arrives_and_lets_an_engine_that_is_being_switched_go_on() {
+    let update = id(1, 1, 1);
+    let mut machine = Machine::default();
+    machine.begin(&begin(&update, false, None), &[]).unwrap();
+    machine.opened(&update).unwrap();
+    assert!(machine.epoch_over("fenced"));
+    assert_eq!(machine.status().unwrap().step, InstallStep::Failed);
+    let update = id(2, 1, 2);
+    machine.begin(&begin(&update, false, None), &[]).unwrap();
+    machine.opened(&update).unwrap();
+    machine.streamed(&update, 0).unwrap();
+    machine.verified(&update, Ok(held(1, "one")), 0).unwrap();
+    machine.activate(&update).unwrap();
+    assert!(!machine.epoch_over("fenced"));
+    assert_eq!(machine.begin(&begin(&id(3, 1, 3), false, Some("one")), &[]), Ok(Opening::Busy));
+    machine.install_confirmed(held(1, "one"), start(1), Vec::new());
+    assert_eq!(machine.begin(&begin(&id(3, 1, 3), false, Some("one")), &[]), Ok(Opening::Known));
+}
+
+#[test]
+fn an_older_version_does_not_push_a_newer_one_aside() {
+    let mut machine = Machine::default();
+    machine.begin(&begin(&id(1, 6, 1), false, None), &[]).unwrap();
+    let late = machine.begin(&begin(&id(1, 5, 1), true, None), &[]).unwrap_err();
+    assert_eq!(late.code, RefusalCode::WrongPhase);
+    // In another epoch the attempt of the one before is over, whatever its number.
+    assert_eq!(machine.begin(&begin(&id(2, 5, 1), true, None), &[]), Ok(Opening::Check));
+}
+
+#[test]
+fn a_dirty_engine_is_clean_after_a_full_install_or_a_new_start_only() {
+    let update = id(1, 1, 1);
+    let dirty = |machine: &mut Machine| {
+        machine.begin(&begin(&update, false, None), &[]).unwrap();
+        machine.opened(&update).unwrap();
+        machine.streamed(&update, 0).unwrap();
+        machine.verified(&update, Ok(held(1, "one")), 0).unwrap();
+        machine.activate(&update).unwrap();
+        machine.install_failed("load failed".into(), true, Some(start(1)));
+    };
+    let mut machine = Machine::default();
+    dirty(&mut machine);
+    machine.epoch_over("fenced");
+    assert!(!machine.engine_seen(&start(1)));
+    assert!(machine.dirty().is_some() && machine.status().unwrap().dirty);
+    assert_eq!(machine.begin(&begin(&id(2, 1, 2), true, Some("one")), &[held(1, "one")]), Ok(Opening::Known));
+    assert_eq!(machine.activate(&id(2, 1, 2)), Ok(Activating::Install(held(1, "one"))));
+    machine.install_confirmed(held(1, "one"), start(1), Vec::new());
+    assert!(machine.dirty().is_none());
+    let mut machine = Machine::default();
+    dirty(&mut machine);
+    assert!(machine.engine_seen(&start(2)) && machine.dirty().is_none() && machine.installed().is_none());
+}
+
+/// One thing that may happen to a machine.
+#[derive(Debug, Clone)]
+enum Happens {
+    Begin(u64, Version, u32, bool, bool),
+    Opened(u64, Version, u32),
+    Streamed(u64, Version, u32),
+    Verified(u64, Version, u32, bool),
+    Activate(u64, Version, u32),
+    Confirmed,
+    Failed(bool),
+    Abort(u64, Version, u32),
+    EpochOver,
+    Engine(u32),
+}
+
+fn happens() -> impl Strategy<Value = Happens> {
+    let update = || (1..3_u64, 1..4_u64, 1..3_u32);
+    prop_oneof![
+        (update(), any::<bool>(), any::<bool>()).prop_map(|((e, v, a), feeding, known)| Happens::Begin(e, v, a, feeding, known)),
+        update().prop_map(|(e, v, a)| Happens::Opened(e, v, a)),
+        update().prop_map(|(e, v, a)| Happens::Streamed(e, v, a)),
+        (update(), any::<bool>()).prop_map(|((e, v, a), well)| Happens::Verified(e, v, a, well)),
+        update().prop_map(|(e, v, a)| Happens::Activate(e, v, a)),
+        Just(Happens::Confirmed),
+        any::<bool>().prop_map(Happens::Failed),
+        update().prop_map(|(e, v, a)| Happens::Abort(e, v, a)),
+        Just(Happens::EpochOver),
+        (1..3_u32).prop_map(Happens::Engine),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn whatever_happens_installed_means_verified_then_confirmed_by_the_present_start(story in prop::collection::vec(happens(), 1..60)) {
+        let mut machine = Machine::default();
+        let (mut verified, mut present, mut installing): (Vec<HeldVersion>, u32, Option<HeldVersion>) = (Vec::new(), 1, None);
+        for step in story {
+            let before = machine.sequence();
+            let attempt_before = machine.status();
+            match step {
+                Happens::Begin(e, v, a, feeding, known) => {
+                    let manifest = format!("m{v}");
+                    let request = begin(&id(e, v, a), feeding, known.then_some(manifest.as_str()));
+                    let answer = machine.begin(&request, &verified);
+                    prop_assert!(installing.is_none() || !matches!(answer, Ok(Opening::Check)), "an engine that is being switched is left alone");
+                }
+                Happens::Opened(e, v, a) => { let _ = machine.opened(&id(e, v, a)); }
+                Happens::Streamed(e, v, a) => { let _ = machine.streamed(&id(e, v, a), 0); }
+                Happens::Verified(e, v, a, well) => {
+                    let outcome = if well { Ok(held(v, &format!("m{v}"))) } else { Err("differs".to_owned()) };
+                    if machine.verified(&id(e, v, a), outcome, 0).is_ok() && well {
+                        verified.push(held(v, &format!("m{v}")));
+                    }
+                }
+                Happens::Activate(e, v, a) => {
+                    if let Ok(Activating::Install(wanted)) = machine.activate(&id(e, v, a)) {
+                        prop_assert!(verified.contains(&wanted), "only what was verified is installed");
+                        prop_assert!(installing.is_none());
+                        installing = Some(wanted);
+                    }
+                }
+                Happens::Confirmed => if let Some(wanted) = installing.take() {
+                    machine.install_confirmed(wanted, start(present), Vec::new());
+                },
+                Happens::Failed(touched) => if installing.take().is_some() {
+                    machine.install_failed("failed".into(), touched, Some(start(present)));
+                    prop_assert_eq!(machine.dirty().is_some(), touched || machine.dirty().is_some());
+                },
+                Happens::Abort(e, v, a) => { machine.abort(&id(e, v, a), "given up"); }
+                Happens::EpochOver => { machine.epoch_over("fenced"); }
+                Happens::Engine(number) => {
+                    present = number;
+                    machine.engine_seen(&start(number));
+                }
+            }
+            prop_assert!(machine.sequence() >= before);
+            prop_assert!(machine.sequence() > before || machine.status() == attempt_before, "a change that nobody would hear of");
+            if let Some(installed) = machine.installed() {
+                prop_assert!(verified.contains(&installed.held));
+                prop_assert_eq!(&installed.start, &start(present));
+                prop_assert!(machine.dirty().is_none(), "a dirty engine holds no version");
+            }
+            prop_assert_eq!(machine.installing(), installing.is_some());
+        }
+    }
+}

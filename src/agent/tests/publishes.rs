@@ -1,0 +1,232 @@
+//! Publishes: what reaches whom, who is left out, and what happens when a member dies in the middle.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+
+use super::bed::*;
+use super::engine::Fault;
+use crate::protocol::*;
+
+fn all<'a>(source: &'a Member, rollouts: &'a [Member]) -> Vec<&'a Member> {
+    std::iter::once(source).chain(rollouts).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_publish_reaches_three_rollouts_and_every_engine_serves_its_bytes() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(3));
+    bed.policy.min_ready = 3;
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    let result = publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    assert_eq!((result.version, result.attempts, result.installed.len(), result.behind.len()), (1, 1, 3, 0));
+    let (layout, bytes) = weights(1);
+    for rollout in &rollouts {
+        assert_eq!(rollout.engine.serves(), Some(served(&layout, &bytes)), "{}", rollout.name);
+        assert_eq!(rollout.rollout().ready(), Ok(()));
+    }
+    let phases: Vec<&str> = result.phases_ms.iter().map(|(phase, _)| phase.as_str()).collect();
+    assert_eq!(phases, ["begin", "transfer", "verify", "activate"]);
+    assert_eq!(source.state().retained.map(|held| held.manifest), Some(result.manifest));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f53_versions_5_and_7_follow_each_other_and_6_is_refused_after_7() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(1));
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    for version in [5, 7] {
+        publish(&source, version, TestSource::of(u8::try_from(version).unwrap())).outcome().await.unwrap();
+    }
+    for version in [6, 7] {
+        let error = publish(&source, version, TestSource::of(9)).outcome().await.unwrap_err();
+        assert_eq!((error.code, error.retryable), (PublishErrorCode::VersionNotHigher, false), "{}", error.message);
+    }
+    let (layout, bytes) = weights(7);
+    assert_eq!(rollouts[0].engine.serves(), Some(served(&layout, &bytes)));
+    // Only the directory of the version that is served is left.
+    let pod = &rollouts[0].address.incarnation.pod_uid;
+    let left: Vec<String> = std::fs::read_dir(bed.versions.path().join(pod))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.starts_with('v'))
+        .collect();
+    assert_eq!(left.len(), 1, "{left:?}");
+    assert!(left[0].starts_with("v7-a1"), "{left:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f04_an_engine_that_does_not_answer_is_left_out_by_name_and_the_others_get_the_version() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(3));
+    bed.policy.min_ready = 2;
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    rollouts[1].engine.set(|inside| inside.fault = Fault::Down);
+    let result = publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    assert_eq!(result.installed, [rollouts[0].name.clone(), rollouts[2].name.clone()]);
+    let [(name, reason)] = result.behind.as_slice() else { panic!("{:?}", result.behind) };
+    assert_eq!(*name, rollouts[1].name);
+    assert!(reason.contains("no answer"), "{reason}");
+    // Its engine comes back: it is fed without a new epoch.
+    rollouts[1].engine.set(|inside| inside.fault = Fault::None);
+    rollouts[1].until_installed(1).await;
+    let (layout, bytes) = weights(1);
+    assert_eq!(rollouts[1].engine.serves(), Some(served(&layout, &bytes)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn too_few_replicas_that_can_take_it_fail_a_publish_and_leave_all_as_they_were() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.policy.min_ready = 2;
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    rollouts[0].engine.set(|inside| inside.fault = Fault::FailsBeforeLoad);
+    let error = publish_as(&source, 2, TestSource::of(2), Activation::Auto, Duration::from_secs(3)).outcome().await.unwrap_err();
+    assert_eq!(error.code, PublishErrorCode::Timeout, "{}", error.message);
+    assert!(error.message.contains("actors/r-0") && error.retryable, "{}", error.message);
+    let state = rollouts[0].state();
+    assert_eq!(state.installed.map(|held| held.version), Some(1));
+    assert_ne!(state.phase, MemberPhase::Dirty);
+    // The number may be used again for the same weights, and for no others.
+    let other = publish(&source, 2, TestSource::of(3)).outcome().await.unwrap_err();
+    assert_eq!(other.code, PublishErrorCode::ManifestChanged, "{}", other.message);
+    rollouts[0].engine.set(|inside| inside.fault = Fault::None);
+    let again = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
+    assert_eq!(again.installed.len(), 2);
+}
+
+/// Publishes a version and stops its stream in the middle; answers the gate that lets the rest through.
+async fn stop_in_the_middle(source: &Member, rollouts: &[Member], version: Version, repeatable: bool) -> (Publishing, Arc<Semaphore>) {
+    let gate = Arc::new(Semaphore::new(0));
+    let bytes = TestSource { gate: Some(gate.clone()), repeatable, ..TestSource::of(u8::try_from(version).unwrap()) };
+    let half = bytes.layout.bucket_count() / 2;
+    let total = bytes.layout.total_bytes;
+    gate.add_permits(half as usize);
+    let publishing = publish(source, version, bytes);
+    for rollout in rollouts {
+        let received = tokio::time::timeout(Duration::from_secs(10), async {
+            loop {
+                if let Ok(status) = rollout.rollout().status(None).await
+                    && status.update.version == version
+                    && status.bytes * 100 / total >= 20
+                {
+                    return status.bytes * 100 / total;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        });
+        let percent = received.await.expect("bytes arrive");
+        assert!((20..=80).contains(&percent), "{percent} %");
+    }
+    (publishing, gate)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rollout_killed_in_the_middle_costs_the_survivors_one_epoch_and_no_version() {
+    let mut bed = Bed::new();
+    let (source, mut rollouts) = (bed.source(), bed.rollouts(3));
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    let (publishing, gate) = stop_in_the_middle(&source, &rollouts, 2, true).await;
+    let mut dead = rollouts.remove(1);
+    dead.kill();
+    // The leader names the dead one by itself, at once.
+    let mut losses = Box::pin(source.core.events().stream(false));
+    let lost = tokio::time::timeout(Duration::from_secs(5), async {
+        loop {
+            match futures::StreamExt::next(&mut losses).await {
+                Some(AgentEvent::PeerLost { peer, .. }) => return peer,
+                Some(_) => {}
+                None => panic!("the stream ended"),
+            }
+        }
+    });
+    assert_eq!(lost.await.expect("a loss is told"), dead.name);
+    let survivors = all(&source, &rollouts);
+    bed.fence(&survivors).await;
+    gate.add_permits(1000);
+    bed.form(&survivors, Some(&source)).await;
+    let result = publishing.outcome().await.unwrap();
+    assert_eq!((result.attempts, result.epoch, result.installed.len()), (2, 2, 2));
+    let (layout, bytes) = weights(2);
+    for rollout in &rollouts {
+        assert_eq!(rollout.engine.serves(), Some(served(&layout, &bytes)));
+        assert_eq!(rollout.engine.get(|inside| inside.installs), 2, "no engine was touched by the attempt that failed");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_that_can_be_read_once_is_not_read_twice_unless_its_bytes_are_retained() {
+    let mut bed = Bed::new();
+    bed.policy.retain_bytes = 0;
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    let (publishing, gate) = stop_in_the_middle(&source, &rollouts, 1, false).await;
+    bed.fence(&all(&source, &rollouts)).await;
+    gate.add_permits(1000);
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    let error = publishing.outcome().await.unwrap_err();
+    assert!(error.message.contains("read only once") && error.retryable, "{}", error.message);
+    assert!(rollouts.iter().all(|rollout| rollout.engine.serves().is_none()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fence_after_all_bytes_were_read_is_mended_from_the_retained_copy() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.policy.min_ready = 2;
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    for rollout in &rollouts {
+        rollout.engine.set(|inside| inside.slow = Duration::from_secs(1));
+    }
+    let bytes = TestSource { repeatable: false, ..TestSource::of(1) };
+    let restarts = bytes.restarts.clone();
+    let publishing = publish(&source, 1, bytes);
+    rollouts[0].until("installing", |state| state.paused_until.is_some()).await;
+    bed.fence(&all(&source, &rollouts)).await;
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    let result = publishing.outcome().await.unwrap();
+    assert_eq!((result.attempts, result.installed.len(), restarts.load(Ordering::SeqCst)), (2, 2, 0));
+    // The engines were being switched when the epoch ended: they were let go on, and not switched twice.
+    assert!(rollouts.iter().all(|rollout| rollout.engine.get(|inside| inside.installs) == 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_byte_that_flips_on_the_way_is_never_installed() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    bed.corrupt.store(true, Ordering::SeqCst);
+    let publishing = publish(&source, 1, TestSource::of(1));
+    source.until("out of the attempt", |state| state.phase == MemberPhase::Updating).await;
+    source.until("out of the attempt", |state| state.phase == MemberPhase::Ready).await;
+    let view = source.core.events().update().unwrap();
+    assert_eq!(view.phase, UpdatePhase::Failed);
+    assert!(view.failure.as_ref().is_some_and(|failure| failure.contains("digest")), "{:?}", view.failure);
+    assert!(rollouts.iter().all(|rollout| rollout.engine.get(|inside| inside.installs) == 0));
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    assert_eq!(publishing.outcome().await.unwrap().attempts, 2);
+    let (layout, bytes) = weights(1);
+    assert!(rollouts.iter().all(|rollout| rollout.engine.serves() == Some(served(&layout, &bytes))));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_staged_version_waits_for_the_trainer_and_is_switched_then() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    let publishing = publish_as(&source, 1, TestSource::of(1), Activation::Manual, Duration::from_secs(10));
+    assert_eq!(publishing.outcome().await.unwrap().installed.len(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f69_a_publish_without_a_group_ends_with_its_deadline_and_says_so() {
+    let mut bed = Bed::new();
+    let source = bed.source();
+    let error = publish_as(&source, 1, TestSource::of(1), Activation::Auto, Duration::from_millis(300)).outcome().await.unwrap_err();
+    assert_eq!(error.code, PublishErrorCode::NotEnoughReplicas);
+    assert!(error.message.contains("no group"), "{}", error.message);
+}

@@ -1,0 +1,295 @@
+//! Epoch rules, counting, numbers, readiness and memory: tables and properties.
+
+use proptest::prelude::*;
+
+use crate::agent::group::{Group, Me, Step};
+use crate::agent::lead::table::{Table, Verdict};
+use crate::agent::rollout::machine::Installed;
+use crate::agent::rollout::readiness::{Assigned, Seen, ready};
+use crate::agent::source::history::History;
+use crate::agent::source::retain::fits;
+use crate::agent::space::Cgroups;
+use crate::engine::EngineStart;
+use crate::protocol::*;
+
+fn epoch(object: &str, created: u64, term: u64, epoch: u64) -> EpochId {
+    EpochId { weightsync: object.into(), created, term, epoch }
+}
+
+fn me() -> Me {
+    Me { incarnation: Incarnation { pod_uid: "pod".into(), instance: "life".into() }, role: Role::Rollout, port: Some(8000) }
+}
+
+fn prepare(id: &EpochId, pod_uid: &str, port: u16, role: Role) -> PrepareRequest {
+    let name = MemberName("actors/a".into());
+    let member = RosterMember {
+        name: name.clone(),
+        role,
+        rank_offset: 1,
+        size: 1,
+        pods: vec![PodRef { name: "a".into(), uid: pod_uid.into(), node: None }],
+        port: Some(port),
+    };
+    let health = HealthPolicy { period_ms: 1, timeout_ms: 1, failure_threshold: 1, success_threshold: 1 };
+    let policy = UpdatePolicy {
+        pause: PausePolicy::Keep,
+        kv_cache: KvCachePolicy::Reset,
+        min_ready: 1,
+        silence_ms: 1,
+        update_timeout_ms: 1,
+        retain_bytes: 0,
+        bucket_bytes: 0,
+        data_tls: false,
+        health,
+    };
+    let roster = Roster { members: vec![member], world_size: 2, chain: vec![name.clone()] };
+    PrepareRequest { id: id.clone(), member: name, roster, policy, deadline_ms: 1 }
+}
+
+fn commit(id: &EpochId, instance: &str) -> CommitRequest {
+    let address = MemberAddress {
+        member: MemberName("actors/a".into()),
+        incarnation: Incarnation { pod_uid: "pod".into(), instance: instance.into() },
+        control: "c".into(),
+        data: "d".into(),
+        engine_url: None,
+    };
+    CommitRequest { id: id.clone(), addresses: vec![address], current: None, feeder: None, secret: "s".into(), deadline_ms: 1 }
+}
+
+fn fence(id: &EpochId) -> FenceRequest {
+    FenceRequest { id: id.clone(), reason: "test".into() }
+}
+
+#[test]
+fn a_prepare_for_somebody_else_is_refused() {
+    let id = epoch("o", 1, 0, 1);
+    for (pod, port, role) in [("other", 8000, Role::Rollout), ("pod", 8001, Role::Rollout), ("pod", 8000, Role::Source)] {
+        let refused = Group::new(me()).prepare(&prepare(&id, pod, port, role)).unwrap_err();
+        assert_eq!(refused.code, RefusalCode::WrongIncarnation, "{pod} {port} {role:?}");
+    }
+    let mut nobody = prepare(&id, "pod", 8000, Role::Rollout);
+    nobody.member = MemberName("actors/b".into());
+    assert_eq!(Group::new(me()).prepare(&nobody).unwrap_err().code, RefusalCode::Invalid);
+}
+
+#[test]
+fn a_commit_for_another_life_of_the_agent_is_refused() {
+    let id = epoch("o", 1, 0, 1);
+    let mut group = Group::new(me());
+    group.prepare(&prepare(&id, "pod", 8000, Role::Rollout)).unwrap();
+    assert_eq!(group.commit(&commit(&id, "earlier life")).err().unwrap().code, RefusalCode::WrongIncarnation);
+    let mut nowhere = commit(&id, "life");
+    nowhere.addresses.clear();
+    assert_eq!(group.commit(&nowhere).err().unwrap().code, RefusalCode::Invalid);
+    assert_eq!(group.commit(&commit(&id, "life")).unwrap().0, Step::Taken { ended: None });
+}
+
+#[test]
+fn the_same_message_twice_is_answered_and_another_one_under_its_number_is_refused() {
+    let id = epoch("o", 1, 0, 1);
+    let mut group = Group::new(me());
+    let first = prepare(&id, "pod", 8000, Role::Rollout);
+    group.prepare(&first).unwrap();
+    assert_eq!(group.prepare(&first), Ok(Step::Again));
+    let mut other = first.clone();
+    other.policy.min_ready = 2;
+    assert_eq!(group.prepare(&other).unwrap_err().code, RefusalCode::Invalid);
+    group.commit(&commit(&id, "life")).unwrap();
+    assert!(group.acting(&id).is_err(), "committing is not committed");
+    assert!(group.confirm(&id));
+    assert_eq!(group.commit(&commit(&id, "life")).unwrap().0, Step::Again);
+    assert_eq!(group.prepare(&first).unwrap_err().code, RefusalCode::WrongPhase);
+    assert!(group.acting(&id).is_ok());
+}
+
+#[test]
+fn a_deleted_and_remade_object_and_an_old_leader_do_not_speak_for_each_other() {
+    let mut group = Group::new(me());
+    let remade = epoch("new", 2, 0, 1);
+    group.prepare(&prepare(&epoch("old", 1, 9, 90), "pod", 8000, Role::Rollout)).unwrap();
+    group.prepare(&prepare(&remade, "pod", 8000, Role::Rollout)).unwrap();
+    for late in [epoch("old", 1, 9, 91), epoch("old", 1, 10, 1), remade.clone()] {
+        if late != remade {
+            assert_eq!(group.prepare(&prepare(&late, "pod", 8000, Role::Rollout)).unwrap_err().code, RefusalCode::StaleEpoch);
+        }
+        assert_eq!(group.fence(&fence(&epoch("old", 1, 99, 99))), None, "a fence of the old object ends nothing of the new one");
+    }
+    assert_eq!(group.fence(&fence(&remade)), Some(remade));
+}
+
+proptest! {
+    #[test]
+    fn epochs_of_an_agent_only_grow_and_a_fenced_one_never_comes_back(story in prop::collection::vec((0..4_u8, 0..3_u64, 0..6_u64), 1..60)) {
+        let mut group = Group::new(me());
+        let mut fenced: Vec<EpochId> = Vec::new();
+        for (what, term, number) in story {
+            let id = epoch("o", 1, term, number);
+            let before = group.standing().id().cloned();
+            match what {
+                0 => { let _ = group.prepare(&prepare(&id, "pod", 8000, Role::Rollout)); }
+                1 => { let _ = group.commit(&commit(&id, "life")); }
+                2 => { group.confirm(&id); }
+                _ => { group.fence(&fence(&id)); fenced.push(id.clone()); }
+            }
+            if let (Some(before), Some(now)) = (&before, group.standing().id()) {
+                prop_assert!(before == now || now.supersedes(before));
+            }
+            if let Some(now) = group.standing().id() {
+                prop_assert!(fenced.iter().all(|fenced| now.supersedes(fenced)), "{now} stands, though fenced");
+            }
+            if let Some(acting) = group.standing().committed() {
+                prop_assert!(group.acting(acting.id()).is_ok());
+            }
+            prop_assert!(fenced.iter().all(|id| group.acting(id).is_err() && group.carrying(id, true).is_err()));
+        }
+    }
+}
+
+fn name(number: usize) -> MemberName {
+    MemberName(format!("m{number}"))
+}
+
+fn status(step: InstallStep) -> UpdateStatus {
+    let update = UpdateId { epoch: epoch("o", 1, 0, 1), version: 1, attempt: 1 };
+    UpdateStatus { update, sequence: 1, step, bytes: 10, reason: None, dirty: false, steps_ms: Vec::new() }
+}
+
+#[test]
+fn a_layout_that_one_member_refuses_ends_the_attempt_for_all() {
+    let mut table = Table::new(&[name(0), name(1)], 1);
+    table.observe(&name(0), &status(InstallStep::Receiving));
+    table.refused(&name(1), &Refusal { code: RefusalCode::LayoutMismatch, message: "no".into() });
+    assert!(matches!(table.after_begin(), Verdict::Fail(failure) if !failure.again && failure.member == Some(name(1))));
+}
+
+#[test]
+fn who_says_no_for_good_fails_at_once_and_who_may_come_back_does_not() {
+    for (code, again) in [(RefusalCode::OutOfSpace, false), (RefusalCode::EngineRefused, true), (RefusalCode::WrongPhase, true)] {
+        let mut table = Table::new(&[name(0)], 1);
+        table.refused(&name(0), &Refusal { code, message: "no".into() });
+        assert!(matches!(table.after_begin(), Verdict::Fail(failure) if failure.again == again), "{code:?}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn an_attempt_succeeds_only_with_min_ready_members_that_said_so(
+        steps in prop::collection::vec((0..5_usize, 0..6_u8), 0..40), min_ready in 0..5_u32
+    ) {
+        let members: Vec<MemberName> = (0..5).map(name).collect();
+        let mut table = Table::new(&members, min_ready);
+        let mut installed = std::collections::BTreeSet::new();
+        let mut out = std::collections::BTreeSet::new();
+        for (member, step) in steps {
+            let over = installed.contains(&member) || out.contains(&member);
+            match step {
+                0 => table.observe(&name(member), &status(InstallStep::Receiving)),
+                1 => table.observe(&name(member), &status(InstallStep::Delivered)),
+                2 => { table.observe(&name(member), &status(InstallStep::Installed)); if !over { installed.insert(member); } }
+                3 => { table.observe(&name(member), &status(InstallStep::Failed)); if !over { out.insert(member); } }
+                4 => { table.lost(&name(member), "lost"); if !over { out.insert(member); } }
+                _ => {}
+            }
+            let enough = installed.len() >= min_ready.max(1) as usize;
+            match table.after_activate() {
+                Verdict::All => prop_assert!(enough && installed.len() + out.len() == 5),
+                Verdict::Enough => prop_assert!(enough),
+                Verdict::Wait => prop_assert!(!enough),
+                Verdict::Fail(_) => prop_assert!(5 - out.len() < min_ready.max(1) as usize),
+            }
+            prop_assert_eq!(table.installed().len(), installed.len());
+            prop_assert_eq!(table.behind().len(), 5 - installed.len());
+        }
+    }
+}
+
+#[test]
+fn numbers_grow_and_a_failed_one_comes_back_with_its_own_manifest_only() {
+    let held = |version, manifest: &str| HeldVersion { version, manifest: manifest.into() };
+    let mut history = History::default();
+    assert_eq!(history.admit(5, None), Ok(None));
+    assert!(history.admit(5, Some(&held(5, "x"))).is_err(), "the group holds it, published by an earlier life of this agent");
+    history.tried(5);
+    history.read(&held(5, "five"));
+    assert_eq!(history.admit(5, None), Ok(Some("five".into())));
+    assert!(history.admit(4, None).is_err());
+    assert_eq!(history.admit(6, None), Ok(None));
+    history.reached(held(5, "five"));
+    assert!(history.admit(5, None).is_err());
+    assert_eq!(history.admit(7, None), Ok(None));
+}
+
+#[test]
+fn readiness_is_a_table() {
+    let known = Assigned { known: true, serve_before_first_version: true, current: None };
+    let hold = Assigned { serve_before_first_version: false, ..known.clone() };
+    let unknown = Assigned::default();
+    let (one, two) = (EngineStart("1".into()), EngineStart("2".into()));
+    let held = |version| HeldVersion { version, manifest: "m".into() };
+    let installed = Installed { held: held(2), start: one.clone() };
+    let base = Seen {
+        assigned: &known,
+        released: false,
+        current: None,
+        last: None,
+        installed: None,
+        dirty: None,
+        switching: false,
+        start: Some(&one),
+        unhealthy: false,
+    };
+    let (v1, v2, v3) = (held(1), held(2), held(3));
+    let other = HeldVersion { version: 2, manifest: "other".into() };
+    let only_number = HeldVersion { version: 2, manifest: String::new() };
+    let cases: Vec<(&str, Seen<'_>, bool)> = vec![
+        ("before the first version, Serve", Seen { ..base }, true),
+        ("before the first version, Hold", Seen { assigned: &hold, ..base }, false),
+        ("started anew before the group's version was known", Seen { last: Some(&v2), ..base }, false),
+        ("nothing known yet", Seen { assigned: &unknown, ..base }, false),
+        ("a joiner", Seen { current: Some(&v2), ..base }, false),
+        ("installed", Seen { installed: Some(&installed), current: Some(&v2), ..base }, true),
+        ("installed, only the number known", Seen { installed: Some(&installed), current: Some(&only_number), ..base }, true),
+        ("installed, newer than the group", Seen { installed: Some(&installed), current: Some(&v1), ..base }, true),
+        ("behind", Seen { installed: Some(&installed), current: Some(&v3), ..base }, false),
+        ("other weights, same number", Seen { installed: Some(&installed), current: Some(&other), ..base }, false),
+        ("by another start", Seen { installed: Some(&installed), current: Some(&v2), start: Some(&two), ..base }, false),
+        ("unhealthy", Seen { installed: Some(&installed), unhealthy: true, ..base }, false),
+        ("paused by us", Seen { installed: Some(&installed), unhealthy: true, switching: true, ..base }, true),
+        ("dirty", Seen { installed: Some(&installed), dirty: Some("load"), ..base }, false),
+        ("released", Seen { released: true, current: Some(&v3), unhealthy: true, ..base }, true),
+        ("released but dirty", Seen { released: true, dirty: Some("load"), ..base }, false),
+    ];
+    for (what, seen, expected) in cases {
+        assert_eq!(ready(&seen).is_ok(), expected, "{what}: {:?}", ready(&seen));
+    }
+}
+
+#[test]
+fn memory_is_counted_on_every_level_of_both_versions_of_control_groups() {
+    let root = tempfile::tempdir().unwrap();
+    let write = |path: &str, text: &str| {
+        let path = root.path().join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    };
+    write("pod/memory.max", "1000000\n");
+    write("pod/memory.current", "900000\n");
+    write("pod/memory.stat", "anon 1\ninactive_file 200000\n");
+    write("pod/agent/memory.max", "max\n");
+    write("pod/agent/memory.current", "5\n");
+    let v2 = Cgroups::at(root.path().to_owned(), "0::/pod/agent\n".into());
+    let tightest = v2.tightest().unwrap();
+    assert_eq!((tightest.limit, tightest.used), (1_000_000, 700_000));
+    assert!(v2.check(268_000).is_ok());
+    assert!(v2.check(270_000).unwrap_err().to_string().contains("limit of 1000000"));
+    write("memory/pod/memory.limit_in_bytes", "500000\n");
+    write("memory/pod/memory.usage_in_bytes", "400000\n");
+    let v1 = Cgroups::at(root.path().to_owned(), "12:cpu,cpuacct:/pod\n8:memory:/pod\n".into());
+    assert_eq!(v1.tightest().unwrap().limit, 500_000);
+    let unlimited = Cgroups::at(root.path().to_owned(), "0::/../elsewhere\n".into());
+    assert_eq!(unlimited.tightest(), None);
+    assert!(fits(10, 0, 10, &unlimited).is_ok());
+    assert!(fits(10, 1, 10, &unlimited).is_err());
+    assert!(fits(300_000, 0, u64::MAX, &v2).is_err());
+}

@@ -1,0 +1,188 @@
+//! `weightsync agent`: the agent of one pod, until it is told to stop.
+//!
+//! Everything is said by flags or the environment; secrets come from a file, from standard input, or from a variable, never from the
+//! command line. `weightsync run` starts the same agent beside a command.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use clap::{Args, ValueEnum};
+
+use crate::agent::client::{ClientServerConfig, SocketName};
+use crate::agent::enrollment::{Applicant, TokenSource, read_token};
+use crate::agent::process::{self, EngineFactory, Settings};
+use crate::agent::rollout::Places;
+use crate::agent::space::Cgroups;
+use crate::cli::inject::STATUS_PORT;
+use crate::engine::{ApiKey, EngineConfig};
+use crate::protocol::{EngineAssignment, Incarnation, Role};
+use crate::runtime::logs::{self, LogFormat};
+use crate::runtime::shutdown;
+
+/// What a pod takes part as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum PodRole {
+    /// The trainer is in this pod.
+    Trainer,
+    /// An engine is in this pod.
+    Rollout,
+}
+
+/// Arguments of `weightsync agent`.
+#[derive(Debug, Clone, Args)]
+pub struct AgentArgs {
+    /// What the pod takes part as; the same as its label `weightsync.dev/role`.
+    #[arg(long, env = "WEIGHTSYNC_ROLE", value_enum)]
+    role: PodRole,
+    /// Name of the pod.
+    #[arg(long, env = "POD_NAME")]
+    pod: String,
+    /// Namespace of the pod.
+    #[arg(long, env = "POD_NAMESPACE", default_value = "default")]
+    namespace: String,
+    /// UID of the pod.
+    #[arg(long, env = "POD_UID")]
+    pod_uid: String,
+    /// Address of the pod; servers listen there.
+    #[arg(long, env = "POD_IP")]
+    ip: IpAddr,
+    /// The controller: HOST:PORT, or a URL that begins with https://.
+    #[arg(long, env = "WEIGHTSYNC_CONTROLLER_URL")]
+    controller: String,
+    /// The operator's CA: PEM text, or the path of a file that holds it.
+    #[arg(long, env = "WEIGHTSYNC_CONTROLLER_CA", hide_env_values = true)]
+    controller_ca: String,
+    /// File that holds the token for enrolment; /dev/stdin reads one line once.
+    #[arg(long, env = "WEIGHTSYNC_TOKEN_FILE", default_value = "/var/run/weightsync/token")]
+    token_file: PathBuf,
+    /// Port of the control server; 0 takes a free one. Further engines of the pod take the ports after it.
+    #[arg(long, env = "WEIGHTSYNC_CONTROL_PORT", default_value_t = 0)]
+    control_port: u16,
+    /// Port of the data listener; 0 takes a free one. Further engines of the pod take the ports after it.
+    #[arg(long, env = "WEIGHTSYNC_DATA_PORT", default_value_t = 0)]
+    data_port: u16,
+    /// Where the status pages (/readyz, /healthz, /metrics, /v1/roster) are.
+    #[arg(long, env = "WEIGHTSYNC_STATUS_ADDRESS", default_value_t = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), STATUS_PORT))]
+    status_address: SocketAddr,
+    /// Directory for versions, on a memory-backed file system that the engine sees.
+    #[arg(long, env = "WEIGHTSYNC_VERSION_DIR", default_value = "/dev/shm/weightsync")]
+    version_dir: PathBuf,
+    /// The same directory as the engine sees it, where that differs.
+    #[arg(long, env = "WEIGHTSYNC_ENGINE_VERSION_DIR")]
+    engine_version_dir: Option<PathBuf>,
+    /// The engine's own model directory, for configuration and tokenizer beside the weights.
+    #[arg(long, env = "WEIGHTSYNC_MODEL_DIR")]
+    model_dir: Option<PathBuf>,
+    /// Host of the engines.
+    #[arg(long, env = "WEIGHTSYNC_ENGINE_HOST", default_value = "127.0.0.1")]
+    engine_host: String,
+    /// File that holds the engine's API key; else the variable WEIGHTSYNC_ENGINE_API_KEY is read.
+    #[arg(long, env = "WEIGHTSYNC_ENGINE_API_KEY_FILE")]
+    engine_api_key_file: Option<PathBuf>,
+    /// Abstract unix socket for the trainer (without a leading @); by default one named after the pod's UID.
+    #[arg(long, env = "WEIGHTSYNC_SOCKET")]
+    socket: Option<String>,
+    /// Users that may speak on the trainer's socket beside the agent's own and root.
+    #[arg(long, env = "WEIGHTSYNC_TRAINER_UIDS", value_delimiter = ',')]
+    trainer_uids: Vec<u32>,
+    /// Log filter, e.g. `info` or `weightsync=debug,warn`; logs go to standard error.
+    #[arg(long, env = "WEIGHTSYNC_LOG", default_value = "info")]
+    log: String,
+    /// Form of log lines.
+    #[arg(long, env = "WEIGHTSYNC_LOG_FORMAT", value_enum, default_value_t)]
+    log_format: LogFormat,
+}
+
+impl AgentArgs {
+    /// Runs the agent.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        self.init_logs()?;
+        super::block_on(async move {
+            let stop = shutdown::on_signals().context("signals cannot be awaited")?;
+            process::run(self.settings().await?, stop).await?;
+            Ok(ExitCode::SUCCESS)
+        })
+    }
+
+    /// Sets up logs as the arguments say.
+    pub(super) fn init_logs(&self) -> anyhow::Result<()> {
+        Ok(logs::init(self.log_format, &self.log)?)
+    }
+
+    /// What the agent is told when it starts.
+    pub(super) async fn settings(self) -> anyhow::Result<Settings> {
+        let ca_pem = if self.controller_ca.contains("-----BEGIN") {
+            self.controller_ca.clone()
+        } else {
+            let path = self.controller_ca.trim();
+            std::fs::read_to_string(path).with_context(|| format!("the operator's CA cannot be read from {path}"))?
+        };
+        // A stream can be read once only; a file is read anew, because projected tokens are rotated.
+        let rereadable = std::fs::metadata(&self.token_file).map_or(true, |found| found.is_file());
+        let token =
+            if rereadable { TokenSource::File(self.token_file.clone()) } else { TokenSource::Given(read_token(&self.token_file).await?) };
+        let socket = match &self.socket {
+            Some(name) => name.trim_start_matches('@').parse()?,
+            None => SocketName::of_pod(&self.pod_uid)?,
+        };
+        let socket = ClientServerConfig { allowed_uids: self.trainer_uids.clone(), ..ClientServerConfig::at(socket) };
+        let places = Places {
+            versions: self.version_dir.clone(),
+            versions_in_engine: self.engine_version_dir.clone(),
+            model: self.model_dir.clone(),
+            name: self.pod_uid.clone(),
+        };
+        Ok(Settings {
+            role: match self.role {
+                PodRole::Trainer => Role::Source,
+                PodRole::Rollout => Role::Rollout,
+            },
+            ip: self.ip,
+            control_port: self.control_port,
+            data_port: self.data_port,
+            status: self.status_address,
+            controller: controller_address(&self.controller)?,
+            ca_pem,
+            places,
+            socket,
+            engines: self.engines()?,
+            cgroups: Cgroups::of_this_process(),
+            applicant: Applicant {
+                namespace: self.namespace,
+                pod: self.pod,
+                incarnation: Incarnation { pod_uid: self.pod_uid, instance: uuid::Uuid::new_v4().simple().to_string() },
+                token,
+            },
+        })
+    }
+
+    fn engines(&self) -> anyhow::Result<EngineFactory> {
+        let api_key = match &self.engine_api_key_file {
+            Some(path) => Some(ApiKey::from_file(path)?),
+            None => ApiKey::from_env("WEIGHTSYNC_ENGINE_API_KEY")?,
+        };
+        let host = self.engine_host.clone();
+        Ok(Arc::new(move |engine: &EngineAssignment| {
+            let url = format!("http://{host}:{}", engine.port);
+            crate::engine::connect(EngineConfig { kind: engine.kind.clone(), url, api_key: api_key.clone() })
+        }))
+    }
+}
+
+/// `HOST:PORT` of a URL or of such a text itself.
+fn controller_address(text: &str) -> anyhow::Result<String> {
+    let rest = match text.split_once("://") {
+        Some(("https", rest)) => rest,
+        Some((scheme, _)) => bail!("the controller is reached by https, not {scheme}: {text}"),
+        None => text,
+    };
+    let address = rest.trim_end_matches('/');
+    match address.rsplit_once(':') {
+        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => Ok(address.to_owned()),
+        _ if !address.is_empty() && !address.contains(['/', ':']) => Ok(format!("{address}:443")),
+        _ => bail!("{text} is not the address of a controller: HOST:PORT is wanted"),
+    }
+}
