@@ -6,16 +6,16 @@
 //! To add a command: a file `src/cli/NAME.rs` with `pub struct NameArgs` (derives `clap::Args`) and
 //! `impl NameArgs { pub fn run(self) -> anyhow::Result<ExitCode> }`, a variant of [`Command`], and an arm in [`Cli::run`].
 
-pub mod controller;
 mod agent;
+pub mod controller;
 pub mod demo;
 mod generate;
 pub mod inject;
 mod local;
 pub mod plugin;
 mod publish;
-mod simulate_engine;
 mod run;
+mod simulate_engine;
 
 use std::future::Future;
 use std::process::ExitCode;

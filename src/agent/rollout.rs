@@ -88,6 +88,8 @@ struct Inner {
     kept: Option<Arc<Version>>,
     /// Verified, not installed.
     staged: Option<Arc<Version>>,
+    /// What the engine is being switched to, or holds half of: its files must stay until it is switched again or put back.
+    touched: Option<Arc<Version>>,
     engine: Probed,
     paused_until: Option<u64>,
     dirty_since: Option<Instant>,

@@ -73,7 +73,7 @@ pub struct AgentArgs {
     /// The same directory as the engine sees it, where that differs.
     #[arg(long, env = "WEIGHTSYNC_ENGINE_VERSION_DIR")]
     engine_version_dir: Option<PathBuf>,
-    /// The engine's own model directory, for configuration and tokenizer beside the weights.
+    /// The engine's own model directory: versions are compared with it, and its configuration and tokenizer go beside the weights.
     #[arg(long, env = "WEIGHTSYNC_MODEL_DIR")]
     model_dir: Option<PathBuf>,
     /// Host of the engines.
@@ -164,10 +164,14 @@ impl AgentArgs {
             Some(path) => Some(ApiKey::from_file(path)?),
             None => ApiKey::from_env("WEIGHTSYNC_ENGINE_API_KEY")?,
         };
-        let host = self.engine_host.clone();
+        let (host, served_model) = (self.engine_host.clone(), self.model_dir.clone());
         Ok(Arc::new(move |engine: &EngineAssignment| {
-            let url = format!("http://{host}:{}", engine.port);
-            crate::engine::connect(EngineConfig { kind: engine.kind.clone(), url, api_key: api_key.clone() })
+            crate::engine::connect(EngineConfig {
+                kind: engine.kind.clone(),
+                url: format!("http://{host}:{}", engine.port),
+                api_key: api_key.clone(),
+                served_model: served_model.clone(),
+            })
         }))
     }
 }

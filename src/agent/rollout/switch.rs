@@ -38,6 +38,7 @@ impl Rollout {
             cancel: CancellationToken::new(),
         };
         let start = self.with(|inner| {
+            inner.touched = Some(version.clone());
             inner.paused_until = (policy.pause != PausePolicy::External).then(|| ms_since_1970(limit));
             inner.engine.start.clone()
         });
@@ -46,6 +47,8 @@ impl Rollout {
         let failed = |error: &InstallError| format!("version {} could not be installed: {error}", version.held.version);
         let clean_failure = self.with(|inner| {
             inner.paused_until = None;
+            // A new start of the engine cleans it as well; its files are let go with the next switch.
+            let touched = inner.touched.take();
             match outcome {
                 Ok(Ok(report)) => {
                     tracing::info!(version = version.held.version, steps = ?report.steps_ms, "the engine confirmed");
@@ -62,6 +65,7 @@ impl Rollout {
                     let dirty = error.dirty && !matches!(error.source, EngineError::Restarted);
                     inner.machine.install_failed(failed(&error), dirty, start);
                     if dirty {
+                        inner.touched = touched;
                         inner.paused_until = Some(ms_since_1970(limit));
                     }
                     inner.stop_receiving();
@@ -71,6 +75,7 @@ impl Rollout {
                     let reason = format!("version {} could not be installed: no end after {limit:?}", version.held.version);
                     tracing::warn!(reason, "an install did not end");
                     inner.machine.install_failed(reason, true, start);
+                    inner.touched = touched;
                     inner.paused_until = Some(ms_since_1970(limit));
                     inner.stop_receiving();
                     false
@@ -135,6 +140,7 @@ impl Rollout {
                 tracing::warn!("the engine was not fed in time: its start-up weights are back, it holds no version");
                 self.with(|inner| {
                     inner.machine.put_back();
+                    inner.touched = None;
                     inner.paused_until = None;
                 });
             }

@@ -127,6 +127,10 @@ impl Rollout {
     async fn open(self: &Arc<Self>, epoch: &Epoch, request: &BeginRequest) -> Result<Arc<Receiver>, Refusal> {
         let health = Duration::from_millis(epoch.prepared.policy.health.timeout_ms);
         self.ask_engine(health).await?;
+        let (engine, tensors) = (self.engine.clone(), request.layout.tensors().cloned().collect::<Vec<_>>());
+        let fits = tokio::task::spawn_blocking(move || engine.fits(&tensors)).await;
+        let fits = fits.map_err(|ended| refusal(RefusalCode::Internal, ended.to_string()))?;
+        fits.map_err(|error| refusal(RefusalCode::Invalid, error.to_string()))?;
         // What waits to be installed waits no more: its room is needed. What the engine was switched to stays, to feed others.
         self.with(|inner| inner.staged = None);
         let internal = |what: String| refusal(RefusalCode::Internal, what);

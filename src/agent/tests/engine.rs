@@ -10,7 +10,7 @@ use crate::agent::core::lock;
 use crate::engine::{Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed};
 use crate::protocol::{EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::safetensors::Checkpoint;
-use crate::weights::{bucket_digest, digest_hex};
+use crate::weights::{TensorSpec, bucket_digest, digest_hex};
 
 /// What the engine does wrong.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -40,6 +40,8 @@ pub struct Inside {
     pub directory: Option<PathBuf>,
     pub slow: Duration,
     pub put_back: u32,
+    /// A tensor that its start-up weights have.
+    pub needs: Option<String>,
 }
 
 /// The engine.
@@ -108,6 +110,15 @@ impl Engine for TestEngine {
 
     fn accepts(&self, _pause: PausePolicy, _kv_cache: KvCachePolicy) -> Result<(), EngineError> {
         Ok(())
+    }
+
+    fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError> {
+        match self.get(|inside| inside.needs.clone()) {
+            Some(needed) if !tensors.iter().any(|tensor| tensor.name == needed) => {
+                Err(EngineError::Unsupported { what: format!("tensor {needed} is missing"), next_step: "publish all tensors".into() })
+            }
+            _ => Ok(()),
+        }
     }
 
     async fn health(&self, _deadline: Duration) -> Result<EngineStart, EngineError> {
