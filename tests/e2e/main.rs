@@ -1,11 +1,15 @@
 //! End-to-end tests on a cluster: `make e2e` makes a kind cluster, installs the chart and runs these, one after the other.
 //!
-//! They work on any kubeconfig whose cluster has the chart installed and the images loaded. `WEIGHTSYNC_E2E` must name the folder that
-//! `tests/cluster/up.sh` prepared (virtual environment and checkpoints, as the node sees them); without it there is nothing to test
-//! against and every test fails, saying so.
+//! They work on any kubeconfig whose cluster `tests/e2e/prepare.sh` made ready (images, checkpoints, the chart); those that send signals to
+//! processes need kind's node as well. Without a cluster every test fails, saying so.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, missing_docs)]
 
+mod asks;
 mod cluster;
+mod faults;
 mod fixtures;
 mod http;
+mod invalid;
+mod node;
+mod versions;

@@ -1,0 +1,79 @@
+//! What tests ask of the pods: the trainer to train, publish and save; an engine for a completion; an agent for its metrics.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::cluster::{Cluster, eventually};
+use super::fixtures::{ENGINE_PORT, STATUS_PORT, TRAINER_PORT};
+use super::http::{get, post, request};
+
+/// Steps of SGD between two versions.
+pub async fn train(cluster: &Cluster, trainer: &str) {
+    let (status, answer) = post(cluster, trainer, TRAINER_PORT, "/train", &json!({"steps": 3})).await;
+    assert_eq!(status, 200, "{answer}");
+}
+
+/// The trainer's process id.
+pub async fn trainer_pid(cluster: &Cluster, trainer: &str) -> i64 {
+    get(cluster, trainer, TRAINER_PORT, "/health").await.1["pid"].as_i64().unwrap()
+}
+
+/// Publishes what the trainer holds; `pace` are seconds between two tensors. Answers status and body.
+pub async fn publish(cluster: &Cluster, trainer: &str, version: u64, pace: f64) -> (u16, Value) {
+    let body = json!({"version": version, "pace": pace});
+    request(cluster, trainer, TRAINER_PORT, "POST", "/publish", Some(&body), Duration::from_secs(180)).await.unwrap()
+}
+
+/// Publishes and expects that these many replicas installed it.
+pub async fn publish_to(cluster: &Cluster, trainer: &str, version: u64, replicas: usize) -> Value {
+    let (status, answer) = publish(cluster, trainer, version, 0.0).await;
+    assert_eq!(status, 200, "{answer}");
+    assert_eq!(answer["installed"].as_array().map(Vec::len), Some(replicas), "{answer}");
+    answer
+}
+
+/// Writes the trainer's weights as a checkpoint.
+pub async fn save(cluster: &Cluster, trainer: &str, path: &str) {
+    let (status, answer) = post(cluster, trainer, TRAINER_PORT, "/save", &json!({"path": path})).await;
+    assert_eq!(status, 200, "{answer}");
+}
+
+/// Text and log-probs, to the last digit, that an engine gives for a prompt of 200 tokens, with prefix caching on.
+pub async fn completion(cluster: &Cluster, pod: &str) -> String {
+    let prompt: Vec<u32> = (0..200).map(|at| 3 + at * 7 % 240).collect();
+    let body = json!({"model": "m", "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1, "ignore_eos": true});
+    let (status, answer) = post(cluster, pod, ENGINE_PORT, "/v1/completions", &body).await;
+    assert_eq!(status, 200, "{answer}");
+    let choice = &answer["choices"][0];
+    assert!(choice["logprobs"]["token_logprobs"].as_array().is_some_and(|probs| probs.len() == 12), "{answer}");
+    json!({"text": choice["text"], "logprobs": choice["logprobs"]["token_logprobs"]}).to_string()
+}
+
+/// Digests of what a simulated engine serves.
+pub async fn served(cluster: &Cluster, pod: &str) -> Value {
+    get(cluster, pod, ENGINE_PORT, "/simulator/digest").await.1["digest"].clone()
+}
+
+/// What goes wrong in a simulated engine from now on.
+pub async fn faults(cluster: &Cluster, pod: &str, faults: &Value) {
+    let (status, answer) = post(cluster, pod, ENGINE_PORT, "/simulator/faults", faults).await;
+    assert_eq!(status, 200, "{answer}");
+}
+
+/// Waits until a rollout has received between 20 and 80 % of the running update, by its own word; answers the share in percent.
+pub async fn between_20_and_80_percent(cluster: &Cluster, pod: &str) -> u64 {
+    eventually(&format!("{pod} holds 20 to 80 % of an update"), Duration::from_secs(60), || async {
+        let (_, text) = request(cluster, pod, STATUS_PORT, "GET", "/metrics", None, Duration::from_secs(5)).await?;
+        let text = text.as_str().unwrap_or_default();
+        let value = |name: &str| {
+            let line = text.lines().find(|line| line.starts_with(name))?;
+            line.rsplit(' ').next()?.parse::<f64>().ok()
+        };
+        let received = value("weightsync_agent_update_received_bytes").ok_or("no metric of received bytes")?;
+        let total = value("weightsync_agent_update_total_bytes").ok_or("no metric of total bytes")?;
+        let percent = if total > 0.0 { received * 100.0 / total } else { 0.0 };
+        if (20.0..=80.0).contains(&percent) { Ok(percent as u64) } else { Err(format!("{percent} %")) }
+    })
+    .await
+}

@@ -1,0 +1,202 @@
+//! What dies, is found by its own path, in bounded time, is named, and heals without a hand. Simulated engines, a real trainer.
+
+use std::time::Duration;
+
+use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
+use kube::{Api, ResourceExt};
+use serde_json::json;
+
+use super::asks::{between_20_and_80_percent, faults, publish, publish_to, served};
+use super::cluster::{Cluster, eventually};
+use super::fixtures::{simulated_vllm, torch_trainer, weightsync};
+use super::node::signal;
+
+const MINUTE: Duration = Duration::from_secs(60);
+const START: Duration = Duration::from_secs(120);
+
+/// A trainer and `rollouts` simulated engines that serve version 1.
+async fn group(cluster: &Cluster, rollouts: usize) {
+    cluster.create_pod(torch_trainer("trainer-0")).await;
+    for number in 0..rollouts {
+        cluster.create_pod(simulated_vllm(&format!("sim-{number}"))).await;
+    }
+    cluster.apply(&weightsync("run")).await.unwrap();
+    cluster.await_ready("trainer-0", START).await;
+    let all = u64::try_from(rollouts).unwrap();
+    cluster
+        .await_status("run", "all rollouts are in the group", START, |status| {
+            if status["replicas"]["ready"] == all && status["worldSize"] == all + 1 { Ok(()) } else { Err("not grouped".to_owned()) }
+        })
+        .await;
+    publish_to(cluster, "trainer-0", 1, rollouts).await;
+    cluster.await_version("run", 1, all, MINUTE).await;
+}
+
+fn controllers(cluster: &Cluster) -> Api<Deployment> {
+    Api::namespaced(cluster.client.clone(), "weightsync-system")
+}
+
+async fn scale_controller(cluster: &Cluster, replicas: i32) {
+    let patch = Patch::Merge(json!({"spec": {"replicas": replicas}}));
+    controllers(cluster).patch("weightsync", &PatchParams::default(), &patch).await.unwrap();
+    eventually(&format!("{replicas} controllers"), MINUTE, || async {
+        let found = controllers(cluster).get("weightsync").await.unwrap().status.unwrap_or_default();
+        let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), "weightsync-system");
+        let pods = pods.list(&ListParams::default().labels("app.kubernetes.io/component=controller")).await.unwrap().items.len();
+        let is = (found.ready_replicas.unwrap_or(0), i32::try_from(pods).unwrap_or(-1));
+        if is == (replicas, replicas) { Ok(()) } else { Err(format!("{is:?}")) }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restarted_engine_is_not_ready_until_it_was_fed_even_without_a_controller() {
+    Cluster::run("engine-restart", |cluster| async move {
+        group(&cluster, 2).await;
+        let expected = served(&cluster, "sim-0").await;
+        scale_controller(&cluster, 0).await;
+        let crash = json!({"rules": [{"path": "/health", "times": 1, "fault": {"kind": "crash"}}]});
+        faults(&cluster, "sim-1", &crash).await;
+        cluster.await_not_ready("sim-1", MINUTE).await;
+        // Fed by the source, which needs no controller.
+        cluster.await_ready("sim-1", START).await;
+        assert_eq!(served(&cluster, "sim-1").await, expected);
+        scale_controller(&cluster, 1).await;
+        cluster.await_version("run", 1, 2, START).await;
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_answers_503_or_nothing_leaves_and_rejoins_by_its_thresholds() {
+    Cluster::run("sick-engine", |cluster| async move {
+        group(&cluster, 2).await;
+        let mut epoch = cluster.status("run").await["epoch"].as_u64().unwrap();
+        let answer = json!({"kind": "answer", "status": 503, "body": {"detail": "Service Unavailable"}});
+        for fault in [answer, json!({"kind": "hang"})] {
+            faults(&cluster, "sim-1", &json!({"rules": [{"path": "*", "fault": fault}]})).await;
+            cluster.await_event("EngineUnhealthy", MINUTE, |note| note.contains("sim-1")).await;
+            epoch = cluster
+                .await_status("run", "the sick replica left", MINUTE, |status| {
+                    let now = status["epoch"].as_u64().unwrap_or(0);
+                    if now > epoch && status["worldSize"] == 2 { Ok(now) } else { Err(format!("epoch {now}")) }
+                })
+                .await;
+            faults(&cluster, "sim-1", &json!({})).await;
+            epoch = cluster
+                .await_status("run", "it is back", START, |status| {
+                    let now = status["epoch"].as_u64().unwrap_or(0);
+                    if now > epoch && status["worldSize"] == 3 && status["replicas"]["ready"] == 2 {
+                        Ok(now)
+                    } else {
+                        Err(format!("epoch {now}"))
+                    }
+                })
+                .await;
+        }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_that_is_killed_or_stopped_is_found_by_its_own_path_named_and_healed() {
+    Cluster::run("agent-faults", |cluster| async move {
+        group(&cluster, 2).await;
+        signal(&cluster, "sim-1", "weightsync-agent", "KILL").await;
+        cluster.await_event("AgentLost", MINUTE, |note| note.contains("sim-1")).await;
+        cluster.await_version("run", 1, 2, START).await;
+        signal(&cluster, "sim-1", "weightsync-agent", "STOP").await;
+        cluster.await_event("AgentSilent", MINUTE, |note| note.contains("sim-1")).await;
+        signal(&cluster, "sim-1", "weightsync-agent", "CONT").await;
+        cluster.await_version("run", 1, 2, START).await;
+        publish_to(&cluster, "trainer-0", 2, 2).await;
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_update_ends_while_the_controller_is_killed_and_the_new_one_changes_no_epoch() {
+    Cluster::run("controller-kill", |cluster| async move {
+        group(&cluster, 2).await;
+        let epoch = cluster.status("run").await["epoch"].clone();
+        let update = async { publish(&cluster, "trainer-0", 2, 0.1).await };
+        let kill = async {
+            between_20_and_80_percent(&cluster, "sim-0").await;
+            let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), "weightsync-system");
+            for pod in pods.list(&ListParams::default().labels("app.kubernetes.io/component=controller")).await.unwrap() {
+                pods.delete(&pod.name_any(), &DeleteParams::default().grace_period(0)).await.unwrap();
+            }
+        };
+        let ((status, answer), ()) = tokio::join!(update, kill);
+        assert_eq!(status, 200, "{answer}");
+        assert_eq!(answer["installed"].as_array().map(Vec::len), Some(2), "{answer}");
+        publish_to(&cluster, "trainer-0", 3, 2).await;
+        let status = cluster.await_version("run", 3, 2, START).await;
+        assert_eq!(status["epoch"], epoch, "the new controller disturbed nothing");
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_suspended_or_deleted_object_leaves_every_pod_serving_and_a_new_one_is_followed() {
+    Cluster::run("lifecycle", |cluster| async move {
+        group(&cluster, 2).await;
+        cluster.patch_weightsync("run", &json!({"spec": {"suspend": true}})).await.unwrap();
+        cluster
+            .await_status("run", "everybody is released", MINUTE, |status| {
+                let ready =
+                    status["conditions"].as_array().into_iter().flatten().find(|c| c["type"] == "Ready").cloned().unwrap_or_default();
+                if ready["reason"] == "Released" || ready["reason"] == "Suspended" { Ok(()) } else { Err(ready.to_string()) }
+            })
+            .await;
+        for pod in ["sim-0", "sim-1"] {
+            cluster.await_ready(pod, MINUTE).await;
+        }
+        cluster.patch_weightsync("run", &json!({"spec": {"suspend": false}})).await.unwrap();
+        cluster.await_version("run", 1, 2, START).await;
+        cluster.delete_weightsync("run").await;
+        for pod in ["sim-0", "sim-1"] {
+            cluster.await_ready(pod, MINUTE).await;
+        }
+        cluster.apply(&weightsync("run")).await.unwrap();
+        cluster
+            .await_status("run", "the new object has a group", START, |status| {
+                if status["replicas"]["ready"] == 2 && status["worldSize"] == 3 { Ok(()) } else { Err("not grouped".to_owned()) }
+            })
+            .await;
+        publish_to(&cluster, "trainer-0", 2, 2).await;
+        cluster.await_version("run", 2, 2, MINUTE).await;
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn running_pods_without_a_sidecar_are_adopted_and_get_a_version() {
+    Cluster::run("adopt", |cluster| async move {
+        let without_sidecar = |mut pod: serde_json::Value, user: i64| {
+            pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "false"});
+            pod["spec"]["securityContext"] = json!({"runAsUser": user, "runAsGroup": user});
+            pod
+        };
+        cluster.create_pod(without_sidecar(torch_trainer("trainer-0"), 0)).await;
+        cluster.create_pod(without_sidecar(simulated_vllm("sim-root"), 0)).await;
+        cluster.create_pod(without_sidecar(simulated_vllm("sim-user"), 1000)).await;
+        for pod in ["trainer-0", "sim-root", "sim-user"] {
+            cluster.await_ready(pod, START).await;
+        }
+        let mut object = weightsync("run");
+        object["spec"]["agent"] = json!({"launch": "Ephemeral"});
+        cluster.apply(&object).await.unwrap();
+        cluster
+            .await_status("run", "adopted", START, |status| {
+                if status["replicas"]["ready"] == 2 && status["worldSize"] == 3 { Ok(()) } else { Err("not grouped".to_owned()) }
+            })
+            .await;
+        publish_to(&cluster, "trainer-0", 1, 2).await;
+        cluster.await_version("run", 1, 2, MINUTE).await;
+        assert_eq!(served(&cluster, "sim-root").await, served(&cluster, "sim-user").await);
+    })
+    .await;
+}

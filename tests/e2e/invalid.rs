@@ -1,0 +1,106 @@
+//! Objects that make no sense: refused by the API server, or named in a condition, with a message that says what to change; and the
+//! examples of the documentation, which make sense.
+
+use std::time::Duration;
+
+use kube::api::{ApiResource, DynamicObject, Patch, PatchParams};
+use kube::core::GroupVersionKind;
+use serde_json::{Value, json};
+
+use super::cluster::Cluster;
+use super::fixtures::{simulated_vllm, weightsync};
+
+fn with(change: impl FnOnce(&mut Value)) -> Value {
+    let mut object = weightsync("bad");
+    change(&mut object["spec"]);
+    object
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn objects_that_make_no_sense_are_refused_with_what_to_change() {
+    Cluster::run("invalid", |cluster| async move {
+        let cases: Vec<(&str, Value, &[&str])> = vec![
+            ("no rollouts", with(|spec| spec["rollouts"] = json!([])), &["rollouts"]),
+            ("two engines in a pool", with(|spec| spec["rollouts"][0]["engine"]["sglang"] = json!({"ports": [1]})), &["engine"]),
+            ("no engine", with(|spec| spec["rollouts"][0]["engine"] = json!({})), &["engine"]),
+            ("a port twice", with(|spec| spec["rollouts"][0]["engine"]["vllm"]["ports"] = json!([8000, 8000])), &["ports"]),
+            ("port 0", with(|spec| spec["rollouts"][0]["engine"]["vllm"]["ports"] = json!([0])), &["ports"]),
+            ("minReady 0", with(|spec| spec["membership"] = json!({"minReady": 0})), &["minReady"]),
+            ("minReady 120%", with(|spec| spec["membership"] = json!({"minReady": "120%"})), &["minReady"]),
+            ("an unknown launch", with(|spec| spec["agent"] = json!({"launch": "Magic"})), &["launch"]),
+            ("an empty selector", with(|spec| spec["trainer"]["selector"] = json!({})), &["selector"]),
+            (
+                "retain with Ephemeral",
+                with(|spec| {
+                    spec["agent"] = json!({"launch": "Ephemeral"});
+                    spec["update"] = json!({"retain": {"hostMiB": 1024}});
+                }),
+                &["retain", "Ephemeral"],
+            ),
+            ("explicit order without names", with(|spec| spec["rollouts"][0]["order"] = json!({"by": "Explicit"})), &["names"]),
+            ("a negative time", with(|spec| spec["health"]["periodSeconds"] = json!(-1)), &["periodSeconds"]),
+        ];
+        for (what, object, words) in cases {
+            let error = cluster.apply(&object).await.err().unwrap_or_else(|| panic!("{what} was accepted"));
+            let message = error.to_string();
+            for word in words {
+                assert!(message.contains(word), "{what}: the message does not name {word}: {message}");
+            }
+        }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_api_server_cannot_know_is_named_in_a_condition() {
+    Cluster::run("named", |cluster| async move {
+        let condition = |kind: &'static str, words: &'static [&'static str]| {
+            move |status: &Value| {
+                let all = status["conditions"].as_array().cloned().unwrap_or_default();
+                let said: Vec<_> = all.iter().map(|c| format!("{}={} {}: {}", c["type"], c["status"], c["reason"], c["message"])).collect();
+                let found =
+                    said.iter().find(|text| text.starts_with(&format!("\"{kind}\"")) && words.iter().all(|word| text.contains(word)));
+                found.cloned().ok_or_else(|| said.join("; "))
+            }
+        };
+        let within = Duration::from_secs(60);
+        // No trainer pod at all: named, not guessed.
+        cluster.create_pod(simulated_vllm("sim-0")).await;
+        cluster.apply(&weightsync("first")).await.unwrap();
+        cluster.await_status("first", "the missing source is named", within, condition("Ready", &["False", "NoSource"])).await;
+        // A second object that claims the same pods: the younger is refused and names the older.
+        cluster.apply(&weightsync("second")).await.unwrap();
+        cluster.await_status("second", "the older object is named", within, condition("Accepted", &["False", "first"])).await;
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_example_of_the_documentation_is_accepted() {
+    Cluster::run("examples", |cluster| async move {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/examples");
+        let mut seen = 0;
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let documents: Vec<Value> = serde_saphyr::from_multiple(&std::fs::read_to_string(&path).unwrap()).unwrap();
+            for mut document in documents.into_iter().filter(|document| !document.is_null()) {
+                document["metadata"]["namespace"] = json!(cluster.namespace);
+                let (group, version) = document["apiVersion"].as_str().unwrap().rsplit_once('/').unwrap_or(("", "v1"));
+                let kind = GroupVersionKind::gvk(group, version, document["kind"].as_str().unwrap());
+                // Kinds of other projects are not installed here.
+                if !["", "apps", "batch", "weightsync.dev"].contains(&group) {
+                    continue;
+                }
+                let api: kube::Api<DynamicObject> =
+                    kube::Api::namespaced_with(cluster.client.clone(), &cluster.namespace, &ApiResource::from_gvk(&kind));
+                let dry = PatchParams { dry_run: true, ..PatchParams::apply("e2e").force() };
+                let name = document["metadata"]["name"].as_str().unwrap().to_owned();
+                let applied = api.patch(&name, &dry, &Patch::Apply(&document)).await;
+                applied.unwrap_or_else(|error| panic!("{}: {name}: {error}", path.display()));
+                seen += 1;
+            }
+        }
+        assert!(seen >= 5, "only {seen} examples were found");
+    })
+    .await;
+}
