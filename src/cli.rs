@@ -84,6 +84,7 @@ pub enum Output {
 
 /// Reads the command line and carries it out; an error is printed as one line, with its causes.
 pub fn main() -> ExitCode {
+    use_ring();
     match Cli::parse().run() {
         Ok(code) => code,
         Err(error) => {
@@ -91,6 +92,12 @@ pub fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// One cryptography provider for the whole process; HTTP clients without certificates of ours ask for a default one.
+pub(crate) fn use_ring() {
+    // An error means that it is set already.
+    let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
 /// Runs an asynchronous command to its end on a runtime of its own.

@@ -33,6 +33,7 @@ pub enum Verb {
 
 /// Reads the command line and carries it out.
 pub fn main() -> ExitCode {
+    super::use_ring();
     let done = match Plugin::parse().verb {
         Verb::Inject(args) => args.run(),
         Verb::Release(args) => args.run(),
