@@ -94,7 +94,7 @@ e2e: build cluster-up ## Run the end-to-end tests on the kind cluster
 .PHONY: bench
 bench: build ## Measure what docs/benchmarks.md reports
 	$(CLUSTER)/packages.sh
-	benches/run.sh
+	cargo bench --locked
 
 .PHONY: cluster-up
 cluster-up: ## Bring the kind cluster up (once: 15 minutes; then half a minute)

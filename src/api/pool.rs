@@ -183,7 +183,8 @@ pub struct PoolOrder {
     /// Names of the pods (the heads, where a replica has several), first to last; kept as given. They must be stable (StatefulSet,
     /// LeaderWorkerSet).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 100), inner(length(min = 1, max = 253)))]
+    // 63: pods with stable names carry theirs in a label; and the API server refuses a longer one for what comparing them may cost.
+    #[schemars(length(max = 100), inner(length(min = 1, max = 63)))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub names: Vec<String>,
 }

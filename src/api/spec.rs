@@ -172,7 +172,8 @@ pub struct TrainerOrder {
 
     /// Names of the pods, first to last. They must be stable (StatefulSet, LeaderWorkerSet).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 100), inner(length(min = 1, max = 253)))]
+    // 63: pods with stable names carry theirs in a label; and the API server refuses a longer one for what comparing them may cost.
+    #[schemars(length(max = 100), inner(length(min = 1, max = 63)))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub names: Vec<String>,
 

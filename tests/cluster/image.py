@@ -97,9 +97,7 @@ def write_image(name: str, out: Path, tree: Path, config: dict[str, object], kee
                 ],
             }
         )
-        docker = as_json(
-            [{"Config": f"blobs/sha256/{image_digest}", "RepoTags": [name], "Layers": [f"blobs/sha256/{layer_digest}"]}]
-        )
+        docker = as_json([{"Config": f"blobs/sha256/{image_digest}", "RepoTags": [name], "Layers": [f"blobs/sha256/{layer_digest}"]}])
         with tarfile.open(out, "w") as tar:
             add(tar, "oci-layout", io.BytesIO(b'{"imageLayoutVersion":"1.0.0"}'))
             add(tar, "index.json", index)

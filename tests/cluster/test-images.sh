@@ -37,7 +37,8 @@ ln -s /host/vllm/venv/lib/python3.11/site-packages "$venv/lib/python3.11/site-pa
 printf '%s\n' '#!/bin/sh' 'exec /venv/bin/python -m vllm.entrypoints.cli.main "$@"' >"$venv/bin/vllm"
 chmod 755 "$venv/bin/vllm"
 "$here/image.py" docker.io/local/engine:test "$out/engine.tar" "$engine" \
-  --env PATH=/venv/bin:/bin:/usr/bin:/host/usr/bin --env LD_LIBRARY_PATH=/host/python/lib --env HOME=/tmp
+  --env PATH=/venv/bin:/bin:/usr/bin:/host/usr/bin --env LD_LIBRARY_PATH=/host/python/lib --env HOME=/tmp \
+  --env TORCHDYNAMO_DISABLE=1 # torch.compile wants a C++ compiler, and a failed attempt ends vLLM's engine
 
 echo "$out/toolbox.tar"
 echo "$out/engine.tar"

@@ -1,26 +1,27 @@
 #!/usr/bin/env bash
-# Make a running cluster ready for the end-to-end tests: images, checkpoints and scripts where pods find them, the chart installed.
-# Safe to run again; a changed product is loaded and rolled out anew.
+# Make a cluster that is up ready for the e2e tests: images loaded, files shared with pods, the chart installed.
+# Safe to run again: it brings all of them to the state of this source tree. WEIGHTSYNC_BINARY names a binary other than
+# target/release/weightsync, such as the debug build.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source tests/cluster/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
+root=$(cd "$here/../.." && pwd)
 
-images=$(tests/cluster/test-images.sh)
-product=$(tests/cluster/product-image.sh)
-# shellcheck disable=SC2086 # one word an image
-tests/cluster/load-image.sh $images $product
+product=$("$here/product-image.sh" "${WEIGHTSYNC_BINARY:-$root/target/release/weightsync}")
+images=$("$here/test-images.sh")
+# shellcheck disable=SC2086
+"$here/load-image.sh" "$product" $images
 
-venv=$(tests/cluster/vllm-venv.sh)
+venv=$("$here/vllm-venv.sh" --print)
 mkdir -p "$WEIGHTSYNC_SHARE/models" "$WEIGHTSYNC_SHARE/e2e"
-[ -e "$WEIGHTSYNC_SHARE/models/base/config.json" ] ||
-  "$venv/bin/python" tests/engine/make_checkpoint.py "$WEIGHTSYNC_SHARE/models/base" --seed 1
+"$venv/bin/python" "$root/tests/engine/make_checkpoint.py" "$WEIGHTSYNC_SHARE/models/base" --seed 1
+cp "$root"/tests/e2e/*.py "$WEIGHTSYNC_SHARE/e2e/"
 rm -rf "$WEIGHTSYNC_SHARE/python"
-mkdir -p "$WEIGHTSYNC_SHARE/python"
-cp -r python/weightsync "$WEIGHTSYNC_SHARE/python/"
-cp tests/e2e/trainer.py "$WEIGHTSYNC_SHARE/e2e/"
+mkdir "$WEIGHTSYNC_SHARE/python"
+cp -r "$root/python/weightsync" "$WEIGHTSYNC_SHARE/python/"
 
-helm upgrade --install weightsync charts/weightsync --namespace weightsync-system --create-namespace \
-  --set image.repository=docker.io/local/weightsync --set image.tag=test --set image.pullPolicy=Never --wait --timeout 120s >/dev/null
-# The tag stays the same when the product changes.
-kubectl -n weightsync-system rollout restart deployment/weightsync >/dev/null
+helm upgrade --install weightsync "$root/charts/weightsync" --namespace weightsync-system --create-namespace \
+  --set image.repository=docker.io/local/weightsync --set image.tag=test --set image.pullPolicy=Never \
+  --wait --timeout 120s
+# The same tag may hold a new image.
+kubectl -n weightsync-system rollout restart deployment/weightsync
 kubectl -n weightsync-system rollout status deployment/weightsync --timeout=120s

@@ -17,6 +17,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -62,7 +63,7 @@ class Trainer:
             if pace:
                 metas = [weightsync.Meta(name, "BF16", tuple(t.shape)) for name, t in state.items()]
 
-                def slowly():
+                def slowly() -> Iterator[tuple[str, torch.Tensor]]:
                     for name, tensor in state.items():
                         time.sleep(pace)
                         yield name, tensor
@@ -86,7 +87,7 @@ class Trainer:
 
 def serve(trainer: Trainer, port: int) -> None:
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name)
             print(format % args, flush=True)
 
         def answer(self, status: int, body: dict[str, object]) -> None:

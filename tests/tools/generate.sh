@@ -25,6 +25,6 @@ generate() {
 }
 
 check=${1:-}
-generate crds/weightsync.yaml crd
-generate docs/api.md api-reference
+generate crds/weightsync.yaml crds
+generate docs/reference/api.md api-reference
 exit $stale
