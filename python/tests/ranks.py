@@ -77,9 +77,18 @@ def parts_of(rank: int) -> Iterator[tuple[Any, ...]]:
         yield "rows", wide[:10].to(torch.bfloat16), (0, 0)
         yield "rows", wide[10:30].to(torch.bfloat16), (10, 0)
     yield "both", torch.ones(5)
+    yield "fp8", torch.full((3,), 1.0 + rank).to(torch.float8_e4m3fn), (3 * rank,)
+    yield "complex", torch.full((2, 1), complex(rank, 1)).conj(), (0, rank)
 
 
-SPECS = [("columns", "F32", (60, 100)), ("rows", "BF16", (60, 100)), ("only", "F32", (7,)), ("both", "F32", (5,))]
+SPECS = [
+    ("columns", "F32", (60, 100)),
+    ("rows", "BF16", (60, 100)),
+    ("only", "F32", (7,)),
+    ("both", "F32", (5,)),
+    ("fp8", "F8_E4M3", (6,)),
+    ("complex", "C64", (2, 2)),
+]
 
 
 def sharded() -> dict[str, Any]:

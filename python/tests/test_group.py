@@ -87,6 +87,8 @@ def test_parts_of_all_ranks_make_whole_tensors(ranks: Ranks) -> None:
     assert torch.equal(arrived["rows"], wide.to(torch.bfloat16))
     assert torch.equal(arrived["only"], torch.full((7,), 3.0))
     assert torch.equal(arrived["both"], torch.ones(5))
+    assert arrived["fp8"].float().tolist() == [1, 1, 1, 2, 2, 2]
+    assert arrived["complex"].tolist() == [[-1j, 1 - 1j]] * 2
 
 
 def test_parts_that_are_missing_or_fail_end_the_publish_on_all_ranks(ranks: Ranks) -> None:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from math import prod
 from typing import Any
 
 from .errors import RanksDisagree
@@ -69,7 +70,7 @@ class Ranks(Group):
         if self.rank < 0:
             raise ValueError("this process is not in the group that it was given")
         on_host = "gloo" in str(dist.get_backend(group))
-        self._device = torch.device("cpu") if on_host else torch.device(torch.accelerator.current_accelerator() or "cpu")
+        self._device = torch.device("cpu") if on_host else _accelerator(torch)
 
     def most(self, code: int) -> int:
         value = self._torch.tensor([code], dtype=self._torch.int64, device=self._device)
@@ -92,17 +93,17 @@ class Ranks(Group):
         if self.rank != 0:
             first = self._dist.get_global_rank(self._group, 0)
             for part in mine:
-                part = part.to(self._device).contiguous()
-                self._do(partial(self._dist.isend, part, dst=first, group=self._group))
+                self._do(partial(self._dist.isend, _flat(part).to(self._device), dst=first, group=self._group))
             return []
         collected = [mine]
         for rank, parts in enumerate(all_parts[1:], start=1):
             sender = self._dist.get_global_rank(self._group, rank)
             received = []
             for dtype, shape in parts:
-                part = self._torch.empty(shape, dtype=getattr(self._torch, dtype), device=self._device)
+                kind = getattr(self._torch, dtype)
+                part = self._torch.empty(prod(shape) * kind.itemsize, dtype=self._torch.uint8, device=self._device)
                 self._do(partial(self._dist.irecv, part, src=sender, group=self._group))
-                received.append(part)
+                received.append(part.view(kind).reshape(shape))
             collected.append(received)
         return collected
 
@@ -114,3 +115,16 @@ class Ranks(Group):
             cause = str(error).splitlines()[0][:300]
             message = f"a trainer rank is gone, or did not come within {self._timeout:g} s: {cause}"
             raise RanksDisagree(message, phase="ranks") from error
+
+
+def _flat(tensor: Any) -> Any:
+    """The bytes of a tensor: not every backend sends every element type."""
+    import torch
+
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _accelerator(torch: Any) -> Any:
+    """The device whose backend (NCCL and its like) moves tensors of devices only; `torch.accelerator` is younger than torch 2.6."""
+    accelerator = getattr(torch, "accelerator", None)
+    return (accelerator.current_accelerator() if accelerator is not None else None) or torch.device("cuda")

@@ -58,8 +58,8 @@ class Run:
             self._metas = self._join()
             self._together(lambda: self._start(start))
             self._together(lambda: self._heard(lambda published: published.accepted or published.ring is not None))
-        except Exception as error:
-            self._give_up(str(error))
+        except BaseException as error:
+            self._give_up(str(error) or type(error).__name__)
             raise
 
     def transfer(self) -> None:
@@ -69,8 +69,8 @@ class Run:
             batches = self._batches()
             while self._pass(self._metas, batches) == AGAIN:
                 pass
-        except Exception as error:
-            self._give_up(str(error))
+        except BaseException as error:
+            self._give_up(str(error) or type(error).__name__)
             raise
         finally:
             # The memory is mapped as long as somebody refers to it, and handles are kept.

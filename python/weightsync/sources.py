@@ -22,6 +22,8 @@ def state_dict(tensors: Mapping[str, Any]) -> Source:
 
 def module(model: Any, dtype: Any = None) -> Source:
     """All parameters and persistent buffers of a torch module, converted to `dtype` where they are floating-point and it is given."""
+    while type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+        model = model.module
     _refuse_fsdp1(model)
     return _Named(lambda: _clean(model.state_dict()), dtype)
 
