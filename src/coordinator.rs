@@ -11,7 +11,7 @@ mod enrollment;
 mod ports;
 mod run;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod tokens;
 
 pub use directory::{Claimed, Directory};

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 
-use crate::api::{Join, Pool, WeightSync, pod_facts, validate};
+use crate::api::{Join, Pool, WeightSync, WeightSyncSpec, container_name, pod_facts, validate};
 use crate::membership::{JoinPolicy, MembershipConfig};
 use crate::plan::{
     Candidate, Claim, LeftOut, Plan, PlanInput, PlanRefusal, PodFacts, PodPhase, ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER, plan,
@@ -98,11 +98,11 @@ fn is_trainer(object: &WeightSync, labels: &BTreeMap<String, String>) -> bool {
 /// The container beside which the agent of a pod works: the engine's, or the trainer's. None for a pod that the object does not select.
 pub(super) fn target_container(object: &WeightSync, pod: &Pod) -> Option<String> {
     let named = if is_trainer(object, pod.labels()) {
-        object.spec.trainer.container.clone()
+        object.spec.trainer.container.as_deref()
     } else {
-        pool_of(object, pod.labels())?.container.clone()
+        pool_of(object, pod.labels())?.container.as_deref()
     };
-    named.or_else(|| Some(pod.spec.as_ref()?.containers.first()?.name.clone()))
+    container_name(pod, named)
 }
 
 /// Why an engine's container does not run. Readiness is not looked at: the sidecar's own probe says "not ready" until the replica was
@@ -145,7 +145,7 @@ fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment>
             wanted(Role::Source, Vec::new())
         } else if let Some(pool) = pool_of(object, &pod.labels) {
             let head = pool.replica.pods == 1 || pod.labels.get(&pool.replica.head.label) == Some(&pool.replica.head.value);
-            wanted(Role::Rollout, if head { crate::api::WeightSyncSpec::engines(pool) } else { Vec::new() })
+            wanted(Role::Rollout, if head { WeightSyncSpec::engines(pool) } else { Vec::new() })
         } else {
             continue;
         };

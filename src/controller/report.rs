@@ -122,8 +122,9 @@ fn accepted(decided: &Decided) -> Judgement {
 }
 
 fn suspended(kind: ConditionType, view: &MembershipView) -> Judgement {
-    let message = if view.released { "all pods were released" } else { "pods are being released" };
-    Judgement(Some(kind == ConditionType::Progressing && !view.released), Reason::Suspended, message.into())
+    let (reason, message) =
+        if view.released { (Reason::Released, "all pods were released") } else { (Reason::Suspended, "pods are being released") };
+    Judgement(Some(kind == ConditionType::Progressing && !view.released), reason, message.into())
 }
 
 fn ready(decided: &Decided, view: &MembershipView) -> Judgement {

@@ -95,7 +95,16 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Co
     let mut without_retries = config;
     without_retries.default_retry = false;
     let lease_client = Client::try_from(without_retries)?;
-    run_with(settings, client, lease_client, cancel).await
+    // Bound before anything else is done, so that a port that is taken shows at once.
+    let listeners = Listeners { enroll: listen(settings.enroll_address).await?, status: listen(settings.status_address).await? };
+    let lease = LeaseConfig::new(&settings.name, &settings.pod_name);
+    run_with(settings, lease, listeners, client, lease_client, cancel).await
+}
+
+/// Where a controller listens.
+pub(super) struct Listeners {
+    pub(super) enroll: TcpListener,
+    pub(super) status: TcpListener,
 }
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, ControllerError> {
@@ -104,6 +113,8 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, ControllerError> {
 
 pub(super) async fn run_with(
     settings: Settings,
+    lease: LeaseConfig,
+    listeners: Listeners,
     client: Client,
     lease_client: Client,
     cancel: CancellationToken,
@@ -111,13 +122,11 @@ pub(super) async fn run_with(
     let (registry, health) = (Metrics::default(), Health::default());
     let metrics = ControllerMetrics::new(&registry);
     let calls = Calls::new(metrics.clone());
-    // Bound before anything else is done, so that a port that is taken shows at once.
-    let (enroll, status) = (listen(settings.enroll_address).await?, listen(settings.status_address).await?);
     let stop = CancellationToken::new();
     let _servers_end = stop.clone().drop_guard();
     let status_pages = health::router(health.clone(), registry);
     let status_limits = Limits { body_bytes: 1 << 10, connections: 64, ..Limits::default() };
-    let _status = AbortOnDropHandle::new(tokio::spawn(serve_plain(status, status_pages, status_limits, stop.clone())));
+    let _status = AbortOnDropHandle::new(tokio::spawn(serve_plain(listeners.status, status_pages, status_limits, stop.clone())));
 
     let stores = Stores::start(&client, &settings.watch_namespaces, &metrics);
     let synced = Arc::new(AtomicBool::new(false));
@@ -137,7 +146,7 @@ pub(super) async fn run_with(
         lifetime: CERTIFICATES,
     });
     let limits = Limits { body_bytes: 64 << 10, connections: 4096, ..Limits::default() };
-    let enrolling = serve_https(enroll, identity.clone(), Access::Open, router(enrollment), limits, stop.clone());
+    let enrolling = serve_https(listeners.enroll, identity.clone(), Access::Open, router(enrollment), limits, stop.clone());
     let _enrolling = AbortOnDropHandle::new(tokio::spawn(enrolling));
 
     let watching = synced.clone();
@@ -151,8 +160,8 @@ pub(super) async fn run_with(
     }
 
     let failures = metrics.lease_failures.clone();
-    let lease: Api<Lease> = Api::namespaced(lease_client, &settings.namespace);
-    let manager = LeaseManager::new(lease, LeaseConfig::new(&settings.name, &settings.pod_name)).count_failures(move || {
+    let leases: Api<Lease> = Api::namespaced(lease_client, &settings.namespace);
+    let manager = LeaseManager::new(leases, lease).count_failures(move || {
         failures.inc();
     });
     let mut leadership = manager.leadership();

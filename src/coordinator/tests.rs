@@ -1,6 +1,6 @@
 //! Coordinator and enrolment against agents that are fake, over mutual TLS that is not.
 
 mod enrollment;
-mod fake_agent;
+pub(crate) mod fake_agent;
 mod groups;
 mod world;

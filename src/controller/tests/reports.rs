@@ -148,11 +148,13 @@ fn before_the_first_version_a_group_is_ready_but_not_synced() {
 fn a_suspended_object_says_so_until_all_is_released() {
     let suspended = changed("ws", 0, |object| object["spec"]["suspend"] = json!(true));
     let view = MembershipView { released: false, ..idle(&suspended) };
-    assert_eq!(says(&report(&suspended, &view, None, at(0)), ConditionType::Progressing).0, "True");
+    let status = report(&suspended, &view, None, at(0));
+    assert_eq!(says(&status, ConditionType::Progressing).0, "True");
+    assert_eq!(says(&status, ConditionType::Ready).1, "Suspended");
     let view = MembershipView { released: true, ..idle(&suspended) };
     let status = report(&suspended, &view, None, at(0));
     assert_eq!(says(&status, ConditionType::Progressing).0, "False");
-    assert_eq!(says(&status, ConditionType::Ready).1, "Suspended");
+    assert_eq!(says(&status, ConditionType::Ready).1, "Released", "what `kubectl weightsync release` waits for");
     assert_eq!(says(&status, ConditionType::Accepted).0, "True");
 }
 

@@ -24,7 +24,7 @@ use crate::runtime::https::{Access, CallError, ControllerClient, Limits, Valid, 
 use crate::runtime::identity::Identity;
 
 const SOON: Duration = Duration::from_secs(5);
-pub(super) const HEARTBEAT: Duration = Duration::from_millis(50);
+pub(crate) const HEARTBEAT: Duration = Duration::from_millis(50);
 
 /// What the handlers share.
 #[derive(Clone)]
@@ -32,6 +32,8 @@ struct Shared {
     state: watch::Sender<MemberState>,
     fenced: watch::Sender<Option<EpochId>>,
     secret: watch::Sender<Option<String>>,
+    /// Where it announces itself.
+    controller: watch::Sender<String>,
     /// Listeners of the event stream.
     listeners: watch::Sender<usize>,
     /// Set: nothing is said or answered any more, connections stay open.
@@ -41,14 +43,14 @@ struct Shared {
     prepared: Arc<AtomicUsize>,
 }
 
-pub(super) struct FakeAgent {
-    pub(super) name: String,
-    pub(super) address: String,
+pub(crate) struct FakeAgent {
+    pub(crate) name: String,
+    pub(crate) address: String,
     shared: Shared,
     _tasks: Vec<AbortOnDropHandle<()>>,
 }
 
-pub(super) fn engine() -> EngineFacts {
+pub(crate) fn engine() -> EngineFacts {
     EngineFacts {
         kind: "simulated".into(),
         server_version: "1".into(),
@@ -59,19 +61,20 @@ pub(super) fn engine() -> EngineFacts {
     }
 }
 
-pub(super) struct Pod {
-    pub(super) name: String,
-    pub(super) uid: String,
-    pub(super) role: Role,
-    pub(super) token: String,
+pub(crate) struct Pod {
+    pub(crate) namespace: String,
+    pub(crate) name: String,
+    pub(crate) uid: String,
+    pub(crate) role: Role,
+    pub(crate) token: String,
 }
 
 /// Enrols like an agent does; the identity has a certificate when this succeeds.
-pub(super) async fn enroll(identity: &Identity, controller: &str, pod: &Pod, instance: &str) -> Result<EnrollResponse, CallError> {
+pub(crate) async fn enroll(identity: &Identity, controller: &str, pod: &Pod, instance: &str) -> Result<EnrollResponse, CallError> {
     let incarnation = Incarnation { pod_uid: pod.uid.clone(), instance: instance.into() };
     let request = EnrollRequest {
         token: pod.token.clone(),
-        namespace: "local".into(),
+        namespace: pod.namespace.clone(),
         pod: pod.name.clone(),
         incarnation,
         csr_pem: identity.csr_pem().unwrap(),
@@ -84,9 +87,15 @@ pub(super) async fn enroll(identity: &Identity, controller: &str, pod: &Pod, ins
 
 impl FakeAgent {
     /// Starts one life of the agent of `pod`.
-    pub(super) async fn start(ca_pem: &str, controller: &str, pod: &Pod, instance: &str) -> Self {
+    pub(crate) async fn start(ca_pem: &str, controller: &str, pod: &Pod, instance: &str) -> Self {
         let identity = Identity::new(ca_pem).unwrap();
-        enroll(&identity, controller, pod, instance).await.expect("enrolment");
+        // The object may not be known yet; agents ask again.
+        let enrolled = async {
+            while enroll(&identity, controller, pod, instance).await.is_err() {
+                tokio::time::sleep(HEARTBEAT).await;
+            }
+        };
+        tokio::time::timeout(SOON * 2, enrolled).await.expect("enrolment");
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let incarnation = Incarnation { pod_uid: pod.uid.clone(), instance: instance.into() };
@@ -108,6 +117,7 @@ impl FakeAgent {
             state: watch::Sender::new(state),
             fenced: watch::Sender::new(None),
             secret: watch::Sender::new(None),
+            controller: watch::Sender::new(controller.to_owned()),
             listeners: watch::Sender::new(0),
             dumb: watch::Sender::new(false),
             hangs: watch::Sender::new(false),
@@ -116,7 +126,7 @@ impl FakeAgent {
         let serving =
             serve_https(listener, identity.clone(), Access::Group, routes(shared.clone()), Limits::default(), CancellationToken::new());
         let announcement = Announcement {
-            namespace: "local".into(),
+            namespace: pod.namespace.clone(),
             pod: pod.name.clone(),
             incarnation,
             role: pod.role,
@@ -124,56 +134,61 @@ impl FakeAgent {
             control_address: address.clone(),
             program: "fake".into(),
         };
-        let client = ControllerClient::new(identity, controller.to_owned());
         let tasks = vec![
             AbortOnDropHandle::new(tokio::spawn(async move { serving.await.unwrap() })),
-            AbortOnDropHandle::new(tokio::spawn(announce(client, announcement, shared.clone()))),
+            AbortOnDropHandle::new(tokio::spawn(announce(identity, announcement, shared.clone()))),
         ];
         Self { name: pod.name.clone(), address, shared, _tasks: tasks }
     }
 
-    pub(super) fn state(&self) -> MemberState {
+    pub(crate) fn state(&self) -> MemberState {
         self.shared.state.borrow().clone()
     }
 
-    pub(super) fn change(&self, change: impl FnOnce(&mut MemberState)) {
+    pub(crate) fn change(&self, change: impl FnOnce(&mut MemberState)) {
         self.shared.state.send_modify(change);
     }
 
-    pub(super) fn secret(&self) -> Option<String> {
+    pub(crate) fn secret(&self) -> Option<String> {
         self.shared.secret.borrow().clone()
     }
 
     /// Prepares that were answered.
-    pub(super) fn prepares(&self) -> usize {
+    pub(crate) fn prepares(&self) -> usize {
         self.shared.prepared.load(Ordering::SeqCst)
     }
 
     /// Like SIGSTOP: connections stay open, nothing comes.
-    pub(super) fn strike_dumb(&self, dumb: bool) {
+    pub(crate) fn strike_dumb(&self, dumb: bool) {
         self.shared.dumb.send_replace(dumb);
     }
 
+    /// Announces itself there from now on: the controller's Service leads to another pod.
+    pub(crate) fn follow(&self, controller: &str) {
+        self.shared.controller.send_replace(controller.to_owned());
+    }
+
     /// Answers everything but prepares from now on.
-    pub(super) fn hang_prepares(&self) {
+    pub(crate) fn hang_prepares(&self) {
         self.shared.hangs.send_replace(true);
     }
 
     /// Waits until a coordinator reads its events.
-    pub(super) async fn listened_to(&self) {
+    pub(crate) async fn listened_to(&self) {
         let mut listeners = self.shared.listeners.subscribe();
         tokio::time::timeout(SOON, listeners.wait_for(|listeners| *listeners > 0)).await.expect("somebody listens").unwrap();
     }
 
-    pub(super) async fn until(&self, what: &str, holds: impl Fn(&MemberState) -> bool) {
+    pub(crate) async fn until(&self, what: &str, holds: impl Fn(&MemberState) -> bool) {
         let mut state = self.shared.state.subscribe();
         let waited = tokio::time::timeout(SOON * 2, state.wait_for(|state| holds(state))).await;
         assert!(waited.is_ok(), "{}: not {what}: {:?}", self.name, self.state());
     }
 }
 
-async fn announce(client: ControllerClient, announcement: Announcement, shared: Shared) {
+async fn announce(identity: Identity, announcement: Announcement, shared: Shared) {
     loop {
+        let client = ControllerClient::new(identity.clone(), shared.controller.borrow().clone());
         if *shared.listeners.borrow() == 0 && !*shared.dumb.borrow() {
             let answer: Result<AnnounceResponse, _> = client.post_json("/v1/agents/announce", &announcement, SOON).await;
             if matches!(&answer, Err(CallError::Rejected { rejection, .. }) if !rejection.retryable) {

@@ -163,7 +163,7 @@ impl World {
 
     pub(super) fn pod(&self, name: &str, uid: &str) -> Pod {
         let proven = ProvenPod { namespace: "local".into(), pod: name.into(), pod_uid: uid.into() };
-        Pod { name: name.into(), uid: uid.into(), role: role_of(name), token: self.tokens.mint(proven) }
+        Pod { namespace: "local".into(), name: name.into(), uid: uid.into(), role: role_of(name), token: self.tokens.mint(proven) }
     }
 
     pub(super) async fn agent(&self, name: &str, uid: &str, instance: &str) -> FakeAgent {
