@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::future::Future;
 use std::time::{Duration, Instant};
 
-use k8s_openapi::api::core::v1::{Namespace, Pod};
+use k8s_openapi::api::core::v1::{Namespace, Pod, ServiceAccount};
 use k8s_openapi::api::events::v1::Event;
 use kube::api::{ApiResource, DeleteParams, DynamicObject, ListParams, LogParams, Patch, PatchParams};
 use kube::core::GroupVersionKind;
@@ -25,6 +25,12 @@ impl Cluster {
         let namespace = format!("{name}-{}", &uuid::Uuid::new_v4().to_string()[..6]);
         let object: Namespace = serde_json::from_value(json!({"metadata": {"name": namespace}})).unwrap();
         Api::all(client.clone()).create(&kube::api::PostParams::default(), &object).await.expect("a namespace can be made");
+        // A pod is refused until the namespace has its default account.
+        let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), &namespace);
+        eventually("the namespace has its default account", Duration::from_secs(60), || async {
+            accounts.get("default").await.map(|_| ()).map_err(|error| error.to_string())
+        })
+        .await;
         Self { client, namespace }
     }
 
