@@ -12,6 +12,7 @@ pub mod demo;
 mod generate;
 pub mod inject;
 mod local;
+pub mod plan;
 pub mod plugin;
 mod publish;
 mod run;
@@ -45,6 +46,8 @@ pub enum Command {
     Demo(demo::DemoArgs),
     /// Run a group of processes on this host from a file.
     Local(local::LocalArgs),
+    /// Show what a group would be made of and what an update would cost, from files, without a cluster.
+    Plan(plan::PlanArgs),
     /// Publish a safetensors checkpoint through the agent beside this process.
     ///
     /// Exits 0 when enough replicas serve the version, 75 when it failed and the same command may succeed later, 1 when it cannot.
@@ -65,6 +68,7 @@ impl Cli {
             Command::Generate(args) => args.run(),
             Command::Demo(args) => args.run(),
             Command::Local(args) => args.run(),
+            Command::Plan(args) => args.run(),
             Command::Publish(args) => args.run(),
             Command::SimulateEngine(args) => args.run(),
             Command::Run(args) => args.run(),

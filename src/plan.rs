@@ -33,7 +33,7 @@ mod trainer;
 #[cfg(test)]
 mod tests;
 
-pub use compute::plan;
+pub use compute::{Part, part_of, plan};
 pub use explain::{Bandwidth, ExplainedMember, Explanation, FloorTime, MemberMemory, ModelFacts, explain};
 pub use input::{Claim, EndpointKey, GroupSpec, Order, PlanInput, PodFacts, PodPhase, PoolSpec, TrainerSpec, WeightSyncRef};
 pub use outcome::{LeftOut, LeftOutCode, Plan, PlanRefusal};

@@ -53,10 +53,13 @@ pub struct ClientServerConfig {
 }
 
 impl ClientServerConfig {
+    /// Buckets of the usual ring.
+    pub const SLOTS: u32 = 4;
+
     /// The usual ring at that socket.
     pub fn at(socket: SocketName) -> Self {
         let agent = concat!("weightsync ", env!("CARGO_PKG_VERSION")).to_owned();
-        Self { socket, agent, slots: 4, bucket_bytes: 0, allowed_uids: Vec::new() }
+        Self { socket, agent, slots: Self::SLOTS, bucket_bytes: 0, allowed_uids: Vec::new() }
     }
 }
 

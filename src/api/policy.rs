@@ -146,7 +146,8 @@ pub enum KvCache {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Retain {
-    /// Host memory in MiB that the current version may take; a larger one is not kept. 0 keeps nothing: joiners wait for the next version.
+    /// Host memory in MiB for kept versions. During an update these are two, where both fit; else the older one is dropped first. A
+    /// version that does not fit is not kept. 0 keeps nothing: joiners are fed by rollouts that hold the version.
     #[serde(rename = "hostMiB")]
     #[schemars(range(min = 0, max = 67_108_864))]
     pub host_mib: i64,

@@ -25,6 +25,8 @@ pub struct Plugin {
 pub enum Verb {
     /// Add the agent's sidecar to manifests: standard input to standard output.
     Inject(inject::InjectArgs),
+    /// Show what a group would be made of and what an update would cost, from files, without a cluster.
+    Plan(crate::cli::plan::PlanArgs),
     /// Suspend an object and wait until every pod serves on its own.
     Release(release::ReleaseArgs),
     /// Show members, ranks and versions, and why a member is out.
@@ -36,6 +38,7 @@ pub fn main() -> ExitCode {
     super::use_ring();
     let done = match Plugin::parse().verb {
         Verb::Inject(args) => args.run(),
+        Verb::Plan(args) => args.run(),
         Verb::Release(args) => args.run(),
         Verb::Status(args) => args.run(),
     };

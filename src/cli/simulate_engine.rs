@@ -32,6 +32,9 @@ pub struct SimulateEngineArgs {
     /// Worker ranks to report.
     #[arg(long, default_value_t = 1)]
     pub world_size: u32,
+    /// Longest request, in tokens.
+    #[arg(long, default_value_t = 4096)]
+    pub max_model_len: usize,
     /// Environment variable that holds the API key which clients must show.
     #[arg(long, value_name = "VARIABLE")]
     pub api_key_env: Option<String>,
@@ -58,6 +61,7 @@ impl SimulateEngineArgs {
         let options = SimulatorOptions {
             served_model_name: self.served_model_name,
             world_size: self.world_size,
+            max_model_len: self.max_model_len,
             api_key,
             dev_mode: !self.no_dev_mode,
             faults: self.faults,

@@ -51,9 +51,10 @@ impl<S: Server> Inner<S> {
 
     /// Writes the version field and remembers what must be found there from now on.
     async fn write(&self, holding: Holding, until: Until) -> Result<(), EngineError> {
-        self.server.write(&holding, until).await?;
-        self.start.wrote(holding);
-        Ok(())
+        self.start.writing();
+        let written = self.server.write(&holding, until).await;
+        self.start.wrote(written.is_ok().then_some(holding));
+        written
     }
 
     /// Lets the engine run and sees that it does; asks again until the deadline, because a pause that we gave up may still take effect.
@@ -80,9 +81,10 @@ impl<S: Server> Inner<S> {
 
     async fn health(&self, until: Until) -> Result<EngineStart, EngineError> {
         let judged = async {
+            let look = self.start.look();
             let fingerprint = self.server.fingerprint(until).await?;
             let holding = self.server.holding(until).await?;
-            Ok(self.start.answered(&fingerprint, Some(&holding)))
+            Ok(self.start.answered(look, &fingerprint, &holding))
         };
         if !self.loading.load(Ordering::Acquire) {
             match judged.await {

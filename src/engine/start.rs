@@ -22,7 +22,13 @@ struct Seen {
     written: Option<Holding>,
     /// Of the last answer.
     fingerprint: String,
+    /// Grows when a write begins and when it ends, so it is odd while one is under way.
+    writes: u64,
 }
+
+/// When a look began; what was read while this adapter wrote proves nothing.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Look(u64);
 
 impl StartWatch {
     /// Takes a failed call into account: nobody listening, or a connection that broke, may be a restart.
@@ -37,19 +43,30 @@ impl StartWatch {
         }
     }
 
-    /// The adapter wrote this into the engine.
-    pub(super) fn wrote(&self, holding: Holding) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).written = Some(holding);
+    /// The adapter is about to write into the engine.
+    pub(super) fn writing(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).writes += 1;
     }
 
-    /// The start that answered with this fingerprint (its start time or the like) and, where it was asked, this label.
-    pub(super) fn answered(&self, fingerprint: &str, holding: Option<&Holding>) -> EngineStart {
+    /// The adapter wrote this into the engine; none when it is not known whether it did.
+    pub(super) fn wrote(&self, holding: Option<Holding>) {
+        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.written = holding;
+        seen.writes += 1;
+    }
+
+    /// A look at the engine begins.
+    pub(super) fn look(&self) -> Look {
+        Look(self.0.lock().unwrap_or_else(PoisonError::into_inner).writes)
+    }
+
+    /// The start that answered with this fingerprint (its start time or the like) and this label.
+    pub(super) fn answered(&self, look: Look, fingerprint: &str, holding: &Holding) -> EngineStart {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         seen.answered = true;
         fingerprint.clone_into(&mut seen.fingerprint);
-        if let (Some(written), Some(holding)) = (&seen.written, holding)
-            && written != holding
-        {
+        let undisturbed = look.0 == seen.writes && look.0.is_multiple_of(2);
+        if undisturbed && seen.written.as_ref().is_some_and(|written| written != holding) {
             // Another program's label counts too: whoever wrote it may have written weights as well.
             seen.generation += 1;
             seen.written = None;

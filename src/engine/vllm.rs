@@ -74,7 +74,7 @@ impl Vllm {
     }
 
     /// A route that only a server with weight updates has.
-    async fn needed(&self, reply: Reply, option: &str) -> Result<Reply, EngineError> {
+    fn needed(&self, reply: Reply, option: &str) -> Result<Reply, EngineError> {
         match reply.status() {
             404 | 405 => Err(unsupported(format!("{} has no routes for weight updates", self.http.url()), option)),
             _ => Ok(reply),
@@ -105,17 +105,17 @@ impl Server for Vllm {
 
     async fn facts(&self, until: Until) -> Result<EngineFacts, EngineError> {
         self.http.get("/health", until).await?.ok()?;
-        let version = self.needed(self.http.get("/version", until).await?, "give the address of a vLLM server").await?;
+        let version = self.needed(self.http.get("/version", until).await?, "give the address of a vLLM server")?;
         let server_version = version.json()?.string("version")?;
         self.served(until).await?;
-        self.needed(self.http.get("/is_paused", until).await?, DEV_MODE).await?.json()?;
+        self.needed(self.http.get("/is_paused", until).await?, DEV_MODE)?.json()?;
         // Without a method the route says 400 and does nothing; 404 is what a server without dev mode says.
-        let probe = self.needed(self.http.post("/collective_rpc", Some(&json!({})), until).await?, DEV_MODE).await?;
+        let probe = self.needed(self.http.post("/collective_rpc", Some(&json!({})), until).await?, DEV_MODE)?;
         if probe.status() != 400 {
             return Err(probe.into_status());
         }
-        self.needed(self.http.get("/weight_info", until).await?, NEWER).await?.json()?.string("weight_version")?;
-        let size = self.needed(self.http.get("/get_world_size?include_dp=true", until).await?, NEWER).await?.json()?;
+        self.needed(self.http.get("/weight_info", until).await?, NEWER)?.json()?.string("weight_version")?;
+        let size = self.needed(self.http.get("/get_world_size?include_dp=true", until).await?, NEWER)?.json()?;
         let ranks = size.field("world_size")?.as_u64().and_then(|ranks| u32::try_from(ranks).ok()).filter(|ranks| *ranks > 0);
         Ok(EngineFacts {
             kind: KIND.to_owned(),

@@ -2,13 +2,13 @@
 //!
 //! Decides nothing of its own but two things: a younger `WeightSync` gives way to an older one, and a world that is too large is refused.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::order;
 use super::replicas::{PlacedUnit, units};
 use super::{
     Candidate, EndpointKey, LeftOut, LeftOutCode, MAX_WORLD_SIZE, Order, Plan, PlanInput, PlanRefusal, PodFacts, PoolSpec, ROLE_LABEL,
-    ROLE_ROLLOUT, ROLE_TRAINER, Selector, trainer,
+    ROLE_ROLLOUT, ROLE_TRAINER, Selector, TrainerSpec, trainer,
 };
 use crate::protocol::{MemberName, Role};
 
@@ -63,6 +63,25 @@ pub fn plan(input: &PlanInput) -> Plan {
         plan.refusal = Some(PlanRefusal::NoSource { message });
     }
     plan
+}
+
+/// The part of a spec that a pod belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part<'a> {
+    /// It is the trainer's.
+    Trainer,
+    /// It is a rollout of this pool.
+    Pool(&'a PoolSpec),
+}
+
+/// The part that a pod with these labels belongs to, if it consents: the first one, as in [`plan`]. For claims, and for agents that ask
+/// whose they are.
+pub fn part_of<'a>(trainer: &TrainerSpec, pools: &'a [PoolSpec], labels: &BTreeMap<String, String>) -> Option<Part<'a>> {
+    match labels.get(ROLE_LABEL)?.as_str() {
+        ROLE_TRAINER => trainer.selector.matches(labels).then_some(Part::Trainer),
+        ROLE_ROLLOUT => pools.iter().find(|pool| pool.selector.matches(labels)).map(Part::Pool),
+        _ => None,
+    }
 }
 
 fn refused(refusal: PlanRefusal) -> Plan {

@@ -6,18 +6,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::protocol::{MemberName, Role, Roster, RosterMember};
 
-/// Sizes of what is moved.
+/// Sizes of what is moved, and what agents use for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ModelFacts {
-    /// Tensors of a version.
-    pub tensors: u64,
+    /// Tensors of a version, where known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tensors: Option<u64>,
     /// Bytes of a version.
     pub bytes: u64,
     /// Bytes of a bucket.
     pub bucket_bytes: u64,
-    /// Buckets that are on their way at the same time.
-    pub in_flight: u64,
+    /// Buckets in the ring that source agent and trainer share.
+    pub ring_buckets: u64,
+    /// Bytes that a rollout agent may have received and not yet put in their place.
+    pub receive_bytes: u64,
     /// Bytes that a source may keep to retry and to feed joiners.
     pub retain_bytes: u64,
 }
@@ -39,15 +42,15 @@ pub struct Bandwidth {
     pub bytes_per_second: u64,
 }
 
-/// Memory that a member's agent takes beyond what trainer and engine have already, at its highest.
+/// Memory that a member's agent takes beyond what trainer and engine have already, at its highest: in the middle of an update.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MemberMemory {
-    /// Buckets on their way, in bytes.
+    /// Bytes on their way: the ring of a source, the receive buffers of a rollout.
     pub in_flight: u64,
-    /// Source: the copy that is kept to retry and to feed joiners; 0 where it does not fit the limit.
+    /// Source: copies kept to retry and to feed joiners. Both versions where the limit allows, else the new one, else none.
     pub retained: u64,
-    /// Rollout: directories with versions, while a new one arrives beside the one that serves.
+    /// Rollout: directories with versions, the one that serves and the one that arrives.
     pub versions: u64,
 }
 
@@ -128,13 +131,14 @@ pub fn explain(roster: &Roster, model: Option<ModelFacts>, links: &[Bandwidth]) 
 }
 
 fn memory(role: Role, model: &ModelFacts) -> MemberMemory {
-    let in_flight = model.bucket_bytes.saturating_mul(model.in_flight).min(model.bytes);
+    let both = model.bytes.saturating_mul(2);
     match role {
         Role::Source => {
-            let retained = if model.bytes <= model.retain_bytes { model.bytes } else { 0 };
+            let in_flight = model.bucket_bytes.saturating_mul(model.ring_buckets.min(model.buckets()));
+            let retained = [both, model.bytes].into_iter().find(|bytes| *bytes <= model.retain_bytes).unwrap_or(0);
             MemberMemory { in_flight, retained, versions: 0 }
         }
-        Role::Rollout => MemberMemory { in_flight, retained: 0, versions: model.bytes.saturating_mul(2) },
+        Role::Rollout => MemberMemory { in_flight: model.receive_bytes.min(model.bytes), retained: 0, versions: both },
     }
 }
 

@@ -5,7 +5,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Candidate, WeightSyncRef};
-use crate::protocol::{MemberName, PodRef, Role};
+use crate::protocol::{MemberName, PodRef, Reason, Role};
 
 /// The answer to a [`PlanInput`](super::PlanInput).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -108,6 +108,28 @@ impl LeftOutCode {
         }
     }
 
+    /// The word that status, Events and metrics use.
+    pub const fn reason(self) -> Reason {
+        match self {
+            Self::NotOptedIn => Reason::NotOptedIn,
+            Self::SelectedTwice => Reason::SelectedTwice,
+            Self::Terminal => Reason::PodEnded,
+            Self::Terminating => Reason::Terminating,
+            Self::NotRunning => Reason::PodNotRunning,
+            Self::NotReady => Reason::PodNotReady,
+            Self::NoContainer => Reason::ContainerMissing,
+            Self::GroupLabelMissing => Reason::GroupLabelMissing,
+            Self::GroupIncomplete => Reason::GroupIncomplete,
+            Self::GroupTooLarge => Reason::GroupTooLarge,
+            Self::HeadUnclear => Reason::HeadUnclear,
+            Self::OrderKeyMissing => Reason::OrderKeyMissing,
+            Self::UnstableName => Reason::UnstableName,
+            Self::UnknownName => Reason::UnknownName,
+            Self::NotListed => Reason::NotListed,
+            Self::SizeMismatch => Reason::SizeMismatch,
+        }
+    }
+
     /// Whether a user who counts replicas would count this one: leftovers of the past and strangers are none.
     pub const fn counts_as_replica(self) -> bool {
         !matches!(self, Self::NotOptedIn | Self::Terminal | Self::Terminating)
@@ -146,4 +168,15 @@ pub enum PlanRefusal {
         /// The limit.
         max: u32,
     },
+}
+
+impl PlanRefusal {
+    /// The word that status, Events and metrics use.
+    pub const fn reason(&self) -> Reason {
+        match self {
+            Self::InvalidSpec { .. } | Self::WorldTooLarge { .. } => Reason::InvalidSpec,
+            Self::PodClaimed { .. } => Reason::PodClaimed,
+            Self::NoSource { .. } => Reason::NoSource,
+        }
+    }
 }

@@ -103,6 +103,40 @@ reasons! {
     NotCandidate,
     /// The pod belongs to a newer object.
     ClaimedByOther,
+    /// The spec makes sense, and its pods are this object's.
+    Accepted,
+    /// The spec contradicts itself; the message names the field and what to change.
+    InvalidSpec,
+    /// An older object selects one of the pods; the message names it.
+    PodClaimed,
+    /// The pod is selected, but lacks the label `weightsync.dev/role` by which pods consent.
+    NotOptedIn,
+    /// Two pools select the pod.
+    SelectedTwice,
+    /// The pod succeeded or failed and never runs again.
+    PodEnded,
+    /// The pod's containers have not all started.
+    PodNotRunning,
+    /// The pod is not ready, for a cause that is not an update of ours.
+    PodNotReady,
+    /// The pod has no container of the name that the spec gives.
+    ContainerMissing,
+    /// The pod lacks the label that tells its group.
+    GroupLabelMissing,
+    /// The group of pods that makes the replica lacks pods.
+    GroupIncomplete,
+    /// The group of pods that makes the replica has more pods than the spec says.
+    GroupTooLarge,
+    /// No pod of the group, or more than one, is its head.
+    HeadUnclear,
+    /// The order goes by an index or label that the pod lacks.
+    OrderKeyMissing,
+    /// An explicit order needs names that outlive a pod, and this pod's does not.
+    UnstableName,
+    /// The explicit order lists a name that no selected pod has.
+    UnknownName,
+    /// The explicit order does not list the pod.
+    NotListed,
     /// No trainer's agent takes part: nobody can publish.
     NoSource,
     /// No rollout can take part.

@@ -16,8 +16,8 @@ use crate::weights::safetensors::Checkpoint;
 
 /// Longest time kept back for undoing.
 const MOST_RESERVE: Duration = Duration::from_secs(10);
-/// Longest wait for the one token after the switch; a fresh vLLM 0.32 on CPU took 5.5 s for its first.
-const MOST_GENERATE: Duration = Duration::from_secs(20);
+/// Longest wait for the one token after the switch; the first of a fresh vLLM 0.32 took 5.5 s on an idle CPU machine and 30 s on a busy one.
+const MOST_GENERATE: Duration = Duration::from_secs(60);
 
 /// A failed step, before it is known whether it left the engine dirty.
 struct Failed {
@@ -128,9 +128,10 @@ impl<S: Server> Inner<S> {
         if let Some(served) = &self.served_model {
             fit::check(served, &offered).map_err(at("start"))?;
         }
+        let look = self.start.look();
         let fingerprint = self.server.fingerprint(until).await.map_err(at("start"))?;
         let holding = self.server.holding(until).await.map_err(at("start"))?;
-        self.start.answered(&fingerprint, Some(&holding));
+        self.start.answered(look, &fingerprint, &holding);
         Ok(Before { fingerprint, holding })
     }
 
@@ -183,6 +184,7 @@ impl<S: Server> Inner<S> {
         }
         let version = Holding::Version(job.version.clone());
         self.write(version.clone(), until).await.map_err(at("check"))?;
+        let look = self.start.look();
         let written = self.server.holding(until).await.map_err(at("check"))?;
         let fingerprint = self.server.fingerprint(until).await.map_err(at("check"))?;
         if fingerprint != before.fingerprint {
@@ -194,14 +196,15 @@ impl<S: Server> Inner<S> {
             let what = format!("it was given the version {:?} and reports {:?}", version.text(), written.text());
             return Err(Failed { step: "check", source: EngineError::BadReply { url: self.server.url().to_owned(), what } });
         }
-        Ok(self.start.answered(&fingerprint, Some(&written)))
+        Ok(self.start.answered(look, &fingerprint, &written))
     }
 
     /// Whether it is still the process that was marked for this install.
     async fn carries_the_mark(&self, job: &InstallJob, before: &Before, until: Until) -> Result<bool, EngineError> {
+        let look = self.start.look();
         let fingerprint = self.server.fingerprint(until).await?;
         let holding = self.server.holding(until).await?;
-        self.start.answered(&fingerprint, Some(&holding));
+        self.start.answered(look, &fingerprint, &holding);
         Ok(fingerprint == before.fingerprint && holding == Holding::HalfAnUpdate(job.version.clone()))
     }
 

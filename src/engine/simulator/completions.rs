@@ -29,7 +29,7 @@ struct Asked {
 pub(super) async fn completions(State(front): State<Arc<Front>>, body: Bytes) -> Response {
     let asked = match read(&front, &body) {
         Ok(asked) => asked,
-        Err(refusal) => return refusal,
+        Err(refusal) => return *refusal,
     };
     match front.core.generate(&asked.prompt, asked.max_tokens).await {
         Ok(generated) => Json(answer(&front, &asked, &generated)).into_response(),
@@ -45,17 +45,17 @@ pub(super) async fn completions(State(front): State<Arc<Front>>, body: Bytes) ->
     }
 }
 
-fn read(front: &Front, body: &[u8]) -> Result<Asked, Response> {
-    let bad = |param: &str, message: &str| error(StatusCode::BAD_REQUEST, "BadRequestError", Some(param), message);
+fn read(front: &Front, body: &[u8]) -> Result<Asked, Box<Response>> {
+    let bad = |param: &str, message: &str| Box::new(error(StatusCode::BAD_REQUEST, "BadRequestError", Some(param), message));
     let Ok(body) = serde_json::from_slice::<Map<String, Value>>(body) else {
         let message = "1 validation error:\n  JSON decode error";
-        return Err(error(StatusCode::BAD_REQUEST, "Bad Request", Some("body"), message));
+        return Err(Box::new(error(StatusCode::BAD_REQUEST, "Bad Request", Some("body"), message)));
     };
     if let Some(model) = body.get("model").and_then(Value::as_str)
         && model != front.model
     {
         let message = format!("The model `{model}` does not exist. Valid aliases: {}.", front.model);
-        return Err(error(StatusCode::NOT_FOUND, "NotFoundError", Some("model"), &message));
+        return Err(Box::new(error(StatusCode::NOT_FOUND, "NotFoundError", Some("model"), &message)));
     }
     let number = |name: &str| body.get(name).and_then(Value::as_u64);
     let (prompt, prompt_tokens) = match body.get("prompt") {
@@ -105,7 +105,7 @@ fn answer(front: &Front, asked: &Asked, generated: &Generated) -> Value {
         "system_fingerprint": null,
         "usage": {
             "prompt_tokens": asked.prompt_tokens, "total_tokens": asked.prompt_tokens + tokens.len(), "completion_tokens": tokens.len(),
-            "prompt_tokens_details": null,
+            "prompt_tokens_details": null, "completion_tokens_details": null,
         },
         "kv_transfer_params": null, "ec_transfer_params": null, "metrics": null,
     })

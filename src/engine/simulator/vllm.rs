@@ -116,9 +116,8 @@ struct PauseQuery {
 
 async fn pause(State(front): State<Arc<Front>>, Query(query): Query<PauseQuery>) -> Response {
     let mode = query.mode.as_deref().unwrap_or("abort");
-    let clear = match truth(query.clear_cache.as_deref(), true) {
-        Ok(clear) => clear,
-        Err(()) => return invalid("query.clear_cache", "Input should be a valid boolean"),
+    let Ok(clear) = truth(query.clear_cache.as_deref(), true) else {
+        return invalid("query.clear_cache", "Input should be a valid boolean");
     };
     let to = match mode {
         "keep" => Pause::All,

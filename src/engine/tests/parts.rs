@@ -114,3 +114,27 @@ async fn a_simulator_of_an_unknown_engine_or_without_a_model_says_so() {
     let empty = Simulator::start(SimulatorOptions::new("vllm", folder.path().into()), listener().await).await.err().unwrap();
     assert!(empty.to_string().contains("model cannot be loaded"), "{empty}");
 }
+
+#[test]
+fn signs_of_a_new_start_count_once_and_our_own_writes_are_none() {
+    use crate::engine::start::StartWatch;
+    let watch = StartWatch::default();
+    let version = Holding::Version(held(1));
+    let first = watch.answered(watch.look(), "1.5", &Holding::Startup);
+    assert_eq!(watch.answered(watch.look(), "1.5", &Holding::Startup), first);
+
+    // Looks that overlap a write, on either side of it.
+    let before = watch.look();
+    watch.writing();
+    let during = watch.look();
+    watch.wrote(Some(version.clone()));
+    for look in [before, during] {
+        assert_eq!(watch.answered(look, "1.5", &Holding::Startup), first);
+    }
+    assert_eq!(watch.answered(watch.look(), "1.5", &version), first);
+
+    let second = watch.answered(watch.look(), "1.5", &Holding::Startup);
+    assert_ne!(second, first, "what we wrote is gone");
+    assert_eq!(watch.answered(watch.look(), "1.5", &Holding::Startup), second);
+    assert_ne!(watch.answered(watch.look(), "2.5", &Holding::Startup), second, "another start time");
+}

@@ -6,7 +6,7 @@ use crate::plan::{Bandwidth, MemberMemory, ModelFacts, explain, plan, roster};
 const MIB: u64 = 1 << 20;
 
 fn model(bytes: u64) -> ModelFacts {
-    ModelFacts { tensors: 3, bytes, bucket_bytes: 64 * MIB, in_flight: 4, retain_bytes: 1024 * MIB }
+    ModelFacts { tensors: Some(3), bytes, bucket_bytes: 64 * MIB, ring_buckets: 4, receive_bytes: 4 * MIB, retain_bytes: 1024 * MIB }
 }
 
 fn link(bytes_per_second: u64) -> Bandwidth {
@@ -30,11 +30,13 @@ fn memory_names_what_is_kept_and_drops_what_the_limit_does_not_allow() {
         let members = explain(&roster, Some(model(bytes)), &[]).members;
         members.iter().map(|member| member.memory.unwrap()).collect::<Vec<_>>()
     };
-    let fits = of(1024 * MIB);
-    assert_eq!(fits[0], MemberMemory { in_flight: 256 * MIB, retained: 1024 * MIB, versions: 0 });
-    assert_eq!(fits[1], MemberMemory { in_flight: 256 * MIB, retained: 0, versions: 2048 * MIB });
+    let both = of(512 * MIB);
+    assert_eq!(both[0], MemberMemory { in_flight: 256 * MIB, retained: 1024 * MIB, versions: 0 });
+    assert_eq!(both[1], MemberMemory { in_flight: 4 * MIB, retained: 0, versions: 1024 * MIB });
+    assert_eq!(both[1].total(), 1028 * MIB);
+    assert_eq!(of(512 * MIB + 1)[0].retained, 512 * MIB + 1, "the version before is dropped first");
     assert_eq!(of(1024 * MIB + 1)[0].retained, 0);
-    assert_eq!(of(MIB)[0].in_flight, MIB, "no more is on its way than there is");
+    assert_eq!((of(MIB)[0].in_flight, of(MIB)[1].in_flight), (64 * MIB, MIB), "no more is on its way than there is");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Which trainer pod is the source, and how its absence is told.
 
 use super::world::{actor, left_out, names, pod, pool, refusal, selector, trainer_pod, weightsync, why, world};
-use crate::plan::{Claim, LeftOutCode, Order, PlanInput, PlanRefusal, PodFacts, PodPhase, plan};
+use crate::plan::{Claim, LeftOutCode, Order, Part, PlanInput, PlanRefusal, PodFacts, PodPhase, part_of, plan};
 use crate::protocol::Role;
 
 fn trainers(order: Order, pods: impl IntoIterator<Item = PodFacts>) -> PlanInput {
@@ -162,6 +162,19 @@ fn a_pod_takes_part_only_with_its_consent() {
     assert!(refusal(&plan).contains("weightsync.dev/role=trainer"), "{}", refusal(&plan));
     assert_eq!(left_out(&plan), [("trainer/trainer-0", LeftOutCode::NotOptedIn), ("actors/actor-1", LeftOutCode::NotOptedIn),]);
     assert_eq!(plan.replicas(), 1, "strangers are no replicas");
+}
+
+#[test]
+fn a_pod_belongs_to_the_part_that_the_plan_puts_it_in() {
+    let mut input = world(pool(), [actor(0)]);
+    input.pools.push(crate::plan::PoolSpec { name: "second".to_owned(), ..pool() });
+    let part = |pod: &PodFacts| part_of(&input.trainer, &input.pools, &pod.labels);
+    assert_eq!(part(&trainer_pod(0)), Some(Part::Trainer));
+    assert_eq!(part(&actor(0)), Some(Part::Pool(&input.pools[0])));
+    assert_eq!(part(&pod("other", 0, "rollout")), None);
+    let mut silent = actor(0);
+    silent.labels.remove("weightsync.dev/role");
+    assert_eq!(part(&silent), None, "without consent it is nobody's");
 }
 
 #[test]

@@ -1,0 +1,182 @@
+//! `weightsync plan -f FILE`: what a group would be made of, and what an update would cost, without a cluster.
+//!
+//! Reads a `WeightSync` and pods (as they are, or as the workloads of the file would make them), asks the same plan that the controller
+//! asks, and prints ranks, offsets, order, bytes, buckets, memory and floor times. It changes nothing and talks to nobody.
+
+mod expand;
+mod file;
+mod table;
+#[cfg(test)]
+mod tests;
+mod units;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use clap::Args;
+use serde::Serialize;
+
+use self::file::Manifests;
+use self::units::{parse_bytes, parse_rate};
+use super::Output;
+use crate::agent::client::ClientServerConfig;
+use crate::api::{Problem, WeightSync, WeightSyncSpec, validate};
+use crate::plan::{
+    Bandwidth, Claim, Explanation, ModelFacts, Plan, PlanInput, PodFacts, PoolSpec, TrainerSpec, WeightSyncRef, explain, part_of, plan,
+    roster,
+};
+use crate::transport::tcp::TcpOptions;
+use crate::weights::safetensors::Checkpoint;
+use crate::weights::{Layout, default_bucket_bytes};
+
+/// Arguments of `weightsync plan`.
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    /// Files with a WeightSync and with pods or workloads, `-` for standard input. `kubectl get ws,pods -o yaml` makes one.
+    #[arg(short, long, required = true)]
+    filename: Vec<PathBuf>,
+    /// Safetensors checkpoint, to reckon with the bytes and tensors of the model.
+    #[arg(long, conflicts_with = "size")]
+    checkpoint: Option<PathBuf>,
+    /// Size of the model, `16GB` for instance, where no checkpoint is at hand.
+    #[arg(long, value_parser = parse_bytes)]
+    size: Option<u64>,
+    /// Speeds of links to reckon floor times for.
+    #[arg(long, value_parser = parse_rate, default_values = ["10Gbit", "25Gbit", "100Gbit"])]
+    bandwidth: Vec<Bandwidth>,
+    /// How to print it.
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
+}
+
+/// What is said of one object.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Report {
+    weightsync: WeightSyncRef,
+    /// What is wrong with the spec; nothing is planned then.
+    problems: Vec<String>,
+    plan: Plan,
+    explanation: Explanation,
+}
+
+impl Report {
+    fn is_fine(&self) -> bool {
+        self.problems.is_empty() && self.plan.refusal.is_none()
+    }
+}
+
+/// The whole answer.
+#[derive(Debug, Serialize)]
+struct Reports {
+    plans: Vec<Report>,
+}
+
+impl PlanArgs {
+    /// Plans, and prints.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        let mut manifests = Manifests::default();
+        for path in &self.filename {
+            manifests.read(path)?;
+        }
+        if manifests.objects.is_empty() {
+            bail!("no WeightSync in {}", self.filename.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "));
+        }
+        let plans = self.reports(&manifests)?;
+        let fine = plans.iter().all(Report::is_fine);
+        match self.output {
+            Output::Human => print!("{}", plans.iter().map(table::render).collect::<Vec<_>>().join("\n")),
+            Output::Json => println!("{}", serde_json::to_string_pretty(&Reports { plans })?),
+        }
+        Ok(if fine { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+
+    fn reports(&self, manifests: &Manifests) -> anyhow::Result<Vec<Report>> {
+        let parties: Vec<Party> = manifests.objects.iter().enumerate().map(Party::new).collect();
+        let mut reports = Vec::new();
+        for (party, object) in parties.iter().zip(&manifests.objects) {
+            let problems: Vec<String> = object
+                .unknown
+                .iter()
+                .map(|field| format!("{field}: no such field"))
+                .chain(party.problems.iter().map(Problem::to_string))
+                .collect();
+            let pods: Vec<PodFacts> = manifests.pods(&party.reference.namespace);
+            let claims = claims(party, &parties, &pods);
+            let input = PlanInput {
+                weightsync: party.reference.clone(),
+                trainer: party.trainer.clone(),
+                pools: party.pools.clone(),
+                pods,
+                engine_sizes: BTreeMap::new(),
+                claims,
+            };
+            let plan = if problems.is_empty() { plan(&input) } else { Plan::default() };
+            let roster = roster(&plan.candidates);
+            let model = self.model(&object.object.spec)?;
+            reports.push(Report {
+                weightsync: party.reference.clone(),
+                problems,
+                explanation: explain(&roster, model, &self.bandwidth),
+                plan,
+            });
+        }
+        Ok(reports)
+    }
+
+    fn model(&self, spec: &WeightSyncSpec) -> anyhow::Result<Option<ModelFacts>> {
+        let policy = spec.update_policy(1);
+        let options = TcpOptions::default();
+        let facts = |tensors, bytes, bucket_bytes| ModelFacts {
+            tensors,
+            bytes,
+            bucket_bytes,
+            ring_buckets: u64::from(ClientServerConfig::SLOTS),
+            receive_bytes: (options.receive_buffer * options.receive_buffers) as u64,
+            retain_bytes: policy.retain_bytes,
+        };
+        if let Some(path) = &self.checkpoint {
+            let checkpoint = Checkpoint::open(path).with_context(|| format!("{} cannot be read", path.display()))?;
+            let layout = Layout::new("model", checkpoint.specs(), policy.bucket_bytes).context("the checkpoint cannot be laid out")?;
+            return Ok(Some(facts(Some(layout.entries.len() as u64), layout.total_bytes, layout.bucket_bytes)));
+        }
+        Ok(self.size.map(|bytes| {
+            let bucket_bytes = if policy.bucket_bytes == 0 { default_bucket_bytes(bytes) } else { policy.bucket_bytes };
+            facts(None, bytes, bucket_bytes)
+        }))
+    }
+}
+
+/// An object of the files, ready to be planned.
+struct Party {
+    reference: WeightSyncRef,
+    trainer: TrainerSpec,
+    pools: Vec<PoolSpec>,
+    problems: Vec<Problem>,
+}
+
+impl Party {
+    fn new((position, read): (usize, &file::Read)) -> Self {
+        let object: &WeightSync = &read.object;
+        let mut reference = object.plan_ref();
+        reference.namespace.clone_from(&read.namespace);
+        if reference.uid.is_empty() {
+            // Not made yet: what stands first in the files is made first.
+            reference.uid = format!("{}/{}", reference.namespace, reference.name);
+            reference.created = if reference.created == 0 { (1 << 50) + position as u64 } else { reference.created };
+        }
+        Self { reference, trainer: object.spec.trainer.to_plan(), pools: object.spec.plan_pools(), problems: validate(&object.spec) }
+    }
+}
+
+/// What the other objects of the files claim of these pods.
+fn claims(mine: &Party, all: &[Party], pods: &[PodFacts]) -> Vec<Claim> {
+    let others = all.iter().filter(|other| other.reference != mine.reference && other.reference.namespace == mine.reference.namespace);
+    let of_one = |other: &Party| {
+        let claimed = pods.iter().filter(|pod| part_of(&other.trainer, &other.pools, &pod.labels).is_some());
+        claimed.map(|pod| Claim { pod_uid: pod.uid.clone(), by: other.reference.clone() }).collect::<Vec<_>>()
+    };
+    others.flat_map(of_one).collect()
+}

@@ -1,0 +1,89 @@
+//! Reads manifests: WeightSync objects, and pods as they are or as workloads would make them. Other kinds are passed over.
+
+use std::io::Read as _;
+use std::path::Path;
+
+use anyhow::{Context, anyhow};
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::Value;
+
+use super::expand;
+use crate::api::{GROUP, VERSION, WeightSync, not_ready, pod_facts, schema, unknown_fields};
+use crate::plan::{PodFacts, PodPhase};
+
+/// What stands in the files.
+#[derive(Default)]
+pub(super) struct Manifests {
+    pub(super) objects: Vec<Read>,
+    pods: Vec<Pod>,
+}
+
+/// One WeightSync.
+pub(super) struct Read {
+    pub(super) object: WeightSync,
+    pub(super) namespace: String,
+    /// Fields that the API does not know.
+    pub(super) unknown: Vec<String>,
+}
+
+impl Manifests {
+    /// Reads one file, or standard input.
+    pub(super) fn read(&mut self, path: &Path) -> anyhow::Result<()> {
+        let mut text = String::new();
+        if path == Path::new("-") {
+            std::io::stdin().read_to_string(&mut text).context("standard input cannot be read")?;
+        } else {
+            text = std::fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()))?;
+        }
+        self.parse(&text).with_context(|| format!("{} makes no sense", path.display()))
+    }
+
+    /// Takes the documents of one text.
+    pub(super) fn parse(&mut self, text: &str) -> anyhow::Result<()> {
+        let documents: Vec<Value> = serde_saphyr::from_multiple(text).map_err(|error| anyhow!("{error}"))?;
+        documents.into_iter().try_for_each(|document| self.take(document))
+    }
+
+    fn take(&mut self, document: Value) -> anyhow::Result<()> {
+        let kind = document.get("kind").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let version = document.get("apiVersion").and_then(Value::as_str).unwrap_or_default().to_owned();
+        if kind == "WeightSync" {
+            return self.take_object(&version, &document);
+        }
+        if kind.ends_with("List") {
+            let items = document.get("items").and_then(Value::as_array).cloned().unwrap_or_default();
+            return items.into_iter().try_for_each(|item| self.take(item));
+        }
+        let name = document.pointer("/metadata/name").and_then(Value::as_str).unwrap_or("without a name").to_owned();
+        self.pods.extend(expand::pods(&kind, document).with_context(|| format!("{kind} {name}"))?);
+        Ok(())
+    }
+
+    fn take_object(&mut self, version: &str, document: &Value) -> anyhow::Result<()> {
+        if version != format!("{GROUP}/{VERSION}") {
+            return Err(anyhow!("a WeightSync has the apiVersion {GROUP}/{VERSION}, not {version:?}"));
+        }
+        let object: WeightSync = serde_json::from_value(document.clone()).context("the WeightSync cannot be read")?;
+        let unknown = unknown_fields(&schema()?, document);
+        let namespace = object.metadata.namespace.clone().unwrap_or_else(|| "default".to_owned());
+        self.objects.push(Read { object, namespace, unknown });
+        Ok(())
+    }
+
+    /// The pods of a namespace. One that no cluster has seen yet is planned as if it ran and were ready.
+    pub(super) fn pods(&self, namespace: &str) -> Vec<PodFacts> {
+        let here = self.pods.iter().filter(|pod| pod.metadata.namespace.as_deref().unwrap_or("default") == namespace);
+        here.map(|pod| {
+            if pod.status.is_some() {
+                return pod_facts(pod, not_ready(pod));
+            }
+            let mut facts = pod_facts(pod, None);
+            facts.phase = PodPhase::Running;
+            if facts.uid.is_empty() {
+                facts.uid = format!("{namespace}/{}", facts.name);
+            }
+            facts
+        })
+        .collect()
+    }
+}

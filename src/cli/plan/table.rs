@@ -1,0 +1,93 @@
+//! A report for people.
+
+use std::fmt::Write;
+
+use super::Report;
+use super::units::{show_bytes, show_micros};
+use crate::plan::ExplainedMember;
+use crate::protocol::Role;
+
+/// Text of one report.
+pub(super) fn render(report: &Report) -> String {
+    let mut text = String::new();
+    let name = format!("{}/{}", report.weightsync.namespace, report.weightsync.name);
+    let explanation = &report.explanation;
+    let _ = writeln!(text, "WeightSync {name}: {} replicas, world size {}", report.plan.rollouts().count(), explanation.world_size);
+    for problem in &report.problems {
+        let _ = writeln!(text, "invalid: {problem}");
+    }
+    if let Some(refusal) = &report.plan.refusal {
+        let _ = writeln!(text, "refused ({}): {refusal}", refusal.reason());
+    }
+    if !explanation.members.is_empty() {
+        text.push('\n');
+        members(&mut text, &explanation.members);
+    }
+    if !report.plan.followers.is_empty() {
+        let names: Vec<_> = report.plan.followers.iter().map(|pod| pod.name.as_str()).collect();
+        let _ = writeln!(text, "\ntrainer pods that hand their parts to the source: {}", names.join(", "));
+    }
+    if !report.plan.left_out.is_empty() {
+        text.push_str("\nleft out:\n");
+        let rows = report.plan.left_out.iter().map(|left| vec![left.who.0.clone(), left.code.reason().to_string(), left.message.clone()]);
+        columns(&mut text, &rows.collect::<Vec<_>>());
+    }
+    costs(&mut text, report);
+    text
+}
+
+fn members(text: &mut String, members: &[ExplainedMember]) {
+    let with_memory = members.iter().any(|member| member.memory.is_some());
+    let mut head: Vec<String> = ["MEMBER", "RANKS", "HOP", "NODE", "PORT", "PODS"].map(str::to_owned).to_vec();
+    if with_memory {
+        head.push("EXTRA MEMORY".to_owned());
+    }
+    let mut rows = vec![head];
+    for explained in members {
+        let member = &explained.member;
+        let last = member.rank_offset + member.size.saturating_sub(1);
+        let dash = || "-".to_owned();
+        let mut row = vec![
+            member.name.0.clone(),
+            if last == member.rank_offset { last.to_string() } else { format!("{}-{last}", member.rank_offset) },
+            explained.hop.map_or_else(|| if member.role == Role::Source { "source".to_owned() } else { dash() }, |hop| hop.to_string()),
+            member.pods.first().and_then(|pod| pod.node.clone()).unwrap_or_else(dash),
+            member.port.map_or_else(dash, |port| port.to_string()),
+            member.pods.iter().map(|pod| pod.name.as_str()).collect::<Vec<_>>().join(","),
+        ];
+        row.extend(explained.memory.map(|memory| show_bytes(memory.total())));
+        rows.push(row);
+    }
+    columns(text, &rows);
+}
+
+fn costs(text: &mut String, report: &Report) {
+    let Some(model) = &report.explanation.model else { return };
+    let tensors = model.tensors.map_or_else(String::new, |tensors| format!("{tensors} tensors, "));
+    let _ = writeln!(
+        text,
+        "\nan update: {tensors}{} in {} buckets of {}",
+        show_bytes(model.bytes),
+        model.buckets(),
+        show_bytes(model.bucket_bytes)
+    );
+    let rows = report.explanation.floors.iter().map(|floor| {
+        vec![
+            format!("at {}", floor.bandwidth.name),
+            format!("at least {} as a chain", show_micros(floor.chain_us)),
+            format!("({} one by one)", show_micros(floor.one_by_one_us)),
+        ]
+    });
+    columns(text, &rows.collect::<Vec<_>>());
+}
+
+/// Writes rows with columns as wide as their widest cell.
+fn columns(text: &mut String, rows: &[Vec<String>]) {
+    let count = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..count).map(width).collect();
+    for row in rows {
+        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        let _ = writeln!(text, "  {}", cells.join("  ").trim_end());
+    }
+}

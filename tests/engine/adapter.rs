@@ -1,0 +1,116 @@
+//! The vLLM adapter against the real server: what it installed answers as a fresh server on the same checkpoint does, log-probs included.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+use weightsync::engine::{ApiKey, Engine, EngineConfig, Holding, InstallJob, Resumed, connect};
+use weightsync::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+
+use super::client::KEY;
+use super::models::Models;
+use super::real::{Server, venv};
+
+/// Long enough for any call that works, on a busy machine too.
+const SOON: Duration = Duration::from_secs(60);
+
+fn adapter(server: &Server, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
+    let config = EngineConfig { kind: "vllm".into(), url: server.url.clone(), api_key: Some(ApiKey::new(KEY).unwrap()), served_model };
+    connect(config).unwrap()
+}
+
+fn job(models: &Models, name: &str, version: u64) -> InstallJob {
+    InstallJob {
+        version: HeldVersion { version, manifest: blake3::hash(name.as_bytes()).to_hex().to_string() },
+        directory: models.path(name),
+        local_directory: models.path(name),
+        pause: PausePolicy::Keep,
+        kv_cache: KvCachePolicy::Reset,
+        timeout: 2 * SOON,
+        cancel: CancellationToken::new(),
+    }
+}
+
+/// Longer than a block of the prefix cache (128 tokens on CPU), so that a stale cache would be used.
+fn prompt() -> String {
+    "The quick brown fox jumps over the lazy dog, and the trainer sends its weights to every rollout. ".repeat(8)
+}
+
+fn start(models: &Models, name: &str) -> Server {
+    match venv() {
+        Some(venv) => Server::vllm(&venv, &models.path(name)),
+        None => Server::simulator(&models.path(name), r#"{"tokenMs":10}"#),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_installed_version_answers_as_a_fresh_server_on_its_checkpoint() {
+    let models = Models::make(venv().as_deref());
+    let mut fresh = start(&models, "2");
+    let expected = fresh.ready().await.complete(&prompt(), 16).await;
+    drop(fresh);
+
+    let mut server = start(&models, "1");
+    let client = server.ready().await;
+    let engine = adapter(&server, Some(models.path("1")));
+    let facts = engine.probe(SOON).await.unwrap();
+    assert_eq!((facts.server_version.as_str(), facts.size), ("0.32.0", 1));
+    assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Startup);
+
+    let first = client.complete(&prompt(), 16).await;
+    assert_ne!(first, expected);
+    for pause in [PausePolicy::Keep, PausePolicy::Drain, PausePolicy::Abort, PausePolicy::External] {
+        let report = engine.install(&InstallJob { pause, ..job(&models, "2", 2) }).await.unwrap();
+        assert_eq!(report.start, engine.health(SOON).await.unwrap());
+        assert_eq!(client.complete(&prompt(), 16).await, expected, "{pause:?}");
+        assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Version(job(&models, "2", 2).version));
+        engine.install(&InstallJob { pause, ..job(&models, "1", 3) }).await.unwrap();
+        assert_eq!(client.complete(&prompt(), 16).await, first, "{pause:?}");
+    }
+
+    // A request that is kept through the switch ends; it began with the old weights.
+    let (kept, installed) = tokio::join!(client.complete("A request that is kept", 60), async {
+        client.busy().await;
+        engine.install(&job(&models, "2", 4)).await
+    });
+    installed.unwrap();
+    assert_eq!(kept.1.len(), 60);
+    assert_eq!(client.complete(&prompt(), 16).await, expected);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn half_an_update_stays_paused_until_it_is_fed_or_put_back() {
+    let models = Models::make(venv().as_deref());
+    let mut server = start(&models, "1");
+    let client = server.ready().await;
+    let engine = adapter(&server, None);
+    let first = client.complete(&prompt(), 16).await;
+    engine.install(&job(&models, "2", 2)).await.unwrap();
+    let second = client.complete(&prompt(), 16).await;
+
+    // The agent's gate would never hand this directory over; the adapter is to survive it all the same: it can be read
+    // from here (a whole copy), and the engine is sent to the one that is cut short.
+    let cut_short = InstallJob { directory: models.path("half"), ..job(&models, "3", 3) };
+    let half = |held: HeldVersion| Holding::HalfAnUpdate(held);
+    let failed = engine.install(&cut_short).await.unwrap_err();
+    assert!(failed.dirty && failed.step == "load", "{failed}");
+    assert_eq!(engine.holding(SOON).await.unwrap(), half(cut_short.version.clone()));
+    assert_eq!(adapter(&server, None).resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(cut_short.version.clone()));
+
+    // Another life of the agent feeds it in full.
+    adapter(&server, None).install(&job(&models, "2", 4)).await.unwrap();
+    assert_eq!(client.complete(&prompt(), 16).await, second);
+
+    // The next one cannot be fed, and goes back to what the server started with.
+    assert!(engine.install(&cut_short).await.unwrap_err().dirty);
+    engine.put_back(2 * SOON).await.unwrap();
+    assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Startup);
+    assert_eq!(client.complete(&prompt(), 16).await, first);
+
+    // A server that was started with a whole checkpoint refuses a version that lacks a tensor, which vLLM itself does not.
+    let strict = adapter(&server, Some(models.path("1")));
+    let refused = strict.install(&job(&models, "missing", 5)).await.unwrap_err();
+    assert!(!refused.dirty && refused.to_string().contains("model.layers.1.self_attn.v_proj.weight"), "{refused}");
+    assert_eq!(client.complete(&prompt(), 16).await, first);
+}

@@ -1,0 +1,93 @@
+//! A plain HTTP client that shares no code with the adapters.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::Value;
+
+/// The key that every server of these tests wants.
+pub const KEY: &str = "a-key-of-the-engine-tests";
+
+/// What a call brought; no status when there was no answer in time.
+#[derive(Debug, Clone)]
+pub struct Reply {
+    pub status: Option<u16>,
+    pub text: String,
+}
+
+impl Reply {
+    /// The body as JSON, or null.
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_default()
+    }
+}
+
+/// One server.
+#[derive(Clone)]
+pub struct Client {
+    http: reqwest::Client,
+    url: String,
+}
+
+impl Client {
+    pub fn new(url: &str) -> Self {
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let tls = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+        let tls = tls.with_root_certificates(rustls::RootCertStore::empty()).with_no_client_auth();
+        let http = reqwest::Client::builder().no_proxy().pool_max_idle_per_host(0).use_preconfigured_tls(tls).build().unwrap();
+        Self { http, url: url.to_owned() }
+    }
+
+    /// A call with a raw body; `key` is shown when there is one.
+    pub async fn call(&self, method: &str, path: &str, body: Option<Vec<u8>>, key: Option<&str>, within: Duration) -> Reply {
+        let method = reqwest::Method::from_bytes(method.as_bytes()).unwrap();
+        let mut request = self.http.request(method, format!("{}{path}", self.url)).timeout(within);
+        if let Some(key) = key {
+            request = request.bearer_auth(key);
+        }
+        if let Some(body) = body {
+            request = request.header("content-type", "application/json").body(body);
+        }
+        let Ok(response) = request.send().await else { return Reply { status: None, text: String::new() } };
+        let status = response.status().as_u16();
+        match response.text().await {
+            Ok(text) => Reply { status: Some(status), text },
+            Err(_) => Reply { status: None, text: String::new() },
+        }
+    }
+
+    pub async fn get(&self, path: &str) -> Reply {
+        self.call("GET", path, None, Some(KEY), Duration::from_secs(60)).await
+    }
+
+    pub async fn post(&self, path: &str, body: &Value) -> Reply {
+        self.call("POST", path, Some(body.to_string().into_bytes()), Some(KEY), Duration::from_secs(120)).await
+    }
+
+    /// Text and log-probs of a greedy completion.
+    pub async fn complete(&self, prompt: &str, tokens: usize) -> (String, Vec<f64>) {
+        let body = serde_json::json!({
+            "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1, "ignore_eos": true,
+        });
+        let reply = self.post("/v1/completions", &body).await;
+        assert_eq!(reply.status, Some(200), "{}", reply.text);
+        let choice = reply.json()["choices"][0].clone();
+        let logprobs = choice["logprobs"]["token_logprobs"].as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect();
+        (choice["text"].as_str().unwrap().to_owned(), logprobs)
+    }
+
+    /// Waits until the server says that it works on a request.
+    pub async fn busy(&self) {
+        let working = async {
+            loop {
+                let metrics = self.get("/metrics").await.text;
+                let running = metrics.lines().find(|line| line.starts_with("vllm:num_requests_running"));
+                if running.is_some_and(|line| line.ends_with(" 1.0")) {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(60), working).await.expect("the request did not begin");
+    }
+}

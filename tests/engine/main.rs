@@ -1,0 +1,13 @@
+//! The engine adapters and simulators against the real server.
+//!
+//! `WEIGHTSYNC_VENV` names a virtual environment with vLLM 0.32 (`make engine-test` sets it): each test then plays on the simulator and on
+//! the real server and compares. Without it, the same steps and expectations are held against the simulator alone.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod adapter;
+mod client;
+mod models;
+mod real;
+mod script;
+mod shape;

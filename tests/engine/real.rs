@@ -1,0 +1,113 @@
+//! Servers under test: the real vLLM as a process, or the simulator as a process of this crate's own binary.
+
+use std::fs::File;
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use super::client::{Client, KEY};
+
+/// The virtual environment with vLLM, where there is one.
+pub fn venv() -> Option<PathBuf> {
+    std::env::var_os("WEIGHTSYNC_VENV").map(PathBuf::from)
+}
+
+/// vLLM takes 25 s on an idle machine, and minutes on one whose cores build something else.
+const START: Duration = Duration::from_secs(900);
+
+/// A running server; ended with all its children when it is dropped.
+pub struct Server {
+    child: Child,
+    pub url: String,
+    log: TempDir,
+}
+
+impl Server {
+    /// The real vLLM 0.32 on a checkpoint; call [`ready`](Self::ready) before use.
+    pub fn vllm(venv: &Path, model: &Path) -> Self {
+        let mut command = Command::new(venv.join("bin/vllm"));
+        let port = free_port();
+        command.arg("serve").arg(model).args(["--served-model-name", "m", "--host", "127.0.0.1", "--port", &port.to_string()]);
+        command.args([
+            "--dtype",
+            "bfloat16",
+            "--enforce-eager",
+            "--max-model-len",
+            "512",
+            "--max-num-seqs",
+            "4",
+            "--enable-prefix-caching",
+        ]);
+        for (name, value) in [
+            ("VLLM_SERVER_DEV_MODE", "1"),
+            ("VLLM_API_KEY", KEY),
+            ("VLLM_TARGET_DEVICE", "cpu"),
+            ("VLLM_CPU_KVCACHE_SPACE", "1"),
+            ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            ("OMP_NUM_THREADS", "1"),
+            ("HF_HUB_OFFLINE", "1"),
+            ("VLLM_NO_USAGE_STATS", "1"),
+        ] {
+            command.env(name, value);
+        }
+        Self::start(command, port)
+    }
+
+    /// The simulator on a checkpoint.
+    pub fn simulator(model: &Path, faults: &str) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_weightsync"));
+        let port = free_port();
+        command.args(["simulate-engine", "--engine", "vllm", "--served-model-name", "m", "--port", &port.to_string()]);
+        command.args(["--max-model-len", "512", "--api-key-env", "SIMULATOR_KEY", "--faults", faults]).arg("--model").arg(model);
+        command.env("SIMULATOR_KEY", KEY);
+        Self::start(command, port)
+    }
+
+    fn start(mut command: Command, port: u16) -> Self {
+        let log = TempDir::new().unwrap();
+        let out = File::create(log.path().join("log")).unwrap();
+        let child = command.stdin(Stdio::null()).stderr(out.try_clone().unwrap()).stdout(out).process_group(0).spawn().unwrap();
+        Self { child, url: format!("http://127.0.0.1:{port}"), log }
+    }
+
+    /// Waits until it answers and has generated its first token, which takes vLLM seconds.
+    pub async fn ready(&mut self) -> Client {
+        let client = Client::new(&self.url);
+        let deadline = Instant::now() + START;
+        while client.get("/health").await.status != Some(200) {
+            let ended = self.child.try_wait().unwrap();
+            assert!(ended.is_none() && Instant::now() < deadline, "the server did not start ({ended:?}):\n{}", self.log_tail());
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        client.complete("Warm up", 1).await;
+        client
+    }
+
+    fn log_tail(&self) -> String {
+        let log = std::fs::read_to_string(self.log.path().join("log")).unwrap_or_default();
+        let lines: Vec<_> = log.lines().collect();
+        lines[lines.len().saturating_sub(40)..].join("\n")
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let group = rustix::process::Pid::from_child(&self.child);
+        let _sent = rustix::process::kill_process_group(group, rustix::process::Signal::TERM);
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while Instant::now() < deadline && self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let _sent = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+        let _ended = self.child.wait();
+    }
+}
+
+/// A port that was free a moment ago.
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
