@@ -57,7 +57,7 @@ impl Rollout {
                     inner.kept = Some(version.clone());
                     inner.staged = inner.staged.take().filter(|staged| !Arc::ptr_eq(staged, &version));
                     inner.stop_receiving();
-                    return false;
+                    false
                 }
                 Ok(Err(error)) => {
                     tracing::warn!(version = version.held.version, dirty = error.dirty, %error, "an install did not end well");
