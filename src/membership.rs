@@ -22,6 +22,8 @@ mod decision;
 mod ending;
 mod forming;
 mod group;
+#[cfg(test)]
+mod model;
 mod mutation;
 mod need;
 mod observation;
@@ -53,7 +55,7 @@ use updates::Updates;
 const MOVES: usize = 64;
 
 /// Membership of one object. One owner calls [`step`](Self::step) for each observation, in the order of their arrival.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Membership {
     config: MembershipConfig,
     switch: Switch,
@@ -146,10 +148,24 @@ impl Membership {
         if self.stopped.is_some() {
             return Vec::new();
         }
+        if self.is_only_a_heartbeat(now_ms, &observation) {
+            return Vec::new();
+        }
         self.set_clock(now_ms);
         self.observe(observation);
         self.settle();
         std::mem::take(&mut self.out)
+    }
+
+    /// A heartbeat of an agent that is well changes nothing but its limit; with a thousand agents it is most of what happens.
+    fn is_only_a_heartbeat(&mut self, now_ms: u64, observation: &Observation) -> bool {
+        let Observation::Alive { from } = observation else { return false };
+        let silent = self.agents.get(from).is_some_and(|agent| matches!(agent.link, agents::Link::Silent(_)));
+        if silent || self.wake.is_none_or(|wake| now_ms >= wake) {
+            return false;
+        }
+        self.agents.alive(self.now.max(now_ms), from);
+        true
     }
 
     /// When to call [`step`](Self::step) with `Tick` at the latest, if nothing else happens before.
@@ -192,13 +208,13 @@ impl Membership {
         if !self.planned {
             return;
         }
+        let mut assessment = self.assess();
         for _ in 0..MOVES {
-            let assessment = self.assess();
             if !self.advance(&assessment) {
                 break;
             }
+            assessment = self.assess();
         }
-        let assessment = self.assess();
         for outcast in assessment.out.values() {
             if let Some(at) = outcast.retry_at {
                 self.wake_at(at);
@@ -218,9 +234,8 @@ impl Membership {
         match &self.forming {
             Some(Forming::Round(_)) => return self.advance_round(assessment),
             Some(Forming::Persisting(_)) => {
-                self.find_lost(assessment);
                 self.persist_again();
-                return false;
+                return self.find_lost(assessment);
             }
             None => {}
         }

@@ -64,7 +64,7 @@ impl Agent {
 }
 
 /// All agents of one object.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Agents {
     all: BTreeMap<Incarnation, Agent>,
     /// Lives that a newer one replaced: they never come back, however late their messages are.
@@ -118,10 +118,11 @@ impl Agents {
         }
     }
 
-    /// An agent says all it knows of itself. Ignored from a life that was never announced or was replaced.
+    /// An agent says all it knows of itself. Ignored from a life that was never announced (since its
+    /// connection was lost) or was replaced.
     pub(super) fn state(&mut self, now: u64, state: MemberState) {
         let incarnation = state.incarnation.clone();
-        let Some(agent) = self.all.get_mut(&incarnation) else { return };
+        let Some(agent) = self.all.get_mut(&incarnation).filter(|agent| !matches!(agent.link, Link::Lost(_))) else { return };
         let updating = state.phase == MemberPhase::Updating;
         let same_update = agent.state.as_ref().is_some_and(|before| {
             before.phase == MemberPhase::Updating

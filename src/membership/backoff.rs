@@ -32,7 +32,7 @@ pub(super) enum Weight {
 }
 
 /// All members' failures.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Backoff {
     members: BTreeMap<MemberName, Strike>,
     switch: Switch,

@@ -211,7 +211,7 @@ impl Membership {
         if blamed.is_empty() {
             let reports = round.reports.iter().map(|((reporter, peer), (_, cause))| (reporter, peer, cause.as_str()));
             let role = |name: &MemberName| round.roster.member(name).map(|member| member.role);
-            for (name, message) in unreachable(&reports, role) {
+            for (name, message) in unreachable(reports, role) {
                 blamed.insert(name, (Reason::PeerUnreachable, message));
             }
         }

@@ -8,7 +8,7 @@ use crate::protocol::{EpochId, HeldVersion, Incarnation, MemberName, Reason, Rol
 use super::assess::Eligible;
 
 /// A committed group.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Group {
     pub id: EpochId,
     pub roster: Roster,
@@ -67,7 +67,7 @@ impl Group {
 }
 
 /// A group on its way.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) enum Forming {
     /// Its number is being written.
     Persisting(Persisting),
@@ -76,7 +76,7 @@ pub(super) enum Forming {
 }
 
 /// A number that is being written.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Persisting {
     pub epoch: u64,
     pub why: Reason,
@@ -88,7 +88,7 @@ pub(super) struct Persisting {
 }
 
 /// Members that are being asked.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Round {
     pub id: EpochId,
     pub roster: Roster,
@@ -108,7 +108,7 @@ pub(super) struct Round {
 }
 
 /// Where a round is.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) enum Phase {
     Preparing,
     Committing {
@@ -153,26 +153,31 @@ impl Round {
     }
 }
 
-/// Of members that report each other unreachable, those to leave out: whoever several cannot reach; of two, never the source, and
-/// rather the one that is reported than the one that reports.
+/// Of members that cannot reach each other, those to leave out so that no such pair is left: whoever is part of most pairs; of two that
+/// are alike rather a rollout than a source, and rather the one that is reported than the one that reports.
 pub(super) fn unreachable<'a>(
-    reports: &(impl Iterator<Item = (&'a MemberName, &'a MemberName, &'a str)> + Clone),
+    reports: impl Iterator<Item = (&'a MemberName, &'a MemberName, &'a str)>,
     role: impl Fn(&MemberName) -> Option<Role>,
 ) -> BTreeMap<MemberName, String> {
-    let mut blamed: BTreeMap<MemberName, String> = BTreeMap::new();
-    let reporters = |peer: &MemberName| reports.clone().filter(|(_, other, _)| *other == peer).count();
-    for (reporter, peer, cause) in reports.clone() {
-        if role(peer).is_none() || role(reporter).is_none() {
-            continue;
-        }
-        let peer_is_source = role(peer) == Some(Role::Source);
-        let mutual = reports.clone().any(|(other, back, _)| other == peer && back == reporter);
-        let reporter_is_worse = mutual && role(reporter) != Some(Role::Source) && reporters(reporter) > reporters(peer);
-        if peer_is_source && reporters(peer) < 2 || reporter_is_worse {
-            blamed.entry(reporter.clone()).or_insert_with(|| format!("it cannot reach {peer}: {cause}"));
-        } else {
-            blamed.entry(peer.clone()).or_insert_with(|| format!("{reporter} cannot reach it: {cause}"));
-        }
+    let known =
+        |(reporter, peer, _): &(&MemberName, &MemberName, &str)| reporter != peer && role(reporter).is_some() && role(peer).is_some();
+    let mut open: Vec<_> = reports.filter(known).collect();
+    let mut blamed = BTreeMap::new();
+    while let Some((reporter, peer, _)) = open.first().copied() {
+        let others = |name: &MemberName| {
+            let pairs =
+                open.iter().filter_map(|(one, other, _)| if *one == name { Some(*other) } else { Some(*one).filter(|_| *other == name) });
+            pairs.collect::<BTreeSet<_>>().len()
+        };
+        let weight =
+            |name: &MemberName| (others(name), role(name) == Some(Role::Rollout), open.iter().filter(|report| report.1 == name).count());
+        let names: BTreeSet<&MemberName> = open.iter().flat_map(|(one, other, _)| [*one, *other]).collect();
+        let worst = names.into_iter().max_by_key(|name| weight(name)).map_or_else(|| peer.clone(), Clone::clone);
+        let cause = open.iter().find(|(one, other, _)| **one == worst || **other == worst).map_or("", |(_, _, cause)| *cause);
+        let message =
+            if &worst == reporter { format!("it cannot reach {peer}: {cause}") } else { format!("{reporter} cannot reach it: {cause}") };
+        open.retain(|(one, other, _)| **one != worst && **other != worst);
+        blamed.insert(worst, message);
     }
     blamed
 }

@@ -40,11 +40,14 @@ impl Membership {
         if let Some(out) = assessment.out.get(name) {
             return (out.reason, out.message.clone());
         }
-        if let Some(left) = self.left_out.iter().find(|left| &left.who == name) {
+        let left = self.left_out.iter().find(|left| &left.who == name);
+        let link = life.and_then(|life| self.agents.get(life)).map(|agent| &agent.link);
+        // An agent that died explains better than an engine that it left paused.
+        if let Some(left) = left.filter(|left| left.code == LeftOutCode::Terminating || link == Some(&Link::Live)) {
             let reason = if left.code == LeftOutCode::Terminating { Reason::Terminating } else { Reason::NotCandidate };
             return (reason, left.message.clone());
         }
-        match life.and_then(|life| self.agents.get(life)).map(|agent| &agent.link) {
+        match link {
             Some(Link::Lost(cause)) => (Reason::AgentLost, cause.clone()),
             Some(Link::Silent(_)) => (Reason::AgentSilent, "its agent said nothing any more".to_owned()),
             _ => (Reason::NotCandidate, "its pod is gone or not selected any more".to_owned()),
@@ -68,9 +71,9 @@ impl Membership {
         self.strike(name, weight, reason, message);
     }
 
-    /// Finds members of the group that are not what they were.
-    pub(super) fn find_lost(&mut self, assessment: &Assessment) {
-        let Some(group) = &self.group else { return };
+    /// Finds members of the group that are not what they were. True when it found any.
+    pub(super) fn find_lost(&mut self, assessment: &Assessment) -> bool {
+        let Some(group) = &self.group else { return false };
         let mut lost: Vec<(MemberName, Reason, String)> = Vec::new();
         let mut leaving = Vec::new();
         let mut astray = Vec::new();
@@ -92,7 +95,7 @@ impl Membership {
             }
         }
         let now = self.now;
-        let Some(group) = &mut self.group else { return };
+        let Some(group) = &mut self.group else { return false };
         group.leaving.retain(|name, _| leaving.contains(name));
         let mut left = Vec::new();
         for name in leaving {
@@ -116,7 +119,7 @@ impl Membership {
             Some(at) if now >= at => {
                 let reports = group.reports.iter().map(|((reporter, peer), (_, cause))| (reporter, peer, cause.as_str()));
                 let role = |name: &MemberName| group.roster.member(name).map(|member| member.role);
-                let blamed = unreachable(&reports, role);
+                let blamed = unreachable(reports, role);
                 group.reports.clear();
                 lost.extend(blamed.into_iter().map(|(name, message)| (name, Reason::PeerUnreachable, message)));
             }
@@ -130,6 +133,7 @@ impl Membership {
             let (_, message) = self.why_lost(&name, None, assessment);
             self.event(Reason::MemberLeft, message, Some(name), false);
         }
+        let found = !lost.is_empty();
         for (name, reason, message) in lost {
             if reason == Reason::PeerUnreachable {
                 self.strike(&name, Weight::Failure, reason, &message);
@@ -141,6 +145,7 @@ impl Membership {
                 group.lost.entry(name).or_insert((reason, message));
             }
         }
+        found
     }
 
     /// Remembers since when members could join.

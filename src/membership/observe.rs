@@ -99,16 +99,13 @@ impl Membership {
 
     fn note_prepared(&mut self, id: &EpochId, member: &MemberName, response: PrepareResponse) {
         let stale = self.switch.is(Mutation::StaleIncarnationAccepted);
-        let now = self.now;
         let Some(round) = self.asked(id) else { return };
         if !matches!(round.phase, Phase::Preparing) || !stale && round.life(member) != Some(&response.incarnation) {
             return;
         }
+        // The state in the answer is not taken: the event stream keeps the order of states, and an answer that was overtaken by it would
+        // show an engine as holding what it has lost since.
         round.prepared.insert(member.clone(), response.data_address);
-        // What it holds, fresher than its event stream: the feeder is chosen by it.
-        if response.state.incarnation == response.incarnation {
-            self.agents.state(now, response.state);
-        }
     }
 
     fn note_committed(&mut self, id: &EpochId, member: &MemberName, from: &Incarnation) {

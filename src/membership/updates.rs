@@ -13,7 +13,7 @@ const RETRY_MAX_MS: u64 = 30_000;
 /// A member that refuses or fails this often in a row is left out of the next epoch.
 const MISSES: u32 = 2;
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Track {
     view: UpdateView,
     began_at: u64,
@@ -39,7 +39,7 @@ pub(super) struct Noted {
 }
 
 /// Updates of one object, by leader.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Updates {
     tracks: BTreeMap<Incarnation, Track>,
     misses: BTreeMap<MemberName, u32>,

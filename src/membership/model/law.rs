@@ -1,0 +1,300 @@
+//! What must hold in every world after every step (design, section 5), and what "healed" means.
+//!
+//! Knows the truth about agents, and what the controller has been told; a claim of status is judged by what it was told, because nobody can
+//! know more.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::agent::Agent;
+use super::names::{member, slot_of};
+use super::world::World;
+use crate::membership::{Decision, GroupStage, MemberStanding, MembershipView, Observation};
+use crate::protocol::*;
+
+/// A group that lost a member, or is being formed, may stay so for this long.
+const BOUND: u64 = 17_000;
+/// An agent may stay in an epoch that is over for this long.
+const STRAY: u64 = 6_000;
+/// One fault makes at most this many epochs.
+const EPOCHS: usize = 14;
+
+#[derive(Debug, Clone, Default)]
+pub(super) struct Law {
+    pub broken: Option<String>,
+    pub stepped_down: bool,
+    /// Slots whose engine really held a version, ever.
+    installed: BTreeMap<Version, BTreeSet<usize>>,
+    /// Lives whose engine really confirmed a version, ever.
+    verified: BTreeSet<(Incarnation, Version)>,
+    prepared: BTreeSet<(u64, MemberName)>,
+    /// By epoch.
+    rosters: BTreeMap<u64, Roster>,
+    told: BTreeMap<Incarnation, MemberState>,
+    planned: BTreeMap<MemberName, String>,
+    version: Version,
+    conflict: bool,
+    forming: Option<(u64, u64)>,
+    broken_group: Option<(u64, u64)>,
+    strays: BTreeMap<usize, u64>,
+    pub epochs_allowed: usize,
+}
+
+impl Law {
+    fn fail(&mut self, what: impl FnOnce() -> String) {
+        if self.broken.is_none() {
+            self.broken = Some(what());
+        }
+    }
+
+    /// The truth about an agent.
+    pub(super) fn note_agent(&mut self, slot: usize, agent: &Agent) {
+        if let Some(held) = agent.installed.as_ref().filter(|_| !agent.dirty && slot != 0) {
+            self.installed.entry(held.version).or_default().insert(slot);
+            self.verified.insert((agent.life.clone(), held.version));
+        }
+        if let Some(epoch) = agent.epoch.as_ref() {
+            self.prepared.insert((epoch.epoch, member(slot)));
+        }
+    }
+
+    /// What the controller is told.
+    pub(super) fn note_observation(&mut self, observation: &Observation) {
+        match observation {
+            Observation::State(state) => {
+                self.told.insert(state.incarnation.clone(), (**state).clone());
+            }
+            Observation::Candidates { candidates, .. } => {
+                self.planned = candidates.iter().map(|candidate| (candidate.name.clone(), candidate.pods[0].uid.clone())).collect();
+            }
+            Observation::PersistConflict { .. } => self.conflict = true,
+            _ => {}
+        }
+    }
+
+    /// A new controller knows nothing of what the old one was told.
+    pub(super) fn controller_restarted(&mut self, _now: u64) {
+        self.told.clear();
+        self.planned.clear();
+        self.forming = None;
+        self.broken_group = None;
+        self.conflict = false;
+        self.stepped_down = false;
+    }
+
+    fn check_roster(&mut self, id: &EpochId, roster: &Roster) {
+        let mut next = 0;
+        for (position, entry) in roster.members.iter().enumerate() {
+            if entry.rank_offset != next {
+                self.fail(|| format!("{}: {} has offset {}, not {next}", id.epoch, entry.name, entry.rank_offset));
+            }
+            if entry.role == Role::Source && position != 0 {
+                self.fail(|| format!("{}: the source is not rank 0", id.epoch));
+            }
+            next = entry.rank_offset + entry.size;
+        }
+        if roster.world_size != next {
+            self.fail(|| format!("{}: world size {} is not {next}", id.epoch, roster.world_size));
+        }
+        let known = self.rosters.entry(id.epoch).or_insert_with(|| roster.clone());
+        if known != roster {
+            self.fail(|| format!("{}: two members were sent different rosters", id.epoch));
+        }
+        if self.rosters.len() > self.epochs_allowed.max(EPOCHS) {
+            self.fail(|| "too many epochs".to_owned());
+        }
+    }
+}
+
+impl World {
+    fn fail(&mut self, what: impl FnOnce() -> String) {
+        self.law.fail(what);
+    }
+
+    /// What a decision must keep to.
+    pub(super) fn law_on_decision(&mut self, decision: &Decision) {
+        let acts = matches!(decision, Decision::PersistEpoch { .. } | Decision::Prepare { .. } | Decision::Commit { .. });
+        if acts && self.law.conflict {
+            self.fail(|| format!("{decision:?} although another controller decides"));
+        }
+        match decision {
+            Decision::PersistEpoch { epoch } => {
+                let highest = self.law.rosters.keys().copied().max().unwrap_or(0);
+                if *epoch <= highest {
+                    self.fail(|| format!("epoch {epoch} is used again"));
+                }
+            }
+            Decision::Prepare { to, request } => {
+                let id = &request.id;
+                if id.epoch > self.stored_epoch {
+                    self.fail(|| format!("{} hears of epoch {} before it is written", request.member, id.epoch));
+                }
+                if self.law.rosters.keys().any(|other| *other > id.epoch) {
+                    self.fail(|| format!("epoch {} after a higher one", id.epoch));
+                }
+                let uid = request.roster.member(&request.member).map(|entry| entry.pods[0].uid.clone());
+                let planned = self.law.planned.get(&request.member).cloned();
+                let kept = planned.is_none();
+                if uid.as_deref() != Some(to.pod_uid.as_str()) || !kept && planned.as_deref() != Some(to.pod_uid.as_str()) {
+                    self.fail(|| format!("{} of pod {} is asked, the plan says {planned:?}", request.member, to.pod_uid));
+                }
+                self.law.check_roster(id, &request.roster);
+            }
+            Decision::Commit { member, request, .. } => {
+                let roster = self.law.rosters.get(&request.id.epoch).cloned().unwrap_or_default();
+                for entry in &roster.members {
+                    if !self.law.prepared.contains(&(request.id.epoch, entry.name.clone())) {
+                        self.fail(|| format!("{member} commits {} although {} never prepared it", request.id.epoch, entry.name));
+                    }
+                }
+                if let Some(feeder) = &request.feeder {
+                    let address = request.addresses.iter().find(|address| &address.member == feeder);
+                    let state = address.and_then(|address| self.law.told.get(&address.incarnation));
+                    if state.is_none_or(|state| state.retained != request.current) {
+                        self.fail(|| format!("{feeder} is to feed {:?}, which it does not hold", request.current));
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// What must hold after every step.
+    pub(super) fn check(&mut self) {
+        let view = self.membership.view();
+        self.check_version(&view);
+        self.check_members(&view);
+        self.check_bounds(&view);
+        self.check_strays(&view);
+        if view.stage != GroupStage::Adopting {
+            self.stored_version.clone_from(&view.version);
+        }
+    }
+
+    fn check_version(&mut self, view: &MembershipView) {
+        let version = view.version.as_ref().map_or(0, |held| held.version);
+        let before = self.law.version;
+        if version < before {
+            self.fail(|| format!("the version went back from {before} to {version}"));
+        }
+        let holders = self.law.installed.get(&version).map_or(0, BTreeSet::len);
+        if version > before && (holders as u32) < view.min_ready {
+            self.fail(|| format!("version {version} counts although only {holders} replicas ever held it"));
+        }
+        self.law.version = version.max(before);
+    }
+
+    fn check_members(&mut self, view: &MembershipView) {
+        for shown in &view.members {
+            let slot = slot_of(&shown.name);
+            if shown.reason == Reason::BackingOff && !self.slots[slot].guilty {
+                self.fail(|| format!("{} is held off although nothing was wrong with it: {}", shown.name, shown.message));
+            }
+            if shown.role != Role::Rollout || !matches!(shown.standing, MemberStanding::Ready | MemberStanding::Updating) {
+                continue;
+            }
+            let Some(life) = &shown.incarnation else {
+                self.fail(|| format!("{} is ready and has no agent", shown.name));
+                continue;
+            };
+            let planned = self.law.planned.get(&shown.name);
+            if planned.is_some_and(|uid| *uid != life.pod_uid) {
+                self.fail(|| format!("{} is ready by an agent of a pod that is gone", shown.name));
+            }
+            let Some(current) = view.version.as_ref().map(|held| held.version) else { continue };
+            let told = self.law.told.get(life);
+            let installed = told.and_then(|state| state.installed.as_ref()).map_or(0, |held| held.version);
+            let dirty = told.is_none_or(|state| state.phase == MemberPhase::Dirty);
+            if dirty || installed < current || !self.law.verified.contains(&(life.clone(), installed)) {
+                self.fail(|| format!("{} counts as ready at {current} with {installed} installed, dirty {dirty}", shown.name));
+            }
+        }
+    }
+
+    /// Every state has an end.
+    fn check_bounds(&mut self, view: &MembershipView) {
+        let now = self.now;
+        let forming = matches!(view.stage, GroupStage::Preparing | GroupStage::Committing)
+            || view.stage == GroupStage::Persisting && !self.api_down && !self.rival;
+        let epoch = view.id.as_ref().map_or(0, |id| id.epoch);
+        self.law.forming = forming.then(|| self.law.forming.filter(|(of, _)| *of == epoch).unwrap_or((epoch, now)));
+        if let Some((_, since)) = self.law.forming
+            && now > since + BOUND
+        {
+            self.fail(|| format!("epoch {epoch} has been {:?} for {} ms", view.stage, now - since));
+        }
+        let gone = |slot: usize| self.slots[slot].agent.is_none() || self.slots[slot].frozen;
+        let broken = view.committed && view.members.iter().any(|shown| shown.rank_offset.is_some() && gone(slot_of(&shown.name)));
+        let broken = broken && !self.api_down && !self.rival && !self.law.stepped_down;
+        self.law.broken_group = broken.then(|| self.law.broken_group.filter(|(of, _)| *of == epoch).unwrap_or((epoch, now)));
+        if let Some((_, since)) = self.law.broken_group
+            && now > since + BOUND / 2
+        {
+            self.fail(|| format!("a member of epoch {epoch} is dead or silent for {} ms and nothing happens", now - since));
+        }
+    }
+
+    /// Nobody stays in an epoch that is over.
+    fn check_strays(&mut self, view: &MembershipView) {
+        for slot in 0..self.slots.len() {
+            let here = &self.slots[slot];
+            let heard = here.attached == Some(self.reign) && !here.frozen && self.now >= here.slow.1;
+            let epoch = here.agent.as_ref().filter(|_| heard).and_then(|agent| agent.epoch.as_ref());
+            let stray = epoch.is_some_and(|epoch| match &view.id {
+                Some(id) => epoch.epoch < id.epoch,
+                None => view.stage == GroupStage::Idle,
+            });
+            if !stray {
+                self.law.strays.remove(&slot);
+                continue;
+            }
+            let since = *self.law.strays.entry(slot).or_insert(self.now);
+            if self.now > since + STRAY {
+                self.fail(|| format!("{} is still in an epoch that is over", member(slot)));
+            }
+        }
+    }
+
+    /// Whether everybody who lives serves the version that the trainer wants out; if not, why not.
+    pub(super) fn healed(&self) -> Result<(), String> {
+        let view = self.membership.view();
+        let lives = |slot: &usize| {
+            let here = &self.slots[*slot];
+            here.exists && !here.terminating && !here.frozen && here.agent.as_ref().is_some_and(|agent| agent.healthy)
+        };
+        let living: Vec<usize> = (0..self.slots.len()).filter(lives).collect();
+        let can_publish = living.contains(&0) && living.len() as u32 > view.min_ready;
+        let version = if can_publish { self.wanted } else { view.version.as_ref().map_or(0, |held| held.version) };
+        let retains = |slot: &usize| self.slots[*slot].agent.as_ref().and_then(|agent| agent.retained.clone()) == view.version;
+        for slot in &living {
+            let Some(agent) = &self.slots[*slot].agent else { continue };
+            let held = agent.installed.as_ref().map_or(0, |held| held.version);
+            // Without a trainer, and with nobody else who retains the version, it waits; it must not count as ready, and does not.
+            let fed = can_publish || version > 0 && living.iter().any(|other| other != slot && retains(other));
+            let lacks = *slot != 0 && fed && (held < version || agent.dirty);
+            if lacks || can_publish && held < version || agent.incoming.is_some() || agent.leading.is_some() {
+                return Err(format!("{} holds {held} of {version}, dirty {}", member(*slot), agent.dirty));
+            }
+        }
+        if living.len() == 1 || !can_publish {
+            return match view.stage {
+                GroupStage::Idle | GroupStage::Committed => Ok(()),
+                stage => Err(format!("{stage:?}")),
+            };
+        }
+        if view.stage != GroupStage::Committed || view.version.as_ref().map(|held| held.version) != Some(version) {
+            return Err(format!("{:?} at version {:?}", view.stage, view.version));
+        }
+        for slot in &living {
+            let commit = self.slots[*slot].agent.as_ref().and_then(|agent| agent.commit.as_ref());
+            if commit.map(|commit| &commit.id) != view.id.as_ref() {
+                return Err(format!("{} is not in the group", member(*slot)));
+            }
+            let shown = view.members.iter().find(|shown| shown.name == member(*slot));
+            if shown.is_none_or(|shown| shown.standing != MemberStanding::Ready) {
+                return Err(format!("{} is shown as {shown:?}", member(*slot)));
+            }
+        }
+        let grouped = view.members.iter().filter(|shown| shown.rank_offset.is_some()).count();
+        if grouped == living.len() { Ok(()) } else { Err(format!("{grouped} in the group, {} live", living.len())) }
+    }
+}

@@ -1,0 +1,417 @@
+//! A world: one controller with the real membership, abstract agents, a network, an API server, and a clock that jumps from one event to
+//! the next. The same seedless world played twice is the same; only faults make worlds differ.
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use super::agent::{Agent, PeerMessage, Reminder, Wants};
+use super::law::Law;
+use super::names::{config, member, size};
+use crate::membership::mutation::Switch;
+use crate::membership::{Decision, Membership, Observation, Restored};
+use crate::plan::{Candidate, LeftOut, LeftOutCode};
+use crate::protocol::*;
+
+/// One way through the network, in ms.
+pub(super) const LATENCY: u64 = 2;
+const HEARTBEAT: u64 = 1_000;
+
+/// What is on its way.
+#[derive(Clone)]
+pub(super) enum Event {
+    /// To the controller of that reign.
+    Observe {
+        reign: u32,
+        observation: Rc<Observation>,
+        stream_of: Option<usize>,
+    },
+    /// The controller reads the plan, as it is when it reads it.
+    Plan {
+        reign: u32,
+    },
+    /// The API server has the number; it answers.
+    Persist {
+        reign: u32,
+        epoch: u64,
+    },
+    Prepare {
+        slot: usize,
+        life: Incarnation,
+        reign: u32,
+        request: Rc<PrepareRequest>,
+    },
+    Commit {
+        slot: usize,
+        life: Incarnation,
+        reign: u32,
+        request: Rc<CommitRequest>,
+    },
+    /// Fence or release.
+    End {
+        slot: usize,
+        life: Incarnation,
+        id: EpochId,
+    },
+    Peer {
+        from: usize,
+        slot: usize,
+        life: Option<Incarnation>,
+        message: PeerMessage,
+    },
+    Remind {
+        slot: usize,
+        life: Incarnation,
+        reminder: Reminder,
+    },
+    /// The agent announces itself, unless somebody listens to it.
+    Announce {
+        slot: usize,
+        life: Incarnation,
+    },
+    /// A slot gets a new pod, or its engine or agent changes.
+    Cluster {
+        slot: usize,
+        change: Change,
+    },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Change {
+    NewPod,
+    Healthy,
+    Thaw,
+    Gone,
+    ApiBack,
+}
+
+#[derive(Clone)]
+pub(super) struct Slot {
+    pub generation: u32,
+    pub exists: bool,
+    pub terminating: bool,
+    pub agent: Option<Agent>,
+    pub frozen: bool,
+    /// What it will find when it wakes up.
+    pub backlog: Vec<Event>,
+    /// The reign that listens to its events.
+    pub attached: Option<u32>,
+    /// Nothing of its stream arrives before that.
+    pub stream_floor: u64,
+    /// All that it sends takes this much longer, until then.
+    pub slow: (u64, u64),
+    /// Other agents cannot reach it, nor it them; the controller can.
+    pub unreachable_until: u64,
+    /// Whether a fault was aimed at it: only such members may be held off.
+    pub guilty: bool,
+    pub engine_start: u32,
+}
+
+#[derive(Clone)]
+pub(super) struct World {
+    pub now: u64,
+    sequence: u64,
+    pub queue: BTreeMap<(u64, u64), Event>,
+    next_beat: u64,
+    pub membership: Membership,
+    pub reign: u32,
+    switch: Switch,
+    min_ready: u32,
+    pub stored_epoch: u64,
+    /// Who wrote it.
+    pub stored_by: u32,
+    pub stored_version: Option<HeldVersion>,
+    pub api_down: bool,
+    pub slots: Vec<Slot>,
+    lives: u32,
+    /// The version that the trainer wants out.
+    pub wanted: Version,
+    pub law: Law,
+    /// Events that were played.
+    pub steps: u64,
+    /// Whether another controller took over.
+    pub rival: bool,
+    pub trace: Option<Vec<String>>,
+}
+
+impl World {
+    /// A source and rollouts that are all about to announce themselves.
+    pub(super) fn new(rollouts: usize, min_ready: u32, switch: Switch) -> Self {
+        let slot = Slot {
+            generation: 0,
+            exists: false,
+            terminating: false,
+            agent: None,
+            frozen: false,
+            backlog: Vec::new(),
+            attached: None,
+            stream_floor: 0,
+            slow: (0, 0),
+            unreachable_until: 0,
+            guilty: false,
+            engine_start: 0,
+        };
+        let mut world = Self {
+            now: 0,
+            sequence: 0,
+            queue: BTreeMap::new(),
+            next_beat: HEARTBEAT,
+            membership: Membership::with_switch(config(min_ready), Restored::default(), switch),
+            reign: 1,
+            switch,
+            min_ready,
+            stored_epoch: 0,
+            stored_by: 1,
+            stored_version: None,
+            api_down: false,
+            slots: vec![slot; rollouts + 1],
+            lives: 0,
+            wanted: 1,
+            law: Law::default(),
+            steps: 0,
+            rival: false,
+            trace: None,
+        };
+        for slot in 0..=rollouts {
+            world.new_pod(slot);
+        }
+        world
+    }
+
+    pub(super) fn post(&mut self, delay: u64, event: Event) {
+        self.sequence += 1;
+        self.queue.insert((self.now + delay, self.sequence), event);
+    }
+
+    /// How much longer a message of that slot takes now.
+    fn slowness(&self, slot: usize) -> u64 {
+        let (by, until) = self.slots[slot].slow;
+        if self.now < until { by } else { 0 }
+    }
+
+    fn observe_later(&mut self, delay: u64, observation: Observation) {
+        let event = Event::Observe { reign: self.reign, observation: Rc::new(observation), stream_of: None };
+        self.post(delay, event);
+    }
+
+    /// Sends over an agent's event stream, which keeps the order.
+    pub(super) fn stream(&mut self, slot: usize, observation: Observation) {
+        let Some(reign) = self.slots[slot].attached.filter(|reign| *reign == self.reign) else { return };
+        let at = (self.now + LATENCY + self.slowness(slot)).max(self.slots[slot].stream_floor);
+        self.slots[slot].stream_floor = at;
+        let event = Event::Observe { reign, observation: Rc::new(observation), stream_of: Some(slot) };
+        self.post(at - self.now, event);
+    }
+
+    pub(super) fn pod(&self, slot: usize) -> PodRef {
+        PodRef { name: format!("pod-{slot}"), uid: format!("uid-{slot}-{}", self.slots[slot].generation), node: None }
+    }
+
+    /// Another pod, under the same name.
+    pub(super) fn new_pod(&mut self, slot: usize) {
+        self.slots[slot].generation += 1;
+        self.slots[slot].exists = true;
+        self.slots[slot].terminating = false;
+        self.slots[slot].frozen = false;
+        self.slots[slot].backlog.clear();
+        self.slots[slot].engine_start += 1;
+        self.new_agent(slot, 20 + 7 * slot as u64);
+        self.plan();
+    }
+
+    /// Another process of the agent in the same pod.
+    pub(super) fn new_agent(&mut self, slot: usize, delay: u64) {
+        self.lives += 1;
+        let life = Incarnation { pod_uid: self.pod(slot).uid, instance: format!("life-{}", self.lives) };
+        let start = self.slots[slot].engine_start;
+        self.slots[slot].agent = Some(Agent::new(slot, life.clone(), start));
+        self.slots[slot].attached = None;
+        self.slots[slot].stream_floor = 0;
+        self.post(delay, Event::Announce { slot, life });
+    }
+
+    /// The process dies; whoever was connected sees it at once.
+    pub(super) fn kill(&mut self, slot: usize) {
+        let Some(agent) = self.slots[slot].agent.take() else { return };
+        self.slots[slot].frozen = false;
+        self.slots[slot].backlog.clear();
+        if self.slots[slot].attached == Some(self.reign) {
+            let cause = "connection closed".to_owned();
+            self.observe_later(LATENCY, Observation::AgentLost { from: agent.life.clone(), cause });
+        }
+        self.slots[slot].attached = None;
+        self.plan();
+        for other in 0..self.slots.len() {
+            let same = |peer: &Agent| peer.commit.is_some() && peer.epoch == agent.epoch;
+            if self.slots[other].agent.as_ref().is_some_and(same) && !self.slots[other].frozen {
+                self.with_agent(other, |peer, wants| peer.peer_gone(slot, wants));
+            }
+        }
+    }
+
+    /// The plan changed.
+    pub(super) fn plan(&mut self) {
+        let reign = self.reign;
+        self.post(LATENCY, Event::Plan { reign });
+    }
+
+    /// The plan as it is now.
+    pub(super) fn read_plan(&self) -> Observation {
+        let (mut candidates, mut left_out) = (Vec::new(), Vec::new());
+        for slot in 0..self.slots.len() {
+            if !self.slots[slot].exists {
+                continue;
+            }
+            let role = if slot == 0 { Role::Source } else { Role::Rollout };
+            let pods = vec![self.pod(slot)];
+            // In one slot the pod's readiness follows the engine's, as with a probe of the engine's own.
+            let paused = |agent: &Agent| agent.incoming.as_ref().is_some_and(|incoming| incoming.installing);
+            let unready = slot == 1 && self.slots[slot].agent.as_ref().is_some_and(paused);
+            if self.slots[slot].terminating || unready {
+                let code = if unready { LeftOutCode::NotReady } else { LeftOutCode::Terminating };
+                left_out.push(LeftOut { who: member(slot), role, pods, code, message: format!("{code:?}") });
+            } else {
+                let port = (slot != 0).then_some(8000);
+                candidates.push(Candidate { name: member(slot), role, size: size(slot), pods, port });
+            }
+        }
+        Observation::Candidates { candidates, left_out }
+    }
+
+    /// Does something with an agent and sends what it wants sent.
+    pub(super) fn with_agent<R>(&mut self, slot: usize, act: impl FnOnce(&mut Agent, &mut Wants) -> R) -> Option<R> {
+        let mut wants = Wants::default();
+        let agent = self.slots[slot].agent.as_mut()?;
+        let paused_before = agent.incoming.as_ref().is_some_and(|incoming| incoming.installing);
+        let result = act(agent, &mut wants);
+        self.law.note_agent(slot, agent);
+        let state = agent.state();
+        let changed = agent.last_sent.as_ref() != Some(&state);
+        agent.last_sent = Some(state.clone());
+        let (life, commit) = (agent.life.clone(), agent.commit.clone());
+        let paused = agent.incoming.as_ref().is_some_and(|incoming| incoming.installing);
+        let delay = LATENCY + self.slowness(slot);
+        for (to, message) in wants.peers {
+            let addresses = commit.iter().flat_map(|commit| &commit.addresses);
+            let life = addresses.filter(|address| address.member == member(to)).map(|address| address.incarnation.clone()).next();
+            self.post(delay, Event::Peer { from: slot, slot: to, life, message });
+        }
+        for event in wants.events {
+            let from = life.clone();
+            let observation = match event {
+                AgentEvent::Update { update } => Observation::Update { from, update: Box::new(update) },
+                AgentEvent::PeerLost { id, peer, cause } => Observation::PeerLost { from, id, peer, cause },
+                _ => continue,
+            };
+            self.stream(slot, observation);
+        }
+        for (after, reminder) in wants.reminders {
+            let after = if matches!(reminder, Reminder::Installed(..)) { after + self.slowness(slot) } else { after };
+            self.post(after, Event::Remind { slot, life: life.clone(), reminder });
+        }
+        if changed {
+            self.stream(slot, Observation::State(Box::new(state)));
+        }
+        if slot == 1 && paused != paused_before {
+            self.plan();
+        }
+        Some(result)
+    }
+
+    /// Another controller process, with what the object's status holds.
+    pub(super) fn restart_controller(&mut self) {
+        self.reign += 1;
+        let restored = Restored { term: u64::from(self.reign), epoch: self.stored_epoch, version: self.stored_version.clone() };
+        self.membership = Membership::with_switch(config(self.min_ready), restored, self.switch);
+        for slot in 0..self.slots.len() {
+            self.slots[slot].attached = None;
+            self.slots[slot].stream_floor = 0;
+            if let Some(agent) = &self.slots[slot].agent {
+                let life = agent.life.clone();
+                self.post(150 + 130 * slot as u64, Event::Announce { slot, life });
+            }
+        }
+        self.law.controller_restarted(self.now);
+        self.plan();
+    }
+
+    /// Plays the next thing that happens; `None` when it was only time or a heartbeat.
+    pub(super) fn play_one(&mut self) -> Option<Event> {
+        let event_at = self.queue.first_key_value().map(|((at, _), _)| *at);
+        let wake_at = self.membership.next_wakeup().map(|at| at.max(self.now));
+        let next = [event_at, wake_at, Some(self.next_beat)].into_iter().flatten().min().unwrap_or(self.next_beat);
+        self.now = next;
+        if event_at == Some(next) {
+            return self.queue.pop_first().map(|(_, event)| event);
+        }
+        if wake_at == Some(next) {
+            self.tell(Observation::Tick);
+        } else {
+            self.beat();
+        }
+        None
+    }
+
+    /// Heartbeats of all, and the trainer looks after its version.
+    fn beat(&mut self) {
+        self.next_beat = self.now + HEARTBEAT;
+        for slot in 0..self.slots.len() {
+            let here = &self.slots[slot];
+            let speaks = here.attached == Some(self.reign) && !here.frozen && here.stream_floor <= self.now;
+            if let Some(from) = here.agent.as_ref().filter(|_| speaks).map(|agent| agent.life.clone()) {
+                self.tell(Observation::Alive { from });
+            }
+        }
+        self.check();
+        let wanted = self.wanted;
+        if !self.slots[0].frozen {
+            self.with_agent(0, |source, wants| source.publish(wanted, wants));
+        }
+    }
+
+    /// The controller takes a step.
+    pub(super) fn tell(&mut self, observation: Observation) {
+        self.steps += 1;
+        if let Some(trace) = &mut self.trace {
+            trace.push(format!("{:>6} {}", self.now, super::trace::line(&observation)));
+        }
+        let heartbeat = matches!(observation, Observation::Alive { .. });
+        self.law.note_observation(&observation);
+        let decisions = self.membership.step(self.now, observation);
+        if let Some(trace) = &mut self.trace {
+            trace.extend(decisions.iter().map(|decision| format!("{:>6}    -> {decision:?}", self.now)));
+        }
+        let quiet = heartbeat && decisions.is_empty();
+        for decision in decisions {
+            self.carry_out(decision);
+        }
+        if !quiet {
+            self.check();
+        }
+    }
+
+    fn carry_out(&mut self, decision: Decision) {
+        self.law_on_decision(&decision);
+        let reign = self.reign;
+        match decision {
+            Decision::PersistEpoch { epoch } => self.post(LATENCY, Event::Persist { reign, epoch }),
+            Decision::Prepare { to, request } => {
+                let slot = super::names::slot_of(&request.member);
+                let delay = LATENCY + self.slowness(slot);
+                self.post(delay, Event::Prepare { slot, life: to, reign, request: Rc::from(request) });
+            }
+            Decision::Commit { to, member, request } => {
+                let slot = super::names::slot_of(&member);
+                let delay = LATENCY + self.slowness(slot);
+                self.post(delay, Event::Commit { slot, life: to, reign, request: Rc::from(request) });
+            }
+            Decision::Fence { to, request: FenceRequest { id, .. } } | Decision::Release { to, request: ReleaseRequest { id, .. } } => {
+                for life in to {
+                    let slot = (0..self.slots.len()).find(|slot| life.pod_uid.starts_with(&format!("uid-{slot}-"))).unwrap();
+                    self.post(LATENCY + self.slowness(slot), Event::End { slot, life, id: id.clone() });
+                }
+            }
+            Decision::Event { .. } => {}
+            Decision::StepDown { .. } => self.law.stepped_down = true,
+        }
+    }
+}
