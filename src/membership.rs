@@ -36,6 +36,7 @@ mod version;
 mod view;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 pub use config::{BackoffConfig, JoinPolicy, MembershipConfig, Restored};
 pub use decision::Decision;
@@ -75,7 +76,7 @@ pub struct Membership {
     version: Option<HeldVersion>,
     /// Whether the plan was ever seen.
     planned: bool,
-    candidates: Vec<Candidate>,
+    candidates: Vec<Arc<Candidate>>,
     left_out: Vec<LeftOut>,
     agents: Agents,
     backoff: Backoff,
@@ -98,8 +99,8 @@ pub struct Membership {
     deleted: bool,
     /// Why another controller decides now.
     stopped: Option<String>,
-    /// What was wrong after the last step: what is new is told once.
-    degraded: Vec<Degradation>,
+    /// What was seen after the last step.
+    view: MembershipView,
     out: Vec<Decision>,
 }
 
@@ -110,7 +111,7 @@ impl Membership {
     }
 
     fn with_switch(config: MembershipConfig, restored: Restored, switch: Switch) -> Self {
-        Self {
+        let mut membership = Self {
             config,
             switch,
             term: restored.term,
@@ -138,9 +139,16 @@ impl Membership {
             suspended: false,
             deleted: false,
             stopped: None,
-            degraded: Vec::new(),
+            view: MembershipView::empty(),
             out: Vec::new(),
-        }
+        };
+        membership.view = membership.look(&assess::Assessment::default());
+        membership
+    }
+
+    /// Everything that status needs, as it was after the last step.
+    pub fn view(&self) -> MembershipView {
+        self.view.clone()
     }
 
     /// Takes one observation at the time `now_ms` (any clock that never goes back) and tells what is to be done.
@@ -194,8 +202,16 @@ impl Membership {
     /// Asks all questions until nothing changes any more.
     fn settle(&mut self) {
         self.wake = None;
+        let assessment = self.decide();
+        let view = self.look(&assessment);
+        let before = std::mem::replace(&mut self.view, view);
+        self.tell_degradations(&before.degraded);
+    }
+
+    /// Decides; tells how everybody was judged in the end.
+    fn decide(&mut self) -> assess::Assessment {
         if self.stopped.is_some() {
-            return;
+            return self.assess();
         }
         if let Some(at) = self.agents.find_silent(self.now, self.config.agent_silence_ms) {
             self.wake_at(at);
@@ -203,10 +219,10 @@ impl Membership {
         self.learn_version();
         if self.suspended || self.deleted {
             self.let_go();
-            return;
+            return self.assess();
         }
         if !self.planned {
-            return;
+            return assess::Assessment::default();
         }
         let mut assessment = self.assess();
         for _ in 0..MOVES {
@@ -226,7 +242,7 @@ impl Membership {
         if let Some(at) = self.backoff.forgive(self.now, self.config.backoff, in_group) {
             self.wake_at(at);
         }
-        self.tell_degradations(&assessment);
+        assessment
     }
 
     /// One change, if one is due.

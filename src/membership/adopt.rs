@@ -3,6 +3,7 @@
 //! Anything else is formed anew. It never takes over an epoch that it ended itself.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::plan::roster;
 use crate::protocol::{Incarnation, MemberName, MemberPhase, Reason};
@@ -28,8 +29,11 @@ impl Membership {
         if id.weightsync != self.config.weightsync || id.epoch <= self.over {
             return false;
         }
-        let candidates: Vec<_> = assessment.eligible.iter().map(|member| member.candidate.clone()).collect();
-        let roster = roster(&candidates);
+        if states.clone().any(|state| state.epoch.as_ref() != Some(&id)) {
+            return false;
+        }
+        let candidates: Vec<_> = assessment.eligible.iter().map(|member| Arc::clone(&member.candidate)).collect();
+        let roster = roster(&candidates.iter().map(|candidate| (**candidate).clone()).collect::<Vec<_>>());
         let digest = roster.digest();
         let agree = states.all(|state| {
             matches!(state.phase, MemberPhase::Ready | MemberPhase::Updating)

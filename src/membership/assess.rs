@@ -3,6 +3,7 @@
 //! Looks at facts only: the plan's candidates, what their agents last said, what is held against them. It starts nothing.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::plan::{Candidate, LeftOutCode};
 use crate::protocol::{Incarnation, MemberName, MemberPhase, MemberState, Reason, Role};
@@ -14,7 +15,7 @@ use super::mutation::Mutation;
 /// A member that could be in a group, and the life that speaks for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Eligible {
-    pub candidate: Candidate,
+    pub candidate: Arc<Candidate>,
     pub life: Incarnation,
 }
 
@@ -55,33 +56,32 @@ impl Membership {
         let mut assessment = Assessment::default();
         for candidate in &self.candidates {
             match self.judge(candidate) {
-                Ok(life) => assessment.eligible.push(Eligible { candidate: candidate.clone(), life }),
+                Ok(life) => assessment.eligible.push(Eligible { candidate: Arc::clone(candidate), life }),
                 Err(outcast) => {
                     assessment.out.insert(candidate.name.clone(), outcast);
                 }
             }
         }
-        self.keep_paused(&mut assessment);
+        self.keep_unready(&mut assessment);
         assessment
     }
 
-    /// A pod whose readiness dropped because its engine is paused for an update is still a member: it is judged by progress.
-    fn keep_paused(&self, assessment: &mut Assessment) {
+    /// A pod whose readiness dropped is still a member while the agent beside the engine says that the engine is well, or in an update:
+    /// the pause of an update makes pods unready, and readiness comes back later than the engine does. The agent judges sooner and better.
+    fn keep_unready(&self, assessment: &mut Assessment) {
         let Some(group) = &self.group else { return };
         for (position, candidate) in group.candidates.iter().enumerate() {
-            let unready = self.left_out.iter().any(|left| left.who == candidate.name && left.code == LeftOutCode::NotReady);
-            if !unready || group.lives.get(&candidate.name) != self.agents.of(candidate).map(|(life, _)| life) {
+            if !self.left_out.iter().any(|left| left.who == candidate.name && left.code == LeftOutCode::NotReady) {
                 continue;
             }
-            let Some((life, agent)) = self.agents.of(candidate) else { continue };
-            if !self.in_update(&candidate.name, agent) {
+            let Ok(life) = self.judge(candidate) else { continue };
+            if group.lives.get(&candidate.name) != Some(&life) {
                 continue;
             }
-            let Ok(life) = self.judge(candidate).map(|_| life.clone()) else { continue };
             // Where it stood: behind the last of its predecessors that is still there.
             let before: Vec<&MemberName> = group.candidates.iter().take(position).map(|candidate| &candidate.name).collect();
             let at = assessment.eligible.iter().rposition(|eligible| before.contains(&&eligible.candidate.name)).map_or(0, |at| at + 1);
-            assessment.eligible.insert(at, Eligible { candidate: candidate.clone(), life });
+            assessment.eligible.insert(at, Eligible { candidate: Arc::clone(candidate), life });
         }
     }
 

@@ -115,7 +115,7 @@ impl Membership {
     }
 
     fn give_ranks(&self, members: &[Eligible]) -> Roster {
-        let candidates: Vec<_> = members.iter().map(|member| member.candidate.clone()).collect();
+        let candidates: Vec<_> = members.iter().map(|member| (*member.candidate).clone()).collect();
         let mut roster = roster(&candidates);
         if self.switch.is(Mutation::OffsetsNotRecomputed) {
             for member in &mut roster.members {

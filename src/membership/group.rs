@@ -1,6 +1,7 @@
 //! A working group, and a group that is being formed. Holds facts; decides only what follows from them alone.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 
 use crate::plan::Candidate;
 use crate::protocol::{EpochId, HeldVersion, Incarnation, MemberName, Reason, Role, Roster, UpdatePolicy};
@@ -13,7 +14,7 @@ pub(super) struct Group {
     pub id: EpochId,
     pub roster: Roster,
     /// As the plan gave them when the group was formed.
-    pub candidates: Vec<Candidate>,
+    pub candidates: Vec<Arc<Candidate>>,
     /// The life of each member that prepared it.
     pub lives: BTreeMap<MemberName, Incarnation>,
     pub feeder: Option<MemberName>,
@@ -34,7 +35,7 @@ impl Group {
     pub(super) fn new(
         id: EpochId,
         roster: Roster,
-        candidates: Vec<Candidate>,
+        candidates: Vec<Arc<Candidate>>,
         lives: BTreeMap<MemberName, Incarnation>,
         policy: UpdatePolicy,
         committed_at: u64,

@@ -17,7 +17,7 @@ impl Membership {
             Observation::Configure(config) => self.config = *config,
             Observation::Candidates { candidates, left_out } => {
                 self.planned = true;
-                self.candidates = candidates;
+                self.candidates = candidates.into_iter().map(std::sync::Arc::new).collect();
                 self.left_out = left_out;
                 let candidates = self.candidates.iter().flat_map(|candidate| &candidate.pods);
                 let left_out = self.left_out.iter().flat_map(|left| &left.pods);

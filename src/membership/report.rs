@@ -3,6 +3,8 @@
 //! Says what was seen of the life that speaks now. A replica counts as ready only in a committed group, with the current version confirmed
 //! by its engine, and never while it may hold half an update.
 
+use std::sync::Arc;
+
 use crate::plan::{Candidate, LeftOut};
 use crate::protocol::{MemberName, MemberPhase, Reason, Role};
 
@@ -11,10 +13,9 @@ use super::group::{Forming, Group, Phase};
 use super::{Degradation, GroupStage, JoinPolicy, MemberStanding, MemberView, Membership, MembershipView};
 
 impl Membership {
-    /// Everything that status needs.
-    pub fn view(&self) -> MembershipView {
-        let assessment = self.assess();
-        let members = self.members(&assessment);
+    /// What is to be seen now.
+    pub(super) fn look(&self, assessment: &Assessment) -> MembershipView {
+        let members = self.members(assessment);
         let rollouts = members.iter().filter(|member| member.role == Role::Rollout);
         let count = |members: usize| u32::try_from(members).unwrap_or(u32::MAX);
         let ready = rollouts.clone().filter(|member| matches!(member.standing, MemberStanding::Ready | MemberStanding::Updating));
@@ -40,30 +41,28 @@ impl Membership {
             total,
             ready,
             min_ready: self.config.policy.min_ready,
-            degraded: self.degradations(&assessment, &members, ready),
+            degraded: self.degradations(assessment, &members, ready),
             released: self.is_released(),
             members,
         }
     }
 
     /// Tells what is newly wrong with the group as a whole, or with a member that was in none.
-    pub(super) fn tell_degradations(&mut self, assessment: &Assessment) {
-        let members = self.members(assessment);
-        let ready = members.iter().filter(|member| member.role == Role::Rollout && member.standing == MemberStanding::Ready).count();
-        let now = self.degradations(assessment, &members, u32::try_from(ready).unwrap_or(u32::MAX));
-        let before = std::mem::take(&mut self.degraded);
-        for new in &now {
-            // A loss or a failure was told when it happened.
-            let told = matches!(
-                new.reason,
-                Reason::BackingOff | Reason::AgentLost | Reason::AgentSilent | Reason::AgentMissing | Reason::UpdateStuck
-            );
-            let lost = self.group.as_ref().is_some_and(|group| new.member.as_ref().is_some_and(|name| group.lost.contains_key(name)));
-            if !told && !lost && !before.iter().any(|old| old.reason == new.reason && old.member == new.member) {
-                self.event(new.reason, new.message.clone(), new.member.clone(), true);
-            }
+    pub(super) fn tell_degradations(&mut self, before: &[Degradation]) {
+        // A loss or a failure was told when it happened.
+        let told = |reason: Reason| {
+            use Reason::{AgentLost, AgentMissing, AgentSilent, BackingOff, UpdateStuck};
+            matches!(reason, BackingOff | AgentLost | AgentSilent | AgentMissing | UpdateStuck)
+        };
+        let lost = |name: &MemberName| self.group.as_ref().is_some_and(|group| group.lost.contains_key(name));
+        let new = self.view.degraded.iter().filter(|new| {
+            !told(new.reason)
+                && !new.member.as_ref().is_some_and(lost)
+                && !before.iter().any(|old| old.reason == new.reason && old.member == new.member)
+        });
+        for Degradation { reason, member, message } in new.cloned().collect::<Vec<_>>() {
+            self.event(reason, message, member, true);
         }
-        self.degraded = now;
     }
 
     fn stage(&self) -> GroupStage {
@@ -117,7 +116,7 @@ impl Membership {
     fn members(&self, assessment: &Assessment) -> Vec<MemberView> {
         // A paused pod that the plan left out is still a member.
         let kept = assessment.eligible.iter().map(|eligible| &eligible.candidate);
-        let mut candidates: Vec<&Candidate> = kept.filter(|kept| !self.candidates.contains(kept)).collect();
+        let mut candidates: Vec<&Arc<Candidate>> = kept.filter(|kept| !self.candidates.iter().any(|one| one.name == kept.name)).collect();
         candidates.extend(&self.candidates);
         candidates.sort_by_key(|candidate| candidate.role == Role::Rollout);
         let mut members: Vec<MemberView> = candidates.iter().map(|candidate| self.member(candidate, assessment)).collect();

@@ -5,7 +5,8 @@ use crate::protocol::{EpochId, HeldVersion, Incarnation, MemberName, PodRef, Rea
 /// Where the group stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupStage {
-    /// A controller that started waits for agents before it decides anything.
+    /// A controller that started waits for agents before it decides anything. What status says of members and of the group stays as it
+    /// is until then: nobody became unready because a controller restarted. The version may rise, and is written.
     Adopting,
     /// There is no group, and none is being formed.
     Idle,
@@ -86,6 +87,28 @@ pub struct Degradation {
     pub member: Option<MemberName>,
     /// Why, for a person.
     pub message: String,
+}
+
+impl MembershipView {
+    /// Nothing is known.
+    pub(super) fn empty() -> Self {
+        Self {
+            stage: GroupStage::Idle,
+            epoch: 0,
+            id: None,
+            committed: false,
+            world_size: 0,
+            version: None,
+            feeder: None,
+            update: None,
+            members: Vec::new(),
+            total: 0,
+            ready: 0,
+            min_ready: 0,
+            degraded: Vec::new(),
+            released: false,
+        }
+    }
 }
 
 /// Everything that status needs of membership.

@@ -66,6 +66,7 @@ pub(super) struct Agent {
     pub fenced: Option<EpochId>,
     pub epoch: Option<EpochId>,
     pub prepared: Option<Rc<PrepareRequest>>,
+    digest: Option<String>,
     pub commit: Option<Rc<CommitRequest>>,
     pub retained: Option<HeldVersion>,
     pub installed: Option<HeldVersion>,
@@ -97,6 +98,7 @@ impl Agent {
             fenced: None,
             epoch: None,
             prepared: None,
+            digest: None,
             commit: None,
             retained: None,
             installed: None,
@@ -147,7 +149,7 @@ impl Agent {
             role: self.role(),
             phase,
             epoch: self.epoch.clone(),
-            roster_digest: self.prepared.as_ref().filter(|_| self.epoch.is_some()).map(|request| request.roster.digest()),
+            roster_digest: self.digest.clone().filter(|_| self.epoch.is_some()),
             retained: self.retained.clone(),
             installed: self.installed.clone(),
             engine,
@@ -192,6 +194,7 @@ impl Agent {
             self.abort(wants);
             self.epoch = Some(request.id.clone());
             self.prepared = Some(Rc::clone(request));
+            self.digest = Some(request.roster.digest());
             self.commit = None;
         }
         Ok(PrepareResponse { incarnation: self.life.clone(), data_address: self.life.instance.clone(), state: self.state() })

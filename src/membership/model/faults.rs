@@ -2,7 +2,7 @@
 
 use super::names::slot_of;
 use super::world::{Change, Event, LATENCY, World};
-use crate::membership::Observation;
+use crate::membership::{GroupStage, Observation};
 use crate::protocol::MemberName;
 
 /// One fault.
@@ -38,6 +38,10 @@ pub(super) enum Fault {
     Late(u64),
     /// The message of this step arrives twice, the second time so much later.
     Doubled(u64),
+    /// The message of this step is held back until it can do most harm: while the next epoch is being formed.
+    HeldBack,
+    /// The message of this step arrives, and once more while the next epoch is being formed.
+    Again,
     /// The controller starts anew.
     ControllerRestarted,
     /// The API server is away for some ms.
@@ -47,30 +51,31 @@ pub(super) enum Fault {
 }
 
 impl Fault {
-    /// Every fault that makes sense in a world of so many rollouts.
-    pub(super) fn all(rollouts: usize) -> Vec<Self> {
-        let mut faults = vec![
-            Self::Lost,
-            Self::Late(400),
-            Self::Late(7_000),
-            Self::Doubled(50),
-            Self::Doubled(9_000),
-            Self::ControllerRestarted,
-            Self::ApiDown(5_000),
-            Self::Rival,
-        ];
+    /// One of each kind.
+    pub(super) fn basic(rollouts: usize) -> Vec<Self> {
+        let mut faults = vec![Self::Lost, Self::Late(7_000), Self::Doubled(50), Self::Again, Self::ControllerRestarted];
         for slot in 0..=rollouts {
             faults.extend([
                 Self::Silent(slot, None),
-                Self::Silent(slot, Some(8_000)),
-                Self::Killed(slot, None),
                 Self::Killed(slot, Some(3_000)),
                 Self::Restarted(slot),
+                Self::Slow(slot, 1_500, 10_000),
+                Self::Refuses(slot, 1),
+            ]);
+        }
+        faults
+    }
+
+    /// Everything else.
+    pub(super) fn more(rollouts: usize) -> Vec<Self> {
+        let mut faults = vec![Self::Late(400), Self::Doubled(9_000), Self::HeldBack, Self::ApiDown(5_000), Self::Rival];
+        for slot in 0..=rollouts {
+            faults.extend([
+                Self::Silent(slot, Some(8_000)),
+                Self::Killed(slot, None),
                 Self::Replaced(slot),
                 Self::AgentRestarted(slot),
-                Self::Slow(slot, 1_500, 10_000),
                 Self::Slow(slot, 7_000, 10_000),
-                Self::Refuses(slot, 1),
                 Self::Refuses(slot, 3),
                 Self::Terminated(slot),
                 Self::CutOff(slot, 8_000),
@@ -78,7 +83,7 @@ impl Fault {
             if slot != 0 {
                 faults.extend([
                     Self::EngineRestarted(slot),
-                    Self::Unhealthy(slot, 5_000),
+                    Self::Unhealthy(slot, 12_000),
                     Self::BadInstall(slot, 1),
                     Self::BadInstall(slot, 3),
                 ]);
@@ -87,9 +92,30 @@ impl Fault {
         faults
     }
 
+    /// The same fault in a world of so many rollouts; a source has no engine that could fail.
+    pub(super) fn within(self, rollouts: usize) -> Self {
+        let any = |slot: usize| slot % (rollouts + 1);
+        let rollout = |slot: usize| 1 + slot % rollouts;
+        match self {
+            Self::Silent(slot, ms) => Self::Silent(any(slot), ms),
+            Self::Killed(slot, ms) => Self::Killed(any(slot), ms),
+            Self::Restarted(slot) => Self::Restarted(any(slot)),
+            Self::Replaced(slot) => Self::Replaced(any(slot)),
+            Self::AgentRestarted(slot) => Self::AgentRestarted(any(slot)),
+            Self::EngineRestarted(slot) => Self::EngineRestarted(rollout(slot)),
+            Self::Unhealthy(slot, ms) => Self::Unhealthy(rollout(slot), ms),
+            Self::Terminated(slot) => Self::Terminated(any(slot)),
+            Self::Slow(slot, by, ms) => Self::Slow(any(slot), by, ms),
+            Self::Refuses(slot, times) => Self::Refuses(any(slot), times),
+            Self::BadInstall(slot, times) => Self::BadInstall(rollout(slot), times),
+            Self::CutOff(slot, ms) => Self::CutOff(any(slot), ms),
+            other => other,
+        }
+    }
+
     /// Whether the step's own message decides what happens.
     pub(super) fn is_about_the_message(self) -> bool {
-        matches!(self, Self::Lost | Self::Late(_) | Self::Doubled(_))
+        matches!(self, Self::Lost | Self::Late(_) | Self::Doubled(_) | Self::HeldBack | Self::Again)
     }
 }
 
@@ -235,7 +261,7 @@ impl World {
                 self.rival = true;
                 now
             }
-            Fault::Lost | Fault::Late(_) | Fault::Doubled(_) => now,
+            Fault::Lost | Fault::Late(_) | Fault::Doubled(_) | Fault::HeldBack | Fault::Again => now,
         }
     }
 
@@ -281,7 +307,40 @@ impl World {
                 self.deliver(event);
                 self.now + ms
             }
+            // A stream keeps its order.
+            (Fault::HeldBack | Fault::Again, Some(_)) => {
+                self.deliver(event);
+                self.now
+            }
+            (Fault::HeldBack | Fault::Again, None) => {
+                if fault == Fault::Again {
+                    self.held = Some((self.stored_epoch, event.clone()));
+                    self.deliver(event);
+                } else {
+                    self.held = Some((self.stored_epoch, event));
+                }
+                self.now
+            }
             _ => self.now,
+        }
+    }
+
+    /// A message that was held back arrives while the next epoch is being formed, in the phase that it is about.
+    pub(super) fn let_go_at_worst(&mut self) {
+        let Some((epoch, event)) = &self.held else { return };
+        let view = &self.membership.view;
+        let later = view.id.as_ref().is_some_and(|id| id.epoch > *epoch);
+        let commit = |observation: &Observation| matches!(observation, Observation::Committed { .. } | Observation::CommitFailed { .. });
+        let phase = match event {
+            Event::Commit { .. } => GroupStage::Committing,
+            Event::Observe { observation, .. } if commit(observation) => GroupStage::Committing,
+            _ => GroupStage::Preparing,
+        };
+        if later
+            && view.stage == phase
+            && let Some((_, event)) = self.held.take()
+        {
+            self.post(0, event);
         }
     }
 

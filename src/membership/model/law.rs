@@ -26,7 +26,10 @@ pub(super) struct Law {
     installed: BTreeMap<Version, BTreeSet<usize>>,
     /// Lives whose engine really confirmed a version, ever.
     verified: BTreeSet<(Incarnation, Version)>,
+    /// What agents did, and what the controller was told of it.
     prepared: BTreeSet<(u64, MemberName)>,
+    committed: BTreeSet<(u64, MemberName)>,
+    told_prepared: BTreeSet<(u64, MemberName)>,
     /// By epoch.
     rosters: BTreeMap<u64, Roster>,
     told: BTreeMap<Incarnation, MemberState>,
@@ -54,6 +57,9 @@ impl Law {
         }
         if let Some(epoch) = agent.epoch.as_ref() {
             self.prepared.insert((epoch.epoch, member(slot)));
+            if agent.commit.is_some() {
+                self.committed.insert((epoch.epoch, member(slot)));
+            }
         }
     }
 
@@ -65,6 +71,9 @@ impl Law {
             }
             Observation::Candidates { candidates, .. } => {
                 self.planned = candidates.iter().map(|candidate| (candidate.name.clone(), candidate.pods[0].uid.clone())).collect();
+            }
+            Observation::Prepared { id, member, .. } => {
+                self.told_prepared.insert((id.epoch, member.clone()));
             }
             Observation::PersistConflict { .. } => self.conflict = true,
             _ => {}
@@ -142,14 +151,20 @@ impl World {
             Decision::Commit { member, request, .. } => {
                 let roster = self.law.rosters.get(&request.id.epoch).cloned().unwrap_or_default();
                 for entry in &roster.members {
-                    if !self.law.prepared.contains(&(request.id.epoch, entry.name.clone())) {
+                    let key = (request.id.epoch, entry.name.clone());
+                    if !self.law.prepared.contains(&key) || !self.law.told_prepared.contains(&key) {
                         self.fail(|| format!("{member} commits {} although {} never prepared it", request.id.epoch, entry.name));
+                    }
+                    if slot_of(member) == 0 && slot_of(&entry.name) != 0 && !self.law.committed.contains(&key) {
+                        self.fail(|| format!("{member} leads {} although {} never committed it", request.id.epoch, entry.name));
                     }
                 }
                 if let Some(feeder) = &request.feeder {
                     let address = request.addresses.iter().find(|address| &address.member == feeder);
                     let state = address.and_then(|address| self.law.told.get(&address.incarnation));
-                    if state.is_none_or(|state| state.retained != request.current) {
+                    let version = |held: &Option<HeldVersion>| held.as_ref().map_or(0, |held| held.version);
+                    // A source may have been handed a newer one between two waves; it brings that to everybody.
+                    if state.is_none_or(|state| version(&state.retained) < version(&request.current)) {
                         self.fail(|| format!("{feeder} is to feed {:?}, which it does not hold", request.current));
                     }
                 }
@@ -160,14 +175,14 @@ impl World {
 
     /// What must hold after every step.
     pub(super) fn check(&mut self) {
-        let view = self.membership.view();
+        // Borrowed for the time of the look, not copied: there are millions of looks.
+        let view = std::mem::replace(&mut self.membership.view, MembershipView::empty());
         self.check_version(&view);
         self.check_members(&view);
         self.check_bounds(&view);
         self.check_strays(&view);
-        if view.stage != GroupStage::Adopting {
-            self.stored_version.clone_from(&view.version);
-        }
+        self.stored_version.clone_from(&view.version);
+        self.membership.view = view;
     }
 
     fn check_version(&mut self, view: &MembershipView) {
@@ -256,7 +271,7 @@ impl World {
 
     /// Whether everybody who lives serves the version that the trainer wants out; if not, why not.
     pub(super) fn healed(&self) -> Result<(), String> {
-        let view = self.membership.view();
+        let view = &self.membership.view;
         let lives = |slot: &usize| {
             let here = &self.slots[*slot];
             here.exists && !here.terminating && !here.frozen && here.agent.as_ref().is_some_and(|agent| agent.healthy)

@@ -53,6 +53,10 @@ impl World {
             return self.law.broken.clone().map_or(Ok(()), Err);
         }
         self.heal(until)?;
+        if self.held.is_some() {
+            self.change_rules();
+            self.heal(self.now + 2_000)?;
+        }
         let nobody_can_publish = self.slots[0].frozen || self.slots[0].agent.is_none();
         let nobody_listens = self.slots.iter().skip(1).filter(|slot| slot.agent.is_some() && !slot.frozen).count();
         if nobody_can_publish || (nobody_listens as u32) < min_ready(self.slots.len() - 1) {
@@ -88,8 +92,8 @@ pub(super) fn story(rollouts: usize, switch: Switch, mut at: impl FnMut(&World, 
     }
 }
 
-/// Plays every fault at one step.
-pub(super) fn every_fault(world: &World, event: &Event, faults: &[Fault], played: &mut Played) -> Vec<String> {
+/// Plays every fault at one step, or up to the first that does not end well.
+pub(super) fn every_fault(world: &World, event: &Event, faults: &[Fault], played: &mut Played, first_only: bool) -> Vec<String> {
     let mut failures = Vec::new();
     for fault in faults {
         if fault.is_about_the_message() && !is_message(event) {
@@ -106,8 +110,11 @@ pub(super) fn every_fault(world: &World, event: &Event, faults: &[Fault], played
         let outcome = outcome.and(if disturbed { Err("the restarted controller disturbed what worked".to_owned()) } else { Ok(()) });
         if let Err(why) = outcome {
             let what = World::describe(*fault, event);
-            let trace = if failures.is_empty() { retrace(world, event, *fault) } else { String::new() };
+            let trace = if failures.is_empty() && !first_only { retrace(world, event, *fault) } else { String::new() };
             failures.push(format!("{} rollouts, {} ms: {what}\n  {why}\n{trace}", world.slots.len() - 1, world.now));
+            if first_only {
+                break;
+            }
         }
     }
     failures

@@ -131,6 +131,10 @@ pub(super) struct World {
     /// Whether another controller took over.
     pub rival: bool,
     pub trace: Option<Vec<String>>,
+    /// A message that waits for the moment in which it can do most harm, and the epoch before which it does not come.
+    pub held: Option<(u64, Event)>,
+    /// How often the rules were changed.
+    rules: u64,
 }
 
 impl World {
@@ -170,6 +174,8 @@ impl World {
             steps: 0,
             rival: false,
             trace: None,
+            held: None,
+            rules: 0,
         };
         for slot in 0..=rollouts {
             world.new_pod(slot);
@@ -334,6 +340,14 @@ impl World {
         self.plan();
     }
 
+    /// The object's rules change, which takes a new epoch.
+    pub(super) fn change_rules(&mut self) {
+        self.rules += 1;
+        let mut rules = config(self.min_ready);
+        rules.policy.retain_bytes += self.rules;
+        self.tell(Observation::Configure(Box::new(rules)));
+    }
+
     /// Plays the next thing that happens; `None` when it was only time or a heartbeat.
     pub(super) fn play_one(&mut self) -> Option<Event> {
         let event_at = self.queue.first_key_value().map(|((at, _), _)| *at);
@@ -387,6 +401,7 @@ impl World {
         if !quiet {
             self.check();
         }
+        self.let_go_at_worst();
     }
 
     fn carry_out(&mut self, decision: Decision) {
