@@ -50,7 +50,7 @@ impl Calls {
             let epoch = id.epoch;
             Some(match timeout(deadline, store.persist(&id)).await {
                 Ok(Ok(())) => Observation::EpochPersisted { epoch },
-                Ok(Err(PersistError::Conflict(message))) => Observation::PersistConflict { message },
+                Ok(Err(PersistError::Conflict(message))) => Observation::PersistConflict { epoch, message },
                 Ok(Err(PersistError::Other(message))) => Observation::PersistFailed { epoch, message },
                 Err(_) => Observation::PersistFailed { epoch, message: format!("no answer within {deadline:?}") },
             })
@@ -123,7 +123,8 @@ where
 fn as_refusal(error: &CallError) -> Refusal {
     let code = match error {
         CallError::Refused { refusal, .. } => return refusal.clone(),
-        CallError::Unreachable { .. } => RefusalCode::PeerUnreachable,
+        // Not `PeerUnreachable`: that is what a member says of another one, who is then held responsible.
+        CallError::Unreachable { .. } => RefusalCode::Internal,
         CallError::Timeout { .. } => RefusalCode::Timeout,
         CallError::Rejected { .. } | CallError::BadReply { .. } => RefusalCode::Internal,
     };

@@ -66,8 +66,7 @@ impl Membership {
         assessment
     }
 
-    /// A pod whose readiness dropped is still a member while the agent beside the engine says that the engine is well, or in an update:
-    /// the pause of an update makes pods unready, and readiness comes back later than the engine does. The agent judges sooner and better.
+    /// A pod that is called unfit because its engine is paused for an update is still a member: it is judged by progress.
     fn keep_unready(&self, assessment: &mut Assessment) {
         let Some(group) = &self.group else { return };
         for (position, candidate) in group.candidates.iter().enumerate() {
@@ -75,7 +74,8 @@ impl Membership {
                 continue;
             }
             let Ok(life) = self.judge(candidate) else { continue };
-            if group.lives.get(&candidate.name) != Some(&life) {
+            let updating = self.agents.get(&life).is_some_and(|agent| self.in_update(&candidate.name, agent));
+            if !updating || group.lives.get(&candidate.name) != Some(&life) {
                 continue;
             }
             // Where it stood: behind the last of its predecessors that is still there.

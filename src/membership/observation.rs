@@ -87,6 +87,9 @@ pub enum Observation {
     },
     /// Another controller wrote the epoch: ours must stop.
     PersistConflict {
+        /// Which epoch was to be written. A late answer about another one than is being written now says nothing: our own later write may
+        /// have been what it found.
+        epoch: u64,
         /// What was found, for a person.
         message: String,
     },

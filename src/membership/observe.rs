@@ -43,8 +43,9 @@ impl Membership {
                     persisting.failure = Some(message);
                 }
             }
-            Observation::PersistConflict { message } => {
-                if !self.switch.is(Mutation::ConflictIgnored) {
+            Observation::PersistConflict { epoch, message } => {
+                let asked = matches!(&self.forming, Some(Forming::Persisting(persisting)) if persisting.epoch == epoch);
+                if asked && !self.switch.is(Mutation::ConflictIgnored) {
                     self.stop(message);
                 }
             }

@@ -50,7 +50,7 @@ impl Membership {
         if state.role == Role::Source {
             return false;
         }
-        if state.phase == MemberPhase::Dirty && !self.switch.is(Mutation::DirtyCountsAsReady) {
+        if state.phase == MemberPhase::Dirty {
             return true;
         }
         let Some(current) = &self.version else { return false };

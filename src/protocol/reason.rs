@@ -149,12 +149,6 @@ reasons! {
     PersistFailed,
     /// Another controller wrote the epoch: this one stops deciding.
     PersistConflict,
-    /// The spec makes sense, and nobody older claims the pods.
-    Accepted,
-    /// The spec breaks a rule, or cannot be read; the message says what to change.
-    InvalidSpec,
-    /// An older object selects one of the pods: change one of the two selectors.
-    PodClaimed,
     /// No version was published yet.
     NoVersion,
     /// Everything is as it should be.

@@ -62,7 +62,7 @@ pub async fn faults(cluster: &Cluster, pod: &str, faults: &Value) {
 }
 
 /// Waits until a rollout has received between 20 and 80 % of the running update, by its own word; answers the share in percent.
-pub async fn between_20_and_80_percent(cluster: &Cluster, pod: &str) -> u64 {
+pub async fn between_20_and_80_percent(cluster: &Cluster, pod: &str) -> f64 {
     eventually(&format!("{pod} holds 20 to 80 % of an update"), Duration::from_secs(60), || async {
         let (_, text) = request(cluster, pod, STATUS_PORT, "GET", "/metrics", None, Duration::from_secs(5)).await?;
         let text = text.as_str().unwrap_or_default();
@@ -73,7 +73,7 @@ pub async fn between_20_and_80_percent(cluster: &Cluster, pod: &str) -> u64 {
         let received = value("weightsync_agent_update_received_bytes").ok_or("no metric of received bytes")?;
         let total = value("weightsync_agent_update_total_bytes").ok_or("no metric of total bytes")?;
         let percent = if total > 0.0 { received * 100.0 / total } else { 0.0 };
-        if (20.0..=80.0).contains(&percent) { Ok(percent as u64) } else { Err(format!("{percent} %")) }
+        if (20.0..=80.0).contains(&percent) { Ok(percent) } else { Err(format!("{percent} %")) }
     })
     .await
 }

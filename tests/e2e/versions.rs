@@ -88,7 +88,7 @@ async fn lose_a_rollout_in_the_middle(cluster: &Cluster) {
         percent
     };
     let ((status, answer), percent) = tokio::join!(trainer, loss);
-    assert!((20..=80).contains(&percent));
+    assert!((20.0..=80.0).contains(&percent));
     assert_eq!(status, 200, "the survivor gets the version: {answer}");
     assert_eq!(answer["installed"], serde_json::json!(["actors/vllm-0"]));
     cluster.await_version("run", 4, 1, MINUTE).await;

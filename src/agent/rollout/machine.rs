@@ -13,7 +13,7 @@ use crate::protocol::{BeginRequest, FinishRequest, HeldVersion, InstallStep, Ref
 pub struct Installed {
     /// Which version.
     pub held: HeldVersion,
-    /// The start of the engine that holds it.
+    /// The engine's start that holds it.
     pub start: EngineStart,
 }
 
@@ -397,6 +397,8 @@ impl Attempt {
 fn wrong_phase(attempt: &Attempt) -> Refusal {
     let reason = attempt.reason.as_ref().map_or_else(String::new, |reason| format!(" ({reason})"));
     let update = &attempt.update;
-    let message = format!("attempt {} of version {} is {:?} here{reason}", update.attempt, update.version, attempt.step());
-    refusal(RefusalCode::WrongPhase, message)
+    refusal(
+        RefusalCode::WrongPhase,
+        format!("attempt {} of version {} is {:?} here{reason}", update.attempt, update.version, attempt.step()),
+    )
 }

@@ -129,12 +129,12 @@ impl World {
         let observation = if self.api_down {
             Observation::PersistFailed { epoch, message: "the API server is away".to_owned() }
         } else if self.rival || reign != self.reign {
-            Observation::PersistConflict { message: "written by another".to_owned() }
+            Observation::PersistConflict { epoch, message: "written by another".to_owned() }
         } else if self.stored_epoch < epoch || self.stored_epoch == epoch && self.stored_by == reign {
             (self.stored_epoch, self.stored_by) = (epoch, reign);
             Observation::EpochPersisted { epoch }
         } else {
-            Observation::PersistConflict { message: "written by another".to_owned() }
+            Observation::PersistConflict { epoch, message: "written by another".to_owned() }
         };
         self.post(LATENCY, Event::Observe { reign, observation: Rc::new(observation), stream_of: None });
     }

@@ -307,18 +307,18 @@ impl World {
                 self.deliver(event);
                 self.now + ms
             }
-            // A stream keeps its order.
-            (Fault::HeldBack | Fault::Again, Some(_)) => {
+            // A stream keeps its order, and a plan is always read as it is.
+            (Fault::HeldBack | Fault::Again, _) if stream.is_some() || matches!(event, Event::Plan { .. }) => {
                 self.deliver(event);
                 self.now
             }
-            (Fault::HeldBack | Fault::Again, None) => {
-                if fault == Fault::Again {
-                    self.held = Some((self.stored_epoch, event.clone()));
-                    self.deliver(event);
-                } else {
-                    self.held = Some((self.stored_epoch, event));
-                }
+            (Fault::HeldBack, _) => {
+                self.held = Some((self.stored_epoch, event));
+                self.now
+            }
+            (Fault::Again, _) => {
+                self.held = Some((self.stored_epoch, event.clone()));
+                self.deliver(event);
                 self.now
             }
             _ => self.now,

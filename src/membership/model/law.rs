@@ -36,6 +36,8 @@ pub(super) struct Law {
     planned: BTreeMap<MemberName, String>,
     version: Version,
     conflict: bool,
+    /// The last epoch that was to be written.
+    asked: u64,
     forming: Option<(u64, u64)>,
     broken_group: Option<(u64, u64)>,
     strays: BTreeMap<usize, u64>,
@@ -75,7 +77,7 @@ impl Law {
             Observation::Prepared { id, member, .. } => {
                 self.told_prepared.insert((id.epoch, member.clone()));
             }
-            Observation::PersistConflict { .. } => self.conflict = true,
+            Observation::PersistConflict { epoch, .. } if *epoch >= self.asked => self.conflict = true,
             _ => {}
         }
     }
@@ -127,6 +129,7 @@ impl World {
         }
         match decision {
             Decision::PersistEpoch { epoch } => {
+                self.law.asked = *epoch;
                 let highest = self.law.rosters.keys().copied().max().unwrap_or(0);
                 if *epoch <= highest {
                     self.fail(|| format!("epoch {epoch} is used again"));

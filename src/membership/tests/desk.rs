@@ -22,10 +22,6 @@ pub(super) fn config() -> MembershipConfig {
     MembershipConfig::new("ws", 1, policy())
 }
 
-pub(super) fn held(version: Version) -> HeldVersion {
-    HeldVersion { version, manifest: format!("m{version}") }
-}
-
 /// Member number `n`: 0 is the source.
 pub(super) fn name(n: u32) -> MemberName {
     MemberName(if n == 0 { "trainer/t".to_owned() } else { format!("actors/r{n}") })
