@@ -92,27 +92,6 @@ impl Fault {
         faults
     }
 
-    /// The same fault in a world of so many rollouts; a source has no engine that could fail.
-    pub(super) fn within(self, rollouts: usize) -> Self {
-        let any = |slot: usize| slot % (rollouts + 1);
-        let rollout = |slot: usize| 1 + slot % rollouts;
-        match self {
-            Self::Silent(slot, ms) => Self::Silent(any(slot), ms),
-            Self::Killed(slot, ms) => Self::Killed(any(slot), ms),
-            Self::Restarted(slot) => Self::Restarted(any(slot)),
-            Self::Replaced(slot) => Self::Replaced(any(slot)),
-            Self::AgentRestarted(slot) => Self::AgentRestarted(any(slot)),
-            Self::EngineRestarted(slot) => Self::EngineRestarted(rollout(slot)),
-            Self::Unhealthy(slot, ms) => Self::Unhealthy(rollout(slot), ms),
-            Self::Terminated(slot) => Self::Terminated(any(slot)),
-            Self::Slow(slot, by, ms) => Self::Slow(any(slot), by, ms),
-            Self::Refuses(slot, times) => Self::Refuses(any(slot), times),
-            Self::BadInstall(slot, times) => Self::BadInstall(rollout(slot), times),
-            Self::CutOff(slot, ms) => Self::CutOff(any(slot), ms),
-            other => other,
-        }
-    }
-
     /// Whether the step's own message decides what happens.
     pub(super) fn is_about_the_message(self) -> bool {
         matches!(self, Self::Lost | Self::Late(_) | Self::Doubled(_) | Self::HeldBack | Self::Again)
