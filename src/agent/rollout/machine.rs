@@ -26,7 +26,6 @@ pub struct Dirty {
     pub start: Option<EngineStart>,
 }
 
-/// Steps of an attempt; finer than what is shown of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Stage {
     /// Memory and engine are being checked.
@@ -396,9 +395,7 @@ impl Attempt {
 
 fn wrong_phase(attempt: &Attempt) -> Refusal {
     let reason = attempt.reason.as_ref().map_or_else(String::new, |reason| format!(" ({reason})"));
-    let update = &attempt.update;
-    refusal(
-        RefusalCode::WrongPhase,
-        format!("attempt {} of version {} is {:?} here{reason}", update.attempt, update.version, attempt.step()),
-    )
+    let UpdateId { version, attempt: number, .. } = &attempt.update;
+    let message = format!("attempt {number} of version {version} is {:?} here{reason}", attempt.step());
+    refusal(RefusalCode::WrongPhase, message)
 }
