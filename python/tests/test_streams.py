@@ -128,6 +128,13 @@ def test_a_module_is_published_under_clean_names_and_converted(agent: Agent) -> 
     assert torch.equal(safetensors.torch.load_file(agent.file(2))["0.weight"], model[0].weight.detach())
 
 
+def test_tied_weights_are_published_once_under_their_first_name(agent: Agent) -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(40, 30), "head": torch.nn.Linear(30, 40, bias=False)})
+    model["head"].weight = model["embed"].weight
+    publish(agent, model)
+    assert list(safetensors.torch.load_file(agent.file(1))) == ["embed.weight"]
+
+
 def test_vllms_weight_source_is_taken_as_it_is(agent: Agent) -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource
 

@@ -21,11 +21,14 @@ def state_dict(tensors: Mapping[str, Any]) -> Source:
 
 
 def module(model: Any, dtype: Any = None) -> Source:
-    """All parameters and persistent buffers of a torch module, converted to `dtype` where they are floating-point and it is given."""
+    """All parameters and persistent buffers of a torch module, converted to `dtype` where they are floating-point and it is given.
+
+    A parameter that has several names (tied embeddings) is published once, under its first: so do checkpoints, and engines tie it again.
+    """
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
         model = model.module
     _refuse_fsdp1(model)
-    return _Named(lambda: _clean(model.state_dict()), dtype)
+    return _Named(lambda: _clean(_untied(model)), dtype)
 
 
 def fsdp2(model: Any, dtype: Any = None) -> Source:
@@ -146,6 +149,17 @@ def _convert(tensor: Any, dtype: str) -> Any:
 
         return tensor.detach().to(getattr(torch, common_name(dtype)))
     return tensor.astype(common_name(dtype))
+
+
+def _untied(model: Any) -> dict[str, Any]:
+    """The state dict without the later names of a parameter that has several."""
+    seen: set[int] = set()
+    again: set[str] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            again.add(name)
+        seen.add(id(parameter))
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
 
 
 def _clean(tensors: Mapping[str, Any]) -> dict[str, Any]:
