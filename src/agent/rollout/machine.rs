@@ -396,6 +396,5 @@ impl Attempt {
 fn wrong_phase(attempt: &Attempt) -> Refusal {
     let reason = attempt.reason.as_ref().map_or_else(String::new, |reason| format!(" ({reason})"));
     let UpdateId { version, attempt: number, .. } = &attempt.update;
-    let message = format!("attempt {number} of version {version} is {:?} here{reason}", attempt.step());
-    refusal(RefusalCode::WrongPhase, message)
+    refusal(RefusalCode::WrongPhase, format!("attempt {number} of version {version} is {:?} here{reason}", attempt.step()))
 }
