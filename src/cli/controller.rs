@@ -30,7 +30,7 @@ pub struct ControllerArgs {
     /// Pull policy of that image.
     #[arg(long, env = "WEIGHTSYNC_AGENT_IMAGE_PULL_POLICY", default_value = "IfNotPresent")]
     agent_image_pull_policy: String,
-    /// Where agents reach this controller [default: https://NAME.NAMESPACE.svc:8443]
+    /// Where agents reach this controller (default: `https://NAME.NAMESPACE.svc:8443`)
     #[arg(long, env = "WEIGHTSYNC_CONTROLLER_URL")]
     controller_url: Option<String>,
     /// Where agents enrol.

@@ -1,6 +1,6 @@
 //! The TCP data path: a pipelined chain, where every member forwards a bucket while it still arrives.
 //!
-//! Each hop is one connection: hello, frames down the chain, answers up ([`frame`]). A member that lives says so four times in each silence,
+//! Each hop is one connection: hello, frames down the chain, answers up (`frame`). A member that lives says so four times in each silence,
 //! whether bytes move or not, so whoever is quiet is the one at fault and not the one in front of it. The first failure travels both ways
 //! and names the member. This file listens and opens; it never decides who is let in ([`Admission`] does).
 
