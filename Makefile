@@ -80,7 +80,7 @@ python-test: venv ## Check and test the Python client
 chart-lint: ## Check the chart
 	$(CLUSTER)/tools.sh
 	$(BED) helm lint --strict charts/weightsync
-	$(BED) helm template weightsync charts/weightsync >/dev/null
+	$(BED) helm template weightsync charts/weightsync --kube-version 1.36.3 >/dev/null
 
 .PHONY: engine-test
 engine-test: venv ## Run the adapter against the real vLLM
