@@ -98,6 +98,11 @@ impl VersionSource for CheckpointSource {
             then();
         }
     }
+
+    fn another(&self) -> Option<Box<dyn VersionSource>> {
+        let (checkpoint, layout) = (Arc::clone(&self.checkpoint), Arc::clone(&self.layout));
+        Some(Box::new(Self { checkpoint, layout, next: 0, ahead: None, on_release: None }))
+    }
 }
 
 async fn in_time<T>(

@@ -23,6 +23,7 @@ use self::pages::Pages;
 use super::client::{ClientServer, ClientServerConfig, PublishQueue, SocketError};
 use super::enrollment::{Applicant, Enrolled, EnrollmentError, enroll};
 use crate::protocol::{Assignment, Role, RosterView};
+use crate::runtime::backoff::Backoff;
 use crate::runtime::https::{ControllerClient, Limits, serve_plain};
 use crate::runtime::identity::{Identity, IdentityError};
 
@@ -101,13 +102,17 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Ag
 
 /// From one claim to the next, until `cancel`.
 async fn sessions(session: &Session, pages: &Pages, cancel: &CancellationToken) -> Result<(), AgentError> {
+    let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
     loop {
         let enrolled = match enroll(&session.client, &session.identity, &session.settings.applicant, cancel).await {
             Ok(enrolled) => enrolled,
             Err(EnrollmentError::Cancelled) => return Ok(()),
-            Err(error @ EnrollmentError::Token { .. }) if again(cancel).await => {
+            Err(error @ EnrollmentError::Token { .. }) => {
                 tracing::warn!(%error, "not enrolled yet");
-                continue;
+                if again(backoff.failed(), cancel).await {
+                    continue;
+                }
+                return Ok(());
             }
             Err(error) => return Err(error.into()),
         };
@@ -116,7 +121,10 @@ async fn sessions(session: &Session, pages: &Pages, cancel: &CancellationToken) 
         let over = cancel.child_token();
         let running = session.start(&enrolled, pages, &over).await;
         let ended = match &running {
-            Ok(running) => attend(session, enrolled, running, cancel).await,
+            Ok(running) => {
+                backoff.succeeded();
+                attend(session, enrolled, running, cancel).await
+            }
             Err(error) => {
                 tracing::error!(%error, "this agent cannot do what its object wants");
                 pages.failed(error.to_string());
@@ -131,7 +139,7 @@ async fn sessions(session: &Session, pages: &Pages, cancel: &CancellationToken) 
         if let Ok(running) = running {
             running.end(SWITCHING).await;
         }
-        if matches!(ended, Ended::Cancelled) || !again(cancel).await {
+        if matches!(ended, Ended::Cancelled) || !again(backoff.failed(), cancel).await {
             pages.forget_endpoints();
             return Ok(());
         }
@@ -182,6 +190,6 @@ async fn attend(session: &Session, mut enrolled: Enrolled, running: &Running, ca
 }
 
 /// Waits a moment before the next try; false when the agent is to end.
-async fn again(cancel: &CancellationToken) -> bool {
-    tokio::time::timeout(Duration::from_secs(1), cancel.cancelled()).await.is_err()
+async fn again(wait: Duration, cancel: &CancellationToken) -> bool {
+    tokio::time::timeout(wait, cancel.cancelled()).await.is_err()
 }

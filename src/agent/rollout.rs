@@ -35,7 +35,7 @@ use super::group::{Epoch, refusal};
 use super::lead::feed::{Copy, Holder};
 use super::space::Cgroups;
 use crate::engine::Engine;
-use crate::protocol::{HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId};
+use crate::protocol::{HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId, UpdatePolicy};
 use crate::runtime::deadline::ProgressDeadline;
 
 /// Where a rollout keeps its files.
@@ -92,6 +92,10 @@ struct Inner {
     touched: Option<Arc<Version>>,
     engine: Probed,
     paused_until: Option<u64>,
+    /// Whether the engine is being switched by us.
+    switching: bool,
+    /// The rules of the last group: they hold until the next one brings others.
+    policy: Option<UpdatePolicy>,
     dirty_since: Option<Instant>,
 }
 
@@ -148,7 +152,11 @@ impl Rollout {
     pub async fn prepare(&self, request: &PrepareRequest) -> Result<(), Refusal> {
         let Some(member) = request.roster.member(&request.member) else { return Ok(()) };
         let policy = &request.policy;
+        self.with(|inner| inner.policy = Some(policy.clone()));
         self.engine.accepts(policy.pause, policy.kv_cache).map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
+        if let Some(reason) = self.with(|inner| inner.engine.known_ill().filter(|_| !inner.switching)) {
+            return Err(refusal(RefusalCode::EngineRefused, reason));
+        }
         let facts = match self.with(|inner| inner.engine.facts.clone()) {
             Some(facts) => facts,
             None => self.probe(Duration::from_millis(request.deadline_ms / 2)).await?,
@@ -205,9 +213,9 @@ impl Rollout {
                 last: inner.kept.as_ref().map(|kept| &kept.held),
                 installed: inner.machine.installed(),
                 dirty: inner.machine.dirty().map(|dirty| dirty.reason.as_str()),
-                switching: inner.machine.installing(),
+                switching: inner.switching,
                 start: inner.engine.start.as_ref(),
-                unhealthy: inner.engine.unhealthy(),
+                unhealthy: inner.engine.unhealthy() || inner.engine.unreachable(),
             })
         })
     }
@@ -233,7 +241,7 @@ impl Rollout {
         outcome
     }
 
-    fn policy_of(epoch: &Epoch) -> crate::protocol::UpdatePolicy {
+    fn policy_of(epoch: &Epoch) -> UpdatePolicy {
         epoch.prepared.policy.clone()
     }
 }
@@ -269,7 +277,7 @@ impl Inner {
         facts.paused_until = self.paused_until;
         facts.updating = self.machine.live().is_some();
         facts.dirty = self.machine.dirty().is_some();
-        facts.engine_down = self.engine.unhealthy() && !self.machine.installing();
+        facts.engine_down = self.engine.unhealthy() && !self.switching;
         facts.reason = self.machine.dirty().map(|dirty| dirty.reason.clone()).or_else(|| self.engine.reason.clone());
     }
 }

@@ -51,8 +51,10 @@ pub struct Plan<'a> {
     pub members: Vec<MemberName>,
     /// How many must serve it for success.
     pub min_ready: u32,
-    /// The manifest's digest, where known.
+    /// The manifest's digest, where these very bytes were read before: members that hold them take no second copy.
     pub known: Option<String>,
+    /// The manifest's digest that the bytes must have, though they were not read yet.
+    pub must: Option<String>,
     /// The bytes.
     pub source: &'a mut dyn VersionSource,
     /// Who keeps a copy of them.
@@ -147,7 +149,7 @@ impl<'a> Attempt<'a> {
     }
 
     async fn run(&mut self, plan: Plan<'_>) -> Result<Brought, Failure> {
-        let Plan { source, keep, stage, known, feeding, .. } = plan;
+        let Plan { source, keep, stage, known, must, feeding, .. } = plan;
         let layout = Arc::new(source.layout().clone());
         let update = self.update();
         stage.progress(UpdatePhase::Begin, 0);
@@ -165,8 +167,11 @@ impl<'a> Attempt<'a> {
                 let manifest = Manifest::new(update.version, Layout::clone(&layout), &digests)
                     .map_err(|error| self.failure(PublishErrorCode::Internal, error.to_string(), None, false))?;
                 let held = HeldVersion { version: update.version, manifest: manifest.digest() };
-                if let Some(known) = known.filter(|known| *known != held.manifest) {
-                    let message = format!("version {} was {known} before, now it is {}", held.version, held.manifest);
+                if let Some(before) = known.or(must).filter(|before| *before != held.manifest) {
+                    let message = format!(
+                        "version {} was tried with manifest {before}, these are other weights ({}): give them a new number",
+                        held.version, held.manifest
+                    );
                     return Err(self.failure(PublishErrorCode::ManifestChanged, message, None, false));
                 }
                 stage.streamed(&manifest, &held)?;

@@ -141,6 +141,7 @@ impl Feeder {
             members: members.clone(),
             min_ready: 1,
             known: Some(held.manifest.clone()),
+            must: None,
             source: source.as_mut(),
             keep: None,
             stage: &mut NoStage,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use crate::agent::core::Core;
 use crate::agent::events::SILENT_AFTER;
@@ -22,6 +22,9 @@ const OPEN: Duration = Duration::from_secs(2);
 
 /// Longest wait for a closed stream to begin again before its peer counts as lost: a dead process refuses at once.
 const OPEN_AGAIN: Duration = Duration::from_millis(500);
+
+/// A stream that was opened again and ends sooner than this is not opened a third time: its peer accepts, but does not work.
+const STEADY: Duration = Duration::from_secs(1);
 
 /// Time between two tries to hear a lost peer again.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -100,9 +103,10 @@ impl Listener {
     async fn run(self) {
         let mut open = OPEN;
         loop {
+            let begun = Instant::now();
             let mut heard = false;
             let cause = self.listen(open, &mut heard).await;
-            if heard && open == OPEN {
+            if heard && (open == OPEN || begun.elapsed() >= STEADY) {
                 // A stream that worked is opened again at once, before anybody is alarmed.
                 open = OPEN_AGAIN;
                 continue;

@@ -17,6 +17,9 @@ use crate::protocol::{EngineFacts, HealthPolicy, KvCachePolicy, PausePolicy, Ref
 /// How long a pause that an earlier life of this agent may have left is suffered while no group says who pauses.
 const LEFT_PAUSED: Duration = Duration::from_secs(30);
 
+/// Time between two probes of an engine that cannot be reached.
+const LOOK_AGAIN: Duration = Duration::from_millis(200);
+
 /// What is known of the engine.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Probed {
@@ -26,6 +29,9 @@ pub(super) struct Probed {
     failures: u32,
     successes: u32,
     healthy: bool,
+    unreachable: bool,
+    /// Whether this start was asked what it is and can do.
+    probed: bool,
 }
 
 impl Probed {
@@ -33,8 +39,19 @@ impl Probed {
         !self.healthy
     }
 
+    /// Whether nobody listens on its port: it may come back as another start, before any threshold is reached.
+    pub(super) fn unreachable(&self) -> bool {
+        self.unreachable
+    }
+
+    /// Why it is ill, when it was asked at all.
+    pub(super) fn known_ill(&self) -> Option<String> {
+        self.reason.clone().filter(|_| !self.healthy)
+    }
+
     fn passed(&mut self, policy: &HealthPolicy) {
         self.failures = 0;
+        self.unreachable = false;
         self.successes = self.successes.saturating_add(1);
         // The first answer of a start that was never seen counts by itself: there is nothing to recover from.
         if self.start.is_none() || self.successes >= policy.success_threshold {
@@ -43,18 +60,14 @@ impl Probed {
         }
     }
 
-    fn failed(&mut self, policy: &HealthPolicy, reason: String) {
+    fn failed(&mut self, policy: &HealthPolicy, reason: String, unreachable: bool) {
         self.successes = 0;
+        self.unreachable = unreachable;
         self.failures = self.failures.saturating_add(1);
         if self.failures >= policy.failure_threshold {
             self.healthy = false;
         }
         self.reason = Some(reason);
-    }
-
-    /// It is known to be gone: no threshold applies.
-    fn gone(&mut self, reason: String) {
-        *self = Self { reason: Some(reason), ..Self::default() };
     }
 }
 
@@ -73,19 +86,17 @@ impl Rollout {
             }
             self.heal(&policy).await;
             tokio::select! {
-                () = sleep(Duration::from_millis(policy.health.period_ms.max(10))) => {}
+                () = sleep(self.period(&policy.health)) => {}
                 () = self.probe_now.notified() => {}
                 () = cancel.cancelled() => return,
             }
         }
     }
 
-    /// The engine's process is known to have ended, e.g. because it is our child.
-    pub fn engine_gone(&self, reason: &str) {
-        self.with(|inner| {
-            inner.engine.gone(reason.to_owned());
-            inner.machine.engine_seen(&EngineStart(format!("gone at {:?}", Instant::now())));
-        });
+    /// Time until the next probe; shorter while nobody listens, because who comes back there is another start.
+    fn period(&self, health: &HealthPolicy) -> Duration {
+        let period = Duration::from_millis(health.period_ms.max(10));
+        if self.with(|inner| inner.engine.unreachable) { period.min(LOOK_AGAIN) } else { period }
     }
 
     /// Asks the engine for its health now, and takes in what it says.
@@ -107,7 +118,10 @@ impl Rollout {
     pub(super) async fn probe(&self, deadline: Duration) -> Result<EngineFacts, Refusal> {
         match self.engine.probe(deadline).await {
             Ok(facts) => {
-                self.with(|inner| inner.engine.facts = Some(facts.clone()));
+                self.with(|inner| {
+                    inner.engine.facts = Some(facts.clone());
+                    inner.engine.probed = true;
+                });
                 Ok(facts)
             }
             Err(error) => Err(self.ill(&self.policy().health, &error)),
@@ -117,8 +131,12 @@ impl Rollout {
     fn ill(&self, health: &HealthPolicy, error: &EngineError) -> Refusal {
         let reason = error.to_string();
         self.with(|inner| {
+            // An engine that loads what we gave it may not answer: that is no ill health.
+            if inner.switching {
+                return;
+            }
             let was = inner.engine.healthy;
-            inner.engine.failed(health, reason.clone());
+            inner.engine.failed(health, reason.clone(), matches!(error, EngineError::Unreachable { .. }));
             if was && !inner.engine.healthy {
                 tracing::warn!(reason, failures = inner.engine.failures, "the engine is unhealthy");
             }
@@ -175,26 +193,24 @@ impl Rollout {
         }
     }
 
-    /// The rules of the group, or usual ones before there is a group.
+    /// The rules of the last group, or usual ones before there was one.
     fn policy(&self) -> UpdatePolicy {
-        match &*self.core.standing().borrow() {
-            Standing::Idle => usual_policy(),
-            Standing::Prepared(prepared) => prepared.policy.clone(),
-            Standing::Committing(epoch) | Standing::Committed(epoch) => epoch.prepared.policy.clone(),
-        }
+        crate::agent::core::lock(&self.inner).policy.clone().unwrap_or_else(usual_policy)
     }
 }
 
 impl Inner {
-    /// The engine answers; true when it is a start that was not seen before.
+    /// The engine answers; true when this start was not asked yet what it is.
     fn answered(&mut self, start: EngineStart, health: &HealthPolicy) -> bool {
         self.engine.passed(health);
-        let new = self.engine.start.as_ref() != Some(&start) || self.engine.facts.is_none();
+        if self.engine.start.as_ref() != Some(&start) {
+            self.engine.probed = false;
+        }
         if self.machine.engine_seen(&start) {
             tracing::warn!("the engine started anew: it holds no version");
         }
         self.engine.start = Some(start);
-        new
+        !self.engine.probed
     }
 }
 

@@ -38,6 +38,7 @@ impl Rollout {
             cancel: CancellationToken::new(),
         };
         let start = self.with(|inner| {
+            inner.switching = true;
             inner.touched = Some(version.clone());
             inner.paused_until = (policy.pause != PausePolicy::External).then(|| ms_since_1970(limit));
             inner.engine.start.clone()
@@ -46,6 +47,7 @@ impl Rollout {
         let outcome = timeout(limit.saturating_add(GRACE), self.engine.install(&job)).await;
         let failed = |error: &InstallError| format!("version {} could not be installed: {error}", version.held.version);
         let clean_failure = self.with(|inner| {
+            inner.switching = false;
             inner.paused_until = None;
             // A new start of the engine cleans it as well; its files are let go with the next switch.
             let touched = inner.touched.take();

@@ -30,7 +30,10 @@ struct Publish {
     source: Tracked,
     /// Bytes of this very version, complete.
     copy: Option<Arc<Retained>>,
+    /// Its manifest, once its bytes were read.
     manifest: Option<String>,
+    /// The manifest that its number was tried with by an earlier publish.
+    must: Option<String>,
     attempts: u32,
     failed: Option<(EpochId, Failure)>,
 }
@@ -47,6 +50,7 @@ impl Source {
             source: Tracked { source, released: false },
             copy: None,
             manifest: None,
+            must: None,
             attempts: 0,
             failed: None,
         };
@@ -80,7 +84,7 @@ impl Source {
             if publish.attempts == 0 {
                 let current = self.current(Some(&epoch));
                 let mut history = lock(&self.history);
-                publish.manifest = history.admit(publish.version, current.as_ref())?;
+                publish.must = history.admit(publish.version, current.as_ref())?;
                 history.tried(publish.version);
             } else if publish.copy.is_none() {
                 let reason = publish.failed.as_ref().map_or_else(String::new, |(_, failure)| failure.message.clone());
@@ -134,6 +138,7 @@ impl Source {
             members: epoch.rollouts(),
             min_ready: epoch.prepared.policy.min_ready,
             known: publish.manifest.clone(),
+            must: publish.must.clone(),
             source: match copy.as_mut() {
                 Some(copy) => copy.as_mut(),
                 None => &mut publish.source,

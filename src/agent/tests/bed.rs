@@ -212,7 +212,7 @@ impl Bed {
         member
     }
 
-    fn roster(&self, members: &[&Member]) -> Roster {
+    fn roster(members: &[&Member]) -> Roster {
         let mut offset = 0;
         let rows = members
             .iter()
@@ -249,7 +249,7 @@ impl Bed {
     pub async fn form(&mut self, members: &[&Member], feeder: Option<&Member>) -> EpochId {
         self.epoch += 1;
         let id = self.id();
-        let roster = self.roster(members);
+        let roster = Self::roster(members);
         let prepare = |member: &&Member| PrepareRequest {
             id: id.clone(),
             member: member.name.clone(),
@@ -273,7 +273,7 @@ impl Bed {
         PrepareRequest {
             id: self.id(),
             member: member.name.clone(),
-            roster: self.roster(members),
+            roster: Self::roster(members),
             policy: self.policy.clone(),
             deadline_ms: 5_000,
         }

@@ -90,9 +90,10 @@ async fn too_few_replicas_that_can_take_it_fail_a_publish_and_leave_all_as_they_
     let state = rollouts[0].state();
     assert_eq!(state.installed.map(|held| held.version), Some(1));
     assert_ne!(state.phase, MemberPhase::Dirty);
-    // The number may be used again for the same weights, and for no others.
+    // The number may be used again for the same weights, and for no others: also when every replica has the bytes already.
     let other = publish(&source, 2, TestSource::of(3)).outcome().await.unwrap_err();
     assert_eq!(other.code, PublishErrorCode::ManifestChanged, "{}", other.message);
+    assert!(rollouts.iter().all(|rollout| rollout.engine.serves() != Some(served(&weights(3).0, &weights(3).1))));
     rollouts[0].engine.set(|inside| inside.fault = Fault::None);
     let again = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
     assert_eq!(again.installed.len(), 2);
