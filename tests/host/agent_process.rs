@@ -1,0 +1,261 @@
+//! An agent's process from its start to its end, with a real enrolment server and coordinator: when its pod may serve, and what is left.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use weightsync::agent::client::{ClientServerConfig, SocketName};
+use weightsync::agent::enrollment::{Applicant, TokenSource};
+use weightsync::agent::process::{AgentError, Settings, run};
+use weightsync::agent::rollout::Places;
+use weightsync::agent::space::Cgroups;
+use weightsync::coordinator::{
+    Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, Enrollment, EpochStore, EventSink, PersistError, ProvenPod,
+    Timing, TokenVerifier, Wanted, router,
+};
+use weightsync::engine::{Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed};
+use weightsync::membership::{MembershipConfig, Restored};
+use weightsync::protocol::*;
+use weightsync::runtime::https::{Access, AgentClient, Limits, serve_https};
+use weightsync::runtime::identity::{Ca, PeerIdentity};
+use weightsync::weights::TensorSpec;
+
+const HOUR: Duration = Duration::from_secs(3600);
+const SOON: Duration = Duration::from_secs(20);
+
+/// An engine that runs and is never updated here.
+struct Idle;
+
+#[async_trait]
+impl Engine for Idle {
+    fn kind(&self) -> &'static str {
+        "idle"
+    }
+    async fn probe(&self, _deadline: Duration) -> Result<EngineFacts, EngineError> {
+        Ok(EngineFacts {
+            kind: "idle".into(),
+            server_version: "1".into(),
+            size: 1,
+            url: "http://engine".into(),
+            delivery: "none".into(),
+            answer_version: "none".into(),
+        })
+    }
+    fn accepts(&self, _pause: PausePolicy, _kv_cache: KvCachePolicy) -> Result<(), EngineError> {
+        Ok(())
+    }
+    fn fits(&self, _tensors: &[TensorSpec]) -> Result<(), EngineError> {
+        Ok(())
+    }
+    async fn health(&self, _deadline: Duration) -> Result<EngineStart, EngineError> {
+        Ok(EngineStart("1".into()))
+    }
+    async fn install(&self, _job: &InstallJob) -> Result<InstallReport, InstallError> {
+        Err(InstallError { step: "load", dirty: false, source: EngineError::Cancelled })
+    }
+    async fn resume(&self, _deadline: Duration) -> Result<Resumed, EngineError> {
+        Ok(Resumed::WasRunning)
+    }
+    async fn put_back(&self, _deadline: Duration) -> Result<(), EngineError> {
+        Ok(())
+    }
+    async fn holding(&self, _deadline: Duration) -> Result<Holding, EngineError> {
+        Ok(Holding::Startup)
+    }
+}
+
+struct Anybody;
+
+#[async_trait]
+impl TokenVerifier for Anybody {
+    async fn verify(&self, token: &str) -> Result<ProvenPod, Rejection> {
+        Ok(ProvenPod { namespace: "ns".into(), pod: token.into(), pod_uid: format!("uid-{token}") })
+    }
+}
+
+struct Nowhere;
+
+#[async_trait]
+impl EpochStore for Nowhere {
+    async fn persist(&self, _id: &EpochId) -> Result<(), PersistError> {
+        Ok(())
+    }
+}
+
+impl EventSink for Nowhere {
+    fn publish(&self, _event: CoordinatorEvent) {}
+}
+
+/// The controller's side.
+struct Operator {
+    ca: Arc<Ca>,
+    address: SocketAddr,
+    directory: Directory,
+    cancel: CancellationToken,
+}
+
+impl Operator {
+    async fn start() -> Self {
+        let ca = Arc::new(Ca::generate().unwrap());
+        let identity = ca.issue(&PeerIdentity::Controller, HOUR).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (directory, cancel) = (Directory::default(), CancellationToken::new());
+        let enrollment = Enrollment { ca: ca.clone(), verifier: Arc::new(Anybody), directory: directory.clone(), lifetime: HOUR };
+        let routes = router(Arc::new(enrollment));
+        tokio::spawn(serve_https(listener, identity, Access::Open, routes, Limits::default(), cancel.clone()));
+        directory.settle();
+        Self { ca, address, directory, cancel }
+    }
+
+    /// An object that claims these pods.
+    fn claim(&self, object: &str, pods: &[&str], serve_before_first_version: bool) -> CoordinatorHandle {
+        let health = HealthPolicy { period_ms: 100, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 };
+        let policy = UpdatePolicy {
+            pause: PausePolicy::Keep,
+            kv_cache: KvCachePolicy::Reset,
+            min_ready: 1,
+            silence_ms: 5_000,
+            update_timeout_ms: 10_000,
+            retain_bytes: 0,
+            bucket_bytes: 0,
+            data_tls: true,
+            health,
+        };
+        let wanted = Wanted { config: MembershipConfig::new(object, 1, policy), members: None, suspend: false, delete: false };
+        let context = Context {
+            client: AgentClient::new(self.ca.issue(&PeerIdentity::Controller, HOUR).unwrap()),
+            directory: self.directory.clone(),
+            store: Arc::new(Nowhere),
+            events: Arc::new(Nowhere),
+            timing: Timing::default(),
+        };
+        let handle = Coordinator::start(wanted, Restored::default(), context, self.cancel.child_token());
+        let assignment = Assignment {
+            role: Role::Rollout,
+            engines: vec![EngineAssignment { kind: "idle".into(), port: 8000 }],
+            serve_before_first_version,
+            current: None,
+        };
+        let claims: HashMap<String, Assignment> = pods.iter().map(|pod| (format!("uid-{pod}"), assignment.clone())).collect();
+        self.directory.claim(object, claims);
+        handle
+    }
+}
+
+/// One agent.
+struct Agent {
+    pages: String,
+    versions: PathBuf,
+    cancel: CancellationToken,
+    task: JoinHandle<Result<(), AgentError>>,
+}
+
+impl Agent {
+    fn start(operator: &Operator, pod: &str, folder: &Path) -> Self {
+        let token = folder.join(format!("{pod}.token"));
+        std::fs::write(&token, pod).unwrap();
+        let status = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let versions = folder.join("versions");
+        let pod_uid = format!("uid-{pod}");
+        let settings = Settings {
+            role: Role::Rollout,
+            applicant: Applicant {
+                namespace: "ns".into(),
+                pod: pod.into(),
+                incarnation: Incarnation { pod_uid: pod_uid.clone(), instance: "1".into() },
+                token: TokenSource::File(token),
+            },
+            ip: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            control_port: 0,
+            data_port: 0,
+            status,
+            controller: operator.address.to_string(),
+            ca_pem: operator.ca.certificate_pem().into(),
+            places: Places { versions: versions.clone(), versions_in_engine: None, model: None, name: pod_uid.clone() },
+            socket: ClientServerConfig::at(SocketName::of_pod(&pod_uid).unwrap()),
+            engines: Arc::new(|_| Ok(Arc::new(Idle))),
+            cgroups: Cgroups::of_this_process(),
+        };
+        let cancel = CancellationToken::new();
+        let task = tokio::spawn(run(settings, cancel.clone()));
+        Self { pages: format!("http://{status}"), versions, cancel, task }
+    }
+
+    /// Status and text of `/readyz`.
+    async fn readyz(&self) -> (u16, String) {
+        let answer = match reqwest::get(format!("{}/readyz", self.pages)).await {
+            Ok(answer) => answer,
+            Err(error) => return (0, error.to_string()),
+        };
+        (answer.status().as_u16(), answer.text().await.unwrap_or_default())
+    }
+
+    async fn until_ready_says(&self, status: u16, text: &str) {
+        let mut last = (0, String::new());
+        let asked = tokio::time::timeout(SOON, async {
+            loop {
+                last = self.readyz().await;
+                if last.0 == status && last.1.contains(text) {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        });
+        assert!(asked.await.is_ok(), "never {status} {text:?}, last {last:?}");
+    }
+
+    async fn end(self) {
+        self.cancel.cancel();
+        tokio::time::timeout(SOON, self.task).await.expect("an agent ends when it is told to").unwrap().unwrap();
+        let left: Vec<_> = std::fs::read_dir(&self.versions).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert!(left.is_empty(), "left behind: {left:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_serves_as_its_object_says_and_again_when_nobody_claims_it() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let folder = tempfile::tempdir().unwrap();
+    let operator = Operator::start().await;
+    let agent = Agent::start(&operator, "a", folder.path());
+    agent.until_ready_says(503, "not enrolled yet").await;
+    let held = operator.claim("holds", &["a"], false);
+    agent.until_ready_says(503, "no version yet").await;
+    // The controller is gone, and then the object: the agent hears of it by its own announcements.
+    drop(held);
+    operator.directory.remove("holds");
+    agent.until_ready_says(200, "ok").await;
+    // Another object may claim the pod after that.
+    let _serves = operator.claim("serves", &["a"], false);
+    agent.until_ready_says(503, "no version yet").await;
+    agent.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_serves_before_the_first_version_where_its_object_wants_that() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let folder = tempfile::tempdir().unwrap();
+    let operator = Operator::start().await;
+    let _handle = operator.claim("serves", &["b"], true);
+    let agent = Agent::start(&operator, "b", folder.path());
+    agent.until_ready_says(200, "ok").await;
+    // Without any controller it stays as it is.
+    operator.cancel.cancel();
+    for _ in 0..50 {
+        assert_eq!(agent.readyz().await.0, 200);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let metrics = reqwest::get(format!("{}/metrics", agent.pages)).await.unwrap().text().await.unwrap();
+    assert!(metrics.contains("weightsync_agent_engine_healthy{port=\"8000\"} 1"), "{metrics}");
+    let roster: RosterView =
+        serde_json::from_str(&reqwest::get(format!("{}/v1/roster", agent.pages)).await.unwrap().text().await.unwrap()).unwrap();
+    assert_eq!(roster.epoch, None);
+    agent.end().await;
+}
