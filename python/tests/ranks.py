@@ -132,6 +132,12 @@ def stall() -> dict[str, Any]:
         return {**ended, "gathered": len(gathered)}
 
 
+def stall_within_a_tensor() -> dict[str, Any]:
+    """Rank 0 has no room in the middle of a tensor: the others hear its error before their own patience ends."""
+    with weightsync.Publisher.from_env(dist.group.WORLD, socket=SOCKETS["stall"], connect_timeout=5, rank_timeout=6) as pub:
+        return outcome(lambda: pub.publish({"w": torch.zeros(100_000)}, version=2, timeout=LIMIT))
+
+
 def lost() -> dict[str, Any]:
     gathered.clear()
     with publisher("lost") as pub:
@@ -168,7 +174,7 @@ def not_all_ranks() -> dict[str, Any]:
 
 def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=RANK, world_size=2)
-    scenarios = (fsdp2, sharded, again, stall, lost, one_rank_fails, not_all_ranks)
+    scenarios = (fsdp2, sharded, again, stall, stall_within_a_tensor, lost, one_rank_fails, not_all_ranks)
     seen = {}
     for scenario in scenarios:
         seen[scenario.__name__] = scenario()

@@ -114,6 +114,12 @@ def test_no_rank_runs_ahead_of_an_agent_that_takes_nothing(ranks: Ranks) -> None
     assert 4 <= seen["gathered"] <= 6, "of 40 tensors"
 
 
+def test_a_stall_within_a_tensor_is_one_error_too(ranks: Ranks) -> None:
+    seen = ranks.alike("stall_within_a_tensor")
+    assert seen["error"] == "Timeout"
+    assert "while the other ranks waited" in seen["message"]
+
+
 def test_a_lost_agent_stops_all_ranks_at_one_bucket(ranks: Ranks) -> None:
     zero, one = (seen["lost"] for seen in ranks.seen)
     for seen in (zero, one):

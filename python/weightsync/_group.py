@@ -24,6 +24,8 @@ class Group(ABC):
 
     rank: int
     size: int
+    longest_step: float
+    """Seconds that a rank may keep the others waiting: half of what they wait, so that they hear its error and not its silence."""
 
     @abstractmethod
     def most(self, code: int) -> int:
@@ -43,6 +45,7 @@ class Alone(Group):
 
     rank = 0
     size = 1
+    longest_step = float("inf")
 
     def most(self, code: int) -> int:
         return code
@@ -65,6 +68,7 @@ class Ranks(Group):
         self._dist = dist
         self._group = group
         self._timeout = timeout
+        self.longest_step = timeout / 2
         self.rank = int(dist.get_rank(group))
         self.size = int(dist.get_world_size(group))
         if self.rank < 0:

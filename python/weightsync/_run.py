@@ -240,12 +240,16 @@ class Run:
     def _take_slot(self) -> int:
         published = self._known()
         assert self.connection is not None
+        begun = time.monotonic()
         with self.connection.changed:
             while self._event(published) is None:
                 if published.free:
                     return published.free.popleft()
                 self.connection.changed.wait(PATIENCE)
                 self._check_deadline(published)
+                if time.monotonic() - begun > self.group.longest_step:
+                    message = f"the agent took no bucket for {self.group.longest_step:g} s while the other ranks waited"
+                    raise Timeout(message, retryable=True, phase=published.phase)
         raise _Interrupted
 
     def _hand_over(self, sequence: int, slot: int) -> None:
