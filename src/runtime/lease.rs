@@ -36,10 +36,10 @@ pub struct LeaseConfig {
 }
 
 impl LeaseConfig {
-    /// 15 s, renewed every 5 s, calls of at most 4 s.
+    /// 15 s, renewed every 3 s, calls of at most 5 s: an API server that needs 5 s for an answer ends no leadership.
     pub fn new(name: impl Into<String>, holder: impl Into<String>) -> Self {
         let seconds = Duration::from_secs;
-        Self { name: name.into(), holder: holder.into(), duration: seconds(15), period: seconds(5), call: seconds(4) }
+        Self { name: name.into(), holder: holder.into(), duration: seconds(15), period: seconds(3), call: seconds(5) }
     }
 }
 
@@ -118,6 +118,8 @@ pub struct LeaseManager {
     claim: watch::Sender<Option<Claim>>,
     /// The Lease as last read or written, and when its last change was seen.
     seen: Option<(Lease, Instant)>,
+    /// When a renewal was sent whose answer did not come.
+    unanswered: Option<Instant>,
     renew_failures: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -130,7 +132,7 @@ enum CallFailed {
 impl LeaseManager {
     /// `api` must come from a client without hidden retries (`kube::Config::default_retry = false`): each call here has its own deadline.
     pub fn new(api: Api<Lease>, config: LeaseConfig) -> Self {
-        Self { api, config, claim: watch::Sender::new(None), seen: None, renew_failures: Box::new(|| {}) }
+        Self { api, config, claim: watch::Sender::new(None), seen: None, unanswered: None, renew_failures: Box::new(|| {}) }
     }
 
     /// Calls `count` for each call that failed while the lease was held.
@@ -250,13 +252,17 @@ impl LeaseManager {
         let before = Instant::now();
         match self.write(&renewed).await {
             Ok(written) => {
+                self.unanswered = None;
                 self.claimed(written, before);
                 return Ok(None);
             }
-            Err(CallFailed::Other(cause)) => return Err(cause),
+            Err(CallFailed::Other(cause)) => {
+                self.unanswered = Some(before);
+                return Err(cause);
+            }
             Err(CallFailed::Conflict | CallFailed::NotFound) => {}
         }
-        // Somebody wrote since: ourselves (a write whose answer was lost), or another leader.
+        // Somebody wrote since: ourselves (a write whose answer did not come), or another leader.
         let lease = match self.read().await {
             Ok(lease) => lease,
             Err(CallFailed::NotFound) => return Ok(Some(LeaseLost::Taken { holder: "nobody".into(), term: 0 })),
@@ -265,8 +271,16 @@ impl LeaseManager {
         };
         let holder = lease.spec.as_ref().and_then(|spec| spec.holder_identity.clone()).unwrap_or_default();
         if holder == self.config.holder && term_of(&lease) == term {
+            let sent = self.unanswered.take();
             self.see(&lease);
-            return Err("written by another call of ours".into());
+            return match sent {
+                // It was carried out after all, and counts from when it was sent.
+                Some(sent) => {
+                    self.claimed(lease, sent);
+                    Ok(None)
+                }
+                None => Err("written by another call of ours".into()),
+            };
         }
         Ok(Some(LeaseLost::Taken { holder, term: term_of(&lease) }))
     }

@@ -224,6 +224,23 @@ async fn a_renewal_whose_answer_was_lost_does_not_end_leadership() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn renewals_that_are_carried_out_but_answered_too_late_keep_leadership() {
+    let server = ApiServer::new();
+    let mut leader = candidate(&server, "first");
+    leader.leadership.acquired().await.unwrap();
+    // Every other call is answered.
+    for _ in 0..40 {
+        server.set(Mode::LosesAnswers);
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        server.set(Mode::Works);
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        assert_eq!(leader.leadership.term(), Some(0));
+    }
+    leader.cancel.cancel();
+    assert_eq!(leader.task.await.unwrap().0, LeaseLost::Stopped);
+}
+
+#[tokio::test(start_paused = true)]
 async fn of_two_candidates_that_read_the_same_free_lease_one_leads() {
     let server = ApiServer::new();
     let (mut one, mut two) = (manager(&server, "one"), manager(&server, "two"));
