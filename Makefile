@@ -71,10 +71,10 @@ host-test: ## Run the tests with processes on this machine
 .PHONY: python-test
 python-test: venv ## Check and test the Python client
 	$$(tests/tools/python.sh)/ruff check python tests
-	venv=$$($(CLUSTER)/vllm-venv.sh --print); \
-	  $$(tests/tools/python.sh)/mypy --python-executable "$$venv/bin/python" python/weightsync tests/engine tests/cluster; \
-	  cargo build --locked --bin weightsync --example trainer_socket; \
-	  PYTHONPATH=python "$$venv/bin/python" -m pytest -q python/tests
+	cd python; $$(../tests/tools/python.sh)/mypy weightsync
+	$$(tests/tools/python.sh)/mypy tests/engine tests/e2e tests/cluster/image.py tests/cluster/node
+	cargo build --locked --bin weightsync --example trainer_socket
+	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
 
 .PHONY: chart-lint
 chart-lint: ## Check the chart

@@ -19,6 +19,10 @@ rm -rf "$WEIGHTSYNC_SHARE/python"
 mkdir "$WEIGHTSYNC_SHARE/python"
 cp -r "$root/python/weightsync" "$WEIGHTSYNC_SHARE/python/"
 
+# An install that failed cannot be upgraded. One that worked is upgraded, not removed: the API server (1.36) goes on with
+# the parameters of the old injection policy when a policy with parameters of a built-in kind is deleted and made again.
+state=$(helm status weightsync --namespace weightsync-system --output json 2>/dev/null | jq -r .info.status || true)
+[ "$state" = deployed ] || helm uninstall weightsync --namespace weightsync-system --ignore-not-found --wait --timeout 60s
 helm upgrade --install weightsync "$root/charts/weightsync" --namespace weightsync-system --create-namespace \
   --set image.repository=docker.io/local/weightsync --set image.tag=test --set image.pullPolicy=Never \
   --wait --timeout 120s
