@@ -24,6 +24,7 @@ if [ -z "$image" ] && [ -S "$WEIGHTSYNC_STATE/docker.sock" ]; then
   if ! docker image inspect "$image" >/dev/null 2>&1; then
     say "loading the node image"
     docker load --quiet --input "$archive" >/dev/null
+    docker image ls --quiet --filter "before=$image" "${image%:*}" | xargs --no-run-if-empty docker image rm --force >/dev/null
   fi
 fi
 
