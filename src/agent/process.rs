@@ -6,6 +6,7 @@
 
 mod endpoint;
 mod pages;
+mod progress;
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;

@@ -220,6 +220,16 @@ impl Rollout {
         })
     }
 
+    /// Bytes of the last update that arrived and were checked, and of how many.
+    pub fn progress(&self) -> (u64, u64) {
+        lock(&self.inner).machine.progress()
+    }
+
+    /// The engine's port.
+    pub fn port(&self) -> u16 {
+        self.core.me().port.unwrap_or(0)
+    }
+
     /// Where a directory of ours is for the engine.
     fn in_engine(&self, path: &Path) -> PathBuf {
         match (&self.places.versions_in_engine, path.strip_prefix(&self.places.versions)) {

@@ -171,6 +171,7 @@ pub(super) async fn run_with(
         () = cancel.cancelled() => None,
         term = leadership.acquired() => term,
     };
+    let mut ended_by_itself = false;
     if led.is_some() {
         metrics.leader.set(1);
         let judged = leadership.clone();
@@ -199,12 +200,16 @@ pub(super) async fn run_with(
             metrics: metrics.clone(),
             failures: std::sync::Mutex::new(HashMap::new()),
         });
-        lead(&shared, &stores.scopes, &directory, leadership, &cancel).await;
+        ended_by_itself = lead(&shared, &stores.scopes, &directory, leadership, &cancel).await;
         metrics.leader.set(0);
     }
     stop.cancel();
     stop_lease.cancel();
     match timeout(DRAIN, leasing).await {
+        // The claim's end is seen here and by the lease's own task; whoever comes second must not make a clean exit of it.
+        Ok(Ok(LeaseLost::Stopped)) | Err(_) if ended_by_itself => {
+            Err(ControllerError::LeaseLost(LeaseLost::NotRenewed("the claim ended before a renewal was answered".into())))
+        }
         Ok(Ok(LeaseLost::Stopped)) | Err(_) => Ok(()),
         Ok(Ok(lost)) => Err(ControllerError::LeaseLost(lost)),
         Ok(Err(error)) => Err(ControllerError::LeaseLost(LeaseLost::NotRenewed(error.to_string()))),
@@ -251,8 +256,14 @@ async fn keep_lease(mut manager: LeaseManager, stop: CancellationToken) -> Lease
     lost
 }
 
-/// Looks at objects until told to stop, or until leadership ends.
-async fn lead(shared: &Arc<Shared>, scopes: &[Scope], directory: &Directory, mut leadership: Leadership, cancel: &CancellationToken) {
+/// Looks at objects until told to stop, or until leadership ends: true for the latter.
+async fn lead(
+    shared: &Arc<Shared>,
+    scopes: &[Scope],
+    directory: &Directory,
+    mut leadership: Leadership,
+    cancel: &CancellationToken,
+) -> bool {
     let contexts: Vec<Arc<ScopeContext>> =
         scopes.iter().map(|scope| Arc::new(ScopeContext { shared: shared.clone(), scope: scope.clone() })).collect();
     adopt(&contexts, directory);
@@ -262,7 +273,7 @@ async fn lead(shared: &Arc<Shared>, scopes: &[Scope], directory: &Directory, mut
     for context in contexts {
         loops.spawn(look_at_objects(context, draining.clone()));
     }
-    tokio::select! {
+    let lost = tokio::select! {
         () = cancel.cancelled() => {
             draining.cancel();
             let ended = async { while loops.join_next().await.is_some() {} };
@@ -270,12 +281,17 @@ async fn lead(shared: &Arc<Shared>, scopes: &[Scope], directory: &Directory, mut
                 tracing::warn!("reconciles still run and are cut");
             }
             shared.objects.drained().await;
+            false
         }
         // What still runs would act without leadership: it is dropped, not drained.
-        () = leadership.lost() => tracing::error!("leadership is over; this process ends"),
-        () = sweeping => {}
-    }
+        () = leadership.lost() => {
+            tracing::error!("leadership is over; this process ends");
+            true
+        }
+        () = sweeping => false,
+    };
     directory.unsettle();
+    lost
 }
 
 /// Starts the coordinators of all objects, and only then lets the enrolment server say that nobody claims a pod.

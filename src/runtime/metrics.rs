@@ -3,6 +3,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use prometheus_client::collector::Collector;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Metric, Registry, Unit};
 
@@ -30,6 +31,11 @@ impl Metrics {
     pub fn register_with_unit<M: Metric + Clone>(&self, name: &str, help: &str, unit: Unit, metric: M) -> M {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).register_with_unit(name, help, unit, metric.clone());
         metric
+    }
+
+    /// Has `collector` asked for its numbers whenever somebody reads: for what changes far more often than it is read.
+    pub fn collect(&self, collector: impl Collector) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).register_collector(Box::new(collector));
     }
 
     /// The OpenMetrics text.

@@ -35,7 +35,7 @@ async fn objects_that_make_no_sense_are_refused_with_what_to_change() {
                     spec["agent"] = json!({"launch": "Ephemeral"});
                     spec["update"] = json!({"retain": {"hostMiB": 1024}});
                 }),
-                &["retain", "Ephemeral"],
+                &["retain", "agent.launch"],
             ),
             ("explicit order without names", with(|spec| spec["rollouts"][0]["order"] = json!({"by": "Explicit"})), &["names"]),
             ("a negative time", with(|spec| spec["health"]["periodSeconds"] = json!(-1)), &["periodSeconds"]),

@@ -254,6 +254,7 @@ async fn a_pod_serves_before_the_first_version_where_its_object_wants_that() {
     }
     let metrics = reqwest::get(format!("{}/metrics", agent.pages)).await.unwrap().text().await.unwrap();
     assert!(metrics.contains("weightsync_agent_engine_healthy{port=\"8000\"} 1"), "{metrics}");
+    assert!(metrics.contains("weightsync_agent_update_total_bytes{port=\"8000\"} 0"), "{metrics}");
     let roster: RosterView =
         serde_json::from_str(&reqwest::get(format!("{}/v1/roster", agent.pages)).await.unwrap().text().await.unwrap()).unwrap();
     assert_eq!(roster.epoch, None);

@@ -20,6 +20,7 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 
+use super::progress::Progress;
 use crate::agent::core::{Core, lock};
 use crate::agent::rollout::Rollout;
 use crate::protocol::{Role, RosterView};
@@ -38,14 +39,14 @@ pub(super) struct Pages {
 
 /// What readiness is made of.
 #[derive(Default)]
-struct Shown {
-    rollouts: Vec<Arc<Rollout>>,
+pub(super) struct Shown {
+    pub(super) rollouts: Vec<Arc<Rollout>>,
     failed: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfEngine {
-    port: u16,
+pub(super) struct OfEngine {
+    pub(super) port: u16,
 }
 
 /// Gauges by engine port; 0 is a source.
@@ -65,6 +66,7 @@ impl Pages {
         metrics.register("agent_engine_healthy", "1 when the engine passes its probes", numbers.healthy.clone());
         metrics.register("agent_state_changes", "Changes of the endpoint's state", numbers.changes.clone());
         let shown: Arc<Mutex<Shown>> = Arc::default();
+        metrics.collect(Progress(shown.clone()));
         if role == Role::Rollout {
             let shown = shown.clone();
             health.ready_while("engine", move || lock(&shown).ready());

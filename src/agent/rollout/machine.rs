@@ -53,6 +53,7 @@ struct Attempt {
     layout_digest: String,
     stage: Stage,
     bytes: u64,
+    total_bytes: u64,
     reason: Option<String>,
     dirty: bool,
     steps_ms: Vec<(String, u64)>,
@@ -110,6 +111,11 @@ impl Machine {
     /// The attempt that runs: readiness that drops meanwhile is not ill health.
     pub fn live(&self) -> Option<&UpdateId> {
         self.attempt.as_ref().filter(|attempt| attempt.live()).map(|attempt| &attempt.update)
+    }
+
+    /// Bytes of the last attempt that arrived and were checked, and of how many; zeros before the first.
+    pub fn progress(&self) -> (u64, u64) {
+        self.attempt.as_ref().map_or((0, 0), |attempt| (attempt.bytes, attempt.total_bytes))
     }
 
     /// Whether the engine is being switched.
@@ -173,6 +179,7 @@ impl Machine {
             layout_digest: request.layout_digest.clone(),
             stage,
             bytes: if opening { 0 } else { request.layout.total_bytes },
+            total_bytes: request.layout.total_bytes,
             reason: None,
             dirty: false,
             steps_ms: Vec::new(),
