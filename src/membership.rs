@@ -99,6 +99,8 @@ pub struct Membership {
     deleted: bool,
     /// Why another controller decides now.
     stopped: Option<String>,
+    /// Whether the last step that was due came late.
+    overslept: bool,
     /// What was seen after the last step.
     view: MembershipView,
     out: Vec<Decision>,
@@ -139,6 +141,7 @@ impl Membership {
             suspended: false,
             deleted: false,
             stopped: None,
+            overslept: false,
             view: MembershipView::empty(),
             out: Vec::new(),
         };
@@ -181,19 +184,22 @@ impl Membership {
         self.wake.filter(|_| self.stopped.is_none())
     }
 
-    /// Time goes on. Time in which nobody called us is not held against members: their answers may lie in the queue.
+    /// Time goes on. Time in which nobody called us is not held against members: their answers may lie in the queue, and have half a
+    /// silence to come out of it. (Only once in a row, or whoever always comes late would never find anybody silent.)
     fn set_clock(&mut self, now_ms: u64) {
         let now = self.now.max(now_ms);
-        if let Some(wake) = self.wake {
-            let late = now.saturating_sub(wake);
-            if late > self.config.agent_silence_ms / 2 {
-                self.agents.forgive(late);
-                self.updates.forgive(late);
+        let tolerated = self.config.agent_silence_ms / 2;
+        if let Some(late) = self.wake.and_then(|wake| now.checked_sub(wake)) {
+            if late > tolerated {
+                let excuse = late.saturating_add(if self.overslept { 0 } else { tolerated });
+                self.agents.forgive(excuse);
+                self.updates.forgive(excuse);
                 if let Some(Forming::Round(round)) = &mut self.forming {
-                    round.deadline = round.deadline.saturating_add(late);
-                    round.settle_at = round.settle_at.map(|at| at.saturating_add(late));
+                    round.deadline = round.deadline.saturating_add(excuse);
+                    round.settle_at = round.settle_at.map(|at| at.saturating_add(excuse));
                 }
             }
+            self.overslept = late > tolerated;
         }
         self.now = now;
         self.adopt_until.get_or_insert(now.saturating_add(self.config.adopt_window_ms));

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::plan::{Candidate, LeftOutCode};
-use crate::protocol::{Incarnation, MemberName, MemberPhase, MemberState, Reason, Role};
+use crate::protocol::{EpochId, Incarnation, MemberName, MemberPhase, MemberState, Reason, Role};
 
 use super::Membership;
 use super::agents::{Agent, Link};
@@ -132,11 +132,17 @@ impl Membership {
         state.role == Role::Source || state.healthy && state.phase != MemberPhase::EngineDown
     }
 
-    /// Whether the member is in an update of the group.
+    /// Whether the member is in an update of the group, or of one that may yet be taken over.
     pub(super) fn in_update(&self, name: &MemberName, agent: &Agent) -> bool {
-        let Some(group) = &self.group else { return false };
+        let Some(group) = &self.group else { return self.adopting_until().is_some() && self.updates_in_our_epoch(agent) };
         agent.phase() == Some(MemberPhase::Updating) && agent.epoch() == Some(&group.id)
             || self.updates.has(self.now, &group.id, &group.policy, name)
+    }
+
+    /// Whether an agent says that it is in an update of an epoch of ours that is not over.
+    pub(super) fn updates_in_our_epoch(&self, agent: &Agent) -> bool {
+        let ours = |epoch: &EpochId| epoch.weightsync == self.config.weightsync && epoch.epoch > self.over;
+        agent.phase() == Some(MemberPhase::Updating) && agent.epoch().is_some_and(ours)
     }
 
     /// When an update of this member counts as stuck.

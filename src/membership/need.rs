@@ -6,7 +6,7 @@
 use crate::plan::LeftOutCode;
 use crate::protocol::{Incarnation, MemberName, Reason, Role};
 
-use super::agents::Link;
+use super::agents::{Agent, Link};
 use super::assess::{Assessment, Eligible};
 use super::backoff::Weight;
 use super::forming::SETTLE_MS;
@@ -88,7 +88,7 @@ impl Membership {
             let (reason, message) = self.why_lost(name, Some(life), assessment);
             let unready = self.left_out.iter().any(|left| &left.who == name && left.code == LeftOutCode::NotReady);
             let in_order = matches!(reason, Reason::Terminating | Reason::NotCandidate) && !unready;
-            if in_order && agent.is_some_and(super::agents::Agent::is_present) {
+            if in_order && agent.is_some_and(Agent::is_present) {
                 leaving.push(name.clone());
             } else {
                 lost.push((name.clone(), reason, message));
@@ -210,11 +210,16 @@ impl Membership {
         if let Some(why) = self.urgent {
             return Some(why);
         }
-        let settled = assessment.out.values().all(|out| out.reason != Reason::AgentMissing);
-        if settled {
+        let missing = assessment.out.values().any(|out| out.reason == Reason::AgentMissing);
+        let adopting_until = self.adopting_until();
+        // A pod that is paused for an update may be called unfit and is missing from the plan then: a group that could be taken over with
+        // it would be ended in the middle of the update.
+        let paused = |agent: &Agent| agent.link == Link::Live && self.updates_in_our_epoch(agent);
+        let updating = adopting_until.is_some() && self.agents.iter().any(|(_, agent)| paused(agent));
+        if !missing && !updating {
             return Some(Reason::GroupForming);
         }
-        if let Some(until) = self.adopting_until() {
+        if let Some(until) = adopting_until {
             self.wake_at(until);
             return None;
         }

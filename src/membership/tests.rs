@@ -1,4 +1,11 @@
 //! Tables: one situation each, with what must follow from it. Whole worlds are played by `model`.
 
+mod blame;
 mod desk;
+mod ending;
+mod feeding;
 mod forming;
+mod joining;
+mod leaving;
+mod restart;
+mod updates;

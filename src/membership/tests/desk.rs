@@ -1,7 +1,7 @@
 //! A membership on a desk: facts are put before it by hand, and what it wants is read off.
 
-use crate::membership::{Decision, Membership, MembershipConfig, Observation, Restored};
-use crate::plan::{Candidate, LeftOut};
+use crate::membership::{Decision, MemberView, Membership, MembershipConfig, Observation, Restored};
+use crate::plan::{Candidate, LeftOut, LeftOutCode};
 use crate::protocol::*;
 
 pub(super) fn policy() -> UpdatePolicy {
@@ -20,6 +20,10 @@ pub(super) fn policy() -> UpdatePolicy {
 
 pub(super) fn config() -> MembershipConfig {
     MembershipConfig::new("ws", 1, policy())
+}
+
+pub(super) fn held(version: Version) -> HeldVersion {
+    HeldVersion { version, manifest: format!("m{version}") }
 }
 
 /// Member number `n`: 0 is the source.
@@ -136,7 +140,11 @@ impl Desk {
         state.roster_digest = Some(request.roster.digest());
         state.phase = MemberPhase::Prepared;
         let response = PrepareResponse { incarnation: to.clone(), data_address: format!("10.0.0.{n}:2"), state: state.clone() };
-        self.see(Observation::Prepared { id: request.id.clone(), member: request.member.clone(), response: Box::new(response) })
+        let state = state.clone();
+        let mut decisions =
+            self.see(Observation::Prepared { id: request.id.clone(), member: request.member.clone(), response: Box::new(response) });
+        decisions.extend(self.see(Observation::State(Box::new(state))));
+        decisions
     }
 
     pub fn commit(&mut self, to: &Incarnation, member: MemberName, request: &CommitRequest) -> Vec<Decision> {
@@ -203,4 +211,92 @@ fn state(n: u32, number: u32) -> MemberState {
         paused_until: None,
         reason: None,
     }
+}
+
+pub(super) fn left_out(n: u32, code: LeftOutCode, message: &str) -> LeftOut {
+    let Candidate { name, role, pods, .. } = candidate(n);
+    LeftOut { who: name, role, pods, code, message: message.to_owned() }
+}
+
+/// A leader's view of an update, with each member's step.
+pub(super) fn update(id: &EpochId, version: Version, attempt: u32, phase: UpdatePhase, steps: &[(u32, InstallStep)]) -> UpdateView {
+    let progress =
+        |(n, step): &(u32, InstallStep)| MemberProgress { member: name(*n), bytes: 0, step: *step, reason: Some("full disk".to_owned()) };
+    UpdateView {
+        id: id.clone(),
+        version,
+        attempt,
+        phase,
+        total_bytes: 1,
+        members: steps.iter().map(progress).collect(),
+        phases_ms: Vec::new(),
+        failure: (phase == UpdatePhase::Failed).then(|| "too few".to_owned()),
+        feeding: false,
+    }
+}
+
+impl Desk {
+    pub fn id(&self) -> EpochId {
+        self.membership.view().id.unwrap()
+    }
+
+    pub fn member(&self, n: u32) -> MemberView {
+        self.membership.view().members.into_iter().find(|member| member.name == name(n)).unwrap()
+    }
+
+    pub fn reasons(&self) -> Vec<Reason> {
+        self.membership.view().degraded.into_iter().map(|degradation| degradation.reason).collect()
+    }
+
+    /// The last event with that reason.
+    pub fn event(&self, wanted: Reason) -> Option<(Option<MemberName>, String)> {
+        self.decisions.iter().rev().find_map(|decision| match decision {
+            Decision::Event { reason, message, member, .. } if *reason == wanted => Some((member.clone(), message.clone())),
+            _ => None,
+        })
+    }
+
+    /// The source leads, and says how far it is.
+    pub fn leads(&mut self, version: Version, attempt: u32, phase: UpdatePhase, steps: &[(u32, InstallStep)]) -> Vec<Decision> {
+        let (from, id) = (self.states[0].incarnation.clone(), self.id());
+        let update = Box::new(update(&id, version, attempt, phase, steps));
+        self.see(Observation::Update { from, update })
+    }
+
+    /// A version is out: all hold it.
+    pub fn serves(&mut self, version: Version) {
+        for n in 0..self.states.len() {
+            self.tell(n.try_into().unwrap(), |state| {
+                state.retained = Some(held(version));
+                state.installed = Some(held(version));
+            });
+        }
+    }
+
+    pub fn lose(&mut self, n: u32) -> Vec<Decision> {
+        let from = self.states[n as usize].incarnation.clone();
+        self.see(Observation::AgentLost { from, cause: "connection closed".to_owned() })
+    }
+
+    /// Another life of a member's agent, with nothing in it.
+    pub fn reborn(&mut self, n: u32, number: u32) {
+        self.states[n as usize] = state(n, number);
+    }
+
+    pub fn epoch(&self) -> u64 {
+        self.membership.view().epoch
+    }
+}
+
+/// Members that prepares among these decisions go to.
+pub(super) fn asked(decisions: &[Decision]) -> Vec<MemberName> {
+    let asked = decisions.iter().filter_map(|decision| match decision {
+        Decision::Prepare { request, .. } => Some(request.member.clone()),
+        _ => None,
+    });
+    asked.collect()
+}
+
+pub(super) fn persists(decisions: &[Decision]) -> bool {
+    decisions.iter().any(|decision| matches!(decision, Decision::PersistEpoch { .. }))
 }

@@ -1,0 +1,102 @@
+//! Who feeds whom, and what is said when nobody can.
+
+use super::desk::*;
+use crate::membership::MemberStanding;
+use crate::protocol::*;
+
+#[test]
+fn the_source_feeds_where_it_retains_the_version_and_else_a_rollout_that_does() {
+    // (what source, rollout 1 and rollout 2 retain, who feeds)
+    let table: [(Option<u64>, Option<u64>, Option<u64>, Option<u32>); 6] = [
+        (Some(3), Some(3), Some(3), Some(0)),
+        (None, Some(3), Some(3), Some(1)),
+        (None, None, Some(3), Some(2)),
+        (None, None, None, None),
+        // A newer version that was never out is not fed.
+        (Some(4), None, Some(3), Some(2)),
+        (Some(2), Some(2), None, None),
+    ];
+    for (source, one, two, feeder) in table {
+        let mut desk = Desk::formed(2);
+        desk.serves(3);
+        for (n, retained) in [(0, source), (1, one), (2, two)] {
+            desk.tell(n, |state| state.retained = retained.map(held));
+        }
+        desk.reborn(2, 2);
+        desk.states[2].retained = two.map(held);
+        let decisions = desk.announce(2);
+        desk.obey(decisions);
+        assert_eq!(desk.membership.view().feeder, feeder.map(name), "{source:?} {one:?} {two:?}");
+    }
+}
+
+#[test]
+fn when_nobody_retains_the_version_it_is_said_and_no_epochs_are_wasted() {
+    let mut desk = Desk::formed(2);
+    desk.serves(3);
+    for n in 0..=2 {
+        desk.tell(n, |state| state.retained = None);
+    }
+    desk.tell(2, |state| state.installed = None);
+    desk.wait(120_000, &[0, 1, 2]);
+    assert_eq!(desk.epoch(), 1);
+    assert_eq!((desk.member(2).standing, desk.member(2).reason), (MemberStanding::Behind, Reason::NoFeeder));
+    assert!(desk.reasons().contains(&Reason::NoFeeder));
+    assert_eq!(desk.event(Reason::NoFeeder).unwrap().0, Some(name(2)));
+}
+
+#[test]
+fn a_dirty_replica_stays_in_the_group_to_be_fed_and_never_counts() {
+    let mut desk = Desk::formed(2);
+    desk.serves(3);
+    desk.tell(2, |state| (state.phase, state.installed) = (MemberPhase::Dirty, Some(held(3))));
+    assert_eq!((desk.member(2).standing, desk.membership.view().ready), (MemberStanding::Dirty, 1));
+    assert!(desk.reasons().contains(&Reason::InstallFailed));
+    let decisions = desk.wait(2_100, &[0, 1, 2]);
+    assert!(persists(&decisions), "a new epoch is made to feed it");
+    desk.obey(decisions);
+    assert_eq!(desk.member(2).rank_offset, Some(2));
+}
+
+#[test]
+fn epochs_for_a_member_that_cannot_be_fed_become_rarer() {
+    let mut desk = Desk::formed(2);
+    desk.serves(3);
+    desk.tell(2, |state| state.installed = None);
+    let mut at = Vec::new();
+    let begin = desk.now;
+    while desk.now < begin + 100_000 {
+        let decisions = desk.wait(500, &[0, 1, 2]);
+        if persists(&decisions) {
+            at.push(desk.now - begin);
+        }
+        desk.obey(decisions);
+    }
+    assert!((4..=6).contains(&at.len()), "{at:?}");
+}
+
+#[test]
+fn rollouts_feed_each_other_without_a_trainer() {
+    let mut desk = Desk::formed(2);
+    desk.serves(3);
+    let decisions = desk.lose(0);
+    desk.obey(decisions);
+    assert!(!desk.membership.view().committed, "nobody needs anything");
+    let decisions = desk.tell(2, |state| (state.installed, state.retained) = (None, None));
+    desk.obey(decisions);
+    let decisions = desk.wait(1_100, &[1, 2]);
+    desk.obey(decisions);
+    let view = desk.membership.view();
+    assert_eq!((view.committed, view.feeder, view.world_size), (true, Some(name(1)), 2));
+    desk.tell(2, |state| state.installed = Some(held(3)));
+    assert_eq!(desk.membership.view().ready, 2);
+}
+
+#[test]
+fn an_update_under_way_to_a_member_is_not_cut_off_by_an_epoch_to_feed_it() {
+    let mut desk = Desk::formed(2);
+    desk.serves(3);
+    desk.tell(2, |state| (state.installed, state.phase) = (None, MemberPhase::Updating));
+    assert!(!persists(&desk.wait(30_000, &[0, 1, 2])));
+    assert_eq!(desk.member(2).reason, Reason::BeingFed);
+}

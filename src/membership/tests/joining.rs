@@ -1,0 +1,100 @@
+//! How members come in.
+
+use super::desk::*;
+use crate::membership::{JoinPolicy, MemberStanding, Observation};
+use crate::protocol::*;
+
+/// A group of a source and one rollout that holds version 3; rollout 2 has just announced itself.
+fn with_joiner(join: JoinPolicy, min_ready: u32) -> Desk {
+    let mut rules = config();
+    rules.join = join;
+    rules.policy.min_ready = min_ready;
+    let mut desk = Desk::restored(rules, 2, crate::membership::Restored::default());
+    let mut decisions = desk.plan(&[0, 1], Vec::new());
+    decisions.extend(desk.announce(0));
+    decisions.extend(desk.announce(1));
+    desk.obey(decisions);
+    for n in [0, 1] {
+        desk.tell(n, |state| (state.retained, state.installed) = (Some(held(3)), Some(held(3))));
+    }
+    desk.wait(5_000, &[0, 1]);
+    desk.plan(&[0, 1, 2], Vec::new());
+    desk.announce(2);
+    desk
+}
+
+#[test]
+fn f41_a_joiner_is_no_member_before_the_next_epoch_and_not_ready_before_it_is_fed() {
+    let mut desk = with_joiner(JoinPolicy::Immediate, 1);
+    assert_eq!((desk.member(2).standing, desk.member(2).rank_offset), (MemberStanding::Waiting, None));
+    let decisions = desk.wait(900, &[0, 1, 2]);
+    assert!(!persists(&decisions), "others may come within the debounce");
+    let decisions = desk.wait(200, &[0, 1, 2]);
+    desk.obey(decisions);
+    assert_eq!((desk.member(2).standing, desk.member(2).rank_offset), (MemberStanding::Behind, Some(2)));
+    assert_eq!((desk.membership.view().ready, desk.membership.view().feeder), (1, Some(name(0))));
+    desk.tell(2, |state| state.installed = Some(held(3)));
+    assert_eq!(desk.member(2).standing, MemberStanding::Ready);
+}
+
+#[test]
+fn a_joiner_waits_until_the_running_update_ends() {
+    let mut desk = with_joiner(JoinPolicy::Immediate, 1);
+    for attempt in 1..5 {
+        desk.leads(4, attempt, UpdatePhase::Transfer, &[(1, InstallStep::Receiving)]);
+        assert!(!persists(&desk.wait(3_000, &[0, 1, 2])));
+    }
+    assert_eq!(desk.member(2).reason, Reason::WaitsForUpdate);
+    let done = desk.leads(4, 4, UpdatePhase::Done, &[(1, InstallStep::Installed)]);
+    assert!(persists(&done));
+}
+
+#[test]
+fn an_update_of_which_nothing_is_heard_holds_nobody_up() {
+    let mut desk = with_joiner(JoinPolicy::Immediate, 1);
+    desk.leads(4, 1, UpdatePhase::Transfer, &[(1, InstallStep::Receiving)]);
+    assert!(persists(&desk.wait(5_100, &[0, 1, 2])));
+}
+
+#[test]
+fn with_next_version_a_joiner_waits_for_the_version_to_rise() {
+    let mut desk = with_joiner(JoinPolicy::NextVersion, 1);
+    assert!(!persists(&desk.wait(60_000, &[0, 1, 2])));
+    assert_eq!(desk.member(2).reason, Reason::WaitsForNextVersion);
+    let decisions = desk.tell(1, |state| state.installed = Some(held(4)));
+    assert!(persists(&decisions));
+}
+
+#[test]
+fn with_next_version_a_joiner_comes_at_once_while_too_few_are_there_for_any_version() {
+    let mut desk = with_joiner(JoinPolicy::NextVersion, 2);
+    assert!(persists(&desk.wait(1_100, &[0, 1, 2])));
+}
+
+#[test]
+fn a_first_group_takes_all_when_all_are_there_and_waits_for_the_debounce_otherwise() {
+    let mut desk = Desk::new(2);
+    desk.plan(&[0, 1, 2], Vec::new());
+    desk.announce(0);
+    assert!(!persists(&desk.announce(1)));
+    assert!(!persists(&desk.wait(900, &[0, 1])));
+    assert!(persists(&desk.wait(200, &[0, 1])));
+    let mut desk = Desk::new(2);
+    desk.plan(&[0, 1, 2], Vec::new());
+    desk.announce(0);
+    desk.announce(1);
+    assert!(persists(&desk.announce(2)));
+}
+
+#[test]
+fn new_rules_reach_members_in_a_new_epoch() {
+    let mut desk = Desk::formed(1);
+    let mut rules = config();
+    rules.policy.kv_cache = KvCachePolicy::Keep;
+    desk.see(Observation::Configure(Box::new(rules.clone())));
+    let decisions = desk.wait(1_100, &[0, 1]);
+    desk.obey(decisions);
+    assert_eq!(desk.epoch(), 2);
+    desk.wait(5_000, &[0, 1]);
+    assert_eq!(desk.epoch(), 2);
+}

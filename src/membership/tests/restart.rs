@@ -1,0 +1,155 @@
+//! A controller that starts: what it takes over, and what it does not.
+
+use super::desk::*;
+use crate::membership::{GroupStage, MemberStanding, Restored};
+use crate::plan::LeftOutCode;
+use crate::protocol::*;
+
+/// A controller that starts beside a group that works.
+fn beside(working: &Desk) -> Desk {
+    let restored = Restored { term: 2, epoch: working.epoch(), version: working.membership.view().version };
+    let mut desk = Desk::restored(config(), 0, restored);
+    desk.states.clone_from(&working.states);
+    desk
+}
+
+#[test]
+fn a_working_group_is_taken_over_without_a_message() {
+    let mut working = Desk::formed(2);
+    working.serves(3);
+    let mut desk = beside(&working);
+    desk.plan(&[0, 1, 2], Vec::new());
+    assert_eq!(desk.membership.view().stage, GroupStage::Adopting);
+    for n in 0..=2 {
+        desk.announce(n);
+    }
+    assert!(desk.decisions.iter().all(|decision| matches!(decision, crate::membership::Decision::Event { .. })), "{:?}", desk.decisions);
+    let view = desk.membership.view();
+    assert_eq!((view.stage, view.epoch, view.ready), (GroupStage::Committed, 1, 2));
+    assert_eq!(view.id.unwrap().term, 0, "it is still the old group");
+    assert!(!persists(&desk.wait(60_000, &[0, 1, 2])));
+}
+
+#[test]
+fn a_group_in_the_middle_of_an_update_is_taken_over_too() {
+    let mut working = Desk::formed(2);
+    working.serves(3);
+    let mut desk = beside(&working);
+    desk.states[1].phase = MemberPhase::Updating;
+    desk.states[1].healthy = false;
+    desk.plan(&[0, 1, 2], Vec::new());
+    for n in 0..=2 {
+        desk.announce(n);
+    }
+    assert_eq!(desk.membership.view().stage, GroupStage::Committed);
+}
+
+#[test]
+fn a_member_whose_pause_made_its_pod_unready_is_waited_for() {
+    let mut working = Desk::formed(2);
+    working.serves(3);
+    let mut desk = beside(&working);
+    desk.states[1].phase = MemberPhase::Updating;
+    desk.states[1].healthy = false;
+    desk.plan(&[0, 2], vec![left_out(1, LeftOutCode::NotReady, "its pod is not ready")]);
+    for n in 0..=2 {
+        desk.announce(n);
+    }
+    assert!(!persists(&desk.wait(2_000, &[0, 1, 2])));
+    // It is done.
+    desk.plan(&[0, 1, 2], Vec::new());
+    desk.tell(1, |state| (state.phase, state.healthy) = (MemberPhase::Ready, true));
+    let view = desk.membership.view();
+    assert_eq!((view.stage, view.epoch, view.ready), (GroupStage::Committed, 1, 2));
+}
+
+#[test]
+fn a_version_that_was_reached_meanwhile_is_learned_from_the_members() {
+    let mut working = Desk::formed(2);
+    working.serves(3);
+    let mut desk = beside(&working);
+    for state in &mut desk.states {
+        (state.retained, state.installed) = (Some(held(5)), Some(held(5)));
+    }
+    desk.plan(&[0, 1, 2], Vec::new());
+    for n in 0..=2 {
+        desk.announce(n);
+    }
+    assert_eq!(desk.membership.view().version, Some(held(5)));
+}
+
+#[test]
+fn agents_that_have_not_announced_themselves_yet_are_waited_for() {
+    let working = Desk::formed(2);
+    let mut desk = beside(&working);
+    desk.plan(&[0, 1, 2], Vec::new());
+    desk.announce(0);
+    desk.announce(1);
+    let decisions = desk.wait(3_800, &[0, 1]);
+    assert!(decisions.is_empty(), "{decisions:?}");
+    desk.announce(2);
+    assert_eq!(desk.membership.view().stage, GroupStage::Committed);
+    assert_eq!(desk.epoch(), 1);
+}
+
+#[test]
+fn a_group_whose_member_is_gone_is_formed_anew_when_the_time_to_announce_is_over() {
+    let working = Desk::formed(2);
+    let mut desk = beside(&working);
+    desk.plan(&[0, 1, 2], Vec::new());
+    desk.announce(0);
+    desk.announce(1);
+    let decisions = desk.wait(5_200, &[0, 1]);
+    assert!(persists(&decisions));
+    desk.obey(decisions);
+    assert_eq!((desk.epoch(), desk.id().term, desk.membership.view().world_size), (2, 2, 2));
+}
+
+#[test]
+fn members_with_another_roster_are_not_taken_over() {
+    let working = Desk::formed(2);
+    let mut desk = beside(&working);
+    desk.states[1].roster_digest = Some("of another roster".to_owned());
+    desk.plan(&[0, 1, 2], Vec::new());
+    let mut decisions = Vec::new();
+    for n in 0..=2 {
+        decisions.extend(desk.announce(n));
+    }
+    desk.obey(decisions);
+    assert_eq!(desk.epoch(), 2);
+}
+
+#[test]
+fn numbers_that_agents_have_seen_are_not_used_again() {
+    let working = Desk::formed(1);
+    let mut desk = beside(&working);
+    desk.states[1].epoch.as_mut().unwrap().epoch = 41;
+    desk.plan(&[0, 1], Vec::new());
+    let mut decisions = desk.announce(0);
+    decisions.extend(desk.announce(1));
+    desk.obey(decisions);
+    assert_eq!(desk.epoch(), 42);
+}
+
+#[test]
+fn a_pod_in_an_epoch_of_a_newer_object_is_left_alone_and_one_of_an_older_object_is_taken() {
+    for (created, taken) in [(9, false), (0, true)] {
+        let mut desk = Desk::new(2);
+        let other = EpochId { weightsync: "other".to_owned(), created, term: 7, epoch: 70 };
+        desk.states[2].epoch = Some(other);
+        desk.states[2].phase = MemberPhase::Ready;
+        desk.form(2);
+        let shown = desk.member(2);
+        assert_eq!(shown.standing == MemberStanding::Ready, taken, "{shown:?}");
+        assert_eq!(shown.reason == Reason::ClaimedByOther, !taken);
+        assert_eq!(desk.epoch(), 1, "another object's numbers are not ours");
+    }
+}
+
+#[test]
+fn a_new_object_waits_for_nobody_to_announce_an_old_group() {
+    let mut desk = Desk::new(1);
+    desk.plan(&[0, 1], Vec::new());
+    desk.announce(0);
+    assert!(persists(&desk.announce(1)));
+}

@@ -1,0 +1,111 @@
+//! What leaders say of updates, and what may follow from it.
+
+use super::desk::*;
+use crate::membership::MemberStanding;
+use crate::protocol::*;
+
+#[test]
+fn a_leaders_word_does_not_move_the_version_and_replicas_do() {
+    let mut desk = Desk::formed(2);
+    desk.leads(1, 1, UpdatePhase::Done, &[(1, InstallStep::Installed), (2, InstallStep::Installed)]);
+    assert_eq!(desk.membership.view().version, None);
+    desk.tell(1, |state| state.installed = Some(held(1)));
+    assert_eq!(desk.membership.view().version, Some(held(1)));
+    assert!(desk.event(Reason::VersionReached).is_some());
+}
+
+#[test]
+fn fewer_than_min_ready_replicas_do_not_move_the_version() {
+    let mut rules = config();
+    rules.policy.min_ready = 2;
+    let mut desk = Desk::restored(rules, 3, crate::membership::Restored::default());
+    desk.form(3);
+    desk.tell(1, |state| state.installed = Some(held(1)));
+    desk.tell(2, |state| (state.phase, state.installed) = (MemberPhase::Dirty, Some(held(1))));
+    assert_eq!(desk.membership.view().version, None);
+    desk.tell(3, |state| state.installed = Some(held(1)));
+    assert_eq!(desk.membership.view().version, Some(held(1)));
+}
+
+#[test]
+fn the_version_does_not_go_back() {
+    let mut desk = Desk::formed(1);
+    desk.serves(5);
+    desk.serves(4);
+    assert_eq!(desk.membership.view().version, Some(held(5)));
+    assert_eq!(desk.member(1).standing, MemberStanding::Behind);
+}
+
+#[test]
+fn equal_numbers_with_other_weights_are_not_the_version() {
+    let mut desk = Desk::formed(2);
+    desk.serves(5);
+    desk.tell(2, |state| state.installed = Some(HeldVersion { version: 5, manifest: "other".to_owned() }));
+    assert_eq!(desk.member(2).standing, MemberStanding::Behind);
+}
+
+#[test]
+fn a_failed_update_gets_one_new_epoch_and_later_ones_come_later() {
+    let mut desk = Desk::formed(2);
+    let mut waits = Vec::new();
+    for attempt in 1..=5 {
+        let begin = desk.now;
+        let steps = [(1, InstallStep::Failed), (2, InstallStep::Failed)];
+        let mut decisions = desk.leads(1, attempt, UpdatePhase::Failed, &steps);
+        while !persists(&decisions) {
+            decisions.extend(desk.wait(50, &[0, 1, 2]));
+        }
+        waits.push(desk.now - begin);
+        desk.obey(decisions);
+    }
+    assert_eq!(desk.epoch(), 6);
+    assert!(waits.windows(2).all(|pair| pair[1] > pair[0]), "{waits:?}");
+    assert!(waits[0] <= 300, "{waits:?}");
+    assert_eq!(desk.membership.view().version, None);
+}
+
+#[test]
+fn a_member_that_refuses_twice_is_left_out_of_the_next_epoch() {
+    let mut desk = Desk::formed(2);
+    for version in 1..=2 {
+        let steps = [(1, InstallStep::Installed), (2, InstallStep::Refused)];
+        let decisions = desk.leads(version, 1, UpdatePhase::Done, &steps);
+        assert_eq!(persists(&decisions), version == 2, "{decisions:?}");
+        if version == 2 {
+            desk.obey(decisions);
+        }
+    }
+    assert_eq!(desk.event(Reason::UpdateRefused).unwrap(), (Some(name(2)), "full disk".to_owned()));
+    let shown = desk.member(2);
+    assert_eq!((shown.standing, shown.reason), (MemberStanding::Out, Reason::BackingOff));
+    assert!(shown.message.contains("full disk"), "{}", shown.message);
+    assert_eq!(desk.membership.view().world_size, 2);
+}
+
+#[test]
+fn what_all_refuse_is_the_leaders_fault() {
+    let mut desk = Desk::formed(2);
+    for version in 1..=4 {
+        let decisions = desk.leads(version, 1, UpdatePhase::Failed, &[(1, InstallStep::Refused), (2, InstallStep::Refused)]);
+        desk.obey(decisions);
+        let decisions = desk.wait(5_000, &[0, 1, 2]);
+        desk.obey(decisions);
+    }
+    assert!(desk.event(Reason::UpdateRefused).is_none());
+    assert_eq!(desk.membership.view().world_size, 3);
+}
+
+#[test]
+fn a_doubled_or_late_word_about_an_update_changes_nothing() {
+    let mut desk = Desk::formed(2);
+    let old = desk.id();
+    let decisions = desk.lose(2);
+    desk.obey(decisions);
+    let late = Box::new(update(&old, 1, 1, UpdatePhase::Failed, &[(1, InstallStep::Failed)]));
+    let before = desk.epoch();
+    for _ in 0..2 {
+        desk.see(crate::membership::Observation::Update { from: life(0, 1), update: late.clone() });
+    }
+    desk.wait(20_000, &[0, 1]);
+    assert_eq!(desk.epoch(), before);
+}
