@@ -55,7 +55,7 @@ pub struct AgentArgs {
     /// The operator's CA: PEM text, or the path of a file that holds it.
     #[arg(long, env = "WEIGHTSYNC_CONTROLLER_CA", hide_env_values = true)]
     controller_ca: String,
-    /// File that holds the token for enrolment; /dev/stdin reads one line once.
+    /// File that holds the token for enrolment; /dev/stdin reads one line once. A token in the variable WEIGHTSYNC_TOKEN goes first.
     #[arg(long, env = "WEIGHTSYNC_TOKEN_FILE", default_value = "/var/run/weightsync/token")]
     token_file: PathBuf,
     /// Port of the control server; 0 takes a free one. Further engines of the pod take the ports after it.
@@ -120,10 +120,7 @@ impl AgentArgs {
             let path = self.controller_ca.trim();
             std::fs::read_to_string(path).with_context(|| format!("the operator's CA cannot be read from {path}"))?
         };
-        // A stream can be read once only; a file is read anew, because projected tokens are rotated.
-        let rereadable = std::fs::metadata(&self.token_file).map_or(true, |found| found.is_file());
-        let token =
-            if rereadable { TokenSource::File(self.token_file.clone()) } else { TokenSource::Given(read_token(&self.token_file).await?) };
+        let token = self.token().await?;
         let socket = match &self.socket {
             Some(name) => name.trim_start_matches('@').parse()?,
             None => SocketName::of_pod(&self.pod_uid)?,
@@ -157,6 +154,16 @@ impl AgentArgs {
                 token,
             },
         })
+    }
+
+    async fn token(&self) -> anyhow::Result<TokenSource> {
+        // An ephemeral container has no volume of its own that could hold a token. Not an option: command lines are seen by all.
+        if let Some(token) = std::env::var("WEIGHTSYNC_TOKEN").ok().filter(|token| !token.is_empty()) {
+            return Ok(TokenSource::Given(token));
+        }
+        // A stream can be read once only; a file is read anew, because projected tokens are rotated.
+        let rereadable = std::fs::metadata(&self.token_file).map_or(true, |found| found.is_file());
+        Ok(if rereadable { TokenSource::File(self.token_file.clone()) } else { TokenSource::Given(read_token(&self.token_file).await?) })
     }
 
     fn engines(&self) -> anyhow::Result<EngineFactory> {
