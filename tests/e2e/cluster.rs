@@ -149,13 +149,13 @@ impl Cluster {
         self.api::<Pod>().delete(name, &DeleteParams::default().grace_period(0)).await.expect("the pod can be deleted");
     }
 
-    /// Waits for an Event with that reason whose note satisfies `accept`.
-    pub async fn await_event(&self, reason: &str, timeout: Duration, accept: impl Fn(&str) -> bool) -> String {
-        eventually(&format!("an Event {reason}"), timeout, || async {
+    /// Waits for an Event with one of these reasons whose note satisfies `accept`.
+    pub async fn await_event(&self, reasons: &[&str], timeout: Duration, accept: impl Fn(&str) -> bool) -> String {
+        eventually(&format!("an Event {reasons:?}"), timeout, || async {
             let events = self.api::<Event>().list(&ListParams::default()).await.map_err(|error| error.to_string())?;
             let notes: Vec<_> =
                 events.items.iter().map(|e| (e.reason.clone().unwrap_or_default(), e.note.clone().unwrap_or_default())).collect();
-            let found = notes.iter().find(|(r, note)| r == reason && accept(note));
+            let found = notes.iter().find(|(reason, note)| reasons.contains(&reason.as_str()) && accept(note));
             found.map(|(_, note)| note.clone()).ok_or_else(|| format!("events: {notes:?}"))
         })
         .await

@@ -77,7 +77,7 @@ async fn an_engine_that_answers_503_or_nothing_leaves_and_rejoins_by_its_thresho
         let answer = json!({"kind": "answer", "status": 503, "body": {"detail": "Service Unavailable"}});
         for fault in [answer, json!({"kind": "hang"})] {
             faults(&cluster, "sim-1", &json!({"rules": [{"path": "*", "fault": fault}]})).await;
-            cluster.await_event("EngineUnhealthy", MINUTE, |note| note.contains("sim-1")).await;
+            cluster.await_event(&["EngineUnhealthy"], MINUTE, |note| note.contains("sim-1")).await;
             epoch = cluster
                 .await_status("run", "the sick replica left", MINUTE, |status| {
                     let now = status["epoch"].as_u64().unwrap_or(0);
@@ -105,10 +105,10 @@ async fn an_agent_that_is_killed_or_stopped_is_found_by_its_own_path_named_and_h
     Cluster::run("agent-faults", |cluster| async move {
         group(&cluster, 2).await;
         signal(&cluster, "sim-1", "weightsync-agent", "KILL").await;
-        cluster.await_event("AgentLost", MINUTE, |note| note.contains("sim-1")).await;
+        cluster.await_event(&["AgentLost"], MINUTE, |note| note.contains("sim-1")).await;
         cluster.await_version("run", 1, 2, START).await;
         signal(&cluster, "sim-1", "weightsync-agent", "STOP").await;
-        cluster.await_event("AgentSilent", MINUTE, |note| note.contains("sim-1")).await;
+        cluster.await_event(&["AgentSilent"], MINUTE, |note| note.contains("sim-1")).await;
         signal(&cluster, "sim-1", "weightsync-agent", "CONT").await;
         cluster.await_version("run", 1, 2, START).await;
         publish_to(&cluster, "trainer-0", 2, 2).await;
