@@ -52,7 +52,7 @@ impl Tuning {
     fn options(&self) -> TcpOptions {
         let mut options = TcpOptions::default();
         if let Some(kib) = self.socket_kib {
-            options.socket_buffer = (kib > 0).then_some(kib << 10);
+            options.near_buffer = (kib > 0).then_some(kib << 10);
         }
         if let Some(kib) = self.receive_kib {
             options.receive_buffer = kib << 10;

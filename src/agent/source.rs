@@ -6,6 +6,7 @@
 pub mod history;
 mod publish;
 pub mod retain;
+mod tracked;
 
 use std::sync::{Arc, Mutex};
 

@@ -113,6 +113,7 @@ pub(super) struct Attempt<'a> {
     pub(super) silence: Duration,
     phase_begun: Instant,
     shown: Instant,
+    unshown: bool,
     over: bool,
 }
 
@@ -140,6 +141,7 @@ impl<'a> Attempt<'a> {
             },
             phase_begun: now,
             shown: now,
+            unshown: false,
             silence: Duration::from_millis(plan.epoch.prepared.policy.silence_ms),
             over: false,
         };
@@ -231,13 +233,19 @@ impl<'a> Attempt<'a> {
 
     pub(super) fn moved(&mut self, stage: &mut dyn Stage) {
         stage.progress(self.view.phase, self.table.slowest_bytes());
+        self.unshown = true;
         if self.shown.elapsed() >= VIEW_PERIOD {
             self.show();
         }
     }
 
+    /// When what moved is to be shown though nothing more moves; none when all is shown.
+    pub(super) fn show_at(&self) -> Option<Instant> {
+        self.unshown.then(|| self.shown + VIEW_PERIOD)
+    }
+
     pub(super) fn show(&mut self) {
-        self.shown = Instant::now();
+        (self.shown, self.unshown) = (Instant::now(), false);
         self.view.members = self.table.progress();
         self.leader.core.events().set_update(self.view.clone());
     }

@@ -37,12 +37,6 @@ impl Attempt<'_> {
         let mut open = members;
         let mut grace = None;
         while !open.is_empty() {
-            let patience = async {
-                match grace {
-                    Some(end) => sleep_until(end).await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 (member, answer) = answers.next() => {
                     self.take(&member, answer);
@@ -52,7 +46,7 @@ impl Attempt<'_> {
                     self.table.lost(&member, &cause);
                     open.retain(|name| *name != member);
                 }
-                () = patience => {
+                () = at(grace) => {
                     for member in &open {
                         self.table.lost(member, "it gave no answer to the begin in time");
                     }
@@ -95,6 +89,7 @@ impl Attempt<'_> {
         tokio::pin!(sent);
         let peers = self.peers.clone();
         loop {
+            let show_at = self.show_at();
             tokio::select! {
                 biased;
                 sent = &mut sent => return sent.map_err(|error| self.broken(error)),
@@ -107,6 +102,7 @@ impl Attempt<'_> {
                     self.take(&member, answer);
                     self.moved(stage);
                 }
+                () = at(show_at) => self.show(),
             }
         }
     }
@@ -138,6 +134,7 @@ impl Attempt<'_> {
                     end = Instant::now() + self.silence;
                 }
                 (member, cause) = peers.any_lost(&open) => self.table.lost(&member, &cause),
+                () = at(self.show_at()) => self.show(),
                 () = sleep_until(end), if !(installing && verdict(&self.table) == Verdict::Wait) => {
                     if verdict(&self.table) == Verdict::Enough {
                         return Ok(());
@@ -202,5 +199,13 @@ impl Attempt<'_> {
                 self.failure(PublishErrorCode::NotEnoughReplicas, message, error.peer().cloned(), true)
             }
         }
+    }
+}
+
+/// Waits until then; for ever when there is no such time.
+async fn at(time: Option<Instant>) {
+    match time {
+        Some(time) => sleep_until(time).await,
+        None => std::future::pending().await,
     }
 }

@@ -4,23 +4,22 @@
 //! time is over, or a failure that no other epoch can mend.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use async_trait::async_trait;
-use bytes::Bytes;
 use tokio::time::{Instant, timeout_at};
 
 use super::Source;
 use super::retain::{Keeper, Retained, fits};
+use super::tracked::Tracked;
 use crate::agent::core::lock;
 use crate::agent::group::Epoch;
 use crate::agent::lead::feed::Feeder;
 use crate::agent::lead::table::Failure;
 use crate::agent::lead::{Brought, Keep, Plan, Stage};
 use crate::agent::publish_job::{NotActivated, PublishJob, Reporter};
-use crate::agent::version_source::{SourceError, VersionSource};
+use crate::agent::version_source::VersionSource;
 use crate::protocol::{Activation, EpochId, HeldVersion, PublishError, PublishErrorCode, PublishResult, UpdatePhase, Version};
-use crate::weights::{Bucket, Layout, Manifest};
+use crate::weights::{Layout, Manifest};
 
 /// A publish as far as all its attempts share it.
 struct Publish {
@@ -28,6 +27,8 @@ struct Publish {
     activation: Activation,
     deadline: Instant,
     source: Tracked,
+    /// Its buckets as far as they were read, where there is room for them.
+    kept: Option<Arc<Keeper>>,
     /// Bytes of this very version, complete.
     copy: Option<Arc<Retained>>,
     /// Its manifest, once its bytes were read.
@@ -47,7 +48,8 @@ impl Source {
             version,
             activation,
             deadline,
-            source: Tracked { source, released: false },
+            source: Tracked::new(source),
+            kept: None,
             copy: None,
             manifest: None,
             must: None,
@@ -88,7 +90,10 @@ impl Source {
                 history.tried(publish.version);
             } else if publish.copy.is_none() {
                 let reason = publish.failed.as_ref().map_or_else(String::new, |(_, failure)| failure.message.clone());
-                publish.source.restart(&reason).await.map_err(|error| error.publish_error(None))?;
+                let again = publish.source.again(publish.kept.as_ref(), &reason).await;
+                if !again.map_err(|error| error.publish_error(None))? {
+                    publish.kept = None;
+                }
             }
             publish.attempts += 1;
             match self.attempt(&epoch, publish, reporter).await {
@@ -118,7 +123,10 @@ impl Source {
 
     async fn attempt(&self, epoch: &Arc<Epoch>, publish: &mut Publish, reporter: &mut Reporter) -> Result<Brought, Failure> {
         let layout = publish.source.layout().clone();
-        let keeper = if publish.copy.is_none() { self.keeper(epoch, publish, &layout) } else { None };
+        if publish.copy.is_none() && publish.kept.is_none() {
+            publish.kept = self.keeper(epoch, publish, &layout);
+        }
+        let keeper = publish.kept.clone().filter(|_| publish.copy.is_none());
         let mut copy = publish.copy.as_ref().and_then(|copy| copy.source());
         let mut stage = PublishStage {
             source: self,
@@ -154,7 +162,7 @@ impl Source {
 
     /// Whether the bytes of this attempt are kept in memory while they are sent. The copy of the version before gives way.
     fn keeper(&self, epoch: &Epoch, publish: &Publish, layout: &Layout) -> Option<Arc<Keeper>> {
-        if publish.source.source.another().is_some() {
+        if publish.source.another().is_some() {
             return None;
         }
         let limit = epoch.prepared.policy.retain_bytes;
@@ -180,7 +188,7 @@ impl Source {
         lock(&self.history).reached(brought.held.clone());
         self.core.learn_current(Some(&brought.held));
         let copy = publish.copy.take().or_else(|| {
-            let reader = publish.source.source.another()?;
+            let reader = publish.source.another()?;
             Some(Arc::new(Retained::elsewhere(brought.held.clone(), reader)))
         });
         self.retain(copy);
@@ -233,40 +241,6 @@ impl Stage for PublishStage<'_> {
             NotActivated::TimedOut => failure(PublishErrorCode::Timeout, error.to_string()),
             NotActivated::Gone => failure(PublishErrorCode::Cancelled, error.to_string()),
         })
-    }
-}
-
-/// A trainer's source that remembers whether it was released: nothing may be read from it after that.
-struct Tracked {
-    source: Box<dyn VersionSource>,
-    released: bool,
-}
-
-#[async_trait]
-impl VersionSource for Tracked {
-    fn layout(&self) -> &Layout {
-        self.source.layout()
-    }
-
-    fn repeatable(&self) -> bool {
-        self.source.repeatable() && !self.released
-    }
-
-    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError> {
-        self.source.next(silence).await
-    }
-
-    async fn restart(&mut self, reason: &str) -> Result<(), SourceError> {
-        if !self.repeatable() {
-            return Err(SourceError::NotRepeatable { reason: reason.to_owned() });
-        }
-        self.source.restart(reason).await
-    }
-
-    async fn released(&mut self) {
-        if !std::mem::replace(&mut self.released, true) {
-            self.source.released().await;
-        }
     }
 }
 

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use tokio::sync::watch;
+use tokio::time::timeout;
 
 use crate::agent::core::lock;
 use crate::agent::lead::Keep;
@@ -58,21 +60,50 @@ impl Retained {
     }
 }
 
-/// Takes a copy of a stream while it is sent.
+/// Takes a copy of a stream while it is sent, once however many attempts send it.
 #[derive(Default)]
-pub struct Keeper(Mutex<Vec<Bytes>>);
+pub struct Keeper(watch::Sender<Kept>);
+
+#[derive(Default)]
+struct Kept {
+    buckets: Vec<Bytes>,
+    /// Buckets that came in this attempt.
+    came: usize,
+}
 
 impl Keeper {
     /// What was kept; the keeper is empty then.
     pub fn take(&self) -> Vec<Bytes> {
-        std::mem::take(&mut *lock(&self.0))
+        self.0.send_replace(Kept::default()).buckets
+    }
+
+    /// Gets ready for another attempt; false when not all of the `given` buckets of the last one came here in time. A bucket is copied
+    /// off the path, so the last one may still be on its way when an attempt ends.
+    pub async fn rewind(&self, given: usize, limit: Duration) -> bool {
+        let mut kept = self.0.subscribe();
+        let all = timeout(limit, kept.wait_for(|kept| kept.came >= given)).await;
+        let whole = matches!(&all, Ok(Ok(_)));
+        drop(all);
+        self.0.send_modify(|kept| kept.came = 0);
+        whole
+    }
+
+    /// A bucket that was kept.
+    pub fn bucket(&self, number: usize) -> Option<Bytes> {
+        self.0.borrow().buckets.get(number).cloned()
     }
 }
 
 impl Keep for Keeper {
     fn keep(&self, bytes: Bytes) -> Bytes {
-        let copy = Bytes::copy_from_slice(&bytes);
-        lock(&self.0).push(copy.clone());
+        let before = self.0.borrow().came;
+        let copy = self.bucket(before).unwrap_or_else(|| Bytes::copy_from_slice(&bytes));
+        self.0.send_modify(|kept| {
+            if kept.buckets.len() == kept.came {
+                kept.buckets.push(copy.clone());
+            }
+            kept.came += 1;
+        });
         copy
     }
 }

@@ -175,6 +175,23 @@ async fn a_source_that_can_be_read_once_is_not_read_twice_unless_its_bytes_are_r
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_that_ends_in_the_middle_goes_on_from_what_was_kept_and_asks_the_trainer_for_the_rest() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.policy.min_ready = 2;
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    let (publishing, gate) = stop_in_the_middle(&source, &rollouts, 1, false).await;
+    bed.fence(&all(&source, &rollouts)).await;
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    gate.add_permits(1000);
+    let result = publishing.outcome().await.unwrap();
+    assert_eq!((result.attempts, result.installed.len()), (2, 2));
+    let (layout, bytes) = weights(1);
+    assert!(rollouts.iter().all(|rollout| rollout.engine.serves() == Some(served(&layout, &bytes))));
+    assert_eq!(source.state().retained.map(|held| held.manifest), Some(result.manifest));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_fence_after_all_bytes_were_read_is_mended_from_the_retained_copy() {
     let mut bed = Bed::new();
     let (source, rollouts) = (bed.source(), bed.rollouts(2));
