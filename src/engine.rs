@@ -161,7 +161,7 @@ pub struct EngineConfig {
     /// Shown as a bearer token.
     pub api_key: Option<ApiKey>,
     /// The safetensors checkpoint that the server was started with, as this process sees it: versions are compared with it, because the
-    /// engines accept one that lacks tensors. None where it cannot be seen.
+    /// engines accept one that lacks tensors. None: the path that the server names, where this process sees such a directory.
     pub served_model: Option<PathBuf>,
 }
 

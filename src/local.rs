@@ -7,6 +7,7 @@
 mod file;
 mod group;
 mod pod;
+mod port;
 mod process;
 mod store;
 mod supervisor;
@@ -14,4 +15,5 @@ mod supervisor;
 pub use file::{EngineFile, LocalFile, RolloutFile, TrainerFile, UpdateFile};
 pub use group::{Group, GroupError, GroupSpec};
 pub use pod::{EngineProgram, PodSpec};
+pub use port::free_port;
 pub use store::FileStore;

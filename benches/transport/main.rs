@@ -8,6 +8,7 @@ mod chain;
 mod loopback;
 mod namespaces;
 mod node;
+#[allow(dead_code)]
 mod report;
 
 use anyhow::Result;

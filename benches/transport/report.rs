@@ -28,6 +28,31 @@ impl Report {
         self.all.insert(what.to_owned(), series);
     }
 
+    /// One series with its median and its maximum.
+    pub fn series(&mut self, what: &str, unit: &str, runs: &[f64], wanted: &str) {
+        let most = runs.iter().copied().fold(f64::NAN, f64::max);
+        if !self.json {
+            println!("{what}\n  {} runs: median {:.0} {unit}, maximum {most:.0} {unit} (wanted: {wanted})", runs.len(), median(runs));
+        }
+        let series = json!({"unit": unit, "runs": runs, "median": median(runs), "maximum": most, "wanted": wanted});
+        self.all.insert(what.to_owned(), series);
+    }
+
+    /// A table: names of rows, and of columns with their values.
+    pub fn table(&mut self, what: &str, unit: &str, rows: &[(String, Vec<(&'static str, f64)>)]) {
+        if !self.json {
+            println!("{what} ({unit})");
+            let names = rows.first().map(|(_, columns)| columns.iter().map(|(name, _)| format!("{name:>16}")).collect::<String>());
+            println!("  {:<12}{}", "", names.unwrap_or_default());
+            for (row, columns) in rows {
+                println!("  {row:<12}{}", columns.iter().map(|(_, value)| format!("{value:>16.1}")).collect::<String>());
+            }
+        }
+        let columns = |columns: &[(&str, f64)]| columns.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect();
+        let table: Map<String, Value> = rows.iter().map(|(row, values)| (row.clone(), Value::Object(columns(values)))).collect();
+        self.all.insert(what.to_owned(), json!({"unit": unit, "rows": table}));
+    }
+
     pub fn finish(self) {
         if self.json {
             println!("{}", Value::Object(self.all));

@@ -35,6 +35,9 @@ pub struct DemoArgs {
     /// Flip one byte of what one engine loads: the demo must notice and fail.
     #[arg(long)]
     corrupt: bool,
+    /// What happens to the rollout in the middle of an update.
+    #[arg(long, value_enum, default_value_t)]
+    fault: DemoFault,
     /// Which engines serve: simulators that come with this program, or real vLLM servers.
     #[arg(long, value_enum, default_value_t)]
     engine: DemoEngine,
@@ -62,6 +65,26 @@ pub enum DemoEngine {
     SimulatedSglang,
     /// Real vLLM servers on CPU.
     Vllm,
+}
+
+/// What happens to a rollout.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum DemoFault {
+    /// Its processes are killed (SIGKILL): every connection closes.
+    #[default]
+    Kill,
+    /// Its processes are frozen (SIGSTOP): every connection stays, and nothing is said any more.
+    Freeze,
+}
+
+impl DemoFault {
+    /// In a sentence.
+    fn done(self) -> &'static str {
+        match self {
+            Self::Kill => "killed (SIGKILL)",
+            Self::Freeze => "frozen (SIGSTOP)",
+        }
+    }
 }
 
 impl DemoArgs {

@@ -26,8 +26,9 @@ pub(super) struct Adapter<S>(Arc<Inner<S>>);
 
 struct Inner<S> {
     server: S,
-    /// The checkpoint that the server was started with, as this process sees it.
-    served_model: Option<PathBuf>,
+    /// The checkpoint that the server was started with, as this process sees it: as we were told, or else the path that the server
+    /// names, if there is one here.
+    served_model: std::sync::Mutex<Option<PathBuf>>,
     start: StartWatch,
     /// Held by whoever changes the engine: two installs, or an install and a resume, must not meet.
     turn: Mutex<()>,
@@ -37,12 +38,32 @@ struct Inner<S> {
 
 impl<S: Server> Adapter<S> {
     pub(super) fn new(server: S, served_model: Option<PathBuf>) -> Self {
+        let served_model = std::sync::Mutex::new(served_model);
         let inner = Inner { server, served_model, start: StartWatch::default(), turn: Mutex::default(), loading: AtomicBool::new(false) };
         Self(Arc::new(inner))
     }
 }
 
 impl<S: Server> Inner<S> {
+    fn served_model(&self) -> Option<PathBuf> {
+        self.served_model.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    /// On one host, the path that the server names is ours too. A name of a hub, or a path of another container, decides nothing.
+    async fn find_served_model(&self, until: Until) {
+        if let Ok(path) = self.server.startup_checkpoint(until).await.map(PathBuf::from)
+            && path.is_absolute()
+            && path.is_dir()
+        {
+            *self.served_model.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(path);
+        }
+    }
+
+    /// Whether these tensors are a whole replacement for what the server was started with.
+    fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError> {
+        self.served_model().map_or(Ok(()), |served| fit::check(&served, tensors))
+    }
+
     /// Waits for the turn to change the engine.
     async fn turn(&self, until: Until) -> Result<MutexGuard<'_, ()>, EngineError> {
         let timeout = EngineError::Timeout { url: self.server.url().to_owned(), deadline: until.total() };
@@ -134,7 +155,11 @@ impl<S: Server> Engine for Adapter<S> {
     }
 
     async fn probe(&self, deadline: Duration) -> Result<EngineFacts, EngineError> {
-        let facts = self.0.server.facts(Until::new(deadline)).await;
+        let until = Until::new(deadline);
+        let facts = self.0.server.facts(until).await;
+        if facts.is_ok() && self.0.served_model().is_none() {
+            self.0.find_served_model(until).await;
+        }
         facts.inspect_err(|error| self.0.start.failed(error))
     }
 
@@ -143,7 +168,7 @@ impl<S: Server> Engine for Adapter<S> {
     }
 
     fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError> {
-        self.0.served_model.as_deref().map_or(Ok(()), |served| fit::check(served, tensors))
+        self.0.fits(tensors)
     }
 
     async fn health(&self, deadline: Duration) -> Result<EngineStart, EngineError> {

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use rustix::process::Signal;
 use tokio::net::TcpListener;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -137,10 +138,15 @@ impl Group {
 
     /// Kills a pod's processes with SIGKILL and does not start them again; false when there is no such pod.
     pub async fn kill(&self, pod: &str) -> bool {
-        self.order(|done| Order::Kill { pod: pod.to_owned(), done }).await.unwrap_or(false)
+        self.order(|done| Order::Signal { pod: pod.to_owned(), signal: Signal::KILL, done }).await.unwrap_or(false)
     }
 
-    /// Starts a killed pod anew: same name, another pod; false when there is no such pod.
+    /// Freezes a pod's processes with SIGSTOP: they live, hold their connections, and say nothing; false when there is no such pod.
+    pub async fn freeze(&self, pod: &str) -> bool {
+        self.order(|done| Order::Signal { pod: pod.to_owned(), signal: Signal::STOP, done }).await.unwrap_or(false)
+    }
+
+    /// Starts a killed or frozen pod anew: same name, another pod; false when there is no such pod.
     pub async fn replace(&self, pod: &str) -> bool {
         self.order(|done| Order::Replace { pod: pod.to_owned(), done }).await.unwrap_or(false)
     }

@@ -21,8 +21,8 @@ use crate::runtime::identity::Ca;
 
 /// What the supervisor is told.
 pub(super) enum Order {
-    /// Kill a pod and leave it dead.
-    Kill { pod: String, done: oneshot::Sender<bool> },
+    /// Send a signal to a pod's processes and do not start them again.
+    Signal { pod: String, signal: Signal, done: oneshot::Sender<bool> },
     /// Start a dead pod anew.
     Replace { pod: String, done: oneshot::Sender<bool> },
     /// A process ended.
@@ -129,8 +129,8 @@ impl Supervisor {
                 order = inbox.recv() => order,
             };
             match order {
-                Some(Order::Kill { pod, done }) => {
-                    let _ = done.send(self.kill(&pod));
+                Some(Order::Signal { pod, signal, done }) => {
+                    let _ = done.send(self.signal(&pod, signal));
                 }
                 Some(Order::Replace { pod, done }) => {
                     let _ = done.send(self.replace(&pod));
@@ -268,11 +268,11 @@ impl Supervisor {
         });
     }
 
-    fn kill(&mut self, name: &str) -> bool {
+    fn signal(&mut self, name: &str, signal: Signal) -> bool {
         let Some(pod) = self.pods.iter_mut().find(|pod| pod.spec.name == name) else { return false };
         pod.alive = false;
         for process in pod.agent.iter().chain(&pod.engine) {
-            process.signal(Signal::KILL);
+            process.signal(signal);
         }
         true
     }

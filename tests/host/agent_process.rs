@@ -159,6 +159,10 @@ struct Agent {
 
 impl Agent {
     fn start(operator: &Operator, pod: &str, folder: &Path) -> Self {
+        Self::start_on(operator, pod, folder, 0)
+    }
+
+    fn start_on(operator: &Operator, pod: &str, folder: &Path, control_port: u16) -> Self {
         let token = folder.join(format!("{pod}.token"));
         std::fs::write(&token, pod).unwrap();
         let status = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -173,7 +177,7 @@ impl Agent {
                 token: TokenSource::File(token),
             },
             ip: IpAddr::V4(Ipv4Addr::LOCALHOST),
-            control_port: 0,
+            control_port,
             data_port: 0,
             status,
             controller: operator.address.to_string(),
@@ -214,7 +218,7 @@ impl Agent {
     async fn end(self) {
         self.cancel.cancel();
         tokio::time::timeout(SOON, self.task).await.expect("an agent ends when it is told to").unwrap().unwrap();
-        let left: Vec<_> = std::fs::read_dir(&self.versions).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        let left: Vec<_> = std::fs::read_dir(&self.versions).into_iter().flatten().map(|entry| entry.unwrap().file_name()).collect();
         assert!(left.is_empty(), "left behind: {left:?}");
     }
 }
@@ -258,5 +262,29 @@ async fn a_pod_serves_before_the_first_version_where_its_object_wants_that() {
     let roster: RosterView =
         serde_json::from_str(&reqwest::get(format!("{}/v1/roster", agent.pages)).await.unwrap().text().await.unwrap()).unwrap();
     assert_eq!(roster.epoch, None);
+    agent.end().await;
+}
+
+/// vllm-project/vllm#51018 and six more: a fixed port, or one that was probed free and taken minutes later.
+#[tokio::test(flavor = "multi_thread")]
+async fn f21_a_port_that_is_held_is_named_and_taken_when_it_is_free_and_only_held_ports_are_announced() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let folder = tempfile::tempdir().unwrap();
+    let operator = Operator::start().await;
+    let _handle = operator.claim("object", &["c", "d"], true);
+    let holder = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = holder.local_addr().unwrap().port();
+    let agent = Agent::start_on(&operator, "c", folder.path(), port);
+    agent.until_ready_says(503, &format!("cannot listen on 127.0.0.1:{port}")).await;
+    drop(holder);
+    agent.until_ready_says(200, "ok").await;
+    // It holds the port now, and a second agent that is told the same one does not get in its way.
+    assert!(std::net::TcpListener::bind(("127.0.0.1", port)).is_err());
+    let second = folder.path().join("second");
+    std::fs::create_dir(&second).unwrap();
+    let late = Agent::start_on(&operator, "d", &second, port);
+    late.until_ready_says(503, &format!("cannot listen on 127.0.0.1:{port}")).await;
+    assert_eq!(agent.readyz().await.0, 200);
+    late.end().await;
     agent.end().await;
 }

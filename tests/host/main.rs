@@ -4,4 +4,8 @@
 
 mod agent_process;
 mod arrows;
+mod demo;
 mod docs;
+mod model;
+mod stories;
+mod world;

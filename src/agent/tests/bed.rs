@@ -245,6 +245,19 @@ impl Bed {
         self.client.post_json(&to.address.control, &to.address.incarnation.pod_uid, path, body, SOON).await
     }
 
+    /// A message of one member to another.
+    pub async fn post_as<T: serde::Serialize + Sync, R: serde::de::DeserializeOwned>(
+        &self,
+        from: &Member,
+        to: &Member,
+        path: &str,
+        body: &T,
+    ) -> Result<R, CallError> {
+        let peer = PeerIdentity::Agent { weightsync: WEIGHTSYNC.into(), pod_uid: from.address.incarnation.pod_uid.clone() };
+        let client = AgentClient::new(self.ca.issue(&peer, HOUR).unwrap());
+        client.post_json(&to.address.control, &to.address.incarnation.pod_uid, path, body, SOON).await
+    }
+
     /// Forms the next epoch of these members: prepares all, commits rollouts, then the feeder, then the source.
     pub async fn form(&mut self, members: &[&Member], feeder: Option<&Member>) -> EpochId {
         self.epoch += 1;

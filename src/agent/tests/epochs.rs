@@ -86,3 +86,25 @@ async fn the_roster_says_who_serves_what() {
     let seen = tokio::time::timeout(std::time::Duration::from_secs(10), roster.wait_for(all_ready)).await;
     assert!(seen.is_ok(), "{:?}", source.roster.borrow());
 }
+
+/// lightseekorg/tokenspeed#546, vllm-project/vllm#31943: the two sides cut the stream differently (a packed flag, a bucket size from local
+/// memory), and one reads what the other did not write.
+#[tokio::test(flavor = "multi_thread")]
+async fn f59_a_side_that_cuts_the_stream_differently_is_refused_before_a_byte_moves() {
+    let mut bed = Bed::new();
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &rollout], None).await;
+    let (layout, _) = weights(1);
+    let tensors: Vec<_> = layout.tensors().cloned().collect();
+    let other = crate::weights::Layout::new("model", tensors, layout.bucket_bytes * 2).unwrap();
+    let update = UpdateId { epoch: bed.id(), version: 1, attempt: 1 };
+    let mut begin = BeginRequest { update, layout: layout.clone(), layout_digest: other.digest(), feeding: false, manifest_digest: None };
+    assert_eq!(code(bed.post_as::<_, UpdateStatus>(&source, &rollout, "/v1/update/begin", &begin).await), RefusalCode::LayoutMismatch);
+    assert_eq!(rollout.engine.get(|inside| inside.installs), 0);
+    begin.layout_digest = layout.digest();
+    let status: UpdateStatus = bed.post_as(&source, &rollout, "/v1/update/begin", &begin).await.unwrap();
+    assert_eq!(status.step, InstallStep::Receiving);
+    // A second begin of the attempt with another cut changes nothing.
+    let changed = BeginRequest { layout_digest: other.digest(), layout: other, ..begin };
+    assert_eq!(code(bed.post_as::<_, UpdateStatus>(&source, &rollout, "/v1/update/begin", &changed).await), RefusalCode::LayoutMismatch);
+}

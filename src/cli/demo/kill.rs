@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use super::DemoFault;
 use crate::local::Group;
 use crate::membership::{GroupStage, MembershipView};
 use crate::protocol::MemberName;
@@ -21,6 +22,8 @@ pub struct Kill {
     pub member: MemberName,
     /// Part of the version's buckets after which it is killed, in percent.
     pub at_percent: u64,
+    /// How.
+    pub fault: DemoFault,
     /// What happened.
     pub done: Arc<Mutex<Option<Killed>>>,
 }
@@ -53,7 +56,11 @@ impl Kill {
         let bytes = handle.block_on(tokio::time::timeout(PATIENCE, bytes_between(&mut view, &self.member, total)));
         let bytes = bytes.map_err(|_| format!("{} did not report between 20 and 80 % of the bytes within {PATIENCE:?}", self.member))?;
         let at = Instant::now();
-        if !handle.block_on(group.kill(&self.pod)) {
+        let done = match self.fault {
+            DemoFault::Kill => handle.block_on(group.kill(&self.pod)),
+            DemoFault::Freeze => handle.block_on(group.freeze(&self.pod)),
+        };
+        if !done {
             return Err(format!("there is no pod {}", self.pod));
         }
         *self.done.lock().unwrap_or_else(PoisonError::into_inner) = Some(Killed { bytes, total, at });

@@ -5,6 +5,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
+use super::DemoFault;
 use crate::cli::Output;
 use crate::protocol::{ClientReply, MemberName, PublishResult};
 
@@ -61,9 +62,10 @@ impl Screen {
     }
 
     /// A kill and its end.
-    pub fn killed(&self, member: &MemberName, percent: u64, detected: Duration, recovered: Duration) {
+    pub fn killed(&self, member: &MemberName, fault: DemoFault, percent: u64, detected: Duration, recovered: Duration) {
         self.say(&format!(
-            "{member} was killed (SIGKILL) with {percent} % of the bytes: noticed after {} ms, the others served the version after {} ms",
+            "{member} was {} with {percent} % of the bytes: noticed after {} ms, the others served the version after {} ms",
+            fault.done(),
             ms(detected),
             ms(recovered)
         ));

@@ -6,7 +6,6 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, ensure};
-use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 
 use super::kill::{Kill, Killed, noticed};
@@ -16,7 +15,7 @@ use super::verify::Verifier;
 use super::{DemoArgs, DemoEngine};
 use crate::agent::client::SocketName;
 use crate::agent::client::trainer::TrainerClient;
-use crate::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile};
+use crate::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
 use crate::membership::{GroupStage, MembershipView};
 use crate::protocol::{Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, Role};
 use crate::weights::safetensors::Checkpoint;
@@ -67,7 +66,7 @@ async fn run(args: DemoArgs, folder: &Path, versions: &Path) -> anyhow::Result<O
     let weights = make_weights(&args, folder, &screen).await?;
     let mut replicas = Vec::new();
     for number in 0..args.replicas {
-        replicas.push(Replica { name: format!("actor-{number}"), port: free_port().await? });
+        replicas.push(Replica { name: format!("actor-{number}"), port: free_port().context("no port on 127.0.0.1")? });
     }
     let spec = group_spec(&args, folder, versions, &replicas)?;
     let socket = format!("@weightsync/{}-trainer", spec.name).parse().map_err(|error| anyhow!("{error}"))?;
@@ -116,7 +115,7 @@ impl Demo {
         let member = view.members.iter().find(|member| member.pods.iter().any(|pod| pod.name == replica.name));
         let member = member.context("the victim is not in the group")?.name.clone();
         // Between 35 and 64 %: some buckets are on their way when the choice is made.
-        Ok(Kill { pod: replica.name.clone(), member, at_percent: 35 + self.args.seed % 30, done: Arc::default() })
+        Ok(Kill { pod: replica.name.clone(), member, at_percent: 35 + self.args.seed % 30, fault: self.args.fault, done: Arc::default() })
     }
 
     async fn publish(&mut self, version: u64, weights: &Arc<Weights>, kill: Option<&Kill>) -> anyhow::Result<()> {
@@ -125,6 +124,7 @@ impl Demo {
             pod: kill.pod.clone(),
             member: kill.member.clone(),
             at_percent: kill.at_percent,
+            fault: kill.fault,
             done: Arc::clone(&kill.done),
         });
         let notices = kill.map(|_| tokio::spawn(noticed(self.group.view(), epoch)));
@@ -178,7 +178,7 @@ impl Demo {
         ensure!((20..=80).contains(&killed.percent()), "the rollout was killed at {} % of its bytes", killed.percent());
         ensure!(!result.installed.contains(&kill.member), "a killed rollout is reported as installed");
         self.outcome.kill(&kill.member, killed.percent(), detected, recovered);
-        self.screen.killed(&kill.member, killed.percent(), detected, recovered);
+        self.screen.killed(&kill.member, kill.fault, killed.percent(), detected, recovered);
         Ok(())
     }
 
@@ -244,12 +244,6 @@ impl Demo {
             view.members.iter().map(|member| format!("{}: {:?} {}", member.name, member.standing, member.message)).collect();
         Err(anyhow!("waited for {what}: {ended}; {}; logs: {}", members.join("; "), self.folder.display()))
     }
-}
-
-/// A port that was free a moment ago; an engine that finds it taken ends, and says so in its log.
-async fn free_port() -> anyhow::Result<u16> {
-    let listener = TcpListener::bind("127.0.0.1:0").await.context("no port on 127.0.0.1")?;
-    Ok(listener.local_addr()?.port())
 }
 
 /// Versions 1 to 3, and on disk the checkpoint that engines start with.

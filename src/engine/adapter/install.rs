@@ -10,7 +10,7 @@ use super::{Inner, Loading};
 use crate::engine::evidence::Evidence;
 use crate::engine::http::Until;
 use crate::engine::server::Server;
-use crate::engine::{EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, fit};
+use crate::engine::{EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport};
 use crate::protocol::{KvCachePolicy, PausePolicy};
 use crate::weights::safetensors::Checkpoint;
 
@@ -125,9 +125,7 @@ impl<S: Server> Inner<S> {
             next_step: "write the version to a directory that this process and the engine both see".into(),
         });
         let offered = offered.map_err(at("start"))?.specs();
-        if let Some(served) = &self.served_model {
-            fit::check(served, &offered).map_err(at("start"))?;
-        }
+        self.fits(&offered).map_err(at("start"))?;
         let look = self.start.look();
         let fingerprint = self.server.fingerprint(until).await.map_err(at("start"))?;
         let holding = self.server.holding(until).await.map_err(at("start"))?;

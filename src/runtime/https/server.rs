@@ -154,6 +154,8 @@ where
     let drained = async { while running.join_next().await.is_some() {} };
     if timeout(limits.drain, drained).await.is_err() {
         tracing::debug!("connections still open after the drain time are cut");
+        // Waited for: what their handlers hold is let go by the time that this returns.
+        running.shutdown().await;
     }
 }
 

@@ -1,0 +1,51 @@
+//! What a loss costs, and what agents take, on one host with simulated engines.
+//!
+//! `cargo bench --bench host` runs all; `-- recovery` and `-- memory` run one. Every agent and engine is a process of the built program.
+//! It changes nothing on the machine but folders under the temporary directory and `/dev/shm`, which it removes.
+
+mod memory;
+mod recovery;
+#[path = "../transport/report.rs"]
+#[allow(dead_code)]
+mod report;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// The program whose processes are measured.
+const PROGRAM: &str = env!("CARGO_BIN_EXE_weightsync");
+
+#[derive(Parser)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+    /// One JSON object instead of lines for people.
+    #[arg(long, global = true)]
+    json: bool,
+    /// Given by cargo.
+    #[arg(long, hide = true, global = true)]
+    bench: bool,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// A replica is killed, or frozen, in the middle of an update: time until the others serve the version.
+    Recovery(recovery::Settings),
+    /// Memory of agents: their own, shared, and directories of versions.
+    Memory(memory::Settings),
+}
+
+fn main() -> Result<()> {
+    let arguments = Arguments::parse();
+    let mut report = report::Report::new(arguments.json);
+    match arguments.command {
+        Some(Command::Recovery(settings)) => recovery::measure(&settings, &mut report)?,
+        Some(Command::Memory(settings)) => memory::measure(&settings, &mut report)?,
+        None => {
+            recovery::measure(&recovery::Settings::default(), &mut report)?;
+            memory::measure(&memory::Settings::default(), &mut report)?;
+        }
+    }
+    report.finish();
+    Ok(())
+}

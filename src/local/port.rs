@@ -1,0 +1,48 @@
+//! Ports for engines that are told their port before they listen.
+//!
+//! Takes none of those that the kernel gives to connections: one that is free now would often be taken before the engine has started.
+
+use std::collections::HashSet;
+use std::io;
+use std::net::{Ipv4Addr, TcpListener};
+use std::sync::{Mutex, PoisonError};
+
+/// Tries before a port of the kernel's choice must do.
+const TRIES: usize = 200;
+/// Lower ports belong to well-known services.
+const LOWEST: u16 = 10_240;
+
+/// Given out by this process already.
+static GIVEN: Mutex<Option<HashSet<u16>>> = Mutex::new(None);
+
+/// A port of 127.0.0.1 on which nobody listens, never the same twice.
+pub fn free_port() -> io::Result<u16> {
+    let below = ephemeral().unwrap_or(32_768);
+    for _ in 0..TRIES {
+        let port = rand::random_range(LOWEST..below.max(LOWEST + 1));
+        let mut given = GIVEN.lock().unwrap_or_else(PoisonError::into_inner);
+        if TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok() && given.get_or_insert_default().insert(port) {
+            return Ok(port);
+        }
+    }
+    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
+}
+
+/// The first port that the kernel gives to connections.
+fn ephemeral() -> Option<u16> {
+    let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok()?;
+    range.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ephemeral, free_port};
+
+    #[test]
+    fn ports_differ_and_connections_do_not_get_them() {
+        let ports: Vec<u16> = (0..50).map(|_| free_port().unwrap()).collect();
+        let different: std::collections::BTreeSet<&u16> = ports.iter().collect();
+        assert_eq!(different.len(), 50);
+        assert!(ports.iter().all(|port| *port < ephemeral().unwrap()));
+    }
+}

@@ -1,0 +1,83 @@
+//! Rollouts that cannot take part: left out by name, while the others go on, and taken in when they can.
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::model::Model;
+use crate::world::{Actor, World, installed, spoiled, unavailable};
+
+/// InternLM/xtuner#1828: an unhealthy address, or a missing one, is put into the new group and hangs it.
+#[tokio::test(flavor = "multi_thread")]
+async fn f04_engines_that_say_503_or_do_not_listen_are_left_out_by_name_and_the_others_go_on() {
+    let actors = [Actor::new(), Actor::new().faults(spoiled("*", &unavailable())), Actor::new().absent()];
+    let mut world = World::start(json!({}), actors).await;
+    let one = Model::small(1);
+    let checkpoint = one.save(&world.folder().join("v1"));
+    let ill = world.told("EngineUnhealthy", "rollouts/actor-1").await;
+    assert!(ill.contains("503"), "{ill}");
+    let gone = world.told("EngineUnhealthy", "rollouts/actor-2").await;
+    assert!(gone.contains("cannot be reached"), "{gone}");
+    let result = world.publish(&checkpoint, 1, &[]).await.done();
+    assert_eq!(installed(&result), ["rollouts/actor-0"]);
+    assert!(world.serves(0, &one).await);
+    world.spoil(1, &json!({})).await;
+    world.start_engine(2);
+    for late in [1, 2] {
+        world.until_serves(late, &one).await;
+    }
+    world.until_ready(3).await;
+}
+
+/// modelscope/twinkle#102: who subscribes late never hears what was said before.
+#[tokio::test(flavor = "multi_thread")]
+async fn f11_an_agent_that_is_late_reads_what_it_missed_and_gets_the_version() {
+    let world = World::start(json!({"silenceSeconds": 2}), [Actor::new(), Actor::new()]).await;
+    world.signal("actor-1", Signal::STOP).await;
+    let one = Model::small(1);
+    let checkpoint = one.save(&world.folder().join("v1"));
+    let result = world.publish(&checkpoint, 1, &[]).await.done();
+    assert_eq!(installed(&result), ["rollouts/actor-0"]);
+    // Nobody says the version again: the trainer's process has ended.
+    world.signal("actor-1", Signal::CONT).await;
+    world.until_serves(1, &one).await;
+    world.until_ready(2).await;
+}
+
+/// radixark/miles#2510, NovaSky-AI/SkyRL#1271: offsets follow the engine's real size, not the configured one.
+#[tokio::test(flavor = "multi_thread")]
+async fn f19_an_engine_of_another_size_is_refused_with_both_numbers_and_takes_no_ranks() {
+    let mut world = World::start(json!({}), [Actor::new().ranks(4, 8), Actor::new().ranks(2, 2)]).await;
+    let refused = world.told("SizeMismatch", "rollouts/actor-0").await;
+    assert!(refused.contains("has 4 worker ranks") && refused.contains("says 8"), "{refused}");
+    world.until_ready(1).await;
+    let roster = world.roster("trainer").await;
+    let replica = &roster["replicas"][0];
+    assert_eq!((&replica["name"], &replica["rankOffset"], &replica["size"]), (&json!("rollouts/actor-1"), &json!(1), &json!(2)));
+    let checkpoint = Model::small(1).save(&world.folder().join("v1"));
+    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["rollouts/actor-1"]);
+    assert_eq!(world.loads(0).await, 0);
+}
+
+/// InternLM/xtuner: no time limit at all in the trainer's HTTP client.
+#[tokio::test(flavor = "multi_thread")]
+async fn f75_an_engine_that_accepts_and_never_answers_is_named_and_holds_nobody_up() {
+    let hangs = json!({"kind": "hang"});
+    let mut world = World::start(json!({}), [Actor::new(), Actor::new().faults(spoiled("*", &hangs)), Actor::sglang()]).await;
+    world.told("EngineUnhealthy", "rollouts/actor-1").await;
+    let one = Model::small(1);
+    let checkpoint = one.save(&world.folder().join("v1"));
+    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["rollouts/actor-0", "rollouts/actor-2"]);
+    // One that begins to hang in the group leaves it, and comes back when it answers.
+    world.spoil(2, &spoiled("*", &hangs)).await;
+    let silent = world.told("EngineUnhealthy", "rollouts/actor-2").await;
+    assert!(silent.contains("no answer"), "{silent}");
+    let two = Model::small(2);
+    let checkpoint = two.save(&world.folder().join("v2"));
+    assert_eq!(installed(&world.publish(&checkpoint, 2, &[]).await.done()), ["rollouts/actor-0"]);
+    for healed in [1, 2] {
+        world.spoil(healed, &json!({})).await;
+    }
+    for healed in [1, 2] {
+        world.until_serves(healed, &two).await;
+    }
+}

@@ -1,0 +1,372 @@
+//! A group of real processes for one test: `weightsync local` with its agents, simulated engines, and publishes from other processes.
+//!
+//! Every wait ends; when a test fails, what the group said and the ends of all logs are printed. Nothing outlives a world.
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
+use tokio::sync::watch;
+
+/// The program under test.
+pub const PROGRAM: &str = env!("CARGO_BIN_EXE_weightsync");
+/// Longest wait for anything that is to happen; far above what a busy machine takes.
+pub const SOON: Duration = Duration::from_secs(40);
+
+static WORLDS: AtomicU32 = AtomicU32::new(0);
+
+/// A rollout of a world.
+#[derive(Clone)]
+pub struct Actor {
+    kind: &'static str,
+    faults: Value,
+    ranks: u32,
+    said: u32,
+    absent: bool,
+}
+
+impl Actor {
+    /// A simulated vLLM with one rank and no faults.
+    pub fn new() -> Self {
+        Self { kind: "vllm", faults: json!({}), ranks: 1, said: 1, absent: false }
+    }
+
+    /// A simulated SGLang.
+    pub fn sglang() -> Self {
+        Self { kind: "sglang", ..Self::new() }
+    }
+
+    /// What goes wrong from the start.
+    pub fn faults(self, faults: Value) -> Self {
+        Self { faults, ..self }
+    }
+
+    /// An engine of `ranks` ranks, of which the file says `said`.
+    pub fn ranks(self, ranks: u32, said: u32) -> Self {
+        Self { ranks, said, ..self }
+    }
+
+    /// Nobody listens on its port, until [`World::start_engine`].
+    pub fn absent(self) -> Self {
+        Self { absent: true, ..self }
+    }
+}
+
+/// A running group.
+pub struct World {
+    folder: tempfile::TempDir,
+    local: Child,
+    pub socket: String,
+    events: watch::Receiver<Vec<Value>>,
+    actors: Vec<Actor>,
+    ports: Vec<u16>,
+    late: Vec<Child>,
+    pub http: reqwest::Client,
+}
+
+/// How a publish ended.
+#[derive(Debug)]
+pub struct Published {
+    pub code: i32,
+    /// A `PublishResult`, or `{"error": PublishError}`.
+    pub outcome: Value,
+}
+
+impl Published {
+    /// The result of a publish that went well.
+    pub fn done(self) -> Value {
+        assert_eq!(self.code, 0, "{}", self.outcome);
+        self.outcome
+    }
+
+    /// The error of one that did not.
+    pub fn failed(self) -> Value {
+        assert_ne!(self.code, 0, "{}", self.outcome);
+        self.outcome["error"].clone()
+    }
+}
+
+/// Names of those that a result says serve the version.
+pub fn installed(result: &Value) -> Vec<&str> {
+    result["installed"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect()
+}
+
+/// Why a member does not serve the version, by a result.
+pub fn behind<'a>(result: &'a Value, member: &str) -> &'a str {
+    let rows = result["behind"].as_array().unwrap();
+    let row = rows.iter().find(|row| row[0] == member).unwrap_or_else(|| panic!("{member} is not behind: {result}"));
+    row[1].as_str().unwrap()
+}
+
+/// One rule that spoils calls.
+pub fn spoiled(path: &str, fault: &Value) -> Value {
+    json!({"rules": [{"path": path, "fault": fault}]})
+}
+
+/// 503 to a call.
+pub fn unavailable() -> Value {
+    json!({"kind": "answer", "status": 503, "body": {"detail": "Service Unavailable"}})
+}
+
+impl World {
+    /// Starts a group; `update` is the part of the same name of the file. Engines start with version 0 of [`crate::model::Model::small`].
+    pub async fn start(update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
+        Self::start_with(&crate::model::Model::small(0), update, actors).await
+    }
+
+    /// Starts a group whose engines start with that model.
+    pub async fn start_with(model: &crate::model::Model, mut update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        model.save(&folder.path().join("start"));
+        let name = format!("t{}-{}", std::process::id(), WORLDS.fetch_add(1, Ordering::Relaxed));
+        let actors: Vec<Actor> = actors.into_iter().collect();
+        let ports: Vec<u16> = actors.iter().map(|_| weightsync::local::free_port().unwrap()).collect();
+        let rollouts = actors.iter().zip(&ports).enumerate().map(|(number, (actor, port))| {
+            let command = if actor.absent { Vec::new() } else { engine(actor, *port, folder.path()) };
+            let engine = json!({"kind": actor.kind, "port": port, "command": command});
+            json!({"name": format!("actor-{number}"), "size": actor.said, "engine": engine})
+        });
+        for (key, value) in [("healthPeriodMilliseconds", json!(200)), ("timeoutSeconds", json!(20))] {
+            update.as_object_mut().unwrap().entry(key).or_insert(value);
+        }
+        let file = json!({
+            "name": name,
+            "directory": "state",
+            "versions": folder.path().join("versions"),
+            "trainer": {"name": "trainer"},
+            "rollouts": rollouts.collect::<Vec<_>>(),
+            "update": update,
+        });
+        std::fs::write(folder.path().join("group.yaml"), file.to_string()).unwrap();
+        let mut local = Command::new(PROGRAM)
+            .args(["local", "--output", "json", "--filename"])
+            .arg(folder.path().join("group.yaml"))
+            .stdout(Stdio::piped())
+            .stderr(std::fs::File::create(folder.path().join("local.log")).unwrap())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(local.stdout.take().unwrap()).lines();
+        let (tell, events) = watch::channel(Vec::new());
+        tokio::spawn(async move {
+            while let Ok(Some(line)) = lines.next_line().await {
+                tell.send_modify(|events: &mut Vec<Value>| events.push(serde_json::from_str(&line).unwrap()));
+            }
+        });
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(5)).build().unwrap();
+        let socket = format!("@weightsync/{name}-trainer");
+        let mut world = Self { folder, local, socket, events, actors, ports, late: Vec::new(), http };
+        world.event("the group to start", |event| event["event"] == "started").await;
+        world
+    }
+
+    /// Folder for files of the test.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Starts an engine that was absent.
+    pub fn start_engine(&mut self, number: usize) {
+        let command = engine(&self.actors[number], self.ports[number], self.folder.path());
+        let child = Command::new(&command[0]).args(&command[1..]).stdout(Stdio::null()).kill_on_drop(true).spawn();
+        self.late.push(child.unwrap());
+    }
+
+    /// Waits for an event of the group.
+    pub async fn event(&mut self, what: &str, is: impl Fn(&Value) -> bool) -> Value {
+        let found = |events: &Vec<Value>| events.iter().find(|event| is(event)).cloned();
+        let waited = tokio::time::timeout(SOON, self.events.wait_for(|events| found(events).is_some())).await;
+        match waited {
+            Ok(Ok(events)) => found(&events).unwrap(),
+            _ => panic!("waited for {what}"),
+        }
+    }
+
+    /// Waits until the group tells that reason of that member.
+    pub async fn told(&mut self, reason: &str, member: &str) -> String {
+        let event = self.event(&format!("{reason} of {member}"), |event| event["reason"] == reason && event["member"] == member).await;
+        event["message"].as_str().unwrap().to_owned()
+    }
+
+    /// Whether the group has told that reason of that member.
+    pub fn has_told(&self, reason: &str, member: &str) -> bool {
+        self.events.borrow().iter().any(|event| event["reason"] == reason && event["member"] == member)
+    }
+
+    /// Runs `weightsync publish` on a checkpoint, to its end.
+    pub async fn publish(&self, checkpoint: &Path, version: u64, more: &[&str]) -> Published {
+        let mut command = Command::new(PROGRAM);
+        command.arg("publish").arg(checkpoint).args(["--version", &version.to_string(), "--socket", &self.socket, "--output", "json"]);
+        command.args(more).stdin(Stdio::null()).kill_on_drop(true);
+        let output = tokio::time::timeout(SOON, command.output()).await.expect("a publish ends").unwrap();
+        let outcome = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", String::from_utf8_lossy(&output.stderr)));
+        Published { code: output.status.code().unwrap_or_else(|| output.status.signal().unwrap()), outcome }
+    }
+
+    /// What an engine's simulator says at a path of its own, `digest`, `calls` or `faults`.
+    pub async fn simulator(&self, number: usize, path: &str) -> Value {
+        self.get(number, &format!("/simulator/{path}")).await
+    }
+
+    /// What an engine answers; null when it does not.
+    pub async fn get(&self, number: usize, path: &str) -> Value {
+        let answer = self.http.get(format!("http://127.0.0.1:{}{path}", self.ports[number])).send().await;
+        match answer {
+            Ok(answer) => answer.json().await.unwrap_or_default(),
+            Err(_) => Value::Null,
+        }
+    }
+
+    /// Replaces what goes wrong in an engine.
+    pub async fn spoil(&self, number: usize, faults: &Value) {
+        let url = format!("http://127.0.0.1:{}/simulator/faults", self.ports[number]);
+        let answer = self.http.post(url).json(faults).send().await.unwrap();
+        assert_eq!(answer.status(), 200, "{faults}");
+    }
+
+    /// Whether an engine serves exactly that model.
+    pub async fn serves(&self, number: usize, model: &crate::model::Model) -> bool {
+        self.simulator(number, "digest").await["tensors"] == model.digests()
+    }
+
+    /// Waits until an engine serves exactly that model.
+    pub async fn until_serves(&self, number: usize, model: &crate::model::Model) {
+        until(&format!("actor-{number} to serve the version"), || self.serves(number, model)).await;
+    }
+
+    /// How often an engine was told to load weights.
+    pub async fn loads(&self, number: usize) -> usize {
+        let calls = self.simulator(number, "calls").await;
+        // Every load comes behind a pause.
+        calls.as_array().unwrap().iter().filter(|call| call.as_str().unwrap().starts_with("POST /pause")).count()
+    }
+
+    /// Address of an agent's status pages, from its log.
+    fn pages(&self, pod: &str) -> Option<String> {
+        let log = std::fs::read_to_string(self.folder.path().join(format!("state/{pod}-agent.log"))).ok()?;
+        let line = log.lines().rfind(|line| line.contains("status pages"))?;
+        let port: String = line.rsplit("127.0.0.1:").next()?.chars().take_while(char::is_ascii_digit).collect();
+        Some(format!("http://127.0.0.1:{port}"))
+    }
+
+    /// Status and text of a page of an agent; 0 when it does not answer.
+    pub async fn page(&self, pod: &str, path: &str) -> (u16, String) {
+        let Some(pages) = self.pages(pod) else { return (0, String::new()) };
+        match self.http.get(format!("{pages}{path}")).send().await {
+            Ok(answer) => (answer.status().as_u16(), answer.text().await.unwrap_or_default()),
+            Err(_) => (0, String::new()),
+        }
+    }
+
+    /// The roster as an agent tells it; null when it does not answer.
+    pub async fn roster(&self, pod: &str) -> Value {
+        serde_json::from_str(&self.page(pod, "/v1/roster").await.1).unwrap_or_default()
+    }
+
+    /// Names of replicas in a state, by the trainer's agent.
+    pub async fn replicas(&self, state: &str) -> Vec<String> {
+        let roster = self.roster("trainer").await;
+        let replicas = roster["replicas"].as_array().cloned().unwrap_or_default();
+        replicas.iter().filter(|replica| replica["state"] == state).map(|replica| replica["name"].as_str().unwrap().to_owned()).collect()
+    }
+
+    /// Waits until that many replicas are ready.
+    pub async fn until_ready(&self, count: usize) {
+        until(&format!("{count} replicas to be ready"), || async { self.replicas("ready").await.len() == count }).await;
+    }
+
+    /// Process id of a pod's agent, once it runs.
+    pub async fn agent(&self, pod: &str) -> Pid {
+        let local = self.local.id().unwrap();
+        let deadline = tokio::time::Instant::now() + SOON;
+        loop {
+            if let Some(pid) = agent_of(local, pod) {
+                return pid;
+            }
+            assert!(tokio::time::Instant::now() < deadline, "no agent of {pod}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Sends a signal to a pod's agent.
+    pub async fn signal(&self, pod: &str, signal: Signal) {
+        kill_process(self.agent(pod).await, signal).unwrap();
+    }
+
+    fn evidence(&self) {
+        for event in self.events.borrow().iter() {
+            eprintln!("{event}");
+        }
+        let mut logs: Vec<PathBuf> = vec![self.folder.path().join("local.log")];
+        logs.extend(std::fs::read_dir(self.folder.path().join("state")).into_iter().flatten().flatten().map(|entry| entry.path()));
+        for log in logs.iter().filter(|log| log.extension().is_some_and(|extension| extension == "log")) {
+            let text = std::fs::read_to_string(log).unwrap_or_default();
+            let lines: Vec<&str> = text.lines().collect();
+            eprintln!("--- {}\n{}", log.display(), lines[lines.len().saturating_sub(25)..].join("\n"));
+        }
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.evidence();
+        }
+        let Some(pid) = self.local.id().and_then(|id| Pid::from_raw(i32::try_from(id).unwrap())) else { return };
+        // In good order, so that its agents and engines end with it; a stopped agent must be able to.
+        for (child, _) in children(pid.as_raw_nonzero().get().unsigned_abs()) {
+            let _ = kill_process(child, Signal::CONT);
+        }
+        let _ = kill_process(pid, Signal::TERM);
+        let deadline = std::time::Instant::now() + Duration::from_secs(15);
+        while self.local.try_wait().is_ok_and(|ended| ended.is_none()) && std::time::Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+fn engine(actor: &Actor, port: u16, folder: &Path) -> Vec<String> {
+    let model = folder.join("start").to_string_lossy().into_owned();
+    let (port, ranks, faults) = (port.to_string(), actor.ranks.to_string(), actor.faults.to_string());
+    let words =
+        ["simulate-engine", "--engine", actor.kind, "--port", &port, "--model", &model, "--world-size", &ranks, "--faults", &faults];
+    std::iter::once(PROGRAM).chain(words).map(str::to_owned).collect()
+}
+
+/// Children of a process, with their environment.
+fn children(parent: u32) -> Vec<(Pid, Vec<u8>)> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+        let Ok(stat) = std::fs::read_to_string(entry.path().join("stat")) else { continue };
+        // The name of a process may hold anything; behind its last parenthesis stand state and parent.
+        let ppid = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1)?.parse::<u32>().ok());
+        if ppid == Some(parent) {
+            found.push((Pid::from_raw(pid).unwrap(), std::fs::read(entry.path().join("environ")).unwrap_or_default()));
+        }
+    }
+    found
+}
+
+fn agent_of(local: u32, pod: &str) -> Option<Pid> {
+    let variable = format!("POD_NAME={pod}");
+    let of_pod = |environment: &[u8]| environment.split(|byte| *byte == 0).any(|entry| entry == variable.as_bytes());
+    children(local).into_iter().find(|(_, environment)| of_pod(environment)).map(|(pid, _)| pid)
+}
+
+/// Waits for a condition.
+pub async fn until<F: Future<Output = bool>>(what: &str, mut condition: impl FnMut() -> F) {
+    let waiting = async {
+        while !condition().await {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(SOON, waiting).await.unwrap_or_else(|_| panic!("waited for {what}"));
+}
