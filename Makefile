@@ -92,9 +92,14 @@ e2e: build cluster-up ## Run the end-to-end tests on the kind cluster
 	$(BED) WEIGHTSYNC_VENV=$$($(CLUSTER)/vllm-venv.sh --print) cargo test --locked --test e2e -- --test-threads=1
 
 .PHONY: bench
-bench: build ## Measure what docs/benchmarks.md reports
+bench: build ## Measure what docs/benchmarks.md reports of one host
 	$(CLUSTER)/packages.sh
-	cargo bench --locked
+	cargo bench --locked --bench transport --bench host
+
+.PHONY: bench-cluster
+bench-cluster: build cluster-up ## Measure what docs/benchmarks.md reports of a cluster
+	tests/e2e/prepare.sh
+	$(BED) cargo bench --locked --bench cluster
 
 .PHONY: cluster-up
 cluster-up: ## Bring the kind cluster up (once: 15 minutes; then half a minute)

@@ -17,6 +17,7 @@ mod ring;
 mod slots;
 mod socket;
 pub mod trainer;
+mod users;
 mod wire;
 
 #[cfg(test)]
@@ -31,6 +32,7 @@ use tokio_util::task::TaskTracker;
 
 pub use queue::PublishQueue;
 pub use socket::{SocketError, SocketName};
+pub use users::TrainerUsers;
 
 use crate::protocol::{CLIENT_PROTOCOL, RosterView};
 
@@ -49,7 +51,7 @@ pub struct ClientServerConfig {
     /// Length of a bucket in bytes as in [`crate::weights::Layout::new`]; 0 lets the size of the model decide.
     pub bucket_bytes: u64,
     /// Users that may connect beside this process's own and root.
-    pub allowed_uids: Vec<u32>,
+    pub users: TrainerUsers,
 }
 
 impl ClientServerConfig {
@@ -59,7 +61,7 @@ impl ClientServerConfig {
     /// The usual ring at that socket.
     pub fn at(socket: SocketName) -> Self {
         let agent = concat!("weightsync ", env!("CARGO_PKG_VERSION")).to_owned();
-        Self { socket, agent, slots: Self::SLOTS, bucket_bytes: 0, allowed_uids: Vec::new() }
+        Self { socket, agent, slots: Self::SLOTS, bucket_bytes: 0, users: TrainerUsers::These(Vec::new()) }
     }
 }
 
@@ -74,7 +76,8 @@ struct Shared {
     agent: String,
     slots: u32,
     bucket_bytes: u64,
-    uids: Vec<u32>,
+    /// None: everybody.
+    uids: Option<Vec<u32>>,
     queue: Arc<PublishQueue>,
     roster: watch::Receiver<RosterView>,
 }
@@ -83,7 +86,8 @@ struct Shared {
 #[derive(Debug, thiserror::Error)]
 enum Refused {
     #[error(
-        "this agent serves users {} only, the client runs as {uid}: run both under one user",
+        "this agent serves users {} only, the client runs as {uid}: run both under one user, \
+         or name it in the pod's annotation weightsync.dev/trainer-uids (outside Kubernetes: WEIGHTSYNC_TRAINER_UIDS)",
         uids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
     )]
     Uid { uid: u32, uids: Vec<u32> },
@@ -105,7 +109,10 @@ enum Refused {
 impl Shared {
     /// Only the agent's own user, root, and users that were named: whoever speaks here decides what every engine serves.
     fn admit(&self, uid: u32) -> Result<(), Refused> {
-        if self.uids.contains(&uid) { Ok(()) } else { Err(Refused::Uid { uid, uids: self.uids.clone() }) }
+        match &self.uids {
+            Some(uids) if !uids.contains(&uid) => Err(Refused::Uid { uid, uids: uids.clone() }),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -114,10 +121,7 @@ impl ClientServer {
     pub fn bind(config: ClientServerConfig, queue: Arc<PublishQueue>, roster: watch::Receiver<RosterView>) -> Result<Self, SocketError> {
         let listener = UnixListener::from_std(config.socket.listen()?);
         let listener = listener.map_err(|source| SocketError::Io { name: config.socket.clone(), source })?;
-        let mut uids = config.allowed_uids;
-        uids.extend([rustix::process::geteuid().as_raw(), 0]);
-        uids.sort_unstable();
-        uids.dedup();
+        let uids = config.users.with_own(rustix::process::geteuid().as_raw());
         let (agent, slots, bucket_bytes) = (config.agent, config.slots.max(2), config.bucket_bytes);
         Ok(Self { listener, shared: Arc::new(Shared { agent, slots, bucket_bytes, uids, queue, roster }) })
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 
-use crate::agent::client::{ClientServerConfig, SocketName};
+use crate::agent::client::{ClientServerConfig, SocketName, TrainerUsers};
 use crate::agent::enrollment::{Applicant, TokenSource, read_token};
 use crate::agent::process::{self, EngineFactory, Settings};
 use crate::agent::rollout::Places;
@@ -85,9 +85,9 @@ pub struct AgentArgs {
     /// Abstract unix socket for the trainer (without a leading @); by default one named after the pod's UID.
     #[arg(long, env = "WEIGHTSYNC_SOCKET")]
     socket: Option<String>,
-    /// Users that may speak on the trainer's socket beside the agent's own and root.
-    #[arg(long, env = "WEIGHTSYNC_TRAINER_UIDS", value_delimiter = ',')]
-    trainer_uids: Vec<u32>,
+    /// Users that may speak on the trainer's socket beside the agent's own and root: ids with commas between them, or `any`.
+    #[arg(long, env = "WEIGHTSYNC_TRAINER_UIDS", default_value = "")]
+    trainer_uids: TrainerUsers,
     /// Log filter, e.g. `info` or `weightsync=debug,warn`; logs go to standard error.
     #[arg(long, env = "WEIGHTSYNC_LOG", default_value = "info")]
     log: String,
@@ -125,7 +125,7 @@ impl AgentArgs {
             Some(name) => name.trim_start_matches('@').parse()?,
             None => SocketName::of_pod(&self.pod_uid)?,
         };
-        let socket = ClientServerConfig { allowed_uids: self.trainer_uids.clone(), ..ClientServerConfig::at(socket) };
+        let socket = ClientServerConfig { users: self.trainer_uids.clone(), ..ClientServerConfig::at(socket) };
         let places = Places {
             versions: self.version_dir.clone(),
             versions_in_engine: self.engine_version_dir.clone(),

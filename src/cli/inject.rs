@@ -17,6 +17,9 @@ pub const CONTAINER_ANNOTATION: &str = "weightsync.dev/container";
 /// Annotation `SECRET/KEY` of the engine's API key.
 pub const API_KEY_ANNOTATION: &str = "weightsync.dev/api-key-secret";
 
+/// Annotation that says which users beside the agent's own may publish: ids with commas between them, or `any`.
+pub const USERS_ANNOTATION: &str = "weightsync.dev/trainer-uids";
+
 /// Why a document cannot be changed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
@@ -96,6 +99,7 @@ fn inject_pod(pod: &mut Map<String, Value>, options: &Options, what: &str) -> Re
             _ => return Err(InjectError::BadKeyReference { what: what.into(), value }),
         },
     };
+    let users = text("annotations", USERS_ANNOTATION);
     let Some(spec) = pod.get_mut("spec").and_then(Value::as_object_mut) else {
         return Err(InjectError::Malformed { what: what.into(), field: "spec" });
     };
@@ -109,7 +113,8 @@ fn inject_pod(pod: &mut Map<String, Value>, options: &Options, what: &str) -> Re
     if !present.contains(&target) {
         return Err(InjectError::UnknownContainer { what: what.into(), container: target, present });
     }
-    sidecar::add(spec, &target, &role, key.as_ref(), options).map_err(|field| InjectError::Malformed { what: what.into(), field })?;
+    let wishes = sidecar::Wishes { role: &role, api_key: key.as_ref(), users: users.as_deref() };
+    sidecar::add(spec, &target, &wishes, options).map_err(|field| InjectError::Malformed { what: what.into(), field })?;
     Ok(true)
 }
 

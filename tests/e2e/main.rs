@@ -10,6 +10,7 @@ mod cluster;
 mod faults;
 mod fixtures;
 mod http;
+mod injection;
 mod invalid;
 mod node;
 mod versions;

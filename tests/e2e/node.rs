@@ -16,13 +16,23 @@ async fn on_node(arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).trim().to_owned()
 }
 
-/// Sends a signal to the first process of a container.
-pub async fn signal(cluster: &Cluster, pod: &str, container: &str, signal: &str) {
+/// The process id, on the node, of a container's first process.
+pub async fn process(cluster: &Cluster, pod: &str, container: &str) -> String {
     let object = cluster.api::<Pod>().get(pod).await.expect("the pod exists");
     let status = object.status.expect("a status");
     let all = status.container_statuses.into_iter().flatten().chain(status.init_container_statuses.into_iter().flatten());
     let id = all.filter(|status| status.name == container).find_map(|status| status.container_id).expect("the container runs");
     let id = id.trim_start_matches("containerd://").to_owned();
-    let pid = on_node(&["crictl", "inspect", "--output", "go-template", "--template", "{{.info.pid}}", &id]).await;
-    on_node(&["kill", &format!("-{signal}"), &pid]).await;
+    on_node(&["crictl", "inspect", "--output", "go-template", "--template", "{{.info.pid}}", &id]).await
+}
+
+/// Sends a signal to a process of the node.
+pub async fn send(process: &str, signal: &str) {
+    on_node(&["kill", &format!("-{signal}"), process]).await;
+}
+
+/// Sends a signal to the first process of a container.
+pub async fn signal(cluster: &Cluster, pod: &str, container: &str, signal: &str) {
+    let process = process(cluster, pod, container).await;
+    send(&process, signal).await;
 }

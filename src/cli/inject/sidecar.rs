@@ -24,12 +24,18 @@ pub struct Options {
     pub requests: (String, String),
 }
 
+/// What the pod itself says by labels and annotations.
+pub(super) struct Wishes<'a> {
+    pub(super) role: &'a str,
+    pub(super) api_key: Option<&'a (String, String)>,
+    pub(super) users: Option<&'a str>,
+}
+
 /// Adds the sidecar to a pod's spec; on an error nothing useful was added, and the name of the field at fault is returned.
 pub(super) fn add(
     spec: &mut Map<String, Value>,
     target: &str,
-    role: &str,
-    api_key: Option<&(String, String)>,
+    wishes: &Wishes<'_>,
     options: &Options,
 ) -> Result<(), &'static str> {
     let existing = shm_volume(spec, target);
@@ -47,7 +53,10 @@ pub(super) fn add(
         array(container, "volumeMounts").ok_or("volumeMounts")?.push(json!({"name": shm, "mountPath": "/dev/shm"}));
     }
     // First, so that it runs before any other sidecar that might wait for readiness.
-    array(spec, "initContainers").ok_or("spec.initContainers")?.insert(0, container(role, &shm, api_key, options));
+    // An abstract socket ends at the pod's network namespace: only on a host's network would strangers reach it.
+    let on_host = spec.get("hostNetwork").and_then(Value::as_bool) == Some(true);
+    let users = wishes.users.unwrap_or(if on_host { "" } else { "any" });
+    array(spec, "initContainers").ok_or("spec.initContainers")?.insert(0, container(wishes, users, &shm, options));
     Ok(())
 }
 
@@ -64,20 +73,21 @@ fn array<'a>(object: &'a mut Map<String, Value>, key: &str) -> Option<&'a mut Ve
     object.entry(key).or_insert_with(|| Value::Array(Vec::new())).as_array_mut()
 }
 
-fn container(role: &str, shm: &str, api_key: Option<&(String, String)>, options: &Options) -> Value {
+fn container(wishes: &Wishes<'_>, users: &str, shm: &str, options: &Options) -> Value {
     let field = |name: &str, path: &str| json!({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}});
     let mut env = vec![
         field("POD_NAME", "metadata.name"),
         field("POD_NAMESPACE", "metadata.namespace"),
         field("POD_UID", "metadata.uid"),
         field("POD_IP", "status.podIP"),
-        json!({"name": "WEIGHTSYNC_ROLE", "value": role}),
+        json!({"name": "WEIGHTSYNC_ROLE", "value": wishes.role}),
         json!({"name": "WEIGHTSYNC_CONTROLLER_URL", "value": options.controller_url}),
         json!({"name": "WEIGHTSYNC_CONTROLLER_CA", "value": options.controller_ca}),
         json!({"name": "WEIGHTSYNC_TOKEN_FILE", "value": "/var/run/weightsync/token"}),
+        json!({"name": "WEIGHTSYNC_TRAINER_UIDS", "value": users}),
         json!({"name": "WEIGHTSYNC_LOG_FORMAT", "value": "json"}),
     ];
-    if let Some((secret, key)) = api_key {
+    if let Some((secret, key)) = wishes.api_key {
         env.push(json!({"name": "WEIGHTSYNC_ENGINE_API_KEY", "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}));
     }
     let (cpu, memory) = &options.requests;

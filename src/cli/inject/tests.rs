@@ -35,6 +35,25 @@ fn a_pod_that_opts_in_gets_sidecar_token_and_shared_memory() {
 }
 
 #[test]
+fn who_may_publish_is_everybody_of_the_pod_but_not_of_the_host() {
+    let users = |document: &Value| {
+        let env = document["spec"]["initContainers"][0]["env"].as_array().unwrap().clone();
+        env.into_iter().find(|entry| entry["name"] == "WEIGHTSYNC_TRAINER_UIDS").unwrap()["value"].clone()
+    };
+    let mut document = rollout();
+    inject(&mut document, &options()).unwrap();
+    assert_eq!(users(&document), "any");
+    let mut on_host = rollout();
+    on_host["spec"]["hostNetwork"] = json!(true);
+    inject(&mut on_host, &options()).unwrap();
+    assert_eq!(users(&on_host), "");
+    let mut named = rollout();
+    named["metadata"]["annotations"] = json!({"weightsync.dev/trainer-uids": "1000,1001"});
+    inject(&mut named, &options()).unwrap();
+    assert_eq!(users(&named), "1000,1001");
+}
+
+#[test]
 fn a_second_injection_changes_nothing() {
     let mut once = rollout();
     inject(&mut once, &options()).unwrap();

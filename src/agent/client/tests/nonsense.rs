@@ -110,7 +110,7 @@ async fn two_publishes_on_one_connection_at_once_are_refused() {
 #[test]
 fn other_users_than_the_agents_own_and_root_are_refused_by_number() {
     let (_, roster) = watch::channel(RosterView { epoch: None, version: None, replicas: Vec::new() });
-    let shared = Shared { agent: "a".into(), slots: 2, bucket_bytes: 0, uids: vec![0, 1000], queue: Arc::default(), roster };
+    let shared = Shared { agent: "a".into(), slots: 2, bucket_bytes: 0, uids: Some(vec![0, 1000]), queue: Arc::default(), roster };
     assert!(shared.admit(0).is_ok() && shared.admit(1000).is_ok());
     let refusal = shared.admit(1001).unwrap_err().to_string();
     assert!(refusal.contains("0, 1000") && refusal.contains("1001"), "{refusal}");
