@@ -2,7 +2,7 @@
 //!
 //! Makes checkpoints, starts a source and rollouts as processes, publishes versions, kills one rollout while it holds between 20 and 80 %
 //! of an update's bytes, and lets it come back. It believes nobody: each engine is asked what it serves, and that is compared with what was
-//! published. Exits 0 only if all agree.
+//! published (real servers: their completions with each other's and with a fresh server's). Exits 0 only if all agree.
 
 mod engines;
 mod kill;
@@ -23,9 +23,9 @@ use crate::runtime::logs::{self, LogFormat};
 /// Arguments of `weightsync demo`.
 #[derive(Debug, Args)]
 pub struct DemoArgs {
-    /// Rollouts.
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(2..=16))]
-    replicas: u32,
+    /// Rollouts; 3 unless said, 2 real vLLM servers (0.9 GB of memory each).
+    #[arg(long, value_parser = clap::value_parser!(u32).range(2..=16))]
+    replicas: Option<u32>,
     /// Size of the model in MiB; the real vLLM has a small model of its own.
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(8..=8192))]
     megabytes: u32,
@@ -41,7 +41,7 @@ pub struct DemoArgs {
     /// Which engines serve: simulators that come with this program, or real vLLM servers.
     #[arg(long, value_enum, default_value_t)]
     engine: DemoEngine,
-    /// Virtual environment with vLLM, for `--engine vllm`.
+    /// Virtual environment with vLLM (its folder, or its bin/python), for `--engine vllm`.
     #[arg(long, value_name = "VENV", required_if_eq("engine", "vllm"))]
     python: Option<PathBuf>,
     /// Keep the folder with checkpoints and logs.
@@ -88,6 +88,10 @@ impl DemoFault {
 }
 
 impl DemoArgs {
+    fn rollouts(&self) -> u32 {
+        self.replicas.unwrap_or(if self.engine == DemoEngine::Vllm { 2 } else { 3 })
+    }
+
     /// Runs the demo.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         if self.corrupt && self.engine == DemoEngine::Vllm {

@@ -7,6 +7,7 @@
 
 mod adapter;
 mod client;
+mod demo;
 mod models;
 mod real;
 mod script;

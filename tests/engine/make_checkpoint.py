@@ -5,6 +5,7 @@ Equal arguments give equal files. Two seeds give two versions of one layout: the
 shapes and dtypes, and other weights, so their completions differ.
 
     make_checkpoint.py OUT --seed 1
+    make_checkpoint.py OUT --seed 1 2 3        # OUT/1, OUT/2, OUT/3
     make_checkpoint.py OUT --seed 1 --layers 8 --hidden 1024 --intermediate 4096 --vocab 32000 --shards 4
 """
 
@@ -112,7 +113,7 @@ def write_weights(out: Path, tensors: dict[str, torch.Tensor], shards: int) -> N
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def make_checkpoint(out: Path, args: argparse.Namespace) -> None:
+def make_checkpoint(out: Path, seed: int, args: argparse.Namespace) -> None:
     """Write into a neighbouring folder and rename it, so that OUT is never half a checkpoint."""
     part = out.with_name(f".{out.name}.{os.getpid()}")
     part.mkdir(parents=True)
@@ -123,7 +124,7 @@ def make_checkpoint(out: Path, args: argparse.Namespace) -> None:
         make_tokenizer().save(str(part / "tokenizer.json"))
         tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END}
         (part / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "model_max_length": 512}))
-        write_weights(part, make_tensors(tensor_shapes(args), args.seed), args.shards)
+        write_weights(part, make_tensors(tensor_shapes(args), seed), args.shards)
         for file in part.iterdir():
             file.chmod(0o644)  # safetensors writes 0600, which an engine under another user cannot read
         if out.exists():
@@ -136,7 +137,7 @@ def make_checkpoint(out: Path, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the checkpoint's folder; replaced if it exists")
-    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--seed", type=int, nargs="+", required=True, help="several seeds make a folder each, named by the seed")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--intermediate", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
@@ -145,7 +146,9 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=320, help="rows of the embedding; the tokenizer uses fewer")
     parser.add_argument("--shards", type=int, default=1, help="files to spread the tensors over")
     args = parser.parse_args()
-    make_checkpoint(args.out.resolve(), args)
+    out = args.out.resolve()
+    for seed in args.seed:
+        make_checkpoint(out if len(args.seed) == 1 else out / str(seed), seed, args)
 
 
 if __name__ == "__main__":

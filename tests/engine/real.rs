@@ -40,7 +40,11 @@ impl Server {
             "512",
             "--max-num-seqs",
             "4",
+            "--num-gpu-blocks-override",
+            "128",
             "--enable-prefix-caching",
+            "--distributed-executor-backend",
+            "uni",
         ]);
         for (name, value) in [
             ("VLLM_SERVER_DEV_MODE", "1"),
@@ -48,6 +52,9 @@ impl Server {
             ("VLLM_TARGET_DEVICE", "cpu"),
             ("VLLM_CPU_KVCACHE_SPACE", "1"),
             ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            // What lets `uni` run on CPU, and keeps the first log-probs from compiling C++: README.md.
+            ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+            ("TORCHDYNAMO_DISABLE", "1"),
             ("OMP_NUM_THREADS", "1"),
             ("HF_HUB_OFFLINE", "1"),
             ("VLLM_NO_USAGE_STATS", "1"),

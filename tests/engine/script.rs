@@ -187,10 +187,11 @@ async fn whole_script(server: &mut Server, models: &Models) -> (Vec<Step>, Vec<R
 async fn one_script_of_calls_gives_equal_statuses_and_shapes_on_the_simulator_and_on_the_real_server() {
     let venv = venv();
     let models = Models::make(venv.as_deref());
+    // It starts while the simulator plays.
+    let vllm = venv.map(|venv| Server::vllm(&venv, &models.path("1")));
     let mut simulator = Server::simulator(&models.path("1"), r#"{"tokenMs":10}"#);
     let (steps, simulated) = whole_script(&mut simulator, &models).await;
-    let Some(venv) = venv else { return };
-    let mut vllm = Server::vllm(&venv, &models.path("1"));
+    let Some(mut vllm) = vllm else { return };
     let (_, real) = whole_script(&mut vllm, &models).await;
     let mut wrong = Vec::new();
     for ((step, simulated), real) in steps.iter().zip(&simulated).zip(&real) {

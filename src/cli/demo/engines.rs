@@ -1,12 +1,14 @@
 //! The engines of the demo: how each kind is started, and how a real one's checkpoints are made.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use tokio::process::Command;
+use rustix::process::{Pid, Signal, kill_process_group};
+use tokio::process::{Child, Command};
 
 use super::{DemoArgs, DemoEngine};
 
@@ -16,38 +18,41 @@ const MAKE_CHECKPOINT: &str = include_str!("../../../tests/engine/make_checkpoin
 /// Importing torch on a busy machine takes most of it.
 const MAKE_DEADLINE: Duration = Duration::from_secs(180);
 
-/// Makes a checkpoint for a real server.
-pub async fn make_checkpoint(venv: &Path, folder: &Path, seed: u64) -> anyhow::Result<()> {
+/// Makes checkpoints for real servers, one for each seed, as `FOLDER/SEED`.
+pub async fn make_checkpoints(venv: &Path, folder: &Path, seeds: &[u64]) -> anyhow::Result<()> {
     let python = venv.join("bin/python");
     let mut command = Command::new(&python);
-    command.arg("-c").arg(MAKE_CHECKPOINT).arg(folder).args(["--seed", &seed.to_string()]);
+    command.arg("-c").arg(MAKE_CHECKPOINT).arg(folder).arg("--seed").args(seeds.iter().map(u64::to_string));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
     let child = command.spawn().with_context(|| format!("{} cannot be started", python.display()))?;
-    let done = tokio::time::timeout(MAKE_DEADLINE, child.wait_with_output()).await.context("making a checkpoint took too long")??;
+    let done = tokio::time::timeout(MAKE_DEADLINE, child.wait_with_output()).await.context("making checkpoints took too long")??;
     if !done.status.success() {
         bail!("no checkpoint was made: {}", String::from_utf8_lossy(&done.stderr).trim());
     }
     Ok(())
 }
 
-/// Command and environment of one engine.
-pub fn command(args: &DemoArgs, program: &Path, folder: &Path, port: u16) -> (Vec<String>, BTreeMap<String, String>) {
-    let (model, port) = (folder.join("v0").to_string_lossy().into_owned(), port.to_string());
+/// Command and environment of one rollout's engine.
+pub fn command(args: &DemoArgs, program: &Path, model: &Path, port: u16) -> (Vec<String>, BTreeMap<String, String>) {
+    let (model, port) = (model.to_string_lossy().into_owned(), port.to_string());
     if args.engine != DemoEngine::Vllm {
         let kind = if args.engine == DemoEngine::SimulatedSglang { "sglang" } else { "vllm" };
         let program = program.to_string_lossy().into_owned();
         let words = ["simulate-engine", "--engine", kind, "--port", &port, "--model", &model];
         return (std::iter::once(program).chain(words.map(str::to_owned)).collect(), BTreeMap::new());
     }
-    let venv = args.python.as_deref().unwrap_or(Path::new("."));
-    let vllm = venv.join("bin/vllm").to_string_lossy().into_owned();
-    let words =
-        ["serve", &model, "--served-model-name", "m", "--host", "127.0.0.1", "--port", &port, "--dtype", "bfloat16", "--enforce-eager"];
-    let limits = ["--max-model-len", "512", "--max-num-seqs", "4", "--enable-prefix-caching"];
-    // What a CPU server needs (vLLM 0.32): development routes, a small cache, no threads pinned, nothing asked of the internet.
+    let vllm = venv(args).join("bin/vllm").to_string_lossy().into_owned();
+    let words = ["serve", &model, "--served-model-name", "m", "--host", "127.0.0.1", "--port", &port];
+    let limits = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"];
+    // One process less to start: the worker lives in the engine's own.
+    let memory = ["--num-gpu-blocks-override", "128", "--enable-prefix-caching", "--distributed-executor-backend", "uni"];
+    // What a CPU server needs (vLLM 0.32): development routes, `uni` allowed, no C++ compiled for the first log-probs, a small cache, no
+    // threads pinned, nothing asked of the internet.
     let environment = [
         ("VLLM_SERVER_DEV_MODE", "1"),
         ("VLLM_TARGET_DEVICE", "cpu"),
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("TORCHDYNAMO_DISABLE", "1"),
         ("VLLM_CPU_KVCACHE_SPACE", "1"),
         ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         ("OMP_NUM_THREADS", "1"),
@@ -56,5 +61,47 @@ pub fn command(args: &DemoArgs, program: &Path, folder: &Path, port: u16) -> (Ve
         ("DO_NOT_TRACK", "1"),
     ];
     let environment = environment.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
-    (std::iter::once(vllm).chain(words.into_iter().chain(limits).map(str::to_owned)).collect(), environment)
+    let words = words.into_iter().chain(limits).chain(memory).map(str::to_owned);
+    (std::iter::once(vllm).chain(words).collect(), environment)
+}
+
+/// The virtual environment that `--python` names: its folder, or its interpreter.
+pub fn venv(args: &DemoArgs) -> &Path {
+    let given = args.python.as_deref().unwrap_or(Path::new("."));
+    if given.is_dir() { given } else { given.parent().and_then(Path::parent).unwrap_or(given) }
+}
+
+/// A server that no update ever reached, to compare with; ended with its children when dropped.
+pub struct Fresh {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Fresh {
+    /// Starts it; its output goes to `log`.
+    pub fn start(command: &[String], environment: &BTreeMap<String, String>, log: PathBuf) -> anyhow::Result<Self> {
+        let (program, words) = command.split_first().context("no command")?;
+        let out = File::create(&log).with_context(|| format!("{} cannot be written", log.display()))?;
+        let mut command = Command::new(program);
+        command.args(words).envs(environment).stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
+        let child = command.process_group(0).kill_on_drop(true).spawn().with_context(|| format!("{program} cannot be started"))?;
+        Ok(Self { child, log })
+    }
+
+    /// An error when it ended.
+    pub fn alive(&mut self) -> anyhow::Result<()> {
+        match self.child.try_wait()? {
+            Some(status) => bail!("a fresh server ended ({status}): {}", self.log.display()),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Fresh {
+    fn drop(&mut self) {
+        // Reaped by nobody else, so the pid is still its own.
+        if let Some(group) = self.child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw) {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+    }
 }

@@ -149,6 +149,8 @@ pub struct Outcome {
     pub rejoined_ms: Option<u64>,
     /// Whether every engine served what was published, each time.
     pub verified: bool,
+    /// What was compared.
+    pub proof: &'static str,
     /// What did not agree.
     pub disagreements: Vec<String>,
 }
@@ -171,7 +173,7 @@ impl Outcome {
     pub fn print(&self, output: Output) {
         match output {
             Output::Json => println!("{}", serde_json::to_string(self).unwrap_or_else(|error| format!("{{\"error\":\"{error}\"}}"))),
-            Output::Human if self.verified => println!("verified: what every engine served is, byte for byte, what was published"),
+            Output::Human if self.verified => println!("verified: {}", self.proof),
             Output::Human => {
                 for disagreement in &self.disagreements {
                     println!("NOT VERIFIED: {disagreement}");

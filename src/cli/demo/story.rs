@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow, ensure};
 use tokio::runtime::Handle;
 
+use super::engines::{Fresh, command, make_checkpoints, venv};
 use super::kill::{Kill, Killed, noticed};
 use super::model::{Weights, tensors};
 use super::show::{Outcome, Published, Screen};
@@ -65,13 +66,17 @@ async fn run(args: DemoArgs, folder: &Path, versions: &Path) -> anyhow::Result<O
     let screen = Screen::new(args.output);
     let weights = make_weights(&args, folder, &screen).await?;
     let mut replicas = Vec::new();
-    for number in 0..args.replicas {
+    for number in 0..args.rollouts() {
         replicas.push(Replica { name: format!("actor-{number}"), port: free_port().context("no port on 127.0.0.1")? });
     }
     let spec = group_spec(&args, folder, versions, &replicas)?;
     let socket = format!("@weightsync/{}-trainer", spec.name).parse().map_err(|error| anyhow!("{error}"))?;
     let group = Arc::new(Group::start(spec).await?);
-    let outcome = Outcome { replicas: args.replicas, seed: args.seed, ..Outcome::default() };
+    let proof = match args.engine {
+        DemoEngine::Vllm => "each version's completions, log-probs included, were equal on all servers, and the last on a fresh one too",
+        _ => "what every engine served is, byte for byte, what was published",
+    };
+    let outcome = Outcome { replicas: args.rollouts(), proof, seed: args.seed, ..Outcome::default() };
     let mut demo = Demo { args, folder: folder.to_owned(), replicas, group, socket, verifier: Verifier::new()?, screen, outcome };
     let told = demo.story(weights).await;
     let Demo { group, outcome, .. } = demo;
@@ -89,7 +94,7 @@ impl Demo {
         self.wait_for("the group to form", patience, |view, total| view.stage == GroupStage::Committed && view.ready == total).await?;
         let view = self.group.view().borrow().clone();
         self.screen.say(&format!("epoch {}: world size {}", view.epoch, view.world_size));
-        let victim = usize::try_from(self.args.seed % u64::from(self.args.replicas))?;
+        let victim = usize::try_from(self.args.seed % u64::from(self.args.rollouts()))?;
         let mut before: Option<String> = None;
         for (version, weights) in VERSIONS.into_iter().zip(weights) {
             let weights = Arc::new(weights);
@@ -104,6 +109,29 @@ impl Demo {
                 self.rejoin(&kill, version).await?;
             }
             before = self.verify(version, &weights, before.as_deref()).await?;
+        }
+        match before {
+            Some(answer) => self.compare_with_a_fresh_server(VERSIONS.len(), &answer).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Starts a server on the last version's checkpoint and compares what the rollouts answered with what it answers.
+    async fn compare_with_a_fresh_server(&mut self, version: usize, answer: &str) -> anyhow::Result<()> {
+        let port = free_port().context("no port on 127.0.0.1")?;
+        let program = std::env::current_exe().context("this program's own path is unknown")?;
+        let (words, environment) = command(&self.args, &program, &self.folder.join(format!("v{version}")), port);
+        let mut fresh = Fresh::start(&words, &environment, self.folder.join("fresh-engine.log"))?;
+        let deadline = Instant::now() + START_REAL;
+        while !self.verifier.healthy(port).await {
+            fresh.alive()?;
+            ensure!(Instant::now() < deadline, "a fresh server did not start within {START_REAL:?}");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        if self.verifier.completion(port).await? == answer {
+            self.screen.say(&format!("version {version}: a fresh server on its checkpoint answers the same, log-probs included"));
+        } else {
+            self.outcome.disagree(format!("version {version}: a fresh server on its checkpoint answers differently"));
         }
         Ok(())
     }
@@ -232,7 +260,7 @@ impl Demo {
 
     async fn wait_for(&self, what: &str, patience: Duration, reached: impl Fn(&MembershipView, u32) -> bool) -> anyhow::Result<()> {
         let mut view = self.group.view();
-        let total = self.args.replicas;
+        let total = self.args.rollouts();
         let waited = tokio::time::timeout(patience, view.wait_for(|view| reached(view, total))).await;
         let ended = match waited {
             Ok(Ok(_)) => return Ok(()),
@@ -249,11 +277,12 @@ impl Demo {
 /// Versions 1 to 3, and on disk the checkpoint that engines start with.
 async fn make_weights(args: &DemoArgs, folder: &Path, screen: &Screen) -> anyhow::Result<Vec<Weights>> {
     if args.engine == DemoEngine::Vllm {
-        let venv = args.python.as_deref().context("--engine vllm needs --python VENV")?;
-        for version in 0..=VERSIONS.len() {
-            screen.say(&format!("making checkpoint {version}"));
-            let seed = args.seed * 10 + u64::try_from(version)?;
-            super::engines::make_checkpoint(venv, &folder.join(format!("v{version}")), seed).await?;
+        screen.say("making the checkpoints of four versions");
+        let seed = |version: u64| args.seed * 10 + version;
+        let seeds: Vec<u64> = std::iter::once(0).chain(VERSIONS).map(seed).collect();
+        make_checkpoints(venv(args), folder, &seeds).await?;
+        for version in std::iter::once(0).chain(VERSIONS) {
+            std::fs::rename(folder.join(seed(version).to_string()), folder.join(format!("v{version}")))?;
         }
         let open = |version| Checkpoint::open(&folder.join(format!("v{version}"))).map(Weights::Checkpoint);
         return Ok(VERSIONS.into_iter().map(open).collect::<Result<_, _>>()?);
@@ -273,7 +302,7 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
     let program = std::env::current_exe().context("this program's own path is unknown")?;
     let trainer = PodSpec { name: "trainer".into(), role: Role::Source, size: 1, engine: None };
     let rollouts = replicas.iter().map(|replica| {
-        let (command, environment) = super::engines::command(args, &program, folder, replica.port);
+        let (command, environment) = command(args, &program, &folder.join("v0"), replica.port);
         let kind = if args.engine == DemoEngine::SimulatedSglang { "sglang" } else { "vllm" };
         let assignment = EngineAssignment { kind: kind.into(), port: replica.port };
         PodSpec {

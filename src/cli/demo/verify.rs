@@ -52,6 +52,11 @@ impl Verifier {
         Ok(())
     }
 
+    /// Whether a server on this host says that it is up.
+    pub async fn healthy(&self, port: u16) -> bool {
+        self.client.get(format!("http://127.0.0.1:{port}/health")).send().await.is_ok_and(|answer| answer.status().is_success())
+    }
+
     /// A real server's completion of a fixed prompt: text, and log-probs to the last digit.
     pub async fn completion(&self, port: u16) -> anyhow::Result<String> {
         let body = json!({"model": "m", "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "logprobs": 1, "ignore_eos": true});
