@@ -80,7 +80,12 @@ async fn measure(cluster: &Cluster, arguments: &Arguments) {
             }
             whole(cluster, Some(version)).await;
         }
-        report.series(&format!("SIG{signal} of one of 3 replicas on a cluster: until the others served the next version"), "ms", &recovered, wanted);
+        report.series(
+            &format!("SIG{signal} of one of 3 replicas on a cluster: until the others served the next version"),
+            "ms",
+            &recovered,
+            wanted,
+        );
     }
     report.finish();
 }

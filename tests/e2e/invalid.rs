@@ -7,7 +7,7 @@ use kube::api::{ApiResource, DynamicObject, Patch, PatchParams};
 use kube::core::GroupVersionKind;
 use serde_json::{Value, json};
 
-use super::cluster::Cluster;
+use super::cluster::{Cluster, eventually};
 use super::fixtures::{simulated_vllm, weightsync};
 
 fn with(change: impl FnOnce(&mut Value)) -> Value {
@@ -66,9 +66,16 @@ async fn what_the_api_server_cannot_know_is_named_in_a_condition() {
         let within = Duration::from_secs(60);
         // No trainer pod at all: named, not guessed.
         cluster.create_pod(simulated_vllm("sim-0")).await;
-        cluster.apply(&weightsync("first")).await.unwrap();
+        let first = cluster.apply(&weightsync("first")).await.unwrap();
         cluster.await_status("first", "the missing source is named", within, condition("Ready", &["False", "NoSource"])).await;
         // A second object that claims the same pods: the younger is refused and names the older.
+        // Kubernetes counts ages in seconds.
+        let made = first.metadata.creation_timestamp.unwrap().0.as_second();
+        eventually("the clock's next second", Duration::from_secs(5), || async {
+            let now = k8s_openapi::jiff::Timestamp::now().as_second();
+            if now > made { Ok(()) } else { Err(now) }
+        })
+        .await;
         cluster.apply(&weightsync("second")).await.unwrap();
         cluster.await_status("second", "the older object is named", within, condition("Accepted", &["False", "first"])).await;
     })

@@ -32,12 +32,7 @@ pub(super) struct Wishes<'a> {
 }
 
 /// Adds the sidecar to a pod's spec; on an error nothing useful was added, and the name of the field at fault is returned.
-pub(super) fn add(
-    spec: &mut Map<String, Value>,
-    target: &str,
-    wishes: &Wishes<'_>,
-    options: &Options,
-) -> Result<(), &'static str> {
+pub(super) fn add(spec: &mut Map<String, Value>, target: &str, wishes: &Wishes<'_>, options: &Options) -> Result<(), &'static str> {
     let existing = shm_volume(spec, target);
     let shm = existing.clone().unwrap_or_else(|| "weightsync-shm".to_owned());
     let volumes = array(spec, "volumes").ok_or("spec.volumes")?;
