@@ -87,9 +87,10 @@ engine-test: venv ## Run the adapter against the real vLLM
 	WEIGHTSYNC_VENV=$$($(CLUSTER)/vllm-venv.sh --print) cargo test --locked --test engine -- --test-threads=1
 
 .PHONY: e2e
-e2e: build cluster-up ## Run the end-to-end tests on the kind cluster
-	tests/e2e/prepare.sh
-	$(BED) WEIGHTSYNC_VENV=$$($(CLUSTER)/vllm-venv.sh --print) cargo test --locked --test e2e -- --test-threads=1
+e2e: cluster-up ## Run the end-to-end tests on the kind cluster, with the debug build that all tests use
+	cargo test --locked --no-run --test e2e
+	WEIGHTSYNC_BINARY=target/debug/weightsync tests/e2e/prepare.sh
+	$(BED) cargo test --locked --test e2e -- --test-threads=1
 
 .PHONY: bench
 bench: build ## Measure what docs/benchmarks.md reports of one host

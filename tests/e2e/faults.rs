@@ -9,7 +9,7 @@ use kube::{Api, ResourceExt};
 use serde_json::json;
 
 use super::asks::{between_20_and_80_percent, faults, publish, publish_to, served};
-use super::cluster::{Cluster, eventually};
+use super::cluster::{Cluster, describe, eventually};
 use super::fixtures::{simulated_vllm, torch_trainer, weightsync};
 use super::node::signal;
 
@@ -182,10 +182,19 @@ async fn running_pods_without_a_sidecar_are_adopted_and_get_a_version() {
         };
         cluster.create_pod(without_sidecar(torch_trainer("trainer-0"), 0)).await;
         cluster.create_pod(without_sidecar(simulated_vllm("sim-root"), 0)).await;
-        cluster.create_pod(without_sidecar(simulated_vllm("sim-user"), 1000)).await;
-        for pod in ["trainer-0", "sim-root", "sim-user"] {
+        let mut gated = without_sidecar(simulated_vllm("sim-user"), 1000);
+        gated["spec"]["readinessGates"] = json!([{"conditionType": "weightsync.dev/ready"}]);
+        cluster.create_pod(gated).await;
+        for pod in ["trainer-0", "sim-root"] {
             cluster.await_ready(pod, START).await;
         }
+        cluster
+            .await_pod("sim-user", "its containers run", START, |pod| {
+                let text = describe(pod);
+                if text.contains("ContainersReady=True") { Ok(()) } else { Err(text) }
+            })
+            .await;
+        cluster.await_not_ready("sim-user", MINUTE).await;
         let mut object = weightsync("run");
         object["spec"]["agent"] = json!({"launch": "Ephemeral"});
         cluster.apply(&object).await.unwrap();
@@ -196,6 +205,8 @@ async fn running_pods_without_a_sidecar_are_adopted_and_get_a_version() {
             .await;
         publish_to(&cluster, "trainer-0", 1, 2).await;
         cluster.await_version("run", 1, 2, MINUTE).await;
+        // The pod's gate is opened by the controller.
+        cluster.await_ready("sim-user", MINUTE).await;
         assert_eq!(served(&cluster, "sim-root").await, served(&cluster, "sim-user").await);
     })
     .await;
