@@ -71,7 +71,8 @@ fn verdict(object: &WeightSync, view: &MembershipView, uid: &str) -> Option<Verd
 
 fn replica(object: &WeightSync, view: &MembershipView, member: &MemberView) -> Verdict {
     let not = |message: String| Verdict { ready: false, reason: member.reason, message };
-    if member.standing == MemberStanding::Dirty {
+    // Also while a group is being formed, and while it is in none.
+    if member.dirty {
         return not(format!("an install did not end well: {}", member.message));
     }
     let Some(current) = &view.version else {

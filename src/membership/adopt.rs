@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::plan::roster;
-use crate::protocol::{Incarnation, MemberName, MemberPhase, Reason};
+use crate::protocol::{Incarnation, MemberName, MemberPhase, Reason, Role};
 
 use super::Membership;
 use super::assess::Assessment;
@@ -35,8 +35,10 @@ impl Membership {
         let candidates: Vec<_> = assessment.eligible.iter().map(|member| Arc::clone(&member.candidate)).collect();
         let roster = roster(&candidates.iter().map(|candidate| (**candidate).clone()).collect::<Vec<_>>());
         let digest = roster.digest();
+        // A dirty member does not say whether it committed; a source does, and commits after all others.
+        let led = states.clone().any(|state| state.role == Role::Source);
         let agree = states.all(|state| {
-            matches!(state.phase, MemberPhase::Ready | MemberPhase::Updating)
+            (matches!(state.phase, MemberPhase::Ready | MemberPhase::Updating) || led && state.phase == MemberPhase::Dirty)
                 && state.epoch.as_ref() == Some(&id)
                 && state.roster_digest.as_deref() == Some(digest.as_str())
         });

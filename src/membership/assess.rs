@@ -10,6 +10,7 @@ use crate::protocol::{EpochId, Incarnation, MemberName, MemberPhase, MemberState
 
 use super::Membership;
 use super::agents::{Agent, Link};
+use super::group::Forming;
 use super::mutation::Mutation;
 
 /// A member that could be in a group, and the life that speaks for it.
@@ -68,20 +69,25 @@ impl Membership {
 
     /// A pod that is called unfit because its engine is paused for an update is still a member: it is judged by progress.
     fn keep_unready(&self, assessment: &mut Assessment) {
-        let Some(group) = &self.group else { return };
-        for (position, candidate) in group.candidates.iter().enumerate() {
+        let members: Vec<(&Arc<Candidate>, Option<&Incarnation>)> = match (&self.group, &self.forming) {
+            (Some(group), _) => group.candidates.iter().map(|candidate| (candidate, group.lives.get(&candidate.name))).collect(),
+            // Whoever leads may begin before the last member's answer to its commit is here.
+            (None, Some(Forming::Round(round))) => round.members.iter().map(|member| (&member.candidate, Some(&member.life))).collect(),
+            _ => return,
+        };
+        for (position, (candidate, present)) in members.iter().enumerate() {
             if !self.left_out.iter().any(|left| left.who == candidate.name && left.code == LeftOutCode::NotReady) {
                 continue;
             }
             let Ok(life) = self.judge(candidate) else { continue };
             let updating = self.agents.get(&life).is_some_and(|agent| self.in_update(&candidate.name, agent));
-            if !updating || group.lives.get(&candidate.name) != Some(&life) {
+            if !updating || *present != Some(&life) {
                 continue;
             }
             // Where it stood: behind the last of its predecessors that is still there.
-            let before: Vec<&MemberName> = group.candidates.iter().take(position).map(|candidate| &candidate.name).collect();
+            let before: Vec<&MemberName> = members.iter().take(position).map(|(candidate, _)| &candidate.name).collect();
             let at = assessment.eligible.iter().rposition(|eligible| before.contains(&&eligible.candidate.name)).map_or(0, |at| at + 1);
-            assessment.eligible.insert(at, Eligible { candidate: Arc::clone(candidate), life });
+            assessment.eligible.insert(at, Eligible { candidate: Arc::clone(*candidate), life });
         }
     }
 
@@ -132,11 +138,14 @@ impl Membership {
         state.role == Role::Source || state.healthy && state.phase != MemberPhase::EngineDown
     }
 
-    /// Whether the member is in an update of the group, or of one that may yet be taken over.
+    /// Whether the member is in an update of the group, of the one that is being formed, or of one that may yet be taken over.
     pub(super) fn in_update(&self, name: &MemberName, agent: &Agent) -> bool {
-        let Some(group) = &self.group else { return self.adopting_until().is_some() && self.updates_in_our_epoch(agent) };
-        agent.phase() == Some(MemberPhase::Updating) && agent.epoch() == Some(&group.id)
-            || self.updates.has(self.now, &group.id, &group.policy, name)
+        let (id, policy) = match (&self.group, &self.forming) {
+            (Some(group), _) => (&group.id, &group.policy),
+            (None, Some(Forming::Round(round))) => (&round.id, &round.policy),
+            _ => return self.adopting_until().is_some() && self.updates_in_our_epoch(agent),
+        };
+        agent.phase() == Some(MemberPhase::Updating) && agent.epoch() == Some(id) || self.updates.has(self.now, id, policy, name)
     }
 
     /// Whether an agent says that it is in an update of an epoch of ours that is not over.

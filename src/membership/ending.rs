@@ -32,8 +32,12 @@ impl Membership {
 
     /// Agents in an epoch that is not the present one.
     pub(super) fn tell_strays(&mut self, assessment: &Assessment) {
-        if self.adopting_until().is_some() && self.group.is_none() || self.switch.is(Mutation::FenceForgotten) {
+        if self.switch.is(Mutation::FenceForgotten) {
             return;
+        }
+        let adopting_until = self.adopting_until().filter(|_| self.group.is_none());
+        if let Some(until) = adopting_until {
+            self.wake_at(until);
         }
         for (life, epoch) in self.in_our_epochs() {
             let grouped = self.group.as_ref().is_some_and(|group| group.member_of(&life).is_some());
@@ -42,13 +46,19 @@ impl Membership {
                 Some(Forming::Persisting(_)) => assessment.eligible.iter().any(|member| member.life == life),
                 None => false,
             };
-            let over = epoch.epoch <= self.over || self.group.as_ref().is_some_and(|group| group.id != epoch);
+            // Without a group and with nobody left to wait for, an earlier controller's epoch is over as well: its members would stay in
+            // it for ever, waiting for one that is gone.
+            let nobody_waits = self.forming.is_none() && adopting_until.is_none();
+            let over = epoch.epoch <= self.over || self.group.as_ref().map_or(nobody_waits, |group| group.id != epoch);
             if grouped || asked || !over {
                 continue;
             }
             // A pod that is not selected any more goes on without us; any other may come back and is only fenced.
             let head = |pods: &[crate::protocol::PodRef]| pods.iter().any(|pod| pod.uid == life.pod_uid);
             let known = self.candidates.iter().any(|candidate| head(&candidate.pods)) || self.left_out.iter().any(|left| head(&left.pods));
+            if self.group.is_none() {
+                self.over = self.over.max(epoch.epoch);
+            }
             self.tell(&life, epoch, "the epoch is over", known);
         }
     }

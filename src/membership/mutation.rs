@@ -35,6 +35,8 @@ pub(super) enum Mutation {
     FeederHoldsNothing,
     /// A pause of ours counts as ill health.
     UpdateCountsAsFailure,
+    /// A replica that may hold half an update counts as ready.
+    DirtyCountsAsReady,
     /// A controller that lost the lease goes on deciding.
     ConflictIgnored,
 }

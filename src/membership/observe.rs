@@ -74,7 +74,8 @@ impl Membership {
 
     fn note_state(&mut self, state: MemberState) {
         if let Some(epoch) = state.epoch.as_ref().filter(|epoch| epoch.weightsync == self.config.weightsync) {
-            // Numbers that were used are never used again, whoever used them.
+            // Numbers that were used are never used again, whoever used them; one that is not in status was used before we started.
+            self.had_epoch |= epoch.epoch > self.epoch;
             self.epoch = self.epoch.max(epoch.epoch);
         }
         let life = state.incarnation.clone();

@@ -131,6 +131,7 @@ impl Membership {
         let bound = self.agents.of(candidate);
         let state = bound.and_then(|(_, agent)| agent.state.as_ref());
         let (standing, reason, message) = self.standing(candidate, assessment);
+        let dirty = state.is_some_and(|state| state.phase == MemberPhase::Dirty);
         MemberView {
             name: name.clone(),
             role: candidate.role,
@@ -140,7 +141,8 @@ impl Membership {
             size: candidate.size,
             standing,
             held: state.and_then(|state| state.retained.clone()),
-            installed: state.and_then(|state| state.installed.clone()),
+            dirty,
+            installed: state.filter(|_| !dirty).and_then(|state| state.installed.clone()),
             engine_url: state.and_then(|state| state.engine.as_ref()).map(|engine| engine.url.clone()),
             paused_until: state.and_then(|state| state.paused_until),
             retry_at: assessment.out.get(name).and_then(|out| out.retry_at),
@@ -160,6 +162,7 @@ impl Membership {
             size: 0,
             standing: MemberStanding::Out,
             held: None,
+            dirty: false,
             installed: None,
             engine_url: None,
             paused_until: None,

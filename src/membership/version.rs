@@ -50,7 +50,7 @@ impl Membership {
         if state.role == Role::Source {
             return false;
         }
-        if state.phase == MemberPhase::Dirty {
+        if state.phase == MemberPhase::Dirty && !self.switch.is(Mutation::DirtyCountsAsReady) {
             return true;
         }
         let Some(current) = &self.version else { return false };
@@ -68,7 +68,8 @@ impl Membership {
         })
     }
 
-    /// Who feeds the others: the source where it retains the version, else a rollout that does, best one that serves it too.
+    /// Who feeds the others: the source where it retains the version, else a rollout that does: best one that serves it too, and one whose
+    /// own engine holds half an update only when there is no other. (What it keeps is complete all the same.)
     pub(super) fn choose_feeder<'a>(&self, members: impl Iterator<Item = (&'a MemberName, &'a Incarnation)>) -> Option<MemberName> {
         let mut best: Option<(u8, &MemberName)> = None;
         for (name, life) in members {
@@ -76,8 +77,9 @@ impl Membership {
             let holds = self.retains(state) || self.switch.is(Mutation::FeederHoldsNothing) && self.version.is_some();
             let rank = match (holds, state.role) {
                 (false, _) => continue,
-                (true, Role::Source) => 2,
-                (true, Role::Rollout) => u8::from(!self.lacks(state)),
+                (true, Role::Source) => 3,
+                (true, Role::Rollout) if !self.lacks(state) => 2,
+                (true, Role::Rollout) => u8::from(state.phase != MemberPhase::Dirty),
             };
             if best.is_none_or(|(best, _)| rank > best) {
                 best = Some((rank, name));

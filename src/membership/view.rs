@@ -64,7 +64,9 @@ pub struct MemberView {
     pub standing: MemberStanding,
     /// What it keeps, complete and verified (delivered).
     pub held: Option<HeldVersion>,
-    /// What its engine confirmed (installed).
+    /// Whether it may hold half an update, wherever it stands: it must not serve until it is fed in full.
+    pub dirty: bool,
+    /// What its engine confirmed (installed); none while it is dirty.
     pub installed: Option<HeldVersion>,
     /// URL of its engine.
     pub engine_url: Option<String>,

@@ -108,6 +108,7 @@ fn member(name: &str, standing: MemberStanding, installed: Option<HeldVersion>) 
         size: 1,
         standing,
         held: None,
+        dirty: standing == MemberStanding::Dirty,
         installed,
         engine_url: None,
         paused_until: None,
@@ -160,6 +161,15 @@ fn before_the_first_version_pods_serve_or_wait_as_the_object_says() {
     let view = view(GroupStage::Committed, None, vec![member("actor-0", MemberStanding::Ready, None)]);
     assert!(verdict_of(&view, false).unwrap().ready);
     assert!(!verdict_of(&view, true).unwrap().ready);
+}
+
+#[test]
+fn a_pod_with_half_an_update_serves_in_no_standing_and_at_no_version() {
+    for standing in [MemberStanding::Forming, MemberStanding::Waiting, MemberStanding::Out, MemberStanding::Dirty] {
+        let dirty = MemberView { dirty: true, ..member("actor-0", standing, None) };
+        let verdict = verdict_of(&view(GroupStage::Preparing, None, vec![dirty]), false).unwrap();
+        assert!(!verdict.ready, "{standing:?}: {verdict:?}");
+    }
 }
 
 #[test]

@@ -29,6 +29,7 @@ fn member(name: &str, standing: MemberStanding) -> MemberView {
         size: 1,
         standing,
         held: None,
+        dirty: standing == MemberStanding::Dirty,
         installed: None,
         engine_url: None,
         paused_until: None,

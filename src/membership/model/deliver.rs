@@ -3,8 +3,9 @@
 use std::rc::Rc;
 
 use super::agent::SILENCE;
+use super::event::{Change, Event};
 use super::names::{member, slot_of};
-use super::world::{Change, Event, LATENCY, World};
+use super::world::{LATENCY, World};
 use crate::membership::Observation;
 use crate::protocol::*;
 
@@ -97,6 +98,12 @@ impl World {
             && (self.slots[slot].attached != Some(reign) || !self.at(slot, &from))
         {
             // The stream of a life that ended was closed with it.
+            return;
+        }
+        if let Observation::AgentLost { from, .. } = observation
+            && (0..self.slots.len()).any(|slot| self.at(slot, from) && self.slots[slot].attached == Some(reign))
+        {
+            // An attempt to connect that was overtaken by one that succeeded says nothing.
             return;
         }
         let announced = match observation {

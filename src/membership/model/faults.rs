@@ -1,7 +1,8 @@
 //! What can go wrong, each as something that is done to a world at one moment.
 
+use super::event::{Change, Event};
 use super::names::slot_of;
-use super::world::{Change, Event, LATENCY, World};
+use super::world::{LATENCY, World};
 use crate::membership::{GroupStage, Observation};
 use crate::protocol::MemberName;
 
@@ -90,6 +91,27 @@ impl Fault {
             }
         }
         faults
+    }
+
+    /// The same fault in a world of so many rollouts; a source has no engine that could fail.
+    pub(super) fn within(self, rollouts: usize) -> Self {
+        let any = |slot: usize| slot % (rollouts + 1);
+        let rollout = |slot: usize| 1 + slot % rollouts;
+        match self {
+            Self::Silent(slot, ms) => Self::Silent(any(slot), ms),
+            Self::Killed(slot, ms) => Self::Killed(any(slot), ms),
+            Self::Restarted(slot) => Self::Restarted(any(slot)),
+            Self::Replaced(slot) => Self::Replaced(any(slot)),
+            Self::AgentRestarted(slot) => Self::AgentRestarted(any(slot)),
+            Self::EngineRestarted(slot) => Self::EngineRestarted(rollout(slot)),
+            Self::Unhealthy(slot, ms) => Self::Unhealthy(rollout(slot), ms),
+            Self::Terminated(slot) => Self::Terminated(any(slot)),
+            Self::Slow(slot, by, ms) => Self::Slow(any(slot), by, ms),
+            Self::Refuses(slot, times) => Self::Refuses(any(slot), times),
+            Self::BadInstall(slot, times) => Self::BadInstall(rollout(slot), times),
+            Self::CutOff(slot, ms) => Self::CutOff(any(slot), ms),
+            other => other,
+        }
     }
 
     /// Whether the step's own message decides what happens.
@@ -280,9 +302,13 @@ impl World {
                 self.now + ms
             }
             (Fault::Doubled(ms), _) => {
-                // A line of a stream cannot be doubled later than the lines behind it.
+                // A line of a stream cannot come again behind the lines that follow it.
                 let ms = if stream.is_some() { 0 } else { ms };
-                self.post(ms, event.clone());
+                if stream.is_some() {
+                    self.deliver(event.clone());
+                } else {
+                    self.post(ms, event.clone());
+                }
                 self.deliver(event);
                 self.now + ms
             }

@@ -26,6 +26,8 @@ pub(super) struct Law {
     installed: BTreeMap<Version, BTreeSet<usize>>,
     /// Lives whose engine really confirmed a version, ever.
     verified: BTreeSet<(Incarnation, Version)>,
+    /// Lives that really kept a version in full, ever.
+    kept: BTreeSet<(Incarnation, Version)>,
     /// What agents did, and what the controller was told of it.
     prepared: BTreeSet<(u64, MemberName)>,
     committed: BTreeSet<(u64, MemberName)>,
@@ -38,10 +40,14 @@ pub(super) struct Law {
     conflict: bool,
     /// The last epoch that was to be written.
     asked: u64,
+    /// The last epoch whose feeder was looked at.
+    fed_in: Option<u64>,
     forming: Option<(u64, u64)>,
     broken_group: Option<(u64, u64)>,
     strays: BTreeMap<usize, u64>,
     pub epochs_allowed: usize,
+    /// How long members may be held off after the last fault, in all.
+    pub longest_hold_off: u64,
 }
 
 impl Law {
@@ -56,6 +62,9 @@ impl Law {
         if let Some(held) = agent.installed.as_ref().filter(|_| !agent.dirty && slot != 0) {
             self.installed.entry(held.version).or_default().insert(slot);
             self.verified.insert((agent.life.clone(), held.version));
+        }
+        if let Some(held) = &agent.retained {
+            self.kept.insert((agent.life.clone(), held.version));
         }
         if let Some(epoch) = agent.epoch.as_ref() {
             self.prepared.insert((epoch.epoch, member(slot)));
@@ -170,9 +179,34 @@ impl World {
                     if state.is_none_or(|state| version(&state.retained) < version(&request.current)) {
                         self.fail(|| format!("{feeder} is to feed {:?}, which it does not hold", request.current));
                     }
+                    self.check_feeder(feeder, request);
                 }
             }
             _ => {}
+        }
+    }
+
+    /// Nobody is fed from what was never kept in full, nor from a replica that may hold half an update while another one has it.
+    fn check_feeder(&mut self, feeder: &MemberName, request: &CommitRequest) {
+        let Some(current) = request.current.as_ref() else { return };
+        let address = |name: &MemberName| request.addresses.iter().find(|address| &address.member == name);
+        let Some(life) = address(feeder).map(|address| address.incarnation.clone()) else { return };
+        if !self.law.kept.contains(&(life.clone(), current.version)) {
+            self.fail(|| format!("{feeder} is to feed {current:?}, which it never kept in full"));
+        }
+        // Chosen before the first commit; what is told between two commits of an epoch comes too late.
+        if self.law.fed_in.replace(request.id.epoch) == Some(request.id.epoch) {
+            return;
+        }
+        let told = |life: &Incarnation| self.law.told.get(life);
+        let dirty = |life: &Incarnation| told(life).is_none_or(|state| state.phase == MemberPhase::Dirty);
+        let other = request.addresses.iter().find(|address| {
+            !dirty(&address.incarnation) && told(&address.incarnation).is_some_and(|state| state.retained.as_ref() == Some(current))
+        });
+        if dirty(&life)
+            && let Some(other) = other.map(|address| address.member.clone())
+        {
+            self.fail(|| format!("{feeder} is to feed with half an update in its engine, although {other} keeps the version too"));
         }
     }
 
@@ -207,7 +241,19 @@ impl World {
             if shown.reason == Reason::BackingOff && !self.slots[slot].guilty {
                 self.fail(|| format!("{} is held off although nothing was wrong with it: {}", shown.name, shown.message));
             }
-            if shown.role != Role::Rollout || !matches!(shown.standing, MemberStanding::Ready | MemberStanding::Updating) {
+            let ready = matches!(shown.standing, MemberStanding::Ready | MemberStanding::Updating);
+            let told = shown.incarnation.as_ref().and_then(|life| self.law.told.get(life));
+            let dirty = told.is_some_and(|state| state.phase == MemberPhase::Dirty);
+            let installed = told.and_then(|state| state.installed.as_ref()).map_or(0, |held| held.version);
+            if dirty && (ready || !shown.dirty || shown.installed.is_some()) {
+                self.fail(|| format!("{} may hold half an update and is shown as {shown:?}", shown.name));
+            }
+            if let (Role::Rollout, Some(life), Some(held)) = (shown.role, &shown.incarnation, &shown.installed)
+                && !self.law.verified.contains(&(life.clone(), held.version))
+            {
+                self.fail(|| format!("{} is said to serve {held:?}, which its engine never confirmed", shown.name));
+            }
+            if shown.role != Role::Rollout || !ready {
                 continue;
             }
             let Some(life) = &shown.incarnation else {
@@ -219,11 +265,8 @@ impl World {
                 self.fail(|| format!("{} is ready by an agent of a pod that is gone", shown.name));
             }
             let Some(current) = view.version.as_ref().map(|held| held.version) else { continue };
-            let told = self.law.told.get(life);
-            let installed = told.and_then(|state| state.installed.as_ref()).map_or(0, |held| held.version);
-            let dirty = told.is_none_or(|state| state.phase == MemberPhase::Dirty);
-            if dirty || installed < current || !self.law.verified.contains(&(life.clone(), installed)) {
-                self.fail(|| format!("{} counts as ready at {current} with {installed} installed, dirty {dirty}", shown.name));
+            if installed < current || !self.law.verified.contains(&(life.clone(), installed)) {
+                self.fail(|| format!("{} counts as ready at {current} with {installed} installed", shown.name));
             }
         }
     }
@@ -255,7 +298,8 @@ impl World {
     fn check_strays(&mut self, view: &MembershipView) {
         for slot in 0..self.slots.len() {
             let here = &self.slots[slot];
-            let heard = here.attached == Some(self.reign) && !here.frozen && self.now >= here.slow.1;
+            // What it says is known only when it arrives.
+            let heard = here.attached == Some(self.reign) && !here.frozen && self.now >= here.slow.1.max(here.stream_floor);
             let epoch = here.agent.as_ref().filter(|_| heard).and_then(|agent| agent.epoch.as_ref());
             let stray = epoch.is_some_and(|epoch| match &view.id {
                 Some(id) => epoch.epoch < id.epoch,

@@ -18,7 +18,7 @@ fn noticed(mutation: Mutation, rollouts: usize) -> Option<String> {
 }
 
 /// Mutations, and a part of what the failure says.
-const ALL: [(Mutation, &str); 16] = [
+const ALL: [(Mutation, &str); 17] = [
     (Mutation::EpochCheckRemoved, "never prepared it"),
     (Mutation::FenceForgotten, "epoch that is over"),
     (Mutation::PrepareDeadlineNotArmed, "Preparing"),
@@ -34,6 +34,7 @@ const ALL: [(Mutation, &str); 16] = [
     (Mutation::AdoptionSkipped, "disturbed what worked"),
     (Mutation::FeederHoldsNothing, "does not hold"),
     (Mutation::UpdateCountsAsFailure, ""),
+    (Mutation::DirtyCountsAsReady, "half an update"),
     (Mutation::ConflictIgnored, "another controller decides"),
 ];
 

@@ -1,7 +1,8 @@
 //! Plays one story: a group is formed, two versions are published, a fault is done at one step, and all ends well.
 
+use super::event::Event;
 use super::faults::{Fault, is_message};
-use super::world::{Event, World};
+use super::world::World;
 use crate::membership::mutation::Switch;
 
 /// Everybody who lives serves the current version again within this long after the end of a fault.
@@ -24,6 +25,9 @@ pub(super) fn min_ready(rollouts: usize) -> u32 {
 impl World {
     /// Plays until everybody serves what is wanted. The error says what did not hold.
     pub(super) fn heal(&mut self, until: u64) -> Result<(), String> {
+        let mut until = until;
+        let longest = until + self.law.longest_hold_off;
+        let heal = HEAL + self.law.longest_hold_off / 10;
         loop {
             if let Some(event) = self.play_one() {
                 self.deliver(event);
@@ -31,9 +35,12 @@ impl World {
             if let Some(broken) = &self.law.broken {
                 return Err(broken.clone());
             }
+            // A member that failed often is held off for longer than anything else lasts.
+            let held_off = self.membership.view.members.iter().filter_map(|shown| shown.retry_at).max().unwrap_or(0);
+            until = until.max(held_off.min(longest));
             if self.now >= until {
                 let healed = self.healed();
-                if healed.is_ok() || self.now > until + HEAL {
+                if healed.is_ok() || self.now > until + heal {
                     return healed.map_err(|why| format!("not healed {} ms after the end of the fault: {why}", self.now - until));
                 }
             }

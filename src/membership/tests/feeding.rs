@@ -1,7 +1,8 @@
 //! Who feeds whom, and what is said when nobody can.
 
 use super::desk::*;
-use crate::membership::MemberStanding;
+use crate::membership::{Decision, GroupStage, MemberStanding, Observation};
+use crate::plan::LeftOutCode;
 use crate::protocol::*;
 
 #[test]
@@ -46,11 +47,48 @@ fn when_nobody_retains_the_version_it_is_said_and_no_epochs_are_wasted() {
 }
 
 #[test]
+fn a_member_that_is_paused_to_be_fed_before_the_last_commit_is_answered_is_not_given_up() {
+    let mut desk = Desk::new(1);
+    desk.plan(&[0, 1], Vec::new());
+    desk.announce(0);
+    desk.announce(1);
+    let prepares = desk.see(Observation::EpochPersisted { epoch: 1 });
+    desk.obey(prepares.into_iter().filter(|decision| matches!(decision, Decision::Prepare { .. })).collect());
+    assert!(desk.membership.view().committed);
+    // Again, with the answer of the source on its way while its update runs.
+    desk.reborn(1, 2);
+    desk.lose(0);
+    desk.reborn(0, 2);
+    let mut decisions = desk.announce(0);
+    decisions.extend(desk.announce(1));
+    let mut last = None;
+    while let Some(decision) = decisions.pop() {
+        decisions.extend(match decision {
+            Decision::PersistEpoch { epoch } => desk.see(Observation::EpochPersisted { epoch }),
+            Decision::Prepare { to, request } => desk.prepare(&to, &request),
+            Decision::Commit { to, member, request } if member == name(0) => {
+                last = Some((to, member, request));
+                Vec::new()
+            }
+            Decision::Commit { to, member, request } => desk.commit(&to, member, &request),
+            _ => Vec::new(),
+        });
+    }
+    let (to, member, request) = last.unwrap();
+    desk.tell(1, |state| (state.phase, state.healthy) = (MemberPhase::Updating, false));
+    let decisions = desk.plan(&[0], vec![left_out(1, LeftOutCode::NotReady, "its pod is not ready")]);
+    assert!(decisions.is_empty(), "{decisions:?}");
+    desk.commit(&to, member, &request);
+    assert_eq!(desk.membership.view().stage, GroupStage::Committed);
+}
+
+#[test]
 fn a_dirty_replica_stays_in_the_group_to_be_fed_and_never_counts() {
     let mut desk = Desk::formed(2);
     desk.serves(3);
     desk.tell(2, |state| (state.phase, state.installed) = (MemberPhase::Dirty, Some(held(3))));
     assert_eq!((desk.member(2).standing, desk.membership.view().ready), (MemberStanding::Dirty, 1));
+    assert_eq!((desk.member(2).dirty, desk.member(2).installed), (true, None));
     assert!(desk.reasons().contains(&Reason::InstallFailed));
     let decisions = desk.wait(2_100, &[0, 1, 2]);
     assert!(persists(&decisions), "a new epoch is made to feed it");

@@ -1,7 +1,7 @@
 //! A controller that starts: what it takes over, and what it does not.
 
 use super::desk::*;
-use crate::membership::{GroupStage, MemberStanding, Restored};
+use crate::membership::{Decision, GroupStage, MemberStanding, Restored};
 use crate::plan::LeftOutCode;
 use crate::protocol::*;
 
@@ -23,7 +23,7 @@ fn a_working_group_is_taken_over_without_a_message() {
     for n in 0..=2 {
         desk.announce(n);
     }
-    assert!(desk.decisions.iter().all(|decision| matches!(decision, crate::membership::Decision::Event { .. })), "{:?}", desk.decisions);
+    assert!(desk.decisions.iter().all(|decision| matches!(decision, Decision::Event { .. })), "{:?}", desk.decisions);
     let view = desk.membership.view();
     assert_eq!((view.stage, view.epoch, view.ready), (GroupStage::Committed, 1, 2));
     assert_eq!(view.id.unwrap().term, 0, "it is still the old group");
@@ -152,4 +152,23 @@ fn a_new_object_waits_for_nobody_to_announce_an_old_group() {
     desk.plan(&[0, 1], Vec::new());
     desk.announce(0);
     assert!(persists(&desk.announce(1)));
+}
+
+#[test]
+fn an_earlier_controllers_epoch_ends_when_nobody_is_left_to_wait_for() {
+    let mut working = Desk::formed(2);
+    working.serves(3);
+    let mut desk = beside(&working);
+    desk.plan(&[0, 1, 2], Vec::new());
+    // The source never announces itself.
+    desk.announce(1);
+    desk.announce(2);
+    assert!(desk.wait(3_900, &[1, 2]).iter().all(|decision| !matches!(decision, Decision::Fence { .. })));
+    let decisions = desk.wait(200, &[1, 2]);
+    let fenced = |n: u32| decisions.iter().any(|decision| matches!(decision, Decision::Fence { to, .. } if to.contains(&life(n, 1))));
+    assert!(fenced(1) && fenced(2), "{decisions:?}");
+    // What was ended is not taken over when the source comes at last.
+    desk.announce(0);
+    desk.wait(1_100, &[0, 1, 2]);
+    assert_eq!(desk.membership.view().stage, GroupStage::Persisting);
 }
