@@ -67,7 +67,12 @@ impl RunArgs {
         }
         // The agent's settings first: what is wrong with them is said before an engine loads for minutes. They may read standard input.
         let settings = self.agent.clone().settings().await?;
-        let mut child = Command::new(program).args(arguments).spawn().with_context(|| format!("{program} cannot be started"))?;
+        // The command has no business with the agent's token.
+        let mut child = Command::new(program)
+            .args(arguments)
+            .env_remove("WEIGHTSYNC_TOKEN")
+            .spawn()
+            .with_context(|| format!("{program} cannot be started"))?;
         let own = child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
         pids.send_replace(own);
         signals.spawn(reap_orphans(own));

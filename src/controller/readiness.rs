@@ -9,7 +9,7 @@ use kube::ResourceExt;
 
 use super::decide::target_container;
 use crate::api::WeightSync;
-use crate::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
+use crate::membership::{GroupStage, MemberView, MembershipView};
 use crate::protocol::{Reason, Role};
 
 /// The readiness gate, and the type of the condition that opens it.

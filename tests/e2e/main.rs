@@ -7,6 +7,7 @@
 
 mod asks;
 mod cluster;
+mod external;
 mod faults;
 mod fixtures;
 mod http;
