@@ -30,7 +30,7 @@ pub(super) struct Decided {
     /// Why there is nobody who could publish, if so.
     pub(super) no_source: Option<String>,
     /// Members that only a person can bring in, with the reason.
-    pub(super) misfits: Vec<String>,
+    pub(super) misfits: Vec<(Reason, String)>,
     /// Rollouts that are there or should be.
     pub(super) replicas: u32,
 }
@@ -65,7 +65,7 @@ pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod])
         config: config(object, replicas),
         claims: if refused.is_some() { HashMap::new() } else { claims(object, &facts) },
         suspend: object.spec.suspend,
-        misfits: misfits.map(|left_out| left_out.message.clone()).collect(),
+        misfits: misfits.map(|left_out| (left_out.code.reason(), left_out.message.clone())).collect(),
         members: (planned.candidates, planned.left_out),
         refused,
         no_source,

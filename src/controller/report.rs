@@ -238,8 +238,7 @@ fn synced(view: &MembershipView) -> Judgement {
 fn degraded(decided: &Decided, view: &MembershipView, problems: &[(Reason, String)]) -> Judgement {
     let of_view =
         view.degraded.iter().map(|degradation| (degradation.reason, name_first(degradation.member.as_ref(), &degradation.message)));
-    let misfits = decided.misfits.iter().map(|message| (Reason::NotCandidate, message.clone()));
-    let all: Vec<(Reason, String)> = problems.iter().cloned().chain(of_view).chain(misfits).collect();
+    let all: Vec<(Reason, String)> = problems.iter().cloned().chain(of_view).chain(decided.misfits.iter().cloned()).collect();
     match all.first() {
         None => Judgement(Some(false), Reason::AsWanted, "everything is as it should be".into()),
         Some((reason, _)) => {

@@ -44,8 +44,7 @@ impl Membership {
         let link = life.and_then(|life| self.agents.get(life)).map(|agent| &agent.link);
         // An agent that died explains better than an engine that it left paused.
         if let Some(left) = left.filter(|left| left.code == LeftOutCode::Terminating || link == Some(&Link::Live)) {
-            let reason = if left.code == LeftOutCode::Terminating { Reason::Terminating } else { Reason::NotCandidate };
-            return (reason, left.message.clone());
+            return (left.code.reason(), left.message.clone());
         }
         match link {
             Some(Link::Lost(cause)) => (Reason::AgentLost, cause.clone()),
@@ -86,8 +85,10 @@ impl Membership {
                 continue;
             }
             let (reason, message) = self.why_lost(name, Some(life), assessment);
-            let unready = self.left_out.iter().any(|left| &left.who == name && left.code == LeftOutCode::NotReady);
-            let in_order = matches!(reason, Reason::Terminating | Reason::NotCandidate) && !unready;
+            let in_order = match self.left_out.iter().find(|left| &left.who == name) {
+                Some(left) => left.code != LeftOutCode::NotReady && reason == left.code.reason(),
+                None => matches!(reason, Reason::Terminating | Reason::NotCandidate),
+            };
             if in_order && agent.is_some_and(Agent::is_present) {
                 leaving.push(name.clone());
             } else {

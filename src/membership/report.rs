@@ -152,7 +152,6 @@ impl Membership {
     }
 
     fn left_out_member(left: &LeftOut) -> MemberView {
-        let terminating = left.code == crate::plan::LeftOutCode::Terminating;
         MemberView {
             name: left.who.clone(),
             role: left.role,
@@ -167,7 +166,7 @@ impl Membership {
             engine_url: None,
             paused_until: None,
             retry_at: None,
-            reason: if terminating { Reason::Terminating } else { Reason::NotCandidate },
+            reason: left.code.reason(),
             message: left.message.clone(),
         }
     }
@@ -265,6 +264,9 @@ impl Membership {
         };
         for member in members {
             match (member.standing, member.reason) {
+                // Whoever plans says by itself which of those it leaves out are a mistake.
+                (MemberStanding::Out, reason)
+                    if self.left_out.iter().any(|left| left.who == member.name && left.code.reason() == reason) => {}
                 (MemberStanding::Out, Reason::Terminating | Reason::NotCandidate) => {}
                 (MemberStanding::Out | MemberStanding::Dirty, reason) => add(reason, Some(&member.name), member.message.clone()),
                 (MemberStanding::Behind, Reason::NoFeeder) => add(Reason::NoFeeder, Some(&member.name), member.message.clone()),

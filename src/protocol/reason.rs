@@ -99,7 +99,7 @@ reasons! {
     BackingOff,
     /// The pod is being deleted; the member leaves at the next boundary.
     Terminating,
-    /// The pod cannot take part as it is (not ready, incomplete, not selected).
+    /// The pod is gone, or not selected any more.
     NotCandidate,
     /// The pod belongs to a newer object.
     ClaimedByOther,
