@@ -9,6 +9,7 @@ import argparse
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -16,14 +17,42 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
+VERSIONS_NEEDED = 0x6FFFFFFE
+"""The section type SHT_GNU_verneed (Linux Standard Base, symbol versioning)."""
+
+
+def symbol_versions(binary: Path) -> set[str]:
+    """The symbol versions that the loader must find to start a program: the section SHT_GNU_verneed of a 64-bit little-endian ELF file."""
+    data = binary.read_bytes()
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise SystemExit(f"{binary} is no 64-bit little-endian ELF program")
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    size, count = struct.unpack_from("<HH", data, 0x3A)
+    # Type, offset, the section with its strings, and entries of each section.
+    sections = [struct.unpack_from("<4xI16xQ8xII", data, table + size * number) for number in range(count)]
+    names: set[str] = set()
+    for kind, offset, strings, libraries in sections:
+        if kind != VERSIONS_NEEDED:
+            continue
+        for _ in range(libraries):
+            symbols, first, next_library = struct.unpack_from("<2xH4xII", data, offset)
+            symbol = offset + first
+            for _ in range(symbols):
+                name, next_symbol = struct.unpack_from("<8xII", data, symbol)
+                start = sections[strings][1] + name
+                names.add(data[start : data.index(b"\0", start)].decode())
+                symbol += next_symbol
+            offset += next_library
+    return names
+
 
 def platform_tag(binary: Path) -> str:
-    """`manylinux_2_34_x86_64` for a program whose newest symbol is of glibc 2.34. Symbol versions stand as text in an ELF file."""
-    needed = re.findall(rb"\0GLIBC_2\.(\d+)(?=\0|\.)", binary.read_bytes())
+    """`manylinux_2_34_x86_64` for a program whose newest symbol is of glibc 2.34."""
+    needed = [int(found.group(1)) for found in map(re.compile(r"GLIBC_2\.(\d+)").match, symbol_versions(binary)) if found]
     if not needed:
         raise SystemExit(f"{binary} is not linked against glibc")
     # manylinux_2_17 is the oldest that pip knows by this name.
-    return f"manylinux_2_{max(17, *map(int, needed))}_{platform.machine()}"
+    return f"manylinux_2_{max(17, *needed)}_{platform.machine()}"
 
 
 def build(binary: Path, folder: Path, isolated: bool) -> Path:

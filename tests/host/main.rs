@@ -4,6 +4,7 @@
 
 mod agent_process;
 mod arrows;
+mod binary;
 mod demo;
 mod docs;
 mod model;

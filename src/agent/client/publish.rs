@@ -197,11 +197,14 @@ impl Running {
         now >= self.deadline
     }
 
-    /// The outcome that the connection gives when nobody else gave one.
+    /// The outcome that the connection gives when nobody else gave one; whoever leads the publish is told to let it go, or it would keep the
+    /// turn of all that come after it.
     pub(super) fn overdue(&self, now: Instant) -> Option<PublishError> {
         if now < self.give_up_at {
             return None;
         }
+        self.tell(FromTrainer::Failed(SourceError::Cancelled { reason: "its time was over".into() }));
+        self.cancel.cancel();
         let phase = self.progress.map(|progress| progress.phase);
         Some(match &self.cancelled {
             Some(reason) => PublishError { code: PublishErrorCode::Cancelled, phase, ..internal(format!("given up: {reason}")) },

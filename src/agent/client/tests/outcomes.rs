@@ -66,6 +66,7 @@ async fn a_publish_that_nobody_ends_is_ended_by_the_connection() {
     assert!(matches!(raw.hear().await, Some(ClientReply::Progress { .. })));
     let error = error(&mut raw).await;
     assert_eq!((error.code, error.phase), (PublishErrorCode::Timeout, Some(UpdatePhase::Verify)));
+    assert!(job.cancel.is_cancelled(), "whoever leads it would keep the turn of all that come after it");
     // The connection is free for the next one, whatever became of the job.
     raw.ask(&publish(3)).await;
     assert_eq!(agent.job().await.version, 3);
