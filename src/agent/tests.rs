@@ -9,3 +9,4 @@ mod installs;
 mod machine;
 mod publishes;
 mod pure;
+mod trainer;

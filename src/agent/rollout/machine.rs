@@ -4,9 +4,12 @@
 //! [`Machine::verified`] with its manifest, installed only after the engine confirmed it, and an install that may have touched the engine
 //! and did not end well makes the rollout dirty, until an install in full succeeds or the engine starts anew.
 
+mod attempt;
+
+use self::attempt::{Attempt, Stage, wrong_phase};
 use crate::agent::group::refusal;
 use crate::engine::EngineStart;
-use crate::protocol::{BeginRequest, FinishRequest, HeldVersion, InstallStep, Refusal, RefusalCode, UpdateId, UpdateStatus};
+use crate::protocol::{BeginRequest, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId, UpdateStatus};
 
 /// A version that the engine confirmed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,39 +27,6 @@ pub struct Dirty {
     pub reason: String,
     /// The start of the engine that was touched, where known: another start holds no half update.
     pub start: Option<EngineStart>,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Stage {
-    /// Memory and engine are being checked.
-    Opening,
-    /// Buckets arrive.
-    Receiving,
-    /// The stream ended as it should; digests are not compared yet.
-    Streamed,
-    /// Complete and verified.
-    Delivered(HeldVersion),
-    /// The engine is being switched.
-    Installing(HeldVersion),
-    /// The engine confirmed.
-    Installed,
-    /// Said no before a byte moved.
-    Refused,
-    /// Over.
-    Failed,
-}
-
-/// One attempt as this rollout knows it.
-#[derive(Debug, Clone)]
-struct Attempt {
-    update: UpdateId,
-    layout_digest: String,
-    stage: Stage,
-    bytes: u64,
-    total_bytes: u64,
-    reason: Option<String>,
-    dirty: bool,
-    steps_ms: Vec<(String, u64)>,
 }
 
 /// What is to be done about a begin.
@@ -376,32 +346,4 @@ impl Machine {
         self.sequence += 1;
         Ok(())
     }
-}
-
-impl Attempt {
-    fn live(&self) -> bool {
-        !matches!(self.stage, Stage::Installed | Stage::Refused | Stage::Failed)
-    }
-
-    fn step(&self) -> InstallStep {
-        match self.stage {
-            Stage::Opening | Stage::Receiving | Stage::Streamed => InstallStep::Receiving,
-            Stage::Delivered(_) => InstallStep::Delivered,
-            Stage::Installing(_) => InstallStep::Installing,
-            Stage::Installed => InstallStep::Installed,
-            Stage::Refused => InstallStep::Refused,
-            Stage::Failed => InstallStep::Failed,
-        }
-    }
-
-    fn fail(&mut self, reason: String) {
-        self.stage = Stage::Failed;
-        self.reason = Some(reason);
-    }
-}
-
-fn wrong_phase(attempt: &Attempt) -> Refusal {
-    let reason = attempt.reason.as_ref().map_or_else(String::new, |reason| format!(" ({reason})"));
-    let UpdateId { version, attempt: number, .. } = &attempt.update;
-    refusal(RefusalCode::WrongPhase, format!("attempt {number} of version {version} is {:?} here{reason}", attempt.step()))
 }

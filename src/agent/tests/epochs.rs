@@ -1,6 +1,7 @@
 //! Messages about groups, over real connections: who may send them, and which are too late.
 
 use super::bed::*;
+use super::trainer::*;
 use crate::protocol::*;
 use crate::runtime::https::CallError;
 

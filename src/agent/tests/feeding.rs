@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::bed::*;
 use super::engine::{Fault, TestEngine};
+use super::trainer::*;
 use crate::protocol::*;
 
 #[tokio::test(flavor = "multi_thread")]

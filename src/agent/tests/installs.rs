@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::bed::*;
+use super::trainer::*;
 use crate::agent::rollout::version_dir::AgentDir;
 
 fn names(root: &Path) -> Vec<String> {

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::bed::weights;
+use super::trainer::weights;
 use crate::agent::rollout::machine::{Activating, Finishing, Machine, Opening};
 use crate::engine::EngineStart;
 use crate::protocol::*;

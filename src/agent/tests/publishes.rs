@@ -8,6 +8,7 @@ use tokio::sync::Semaphore;
 
 use super::bed::*;
 use super::engine::Fault;
+use super::trainer::*;
 use crate::protocol::*;
 
 fn all<'a>(source: &'a Member, rollouts: &'a [Member]) -> Vec<&'a Member> {

@@ -1,0 +1,65 @@
+//! One attempt of an update, and how far it is. Holds values; the machine decides what may follow.
+
+use crate::agent::group::refusal;
+use crate::protocol::{HeldVersion, InstallStep, Refusal, RefusalCode, UpdateId};
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Memory and engine are being checked.
+    Opening,
+    /// Buckets arrive.
+    Receiving,
+    /// The stream ended as it should; digests are not compared yet.
+    Streamed,
+    /// Complete and verified.
+    Delivered(HeldVersion),
+    /// The engine is being switched.
+    Installing(HeldVersion),
+    /// The engine confirmed.
+    Installed,
+    /// Said no before a byte moved.
+    Refused,
+    /// Over.
+    Failed,
+}
+
+/// One attempt as this rollout knows it.
+#[derive(Debug, Clone)]
+pub(super) struct Attempt {
+    pub(super) update: UpdateId,
+    pub(super) layout_digest: String,
+    pub(super) stage: Stage,
+    pub(super) bytes: u64,
+    pub(super) total_bytes: u64,
+    pub(super) reason: Option<String>,
+    pub(super) dirty: bool,
+    pub(super) steps_ms: Vec<(String, u64)>,
+}
+
+impl Attempt {
+    pub(super) fn live(&self) -> bool {
+        !matches!(self.stage, Stage::Installed | Stage::Refused | Stage::Failed)
+    }
+
+    pub(super) fn step(&self) -> InstallStep {
+        match self.stage {
+            Stage::Opening | Stage::Receiving | Stage::Streamed => InstallStep::Receiving,
+            Stage::Delivered(_) => InstallStep::Delivered,
+            Stage::Installing(_) => InstallStep::Installing,
+            Stage::Installed => InstallStep::Installed,
+            Stage::Refused => InstallStep::Refused,
+            Stage::Failed => InstallStep::Failed,
+        }
+    }
+
+    pub(super) fn fail(&mut self, reason: String) {
+        self.stage = Stage::Failed;
+        self.reason = Some(reason);
+    }
+}
+
+pub(super) fn wrong_phase(attempt: &Attempt) -> Refusal {
+    let reason = attempt.reason.as_ref().map_or_else(String::new, |reason| format!(" ({reason})"));
+    let UpdateId { version, attempt: number, .. } = &attempt.update;
+    refusal(RefusalCode::WrongPhase, format!("attempt {number} of version {version} is {:?} here{reason}", attempt.step()))
+}
