@@ -103,12 +103,12 @@ async fn take(mut job: PublishJob, args: &Args) -> anyhow::Result<bool> {
         job.reporter.failed(error(code, "as asked".into()));
         return Ok(false);
     }
-    if job.activation == Activation::Manual {
-        if let Err(why) = job.reporter.staged(job.deadline).await {
-            println!("{}", serde_json::json!({ "version": job.version, "failed": why.to_string() }));
-            job.reporter.failed(error(PublishErrorCode::Timeout, why.to_string()));
-            return Ok(false);
-        }
+    if job.activation == Activation::Manual
+        && let Err(why) = job.reporter.staged(job.deadline).await
+    {
+        println!("{}", serde_json::json!({ "version": job.version, "failed": why.to_string() }));
+        job.reporter.failed(error(PublishErrorCode::Timeout, why.to_string()));
+        return Ok(false);
     }
     if let Some(directory) = &args.write {
         std::fs::write(directory.join(format!("{}.safetensors", job.version)), safetensors(&layout, &stream)?)?;

@@ -42,10 +42,10 @@ impl Report {
     pub fn table(&mut self, what: &str, unit: &str, rows: &[(String, Vec<(&'static str, f64)>)]) {
         if !self.json {
             println!("{what} ({unit})");
-            let names = rows.first().map(|(_, columns)| columns.iter().map(|(name, _)| format!("{name:>16}")).collect::<String>());
+            let names = rows.first().map(|(_, columns)| columns.iter().map(|(name, _)| format!("{name:>16}")).collect::<Vec<_>>().concat());
             println!("  {:<12}{}", "", names.unwrap_or_default());
             for (row, columns) in rows {
-                println!("  {row:<12}{}", columns.iter().map(|(_, value)| format!("{value:>16.1}")).collect::<String>());
+                println!("  {row:<12}{}", columns.iter().map(|(_, value)| format!("{value:>16.1}")).collect::<Vec<_>>().concat());
             }
         }
         let columns = |columns: &[(&str, f64)]| columns.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect();

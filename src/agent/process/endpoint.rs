@@ -116,19 +116,16 @@ impl Session {
         let transport = Arc::new(TcpTransport::bind(data, core.clone(), options).await?);
         let data_address = crate::transport::Transport::address(transport.as_ref());
         let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport);
-        let part = match engine {
-            Some(engine) => {
-                let rollout = self.rollout(engine, &core, running, cancel)?;
-                pages.add(rollout.clone());
-                let feeder = Feeder::new(leader.clone(), rollout.clone(), Arc::<Attempts>::default());
-                spawn(&mut running.tasks, cancel, async move { feeder.run().await });
-                Part::Rollout(rollout)
-            }
-            None => {
-                let source = Source::new(leader.clone(), settings.cgroups.clone());
-                running.tasks.spawn(source.clone().run(self.queue.clone(), cancel.clone()));
-                Part::Source(source)
-            }
+        let part = if let Some(engine) = engine {
+            let rollout = self.rollout(engine, &core, running, cancel)?;
+            pages.add(rollout.clone());
+            let feeder = Feeder::new(leader.clone(), rollout.clone(), Arc::<Attempts>::default());
+            spawn(&mut running.tasks, cancel, async move { feeder.run().await });
+            Part::Rollout(rollout)
+        } else {
+            let source = Source::new(leader.clone(), settings.cgroups.clone());
+            running.tasks.spawn(source.clone().run(self.queue.clone(), cancel.clone()));
+            Part::Source(source)
         };
         let shown = if number == 0 { self.roster.clone() } else { pages.more_roster() };
         running.tasks.spawn(roster::keep(core.clone(), leader.clone(), shown, cancel.clone()));

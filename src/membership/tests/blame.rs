@@ -62,7 +62,8 @@ fn f45_a_crash_looping_pod_backs_off_alone() {
 
 #[test]
 fn whoever_most_cannot_reach_is_left_out_and_of_two_never_the_source() {
-    let table: [(&[(u32, u32)], &[u32]); 7] = [
+    type Pairs<'a> = &'a [(u32, u32)];
+    let table: [(Pairs, &[u32]); 7] = [
         (&[(0, 2)], &[2]),
         (&[(2, 0)], &[2]),
         (&[(0, 1), (0, 2)], &[0]),

@@ -8,16 +8,17 @@ use crate::protocol::*;
 #[test]
 fn the_source_feeds_where_it_retains_the_version_and_else_a_rollout_that_does() {
     // (what source, rollout 1 and rollout 2 retain, who feeds)
-    let table: [(Option<u64>, Option<u64>, Option<u64>, Option<u32>); 6] = [
-        (Some(3), Some(3), Some(3), Some(0)),
-        (None, Some(3), Some(3), Some(1)),
-        (None, None, Some(3), Some(2)),
-        (None, None, None, None),
+    type Retained = Option<u64>;
+    let table: [([Retained; 3], Option<u32>); 6] = [
+        ([Some(3), Some(3), Some(3)], Some(0)),
+        ([None, Some(3), Some(3)], Some(1)),
+        ([None, None, Some(3)], Some(2)),
+        ([None, None, None], None),
         // A newer version that was never out is not fed.
-        (Some(4), None, Some(3), Some(2)),
-        (Some(2), Some(2), None, None),
+        ([Some(4), None, Some(3)], Some(2)),
+        ([Some(2), Some(2), None], None),
     ];
-    for (source, one, two, feeder) in table {
+    for ([source, one, two], feeder) in table {
         let mut desk = Desk::formed(2);
         desk.serves(3);
         for (n, retained) in [(0, source), (1, one), (2, two)] {

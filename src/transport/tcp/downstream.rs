@@ -269,21 +269,20 @@ async fn send_items(
             writer.write_all(&small).await?;
             return writer.shutdown().await;
         }
-        let item = match items.try_recv() {
-            Ok(item) => item,
-            Err(_) => {
-                // Nothing more to put into one write.
-                writer.write_all(&small).await?;
-                writer.flush().await?;
-                small.clear();
-                tokio::select! {
-                    biased;
-                    _ = aborted.changed() => continue,
-                    Some(item) = items.recv() => item,
-                    () = life.due() => {
-                        Frame::Alive.put(&mut small);
-                        continue;
-                    }
+        let item = if let Ok(item) = items.try_recv() {
+            item
+        } else {
+            // Nothing more to put into one write.
+            writer.write_all(&small).await?;
+            writer.flush().await?;
+            small.clear();
+            tokio::select! {
+                biased;
+                _ = aborted.changed() => continue,
+                Some(item) = items.recv() => item,
+                () = life.due() => {
+                    Frame::Alive.put(&mut small);
+                    continue;
                 }
             }
         };
