@@ -17,8 +17,8 @@ pub struct Settings {
     /// Runs of each kind.
     #[arg(long, default_value_t = 20)]
     runs: u64,
-    /// Size of the model in MiB.
-    #[arg(long, default_value_t = 256)]
+    /// Size of the model in MiB. Small, so that what is measured is the loss and not the wire.
+    #[arg(long, default_value_t = 64)]
     megabytes: u32,
     /// Replicas, the lost one included.
     #[arg(long, default_value_t = 3)]
@@ -27,7 +27,7 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { runs: 20, megabytes: 256, replicas: 3 }
+        Self { runs: 20, megabytes: 64, replicas: 3 }
     }
 }
 
