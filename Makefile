@@ -20,7 +20,7 @@ wheel: build ## Build the Python wheel, with the program in it, into python/dist
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test host-test chart-lint
+	@tests/stages.sh lint unit-test host-test chart-lint python-test engine-test
 
 .PHONY: lint
 lint: fmt-check clippy doc deny scripts-lint generated ## Check style, lints, docs, dependencies and generated files
@@ -71,7 +71,7 @@ host-test: ## Run the tests with processes on this machine
 .PHONY: python-test
 python-test: venv ## Check and test the Python client
 	$$(tests/tools/python.sh)/ruff check python tests
-	cd python; $$(../tests/tools/python.sh)/mypy weightsync
+	cd python; $$(../tests/tools/python.sh)/mypy weightsync build_wheel.py
 	$$(tests/tools/python.sh)/mypy tests/engine tests/e2e tests/cluster/image.py tests/cluster/node
 	cargo build --locked --bin weightsync --example trainer_socket
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
