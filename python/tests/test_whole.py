@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ import weightsync
 METAS = [(f"layer.{number}", "F32", (256, 256)) for number in range(24)]
 BOTH = {"rollouts/actor-0", "rollouts/actor-1"}
 T = TypeVar("T")
+_numbers = itertools.count()
 
 
 class Group:
@@ -28,7 +30,7 @@ class Group:
 
     def __init__(self, programs: Path, directory: Path) -> None:
         self.directory = directory
-        self.name = f"whole-{os.getpid()}"
+        self.name = f"whole-{os.getpid()}-{next(_numbers)}"
         program = programs / "weightsync"
         safetensors.numpy.save_file(dict(tensors(0)), directory / "model.safetensors")
         rollouts = []
@@ -57,6 +59,15 @@ class Group:
             return None
 
         return until(found, f"an agent of {pod}")
+
+    def wait_for_both(self, publisher: weightsync.Publisher) -> None:
+        """Waits until both replicas are members."""
+
+        def complete() -> bool | None:
+            states = {replica.name: replica.state for replica in publisher.roster().replicas}
+            return True if set(states) == BOTH and set(states.values()) == {"ready"} else None
+
+        until(complete, "a group of two replicas")
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -92,12 +103,7 @@ def group(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def publisher(group: Group) -> Iterator[weightsync.Publisher]:
     """A publisher of a group whose replicas are both members."""
     with weightsync.Publisher.from_env(socket=group.socket, connect_timeout=LIMIT) as publisher:
-
-        def complete() -> bool | None:
-            states = {replica.name: replica.state for replica in publisher.roster().replicas}
-            return True if set(states) == BOTH and set(states.values()) == {"ready"} else None
-
-        until(complete, "a group of two replicas")
+        group.wait_for_both(publisher)
         yield publisher
 
 
