@@ -65,7 +65,7 @@ pub struct Group {
     view: watch::Receiver<MembershipView>,
     events: broadcast::Sender<CoordinatorEvent>,
     cancel: CancellationToken,
-    supervisor: AbortOnDropHandle<()>,
+    _supervisor: AbortOnDropHandle<()>,
     _server: AbortOnDropHandle<Result<(), IdentityError>>,
 }
 
@@ -123,7 +123,7 @@ impl Group {
         let controller = format!("https://{address}");
         let supervisor = Supervisor::new(spec, weightsync, controller, ca, tokens, directory, coordinator, orders.downgrade());
         let supervisor = AbortOnDropHandle::new(tokio::spawn(supervisor.run(inbox, cancel.clone())));
-        Ok(Self { orders, view, events, cancel, supervisor, _server: server })
+        Ok(Self { orders, view, events, cancel, _supervisor: supervisor, _server: server })
     }
 
     /// What membership knows, as it changes.
@@ -158,8 +158,9 @@ impl Group {
     }
 
     /// Stops every process in good order and waits for them.
-    pub async fn stop(self) {
+    pub async fn stop(&self) {
         self.cancel.cancel();
-        let _ = tokio::time::timeout(Duration::from_secs(30), self.supervisor).await;
+        // The supervisor takes no order any more when its processes have ended.
+        let _ = tokio::time::timeout(Duration::from_secs(30), self.orders.closed()).await;
     }
 }

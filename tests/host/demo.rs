@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::process::{Output, Stdio};
 
 use serde_json::Value;
+use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 
 use crate::world::{PROGRAM, SOON};
@@ -62,4 +63,37 @@ async fn the_demo_tells_a_flipped_byte_and_fails() {
 async fn the_demo_runs_with_simulated_sglang_servers() {
     let output = demo(4, &["--engine", "simulated-sglang"]).await;
     assert_good(4, &output);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_interrupted_demo_leaves_no_process_and_no_folder_behind() {
+    let mut command = Command::new(PROGRAM);
+    command.args(["demo", "--megabytes", "8"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+    let mut demo = command.spawn().unwrap();
+    let pid = demo.id().unwrap();
+    let mut lines = BufReader::new(demo.stdout.take().unwrap()).lines();
+    let started = async { while !lines.next_line().await.unwrap().expect("the demo goes on").starts_with("epoch") {} };
+    tokio::time::timeout(SOON, started).await.expect("a group is formed");
+    assert!(!processes_of(pid).is_empty(), "agents and engines are known by the demo's name");
+
+    let demo_pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
+    rustix::process::kill_process(demo_pid, rustix::process::Signal::INT).unwrap();
+    let status = tokio::time::timeout(SOON, demo.wait()).await.expect("the demo ends").unwrap();
+    assert_eq!(status.code(), Some(1), "it was not told to its end");
+    assert_eq!(processes_of(pid), Vec::<String>::new());
+    for folder in [std::env::temp_dir(), "/dev/shm".into()] {
+        assert!(!folder.join(format!("weightsync-demo-{pid}")).exists(), "{}", folder.display());
+    }
+}
+
+/// Processes other than the demo itself whose command or environment names it.
+fn processes_of(demo: u32) -> Vec<String> {
+    // An agent's socket, or an engine's checkpoint.
+    let marks = [format!("demo-{demo}-"), format!("demo-{demo}/")];
+    let names = |text: Vec<u8>| marks.iter().any(|mark| String::from_utf8_lossy(&text).contains(mark));
+    let pids = std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let named = pids
+        .filter(|pid| pid.bytes().all(|byte| byte.is_ascii_digit()) && *pid != demo.to_string())
+        .filter(|pid| ["cmdline", "environ"].into_iter().any(|file| std::fs::read(format!("/proc/{pid}/{file}")).is_ok_and(names)));
+    named.collect()
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, ensure};
 use tokio::runtime::Handle;
+use tokio_util::sync::CancellationToken;
 
 use super::engines::{Fresh, command, make_checkpoints, venv};
 use super::kill::{Kill, Killed, noticed};
@@ -19,6 +20,7 @@ use crate::agent::client::trainer::TrainerClient;
 use crate::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
 use crate::membership::{GroupStage, MembershipView};
 use crate::protocol::{Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, Role};
+use crate::runtime::shutdown;
 use crate::weights::safetensors::Checkpoint;
 
 const VERSIONS: [u64; 3] = [1, 2, 3];
@@ -49,10 +51,12 @@ pub async fn tell(args: DemoArgs) -> anyhow::Result<ExitCode> {
     std::fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
     let versions = PathBuf::from(format!("/dev/shm/weightsync-demo-{}", std::process::id()));
     let (keep, output) = (args.keep, args.output);
-    let told = run(args, &folder, &versions).await;
+    // Engines lead process groups of their own: a Ctrl-C at a terminal reaches this process alone.
+    let stop = shutdown::on_signals().context("signals cannot be awaited")?;
+    let told = run(args, &folder, &versions, &stop).await;
     let _ = std::fs::remove_dir_all(&versions);
     let failed = !matches!(&told, Ok(outcome) if outcome.verified);
-    if keep || failed {
+    if keep || (failed && !stop.is_cancelled()) {
         eprintln!("logs and checkpoints: {}", folder.display());
     } else {
         let _ = std::fs::remove_dir_all(&folder);
@@ -62,9 +66,14 @@ pub async fn tell(args: DemoArgs) -> anyhow::Result<ExitCode> {
     Ok(if outcome.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-async fn run(args: DemoArgs, folder: &Path, versions: &Path) -> anyhow::Result<Outcome> {
+/// What `work` gives, unless the demo is interrupted before.
+async fn unless_stopped<T>(stop: &CancellationToken, work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    stop.run_until_cancelled(work).await.unwrap_or_else(|| Err(anyhow!("interrupted")))
+}
+
+async fn run(args: DemoArgs, folder: &Path, versions: &Path, stop: &CancellationToken) -> anyhow::Result<Outcome> {
     let screen = Screen::new(args.output);
-    let weights = make_weights(&args, folder, &screen).await?;
+    let weights = unless_stopped(stop, make_weights(&args, folder, &screen)).await?;
     let mut replicas = Vec::new();
     for number in 0..args.rollouts() {
         replicas.push(Replica { name: format!("actor-{number}"), port: free_port().context("no port on 127.0.0.1")? });
@@ -78,13 +87,9 @@ async fn run(args: DemoArgs, folder: &Path, versions: &Path) -> anyhow::Result<O
     };
     let outcome = Outcome { replicas: args.rollouts(), proof, seed: args.seed, ..Outcome::default() };
     let mut demo = Demo { args, folder: folder.to_owned(), replicas, group, socket, verifier: Verifier::new()?, screen, outcome };
-    let told = demo.story(weights).await;
-    let Demo { group, outcome, .. } = demo;
-    // Every other holder of the group ended with the story.
-    if let Ok(group) = Arc::try_unwrap(group) {
-        group.stop().await;
-    }
-    told.map(|()| outcome)
+    let told = unless_stopped(stop, demo.story(weights)).await;
+    demo.group.stop().await;
+    told.map(|()| demo.outcome)
 }
 
 impl Demo {
