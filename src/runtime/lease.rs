@@ -249,17 +249,9 @@ impl LeaseManager {
         if let Some(spec) = &mut renewed.spec {
             spec.renew_time = Some(MicroTime(now()));
         }
-        let before = Instant::now();
-        match self.write(&renewed).await {
-            Ok(written) => {
-                self.unanswered = None;
-                self.claimed(written, before);
-                return Ok(None);
-            }
-            Err(CallFailed::Other(cause)) => {
-                self.unanswered = Some(before);
-                return Err(cause);
-            }
+        match self.write_renewal(&renewed).await {
+            Ok(()) => return Ok(None),
+            Err(CallFailed::Other(cause)) => return Err(cause),
             Err(CallFailed::Conflict | CallFailed::NotFound) => {}
         }
         // Somebody wrote since: ourselves (a write whose answer did not come), or another leader.
@@ -271,18 +263,41 @@ impl LeaseManager {
         };
         let holder = lease.spec.as_ref().and_then(|spec| spec.holder_identity.clone()).unwrap_or_default();
         if holder == self.config.holder && term_of(&lease) == term {
-            let sent = self.unanswered.take();
-            self.see(&lease);
-            return match sent {
+            match self.unanswered.take() {
                 // It was carried out after all, and counts from when it was sent.
-                Some(sent) => {
-                    self.claimed(lease, sent);
-                    Ok(None)
-                }
-                None => Err("written by another call of ours".into()),
+                Some(sent) => _ = self.claimed(lease.clone(), sent),
+                None => _ = self.see(&lease),
+            }
+            // That may be long ago: this renewal is still to be made.
+            let mut renewed = lease;
+            if let Some(spec) = &mut renewed.spec {
+                spec.renew_time = Some(MicroTime(now()));
+            }
+            return match self.write_renewal(&renewed).await {
+                Ok(()) => Ok(None),
+                Err(CallFailed::Other(cause)) => Err(cause),
+                Err(CallFailed::Conflict | CallFailed::NotFound) => Err("written by another call of ours".into()),
             };
         }
         Ok(Some(LeaseLost::Taken { holder, term: term_of(&lease) }))
+    }
+
+    /// Writes a renewal, and notes since when the claim may hold: of several calls without an answer any one may have been carried out, so
+    /// that only the first counts.
+    async fn write_renewal(&mut self, renewed: &Lease) -> Result<(), CallFailed> {
+        let before = Instant::now();
+        match self.write(renewed).await {
+            Ok(written) => {
+                self.unanswered = None;
+                self.claimed(written, before);
+                Ok(())
+            }
+            Err(failed @ CallFailed::Other(_)) => {
+                self.unanswered.get_or_insert(before);
+                Err(failed)
+            }
+            Err(failed) => Err(failed),
+        }
     }
 
     fn spec(&self, term: u64, at: Timestamp) -> LeaseSpec {
