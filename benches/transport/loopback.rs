@@ -14,7 +14,7 @@ pub struct Settings {
     /// GiB of each measurement.
     #[arg(long, default_value_t = 8)]
     gib: u64,
-    /// Arguments for leader and members, e.g. `--socket-kib 512`.
+    /// Arguments for leader and members, e.g. `--receive-kib 512`.
     #[arg(last = true)]
     tuning: Vec<String>,
 }

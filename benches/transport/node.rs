@@ -40,9 +40,6 @@ pub struct LeaderSettings {
 /// What is worth trying on another machine.
 #[derive(Args)]
 struct Tuning {
-    /// Size of socket buffers in KiB; 0 leaves it to the kernel.
-    #[arg(long)]
-    socket_kib: Option<usize>,
     /// Size of a receive buffer in KiB.
     #[arg(long)]
     receive_kib: Option<usize>,
@@ -51,9 +48,6 @@ struct Tuning {
 impl Tuning {
     fn options(&self) -> TcpOptions {
         let mut options = TcpOptions::default();
-        if let Some(kib) = self.socket_kib {
-            options.near_buffer = (kib > 0).then_some(kib << 10);
-        }
         if let Some(kib) = self.receive_kib {
             options.receive_buffer = kib << 10;
         }

@@ -38,9 +38,6 @@ impl Link {
 pub(super) async fn connect(hello: &DataHello, address: &str, options: &TcpOptions) -> io::Result<Link> {
     let stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
-    if let Some(bytes) = options.near_buffer.filter(|_| is_near(&stream)) {
-        rustix::net::sockopt::set_socket_send_buffer_size(&stream, bytes)?;
-    }
     if !hello.tls {
         return Ok(Link::plain(stream));
     }
@@ -52,9 +49,7 @@ pub(super) async fn connect(hello: &DataHello, address: &str, options: &TcpOptio
 /// Takes a connection that came in; tells plain from TLS by its first byte.
 pub(super) async fn accept(stream: TcpStream, options: &TcpOptions) -> io::Result<Link> {
     stream.set_nodelay(true)?;
-    if let Some(bytes) = options.near_buffer.filter(|_| is_near(&stream)) {
-        rustix::net::sockopt::set_socket_recv_buffer_size(&stream, bytes)?;
-    }
+    // Sizes of socket buffers are the kernel's: fixed ones were slower on both machines of docs/benchmarks.md.
     let mut first = [0; 1];
     if stream.peek(&mut first).await? == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
@@ -64,11 +59,6 @@ pub(super) async fn accept(stream: TcpStream, options: &TcpOptions) -> io::Resul
         (Some(tls), false) => Ok(Link::secured(TlsAcceptor::from(tls.server.clone()).accept(stream).await?)),
         (None, false) => Err(io::Error::new(io::ErrorKind::InvalidData, "not a data connection")),
     }
-}
-
-/// Whether both ends have one address: then no network delay needs large buffers, and small ones stay in the cache.
-fn is_near(stream: &TcpStream) -> bool {
-    matches!((stream.local_addr(), stream.peer_addr()), (Ok(local), Ok(peer)) if local.ip() == peer.ip())
 }
 
 /// Sends the magic and the hello.
