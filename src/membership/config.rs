@@ -43,7 +43,8 @@ pub struct MembershipConfig {
     pub commit_deadline_ms: u64,
     /// An agent from which nothing came for this long is silent (three heartbeats).
     pub agent_silence_ms: u64,
-    /// After a start with an earlier epoch: how long agents have to announce themselves before anything is decided.
+    /// After a start with an earlier epoch: how long agents have to announce themselves before anything is decided. Longer than they take to
+    /// find that the controller before is gone without a word (a heartbeat, its acknowledgement's deadline, an announcement: 4.2 s).
     pub adopt_window_ms: u64,
     /// A write of the epoch that failed or was not answered is asked for again after this long; doubles up to 16 times this.
     pub persist_retry_ms: u64,
@@ -70,7 +71,7 @@ impl MembershipConfig {
             prepare_deadline_ms: 5_000,
             commit_deadline_ms: 10_000,
             agent_silence_ms: 3_000,
-            adopt_window_ms: 4_000,
+            adopt_window_ms: 6_000,
             persist_retry_ms: 500,
             leave_grace_ms: 10_000,
             feed_grace_ms: 2_000,

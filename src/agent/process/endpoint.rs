@@ -32,6 +32,10 @@ use crate::runtime::identity::{ClientCertificates, Identity, IdentityError, agen
 use crate::transport::TransportError;
 use crate::transport::tcp::{DataTls, TcpOptions, TcpTransport};
 
+/// A listener that acknowledges nothing for this long is gone. A pod that was deleted by force takes its network away without a word; an
+/// agent that still believed in that controller would not announce itself to the next one in time to keep its epoch.
+const STALLED: Duration = Duration::from_secs(2);
+
 /// Makes the adapter of an engine.
 pub type EngineFactory = Arc<dyn Fn(&EngineAssignment) -> Result<Arc<dyn Engine>, EngineError> + Send + Sync>;
 
@@ -133,8 +137,9 @@ impl Session {
         let control_address = control.local_addr().map_or_else(|_| String::new(), |address| address.to_string());
         let endpoint = Arc::new(Endpoint { core: core.clone(), leader, part, data_address });
         let (identity, routes, over) = (self.identity.clone(), router(endpoint.clone()), cancel.clone());
+        let limits = Limits { stalled: STALLED, ..Limits::default() };
         running.tasks.spawn(async move {
-            if let Err(error) = serve_https(control, identity, Access::Group, routes, Limits::default(), over).await {
+            if let Err(error) = serve_https(control, identity, Access::Group, routes, limits, over).await {
                 tracing::error!(%error, "the control server cannot run");
             }
         });

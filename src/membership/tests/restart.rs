@@ -99,7 +99,7 @@ fn a_group_whose_member_is_gone_is_formed_anew_when_the_time_to_announce_is_over
     desk.plan(&[0, 1, 2], Vec::new());
     desk.announce(0);
     desk.announce(1);
-    let decisions = desk.wait(5_200, &[0, 1]);
+    let decisions = desk.wait(7_200, &[0, 1]);
     assert!(persists(&decisions));
     desk.obey(decisions);
     assert_eq!((desk.epoch(), desk.id().term, desk.membership.view().world_size), (2, 2, 2));
@@ -163,7 +163,7 @@ fn an_earlier_controllers_epoch_ends_when_nobody_is_left_to_wait_for() {
     // The source never announces itself.
     desk.announce(1);
     desk.announce(2);
-    assert!(desk.wait(3_900, &[1, 2]).iter().all(|decision| !matches!(decision, Decision::Fence { .. })));
+    assert!(desk.wait(5_900, &[1, 2]).iter().all(|decision| !matches!(decision, Decision::Fence { .. })));
     let decisions = desk.wait(200, &[1, 2]);
     let fenced = |n: u32| decisions.iter().any(|decision| matches!(decision, Decision::Fence { to, .. } if to.contains(&life(n, 1))));
     assert!(fenced(1) && fenced(2), "{decisions:?}");

@@ -19,6 +19,8 @@ use crate::runtime::identity::{Identity, PeerIdentity, agent_name, controller_na
 const KEPT_PEERS: usize = 1024;
 /// Below the time that servers keep idle connections, so that a request does not meet one that is being closed.
 const IDLE: Duration = Duration::from_secs(8);
+/// Longest wait for a connection to the controller: one lost packet is sent again within this.
+const CONNECT: Duration = Duration::from_millis(1500);
 /// Longest body of an answer in bytes; streams are read line by line instead.
 const MAX_ANSWER: usize = 64 << 20;
 
@@ -45,7 +47,7 @@ pub struct AgentClient(Arc<Pool>);
 impl AgentClient {
     /// Shows `identity` to peers.
     pub fn new(identity: Identity) -> Self {
-        Self(Arc::new(Pool { identity, clients: Mutex::default() }))
+        Self(Arc::new(Pool { identity, clients: Mutex::default(), idle: 4, connect: None }))
     }
 
     /// Posts `body` to the agent of that pod at `address` (`IP:PORT`); the whole call ends within `deadline`.
@@ -97,7 +99,9 @@ impl ControllerClient {
     /// fixed name.
     pub fn new(identity: Identity, address: String) -> Self {
         let address = address.trim_start_matches("https://").trim_end_matches('/').to_owned();
-        Self { pool: Arc::new(Pool { identity, clients: Mutex::default() }), address }
+        // A Service may still lead to a controller that died without a word: neither a kept connection nor a new one may wait for it.
+        let pool = Pool { identity, clients: Mutex::default(), idle: 0, connect: Some(CONNECT) };
+        Self { pool: Arc::new(pool), address }
     }
 
     /// Posts `body`; the whole call, name lookup included, ends within `deadline`.
@@ -140,6 +144,10 @@ impl Call<'_> {
 struct Pool {
     identity: Identity,
     clients: Mutex<HashMap<PeerKey, reqwest::Client>>,
+    /// Idle connections that are kept for one peer.
+    idle: usize,
+    /// Longest wait for a connection, where the whole call may take longer.
+    connect: Option<Duration>,
 }
 
 /// A connection is kept for one name at one address under one identity of our own.
@@ -200,7 +208,11 @@ impl Pool {
             return Ok(client.clone());
         }
         let tls = self.identity.client_config().map_err(|error| call.bad(error.to_string()))?;
-        let client = reqwest::Client::builder()
+        let mut builder = reqwest::Client::builder();
+        if let Some(connect) = self.connect {
+            builder = builder.connect_timeout(connect);
+        }
+        let client = builder
             .use_preconfigured_tls(tls)
             // A proxy of the environment would see, or lose, what is meant for a pod.
             .no_proxy()
@@ -208,7 +220,7 @@ impl Pool {
             .http1_only()
             .tcp_nodelay(true)
             .pool_idle_timeout(IDLE)
-            .pool_max_idle_per_host(4)
+            .pool_max_idle_per_host(self.idle)
             .resolve(&call.name, address)
             .build()
             .map_err(|error| call.bad(with_causes(&error)))?;
