@@ -17,6 +17,7 @@ pub mod plugin;
 mod publish;
 mod run;
 mod simulate_engine;
+mod text;
 
 use std::future::Future;
 use std::process::ExitCode;

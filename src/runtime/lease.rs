@@ -245,11 +245,7 @@ impl LeaseManager {
 
     async fn renew(&mut self, term: u64) -> Result<Option<LeaseLost>, String> {
         let Some((lease, _)) = self.seen.clone() else { return Err("the lease was not read".into()) };
-        let mut renewed = lease;
-        if let Some(spec) = &mut renewed.spec {
-            spec.renew_time = Some(MicroTime(now()));
-        }
-        match self.write_renewal(&renewed).await {
+        match self.write_renewal(lease).await {
             Ok(()) => return Ok(None),
             Err(CallFailed::Other(cause)) => return Err(cause),
             Err(CallFailed::Conflict | CallFailed::NotFound) => {}
@@ -269,11 +265,7 @@ impl LeaseManager {
                 None => _ = self.see(&lease),
             }
             // That may be long ago: this renewal is still to be made.
-            let mut renewed = lease;
-            if let Some(spec) = &mut renewed.spec {
-                spec.renew_time = Some(MicroTime(now()));
-            }
-            return match self.write_renewal(&renewed).await {
+            return match self.write_renewal(lease).await {
                 Ok(()) => Ok(None),
                 Err(CallFailed::Other(cause)) => Err(cause),
                 Err(CallFailed::Conflict | CallFailed::NotFound) => Err("written by another call of ours".into()),
@@ -282,11 +274,14 @@ impl LeaseManager {
         Ok(Some(LeaseLost::Taken { holder, term: term_of(&lease) }))
     }
 
-    /// Writes a renewal, and notes since when the claim may hold: of several calls without an answer any one may have been carried out, so
+    /// Renews `lease` as it was read or written last, and notes since when the claim may hold: of several calls without an answer any one may have been carried out, so
     /// that only the first counts.
-    async fn write_renewal(&mut self, renewed: &Lease) -> Result<(), CallFailed> {
+    async fn write_renewal(&mut self, mut lease: Lease) -> Result<(), CallFailed> {
+        if let Some(spec) = &mut lease.spec {
+            spec.renew_time = Some(MicroTime(now()));
+        }
         let before = Instant::now();
-        match self.write(renewed).await {
+        match self.write(&lease).await {
             Ok(written) => {
                 self.unanswered = None;
                 self.claimed(written, before);

@@ -114,6 +114,15 @@ impl Cluster {
         .await
     }
 
+    /// Waits until a trainer of one rank and this many ready replicas of one rank each are one group.
+    pub async fn await_group(&self, name: &str, replicas: u64, timeout: Duration) {
+        self.await_status(name, &format!("a group of {replicas} replicas"), timeout, |status| {
+            let grouped = status["replicas"]["ready"] == replicas && status["worldSize"] == replicas + 1;
+            if grouped { Ok(()) } else { Err("not grouped".to_owned()) }
+        })
+        .await;
+    }
+
     /// Waits for a version that is installed everywhere: `replicas.ready == replicas.total == ready`.
     pub async fn await_version(&self, name: &str, version: u64, ready: u64, timeout: Duration) -> Value {
         self.await_status(name, &format!("version {version} on {ready} replicas"), timeout, |status| {

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::asks::{publish_to, served};
 use super::cluster::Cluster;
-use super::fixtures::{simulated_vllm, torch_trainer, weightsync};
+use super::fixtures::{STATUS_PORT, simulated_vllm, torch_trainer, weightsync};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const START: Duration = Duration::from_secs(120);
@@ -27,7 +27,7 @@ async fn engine_with_agent(cluster: &Cluster, name: &str) -> Value {
     container["command"] = json!(["/weightsync", "run", "--"]);
     container["command"].as_array_mut().unwrap().extend(engine);
     container["volumeMounts"].as_array_mut().unwrap().push(json!({"name": "token", "mountPath": "/var/run/weightsync", "readOnly": true}));
-    container["readinessProbe"] = json!({"httpGet": {"path": "/readyz", "port": 8472}, "periodSeconds": 1});
+    container["readinessProbe"] = json!({"httpGet": {"path": "/readyz", "port": STATUS_PORT}, "periodSeconds": 1});
     container["env"] = json!([
         field("POD_NAME", "metadata.name"),
         field("POD_NAMESPACE", "metadata.namespace"),
@@ -50,11 +50,7 @@ async fn a_pod_whose_own_command_starts_the_agent_takes_part() {
         object["spec"]["agent"] = json!({"launch": "External"});
         cluster.apply(&object).await.unwrap();
         cluster.await_ready("trainer-0", START).await;
-        cluster
-            .await_status("run", "both ways of starting are in one group", START, |status| {
-                if status["replicas"]["ready"] == 2 && status["worldSize"] == 3 { Ok(()) } else { Err("not grouped".to_owned()) }
-            })
-            .await;
+        cluster.await_group("run", 2, START).await;
         publish_to(&cluster, "trainer-0", 1, 2).await;
         cluster.await_version("run", 1, 2, MINUTE).await;
         cluster.await_ready("sim-own", MINUTE).await;

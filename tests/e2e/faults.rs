@@ -25,11 +25,7 @@ async fn group(cluster: &Cluster, rollouts: usize) {
     cluster.apply(&weightsync("run")).await.unwrap();
     cluster.await_ready("trainer-0", START).await;
     let all = u64::try_from(rollouts).unwrap();
-    cluster
-        .await_status("run", "all rollouts are in the group", START, |status| {
-            if status["replicas"]["ready"] == all && status["worldSize"] == all + 1 { Ok(()) } else { Err("not grouped".to_owned()) }
-        })
-        .await;
+    cluster.await_group("run", all, START).await;
     publish_to(cluster, "trainer-0", 1, rollouts).await;
     cluster.await_version("run", 1, all, MINUTE).await;
 }
@@ -161,11 +157,7 @@ async fn a_suspended_or_deleted_object_leaves_every_pod_serving_and_a_new_one_is
             cluster.await_ready(pod, MINUTE).await;
         }
         cluster.apply(&weightsync("run")).await.unwrap();
-        cluster
-            .await_status("run", "the new object has a group", START, |status| {
-                if status["replicas"]["ready"] == 2 && status["worldSize"] == 3 { Ok(()) } else { Err("not grouped".to_owned()) }
-            })
-            .await;
+        cluster.await_group("run", 2, START).await;
         publish_to(&cluster, "trainer-0", 2, 2).await;
         cluster.await_version("run", 2, 2, MINUTE).await;
     })
@@ -198,11 +190,7 @@ async fn running_pods_without_a_sidecar_are_adopted_and_get_a_version() {
         let mut object = weightsync("run");
         object["spec"]["agent"] = json!({"launch": "Ephemeral"});
         cluster.apply(&object).await.unwrap();
-        cluster
-            .await_status("run", "adopted", START, |status| {
-                if status["replicas"]["ready"] == 2 && status["worldSize"] == 3 { Ok(()) } else { Err("not grouped".to_owned()) }
-            })
-            .await;
+        cluster.await_group("run", 2, START).await;
         publish_to(&cluster, "trainer-0", 1, 2).await;
         cluster.await_version("run", 1, 2, MINUTE).await;
         // The pod's gate is opened by the controller.

@@ -21,11 +21,7 @@ async fn group(cluster: &Cluster) {
     for name in ["trainer-0", "vllm-0", "vllm-1"] {
         cluster.await_ready(name, START).await;
     }
-    cluster
-        .await_status("run", "a group of three ranks", MINUTE, |status| {
-            if status["worldSize"] == 3 && status["replicas"]["ready"] == 2 { Ok(()) } else { Err("not grouped") }.map_err(str::to_owned)
-        })
-        .await;
+    cluster.await_group("run", 2, MINUTE).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

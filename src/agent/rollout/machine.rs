@@ -89,6 +89,7 @@ impl Machine {
     }
 
     /// Whether the engine is being switched.
+    #[cfg(test)]
     pub fn installing(&self) -> bool {
         matches!(self.attempt, Some(Attempt { stage: Stage::Installing(_), .. }))
     }

@@ -1,6 +1,5 @@
 //! Reads manifests: WeightSync objects, and pods as they are or as workloads would make them. Other kinds are passed over.
 
-use std::io::Read as _;
 use std::path::Path;
 
 use anyhow::{Context, anyhow};
@@ -29,12 +28,7 @@ pub(super) struct Read {
 impl Manifests {
     /// Reads one file, or standard input.
     pub(super) fn read(&mut self, path: &Path) -> anyhow::Result<()> {
-        let mut text = String::new();
-        if path == Path::new("-") {
-            std::io::stdin().read_to_string(&mut text).context("standard input cannot be read")?;
-        } else {
-            text = std::fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()))?;
-        }
+        let text = crate::cli::text::read(path)?;
         self.parse(&text).with_context(|| format!("{} makes no sense", path.display()))
     }
 

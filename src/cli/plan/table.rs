@@ -81,13 +81,9 @@ fn costs(text: &mut String, report: &Report) {
     columns(text, &rows.collect::<Vec<_>>());
 }
 
-/// Writes rows with columns as wide as their widest cell.
+/// Writes rows, indented.
 fn columns(text: &mut String, rows: &[Vec<String>]) {
-    let count = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..count).map(width).collect();
-    for row in rows {
-        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
-        let _ = writeln!(text, "  {}", cells.join("  ").trim_end());
+    for line in crate::cli::text::columns(rows) {
+        let _ = writeln!(text, "  {line}");
     }
 }

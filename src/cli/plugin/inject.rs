@@ -3,7 +3,7 @@
 //! Image, controller and CA are asked of the installation in the cluster unless they are given, so that a manifest made by hand and one
 //! changed by the admission policy are the same.
 
-use std::io::{Read, Write};
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -23,9 +23,9 @@ const DEADLINE: Duration = Duration::from_secs(15);
 /// Arguments of `kubectl weightsync inject`.
 #[derive(Debug, Args)]
 pub struct InjectArgs {
-    /// File with manifests (YAML, several documents); standard input if it is missing or `-`.
-    #[arg(short, long)]
-    filename: Option<PathBuf>,
+    /// File with manifests (YAML, several documents); `-` is standard input.
+    #[arg(short, long, default_value = "-")]
+    filename: PathBuf,
     /// Image of the agent; asked of the installed controller if it is missing.
     #[arg(long)]
     image: Option<String>,
@@ -49,7 +49,7 @@ pub struct InjectArgs {
 impl InjectArgs {
     /// Writes the changed manifests to standard output, and what was done to standard error.
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let text = self.read()?;
+        let text = crate::cli::text::read(&self.filename)?;
         let mut documents: Vec<Value> = serde_saphyr::from_multiple(&text).context("the input is not YAML")?;
         documents.retain(|document| !document.is_null());
         if documents.is_empty() {
@@ -70,19 +70,6 @@ impl InjectArgs {
         let out = serde_saphyr::to_string_multiple(&documents).context("the manifests cannot be written as YAML")?;
         std::io::stdout().write_all(out.as_bytes()).context("standard output cannot be written")?;
         Ok(ExitCode::SUCCESS)
-    }
-
-    fn read(&self) -> anyhow::Result<String> {
-        match &self.filename {
-            Some(path) if path.as_os_str() != "-" => {
-                std::fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()))
-            }
-            _ => {
-                let mut text = String::new();
-                std::io::stdin().read_to_string(&mut text).context("standard input cannot be read")?;
-                Ok(text)
-            }
-        }
     }
 
     fn options(&self) -> anyhow::Result<Options> {

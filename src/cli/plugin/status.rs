@@ -12,6 +12,7 @@ use kube::runtime::{WatchStreamExt, watcher};
 use super::cluster::{ClusterArgs, find};
 use crate::api::{MemberStatus, WeightSync};
 use crate::cli::Output;
+use crate::cli::text::columns;
 
 /// Arguments of `kubectl weightsync status`.
 #[derive(Debug, Args)]
@@ -84,7 +85,7 @@ fn table(object: &WeightSync) -> String {
     }
     let mut rows = vec![["MEMBER", "STATE", "RANKS", "VERSION", "REASON", "MESSAGE"].map(str::to_owned)];
     rows.extend(status.members.iter().map(row));
-    text.push_str(&columns(&rows));
+    text.push_str(&columns(&rows).join("\n"));
     text
 }
 
@@ -103,20 +104,6 @@ fn row(member: &MemberStatus) -> [String; 6] {
     );
     let version = member.version.map_or_else(|| "-".to_owned(), |version| version.to_string());
     [member.name.clone(), format!("{:?}", member.state), ranks, version, member.reason.clone(), member.message.clone()]
-}
-
-fn columns<const N: usize>(rows: &[[String; N]]) -> String {
-    let mut widths = [0; N];
-    for row in rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = cell.chars().count().max(*width);
-        }
-    }
-    let lines = rows.iter().map(|row| {
-        let cells: Vec<_> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
-        cells.join("  ").trim_end().to_owned()
-    });
-    lines.collect::<Vec<_>>().join("\n")
 }
 
 #[cfg(test)]
