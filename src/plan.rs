@@ -12,7 +12,8 @@
 //! 5. `size`: ranks of a replica, from the spec, compared with what its engine says.
 //! 6. [`roster()`]: offsets `0, 1, 1 + size, ...` without gaps, and the chain in which bytes travel.
 //!
-//! Beside it: [`shipments()`] (which source sends which bucket to which ranks) and [`explain()`] (bytes, buckets, memory, time).
+//! Beside it: [`shipments()`] (which source sends which bucket to which ranks), [`explain()`] (bytes, buckets, memory, time) and
+//! [`gpu_ring()`] (the ring of buckets on each GPU, and whether there is room for it).
 
 use serde::{Deserialize, Serialize};
 
@@ -20,6 +21,7 @@ use crate::protocol::{MemberName, PodRef, Role};
 
 mod compute;
 mod explain;
+mod gpu_memory;
 mod input;
 mod order;
 mod outcome;
@@ -29,18 +31,23 @@ mod selector;
 mod shipments;
 mod size;
 mod trainer;
+mod units;
 
 #[cfg(test)]
 mod tests;
 
 pub use compute::{Part, part_of, plan};
 pub use explain::{Bandwidth, ExplainedMember, Explanation, FloorTime, MemberMemory, ModelFacts, explain};
+pub use gpu_memory::{
+    CONTEXT_ESTIMATE, GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingChoice, RingLoad, RingWish, check_gpu, gpu_ring,
+};
 pub use input::{Claim, EndpointKey, GroupSpec, Order, PlanInput, PodFacts, PodPhase, PoolSpec, TrainerSpec, WeightSyncRef};
 pub use outcome::{LeftOut, LeftOutCode, Plan, PlanRefusal};
 pub use roster::{chain, roster};
 pub use selector::{Operator, Requirement, Selector};
 pub use shipments::{Destinations, Need, Shipment, ShipmentError, shipments};
 pub use size::Parallelism;
+pub use units::{show_bytes, show_free};
 
 /// Label by which a pod consents to take part: `trainer` or `rollout`.
 pub const ROLE_LABEL: &str = "weightsync.dev/role";

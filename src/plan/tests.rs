@@ -1,6 +1,7 @@
 //! Tests of the plan: tables by topic, properties over random worlds.
 
 mod explained;
+mod gpu_memory;
 mod properties;
 mod replicas;
 mod shipped;

@@ -3,8 +3,8 @@
 use std::fmt::Write;
 
 use super::Report;
-use super::units::{show_bytes, show_micros};
-use crate::plan::ExplainedMember;
+use super::units::show_micros;
+use crate::plan::{ExplainedMember, show_bytes};
 use crate::protocol::Role;
 
 /// Text of one report.

@@ -6,8 +6,9 @@ use clap::Parser;
 use serde_json::{Value, json};
 
 use super::file::Manifests;
-use super::units::{parse_bytes, parse_rate, show_bytes, show_micros};
+use super::units::{parse_bytes, parse_rate, show_micros};
 use super::{PlanArgs, Report, table};
+use crate::plan::show_bytes;
 use crate::plan::{LeftOutCode, PlanRefusal};
 use crate::weights::{Dtype, Layout, TensorSpec};
 

@@ -43,21 +43,6 @@ fn scaled(text: &str, units: &[(&str, u64)]) -> Option<u64> {
     u64::try_from(number * u128::from(unit) / tenths).ok()
 }
 
-/// Bytes for people, rounded up to a tenth so that a need is not understated.
-pub(super) fn show_bytes(bytes: u64) -> String {
-    for (name, unit) in [("TiB", 1_u64 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)] {
-        if bytes >= unit {
-            let tenths = (u128::from(bytes) * 10).div_ceil(u128::from(unit));
-            return if tenths.is_multiple_of(10) {
-                format!("{} {name}", tenths / 10)
-            } else {
-                format!("{}.{} {name}", tenths / 10, tenths % 10)
-            };
-        }
-    }
-    format!("{bytes} B")
-}
-
 /// Microseconds for people, rounded up.
 pub(super) fn show_micros(micros: u64) -> String {
     match micros {

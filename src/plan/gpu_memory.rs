@@ -1,0 +1,208 @@
+//! How large the ring of buckets on each GPU is, what a group takes of a GPU's memory in all, and whether that is there.
+//!
+//! Pure, and asked before anything is allocated and before an engine is paused: too little is refused with both numbers. It never takes
+//! more than half of what is free by itself, because the engine or the trainer beside it may still grow; what the user asks for is only
+//! compared with what is there.
+
+use serde::{Deserialize, Serialize};
+
+use super::units::{show_bytes, show_free};
+
+const MIB: u64 = 1 << 20;
+
+/// What one communicator of NCCL takes of each GPU: an estimate. Buffers per channel and peer are 4 MiB (`NCCL_BUFFSIZE`) and as much again
+/// for its low-latency protocols; with the 16 to 24 channels of NVLink machines that is 200 to 500 MiB.
+pub const NCCL_ESTIMATE: u64 = 512 * MIB;
+
+/// What a process's CUDA context takes of each GPU: an estimate (H200, driver 580). What a worker reports as free has it counted already.
+pub const CONTEXT_ESTIMATE: u64 = 512 * MIB;
+
+/// The longest slot that is chosen by itself. An engine's update call costs 7 to 8 ms whatever its size, so few long buckets win (LMDeploy
+/// 0.18 `/update_weights`, 5.7 GB: 0.05 s in slots of 1 GiB, 0.17 s in slots of 256 MiB).
+const LONGEST: u64 = 1024 * MIB;
+
+/// The shortest slot that is chosen by itself.
+const SHORTEST: u64 = MIB;
+
+/// Slots that are chosen by themselves: one fills, one travels, one is handed over; with two the first and the last take turns.
+const SLOTS: [u32; 2] = [3, 2];
+
+/// Buckets that a version has at least, so that its parts overlap on their way and the ring is never as large as the model.
+const LEAST_BUCKETS: u64 = 4;
+
+/// The block that a worker allocates once on its GPU: buckets travel through its slots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuRing {
+    /// Slots.
+    pub slots: u32,
+    /// Bytes of one slot: the longest bucket.
+    pub slot_bytes: u64,
+}
+
+impl GpuRing {
+    /// Bytes of the block.
+    pub fn bytes(&self) -> u64 {
+        self.slot_bytes.saturating_mul(u64::from(self.slots))
+    }
+}
+
+/// What the object says about the ring; what it leaves out is chosen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RingWish {
+    /// Slots.
+    pub slots: Option<u32>,
+    /// Bytes of one slot.
+    pub slot_bytes: Option<u64>,
+}
+
+/// What travels through the ring.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RingLoad {
+    /// Bytes of a version.
+    pub bytes: u64,
+    /// Bytes of the largest thing that must lie in one slot as a whole (a tensor, where engines are handed whole tensors); 0 when buckets may
+    /// be cut anywhere.
+    pub largest: u64,
+}
+
+/// What is free on one GPU, as its worker reads it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuRoom {
+    /// Which GPU of which member, as a message names it.
+    pub gpu: String,
+    /// Bytes free now.
+    pub free: u64,
+    /// Bytes in all.
+    pub total: u64,
+}
+
+/// A ring, and how it came about.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RingChoice {
+    /// The ring.
+    pub ring: GpuRing,
+    /// For status and logs.
+    pub why: String,
+}
+
+/// What a group takes of one GPU.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuNeed {
+    /// The ring.
+    pub ring: u64,
+    /// NCCL's own buffers: [`NCCL_ESTIMATE`].
+    pub nccl: u64,
+    /// The worker's context: [`CONTEXT_ESTIMATE`].
+    pub context: u64,
+}
+
+impl GpuNeed {
+    /// What a worker with this ring takes.
+    pub fn of(ring: &GpuRing) -> Self {
+        Self { ring: ring.bytes(), nccl: NCCL_ESTIMATE, context: CONTEXT_ESTIMATE }
+    }
+
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.ring.saturating_add(self.nccl).saturating_add(self.context)
+    }
+}
+
+/// Why there is no ring.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum NoRing {
+    #[error(
+        "{gpu}: {} are needed (a ring of {} slots of {}, and about {} for NCCL), {} of {} are free; give the engine or trainer a smaller \
+         share of the GPU, or the ring fewer or shorter slots",
+        show_bytes(.ring.bytes().saturating_add(NCCL_ESTIMATE)), .ring.slots, show_bytes(.ring.slot_bytes), show_bytes(NCCL_ESTIMATE),
+        show_free(*.free), show_bytes(*.total)
+    )]
+    TooLittle { gpu: String, ring: GpuRing, free: u64, total: u64 },
+    #[error(
+        "a slot of {} cannot hold the largest tensor, which is {} and is handed to the engine as a whole; give the ring slots of at least \
+         {} MiB, or leave their length out",
+        show_bytes(*.slot_bytes), show_bytes(*.largest), .largest.div_ceil(MIB)
+    )]
+    SlotTooShort { slot_bytes: u64, largest: u64 },
+    #[error("a ring needs at least one slot of at least one byte")]
+    Empty,
+}
+
+/// The ring that every member of a group makes on its GPU: what the object says, and the rest by the size of the model and by what is free
+/// on the tightest of the GPUs. Without `rooms` nothing is known of the GPUs yet.
+pub fn gpu_ring(wish: RingWish, load: RingLoad, rooms: &[GpuRoom]) -> Result<RingChoice, NoRing> {
+    if wish.slots == Some(0) || wish.slot_bytes == Some(0) {
+        return Err(NoRing::Empty);
+    }
+    if let Some(slot_bytes) = wish.slot_bytes.filter(|bytes| *bytes < load.largest) {
+        return Err(NoRing::SlotTooShort { slot_bytes, largest: load.largest });
+    }
+    let candidates = candidates(wish, load);
+    let tightest = rooms.iter().min_by_key(|room| room.free);
+    let given = wish.slots.is_some() && wish.slot_bytes.is_some();
+    let half = tightest.map_or(u64::MAX, |room| room.free.saturating_sub(NCCL_ESTIMATE) / 2);
+    let chosen = candidates.iter().find(|ring| !given && ring.bytes() <= half);
+    // The second half is for the engine to grow into, unless nothing works without it.
+    let found = chosen.or_else(|| smallest(&candidates).filter(|ring| holds(ring, tightest)));
+    match (found, smallest(&candidates), tightest) {
+        (Some(ring), _, _) => Ok(RingChoice { ring: *ring, why: why(ring, wish, load, tightest) }),
+        (None, Some(ring), Some(room)) => Err(NoRing::TooLittle { gpu: room.gpu.clone(), ring: *ring, free: room.free, total: room.total }),
+        (None, _, _) => Err(NoRing::Empty),
+    }
+}
+
+/// Compares a ring with what is free on one GPU.
+pub fn check_gpu(ring: &GpuRing, room: &GpuRoom) -> Result<(), NoRing> {
+    if holds(ring, Some(room)) {
+        return Ok(());
+    }
+    Err(NoRing::TooLittle { gpu: room.gpu.clone(), ring: *ring, free: room.free, total: room.total })
+}
+
+fn holds(ring: &GpuRing, room: Option<&GpuRoom>) -> bool {
+    room.is_none_or(|room| ring.bytes().saturating_add(NCCL_ESTIMATE) <= room.free)
+}
+
+fn smallest(rings: &[GpuRing]) -> Option<&GpuRing> {
+    rings.iter().min_by_key(|ring| ring.bytes())
+}
+
+/// Rings that keep what the object says, the best first.
+fn candidates(wish: RingWish, load: RingLoad) -> Vec<GpuRing> {
+    let longest = (load.bytes / LEAST_BUCKETS).clamp(SHORTEST, LONGEST);
+    let whole = load.largest.div_ceil(MIB).saturating_mul(MIB);
+    let lengths: Vec<u64> = match wish.slot_bytes {
+        Some(bytes) => vec![bytes],
+        None if whole > longest => vec![whole],
+        None => {
+            let powers = std::iter::successors(Some(LONGEST), |bytes| (*bytes > SHORTEST).then_some(bytes / 2));
+            powers.filter(|bytes| *bytes <= longest && *bytes >= whole.max(SHORTEST)).collect()
+        }
+    };
+    // A largest tensor between two powers of two leaves none of them.
+    let lengths = if lengths.is_empty() { vec![whole.max(SHORTEST)] } else { lengths };
+    let slots = wish.slots.map_or_else(|| SLOTS.to_vec(), |slots| vec![slots]);
+    let mut rings: Vec<GpuRing> =
+        lengths.iter().flat_map(|slot_bytes| slots.iter().map(|slots| GpuRing { slots: *slots, slot_bytes: *slot_bytes })).collect();
+    rings.sort_by_key(|ring| std::cmp::Reverse(ring.bytes()));
+    rings
+}
+
+fn why(ring: &GpuRing, wish: RingWish, load: RingLoad, tightest: Option<&GpuRoom>) -> String {
+    let shape = format!("{} slots of {}", ring.slots, show_bytes(ring.slot_bytes));
+    let said = match (wish.slots.is_some(), wish.slot_bytes.is_some()) {
+        (true, true) => "as the object says".to_owned(),
+        (false, false) => format!("chosen for a model of {}", show_bytes(load.bytes)),
+        (true, false) => format!("their number as the object says, their length chosen for a model of {}", show_bytes(load.bytes)),
+        (false, true) => "their length as the object says, their number chosen".to_owned(),
+    };
+    match tightest {
+        Some(room) => {
+            format!("{shape}, {said}; {} of {} are free on {}, the tightest GPU", show_free(room.free), show_bytes(room.total), room.gpu)
+        }
+        None => format!("{shape}, {said}"),
+    }
+}
