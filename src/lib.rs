@@ -10,6 +10,8 @@
 //! | [`plan`] | which pods form a group, in which order, with which ranks | `protocol`, `weights` |
 //! | [`membership`] | when a group is formed, fenced and formed anew | `plan`, `protocol` |
 //! | [`runtime`] | certificates, HTTP, health, metrics, leases, deadlines | `protocol` |
+//! | [`gpu`] | the driver, NCCL, memory, events and the digest kernel: the only room full of unsafe code | `protocol` |
+//! | [`worker`] | a child process that has one GPU, and the agent's handle of it | `gpu`, `protocol`, `weights` |
 //! | [`engine`], [`transport`] | how one engine is fed, how bytes travel | all above |
 //! | [`agent`] | what one member does: source (leads) and rollout (installs) | all above, never `controller` |
 //! | [`coordinator`] | carries out membership decisions towards agents | all above but `agent`, `engine`, `transport` |
@@ -23,6 +25,7 @@ pub mod cli;
 pub mod controller;
 pub mod coordinator;
 pub mod engine;
+pub mod gpu;
 pub mod local;
 pub mod membership;
 pub mod plan;
@@ -30,3 +33,4 @@ pub mod protocol;
 pub mod runtime;
 pub mod transport;
 pub mod weights;
+pub mod worker;

@@ -11,6 +11,7 @@ mod ids;
 mod reason;
 mod roster;
 mod update;
+pub mod worker;
 
 pub use client::*;
 pub use control::*;

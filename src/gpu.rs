@@ -1,0 +1,33 @@
+//! The driver, NCCL, GPU memory and the digest kernel, opened at run time: the only room full of unsafe code.
+//!
+//! Used by the worker process alone. Decides which device and which library are used, and turns every failure into an error with the
+//! function's name and the library's own words. It never waits without an end: waiting is polling, and who polls has a deadline.
+//! It never calls `cuStreamSynchronize` or `cuCtxSynchronize`, never destroys a communicator (abort only), never unloads a library.
+//! Results are integers: a newer library may return codes that no list here has.
+//!
+//! # Functions of `libcuda.so.1`
+//!
+//! All are needed; one that is missing is an error that names it.
+//!
+//! | what | symbols |
+//! |---|---|
+//! | start | `cuInit`, `cuDriverGetVersion`, `cuGetErrorName`, `cuGetErrorString` |
+//! | devices | `cuDeviceGetCount`, `cuDeviceGet`, `cuDeviceGetName`, `cuDeviceGetUuid_v2`, `cuDeviceGetPCIBusId`, `cuDeviceTotalMem_v2`, `cuDevicePrimaryCtxRetain`, `cuCtxSetCurrent` |
+//! | memory | `cuMemGetInfo_v2`, `cuMemAlloc_v2`, `cuMemFree_v2`, `cuMemGetAddressRange_v2`, `cuMemHostAlloc`, `cuMemFreeHost`, `cuMemHostRegister_v2`, `cuMemHostUnregister` |
+//! | copies | `cuMemcpyHtoDAsync_v2`, `cuMemcpyDtoHAsync_v2`, `cuMemcpyDtoDAsync_v2`, `cuMemsetD8Async` |
+//! | streams, events | `cuStreamCreateWithPriority`, `cuStreamWaitEvent`, `cuEventCreate`, `cuEventRecord`, `cuEventQuery`, `cuEventDestroy_v2` |
+//! | between processes | `cuIpcGetMemHandle`, `cuIpcOpenMemHandle_v2`, `cuIpcCloseMemHandle`, `cuIpcGetEventHandle`, `cuIpcOpenEventHandle` |
+//! | digest | `cuModuleLoadData`, `cuModuleGetFunction` (`gsum64`), `cuLaunchKernel` |
+//!
+//! # Functions of `libnccl.so.2`
+//!
+//! | | symbols |
+//! |---|---|
+//! | needed | `ncclGetVersion`, `ncclGetUniqueId`, `ncclCommInitRankConfig`, `ncclCommGetAsyncError`, `ncclCommAbort`, `ncclBroadcast`, `ncclGetErrorString` |
+//! | used where present | `ncclGetLastError`, `ncclCommShrink` (2.27), `ncclCommRevoke` (2.28) |
+//!
+//! # The kernel
+//!
+//! `gsum64(const u8* base, const Part* parts, u64* sums)`, `Part { u64 offset, u64 bytes, u64 first_word }`, launched with a grid of
+//! (blocks, number of parts, 1) and 256 threads: adds the gsum64 of `parts[blockIdx.y]` to `sums[blockIdx.y]`. `parts` and `sums` are
+//! GPU memory, `offset` is a multiple of 8.

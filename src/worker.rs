@@ -1,0 +1,44 @@
+//! A GPU behind a child process: the agent's handle of it, and the child's own loop.
+//!
+//! Everything that touches libcuda or libnccl happens in the child (`weightsync worker`, [`serve`]), so that a call that hangs, aborts or
+//! corrupts costs one process: the agent kills it and starts another. The agent's side ([`Worker`]) is async and knows no driver. Every
+//! request has a deadline on both sides. A worker that does not answer a grace after its deadline is killed; a worker that ends fails all
+//! requests with how it ended, and nothing starts it again but whoever started it.
+//!
+//! What a request uses (a slot, mapped or imported memory, an event) is held until its answer, also when the caller stopped waiting: a
+//! slot is not given out again while a broadcast may still write into it.
+
+mod handle;
+mod held;
+mod pending;
+mod process;
+mod ring;
+mod wire;
+
+pub use handle::{Broadcast, Copy, Joined, Sums, Worker};
+pub use held::{Event, HostMemory, ImportedMemory, Span};
+pub use process::WorkerStart;
+pub use ring::{Ring, Slot};
+
+use std::time::Duration;
+
+use crate::protocol::worker::WorkerFault;
+
+/// A worker that did not answer this long after the deadline of a request hangs, and is killed.
+pub const GRACE: Duration = Duration::from_secs(1);
+
+/// Why a request to a worker failed.
+#[derive(Debug, Clone, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum WorkerError {
+    #[error("the GPU worker cannot be started: {cause}")]
+    Start { cause: String },
+    #[error("the GPU worker could not {what}: {fault}")]
+    Fault { what: &'static str, fault: WorkerFault },
+    #[error("no slot of the ring came free in {within:?}")]
+    NoSlot { within: Duration },
+    #[error("the GPU worker is gone ({cause})")]
+    Gone { cause: String },
+    #[error("the GPU worker answered \"{what}\" with something else")]
+    Nonsense { what: &'static str },
+}

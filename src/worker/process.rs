@@ -1,0 +1,135 @@
+//! The worker as a child process: started with its end of a socket pair as standard input, killed when it hangs or is not needed any more,
+//! reaped, and asked how it ended.
+//!
+//! It reads what the worker and its libraries print, passes it on to the log, and keeps the last lines for the cause.
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
+use tokio::process::{Child, Command};
+use tokio_util::sync::CancellationToken;
+
+use super::WorkerError;
+use super::pending::Pending;
+
+/// Lines that are kept for the cause.
+const KEPT_LINES: usize = 5;
+
+/// How often overdue requests are looked for.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A worker that closed its socket ends by itself within this long, or is killed.
+const ENDING: Duration = Duration::from_secs(2);
+
+/// How to start a worker.
+#[derive(Debug, Clone)]
+pub struct WorkerStart {
+    /// The program: this one.
+    pub program: PathBuf,
+    /// Its arguments: `worker`.
+    pub arguments: Vec<OsString>,
+    /// Added to the environment: NCCL's settings from the allow-list, and library paths.
+    pub environment: Vec<(OsString, OsString)>,
+    /// Shown in log lines: the GPU, or the member.
+    pub label: String,
+}
+
+impl WorkerStart {
+    /// This program's own worker.
+    pub fn own(label: impl Into<String>) -> Result<Self, WorkerError> {
+        let program = std::env::current_exe().map_err(|error| WorkerError::Start { cause: error.to_string() })?;
+        Ok(Self { program, arguments: vec!["worker".into()], environment: Vec::new(), label: label.into() })
+    }
+
+    /// Starts the child and gives our end of the socket pair.
+    pub(super) fn spawn(&self) -> Result<(Child, UnixStream), WorkerError> {
+        let start = || -> std::io::Result<(Child, UnixStream)> {
+            let (ours, theirs) = UnixStream::pair()?;
+            ours.set_nonblocking(true)?;
+            let mut command = Command::new(&self.program);
+            command.args(&self.arguments).envs(self.environment.iter().map(|(name, value)| (name, value)));
+            command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+            // Ctrl-C goes to the agent, which ends its workers when it has fenced what they are part of.
+            command.process_group(0);
+            Ok((command.spawn()?, ours))
+        };
+        start().map_err(|error| WorkerError::Start { cause: format!("{}: {error}", self.program.display()) })
+    }
+}
+
+#[derive(Clone)]
+struct LastLines {
+    label: Arc<str>,
+    lines: Arc<Mutex<VecDeque<String>>>,
+}
+
+impl LastLines {
+    async fn follow(self, output: impl AsyncRead + Unpin) {
+        let mut lines = BufReader::new(output).lines();
+        while let Ok(Some(line)) = lines.next_line().await {
+            tracing::info!(worker = %self.label, "{line}");
+            let mut kept = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+            if kept.len() == KEPT_LINES {
+                kept.pop_front();
+            }
+            kept.push_back(line);
+        }
+    }
+
+    fn text(&self) -> String {
+        let kept = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
+    }
+}
+
+/// Watches a worker from its start to its end, and books the end. `closed` is cancelled when its socket closed, `kill` when it must end.
+pub(super) async fn supervise(mut child: Child, label: &str, pending: &Pending, kill: CancellationToken, closed: CancellationToken) {
+    let last = LastLines { label: label.into(), lines: Arc::default() };
+    let mut readers = tokio::task::JoinSet::new();
+    if let Some(output) = child.stdout.take() {
+        readers.spawn(last.clone().follow(output));
+    }
+    if let Some(output) = child.stderr.take() {
+        readers.spawn(last.clone().follow(output));
+    }
+    let mut look = tokio::time::interval(LOOK);
+    let mut why = None;
+    let status = loop {
+        tokio::select! {
+            status = child.wait() => break status,
+            () = kill.cancelled() => why = pending.cause().or_else(|| Some("killed".to_owned())),
+            () = closed.cancelled() => {
+                if let Ok(status) = tokio::time::timeout(ENDING, child.wait()).await {
+                    break status;
+                }
+                why = Some("killed: it closed its socket and did not end".to_owned());
+            }
+            _ = look.tick() => match pending.overdue() {
+                None => continue,
+                overdue => why = overdue,
+            },
+        }
+        // It fails its requests before the process is reaped: one that hangs in the driver may take long to die.
+        pending.gone(why.as_deref().unwrap_or("killed"));
+        let _ = child.start_kill();
+        break child.wait().await;
+    };
+    // The pipes end with the process; a grandchild that holds them must not hold the cause.
+    let _ = tokio::time::timeout(ENDING, async { while readers.join_next().await.is_some() {} }).await;
+    let mut cause = why.unwrap_or_else(|| match status {
+        Ok(status) => status.to_string(),
+        Err(error) => format!("it cannot be waited for: {error}"),
+    });
+    let lines = last.text();
+    if !lines.is_empty() {
+        cause = format!("{cause}; it said: {lines}");
+    }
+    pending.gone(&cause);
+}
