@@ -14,7 +14,7 @@ pub mod safetensors;
 pub use coverage::{Coverage, CoverageError};
 pub use digest::{BucketHasher, TensorHasher, TensorHasherError, bucket_digest, digest_hex, parse_digest_hex};
 pub use dtype::{Dtype, SizeError};
-pub use layout::{ALIGNMENT, Bucket, Encoding, Entry, EntryPart, Layout, LayoutError, TensorSpec, default_bucket_bytes};
+pub use layout::{ALIGNMENT, Bucket, Cuts, Encoding, Entry, EntryPart, Layout, LayoutError, TensorSpec, default_bucket_bytes};
 pub use load_unit::{LoadUnit, LoadUnits};
 pub use manifest::{DigestAlgorithm, Manifest, ManifestError};
 

@@ -1,8 +1,11 @@
 //! How the tensors of a version lie in one run of bytes, and where that run is cut into buckets.
 //!
 //! The run ("stream") is the tensors in the order given, each at the next multiple of [`ALIGNMENT`]; the gaps are zero.
-//! A bucket is a contiguous part of the stream, so one tensor may span several buckets and a bucket may hold many tensors.
+//! A bucket is a contiguous part of the stream. Cut evenly, one tensor may span several buckets and a bucket may hold many tensors; cut
+//! between tensors, every bucket holds whole tensors, which is what engines take from GPU memory ([`Cuts`]).
 //! Decides offsets and cuts only; it never looks at a value and never allocates by a number that it was given.
+
+mod cuts;
 
 use std::collections::HashSet;
 
@@ -92,6 +95,19 @@ pub struct EntryPart<'a> {
     pub bytes: u64,
 }
 
+/// Where a stream is cut into buckets.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Cuts {
+    /// At multiples of the bucket's length: every bucket but the last is as long, and tensors may span buckets.
+    #[default]
+    Even,
+    /// Between tensors: a bucket holds as many whole tensors as its length allows, and a tensor longer than that has a bucket of its own
+    /// that is as long as it. Engines that read tensors out of GPU memory must see each one whole, so this is how a stream is cut that is
+    /// handed over without passing a host. Tensors of one load unit share a bucket where they fit into one.
+    BetweenTensors,
+}
+
 /// All tensors of one artifact with their places, and the size of a bucket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -102,8 +118,12 @@ pub struct Layout {
     pub entries: Vec<Entry>,
     /// Length of the stream in bytes.
     pub total_bytes: u64,
-    /// Length of every bucket but the last, in bytes; a multiple of [`ALIGNMENT`].
+    /// Length of every bucket but the last, in bytes; a multiple of [`ALIGNMENT`]. Between tensors: the length that a bucket of several
+    /// tensors does not exceed; see [`Layout::largest_bucket`].
     pub bucket_bytes: u64,
+    /// Where the stream is cut.
+    #[serde(default, skip_serializing_if = "is_even")]
+    pub cuts: Cuts,
 }
 
 /// Why a list of tensors cannot be laid out.
@@ -150,7 +170,14 @@ impl Layout {
             .zip(places)
             .map(|(tensor, (offset, bytes))| Entry { tensor, encoding: Encoding::Plain, offset, bytes })
             .collect();
-        Ok(Self { artifact: artifact.into(), entries, total_bytes, bucket_bytes })
+        Ok(Self { artifact: artifact.into(), entries, total_bytes, bucket_bytes, cuts: Cuts::Even })
+    }
+
+    /// The same stream, cut between tensors.
+    #[must_use]
+    pub fn cut_between_tensors(mut self) -> Self {
+        self.cuts = Cuts::BetweenTensors;
+        self
     }
 
     /// Checks a layout that came over the wire: it must be exactly what [`Layout::new`] makes of its tensors.
@@ -180,19 +207,39 @@ impl Layout {
 
     /// Number of buckets; 0 when no tensor holds a byte.
     pub fn bucket_count(&self) -> u32 {
-        count_buckets(self.total_bytes, self.bucket_bytes).unwrap_or(u32::MAX)
+        match self.cuts {
+            Cuts::Even => count_buckets(self.total_bytes, self.bucket_bytes).unwrap_or(u32::MAX),
+            Cuts::BetweenTensors => u32::try_from(self.buckets().count()).unwrap_or(u32::MAX),
+        }
     }
 
     /// The bucket of that sequence.
     pub fn bucket(&self, sequence: u32) -> Option<Bucket> {
-        let offset = u64::from(sequence).checked_mul(self.bucket_bytes)?;
-        let bytes = self.total_bytes.checked_sub(offset)?.min(self.bucket_bytes);
-        (bytes > 0).then_some(Bucket { sequence, offset, bytes })
+        match self.cuts {
+            Cuts::Even => {
+                let offset = u64::from(sequence).checked_mul(self.bucket_bytes)?;
+                let bytes = self.total_bytes.checked_sub(offset)?.min(self.bucket_bytes);
+                (bytes > 0).then_some(Bucket { sequence, offset, bytes })
+            }
+            Cuts::BetweenTensors => self.buckets().nth(usize::try_from(sequence).ok()?),
+        }
     }
 
     /// All buckets in the order of sending.
     pub fn buckets(&self) -> impl Iterator<Item = Bucket> + '_ {
-        (0..self.bucket_count()).map_while(|sequence| self.bucket(sequence))
+        let mut cuts = cuts::Between::new(self);
+        (0_u32..).map_while(move |sequence| match self.cuts {
+            Cuts::Even => self.bucket(sequence),
+            Cuts::BetweenTensors => cuts.next().map(|(offset, bytes)| Bucket { sequence, offset, bytes }),
+        })
+    }
+
+    /// Length of the longest bucket in bytes: what a place for one bucket must hold.
+    pub fn largest_bucket(&self) -> u64 {
+        match self.cuts {
+            Cuts::Even => self.bucket_bytes.min(self.total_bytes),
+            Cuts::BetweenTensors => self.buckets().map(|bucket| bucket.bytes).max().unwrap_or(0),
+        }
     }
 
     /// The parts of tensors that lie in `bytes` bytes of the stream from `offset` on, in stream order. What no part covers is a gap.
@@ -211,6 +258,11 @@ impl Layout {
     pub fn tensors(&self) -> impl Iterator<Item = &TensorSpec> + '_ {
         self.entries.iter().map(|entry| &entry.tensor)
     }
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)]
+fn is_even(cuts: &Cuts) -> bool {
+    *cuts == Cuts::Even
 }
 
 /// Offset and length of each tensor, and the length of the stream.

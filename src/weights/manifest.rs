@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Encoding, Layout, LayoutError, digest_hex, parse_digest_hex, shown};
+use super::{Cuts, Encoding, Layout, LayoutError, digest_hex, parse_digest_hex, shown};
 
 /// How bucket and tensor digests of a version are computed; one for the whole version.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -142,6 +142,11 @@ impl Canonical {
         self.text(&layout.artifact);
         self.number(layout.total_bytes);
         self.number(layout.bucket_bytes);
+        match layout.cuts {
+            // Says nothing, as before there was another.
+            Cuts::Even => {}
+            Cuts::BetweenTensors => self.text("between tensors"),
+        }
         self.number(layout.entries.len() as u64);
         for entry in &layout.entries {
             self.text(&entry.tensor.name);

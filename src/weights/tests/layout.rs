@@ -123,3 +123,72 @@ proptest! {
         prop_assert_eq!(back, layout);
     }
 }
+
+#[test]
+fn cut_between_tensors_every_bucket_holds_whole_tensors() {
+    let specs = vec![
+        tensor("a", Dtype::U8, &[60]),
+        tensor("b", Dtype::U8, &[64]),
+        tensor("large", Dtype::U8, &[300]),
+        tensor("c", Dtype::U8, &[1]),
+        tensor("empty", Dtype::U8, &[0]),
+    ];
+    let layout = Layout::new("model", specs, 128).unwrap().cut_between_tensors();
+    layout.validate().unwrap();
+    let buckets: Vec<_> = layout.buckets().map(|bucket| (bucket.sequence, bucket.offset, bucket.bytes)).collect();
+    assert_eq!(buckets, [(0, 0, 128), (1, 128, 320), (2, 448, 64)]);
+    assert_eq!((layout.bucket_count(), layout.largest_bucket()), (3, 320));
+    assert_eq!(layout.bucket(1).unwrap().bytes, 320);
+    assert_eq!(layout.bucket(3), None);
+    let json = serde_json::to_value(&layout).unwrap();
+    assert_eq!(json["cuts"], "betweenTensors");
+    assert_eq!(serde_json::from_value::<Layout>(json).unwrap(), layout);
+}
+
+#[test]
+fn a_load_unit_stays_in_one_bucket_where_it_fits() {
+    let of = |name: &str, unit: Option<&str>| {
+        let mut tensor = tensor(name, Dtype::U8, &[64]);
+        tensor.load_unit = unit.map(str::to_owned);
+        tensor
+    };
+    let specs = vec![of("o", None), of("q", Some("qkv")), of("k", Some("qkv")), of("v", Some("qkv")), of("n", None)];
+    let cut =
+        |bytes| Layout::new("model", specs.clone(), bytes).unwrap().cut_between_tensors().buckets().map(|b| b.bytes).collect::<Vec<_>>();
+    assert_eq!(cut(192), [64, 192, 64], "the unit is not torn to fill the first bucket");
+    assert_eq!(cut(128), [128, 128, 64], "a unit longer than a bucket is torn between its tensors");
+}
+
+#[test]
+fn the_cut_is_part_of_what_a_layout_is() {
+    let even = Layout::new("model", vec![tensor("a", Dtype::U8, &[64])], 64).unwrap();
+    assert_ne!(even.digest(), even.clone().cut_between_tensors().digest());
+    assert!(serde_json::to_value(&even).unwrap().get("cuts").is_none(), "what older agents read");
+}
+
+proptest! {
+    #[test]
+    fn buckets_cut_between_tensors_cover_the_stream_and_tear_no_tensor(
+        sizes in proptest::collection::vec(0_u64..500, 0..40), units in proptest::collection::vec(0_u8..6, 40), bucket in 1_u64..8
+    ) {
+        let specs = sizes.iter().zip(&units).enumerate().map(|(number, (size, unit))| {
+            let mut tensor = tensor(&format!("t{number}"), Dtype::U8, &[*size]);
+            tensor.load_unit = (*unit < 3).then(|| unit.to_string());
+            tensor
+        });
+        let layout = Layout::new("model", specs.collect(), bucket * ALIGNMENT).unwrap().cut_between_tensors();
+        let mut end = 0;
+        for (number, bucket) in layout.buckets().enumerate() {
+            prop_assert_eq!((bucket.sequence as usize, bucket.offset), (number, end));
+            prop_assert!(bucket.bytes > 0);
+            end += bucket.bytes;
+            for part in layout.parts(bucket.offset, bucket.bytes) {
+                prop_assert_eq!((part.in_tensor, part.bytes), (0, part.entry.bytes), "{} is torn", part.entry.tensor.name);
+            }
+            let several = layout.parts(bucket.offset, bucket.bytes).count() > 1;
+            prop_assert!(!several || bucket.bytes <= layout.bucket_bytes.next_multiple_of(ALIGNMENT));
+        }
+        prop_assert_eq!(end, layout.total_bytes);
+        prop_assert_eq!(layout.bucket_count() as usize, layout.buckets().count());
+    }
+}

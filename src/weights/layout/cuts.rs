@@ -1,0 +1,49 @@
+//! Cuts a stream between tensors.
+//!
+//! Decides which whole tensors share a bucket, in the order of the stream. The gap in front of a tensor belongs to the bucket before it, so
+//! that buckets follow each other without a hole. Works in one pass over the tensors and holds none of them.
+
+use super::Layout;
+
+/// Offset and length of the buckets of a layout, one after another.
+pub(super) struct Between<'a> {
+    layout: &'a Layout,
+    /// The first tensor that is in no bucket yet.
+    next: usize,
+}
+
+impl<'a> Between<'a> {
+    pub(super) fn new(layout: &'a Layout) -> Self {
+        Self { layout, next: 0 }
+    }
+
+    /// Number of tensors from `from` on that stay together: one, or all that follow in the same load unit if they fit into a bucket.
+    fn together(&self, from: usize) -> usize {
+        let entries = self.layout.entries.get(from..).unwrap_or_default();
+        let Some((first, unit)) = entries.first().and_then(|first| Some((first, first.tensor.load_unit.as_deref()?))) else { return 1 };
+        let unit: Vec<_> = entries.iter().take_while(|entry| entry.tensor.load_unit.as_deref() == Some(unit)).collect();
+        let fits = unit.last().is_some_and(|last| last.end().saturating_sub(first.offset) <= self.layout.bucket_bytes);
+        if fits { unit.len().max(1) } else { 1 }
+    }
+}
+
+impl Iterator for Between<'_> {
+    type Item = (u64, u64);
+
+    fn next(&mut self) -> Option<(u64, u64)> {
+        let entries = &self.layout.entries;
+        let start = if self.next == 0 { 0 } else { entries.get(self.next)?.offset };
+        let mut taken = self.next;
+        while let Some(last) = taken.checked_add(self.together(taken)).and_then(|end| entries.get(taken..end)).and_then(<[_]>::last) {
+            let empty = entries.get(taken).is_none_or(|first| first.offset == start);
+            if !empty && last.end().saturating_sub(start) > self.layout.bucket_bytes {
+                break;
+            }
+            taken += self.together(taken);
+        }
+        self.next = taken;
+        let end = entries.get(taken).map_or(self.layout.total_bytes, |entry| entry.offset);
+        // Tensors without bytes at the very end need no bucket.
+        (end > start).then_some((start, end - start))
+    }
+}
