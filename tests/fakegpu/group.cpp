@@ -1,0 +1,167 @@
+// Ranks of one communicator find each other and move bytes. As with NCCL, a rank that is dead or elsewhere is simply waited for.
+#include <algorithm>
+#include <climits>
+#include <csignal>
+#include <cstring>
+
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "group.h"
+
+namespace fake {
+
+static std::string path_of(const std::string &name) { return folder() + "/groups/" + name; }
+
+bool Group::create_named(const std::string &name) {
+  char *at = map_shared(path_of(name), sizeof(Board), true);
+  if (at) munmap(at, sizeof(Board));
+  return at;
+}
+
+std::string Group::create() {
+  static std::atomic<int> serial{0};
+  std::string name = "group-" + std::to_string(getpid()) + "-" + std::to_string(++serial);
+  return create_named(name) ? name : "";
+}
+
+Group::Group(std::string name, int world, int rank, int version, Device *device)
+    : name(std::move(name)), world(world), rank(rank), version_(version), device_(device) {}
+
+Group::~Group() {
+  for (auto &[file, at] : mapped_) munmap(at.first, at.second);
+  if (board_) munmap(board_, sizeof(Board));
+}
+
+void Group::ring() {
+  board_->bell++;
+  syscall(SYS_futex, &board_->bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// `stop` rings no bell, so it is looked at now and then.
+bool Group::wait(const std::atomic<bool> &stop, const std::function<bool()> &reached) {
+  const timespec now_and_then = {0, 10'000'000};
+  for (;;) {
+    uint32_t heard = board_->bell;
+    if (stop) return false;
+    if (reached()) return true;
+    syscall(SYS_futex, &board_->bell, FUTEX_WAIT, heard, &now_and_then, nullptr, 0);
+  }
+}
+
+bool Group::all(const std::function<bool(Seat &)> &hold) {
+  for (int other = 0; other < world; other++)
+    if (!hold(board_->seats[other])) return false;
+  return true;
+}
+
+int Group::join(const std::atomic<bool> &stop) {
+  board_ = reinterpret_cast<Board *>(map_shared(path_of(name), sizeof(Board), false));
+  // All met already, or the id is of another machine.
+  if (!board_) return NCCL_SYSTEM_ERROR;
+  Seat &seat = board_->seats[rank];
+  int32_t nobody = 0, unsaid = 0;
+  if (!seat.taken.compare_exchange_strong(nobody, -1)) {
+    violation("two ranks %d in %s", rank, name.c_str());
+    board_->error = NCCL_INVALID_USAGE;
+  } else {
+    seat.version = version_;
+    snprintf(seat.uuid, sizeof seat.uuid, "%s", device_->uuid_text.c_str());
+    seat.taken = getpid();
+  }
+  if (!board_->world.compare_exchange_strong(unsaid, world) && unsaid != world) {
+    violation("rank %d of %s says %d ranks, another %d", rank, name.c_str(), world, unsaid);
+    board_->error = NCCL_INVALID_USAGE;
+  }
+  ring();
+  if (!wait(stop, [&] { return board_->error || all([](Seat &other) { return other.taken > 0; }); })) return NCCL_IN_PROGRESS;
+  if (board_->error) return board_->error;
+  unlink(path_of(name).c_str());
+  for (int other = 0; other < world; other++) {
+    Seat &theirs = board_->seats[other];
+    // nccl init.c: "Mismatched NCCL version detected", "Duplicate GPU detected".
+    if (theirs.version != version_ || (other != rank && !strcmp(theirs.uuid, seat.uuid))) return NCCL_INVALID_USAGE;
+  }
+  nap(setting("FAKEGPU_NCCL_INIT_MS", 0) * 1000);
+  return NCCL_SUCCESS;
+}
+
+bool Group::broadcast(const Span &span, int root, const DataFault &fault, const std::atomic<bool> &stop) {
+  const uint64_t number = ++collectives_;
+  Seat &seat = board_->seats[rank], &sender = board_->seats[root];
+  Entry &entry = seat.entries[number % WINDOW];
+  entry = {span.size, uint64_t(span.bytes - span.memory->bytes), root, ""};
+  snprintf(entry.file, sizeof entry.file, "%s", span.memory->file.c_str());
+  seat.moved = 0;
+  seat.entered = number;
+  ring();
+  if (!wait(stop, [&] { return all([&](Seat &other) { return other.entered >= number; }); })) return false;
+  const Entry theirs = sender.entries[number % WINDOW];
+  if (theirs.root != root || theirs.bytes != span.size) {
+    violation("collective %llu of %s: rank %d broadcasts %zu bytes from rank %d, rank %d %llu from rank %d", (unsigned long long)number,
+              name.c_str(), rank, span.size, root, root, (unsigned long long)theirs.bytes, theirs.root);
+    return wait(stop, [] { return false; });
+  }
+  bool moved = rank == root ? send(number, span.size, fault, stop) : receive(span, root, theirs, fault, stop);
+  if (!moved) return false;
+  seat.finished = number;
+  ring();
+  // The sender's buffer is its own again when everybody has read it.
+  return rank != root || wait(stop, [&] { return all([&](Seat &other) { return other.finished >= number; }); });
+}
+
+// Bytes go in pieces, a few ahead of the slowest receiver: when one side stops, so does the other.
+static uint64_t piece_of(uint64_t bytes) { return std::max<uint64_t>(4096, std::min<uint64_t>(1 << 20, bytes / 16)); }
+
+bool Group::send(uint64_t number, uint64_t bytes, const DataFault &fault, const std::atomic<bool> &stop) {
+  Seat &seat = board_->seats[rank];
+  const uint64_t piece = piece_of(bytes), ahead = 4 * piece;
+  const long speed = setting("FAKEGPU_NCCL_MBPS", 0);
+  for (uint64_t sent = 0; sent < bytes;) {
+    if (fault.kind == DataFault::Vanish && sent >= bytes / 2) raise(SIGKILL);
+    sent = std::min(bytes, sent + piece);
+    if (speed) nap(long(piece) / speed);
+    seat.moved = sent;
+    ring();
+    // One that has it all may be in the next collective already.
+    auto near = [&](Seat &other) { return &other == &seat || other.moved + ahead >= sent || other.finished >= number; };
+    if (!wait(stop, [&] { return all(near); })) return false;
+  }
+  return true;
+}
+
+char *Group::peer_memory(const Entry &entry) {
+  auto &known = mapped_[entry.file];
+  if (known.first) return known.first;
+  struct stat about = {};
+  std::string path = folder() + "/memory/" + entry.file;
+  if (stat(path.c_str(), &about)) return nullptr;
+  known = {map_shared(path, size_t(about.st_size), false), size_t(about.st_size)};
+  return known.first;
+}
+
+bool Group::receive(const Span &span, int root, const Entry &entry, const DataFault &fault, const std::atomic<bool> &stop) {
+  Seat &seat = board_->seats[rank], &sender = board_->seats[root];
+  char *from = peer_memory(entry);
+  // The sender died and its memory was given back.
+  if (!from) return wait(stop, [] { return false; });
+  for (uint64_t got = 0; got < span.size;) {
+    if (fault.kind == DataFault::Vanish && got >= span.size / 2) raise(SIGKILL);
+    if (!wait(stop, [&] { return sender.moved > got; })) return false;
+    uint64_t until = sender.moved;
+    if (fault.kind != DataFault::Drop) memcpy(span.bytes + got, from + entry.offset + got, until - got);
+    seat.moved = got = until;
+    ring();
+  }
+  if (fault.kind == DataFault::Flip) span.bytes[std::min(fault.first, span.size - 1)] ^= 1;
+  if (fault.kind == DataFault::SwapRanges) {
+    if (std::max(fault.first, fault.second) + fault.bytes > span.size) fatal("a swap beyond the end of %zu bytes", span.size);
+    std::swap_ranges(span.bytes + fault.first, span.bytes + fault.first + fault.bytes, span.bytes + fault.second);
+  }
+  return true;
+}
+
+}  // namespace fake
