@@ -4,6 +4,7 @@
 //! This room decides how bytes move and who is named when they do not. It never decides membership, never retries, and never
 //! judges a version: a digest that disagrees is reported to the store, which alone says what is complete.
 
+mod carrier;
 mod intake;
 pub mod memory;
 pub mod tcp;
@@ -15,6 +16,49 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use crate::protocol::{BucketHeader, DataHello, MemberName, Refusal, StreamFailure};
+
+/// The bytes of one bucket, where they lie. Dropping it gives their memory back to whoever lent it.
+#[derive(Clone)]
+pub enum Payload {
+    /// In memory of this process.
+    Host(Bytes),
+}
+
+impl Payload {
+    /// Length in bytes.
+    pub fn len(&self) -> u64 {
+        match self {
+            Self::Host(bytes) => bytes.len() as u64,
+        }
+    }
+
+    /// The bytes themselves, where this process can read them.
+    pub fn host(&self) -> Option<&Bytes> {
+        match self {
+            Self::Host(bytes) => Some(bytes),
+        }
+    }
+
+    /// Whether there is nothing.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Never shows contents.
+impl std::fmt::Debug for Payload {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Host(bytes) => write!(f, "{} bytes", bytes.len()),
+        }
+    }
+}
+
+impl From<Bytes> for Payload {
+    fn from(bytes: Bytes) -> Self {
+        Self::Host(bytes)
+    }
+}
 
 /// Why bytes did not arrive.
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +74,8 @@ pub enum TransportError {
     Silent { peer: MemberName, silence: Duration },
     #[error("{peer} received bucket {sequence} with a wrong digest")]
     Corrupt { peer: MemberName, sequence: u32 },
+    #[error("no byte moved between the GPUs for {silence:?}, and every worker lives")]
+    Stalled { silence: Duration },
     #[error("cancelled")]
     Cancelled,
     #[error("{what}: {source}")]
@@ -45,7 +91,7 @@ impl TransportError {
             | Self::Lost { peer, .. }
             | Self::Silent { peer, .. }
             | Self::Corrupt { peer, .. } => Some(peer),
-            Self::Cancelled | Self::Io { .. } => None,
+            Self::Stalled { .. } | Self::Cancelled | Self::Io { .. } => None,
         }
     }
 }
@@ -58,6 +104,7 @@ impl From<StreamFailure> for TransportError {
             StreamFailure::Lost { peer, cause } => Self::Lost { peer, cause },
             StreamFailure::Silent { peer, silence_ms } => Self::Silent { peer, silence: Duration::from_millis(silence_ms) },
             StreamFailure::Corrupt { peer, sequence } => Self::Corrupt { peer, sequence },
+            StreamFailure::Stalled { silence_ms } => Self::Stalled { silence: Duration::from_millis(silence_ms) },
             StreamFailure::Cancelled => Self::Cancelled,
         }
     }
@@ -83,7 +130,12 @@ pub trait Transport: Send + Sync {
 pub trait BucketSink: Send {
     /// Sends one bucket with its xxh3-128; returns when the next may be given (several are in flight). `header.bytes` is the length
     /// of `data`. After an error the chain is over: every later call gives the same error.
-    async fn send(&mut self, header: BucketHeader, data: Bytes, digest: u128) -> Result<(), TransportError>;
+    async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError>;
+
+    /// Whether it hashes what it sends by itself: the digest given to [`send`](Self::send) is not looked at then.
+    fn hashes(&self) -> bool {
+        false
+    }
 
     /// Waits until the chain fails; pending while it lives. Lets a leader that waits for its trainer hear at once of a lost member.
     async fn failed(&mut self) -> TransportError;

@@ -6,14 +6,16 @@
 mod coverage;
 mod digest;
 mod dtype;
+mod gsum;
 mod layout;
 mod load_unit;
 mod manifest;
 pub mod safetensors;
 
 pub use coverage::{Coverage, CoverageError};
-pub use digest::{BucketHasher, TensorHasher, TensorHasherError, bucket_digest, digest_hex, parse_digest_hex};
+pub use digest::{BucketHasher, DigestPart, TensorHasher, TensorHasherError, bucket_digest, digest_hex, parse_digest_hex};
 pub use dtype::{Dtype, SizeError};
+pub use gsum::{Gsum64, gsum64, gsum64_from};
 pub use layout::{ALIGNMENT, Bucket, Cuts, Encoding, Entry, EntryPart, Layout, LayoutError, TensorSpec, default_bucket_bytes};
 pub use load_unit::{LoadUnit, LoadUnits};
 pub use manifest::{DigestAlgorithm, Manifest, ManifestError};

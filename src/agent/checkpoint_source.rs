@@ -13,6 +13,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::version_source::{SourceError, VersionSource};
+use crate::transport::Payload;
 use crate::weights::safetensors::Checkpoint;
 use crate::weights::{Bucket, Layout};
 
@@ -68,7 +69,7 @@ impl VersionSource for CheckpointSource {
         true
     }
 
-    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError> {
+    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Payload)>, SourceError> {
         let Some(bucket) = self.layout.bucket(self.next) else {
             let checkpoint = Arc::clone(&self.checkpoint);
             let checked = tokio::task::spawn_blocking(move || checkpoint.check_unchanged().map_err(bad));
@@ -84,7 +85,7 @@ impl VersionSource for CheckpointSource {
         let bytes = bytes?;
         self.next += 1;
         self.ahead = self.read(self.next);
-        Ok(Some((bucket, bytes)))
+        Ok(Some((bucket, bytes.into())))
     }
 
     async fn restart(&mut self, _reason: &str) -> Result<(), SourceError> {

@@ -10,6 +10,7 @@ use crate::protocol::{
     CommitRequest, EpochId, FenceRequest, HeldVersion, Incarnation, MemberAddress, MemberName, PrepareRequest, Refusal, RefusalCode,
     ReleaseRequest, Role, RosterMember,
 };
+use crate::weights::DigestAlgorithm;
 
 /// Who this agent is, for life.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -78,6 +79,11 @@ impl Epoch {
     /// The version that every rollout should hold.
     pub fn current(&self) -> Option<&HeldVersion> {
         self.commit.current.as_ref()
+    }
+
+    /// How digests of versions that are published in this group are computed.
+    pub fn algorithm(&self) -> DigestAlgorithm {
+        DigestAlgorithm::Xxh3_128
     }
 
     /// Whether the agent of that pod may lead updates of this group.

@@ -297,7 +297,7 @@ impl Holder for Rollout {
     fn to_feed(&self, epoch: &Epoch) -> Option<Copy> {
         let current = epoch.current().filter(|_| epoch.feeds())?;
         let version = self.holding(current)?;
-        Some(Copy { held: version.held.clone(), source: version.source() })
+        Some(Copy { held: version.held.clone(), algorithm: version.manifest.algorithm, source: version.source() })
     }
 }
 

@@ -90,6 +90,6 @@ impl Holder for Source {
         if !ours && !epoch.feeds() {
             return None;
         }
-        Some(Copy { held: retained.held.clone(), source: retained.source()? })
+        Some(Copy { held: retained.held.clone(), algorithm: retained.algorithm, source: retained.source()? })
     }
 }

@@ -6,9 +6,9 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use bytes::Bytes;
 
 use crate::protocol::{MemberName, PublishError, PublishErrorCode, UpdatePhase};
+use crate::transport::Payload;
 use crate::weights::{Bucket, Layout};
 
 /// Gives the stream of one version, bucket by bucket.
@@ -22,12 +22,12 @@ pub trait VersionSource: Send {
 
     /// The next bucket in order, or `None` after the last. Ends with an error after `silence` without a sign of life from what is read.
     ///
-    /// The bytes may lie in memory that the source uses again: it is given back when the last clone of the [`Bytes`] is dropped, and a
+    /// The bytes may lie in memory that the source uses again: it is given back when the last clone of the [`Payload`] is dropped, and a
     /// source has only a few of them. Holding all of them and asking for one more therefore ends in [`SourceError::Silent`].
-    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError>;
+    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Payload)>, SourceError>;
 
     /// Goes back to the first bucket for another attempt; `reason` says, for a person, why the last one failed.
-    /// [`Bytes`] of the failed attempt may still be held meanwhile.
+    /// A [`Payload`] of the failed attempt may still be held meanwhile.
     async fn restart(&mut self, reason: &str) -> Result<(), SourceError>;
 
     /// No bucket will be asked for any more: a trainer may change its tensors.

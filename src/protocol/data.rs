@@ -33,6 +33,20 @@ pub struct DataHello {
     pub silence_ms: u64,
     /// True for the one-element operation of the commit phase.
     pub probe: bool,
+    /// Where payloads come from when they travel between GPUs; none when they travel in the connections.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub carried: Option<CarriedBy>,
+}
+
+/// How the payloads of a stream travel outside of its connections.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CarriedBy {
+    /// Rank of the leader in the epoch's communicator.
+    pub root: u32,
+    /// Members of the chain that take part because the communicator needs every rank, and keep nothing: they refused this attempt, or
+    /// hold the version.
+    pub passing: Vec<MemberName>,
 }
 
 /// Why a stream ended early, as members tell each other along the chain in both directions; `peer` is the member at fault.
@@ -74,6 +88,11 @@ pub enum StreamFailure {
         /// The bucket.
         sequence: u32,
     },
+    /// No byte moved between GPUs although every worker lives: nobody can be told to be at fault.
+    Stalled {
+        /// For so long, in ms.
+        silence_ms: u64,
+    },
     /// The leader gave the stream up.
     Cancelled,
 }
@@ -83,7 +102,7 @@ pub enum StreamFailure {
 pub struct BucketHeader {
     /// Position in the order of sending, from 0; never `u32::MAX`.
     pub sequence: u32,
-    /// Flags; 0 today, anything else is refused.
+    /// Flags: 0, or [`CARRIED`](Self::CARRIED); anything else is refused.
     pub flags: u32,
     /// First byte in the stream of the layout.
     pub offset: u64,
@@ -94,6 +113,10 @@ pub struct BucketHeader {
 impl BucketHeader {
     /// Length on the wire in bytes.
     pub const LENGTH: usize = 24;
+
+    /// Flag: the bytes do not follow here, they travel between the GPUs of the epoch's communicator. Digests (gsum64) follow in the order
+    /// of the heads, several heads may come before the first.
+    pub const CARRIED: u32 = 1;
 
     /// The header as it travels.
     pub fn encode(&self) -> [u8; Self::LENGTH] {

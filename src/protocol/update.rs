@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{EpochId, InstallStep, Version};
-use crate::weights::Layout;
+use crate::weights::{DigestAlgorithm, Layout};
 
 /// Names one attempt to bring one version to members.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -31,6 +31,9 @@ pub struct BeginRequest {
     pub layout: Layout,
     /// blake3 (hex) of the layout as the leader computed it.
     pub layout_digest: String,
+    /// How the digests of its tensors are computed.
+    #[serde(default)]
+    pub algorithm: DigestAlgorithm,
     /// True when an already installed version is brought to a member that lacks it.
     pub feeding: bool,
     /// blake3 (hex) of the manifest, where the leader knows it before the stream (a retry, feeding): a rollout that holds these very
@@ -45,7 +48,7 @@ pub struct BeginRequest {
 pub struct FinishRequest {
     /// Which attempt.
     pub update: UpdateId,
-    /// xxh3-128 (hex) of every tensor, in layout order.
+    /// Digest (hex) of every tensor by the algorithm of the begin, in layout order.
     pub tensor_digests: Vec<String>,
     /// blake3 (hex) of the manifest.
     pub manifest_digest: String,

@@ -41,12 +41,7 @@ impl Intake {
     /// A bucket begins.
     pub(super) fn head(&mut self, header: BucketHeader) -> Result<(), StreamFailure> {
         self.running("a bucket")?;
-        let sound = header.flags == 0
-            && header.sequence != u32::MAX
-            && header.bytes > 0
-            && header.offset.checked_add(header.bytes).is_some()
-            && self.open.is_none();
-        if !sound {
+        if header.flags != 0 || !sound(&header) || self.open.is_some() {
             return Err(self.nonsense("the head of a bucket makes no sense"));
         }
         self.open = Some((header, 0));
@@ -82,6 +77,29 @@ impl Intake {
             return Err(failure);
         }
         let completed = self.store.complete(&header, computed);
+        self.stored(completed)
+    }
+
+    /// A bucket begins whose bytes come another way; more may begin before it is whole.
+    pub(super) fn carried_head(&mut self, header: BucketHeader) -> Result<(), StreamFailure> {
+        self.running("a bucket")?;
+        if header.flags != BucketHeader::CARRIED || !sound(&header) || self.open.is_some() {
+            return Err(self.nonsense("the head of a bucket makes no sense"));
+        }
+        Ok(())
+    }
+
+    /// The next bytes of a bucket that came another way, at their place in the stream of the layout.
+    pub(super) fn carried_part(&mut self, offset: u64, part: &[u8]) -> Result<(), StreamFailure> {
+        self.running("bytes")?;
+        let written = self.store.write(offset, part);
+        self.stored(written)
+    }
+
+    /// A bucket that came another way was proven, and all of it was given to the store.
+    pub(super) fn carried_whole(&mut self, header: &BucketHeader, digest: u128) -> Result<(), StreamFailure> {
+        self.running("a digest")?;
+        let completed = self.store.complete(header, digest);
         self.stored(completed)
     }
 
@@ -131,6 +149,11 @@ impl Drop for Intake {
     }
 }
 
+/// Whether the numbers of a head can be true.
+fn sound(header: &BucketHeader) -> bool {
+    header.sequence != u32::MAX && header.bytes > 0 && header.offset.checked_add(header.bytes).is_some()
+}
+
 /// Who is at fault and what happened, for a store.
 fn blame(failure: &StreamFailure) -> (Option<&MemberName>, String) {
     match failure {
@@ -139,6 +162,7 @@ fn blame(failure: &StreamFailure) -> (Option<&MemberName>, String) {
         StreamFailure::Lost { peer, cause } => (Some(peer), format!("lost in the middle: {cause}")),
         StreamFailure::Silent { peer, silence_ms } => (Some(peer), format!("no sign of life for {silence_ms} ms")),
         StreamFailure::Corrupt { peer, sequence } => (Some(peer), format!("received bucket {sequence} with a wrong digest")),
+        StreamFailure::Stalled { silence_ms } => (None, format!("no byte moved between the GPUs for {silence_ms} ms")),
         StreamFailure::Cancelled => (None, "the leader gave the stream up".to_owned()),
     }
 }

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::intake::Intake;
-use super::{Admission, BucketSink, Transport, TransportError};
+use super::{Admission, BucketSink, Payload, Transport, TransportError};
 use crate::protocol::{BucketHeader, DataHello, MemberName, StreamFailure};
 
 /// Where members of one process find each other by name.
@@ -214,7 +214,8 @@ fn silent(name: &MemberName, silence: Duration) -> StreamFailure {
 
 #[async_trait]
 impl BucketSink for Chain {
-    async fn send(&mut self, header: BucketHeader, data: Bytes, digest: u128) -> Result<(), TransportError> {
+    async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError> {
+        let Payload::Host(data) = data;
         self.each(|| Work::Bucket(header, data.clone(), digest)).await
     }
 

@@ -12,7 +12,7 @@ mod sink;
 mod socket;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -22,9 +22,11 @@ use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
+use super::carrier::Carriers;
 use super::{Admission, BucketSink, Transport, TransportError};
 use crate::protocol::{DataHello, MemberName, StreamFailure};
-use downstream::{Alive, Downstream};
+use downstream::Alive;
+pub(super) use downstream::{Downstream, Item, alive_period, millis};
 use sink::Sink;
 
 /// Finds the name that a member's certificate must carry.
@@ -78,6 +80,7 @@ impl Default for TcpOptions {
 pub struct TcpTransport {
     address: SocketAddr,
     options: Arc<TcpOptions>,
+    carriers: Arc<OnceLock<Arc<dyn Carriers>>>,
     _closed: DropGuard,
 }
 
@@ -89,15 +92,32 @@ impl TcpTransport {
         let bound = listener.local_addr().map_err(io)?;
         let closed = CancellationToken::new();
         let options = Arc::new(options);
+        let carriers: Arc<OnceLock<Arc<dyn Carriers>>> = Arc::default();
         let server = Server {
             admission,
             strangers: Arc::new(Semaphore::new(options.max_strangers)),
             streams: Arc::new(Semaphore::new(options.max_streams)),
             options: options.clone(),
+            carriers: carriers.clone(),
             closed: closed.clone(),
         };
         tokio::spawn(closed.clone().run_until_cancelled_owned(server.run(listener)));
-        Ok(Self { address: bound, options, _closed: closed.drop_guard() })
+        Ok(Self { address: bound, options, carriers, _closed: closed.drop_guard() })
+    }
+}
+
+impl TcpTransport {
+    /// Has payloads that do not travel in the connections brought by `carriers`.
+    pub(super) fn carried_by(&self, carriers: Arc<dyn Carriers>) {
+        // Set once, before the first stream can come: nobody was told the address yet.
+        let _ = self.carriers.set(carriers);
+    }
+
+    /// Opens a chain for a leader whose payloads travel beside it.
+    pub(super) async fn open_beside(&self, hello: DataHello, first: &str) -> Result<Downstream, TransportError> {
+        let mut chain = Downstream::start(hello, first.to_owned(), self.options.clone(), Alive::ByItself, StreamFailure::Cancelled);
+        chain.admitted().await?;
+        Ok(chain)
     }
 }
 
@@ -112,8 +132,7 @@ impl Transport for TcpTransport {
     }
 
     async fn open(&self, hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError> {
-        let mut chain = Downstream::start(hello, first.to_owned(), self.options.clone(), Alive::ByItself, StreamFailure::Cancelled);
-        chain.admitted().await?;
+        let chain = self.open_beside(hello, first).await?;
         Ok(Box::new(Sink::new(chain, self.options.buckets_in_flight)))
     }
 }
@@ -124,6 +143,7 @@ struct Server {
     strangers: Arc<Semaphore>,
     streams: Arc<Semaphore>,
     options: Arc<TcpOptions>,
+    carriers: Arc<OnceLock<Arc<dyn Carriers>>>,
     closed: CancellationToken,
 }
 
@@ -160,7 +180,8 @@ impl Server {
             };
             drop(stranger);
             let stream = server.streams.clone().try_acquire_owned().ok();
-            member::serve(link, hello, &*server.admission, server.options, stream).await;
+            let carriers = server.carriers.get().map(Arc::as_ref);
+            member::serve(link, hello, &*server.admission, carriers, server.options, stream).await;
         }));
     }
 }

@@ -1,13 +1,14 @@
-//! Digests of bytes that pass a CPU: xxh3-128 per bucket on the wire and per tensor for retention and reports.
+//! Digests: xxh3-128 per bucket on a wire that passes a CPU, and of every tensor by the algorithm that the manifest names.
 //!
-//! Decides how bytes become a digest, in one piece or while they arrive. It finds corruption, misplacement and loss, not an attacker:
+//! Decides how bytes, or shares that a GPU computed of them, become a digest, in one piece or while they arrive. It finds corruption, misplacement and loss, not an attacker:
 //! who may send is decided by TLS and the epoch's secret. It never keeps bytes.
 
 use std::sync::Arc;
 
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_128};
 
-use super::{Layout, shown};
+use super::gsum::Gsum64;
+use super::{DigestAlgorithm, Layout, shown};
 
 /// The xxh3-128 (seed 0) of a bucket or tensor.
 pub fn bucket_digest(bytes: &[u8]) -> u128 {
@@ -48,11 +49,54 @@ impl BucketHasher {
     }
 }
 
+/// A share of one tensor's gsum64 that a GPU is to compute of a part of the stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DigestPart {
+    /// First byte, counted from the start of the part of the stream.
+    pub offset: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Index of its first 8-byte word in its tensor.
+    pub first_word: u64,
+}
+
+impl Layout {
+    /// What is to be digested of `bytes` bytes of the stream from `offset` on, so that [`TensorHasher::add`] can take the shares. Parts
+    /// of the stream start at multiples of 8 bytes from the start of every tensor when they are cut at [`ALIGNMENT`](super::ALIGNMENT).
+    pub fn digest_parts(&self, offset: u64, bytes: u64) -> Vec<DigestPart> {
+        let parts = self.parts(offset, bytes);
+        parts.map(|part| DigestPart { offset: part.in_range, bytes: part.bytes, first_word: part.in_tensor / 8 }).collect()
+    }
+}
+
+/// A digest that is being computed, by either algorithm.
+#[derive(Clone)]
+enum Running {
+    Xxh3(BucketHasher),
+    Gsum(Gsum64),
+}
+
+impl Running {
+    fn update(&mut self, part: &[u8]) {
+        match self {
+            Self::Xxh3(hasher) => hasher.update(part),
+            Self::Gsum(sum) => sum.update(part),
+        }
+    }
+
+    fn take(&mut self) -> u128 {
+        match self {
+            Self::Xxh3(hasher) => hasher.take(),
+            Self::Gsum(sum) => sum.take().into(),
+        }
+    }
+}
+
 /// Per-tensor digests of a stream that is fed in order, in parts of any length. Gaps between tensors do not count.
 pub struct TensorHasher {
     layout: Arc<Layout>,
     position: u64,
-    hasher: BucketHasher,
+    hasher: Running,
     /// Digests of the tensors that ended; the next one is the tensor being fed.
     done: Vec<u128>,
 }
@@ -65,12 +109,18 @@ pub enum TensorHasherError {
     TooLong { extra: u64 },
     #[error("the stream ended in tensor {tensor}, after {position} of {total} bytes")]
     TooShort { tensor: String, position: u64, total: u64 },
+    #[error("shares of a digest came that no part of the stream asked for: {what}")]
+    Shares { what: &'static str },
 }
 
 impl TensorHasher {
     /// Nothing fed yet.
-    pub fn new(layout: Arc<Layout>) -> Self {
-        Self { layout, position: 0, hasher: BucketHasher::new(), done: Vec::new() }
+    pub fn new(layout: Arc<Layout>, algorithm: DigestAlgorithm) -> Self {
+        let hasher = match algorithm {
+            DigestAlgorithm::Xxh3_128 => Running::Xxh3(BucketHasher::new()),
+            DigestAlgorithm::Gsum64 => Running::Gsum(Gsum64::new()),
+        };
+        Self { layout, position: 0, hasher, done: Vec::new() }
     }
 
     /// Bytes fed so far.
@@ -102,6 +152,45 @@ impl TensorHasher {
             self.done.push(digest);
         }
         Ok(())
+    }
+
+    /// Takes the next `bytes` bytes of the stream by the shares that a GPU computed of [`Layout::digest_parts`]. Only for gsum64.
+    pub fn add(&mut self, bytes: u64, shares: &[u64]) -> Result<(), TensorHasherError> {
+        let left = self.layout.total_bytes.saturating_sub(self.position);
+        if bytes > left {
+            return Err(TensorHasherError::TooLong { extra: bytes - left });
+        }
+        let (layout, offset) = (self.layout.clone(), self.position);
+        let mut shares = shares.iter();
+        for part in layout.parts(offset, bytes) {
+            // Ends tensors without bytes, and gaps.
+            self.position = part.entry.offset.saturating_add(part.in_tensor);
+            self.end_before(part.index);
+            let Running::Gsum(sum) = &mut self.hasher else {
+                return Err(TensorHasherError::Shares { what: "the digest of this version is not gsum64" });
+            };
+            let share = shares.next().ok_or(TensorHasherError::Shares { what: "there are fewer than parts" })?;
+            if sum.words() != part.in_tensor / 8 || !sum.add(part.bytes, *share) {
+                return Err(TensorHasherError::Shares { what: "a part does not begin where the one before ended" });
+            }
+            self.position = self.position.saturating_add(part.bytes);
+            if self.position >= part.entry.end() {
+                self.end_before(part.index + 1);
+            }
+        }
+        if shares.next().is_some() {
+            return Err(TensorHasherError::Shares { what: "there are more than parts" });
+        }
+        self.position = offset.saturating_add(bytes);
+        Ok(())
+    }
+
+    /// Tensors in front of that one are over.
+    fn end_before(&mut self, index: usize) {
+        while self.done.len() < index {
+            let digest = self.hasher.take();
+            self.done.push(digest);
+        }
     }
 
     /// The digest of every tensor in layout order, once the whole stream was fed.

@@ -14,6 +14,9 @@ pub enum DigestAlgorithm {
     #[default]
     #[serde(rename = "xxh3-128")]
     Xxh3_128,
+    /// [`gsum64`](super::gsum64), in the low 64 bits: for bytes that pass GPUs.
+    #[serde(rename = "gsum64")]
+    Gsum64,
 }
 
 impl DigestAlgorithm {
@@ -21,6 +24,7 @@ impl DigestAlgorithm {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Xxh3_128 => "xxh3-128",
+            Self::Gsum64 => "gsum64",
         }
     }
 }
@@ -54,10 +58,10 @@ pub enum ManifestError {
 }
 
 impl Manifest {
-    /// A manifest of a layout and the digests of its tensors (xxh3-128, in layout order).
-    pub fn new(version: u64, layout: Layout, tensor_digests: &[u128]) -> Result<Self, ManifestError> {
+    /// A manifest of a layout and the digests of its tensors, in layout order.
+    pub fn new(version: u64, layout: Layout, algorithm: DigestAlgorithm, tensor_digests: &[u128]) -> Result<Self, ManifestError> {
         let tensor_digests = tensor_digests.iter().copied().map(digest_hex).collect();
-        let manifest = Self { version, layout, algorithm: DigestAlgorithm::Xxh3_128, tensor_digests };
+        let manifest = Self { version, layout, algorithm, tensor_digests };
         manifest.count_digests()?;
         Ok(manifest)
     }

@@ -3,6 +3,7 @@
 
 mod coverage;
 mod digest;
+mod gsum;
 mod hostile;
 mod layout;
 mod load_unit;

@@ -17,6 +17,7 @@ use super::slots::{Fill, Slots};
 use super::wire::{Outbox, Outgoing};
 use crate::agent::version_source::{SourceError, VersionSource};
 use crate::protocol::{ClientReply, Version};
+use crate::transport::Payload;
 use crate::weights::{Bucket, Layout};
 
 /// Slots start at multiples of this, so that a bucket never shares a page with another.
@@ -212,7 +213,7 @@ impl VersionSource for TrainerRing {
         self.repeatable && !self.turn.is_released()
     }
 
-    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError> {
+    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Payload)>, SourceError> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
@@ -230,7 +231,7 @@ impl VersionSource for TrainerRing {
                     let taken = self.take(&ring, sequence, slot)?;
                     // One of an attempt that is over is given back by the drop.
                     if attempt == self.attempt() {
-                        return Ok(Some(taken));
+                        return Ok(Some((taken.0, taken.1.into())));
                     }
                 }
                 Some(FromTrainer::Ended { attempt }) if attempt == self.attempt() => {

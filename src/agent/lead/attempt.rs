@@ -13,13 +13,13 @@ use super::Leader;
 use super::calls::Calls;
 use super::peers::Peers;
 use super::phases::ANSWER;
-use super::stream::Keep;
+use super::stream::{Keep, Sending};
 use super::table::{Failure, Table};
 use crate::agent::core::Core;
 use crate::agent::group::Epoch;
 use crate::agent::version_source::VersionSource;
 use crate::protocol::{ActivateRequest, FinishRequest, HeldVersion, MemberName, PublishErrorCode, Role, UpdateId, UpdatePhase, UpdateView};
-use crate::weights::{Layout, Manifest};
+use crate::weights::{DigestAlgorithm, Layout, Manifest};
 
 /// Least time between two views while bytes move.
 const VIEW_PERIOD: Duration = Duration::from_millis(200);
@@ -47,6 +47,8 @@ pub struct Plan<'a> {
     pub attempt: u32,
     /// Whether the version is the group's already.
     pub feeding: bool,
+    /// How the digests of its manifest are computed.
+    pub algorithm: DigestAlgorithm,
     /// To whom, in the order of the chain.
     pub members: Vec<MemberName>,
     /// How many must serve it for success.
@@ -151,11 +153,11 @@ impl<'a> Attempt<'a> {
     }
 
     async fn run(&mut self, plan: Plan<'_>) -> Result<Brought, Failure> {
-        let Plan { source, keep, stage, known, must, feeding, .. } = plan;
+        let Plan { source, keep, stage, known, must, feeding, algorithm, .. } = plan;
         let layout = Arc::new(source.layout().clone());
         let update = self.update();
         stage.progress(UpdatePhase::Begin, 0);
-        self.begin(&layout, feeding, known.clone()).await?;
+        self.begin(&layout, algorithm, feeding, known.clone()).await?;
 
         self.enter(UpdatePhase::Transfer, stage);
         let receiving = self.table.receiving();
@@ -165,8 +167,8 @@ impl<'a> Attempt<'a> {
             // Everybody holds it: nothing is to be read.
             Some(manifest) if receiving.is_empty() => (HeldVersion { version: update.version, manifest }, None),
             known => {
-                let digests = self.transfer(&receiving, source, &layout, keep, &mut following, stage).await?;
-                let manifest = Manifest::new(update.version, Layout::clone(&layout), &digests)
+                let digests = self.transfer(&receiving, Sending { source, layout: layout.clone(), algorithm, keep }, &mut following, stage).await?;
+                let manifest = Manifest::new(update.version, Layout::clone(&layout), algorithm, &digests)
                     .map_err(|error| self.failure(PublishErrorCode::Internal, error.to_string(), None, false))?;
                 let held = HeldVersion { version: update.version, manifest: manifest.digest() };
                 if let Some(before) = known.or(must).filter(|before| *before != held.manifest) {

@@ -19,7 +19,7 @@ use crate::agent::rollout::same_version;
 use crate::agent::version_source::VersionSource;
 use crate::protocol::{EpochId, HeldVersion, MemberName, MemberPhase, MemberState, Role, UpdatePhase};
 use crate::runtime::backoff::Backoff;
-use crate::weights::Manifest;
+use crate::weights::{DigestAlgorithm, Manifest};
 
 /// First and longest wait after a member could not be fed.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
@@ -31,6 +31,8 @@ const LOOK: Duration = Duration::from_millis(500);
 pub struct Copy {
     /// Which version.
     pub held: HeldVersion,
+    /// How the digests of its manifest are computed.
+    pub algorithm: DigestAlgorithm,
     /// Its bytes.
     pub source: Box<dyn VersionSource>,
 }
@@ -130,7 +132,7 @@ impl Feeder {
     }
 
     async fn feed(&self, epoch: &Arc<Epoch>, copy: Copy, members: Vec<MemberName>) {
-        let Copy { held, mut source } = copy;
+        let Copy { held, algorithm, mut source } = copy;
         let attempt = self.attempts.next(held.version);
         tracing::info!(version = held.version, attempt, members = ?members, "members that lack the current version are fed");
         let plan = Plan {
@@ -138,6 +140,7 @@ impl Feeder {
             version: held.version,
             attempt,
             feeding: true,
+            algorithm,
             members: members.clone(),
             min_ready: 1,
             known: Some(held.manifest.clone()),

@@ -10,12 +10,11 @@ use tokio::time::{Instant, sleep_until};
 use super::attempt::{Attempt, Stage};
 use super::calls::{Answer, Following};
 use super::probe::hello;
-use super::stream::{self, Keep, StreamError};
+use super::stream::{Sending, StreamError};
 use super::table::{Failure, Table, Verdict};
-use crate::agent::version_source::VersionSource;
 use crate::protocol::{BeginRequest, MemberName, PublishErrorCode, UpdatePhase};
 use crate::transport::TransportError;
-use crate::weights::Layout;
+use crate::weights::{DigestAlgorithm, Layout};
 
 /// Once enough members opened the update, the others have this long to do so.
 const OPENING_GRACE: Duration = Duration::from_secs(5);
@@ -24,11 +23,18 @@ const OPENING_GRACE: Duration = Duration::from_secs(5);
 pub(super) const ANSWER: Duration = Duration::from_secs(5);
 
 impl Attempt<'_> {
-    pub(super) async fn begin(&mut self, layout: &Arc<Layout>, feeding: bool, known: Option<String>) -> Result<(), Failure> {
+    pub(super) async fn begin(
+        &mut self,
+        layout: &Arc<Layout>,
+        algorithm: DigestAlgorithm,
+        feeding: bool,
+        known: Option<String>,
+    ) -> Result<(), Failure> {
         let request = BeginRequest {
             update: self.update(),
             layout: Layout::clone(layout),
             layout_digest: layout.digest(),
+            algorithm,
             feeding,
             manifest_digest: known,
         };
@@ -66,21 +72,19 @@ impl Attempt<'_> {
     pub(super) async fn transfer(
         &mut self,
         receiving: &[MemberName],
-        source: &mut dyn VersionSource,
-        layout: &Arc<Layout>,
-        keep: Option<Arc<dyn Keep>>,
+        sending: Sending<'_>,
         following: &mut Following,
         stage: &mut dyn Stage,
     ) -> Result<Vec<u128>, Failure> {
         let silence = self.silence;
         let hello = hello(&self.epoch, &self.calls, receiving, &self.update(), false);
-        let (leader, layout) = (self.leader, layout.clone());
+        let leader = self.leader;
         let sent = async {
             let mut sink = match hello {
                 Some((hello, first)) => Some(leader.transport.open(hello, &first).await?),
                 None => None,
             };
-            let digests = stream::send(source, layout, sink.as_mut(), keep, silence).await?;
+            let digests = sending.run(sink.as_mut(), silence).await?;
             if let Some(sink) = sink {
                 sink.finish().await?;
             }

@@ -52,7 +52,7 @@ impl Leader {
         };
         let mut sink = self.transport.open(hello, &first).await?;
         let header = BucketHeader { sequence: 0, flags: 0, offset: 0, bytes: ELEMENT.len() as u64 };
-        sink.send(header, Bytes::from_static(&ELEMENT), bucket_digest(&ELEMENT)).await?;
+        sink.send(header, Bytes::from_static(&ELEMENT).into(), bucket_digest(&ELEMENT)).await?;
         sink.finish().await
     }
 }
@@ -74,6 +74,7 @@ pub(super) fn hello(epoch: &Epoch, calls: &Calls, members: &[MemberName], update
         tls: policy.data_tls,
         silence_ms: policy.silence_ms,
         probe,
+        carried: None,
     };
     Some((hello, first))
 }

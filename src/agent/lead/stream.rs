@@ -10,8 +10,8 @@ use tokio::sync::mpsc;
 
 use crate::agent::version_source::{SourceError, VersionSource};
 use crate::protocol::BucketHeader;
-use crate::transport::{BucketSink, TransportError};
-use crate::weights::{Bucket, Layout, TensorHasher, bucket_digest};
+use crate::transport::{BucketSink, Payload, TransportError};
+use crate::weights::{Bucket, DigestAlgorithm, Layout, TensorHasher, bucket_digest};
 
 /// Buckets that are read and hashed ahead of the one being sent.
 const AHEAD: usize = 2;
@@ -33,18 +33,34 @@ pub trait Keep: Send + Sync {
     fn keep(&self, bytes: Bytes) -> Bytes;
 }
 
-/// Sends all of it; answers the digest of every tensor, in layout order. `sink` is none when nobody waits for the stream.
-pub(super) async fn send(
+/// What is sent, and who keeps a copy of it.
+pub(super) struct Sending<'a> {
+    pub(super) source: &'a mut dyn VersionSource,
+    pub(super) layout: Arc<Layout>,
+    pub(super) algorithm: DigestAlgorithm,
+    pub(super) keep: Option<Arc<dyn Keep>>,
+}
+
+impl Sending<'_> {
+    /// Sends all of it; answers the digest of every tensor, in layout order. `sink` is none when nobody waits for the stream.
+    pub(super) async fn run(self, sink: Option<&mut Box<dyn BucketSink>>, silence: Duration) -> Result<Vec<u128>, StreamError> {
+        let Self { source, layout, algorithm, keep } = self;
+        send(source, (TensorHasher::new(layout.clone(), algorithm), layout), sink, keep, silence).await
+    }
+}
+
+async fn send(
     source: &mut dyn VersionSource,
-    layout: Arc<Layout>,
+    (mut hasher, layout): (TensorHasher, Arc<Layout>),
     mut sink: Option<&mut Box<dyn BucketSink>>,
     keep: Option<Arc<dyn Keep>>,
     silence: Duration,
 ) -> Result<Vec<u128>, StreamError> {
-    let (ready, mut to_send) = mpsc::channel::<(Bucket, Bytes, u128)>(AHEAD);
+    let (ready, mut to_send) = mpsc::channel::<(Bucket, Payload, u128)>(AHEAD);
+    let hashes = sink.as_ref().is_some_and(|sink| sink.hashes());
     let produce = async {
-        let mut hasher = TensorHasher::new(layout.clone());
-        while let Some((bucket, bytes)) = source.next(silence).await? {
+        while let Some((bucket, payload)) = source.next(silence).await? {
+            let Payload::Host(bytes) = payload;
             check(&layout, &hasher, &bucket, &bytes)?;
             let keep = keep.clone();
             let hashed = tokio::task::spawn_blocking(move || {
@@ -52,7 +68,7 @@ pub(super) async fn send(
                     Some(keep) => keep.keep(bytes),
                     None => bytes,
                 };
-                let digest = bucket_digest(&bytes);
+                let digest = if hashes { 0 } else { bucket_digest(&bytes) };
                 hasher.update(&bytes).map(|()| (hasher, bytes, digest))
             });
             let (back, bytes, digest) = match hashed.await {
@@ -60,7 +76,7 @@ pub(super) async fn send(
                 Err(ended) => return Err(StreamError::Layout(format!("hashing ended early: {ended}"))),
             };
             hasher = back;
-            if ready.send((bucket, bytes, digest)).await.is_err() {
+            if ready.send((bucket, bytes.into(), digest)).await.is_err() {
                 break;
             }
         }
@@ -77,10 +93,10 @@ pub(super) async fn send(
                 },
                 None => to_send.recv().await,
             };
-            let Some((bucket, bytes, digest)) = next else { return Ok(()) };
+            let Some((bucket, payload, digest)) = next else { return Ok(()) };
             if let Some(sink) = sink.as_mut() {
                 let header = BucketHeader { sequence: bucket.sequence, flags: 0, offset: bucket.offset, bytes: bucket.bytes };
-                sink.send(header, bytes, digest).await?;
+                sink.send(header, payload, digest).await?;
             }
         }
     };

@@ -17,7 +17,7 @@ use crate::agent::group::refusal;
 use crate::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
 use crate::transport::BucketStore;
 use crate::weights::safetensors::SafetensorsPlan;
-use crate::weights::{Coverage, Layout, Manifest, TensorHasher, digest_hex, parse_digest_hex};
+use crate::weights::{Coverage, DigestAlgorithm, Layout, Manifest, TensorHasher, digest_hex, parse_digest_hex};
 
 /// Who is told how the stream goes.
 pub trait Listener: Send + Sync {
@@ -35,6 +35,7 @@ pub trait Listener: Send + Sync {
 pub struct Receiver {
     update: UpdateId,
     layout: Arc<Layout>,
+    algorithm: DigestAlgorithm,
     plan: SafetensorsPlan,
     begun: Instant,
     listener: Box<dyn Listener>,
@@ -53,6 +54,7 @@ impl Receiver {
     pub fn create(
         update: UpdateId,
         layout: Arc<Layout>,
+        algorithm: DigestAlgorithm,
         plan: SafetensorsPlan,
         dir: VersionDir,
         listener: Box<dyn Listener>,
@@ -69,10 +71,10 @@ impl Receiver {
         if let Some((name, json)) = &plan.index {
             std::fs::write(dir.path().join(name), json)?;
         }
-        let hasher = TensorHasher::new(layout.clone());
+        let hasher = TensorHasher::new(layout.clone(), algorithm);
         let coverage = Coverage::new(layout.total_bytes);
         let arriving = Mutex::new(Some(Arriving { dir, files, hasher, coverage }));
-        Ok(Self { update, layout, plan, begun: Instant::now(), listener, arriving })
+        Ok(Self { update, layout, algorithm, plan, begun: Instant::now(), listener, arriving })
     }
 
     /// Lets the directory go; nothing is taken any more.
@@ -85,7 +87,8 @@ impl Receiver {
         let Some(arrived) = lock(&self.arriving).take() else { return Err("nothing was received".into()) };
         arrived.coverage.check(&self.layout).map_err(|error| error.to_string())?;
         let computed = arrived.hasher.finish().map_err(|error| error.to_string())?;
-        let manifest = Manifest::new(self.update.version, Layout::clone(&self.layout), &computed).map_err(|error| error.to_string())?;
+        let manifest = Manifest::new(self.update.version, Layout::clone(&self.layout), self.algorithm, &computed);
+        let manifest = manifest.map_err(|error| error.to_string())?;
         let said: Vec<u128> = request.tensor_digests.iter().map(|hex| parse_digest_hex(hex).unwrap_or_default()).collect();
         manifest.compare(&said).map_err(|error| error.to_string())?;
         if request.tensor_digests != computed.iter().copied().map(digest_hex).collect::<Vec<_>>() {

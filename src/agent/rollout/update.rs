@@ -141,7 +141,7 @@ impl Rollout {
             .map_err(|error| refusal(RefusalCode::OutOfSpace, format!("{error} (version {})", request.update.version)))?;
         let dir = self.dir.version(request.update.version, request.update.attempt).map_err(|error| internal(error.to_string()))?;
         let listener = Box::new(Weak::clone(&Arc::downgrade(self)));
-        let receiver = Receiver::create(request.update.clone(), layout, plan, dir, listener)
+        let receiver = Receiver::create(request.update.clone(), layout, request.algorithm, plan, dir, listener)
             .map_err(|error| internal(format!("the files of version {} cannot be made: {error}", request.update.version)))?;
         Ok(Arc::new(receiver))
     }

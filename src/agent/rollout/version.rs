@@ -14,6 +14,7 @@ use bytes::Bytes;
 use super::version_dir::VersionDir;
 use crate::agent::version_source::{SourceError, VersionSource};
 use crate::protocol::HeldVersion;
+use crate::transport::Payload;
 use crate::weights::safetensors::SafetensorsPlan;
 use crate::weights::{Bucket, Layout, Manifest, TensorHasher};
 
@@ -38,7 +39,7 @@ impl Version {
 
     /// Hashes all tensors again; an error names the first one that is not what was received. Blocks.
     pub fn check(&self) -> Result<(), String> {
-        let mut hasher = TensorHasher::new(self.layout.clone());
+        let mut hasher = TensorHasher::new(self.layout.clone(), self.manifest.algorithm);
         for bucket in self.layout.buckets() {
             let bytes = self.read(&bucket).map_err(|error| error.to_string())?;
             hasher.update(&bytes).map_err(|error| error.to_string())?;
@@ -87,7 +88,7 @@ impl VersionSource for VersionReader {
         true
     }
 
-    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError> {
+    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Payload)>, SourceError> {
         let Some(bucket) = self.version.layout.bucket(self.next) else { return Ok(None) };
         let version = self.version.clone();
         let read = tokio::task::spawn_blocking(move || version.read(&bucket));
@@ -97,7 +98,7 @@ impl VersionSource for VersionReader {
             Err(_) => return Err(SourceError::Silent { silence }),
         };
         self.next += 1;
-        Ok(Some((bucket, Bytes::from(bytes))))
+        Ok(Some((bucket, Bytes::from(bytes).into())))
     }
 
     async fn restart(&mut self, _reason: &str) -> Result<(), SourceError> {

@@ -3,12 +3,15 @@
 //! Pure. Skipped numbers are fine; nothing ever waits for one.
 
 use crate::protocol::{HeldVersion, PublishError, PublishErrorCode, Version};
+use crate::weights::DigestAlgorithm;
 
 /// What was published through this agent, and what the group holds.
 #[derive(Debug, Default)]
 pub struct History {
     done: Option<HeldVersion>,
     failed: Option<(Version, Option<String>)>,
+    /// How the manifest of the version that failed was computed.
+    algorithm: Option<DigestAlgorithm>,
 }
 
 impl History {
@@ -37,6 +40,12 @@ impl History {
         Ok(self.failed.as_ref().filter(|(failed, _)| *failed == version).and_then(|(_, manifest)| manifest.clone()))
     }
 
+    /// How the digests of a version's manifest are computed, where an earlier try settled it: another algorithm would make another manifest of
+    /// the very same weights.
+    pub fn algorithm(&self, version: Version) -> Option<DigestAlgorithm> {
+        self.algorithm.filter(|_| self.failed.as_ref().is_some_and(|(failed, manifest)| *failed == version && manifest.is_some()))
+    }
+
     /// A version is being tried.
     pub fn tried(&mut self, version: Version) {
         if self.failed.as_ref().is_none_or(|(failed, _)| *failed != version) {
@@ -45,7 +54,8 @@ impl History {
     }
 
     /// The whole stream of the version was read, and this is what it was.
-    pub fn read(&mut self, held: &HeldVersion) {
+    pub fn read(&mut self, held: &HeldVersion, algorithm: DigestAlgorithm) {
+        self.algorithm = Some(algorithm);
         self.failed = Some((held.version, Some(held.manifest.clone())));
     }
 

@@ -19,7 +19,7 @@ use crate::agent::lead::{Brought, Keep, Plan, Stage};
 use crate::agent::publish_job::{NotActivated, PublishJob, Reporter};
 use crate::agent::version_source::VersionSource;
 use crate::protocol::{Activation, EpochId, HeldVersion, PublishError, PublishErrorCode, PublishResult, UpdatePhase, Version};
-use crate::weights::{Layout, Manifest};
+use crate::weights::{DigestAlgorithm, Layout, Manifest};
 
 /// A publish as far as all its attempts share it.
 struct Publish {
@@ -33,6 +33,8 @@ struct Publish {
     copy: Option<Arc<Retained>>,
     /// Its manifest, once its bytes were read.
     manifest: Option<String>,
+    /// How the digests of its manifest are computed; settled by the first attempt.
+    algorithm: Option<DigestAlgorithm>,
     /// The manifest that its number was tried with by an earlier publish.
     must: Option<String>,
     attempts: u32,
@@ -52,6 +54,7 @@ impl Source {
             kept: None,
             copy: None,
             manifest: None,
+            algorithm: None,
             must: None,
             attempts: 0,
             failed: None,
@@ -87,6 +90,7 @@ impl Source {
                 let current = self.current(Some(&epoch));
                 let mut history = lock(&self.history);
                 publish.must = history.admit(publish.version, current.as_ref())?;
+                publish.algorithm = history.algorithm(publish.version);
                 history.tried(publish.version);
             } else if publish.copy.is_none() {
                 let reason = publish.failed.as_ref().map_or_else(String::new, |(_, failure)| failure.message.clone());
@@ -126,6 +130,7 @@ impl Source {
         if publish.copy.is_none() && publish.kept.is_none() {
             publish.kept = self.keeper(epoch, publish, &layout);
         }
+        let algorithm = *publish.algorithm.get_or_insert(epoch.algorithm());
         let keeper = publish.kept.clone().filter(|_| publish.copy.is_none());
         let mut copy = publish.copy.as_ref().and_then(|copy| copy.source());
         let mut stage = PublishStage {
@@ -135,6 +140,7 @@ impl Source {
             keeper: keeper.clone(),
             copy: None,
             manifest: None,
+            algorithm,
             activation: publish.activation,
             deadline: publish.deadline,
         };
@@ -143,6 +149,7 @@ impl Source {
             version: publish.version,
             attempt: self.attempts.next(publish.version),
             feeding: false,
+            algorithm,
             members: epoch.rollouts(),
             min_ready: epoch.prepared.policy.min_ready,
             known: publish.manifest.clone(),
@@ -189,7 +196,7 @@ impl Source {
         self.core.learn_current(Some(&brought.held));
         let copy = publish.copy.take().or_else(|| {
             let reader = publish.source.another()?;
-            Some(Arc::new(Retained::elsewhere(brought.held.clone(), reader)))
+            Some(Arc::new(Retained::elsewhere(brought.held.clone(), publish.algorithm.unwrap_or_default(), reader)))
         });
         self.retain(copy);
         self.core.set_facts(|facts| facts.installed = Some(brought.held.clone()));
@@ -214,6 +221,7 @@ struct PublishStage<'a> {
     keeper: Option<Arc<Keeper>>,
     copy: Option<Arc<Retained>>,
     manifest: Option<String>,
+    algorithm: DigestAlgorithm,
     activation: Activation,
     deadline: Instant,
 }
@@ -226,9 +234,9 @@ impl Stage for PublishStage<'_> {
 
     fn streamed(&mut self, _manifest: &Manifest, held: &HeldVersion) -> Result<(), Failure> {
         self.manifest = Some(held.manifest.clone());
-        lock(&self.source.history).read(held);
+        lock(&self.source.history).read(held, self.algorithm);
         let kept = self.keeper.take().map(|keeper| keeper.take());
-        self.copy = kept.and_then(|buckets| Retained::in_memory(held.clone(), &self.layout, buckets)).map(Arc::new);
+        self.copy = kept.and_then(|buckets| Retained::in_memory(held.clone(), self.algorithm, &self.layout, buckets)).map(Arc::new);
         Ok(())
     }
 

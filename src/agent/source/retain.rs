@@ -16,12 +16,15 @@ use crate::agent::lead::Keep;
 use crate::agent::space::Cgroups;
 use crate::agent::version_source::{SourceError, VersionSource};
 use crate::protocol::HeldVersion;
-use crate::weights::{Bucket, Layout};
+use crate::transport::Payload;
+use crate::weights::{Bucket, DigestAlgorithm, Layout};
 
 /// A complete copy.
 pub struct Retained {
     /// Which version.
     pub held: HeldVersion,
+    /// How the digests of its manifest are computed.
+    pub algorithm: DigestAlgorithm,
     copy: Copy,
 }
 
@@ -32,15 +35,15 @@ enum Copy {
 
 impl Retained {
     /// A copy in memory; none when buckets are missing.
-    pub fn in_memory(held: HeldVersion, layout: &Layout, buckets: Vec<Bytes>) -> Option<Self> {
+    pub fn in_memory(held: HeldVersion, algorithm: DigestAlgorithm, layout: &Layout, buckets: Vec<Bytes>) -> Option<Self> {
         let bytes: u64 = buckets.iter().map(|bucket| bucket.len() as u64).sum();
         let whole = bytes == layout.total_bytes && buckets.len() == layout.bucket_count() as usize;
-        whole.then(|| Self { held, copy: Copy::Memory { layout: Arc::new(layout.clone()), buckets: Arc::new(buckets) } })
+        whole.then(|| Self { held, algorithm, copy: Copy::Memory { layout: Arc::new(layout.clone()), buckets: Arc::new(buckets) } })
     }
 
     /// Bytes that stay where they are.
-    pub fn elsewhere(held: HeldVersion, reader: Box<dyn VersionSource>) -> Self {
-        Self { held, copy: Copy::Elsewhere(Mutex::new(reader)) }
+    pub fn elsewhere(held: HeldVersion, algorithm: DigestAlgorithm, reader: Box<dyn VersionSource>) -> Self {
+        Self { held, algorithm, copy: Copy::Elsewhere(Mutex::new(reader)) }
     }
 
     /// Reads it, from the first byte.
@@ -132,12 +135,12 @@ impl VersionSource for MemoryReader {
         true
     }
 
-    async fn next(&mut self, _silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError> {
+    async fn next(&mut self, _silence: Duration) -> Result<Option<(Bucket, Payload)>, SourceError> {
         let Some(bucket) = self.layout.bucket(self.next) else { return Ok(None) };
         let bytes = usize::try_from(self.next).ok().and_then(|index| self.buckets.get(index)).cloned();
         let bytes = bytes.ok_or_else(|| SourceError::Nonsense { what: "the retained copy lacks a bucket".into() })?;
         self.next += 1;
-        Ok(Some((bucket, bytes)))
+        Ok(Some((bucket, bytes.into())))
     }
 
     async fn restart(&mut self, _reason: &str) -> Result<(), SourceError> {

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use bytes::Bytes;
 
 use super::retain::Keeper;
 use crate::agent::version_source::{SourceError, VersionSource};
+use crate::transport::Payload;
 use crate::weights::{Bucket, Layout};
 
 /// Longest wait for the copy of a bucket that was read last.
@@ -56,7 +56,7 @@ impl VersionSource for Tracked {
         self.source.repeatable() && !self.released
     }
 
-    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError> {
+    async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Payload)>, SourceError> {
         if self.given < self.read {
             let bucket = u32::try_from(self.given).ok().and_then(|sequence| self.layout().bucket(sequence));
             let bytes = self.kept.as_ref().and_then(|kept| kept.bucket(self.given));
@@ -64,7 +64,7 @@ impl VersionSource for Tracked {
                 return Err(SourceError::Nonsense { what: "the copy of what was read lacks a bucket".into() });
             };
             self.given += 1;
-            return Ok(Some((bucket, bytes)));
+            return Ok(Some((bucket, bytes.into())));
         }
         let next = self.source.next(silence).await?;
         if next.is_some() {

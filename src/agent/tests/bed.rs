@@ -29,7 +29,7 @@ use crate::protocol::*;
 use crate::runtime::https::{Access, AgentClient, CallError, Limits, serve_https};
 use crate::runtime::identity::{Ca, ClientCertificates, Identity, PeerIdentity, agent_name};
 use crate::transport::tcp::{DataTls, TcpOptions, TcpTransport};
-use crate::transport::{BucketSink, Transport, TransportError};
+use crate::transport::{BucketSink, Payload, Transport, TransportError};
 
 pub const WEIGHTSYNC: &str = "object";
 const HOUR: Duration = Duration::from_secs(3600);
@@ -122,12 +122,13 @@ impl Transport for Corrupting {
 
 #[async_trait]
 impl BucketSink for CorruptingSink {
-    async fn send(&mut self, header: BucketHeader, data: Bytes, digest: u128) -> Result<(), TransportError> {
+    async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError> {
+        let Payload::Host(data) = data;
         let mut data = data.to_vec();
         if self.armed.swap(false, std::sync::atomic::Ordering::SeqCst) {
             data[0] ^= 1;
         }
-        self.inner.send(header, Bytes::from(data), digest).await
+        self.inner.send(header, Bytes::from(data).into(), digest).await
     }
     async fn failed(&mut self) -> TransportError {
         self.inner.failed().await

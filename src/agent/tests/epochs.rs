@@ -4,6 +4,7 @@ use super::bed::*;
 use super::trainer::*;
 use crate::protocol::*;
 use crate::runtime::https::CallError;
+use crate::weights::DigestAlgorithm;
 
 fn code<T: std::fmt::Debug>(answer: Result<T, CallError>) -> RefusalCode {
     match answer {
@@ -99,7 +100,14 @@ async fn f59_a_side_that_cuts_the_stream_differently_is_refused_before_a_byte_mo
     let tensors: Vec<_> = layout.tensors().cloned().collect();
     let other = crate::weights::Layout::new("model", tensors, layout.bucket_bytes * 2).unwrap();
     let update = UpdateId { epoch: bed.id(), version: 1, attempt: 1 };
-    let mut begin = BeginRequest { update, layout: layout.clone(), layout_digest: other.digest(), feeding: false, manifest_digest: None };
+    let mut begin = BeginRequest {
+        update,
+        layout: layout.clone(),
+        layout_digest: other.digest(),
+        algorithm: DigestAlgorithm::default(),
+        feeding: false,
+        manifest_digest: None,
+    };
     assert_eq!(code(bed.post_as::<_, UpdateStatus>(&source, &rollout, "/v1/update/begin", &begin).await), RefusalCode::LayoutMismatch);
     assert_eq!(rollout.engine.get(|inside| inside.installs), 0);
     begin.layout_digest = layout.digest();

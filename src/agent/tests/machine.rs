@@ -6,6 +6,7 @@ use super::trainer::weights;
 use crate::agent::rollout::machine::{Activating, Finishing, Machine, Opening};
 use crate::engine::EngineStart;
 use crate::protocol::*;
+use crate::weights::DigestAlgorithm;
 
 fn id(epoch: u64, version: Version, attempt: u32) -> UpdateId {
     UpdateId { epoch: EpochId { weightsync: "w".into(), created: 1, term: 0, epoch }, version, attempt }
@@ -13,7 +14,14 @@ fn id(epoch: u64, version: Version, attempt: u32) -> UpdateId {
 
 fn begin(update: &UpdateId, feeding: bool, manifest: Option<&str>) -> BeginRequest {
     let (layout, _) = weights(1);
-    BeginRequest { update: update.clone(), layout_digest: layout.digest(), layout, feeding, manifest_digest: manifest.map(str::to_owned) }
+    BeginRequest {
+        update: update.clone(),
+        layout_digest: layout.digest(),
+        layout,
+        algorithm: DigestAlgorithm::default(),
+        feeding,
+        manifest_digest: manifest.map(str::to_owned),
+    }
 }
 
 fn finish(update: &UpdateId, manifest: &str) -> FinishRequest {

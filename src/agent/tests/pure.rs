@@ -11,6 +11,7 @@ use crate::agent::source::retain::fits;
 use crate::agent::space::Cgroups;
 use crate::engine::EngineStart;
 use crate::protocol::*;
+use crate::weights::DigestAlgorithm;
 
 fn epoch(object: &str, created: u64, term: u64, epoch: u64) -> EpochId {
     EpochId { weightsync: object.into(), created, term, epoch }
@@ -211,7 +212,7 @@ fn numbers_grow_and_a_failed_one_comes_back_with_its_own_manifest_only() {
     assert_eq!(history.admit(5, None), Ok(None));
     assert!(history.admit(5, Some(&held(5, "x"))).is_err(), "the group holds it, published by an earlier life of this agent");
     history.tried(5);
-    history.read(&held(5, "five"));
+    history.read(&held(5, "five"), DigestAlgorithm::Gsum64);
     assert_eq!(history.admit(5, None), Ok(Some("five".into())));
     assert!(history.admit(4, None).is_err());
     assert_eq!(history.admit(6, None), Ok(None));

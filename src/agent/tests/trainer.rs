@@ -13,6 +13,7 @@ use super::bed::{Member, SOON};
 use crate::agent::publish_job::{PublishJob, Report, reporting};
 use crate::agent::version_source::{SourceError, VersionSource};
 use crate::protocol::*;
+use crate::transport::Payload;
 use crate::weights::{Bucket, Dtype, Layout, TensorSpec, bucket_digest, digest_hex};
 
 /// Weights that differ for each seed: three tensors, one larger than a bucket.
@@ -74,14 +75,14 @@ impl VersionSource for TestSource {
     fn repeatable(&self) -> bool {
         self.repeatable
     }
-    async fn next(&mut self, _silence: Duration) -> Result<Option<(Bucket, Bytes)>, SourceError> {
+    async fn next(&mut self, _silence: Duration) -> Result<Option<(Bucket, Payload)>, SourceError> {
         let Some(bucket) = self.layout.bucket(self.next) else { return Ok(None) };
         if let Some(gate) = &self.gate {
             gate.acquire().await.unwrap().forget();
         }
         self.next += 1;
         let range = usize::try_from(bucket.offset).unwrap()..usize::try_from(bucket.offset + bucket.bytes).unwrap();
-        Ok(Some((bucket, self.bytes.slice(range))))
+        Ok(Some((bucket, self.bytes.slice(range).into())))
     }
     async fn restart(&mut self, reason: &str) -> Result<(), SourceError> {
         if !self.repeatable {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use anyhow::Context;
 
 use crate::weights::safetensors::{Checkpoint, SafetensorsPlan};
-use crate::weights::{Bucket, Dtype, Layout, TensorHasher, TensorSpec, digest_hex};
+use crate::weights::{Bucket, DigestAlgorithm, Dtype, Layout, TensorHasher, TensorSpec, digest_hex};
 
 /// Where a version's bytes come from.
 pub enum Weights {
@@ -73,7 +73,7 @@ impl Weights {
             Self::Seeded { layout, .. } => layout.clone(),
             Self::Checkpoint(checkpoint) => Arc::new(Layout::new("model", checkpoint.specs(), 8 << 20)?),
         };
-        let mut hasher = TensorHasher::new(layout.clone());
+        let mut hasher = TensorHasher::new(layout.clone(), DigestAlgorithm::Xxh3_128);
         let mut buffer = Vec::new();
         for bucket in layout.buckets() {
             buffer.resize(usize::try_from(bucket.bytes)?, 0);

@@ -26,7 +26,7 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 type Writer = Box<dyn AsyncWrite + Send + Unpin>;
 
 /// Something to be sent down the chain.
-pub(super) enum Item {
+pub(in crate::transport) enum Item {
     Head(BucketHeader),
     Part(Bytes),
     Digest(u128),
@@ -37,7 +37,7 @@ pub(super) enum Item {
 
 /// Where the rest of the chain stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(in crate::transport) enum Phase {
     Opening,
     Admitted,
     Done,
@@ -53,7 +53,7 @@ pub(super) enum Alive {
 }
 
 /// The rest of the chain, seen from the member before it. Dropping it gives the stream up.
-pub(super) struct Downstream {
+pub(in crate::transport) struct Downstream {
     items: mpsc::UnboundedSender<Item>,
     phase: watch::Receiver<Phase>,
     abort: watch::Sender<Option<StreamFailure>>,
@@ -62,7 +62,7 @@ pub(super) struct Downstream {
 }
 
 /// How often a member that lives says so.
-pub(super) fn alive_period(silence: Duration) -> Duration {
+pub(in crate::transport) fn alive_period(silence: Duration) -> Duration {
     (silence / 4).clamp(Duration::from_millis(5), Duration::from_secs(1))
 }
 
@@ -87,7 +87,7 @@ impl Downstream {
     }
 
     /// Gives something to be sent. What is sent after a failure is dropped.
-    pub(super) fn send(&self, item: Item) {
+    pub(in crate::transport) fn send(&self, item: Item) {
         let _ = self.items.send(item);
     }
 
@@ -101,17 +101,17 @@ impl Downstream {
     }
 
     /// Waits until the whole rest of the chain is open.
-    pub(super) async fn admitted(&mut self) -> Result<(), StreamFailure> {
+    pub(in crate::transport) async fn admitted(&mut self) -> Result<(), StreamFailure> {
         self.until(|phase| *phase == Phase::Admitted).await
     }
 
     /// Waits until the whole rest of the chain confirmed that it stored everything.
-    pub(super) async fn done(&mut self) -> Result<(), StreamFailure> {
+    pub(in crate::transport) async fn done(&mut self) -> Result<(), StreamFailure> {
         self.until(|phase| *phase == Phase::Done).await
     }
 
     /// Waits for a failure.
-    pub(super) async fn failed(&mut self) -> StreamFailure {
+    pub(in crate::transport) async fn failed(&mut self) -> StreamFailure {
         match self.until(|_| false).await {
             Err(failure) => failure,
             Ok(()) => pending().await,
@@ -129,7 +129,7 @@ impl Downstream {
     }
 
     /// Tells the rest of the chain why the stream is over.
-    pub(super) fn abort(&mut self, failure: StreamFailure) {
+    pub(in crate::transport) fn abort(&mut self, failure: StreamFailure) {
         self.abort.send_if_modified(|told| {
             let first = told.is_none();
             told.get_or_insert(failure);
@@ -235,7 +235,7 @@ async fn read_answers(
     }
 }
 
-pub(super) fn millis(time: Duration) -> u64 {
+pub(in crate::transport) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 

@@ -18,6 +18,7 @@ use super::frame::{Frame, Parser};
 use super::pool::{Buffer, Pool};
 use super::socket::Link;
 use crate::protocol::{DataHello, MemberName, Refusal, RefusalCode, StreamFailure};
+use crate::transport::carrier::{Carried, Carrier, Carriers};
 use crate::transport::intake::Intake;
 use crate::transport::{Admission, BucketStore};
 
@@ -31,14 +32,27 @@ pub(super) async fn serve(
     link: Link,
     hello: DataHello,
     admission: &dyn Admission,
+    carriers: Option<&dyn Carriers>,
     options: Arc<TcpOptions>,
     room: Option<OwnedSemaphorePermit>,
 ) {
     let silence = Duration::from_millis(hello.silence_ms);
     let upstream = Upstream { reader: link.reader, writer: Some(link.writer), silence };
-    match admit(&hello, link.secured, admission, room.is_some()) {
+    let admitted = admit(&hello, link.secured, admission, room.is_some()).and_then(|store| Ok((carrier(&hello, carriers, &store)?, store)));
+    match admitted {
         Err(refusal) => upstream.fail(StreamFailure::Refused { peer: hello.to, refusal }).await,
-        Ok(store) => Session::new(hello, store, options, upstream).run().await,
+        Ok((carrier, store)) => Session::new(hello, store, carrier, options, upstream).run().await,
+    }
+}
+
+fn carrier(hello: &DataHello, carriers: Option<&dyn Carriers>, store: &Arc<dyn BucketStore>) -> Result<Option<Box<dyn Carrier>>, Refusal> {
+    match (&hello.carried, carriers) {
+        (None, _) => Ok(None),
+        (Some(_), Some(carriers)) => carriers.receive(hello, store).map(Some),
+        (Some(_), None) => {
+            let message = "the payloads are to travel between GPUs, and this member has none".to_owned();
+            Err(Refusal { code: RefusalCode::Invalid, message })
+        }
     }
 }
 
@@ -144,13 +158,22 @@ struct Session {
     from: MemberName,
     upstream: Upstream,
     intake: Intake,
+    carrier: Option<Box<dyn Carrier>>,
+    /// The end came while announced buckets were still on their way.
+    end_came: bool,
     parser: Parser,
     downstream: Option<Downstream>,
     inlet: Inlet,
 }
 
 impl Session {
-    fn new(hello: DataHello, store: Arc<dyn BucketStore>, options: Arc<TcpOptions>, upstream: Upstream) -> Self {
+    fn new(
+        hello: DataHello,
+        store: Arc<dyn BucketStore>,
+        carrier: Option<Box<dyn Carrier>>,
+        options: Arc<TcpOptions>,
+        upstream: Upstream,
+    ) -> Self {
         let (me, from) = (hello.to.clone(), hello.from.clone());
         let mut rest = hello.rest.iter().cloned();
         let buffers = if hello.rest.is_empty() { 1 } else { options.receive_buffers.max(2) };
@@ -162,6 +185,8 @@ impl Session {
         });
         Self {
             intake: Intake::new(me.clone(), store),
+            carrier,
+            end_came: false,
             me,
             from,
             inlet: Inlet { pool, buffer: None, deadline: Instant::now() + upstream.silence },
@@ -213,9 +238,11 @@ impl Session {
                     self.upstream.say(Frame::Alive).await;
                     self.downstream.iter().for_each(Downstream::alive);
                 }
+                carried = carried(&mut self.carrier) => self.carried(carried)?,
                 read = self.inlet.next(&mut self.upstream.reader, self.upstream.silence), if listening => match read {
                     Read::Bytes(length) => self.take(length)?,
-                    _ if self.intake.ended() => listening = false,
+                    // Behind the end nothing more is awaited of the member before.
+                    _ if self.intake.ended() || self.end_came => listening = false,
                     Read::Closed(cause) => {
                         let failure = StreamFailure::Lost { peer: self.from.clone(), cause };
                         return Err(Ending { failure, told: true });
@@ -264,15 +291,57 @@ impl Session {
                     _ => {}
                 }
             }
-            match frame {
-                Frame::Head(header) => self.intake.head(header).map_err(here)?,
-                Frame::Part(part) => self.intake.part(part).map_err(here)?,
-                Frame::Digest(digest) => self.intake.digest(digest).map_err(here)?,
-                Frame::End => self.intake.end().map_err(here)?,
-                Frame::Failure(failure) => return Err(Ending { failure, told: true }),
-                Frame::Alive | Frame::Admitted | Frame::Done => {}
+            match (frame, self.carrier.as_mut()) {
+                (Frame::Head(header), Some(carrier)) => {
+                    self.intake.carried_head(header).map_err(here)?;
+                    carrier.head(header);
+                }
+                (Frame::Digest(digest), Some(carrier)) => carrier.digest(digest),
+                (Frame::End, Some(carrier)) if !carrier.idle() => self.end_came = true,
+                (Frame::End, Some(carrier)) => {
+                    self.intake.end().map_err(here)?;
+                    carrier.ended();
+                }
+                (frame, _) => self.plain(frame)?,
             }
         }
+    }
+
+    /// A frame of a stream whose payloads travel in the connection, or one that has nothing to do with payloads.
+    fn plain(&mut self, frame: Frame<'_>) -> Result<(), Ending> {
+        let here = |failure| Ending { failure, told: false };
+        match frame {
+            Frame::Head(header) => self.intake.head(header).map_err(here),
+            Frame::Part(part) => self.intake.part(part).map_err(here),
+            Frame::Digest(digest) => self.intake.digest(digest).map_err(here),
+            Frame::End => self.intake.end().map_err(here),
+            Frame::Failure(failure) => Err(Ending { failure, told: true }),
+            Frame::Alive | Frame::Admitted | Frame::Done => Ok(()),
+        }
+    }
+
+    /// Something that travelled beside the connection.
+    fn carried(&mut self, carried: Carried) -> Result<(), Ending> {
+        let here = |failure| Ending { failure, told: false };
+        match carried {
+            Carried::Part(offset, bytes) => self.intake.carried_part(offset, &bytes).map_err(here)?,
+            Carried::Whole(header, digest) => self.intake.carried_whole(&header, digest).map_err(here)?,
+            Carried::Failed(failure) => return Err(here(failure)),
+        }
+        if let Some(carrier) = self.carrier.as_mut().filter(|carrier| self.end_came && carrier.idle()) {
+            self.end_came = false;
+            self.intake.end().map_err(here)?;
+            carrier.ended();
+        }
+        Ok(())
+    }
+}
+
+/// What comes next beside the connection; never, when nothing does.
+async fn carried(carrier: &mut Option<Box<dyn Carrier>>) -> Carried {
+    match carrier {
+        Some(carrier) => carrier.next().await,
+        None => std::future::pending().await,
     }
 }
 

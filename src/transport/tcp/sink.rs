@@ -3,12 +3,11 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use bytes::Bytes;
 use tokio::sync::Semaphore;
 
 use super::downstream::{Downstream, Item};
 use crate::protocol::BucketHeader;
-use crate::transport::{BucketSink, TransportError};
+use crate::transport::{BucketSink, Payload, TransportError};
 
 pub(super) struct Sink {
     chain: Downstream,
@@ -23,12 +22,13 @@ impl Sink {
 
 #[async_trait]
 impl BucketSink for Sink {
-    async fn send(&mut self, header: BucketHeader, data: Bytes, digest: u128) -> Result<(), TransportError> {
+    async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError> {
         tokio::select! {
             biased;
             failure = self.chain.failed() => Err(failure.into()),
             permit = self.room.clone().acquire_owned() => {
                 // The semaphore is never closed.
+                let Payload::Host(data) = data;
                 if let Ok(permit) = permit {
                     self.chain.send(Item::Bucket(header, data, digest, permit));
                 }

@@ -270,6 +270,7 @@ pub fn hello(members: &[Member], silence_ms: u64) -> DataHello {
         tls: false,
         silence_ms,
         probe: false,
+        carried: None,
     }
 }
 
@@ -290,7 +291,7 @@ pub fn buckets(lengths: &[usize]) -> (Vec<u8>, Vec<(BucketHeader, Bytes, u128)>)
 }
 
 pub async fn send(sink: &mut Box<dyn BucketSink>, bucket: &(BucketHeader, Bytes, u128)) -> Result<(), TransportError> {
-    timeout(LONG, sink.send(bucket.0, bucket.1.clone(), bucket.2)).await.expect("sending a bucket does not end")
+    timeout(LONG, sink.send(bucket.0, bucket.1.clone().into(), bucket.2)).await.expect("sending a bucket does not end")
 }
 
 pub async fn finish(sink: Box<dyn BucketSink>) -> Result<(), TransportError> {

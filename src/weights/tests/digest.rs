@@ -3,7 +3,9 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::{pattern, tensor, tensors};
-use crate::weights::{BucketHasher, Dtype, Layout, TensorHasher, TensorHasherError, bucket_digest, digest_hex, parse_digest_hex};
+use crate::weights::{
+    BucketHasher, DigestAlgorithm, Dtype, Layout, TensorHasher, TensorHasherError, bucket_digest, digest_hex, parse_digest_hex,
+};
 
 #[test]
 fn the_digest_is_the_one_of_xxhash_itself() {
@@ -27,7 +29,7 @@ fn hex_that_is_not_canonical_is_no_digest() {
 #[test]
 fn a_stream_that_is_too_short_or_too_long_is_told() {
     let layout = Arc::new(Layout::new("model", vec![tensor("a", Dtype::U8, &[10]), tensor("b", Dtype::U8, &[10])], 64).unwrap());
-    let mut hasher = TensorHasher::new(layout.clone());
+    let mut hasher = TensorHasher::new(layout.clone(), DigestAlgorithm::Xxh3_128);
     hasher.update(&[0; 70]).unwrap();
     assert_eq!(hasher.update(&[0; 5]), Err(TensorHasherError::TooLong { extra: 1 }));
     assert_eq!(hasher.finish(), Err(TensorHasherError::TooShort { tensor: "b".into(), position: 70, total: 74 }));
@@ -39,7 +41,7 @@ fn bytes_between_tensors_do_not_count() {
     let digests = |gap: u8| {
         let mut stream = pattern(74);
         stream[10..64].fill(gap);
-        let mut hasher = TensorHasher::new(layout.clone());
+        let mut hasher = TensorHasher::new(layout.clone(), DigestAlgorithm::Xxh3_128);
         hasher.update(&stream).unwrap();
         hasher.finish().unwrap()
     };
@@ -67,7 +69,7 @@ proptest! {
         prop_assume!(cuts.iter().any(|cut| *cut > 0));
         let layout = Arc::new(Layout::new("model", specs, 64).unwrap());
         let stream = pattern(layout.total_bytes as usize);
-        let mut hasher = TensorHasher::new(layout.clone());
+        let mut hasher = TensorHasher::new(layout.clone(), DigestAlgorithm::Xxh3_128);
         let (mut rest, mut cut) = (stream.as_slice(), cuts.iter().cycle());
         while !rest.is_empty() {
             let (now, later) = rest.split_at((*cut.next().unwrap()).min(rest.len()));

@@ -1,9 +1,9 @@
 use super::tensor;
-use crate::weights::{Dtype, Layout, Manifest, ManifestError};
+use crate::weights::{DigestAlgorithm, Dtype, Layout, Manifest, ManifestError};
 
 fn manifest() -> Manifest {
     let layout = Layout::new("model", vec![tensor("a", Dtype::F32, &[8]), tensor("b", Dtype::U8, &[3])], 64).unwrap();
-    Manifest::new(7, layout, &[1, 2]).unwrap()
+    Manifest::new(7, layout, DigestAlgorithm::Xxh3_128, &[1, 2]).unwrap()
 }
 
 #[test]

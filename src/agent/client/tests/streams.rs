@@ -27,7 +27,7 @@ async fn all(job: &mut PublishJob) -> Vec<u8> {
     let mut stream = Vec::new();
     while let Some((bucket, bytes)) = job.source.next(LIMIT).await.unwrap() {
         assert_eq!((bucket.offset, bucket.bytes), (stream.len() as u64, bytes.len() as u64));
-        stream.extend_from_slice(&bytes);
+        stream.extend_from_slice(bytes.host().unwrap());
     }
     stream
 }
@@ -80,6 +80,7 @@ async fn an_attempt_is_repeated_from_the_first_byte_while_a_bucket_of_the_last_o
     let heard = trainer(&agent, vec![2]);
     let mut job = agent.job().await;
     let (_, kept) = job.source.next(LIMIT).await.unwrap().unwrap();
+    let kept = kept.host().unwrap().clone();
     job.source.next(LIMIT).await.unwrap().unwrap();
     job.source.next(LIMIT).await.unwrap().unwrap();
     job.source.restart("a member died").await.unwrap();
@@ -132,7 +133,7 @@ async fn a_trainer_that_writes_nothing_is_silent_and_one_that_writes_is_not() {
     raw.ask(&request).await;
     let mut job = agent.job().await;
     let silence = Duration::from_secs(60);
-    assert_eq!(job.source.next(silence).await, Err(SourceError::Silent { silence }));
+    assert_eq!(job.source.next(silence).await.unwrap_err(), SourceError::Silent { silence });
     raw.ask(&ClientRequest::Filled { attempt: 1, sequence: 0, slot: 0 }).await;
     assert_eq!(job.source.next(silence).await.unwrap().unwrap().0.sequence, 0);
 }
