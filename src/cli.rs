@@ -18,6 +18,7 @@ mod publish;
 mod run;
 mod simulate_engine;
 mod text;
+mod worker;
 
 use std::future::Future;
 use std::process::ExitCode;
@@ -58,6 +59,9 @@ pub enum Command {
     SimulateEngine(simulate_engine::SimulateEngineArgs),
     /// Start a command and run the agent beside it; exits as the command does.
     Run(Box<run::RunArgs>),
+    /// Have one GPU: everything that touches the driver and NCCL. Started by the agent.
+    #[command(hide = true)]
+    Worker(worker::WorkerArgs),
 }
 
 impl Cli {
@@ -73,6 +77,7 @@ impl Cli {
             Command::Publish(args) => args.run(),
             Command::SimulateEngine(args) => args.run(),
             Command::Run(args) => args.run(),
+            Command::Worker(args) => args.run(),
         }
     }
 }

@@ -1,9 +1,9 @@
 //! The driver, NCCL, GPU memory and the digest kernel, opened at run time: the only room full of unsafe code.
 //!
 //! Used by the worker process alone. Decides which device and which library are used, and turns every failure into an error with the
-//! function's name and the library's own words. It never waits without an end: waiting is polling, and who polls has a deadline.
-//! It never calls `cuStreamSynchronize` or `cuCtxSynchronize`, never destroys a communicator (abort only), never unloads a library.
-//! Results are integers: a newer library may return codes that no list here has.
+//! function's name and the library's own words. It never waits without an end: what takes long is asked for and polled, and who polls has
+//! a deadline. It never calls `cuStreamSynchronize` or `cuCtxSynchronize`, never destroys a communicator (abort only), never unloads a
+//! library. Results are integers: a newer library may return codes that no list here has.
 //!
 //! # Functions of `libcuda.so.1`
 //!
@@ -15,7 +15,7 @@
 //! | devices | `cuDeviceGetCount`, `cuDeviceGet`, `cuDeviceGetName`, `cuDeviceGetUuid_v2`, `cuDeviceGetPCIBusId`, `cuDeviceTotalMem_v2`, `cuDevicePrimaryCtxRetain`, `cuCtxSetCurrent` |
 //! | memory | `cuMemGetInfo_v2`, `cuMemAlloc_v2`, `cuMemFree_v2`, `cuMemGetAddressRange_v2`, `cuMemHostAlloc`, `cuMemFreeHost`, `cuMemHostRegister_v2`, `cuMemHostUnregister` |
 //! | copies | `cuMemcpyHtoDAsync_v2`, `cuMemcpyDtoHAsync_v2`, `cuMemcpyDtoDAsync_v2`, `cuMemsetD8Async` |
-//! | streams, events | `cuStreamCreateWithPriority`, `cuStreamWaitEvent`, `cuEventCreate`, `cuEventRecord`, `cuEventQuery`, `cuEventDestroy_v2` |
+//! | streams, events | `cuStreamCreate`, `cuStreamDestroy_v2`, `cuStreamWaitEvent`, `cuEventCreate`, `cuEventRecord`, `cuEventQuery`, `cuEventDestroy_v2` |
 //! | between processes | `cuIpcGetMemHandle`, `cuIpcOpenMemHandle_v2`, `cuIpcCloseMemHandle`, `cuIpcGetEventHandle`, `cuIpcOpenEventHandle` |
 //! | digest | `cuModuleLoadData`, `cuModuleGetFunction` (`gsum64`), `cuLaunchKernel` |
 //!
@@ -31,3 +31,26 @@
 //! `gsum64(const u8* base, const Part* parts, u64* sums)`, `Part { u64 offset, u64 bytes, u64 first_word }`, launched with a grid of
 //! (blocks, number of parts, 1) and 256 threads: adds the gsum64 of `parts[blockIdx.y]` to `sums[blockIdx.y]`. `parts` and `sums` are
 //! GPU memory, `offset` is a multiple of 8.
+#![allow(unsafe_code)]
+
+mod device;
+mod digest;
+mod driver;
+mod error;
+mod library;
+mod memory;
+mod nccl;
+mod stream;
+
+pub use device::{Device, devices};
+pub use digest::{Digester, Digesting};
+pub use error::GpuError;
+pub use memory::{Memory, Scratch, Span};
+pub use nccl::{Communicator, Nccl, Progress, Shrinking, Version};
+pub use stream::{Event, Stream};
+
+/// The PTX of the digest kernel.
+const GSUM64: &std::ffi::CStr = match std::ffi::CStr::from_bytes_with_nul(concat!(include_str!("gpu/gsum64.ptx"), "\0").as_bytes()) {
+    Ok(text) => text,
+    Err(_) => c"",
+};

@@ -13,12 +13,14 @@ mod held;
 mod pending;
 mod process;
 mod ring;
+mod serve;
 mod wire;
 
 pub use handle::{Broadcast, Copy, Joined, Sums, Worker};
 pub use held::{Event, HostMemory, ImportedMemory, Span};
 pub use process::WorkerStart;
 pub use ring::{Ring, Slot};
+pub use serve::serve;
 
 use std::time::Duration;
 

@@ -1,0 +1,158 @@
+//! Which GPUs there are, and the one that this process takes. Decides by UUID, never by index: an index means another GPU in another
+//! process. Parts of partitioned (MIG) GPUs are refused.
+
+use std::ffi::{CStr, c_char, c_int};
+
+use super::GpuError;
+use super::driver::{Code, Driver, Handle, Uuid, driver};
+use crate::protocol::worker::GpuFacts;
+
+/// A GPU with its primary context, which torch in another process does not share but which is the cheapest one.
+pub struct Device {
+    driver: &'static Driver,
+    context: Handle,
+    facts: GpuFacts,
+}
+
+// SAFETY: a context may be made current in any thread; nothing else is done with the pointer.
+unsafe impl Send for Device {}
+// SAFETY: as above; the driver locks by itself.
+unsafe impl Sync for Device {}
+
+/// All GPUs that this process sees. Makes no context.
+pub fn devices() -> Result<Vec<GpuFacts>, GpuError> {
+    let driver = driver()?;
+    ordinals(driver)?.map(|ordinal| look_at(driver, ordinal).map(|(_, facts)| facts)).collect()
+}
+
+fn ordinals(driver: &Driver) -> Result<std::ops::Range<c_int>, GpuError> {
+    let mut count = 0;
+    // SAFETY: writes one integer.
+    driver.check("cuDeviceGetCount", unsafe { (driver.device_get_count)(&raw mut count) })?;
+    Ok(0..count)
+}
+
+fn text(get: impl FnOnce(*mut c_char, c_int) -> Code) -> String {
+    let mut bytes = [0 as c_char; 128];
+    if get(bytes.as_mut_ptr(), 127) != 0 {
+        return String::new();
+    }
+    // SAFETY: the last byte was not given to the driver and is zero.
+    unsafe { CStr::from_ptr(bytes.as_ptr()) }.to_string_lossy().into_owned()
+}
+
+fn uuid_text(uuid: Uuid) -> String {
+    let uuid = uuid::Uuid::from_bytes(uuid.0);
+    format!("GPU-{}", uuid.hyphenated())
+}
+
+fn look_at(driver: &Driver, ordinal: c_int) -> Result<(c_int, GpuFacts), GpuError> {
+    let (mut device, mut uuid, mut bytes, mut version) = (0, Uuid([0; 16]), 0_usize, 0);
+    // SAFETY: each call writes one value of its type; the device is one that the driver gave.
+    unsafe {
+        driver.check("cuDeviceGet", (driver.device_get)(&raw mut device, ordinal))?;
+        driver.check("cuDeviceGetUuid_v2", (driver.device_get_uuid)(&raw mut uuid, device))?;
+        driver.check("cuDeviceTotalMem_v2", (driver.device_total_mem)(&raw mut bytes, device))?;
+        driver.check("cuDriverGetVersion", (driver.driver_get_version)(&raw mut version))?;
+    }
+    // SAFETY: the driver writes a text of at most `length` bytes.
+    let name = text(|to, length| unsafe { (driver.device_get_name)(to, length, device) });
+    // SAFETY: as above.
+    let bus = text(|to, length| unsafe { (driver.device_get_bus)(to, length, device) });
+    let uuid = uuid_text(uuid);
+    // The driver shows a partition as a device of its own, whose name says so ("NVIDIA H100 MIG 1g.10gb").
+    let refused = name.split(' ').any(|word| word == "MIG").then(|| GpuError::Mig { gpu: format!("{uuid} ({name})") }.to_string());
+    let driver = u32::try_from(version).unwrap_or(0);
+    Ok((device, GpuFacts { uuid, name, bus, memory_bytes: bytes as u64, free_bytes: 0, driver, refused }))
+}
+
+impl Device {
+    /// Takes the GPU of that UUID, or the only visible one, and makes its context current in this thread.
+    pub fn open(uuid: Option<&str>) -> Result<Self, GpuError> {
+        if let Some(part) = uuid.filter(|uuid| uuid.starts_with("MIG-")) {
+            return Err(GpuError::Mig { gpu: part.to_owned() });
+        }
+        let driver = driver()?;
+        let all = ordinals(driver)?.map(|ordinal| look_at(driver, ordinal)).collect::<Result<Vec<_>, _>>()?;
+        let (device, mut facts) = choose(all, uuid)?;
+        if facts.refused.is_some() {
+            return Err(GpuError::Mig { gpu: format!("{} ({})", facts.uuid, facts.name) });
+        }
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the device is one that the driver gave; the context is kept for the rest of the process's life.
+        driver.check("cuDevicePrimaryCtxRetain", unsafe { (driver.primary_context_retain)(&raw mut context, device) })?;
+        facts.free_bytes = 0;
+        let mut device = Self { driver, context, facts };
+        device.bind()?;
+        device.facts.free_bytes = device.memory()?.0;
+        Ok(device)
+    }
+
+    /// Makes the GPU the one of the calling thread; every thread that uses it does so first.
+    pub fn bind(&self) -> Result<(), GpuError> {
+        // SAFETY: the context is alive.
+        self.driver.check("cuCtxSetCurrent", unsafe { (self.driver.context_set_current)(self.context) })
+    }
+
+    /// What was found out about it when it was opened.
+    pub fn facts(&self) -> &GpuFacts {
+        &self.facts
+    }
+
+    /// Free and whole memory in bytes, whoever uses the rest.
+    pub fn memory(&self) -> Result<(u64, u64), GpuError> {
+        let (mut free, mut total) = (0_usize, 0_usize);
+        // SAFETY: writes two integers.
+        self.driver.check("cuMemGetInfo_v2", unsafe { (self.driver.mem_get_info)(&raw mut free, &raw mut total) })?;
+        Ok((free as u64, total as u64))
+    }
+
+    pub(super) fn driver(&self) -> &'static Driver {
+        self.driver
+    }
+}
+
+/// The GPU that was asked for, or the only one.
+fn choose<T>(all: Vec<(T, GpuFacts)>, uuid: Option<&str>) -> Result<(T, GpuFacts), GpuError> {
+    let visible = all.iter().map(|(_, facts)| format!("{} ({})", facts.uuid, facts.name)).collect::<Vec<_>>().join(", ");
+    let mut fitting = all.into_iter().filter(|(_, facts)| uuid.is_none_or(|uuid| facts.uuid.eq_ignore_ascii_case(uuid)));
+    match (fitting.next(), fitting.next(), uuid) {
+        (Some(one), None, _) => Ok(one),
+        (Some(_), Some(_), _) => Err(GpuError::NoGpu { cause: format!("several GPUs are visible, name one by its UUID: {visible}") }),
+        (None, _, _) if visible.is_empty() => Err(GpuError::NoGpu { cause: "no GPU is visible to this process".into() }),
+        (None, _, uuid) => {
+            Err(GpuError::NoGpu { cause: format!("{} is not visible to this process, which sees {visible}", uuid.unwrap_or_default()) })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(uuid: &str) -> ((), GpuFacts) {
+        let (name, bus) = ("NVIDIA H200".to_owned(), String::new());
+        ((), GpuFacts { uuid: uuid.into(), name, bus, memory_bytes: 1, free_bytes: 0, driver: 13000, refused: None })
+    }
+
+    #[test]
+    fn a_gpu_is_chosen_by_uuid_or_because_it_is_the_only_one() {
+        assert_eq!(choose(vec![gpu("GPU-a"), gpu("GPU-b")], Some("gpu-B")).unwrap().1.uuid, "GPU-b");
+        assert_eq!(choose(vec![gpu("GPU-a")], None).unwrap().1.uuid, "GPU-a");
+    }
+
+    #[test]
+    fn a_gpu_is_never_guessed_and_the_visible_ones_are_named() {
+        let error = choose(vec![gpu("GPU-a"), gpu("GPU-b")], None).unwrap_err().to_string();
+        assert!(error.contains("GPU-a") && error.contains("GPU-b"), "{error}");
+        let error = choose(vec![gpu("GPU-a")], Some("GPU-c")).unwrap_err().to_string();
+        assert!(error.contains("GPU-c is not visible") && error.contains("GPU-a"), "{error}");
+        assert!(choose::<()>(vec![], None).is_err());
+    }
+
+    #[test]
+    fn a_uuid_looks_as_nvidia_smi_shows_it() {
+        let bytes = [0xde, 0xad, 0xbe, 0xef, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
+        assert_eq!(uuid_text(Uuid(bytes)), "GPU-deadbeef-0001-0203-0405-060708090a0b");
+    }
+}

@@ -1,0 +1,211 @@
+//! What the agent may name by number: rings, host memory, imported memory, events; and the last work on each slot.
+//!
+//! Decides whether a place exists and a range lies inside it.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{Server, invalid, late};
+use crate::gpu::{Device, Event, GpuError, Memory, Span, Stream};
+use crate::protocol::worker::{IpcHandle, Place, WorkerAnswer, WorkerFault, WorkerResource};
+
+/// Slots begin at multiples of this, as tensors in a layout do.
+const SLOT_ALIGNMENT: u64 = 64;
+
+struct RingBlock {
+    memory: Memory,
+    slots: u32,
+    slot_bytes: u64,
+}
+
+/// The numbered things.
+#[derive(Default)]
+pub(super) struct Tables {
+    next: u64,
+    rings: HashMap<u64, RingBlock>,
+    hosts: HashMap<u64, Memory>,
+    memories: HashMap<u64, Memory>,
+    events: HashMap<u64, Arc<Event>>,
+    last: HashMap<SlotKey, Arc<Event>>,
+}
+
+/// A slot: ring and index.
+pub(super) type SlotKey = (u64, u32);
+
+/// A range that a request names, and the slot that it lies in.
+pub(super) struct Named {
+    pub span: Span,
+    pub slot: Option<SlotKey>,
+}
+
+impl Tables {
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    pub(super) fn ring_bytes(&self) -> u64 {
+        self.rings.values().map(|ring| ring.memory.bytes()).sum()
+    }
+
+    /// The range that begins at a place.
+    pub(super) fn named(&self, place: Place, bytes: u64) -> Result<Named, WorkerFault> {
+        let (memory, offset, slot) = match place {
+            Place::Slot { ring, slot, offset } => {
+                let block = self.rings.get(&ring).ok_or_else(|| invalid(format!("there is no ring {ring}")))?;
+                if slot >= block.slots {
+                    return Err(invalid(format!("ring {ring} has {} slots, slot {slot} is none", block.slots)));
+                }
+                if offset.checked_add(bytes).is_none_or(|end| end > block.slot_bytes) {
+                    return Err(invalid(format!("bytes {offset} to {offset} + {bytes} of a slot of {}", block.slot_bytes)));
+                }
+                (&block.memory, u64::from(slot) * block.slot_bytes + offset, Some((ring, slot)))
+            }
+            Place::Host { host, offset } => {
+                (self.hosts.get(&host).ok_or_else(|| invalid(format!("there is no host memory {host}")))?, offset, None)
+            }
+            Place::Memory { memory, offset } => {
+                (self.memories.get(&memory).ok_or_else(|| invalid(format!("there is no imported memory {memory}")))?, offset, None)
+            }
+        };
+        Ok(Named { span: memory.span(offset, bytes).map_err(|error| error.fault())?, slot })
+    }
+
+    pub(super) fn event(&self, number: Option<u64>) -> Result<Option<Arc<Event>>, WorkerFault> {
+        let find = |number: u64| self.events.get(&number).cloned().ok_or_else(|| invalid(format!("there is no event {number}")));
+        number.map(find).transpose()
+    }
+
+    /// What work on this slot must wait for.
+    pub(super) fn last(&self, slot: Option<SlotKey>) -> Option<&Arc<Event>> {
+        self.last.get(&slot?)
+    }
+
+    pub(super) fn set_last(&mut self, slot: Option<SlotKey>, event: &Arc<Event>) {
+        if let Some(slot) = slot {
+            self.last.insert(slot, Arc::clone(event));
+        }
+    }
+
+    fn take_out(&mut self, what: WorkerResource) -> Result<Box<dyn Send>, WorkerFault> {
+        let gone: Option<Box<dyn Send>> = match what {
+            WorkerResource::Ring(number) => {
+                self.last.retain(|(ring, _), _| *ring != number);
+                self.rings.remove(&number).map(|ring| Box::new(ring.memory) as Box<dyn Send>)
+            }
+            WorkerResource::Host(number) => self.hosts.remove(&number).map(|memory| Box::new(memory) as Box<dyn Send>),
+            WorkerResource::Memory(number) => self.memories.remove(&number).map(|memory| Box::new(memory) as Box<dyn Send>),
+            WorkerResource::Event(number) => self.events.remove(&number).map(|event| Box::new(event) as Box<dyn Send>),
+        };
+        gone.ok_or_else(|| invalid(format!("there is no {what:?}")))
+    }
+}
+
+impl Server {
+    /// Runs `make` aside, numbers what it made, and answers.
+    fn make<T: Send + 'static>(
+        &mut self,
+        id: u64,
+        make: impl FnOnce(&Device) -> Result<T, GpuError> + Send + 'static,
+        keep: impl FnOnce(&mut Tables, u64, T) -> WorkerAnswer + Send + 'static,
+    ) {
+        self.aside(make, move |server, made| {
+            let Some(tables) = server.gpu.as_mut().map(|gpu| &mut gpu.tables) else { return };
+            let result = made.map(|made| {
+                let number = tables.number();
+                keep(tables, number, made)
+            });
+            server.answer(id, result.map_err(|error| error.fault()));
+        });
+    }
+
+    pub(super) fn make_ring(&mut self, id: u64, slots: u32, slot_bytes: u64, end: Instant) {
+        let bytes = slot_bytes.checked_mul(u64::from(slots)).filter(|bytes| *bytes > 0 && slot_bytes.is_multiple_of(SLOT_ALIGNMENT));
+        let Some(bytes) = bytes else {
+            let what = format!("no ring of {slots} slots of {slot_bytes} bytes: both above 0, bytes a multiple of {SLOT_ALIGNMENT}");
+            return self.answer(id, Err(invalid(what)));
+        };
+        let begun = Instant::now();
+        self.make(
+            id,
+            move |device| {
+                let memory = Memory::allocate(device, bytes)?;
+                // What lay there before was somebody's.
+                let stream = Stream::new(device)?;
+                stream.fill(&memory.span(0, bytes)?, 0)?;
+                let filled = stream.record_new()?;
+                while !filled.fired()? {
+                    if Instant::now() > end {
+                        return Err(GpuError::Invalid { what: late("filling a ring with zeros", begun).message });
+                    }
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+                let handle = memory.handle()?;
+                Ok((memory, handle))
+            },
+            move |tables, ring, (memory, handle)| {
+                tables.rings.insert(ring, RingBlock { memory, slots, slot_bytes });
+                WorkerAnswer::Ring { ring, handle, bytes }
+            },
+        );
+    }
+
+    pub(super) fn map_host(&mut self, id: u64, memfd: Option<OwnedFd>, bytes: u64) {
+        let Some(memfd) = memfd else { return self.answer(id, Err(invalid("no descriptor came with the request"))) };
+        self.make(
+            id,
+            move |device| Memory::map(device, memfd, bytes),
+            |tables, host, (memory, unpinned)| {
+                tables.hosts.insert(host, memory);
+                WorkerAnswer::Host { host, unpinned: unpinned.map(|error| error.to_string()) }
+            },
+        );
+    }
+
+    pub(super) fn import(&mut self, id: u64, handle: IpcHandle, least: u64) {
+        self.make(
+            id,
+            move |device| Memory::import(device, &handle, least),
+            |tables, memory, imported| {
+                let bytes = imported.bytes();
+                tables.memories.insert(memory, imported);
+                WorkerAnswer::Memory { memory, bytes }
+            },
+        );
+    }
+
+    pub(super) fn import_event(&mut self, id: u64, handle: IpcHandle) {
+        self.make(
+            id,
+            move |device| Event::import(device, &handle),
+            |tables, event, imported| {
+                tables.events.insert(event, Arc::new(imported));
+                WorkerAnswer::Event { event, handle: None }
+            },
+        );
+    }
+
+    pub(super) fn new_event(&mut self, id: u64) {
+        self.make(id, Event::shared, |tables, event, (made, handle)| {
+            tables.events.insert(event, Arc::new(made));
+            WorkerAnswer::Event { event, handle: Some(handle) }
+        });
+    }
+
+    /// Freeing waits for the GPU, so it happens aside. Work under way holds what it uses.
+    pub(super) fn release(&mut self, id: u64, what: WorkerResource) {
+        let gone = self.gpu.as_mut().ok_or_else(|| invalid("no GPU was opened")).and_then(|gpu| gpu.tables.take_out(what));
+        match gone {
+            Ok(gone) => self.aside(
+                move |_| {
+                    drop(gone);
+                    Ok(())
+                },
+                move |server, _| server.answer(id, Ok(WorkerAnswer::Done)),
+            ),
+            Err(fault) => self.answer(id, Err(fault)),
+        }
+    }
+}
