@@ -9,10 +9,16 @@
 //! weights, or half an update. Why a replica that holds half an update stays paused: `docs/decisions/0003-half-an-update.md`.
 
 mod adapter;
+mod checkpoint_engine;
+pub mod device;
 mod evidence;
+mod feed;
 mod fit;
 mod http;
 pub mod label;
+mod lmdeploy;
+mod process;
+mod record;
 mod secret;
 mod server;
 mod sglang;
@@ -27,6 +33,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
+pub use device::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, DeviceRoute, Released};
 pub use label::Holding;
 pub use secret::ApiKey;
 
@@ -118,7 +125,7 @@ pub enum Resumed {
 /// One engine server. All calls end within the time they are given, and one that changes the engine waits for the one before it.
 #[async_trait]
 pub trait Engine: Send + Sync {
-    /// `vllm`, `sglang`.
+    /// `vllm`, `sglang`, `lmdeploy`.
     fn kind(&self) -> &'static str;
 
     /// Asks the server what it is and can do; refuses one that lacks what an install needs, naming the option that would help.
@@ -126,6 +133,11 @@ pub trait Engine: Send + Sync {
 
     /// Whether this kind of engine can be updated under these policies; asked before a byte moves. Asks no server.
     fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError>;
+
+    /// Whether [`install`](Self::install) can work at all with this kind of engine; else why not. Asks no server.
+    fn takes_directories(&self) -> Result<(), EngineError> {
+        Ok(())
+    }
 
     /// Whether a version of these tensors would replace all that the server was started with, as far as that can be seen from here
     /// ([`EngineConfig::served_model`]); asked before a byte moves. Reads file headers only.
@@ -138,6 +150,17 @@ pub trait Engine: Send + Sync {
     /// paused as the trainer left it); see [`InstallError::dirty`] otherwise. The install goes on when the returned future is dropped.
     /// The directory must stay as it is until the install ended; when it ended dirty, until the next install or `put_back` ended.
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError>;
+
+    /// How it can be fed from GPU memory under these policies, asked before a byte moves; else why it cannot.
+    async fn device_route(&self, _pause: PausePolicy, _kv_cache: KvCachePolicy, _deadline: Duration) -> Result<DeviceRoute, EngineError> {
+        Err(server::no_device_route(self.kind()))
+    }
+
+    /// Begins an install from GPU memory. Nothing is changed before the first bucket; until the install is finished, abandoned or dropped,
+    /// nobody else changes the engine.
+    async fn begin_device(&self, _job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
+        Err(InstallError { step: "start", dirty: false, source: server::no_device_route(self.kind()) })
+    }
 
     /// Undoes a pause that an earlier life of the agent left behind, when the engine holds no half update.
     async fn resume(&self, deadline: Duration) -> Result<Resumed, EngineError>;
@@ -154,7 +177,7 @@ pub trait Engine: Send + Sync {
 /// Where an engine is and how to speak to it.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// `vllm`, `sglang`.
+    /// `vllm`, `sglang`, `lmdeploy`.
     pub kind: String,
     /// `http://HOST:PORT`.
     pub url: String,
@@ -163,13 +186,16 @@ pub struct EngineConfig {
     /// The safetensors checkpoint that the server was started with, as this process sees it: versions are compared with it, because the
     /// engines accept one that lacks tensors. None: the path that the server names, where this process sees such a directory.
     pub served_model: Option<PathBuf>,
+    /// File in which the adapter of an engine that has no field for a version keeps what it wrote; survives the agent. None: it is known
+    /// only as long as the agent lives.
+    pub record: Option<PathBuf>,
 }
 
 /// How the adapter of one kind is made.
 type Connect = fn(EngineConfig) -> Result<Arc<dyn Engine>, EngineError>;
 
 /// All engines. To add one: a file, and a line here.
-const ENGINES: &[(&str, Connect)] = &[("vllm", vllm::connect), ("sglang", sglang::connect)];
+const ENGINES: &[(&str, Connect)] = &[("vllm", vllm::connect), ("sglang", sglang::connect), ("lmdeploy", lmdeploy::connect)];
 
 /// Names of all kinds of engine.
 pub fn kinds() -> impl Iterator<Item = &'static str> {

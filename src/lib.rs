@@ -12,6 +12,7 @@
 //! | [`runtime`] | certificates, HTTP, health, metrics, leases, deadlines | `protocol` |
 //! | [`gpu`] | the driver, NCCL, memory, events and the digest kernel: the only room full of unsafe code | `protocol` |
 //! | [`worker`] | a child process that has one GPU, and the agent's handle of it | `gpu`, `protocol`, `weights` |
+//! | [`torch`] | what torch and engines built on it read: pickles, written and never read | `weights` |
 //! | [`engine`], [`transport`] | how one engine is fed, how bytes travel | all above |
 //! | [`agent`] | what one member does: source (leads) and rollout (installs) | all above, never `controller` |
 //! | [`coordinator`] | carries out membership decisions towards agents | all above but `agent`, `engine`, `transport` |
@@ -31,6 +32,7 @@ pub mod membership;
 pub mod plan;
 pub mod protocol;
 pub mod runtime;
+pub mod torch;
 pub mod transport;
 pub mod weights;
 pub mod worker;

@@ -171,13 +171,14 @@ impl AgentArgs {
             Some(path) => Some(ApiKey::from_file(path)?),
             None => ApiKey::from_env("WEIGHTSYNC_ENGINE_API_KEY")?,
         };
-        let (host, served_model) = (self.engine_host.clone(), self.model_dir.clone());
+        let (host, served_model, versions) = (self.engine_host.clone(), self.model_dir.clone(), self.version_dir.clone());
         Ok(Arc::new(move |engine: &EngineAssignment| {
             crate::engine::connect(EngineConfig {
                 kind: engine.kind.clone(),
                 url: format!("http://{host}:{}", engine.port),
                 api_key: api_key.clone(),
                 served_model: served_model.clone(),
+                record: Some(versions.join(format!("engine-{}.json", engine.port))),
             })
         }))
     }

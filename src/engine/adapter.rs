@@ -3,6 +3,7 @@
 //! Decides when an engine counts as holding half an update (from before the first weight is touched until the last check), what is undone
 //! and within which part of the deadline. It never resumes an engine that may hold half an update, and never leaves one paused that does not.
 
+mod device;
 mod install;
 mod put_back;
 
@@ -12,12 +13,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tokio::sync::{Mutex, MutexGuard};
+use tokio::sync::{Mutex, OwnedMutexGuard};
 
 use super::http::Until;
 use super::server::Server;
 use super::start::StartWatch;
-use super::{Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed, fit};
+use super::{
+    DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed, fit,
+};
 use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
 
@@ -31,7 +34,7 @@ struct Inner<S> {
     served_model: std::sync::Mutex<Option<PathBuf>>,
     start: StartWatch,
     /// Held by whoever changes the engine: two installs, or an install and a resume, must not meet.
-    turn: Mutex<()>,
+    turn: Arc<Mutex<()>>,
     /// True while the engine core may be too busy to answer because of us.
     loading: AtomicBool,
 }
@@ -39,7 +42,7 @@ struct Inner<S> {
 impl<S: Server> Adapter<S> {
     pub(super) fn new(server: S, served_model: Option<PathBuf>) -> Self {
         let served_model = std::sync::Mutex::new(served_model);
-        let inner = Inner { server, served_model, start: StartWatch::default(), turn: Mutex::default(), loading: AtomicBool::new(false) };
+        let inner = Inner { server, served_model, start: StartWatch::default(), turn: Arc::default(), loading: AtomicBool::new(false) };
         Self(Arc::new(inner))
     }
 }
@@ -65,9 +68,9 @@ impl<S: Server> Inner<S> {
     }
 
     /// Waits for the turn to change the engine.
-    async fn turn(&self, until: Until) -> Result<MutexGuard<'_, ()>, EngineError> {
+    async fn turn(&self, until: Until) -> Result<OwnedMutexGuard<()>, EngineError> {
         let timeout = EngineError::Timeout { url: self.server.url().to_owned(), deadline: until.total() };
-        tokio::time::timeout(until.left(), self.turn.lock()).await.map_err(|_| timeout)
+        tokio::time::timeout(until.left(), Arc::clone(&self.turn).lock_owned()).await.map_err(|_| timeout)
     }
 
     /// Writes the version field and remembers what must be found there from now on.
@@ -167,6 +170,10 @@ impl<S: Server> Engine for Adapter<S> {
         self.0.server.accepts(pause, kv_cache)
     }
 
+    fn takes_directories(&self) -> Result<(), EngineError> {
+        self.0.server.takes_directories()
+    }
+
     fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError> {
         self.0.fits(tensors)
     }
@@ -181,6 +188,15 @@ impl<S: Server> Engine for Adapter<S> {
         // A task of its own: an agent that drops this future (a select, a fenced epoch) must not leave the engine paused in the middle.
         let installed = tokio::spawn(async move { inner.install(&job).await }).await;
         installed.unwrap_or(Err(InstallError { step: "start", dirty: true, source: EngineError::Cancelled }))
+    }
+
+    async fn device_route(&self, pause: PausePolicy, kv_cache: KvCachePolicy, deadline: Duration) -> Result<DeviceRoute, EngineError> {
+        let served = self.0.served_model();
+        self.0.server.device_route(pause, kv_cache, served.as_deref(), Until::new(deadline)).await
+    }
+
+    async fn begin_device(&self, job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
+        device::begin(Arc::clone(&self.0), job.clone()).await
     }
 
     async fn resume(&self, deadline: Duration) -> Result<Resumed, EngineError> {

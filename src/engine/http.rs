@@ -91,6 +91,11 @@ impl EngineHttp {
         self.base.as_str().trim_end_matches('/')
     }
 
+    /// The port in its address.
+    pub(super) fn port(&self) -> u16 {
+        self.base.port_or_known_default().unwrap_or(0)
+    }
+
     /// GET.
     pub(super) async fn get(&self, path: &str, until: Until) -> Result<Reply, EngineError> {
         self.send(Method::GET, path, None, until).await

@@ -7,6 +7,8 @@ use std::path::Path;
 
 use async_trait::async_trait;
 
+use super::device::DeviceRoute;
+use super::feed::{Feed, FeedJob};
 use super::http::Until;
 use super::{EngineError, Holding};
 use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
@@ -22,6 +24,11 @@ pub(super) trait Server: Send + Sync + 'static {
 
     /// Whether the engine can be updated so at all.
     fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError>;
+
+    /// Whether it can load a directory at all.
+    fn takes_directories(&self) -> Result<(), EngineError> {
+        Ok(())
+    }
 
     /// What it is; refuses a server that lacks what an install needs.
     async fn facts(&self, until: Until) -> Result<EngineFacts, EngineError>;
@@ -64,4 +71,30 @@ pub(super) trait Server: Send + Sync + 'static {
 
     /// The checkpoint it was started with, in its own words.
     async fn startup_checkpoint(&self, until: Until) -> Result<String, EngineError>;
+
+    /// How it can be fed from GPU memory under these policies; `served` is the checkpoint that it was started with, where it can be read
+    /// from here. Refuses what is not proven for this server and model, with the reason.
+    async fn device_route(
+        &self,
+        _pause: PausePolicy,
+        _kv_cache: KvCachePolicy,
+        _served: Option<&Path>,
+        _until: Until,
+    ) -> Result<DeviceRoute, EngineError> {
+        Err(no_device_route(self.kind()))
+    }
+
+    /// Opens a feed. The server is paused (where the route is gated) and marked; nothing of its weights is touched yet, and an error here
+    /// leaves it so.
+    async fn open_feed(&self, _job: FeedJob<'_>, _until: Until) -> Result<Box<dyn Feed>, EngineError> {
+        Err(no_device_route(self.kind()))
+    }
+}
+
+/// The refusal of a server that takes weights from directories only.
+pub(super) fn no_device_route(kind: &str) -> EngineError {
+    EngineError::Unsupported {
+        what: format!("{kind} cannot be fed from GPU memory as it was started"),
+        next_step: "it is fed from a directory".into(),
+    }
 }

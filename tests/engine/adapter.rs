@@ -16,7 +16,8 @@ use super::real::{Server, venv};
 const SOON: Duration = Duration::from_secs(60);
 
 fn adapter(server: &Server, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
-    let config = EngineConfig { kind: "vllm".into(), url: server.url.clone(), api_key: Some(ApiKey::new(KEY).unwrap()), served_model };
+    let api_key = Some(ApiKey::new(KEY).unwrap());
+    let config = EngineConfig { kind: "vllm".into(), url: server.url.clone(), api_key, served_model, record: None };
     connect(config).unwrap()
 }
 

@@ -11,52 +11,70 @@ use crate::engine::evidence::Evidence;
 use crate::engine::http::Until;
 use crate::engine::server::Server;
 use crate::engine::{EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport};
-use crate::protocol::{KvCachePolicy, PausePolicy};
+use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use crate::weights::TensorSpec;
 use crate::weights::safetensors::Checkpoint;
 
 /// Longest time kept back for undoing.
-const MOST_RESERVE: Duration = Duration::from_secs(10);
+pub(super) const MOST_RESERVE: Duration = Duration::from_secs(10);
 /// Longest wait for the one token after the switch; the first of a fresh vLLM 0.32 took 5.5 s on an idle CPU machine and 30 s on a busy one.
 const MOST_GENERATE: Duration = Duration::from_secs(60);
 
 /// A failed step, before it is known whether it left the engine dirty.
-struct Failed {
-    step: &'static str,
-    source: EngineError,
+pub(super) struct Failed {
+    pub(super) step: &'static str,
+    pub(super) source: EngineError,
 }
 
-fn at(step: &'static str) -> impl FnOnce(EngineError) -> Failed {
+pub(super) fn at(step: &'static str) -> impl FnOnce(EngineError) -> Failed {
     move |source| Failed { step, source }
 }
 
-fn clean(failed: Failed) -> InstallError {
+pub(super) fn clean(failed: Failed) -> InstallError {
     InstallError { step: failed.step, dirty: false, source: failed.source }
 }
 
+/// What an install is about, whichever way the weights come.
+#[derive(Debug, Clone)]
+pub(super) struct Terms {
+    /// Written into the engine before its weights are touched.
+    pub(super) marked: HeldVersion,
+    /// Written when all is in.
+    pub(super) version: HeldVersion,
+    pub(super) pause: PausePolicy,
+    pub(super) kv_cache: KvCachePolicy,
+}
+
+impl Terms {
+    fn of(job: &InstallJob) -> Self {
+        Self { marked: job.version.clone(), version: job.version.clone(), pause: job.pause, kv_cache: job.kv_cache }
+    }
+}
+
 /// What was found before anything was changed.
-struct Before {
+pub(super) struct Before {
     fingerprint: String,
     holding: Holding,
 }
 
 impl Before {
-    fn is_half(&self) -> bool {
+    pub(super) fn is_half(&self) -> bool {
         matches!(self.holding, Holding::HalfAnUpdate(_))
     }
 }
 
 /// Times of steps.
-struct Steps {
-    done: Vec<(String, u64)>,
+pub(super) struct Steps {
+    pub(super) done: Vec<(String, u64)>,
     begun: Instant,
 }
 
 impl Steps {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self { done: Vec::new(), begun: Instant::now() }
     }
 
-    fn done(&mut self, step: &str) {
+    pub(super) fn done(&mut self, step: &str) {
         let now = Instant::now();
         let ms = u64::try_from(now.duration_since(self.begun).as_millis()).unwrap_or(u64::MAX);
         self.done.push((step.to_owned(), ms));
@@ -67,6 +85,7 @@ impl Steps {
 impl<S: Server> Inner<S> {
     /// Carries an install out.
     pub(super) async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError> {
+        let terms = &Terms::of(job);
         let whole = Until::new(job.timeout);
         let until = whole.keeping(MOST_RESERVE.min(job.timeout / 5));
         let _turn = self.turn(until).await.map_err(at("start")).map_err(clean)?;
@@ -75,14 +94,14 @@ impl<S: Server> Inner<S> {
         // A half-updated engine is paused by us whatever the policy: it must not serve before it is whole.
         let pauses = before.is_half() || job.pause != PausePolicy::External;
         if pauses {
-            let paused = unless_cancelled(job, "pause", self.pause(job, until)).await;
+            let paused = unless_cancelled(job, "pause", self.pause(terms, until)).await;
             if let Err(failed) = paused {
-                return Err(self.untouched(failed, job, &before, whole).await);
+                return Err(self.untouched(failed, terms, &before, whole).await);
             }
         }
-        let mark = async { self.mark(job, until).await.map_err(at("pause")) };
+        let mark = async { self.mark(terms, until).await.map_err(at("pause")) };
         if let Err(failed) = unless_cancelled(job, "pause", mark).await {
-            return Err(self.untouched(failed, job, &before, whole).await);
+            return Err(self.untouched(failed, terms, &before, whole).await);
         }
         steps.done("pause");
 
@@ -92,11 +111,11 @@ impl<S: Server> Inner<S> {
         match loaded {
             Ok(()) => steps.done("load"),
             Err(source) if never_arrived(&source) => {
-                return Err(self.untouched(Failed { step: "load", source }, job, &before, whole).await);
+                return Err(self.untouched(Failed { step: "load", source }, terms, &before, whole).await);
             }
             Err(source) => return Err(self.dirty(Failed { step: "load", source }, whole).await),
         }
-        let start = match self.check(job, &before, until).await {
+        let start = match self.check(terms, &before, until).await {
             Ok(start) => start,
             Err(failed @ Failed { source: EngineError::Restarted, .. }) => return Err(clean(failed)),
             Err(failed) => return Err(self.dirty(failed, whole).await),
@@ -106,26 +125,31 @@ impl<S: Server> Inner<S> {
             // Whole and at the version, so not dirty: whoever finds it paused later may resume it.
             self.run_again(whole).await.map_err(at("resume")).map_err(|failed| clean(self.seen(failed)))?;
             steps.done("resume");
-            self.generate(job, until, whole).await?;
+            self.generate(terms, until, whole).await?;
             steps.done("probe");
         }
         Ok(InstallReport { start, steps_ms: steps.done })
     }
 
     /// Takes a failed call into account as a sign of a restart.
-    fn seen(&self, failed: Failed) -> Failed {
+    pub(super) fn seen(&self, failed: Failed) -> Failed {
         self.start.failed(&failed.source);
         failed
     }
 
     async fn look(&self, job: &InstallJob, until: Until) -> Result<Before, Failed> {
         self.server.accepts(job.pause, job.kv_cache).map_err(at("start"))?;
+        self.server.takes_directories().map_err(at("start"))?;
         let offered = Checkpoint::open(&job.local_directory).map_err(|cause| EngineError::Unsupported {
             what: format!("the version's directory cannot be read: {cause}"),
             next_step: "write the version to a directory that this process and the engine both see".into(),
         });
-        let offered = offered.map_err(at("start"))?.specs();
-        self.fits(&offered).map_err(at("start"))?;
+        self.look_at_server(&offered.map_err(at("start"))?.specs(), until).await
+    }
+
+    /// Whether the tensors fit, and what the server holds now.
+    pub(super) async fn look_at_server(&self, offered: &[TensorSpec], until: Until) -> Result<Before, Failed> {
+        self.fits(offered).map_err(at("start"))?;
         let look = self.start.look();
         let fingerprint = self.server.fingerprint(until).await.map_err(at("start"))?;
         let holding = self.server.holding(until).await.map_err(at("start"))?;
@@ -133,8 +157,8 @@ impl<S: Server> Inner<S> {
         Ok(Before { fingerprint, holding })
     }
 
-    async fn pause(&self, job: &InstallJob, until: Until) -> Result<(), Failed> {
-        self.server.pause(job.pause, job.kv_cache, until).await.map_err(at("pause"))?;
+    pub(super) async fn pause(&self, terms: &Terms, until: Until) -> Result<(), Failed> {
+        self.server.pause(terms.pause, terms.kv_cache, until).await.map_err(at("pause"))?;
         if self.server.is_paused(until).await.map_err(at("pause"))? {
             return Ok(());
         }
@@ -142,8 +166,8 @@ impl<S: Server> Inner<S> {
         Err(Failed { step: "pause", source: EngineError::BadReply { url: self.server.url().to_owned(), what } })
     }
 
-    async fn mark(&self, job: &InstallJob, until: Until) -> Result<(), EngineError> {
-        self.write(Holding::HalfAnUpdate(job.version.clone()), until).await
+    pub(super) async fn mark(&self, terms: &Terms, until: Until) -> Result<(), EngineError> {
+        self.write(Holding::HalfAnUpdate(terms.marked.clone()), until).await
     }
 
     /// Loads; a load that failed is repeated once from the same complete directory, the engine still paused.
@@ -173,14 +197,14 @@ impl<S: Server> Inner<S> {
     }
 
     /// Empties caches, sees that it is still the same start, and gives the engine the version's text as the very last word.
-    async fn check(&self, job: &InstallJob, before: &Before, until: Until) -> Result<EngineStart, Failed> {
-        if job.kv_cache == KvCachePolicy::Reset {
+    pub(super) async fn check(&self, terms: &Terms, before: &Before, until: Until) -> Result<EngineStart, Failed> {
+        if terms.kv_cache == KvCachePolicy::Reset {
             self.server.reset_cache(until).await.map_err(at("check"))?;
         }
-        if !self.carries_the_mark(job, before, until).await.map_err(at("check"))? {
+        if !self.carries_the_mark(terms, before, until).await.map_err(at("check"))? {
             return Err(Failed { step: "check", source: EngineError::Restarted });
         }
-        let version = Holding::Version(job.version.clone());
+        let version = Holding::Version(terms.version.clone());
         self.write(version.clone(), until).await.map_err(at("check"))?;
         let look = self.start.look();
         let written = self.server.holding(until).await.map_err(at("check"))?;
@@ -198,16 +222,16 @@ impl<S: Server> Inner<S> {
     }
 
     /// Whether it is still the process that was marked for this install.
-    async fn carries_the_mark(&self, job: &InstallJob, before: &Before, until: Until) -> Result<bool, EngineError> {
+    pub(super) async fn carries_the_mark(&self, terms: &Terms, before: &Before, until: Until) -> Result<bool, EngineError> {
         let look = self.start.look();
         let fingerprint = self.server.fingerprint(until).await?;
         let holding = self.server.holding(until).await?;
         self.start.answered(look, &fingerprint, &holding);
-        Ok(fingerprint == before.fingerprint && holding == Holding::HalfAnUpdate(job.version.clone()))
+        Ok(fingerprint == before.fingerprint && holding == Holding::HalfAnUpdate(terms.marked.clone()))
     }
 
     /// One token from the new weights. An engine that is merely busy passes; one that fails to compute does not.
-    async fn generate(&self, job: &InstallJob, until: Until, whole: Until) -> Result<(), InstallError> {
+    pub(super) async fn generate(&self, terms: &Terms, until: Until, whole: Until) -> Result<(), InstallError> {
         let source = match self.server.generate(until.at_most(MOST_GENERATE)).await {
             Ok(()) => return Ok(()),
             Err(error @ EngineError::Timeout { .. }) => match self.server.holding(whole).await {
@@ -221,23 +245,23 @@ impl<S: Server> Inner<S> {
             Err(error) => error,
         };
         // What it computes with is not what it was given: off it goes, marked, until it is fed again.
-        if let Err(error) = self.mark(job, whole).await {
+        if let Err(error) = self.mark(terms, whole).await {
             tracing::warn!(engine = self.server.url(), %error, "an engine that fails to generate cannot be marked");
         }
         Err(self.dirty(Failed { step: "probe", source }, whole).await)
     }
 
     /// No weight was touched: gives back what was there before.
-    async fn untouched(&self, failed: Failed, job: &InstallJob, before: &Before, whole: Until) -> InstallError {
+    pub(super) async fn untouched(&self, failed: Failed, terms: &Terms, before: &Before, whole: Until) -> InstallError {
         let Failed { step, source } = self.seen(failed);
         let was_half = before.is_half();
         // Only the marked process itself gets its old text back: a successor holds its start-up weights.
-        let unmarked = match self.carries_the_mark(job, before, whole).await {
+        let unmarked = match self.carries_the_mark(terms, before, whole).await {
             Ok(true) => self.write(before.holding.clone(), whole).await,
             Ok(false) => Ok(()),
             Err(error) => Err(error),
         };
-        let resumed = if was_half || job.pause == PausePolicy::External { Ok(()) } else { self.run_again(whole).await };
+        let resumed = if was_half || terms.pause == PausePolicy::External { Ok(()) } else { self.run_again(whole).await };
         for error in [unmarked.err(), resumed.err()].into_iter().flatten() {
             tracing::warn!(engine = self.server.url(), %error, "what an install changed cannot be undone");
         }
@@ -245,7 +269,7 @@ impl<S: Server> Inner<S> {
     }
 
     /// The engine may hold a mixture: sees that it is paused.
-    async fn dirty(&self, failed: Failed, whole: Until) -> InstallError {
+    pub(super) async fn dirty(&self, failed: Failed, whole: Until) -> InstallError {
         let Failed { step, source } = self.seen(failed);
         let held = match self.server.is_paused(whole).await {
             Ok(true) => Ok(()),

@@ -37,12 +37,13 @@ fn texts_that_only_look_like_ours_are_foreign() {
 
 #[test]
 fn the_registry_names_what_there_is() {
-    let config = |kind: &str, url: &str| EngineConfig { kind: kind.into(), url: url.into(), api_key: None, served_model: None };
+    let config =
+        |kind: &str, url: &str| EngineConfig { kind: kind.into(), url: url.into(), api_key: None, served_model: None, record: None };
     for kind in kinds() {
         assert_eq!(connect(config(kind, "http://127.0.0.1:8000")).unwrap().kind(), kind);
     }
     let error = connect(config("vlm", "http://127.0.0.1:8000")).err().unwrap().to_string();
-    assert!(error.contains("vllm, sglang"), "{error}");
+    assert!(error.contains("vllm, sglang, lmdeploy"), "{error}");
     for url in ["https://127.0.0.1:8000", "127.0.0.1:8000", "http://127.0.0.1:8000/v1", "http://", "http://h/?a=b"] {
         assert!(matches!(connect(config("vllm", url)), Err(EngineError::Unsupported { .. })), "{url}");
     }

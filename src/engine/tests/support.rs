@@ -142,7 +142,7 @@ impl Bench {
 
 /// The adapter of a kind.
 pub(super) fn adapter(kind: &str, url: &str, api_key: Option<ApiKey>, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
-    connect(EngineConfig { kind: kind.to_owned(), url: url.to_owned(), api_key, served_model }).unwrap()
+    connect(EngineConfig { kind: kind.to_owned(), url: url.to_owned(), api_key, served_model, record: None }).unwrap()
 }
 
 /// A version with a digest that follows from its number.

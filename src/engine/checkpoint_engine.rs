@@ -1,0 +1,246 @@
+//! The protocol of checkpoint-engine 0.4.2, which unmodified vLLM, SGLang and LMDeploy speak, from the side of its parameter server.
+//!
+//! One ZeroMQ request socket for each GPU: we bind, the engine's worker connects and answers. First the memory (once), then for each bucket a
+//! list of what lies where, then twice nothing: after the first the memory is free, after the second the engine has finished
+//! (`checkpoint_engine/worker.py`). Answers are empty or the text of an error. All the while the engine's own call must be under way, and its
+//! end is watched: an engine that refuses at once would otherwise never be noticed (each side would wait for the other). Decides nothing
+//! about the engine's state; never reads a pickle.
+
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::future::{BoxFuture, try_join_all};
+use tokio::task::JoinHandle;
+use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend, ZmqError};
+
+use super::EngineError;
+use super::device::{DeviceBucket, DevicePlace};
+use super::feed::no_form;
+use super::http::Until;
+use crate::protocol::worker::IpcHandle;
+use crate::torch::pickle::Value;
+use crate::torch::{Device, Piece, SharedTensor, checkpoint_engine_bucket};
+use crate::weights::Dtype;
+
+/// Longest path of a unix socket, with its final zero.
+const LONGEST_PATH: usize = 108;
+/// Between two looks whether the worker has connected.
+const CONNECTING: Duration = Duration::from_millis(2);
+/// Longest wait for the engine's own words after it said no.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+/// Part of an engine's error that ours shows, in characters, from its end: tracebacks say what happened in their last line.
+const SHOWN: usize = 512;
+
+/// What the memory of one GPU is for the engine's worker there.
+struct Channel {
+    gpu: String,
+    path: PathBuf,
+    socket: ReqSocket,
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        let _gone = std::fs::remove_file(&self.path);
+    }
+}
+
+/// The call by which an engine's workers are told to connect; ends when they are done.
+pub(super) type Call = BoxFuture<'static, Result<(), EngineError>>;
+
+/// Feeds all workers of one engine.
+pub(super) struct ParameterServer {
+    url: String,
+    channels: Vec<Channel>,
+    /// The engine's call, once it was made; its result, once it ended.
+    call: Option<JoinHandle<Result<(), EngineError>>>,
+    /// The memory that was named to the workers, in the order of channels.
+    memory: Option<Vec<(IpcHandle, u64)>>,
+}
+
+impl ParameterServer {
+    /// Binds one socket for each GPU in `folder`, and says under which address the engine finds each.
+    pub(super) async fn bind(
+        url: &str,
+        gpus: &[String],
+        folder: &Path,
+        in_engine: &Path,
+    ) -> Result<(Self, serde_json::Map<String, serde_json::Value>), EngineError> {
+        let cannot = |what: String| EngineError::Unsupported {
+            what,
+            next_step: "give the agent and the engine one directory with a short path that both may use".into(),
+        };
+        // Anybody may connect who knows the name, which nobody can list: the engine may run as another user.
+        let made = std::fs::DirBuilder::new().recursive(true).mode(0o711).create(folder);
+        made.map_err(|error| cannot(format!("{} cannot be made: {error}", folder.display())))?;
+        let (mut channels, mut handles) = (Vec::new(), serde_json::Map::new());
+        for gpu in gpus {
+            let name = format!("{}.sock", uuid::Uuid::new_v4().simple());
+            let (path, seen) = (folder.join(&name), in_engine.join(&name));
+            if path.as_os_str().len().max(seen.as_os_str().len()) >= LONGEST_PATH {
+                return Err(cannot(format!("{} is too long for a socket", path.display())));
+            }
+            let mut socket = ReqSocket::new();
+            let bound = socket.bind(&format!("ipc://{}", path.display())).await;
+            bound.map_err(|error| cannot(format!("no socket can be made at {}: {error}", path.display())))?;
+            let opened = std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666));
+            opened.map_err(|error| cannot(format!("{} cannot be opened to the engine: {error}", path.display())))?;
+            handles.insert(gpu.clone(), format!("ipc://{}", seen.display()).into());
+            channels.push(Channel { gpu: gpu.clone(), path, socket });
+        }
+        Ok((Self { url: url.to_owned(), channels, call: None, memory: None }, handles))
+    }
+
+    /// Makes the engine's call. It must be under way before the first bucket.
+    pub(super) fn call(&mut self, call: Call) {
+        self.call = Some(tokio::spawn(call));
+    }
+
+    /// Hands one bucket over; returns when every worker has loaded it and its device is idle.
+    pub(super) async fn bucket(&mut self, bucket: &DeviceBucket, pieces: &[Piece<'_>], until: Until) -> Result<(), EngineError> {
+        let places: Vec<&DevicePlace> = self.places(bucket)?;
+        let memory: Vec<(IpcHandle, u64)> = places.iter().map(|place| (place.handle, place.allocation_bytes)).collect();
+        let lists: Vec<Value> = places
+            .iter()
+            .map(|place| checkpoint_engine_bucket(pieces, place.offset))
+            .collect::<Result<_, _>>()
+            .map_err(|error| no_form(&error))?;
+        match &self.memory {
+            None => {
+                let shared = |(handle, bytes): &(IpcHandle, u64)| SharedTensor {
+                    handle: handle.0,
+                    storage_offset: 0,
+                    storage_bytes: *bytes,
+                    elements: *bytes,
+                    dtype: Dtype::U8,
+                    device: Device::Readers,
+                };
+                let tensors: Vec<Value> =
+                    memory.iter().map(|each| shared(each).unbuilt()).collect::<Result<_, _>>().map_err(|error| no_form(&error))?;
+                self.exchange(&tensors, until).await?;
+                self.memory = Some(memory);
+            }
+            Some(known) if *known != memory => {
+                let what = format!("bucket {} lies in other memory than those before it", bucket.bucket.sequence);
+                return Err(EngineError::BadReply { url: self.url.clone(), what });
+            }
+            Some(_) => {}
+        }
+        self.exchange(&lists, until).await
+    }
+
+    /// Ends it: the workers let the memory go, and finish.
+    pub(super) async fn close(&mut self, until: Until) -> Result<(), EngineError> {
+        let nothing = vec![Value::None; self.channels.len()];
+        if self.memory.is_some() {
+            self.exchange(&nothing, until).await?;
+            self.exchange(&nothing, until).await?;
+        }
+        // Behind the last answer only the reply to the call is left.
+        self.ended(until).await
+    }
+
+    /// Has the workers give up. They answer by ending their call.
+    pub(super) async fn fail(&mut self, reason: &str, until: Until) {
+        let reason: String = reason.chars().take(SHOWN).collect();
+        let error = Value::Call(Box::new(Value::Global("builtins", "RuntimeError")), vec![Value::text(reason)]).pickle();
+        for channel in &mut self.channels {
+            // A worker that is in the middle of a bucket must answer before it can be told anything.
+            let told = async {
+                let _answer = channel.socket.recv().await;
+                let _sent = channel.socket.send(Bytes::from(error.clone()).into()).await;
+            };
+            let _late = tokio::time::timeout(until.at_most(LAST_WORDS).left(), told).await;
+        }
+        let _ended = self.ended(until.at_most(LAST_WORDS)).await;
+        if let Some(call) = self.call.take() {
+            call.abort();
+        }
+    }
+
+    fn places<'a>(&self, bucket: &'a DeviceBucket) -> Result<Vec<&'a DevicePlace>, EngineError> {
+        let place = |channel: &Channel| bucket.places.iter().find(|place| place.gpu == channel.gpu).ok_or_else(|| channel.gpu.clone());
+        self.channels.iter().map(place).collect::<Result<_, _>>().map_err(|gpu| EngineError::Unsupported {
+            what: format!("bucket {} does not lie on {gpu}, where a worker of the engine is", bucket.bucket.sequence),
+            next_step: "give this agent a GPU worker on every GPU of the engine".into(),
+        })
+    }
+
+    /// Sends one message to each worker and waits for all answers, unless the engine's call ends first.
+    async fn exchange(&mut self, messages: &[Value], until: Until) -> Result<(), EngineError> {
+        let timeout = EngineError::Timeout { url: self.url.clone(), deadline: until.total() };
+        let Some(call) = self.call.as_mut() else {
+            return Err(EngineError::BadReply { url: self.url.clone(), what: "its workers were not called".into() });
+        };
+        let asked = try_join_all(self.channels.iter_mut().zip(messages).map(|(channel, message)| channel.ask(message)));
+        let refused = tokio::select! {
+            biased;
+            ended = call => {
+                self.call = None;
+                return Err(match ended {
+                    Ok(Err(error)) => error,
+                    Ok(Ok(())) => self.not_success("it said that all was loaded while buckets were still to come"),
+                    Err(ended) => self.not_success(&format!("its call ended: {ended}")),
+                });
+            }
+            answered = tokio::time::timeout(until.left(), asked) => match answered {
+                Ok(Ok(_)) => return Ok(()),
+                Ok(Err(refused)) => refused,
+                Err(_) => return Err(timeout),
+            },
+        };
+        Err(self.not_success(&refused))
+    }
+
+    /// Waits for the end of the engine's call.
+    async fn ended(&mut self, until: Until) -> Result<(), EngineError> {
+        let Some(call) = self.call.as_mut() else { return Ok(()) };
+        let ended = tokio::time::timeout(until.left(), call).await;
+        match ended {
+            Ok(Ok(outcome)) => {
+                self.call = None;
+                outcome
+            }
+            Ok(Err(ended)) => {
+                self.call = None;
+                Err(self.not_success(&format!("its call ended: {ended}")))
+            }
+            Err(_) => Err(EngineError::Timeout { url: self.url.clone(), deadline: until.total() }),
+        }
+    }
+
+    fn not_success(&self, what: &str) -> EngineError {
+        EngineError::NotSuccess { url: self.url.clone(), body: what.to_owned() }
+    }
+}
+
+impl Drop for ParameterServer {
+    fn drop(&mut self) {
+        if let Some(call) = &self.call {
+            call.abort();
+        }
+    }
+}
+
+impl Channel {
+    /// One request and its answer; a worker that has not connected yet is waited for. The error is the worker's text.
+    async fn ask(&mut self, message: &Value) -> Result<(), String> {
+        let message = Bytes::from(message.pickle());
+        while let Err(error) = self.socket.send(message.clone().into()).await {
+            match error {
+                ZmqError::ReturnToSender { .. } => tokio::time::sleep(CONNECTING).await,
+                error => return Err(format!("the worker on {} cannot be asked: {error}", self.gpu)),
+            }
+        }
+        let answer = self.socket.recv().await.map_err(|error| format!("the worker on {} was lost: {error}", self.gpu))?;
+        let text: Vec<u8> = answer.into_vec().into_iter().flatten().collect();
+        if text.is_empty() {
+            return Ok(());
+        }
+        let text = String::from_utf8_lossy(&text);
+        let shown: String =
+            text.chars().skip(text.chars().count().saturating_sub(SHOWN)).map(|c| if c.is_control() { ' ' } else { c }).collect();
+        Err(format!("the worker on {}: {shown}", self.gpu))
+    }
+}

@@ -1,0 +1,293 @@
+//! LMDeploy 0.18, unmodified, PyTorch backend: weights from GPU memory, by checkpoint-engine while it sleeps or by `/update_weights`.
+//!
+//! Decides paths, bodies and which reply means success. All facts are from the wheel of 0.18.0 (`serve/openai/endpoints/management.py`,
+//! `pytorch/engine/model_agent/agent.py`, `serve/core/async_engine.py`) and were seen on the running server. Some shape this file: it cannot
+//! load a directory; it has no pause but sleep, which ends all requests and empties every cache; it has no field for a version, so the
+//! adapter keeps a record ([`super::record`]); `/health` goes on saying healthy while a worker is stuck, so one token is generated now and
+//! then; and its POST routes want a JSON body even where there is nothing to say.
+
+mod allowed;
+mod route;
+mod tensors;
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use serde_json::{Value, json};
+
+use super::adapter::Adapter;
+use super::device::DeviceRoute;
+use super::feed::{Feed, FeedJob};
+use super::http::{Answer, EngineHttp, Reply, Until};
+use super::process::{self, EngineProcess};
+use super::record::{Record, UNKNOWN};
+use super::server::Server;
+use super::{Engine, EngineConfig, EngineError, Holding};
+use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+
+const KIND: &str = "lmdeploy";
+/// `--server-port` when it is not given.
+const PORT: u16 = 23_333;
+/// A generated token proves for so long that the engine lives.
+const LIFE: Duration = Duration::from_secs(10);
+const NEWER: &str = "use LMDeploy 0.18 or newer with --backend pytorch";
+
+/// The adapter for an LMDeploy server.
+pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
+    let http = Arc::new(EngineHttp::new(&config)?);
+    let server = Lmdeploy { http, record: Record::new(config.record), token: Mutex::new(None) };
+    Ok(Arc::new(Adapter::new(server, config.served_model)))
+}
+
+struct Lmdeploy {
+    http: Arc<EngineHttp>,
+    record: Record,
+    /// When a token was last generated.
+    token: Mutex<Option<Instant>>,
+}
+
+impl Lmdeploy {
+    /// `GET /update_weights_from_ipc`: backend, workers and what sleeps.
+    async fn status(&self, until: Until) -> Result<Answer, EngineError> {
+        let reply = self.http.get("/update_weights_from_ipc", until).await?;
+        match reply.status() {
+            401 | 403 => Err(unsupported(
+                format!("{} refuses the API key", self.http.url()),
+                "give the key that the server was started with (--api-keys) as the engine's apiKeySecretRef",
+            )),
+            404 | 405 => Err(unsupported(format!("{} has no routes for weight updates", self.http.url()), NEWER)),
+            _ => {
+                let status = reply.json()?;
+                match status.value().get("backend").and_then(Value::as_str) {
+                    Some("pytorch") => Ok(status),
+                    backend => Err(unsupported(
+                        format!("{} runs the backend {}", self.http.url(), backend.unwrap_or("unknown")),
+                        "start LMDeploy with --backend pytorch",
+                    )),
+                }
+            }
+        }
+    }
+
+    /// What sleeps: `weights`, `kv_cache`.
+    async fn sleeping(&self, until: Until) -> Result<Vec<String>, EngineError> {
+        let status = self.status(until).await?;
+        let tags = status.field("sleeping_tags")?.as_array().map(|tags| tags.iter().filter_map(Value::as_str).map(str::to_owned).collect());
+        tags.ok_or_else(|| status.bad("\"sleeping_tags\" is no list".into()))
+    }
+
+    /// POST of a route that answers 200 without a body.
+    async fn post_empty(&self, path: &str, until: Until) -> Result<(), EngineError> {
+        self.http.post(path, Some(&json!({})), until).await?.ok()
+    }
+
+    /// Name of the model that it serves.
+    async fn model(&self, until: Until) -> Result<String, EngineError> {
+        let answer = self.http.get("/v1/models", until).await?.json()?;
+        let id = answer.value().pointer("/data/0/id").and_then(Value::as_str).map(str::to_owned);
+        id.ok_or_else(|| answer.bad("it names no model".into()))
+    }
+
+    /// Its process, where it can be seen.
+    fn process(&self) -> Option<EngineProcess> {
+        let port = self.http.port().to_string();
+        process::find(Path::new("/proc"), |process| {
+            let serves = process.words.iter().any(|word| word == "api_server");
+            let named = process.after("--server-port").map(str::to_owned);
+            let named = named.or_else(|| process.words.iter().find_map(|word| word.strip_prefix("--server-port=").map(str::to_owned)));
+            serves && named.map_or(port == PORT.to_string(), |named| named == port)
+        })
+    }
+
+    /// One token now and then: nothing else shows a worker that is stuck in a collective operation.
+    async fn lives(&self, until: Until) -> Result<(), EngineError> {
+        let proven = *self.token.lock().unwrap_or_else(PoisonError::into_inner);
+        if proven.is_some_and(|at| at.elapsed() < LIFE) || self.is_paused(until).await? {
+            return Ok(());
+        }
+        self.generate(until).await
+    }
+}
+
+fn unsupported(what: String, next_step: &str) -> EngineError {
+    EngineError::Unsupported { what, next_step: next_step.to_owned() }
+}
+
+/// `null` with status 200, and nothing else (`{"error": ...}` comes with 200 from some proxies).
+fn null(reply: Reply) -> Result<(), EngineError> {
+    let answer = reply.json()?;
+    if answer.value().is_null() { Ok(()) } else { Err(answer.not_success()) }
+}
+
+#[async_trait]
+impl Server for Lmdeploy {
+    fn kind(&self) -> &'static str {
+        KIND
+    }
+
+    fn url(&self) -> &str {
+        self.http.url()
+    }
+
+    fn accepts(&self, pause: PausePolicy, _: KvCachePolicy) -> Result<(), EngineError> {
+        match pause {
+            PausePolicy::Keep | PausePolicy::Drain => Err(unsupported(
+                format!(
+                    "LMDeploy 0.18 has no pause that lets running requests {}",
+                    if pause == PausePolicy::Keep { "wait" } else { "end" }
+                ),
+                "set spec.update.pause to Abort or External for this pool",
+            )),
+            PausePolicy::Abort | PausePolicy::External => Ok(()),
+        }
+    }
+
+    fn takes_directories(&self) -> Result<(), EngineError> {
+        Err(unsupported("LMDeploy 0.18 cannot load weights from a directory".into(), "give its agent the engine's GPUs (docs/engines.md)"))
+    }
+
+    async fn facts(&self, until: Until) -> Result<EngineFacts, EngineError> {
+        let status = self.status(until).await?;
+        let workers = status.field("device_uuids")?.as_array().map_or(0, Vec::len);
+        let size = u32::try_from(workers).ok().filter(|size| *size > 0);
+        let size = size.ok_or_else(|| status.bad("it names no worker".into()))?;
+        // A string that holds JSON.
+        let info: Value =
+            serde_json::from_str(self.http.get("/distserve/engine_info", until).await?.json()?.value().as_str().unwrap_or_default())
+                .unwrap_or_default();
+        let count = |name: &str| info.get(name).and_then(Value::as_u64).unwrap_or(1);
+        if count("dp_size") == 1 && info.get("tp_size").and_then(Value::as_u64).is_some_and(|tensor| tensor != u64::from(size)) {
+            return Err(status.bad(format!("it has {size} workers and says that it was started with --tp {}", count("tp_size"))));
+        }
+        let interface = self.interface(until).await;
+        let version = interface.as_ref().filter(|interface| allowed::is_0_18(interface)).map_or(UNKNOWN, |_| "0.18.0");
+        Ok(EngineFacts {
+            kind: KIND.to_owned(),
+            server_version: version.to_owned(),
+            size,
+            url: self.http.url().to_owned(),
+            delivery: "GPU memory: update_weights, or checkpoint-engine while it sleeps".to_owned(),
+            answer_version: "none".to_owned(),
+        })
+    }
+
+    async fn front(&self, until: Until) -> Result<(), EngineError> {
+        self.http.get("/is_sleeping", until).await?.json()?.field("is_sleeping").map(drop)
+    }
+
+    /// `/metrics` is there unless it was disabled; else the process itself.
+    async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
+        self.front(until).await?;
+        let reply = self.http.get("/metrics", until).await?;
+        if reply.status() == 200 {
+            let metrics = reply.text()?;
+            if let Some(started) = metrics.lines().find_map(|line| line.strip_prefix("process_start_time_seconds ")) {
+                return Ok(started.trim().to_owned());
+            }
+        }
+        Ok(self.process().map_or_else(|| UNKNOWN.to_owned(), |process| process.start))
+    }
+
+    async fn holding(&self, until: Until) -> Result<Holding, EngineError> {
+        self.lives(until).await?;
+        Ok(self.record.read(&self.fingerprint(until).await?))
+    }
+
+    async fn write(&self, holding: &Holding, until: Until) -> Result<(), EngineError> {
+        let start = self.fingerprint(until).await?;
+        self.record.write(&start, holding).map_err(|error| {
+            unsupported(format!("what the engine holds cannot be recorded: {error}"), "give the agent a directory that it can write to")
+        })
+    }
+
+    /// Sleeps: requests end, caches go. The weights come back to the GPU at once, to be written into.
+    async fn pause(&self, _: PausePolicy, _: KvCachePolicy, until: Until) -> Result<(), EngineError> {
+        let mut sleeping = self.sleeping(until).await?;
+        if !sleeping.iter().any(|tag| tag == "kv_cache") {
+            self.post_empty("/sleep?level=1", until).await?;
+            sleeping = self.sleeping(until).await?;
+        }
+        if sleeping.iter().any(|tag| tag == "weights") {
+            self.post_empty("/wakeup?tags=weights", until).await?;
+        }
+        Ok(())
+    }
+
+    async fn is_paused(&self, until: Until) -> Result<bool, EngineError> {
+        let answer = self.http.get("/is_sleeping", until).await?.json()?;
+        answer.field("is_sleeping")?.as_bool().ok_or_else(|| answer.bad("\"is_sleeping\" is neither true nor false".to_owned()))
+    }
+
+    async fn unpause(&self, until: Until) -> Result<(), EngineError> {
+        let sleeping = self.sleeping(until).await?;
+        if sleeping.is_empty() {
+            return Ok(());
+        }
+        let tags: Vec<String> = sleeping.iter().map(|tag| format!("tags={tag}")).collect();
+        self.post_empty(&format!("/wakeup?{}", tags.join("&")), until).await
+    }
+
+    async fn load(&self, _: &Path, _: Until) -> Result<(), EngineError> {
+        self.takes_directories()
+    }
+
+    async fn clear_failed_load(&self, _: Until) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    /// Asleep it has none; awake it is fed only where it keeps none beyond a request (the allow-list saw to that), and requests were ended.
+    async fn reset_cache(&self, _: Until) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    async fn generate(&self, until: Until) -> Result<(), EngineError> {
+        let model = self.model(until).await?;
+        let body = json!({"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0});
+        let reply = self.http.post("/v1/completions", Some(&body), until).await?;
+        let answer = reply.json()?;
+        let generated = answer.value().pointer("/usage/completion_tokens").and_then(Value::as_u64);
+        let reason = answer.value().pointer("/choices/0/finish_reason").and_then(Value::as_str);
+        if generated.is_some_and(|tokens| tokens > 0) && reason != Some("error") {
+            *self.token.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+            return Ok(());
+        }
+        if reason == Some("abort") {
+            // Ended by an update or by somebody else: it answers, which is all that is asked here.
+            return Ok(());
+        }
+        Err(answer.bad("it generated no token".to_owned()))
+    }
+
+    async fn abort_all(&self, until: Until) -> Result<(), EngineError> {
+        let reply = self.http.post("/abort_request", Some(&json!({"abort_all": true})), until).await?;
+        match reply.status() {
+            // Asleep, it holds no request.
+            501 if self.is_paused(until).await? => Ok(()),
+            501 => Err(unsupported("the server cannot end requests".into(), "start LMDeploy with --enable-abort-handling")),
+            _ => reply.ok(),
+        }
+    }
+
+    async fn startup_checkpoint(&self, until: Until) -> Result<String, EngineError> {
+        match self.process().as_ref().and_then(|process| process.after("api_server")) {
+            Some(model) if !model.starts_with('-') => Ok(model.to_owned()),
+            _ => self.model(until).await,
+        }
+    }
+
+    async fn device_route(
+        &self,
+        pause: PausePolicy,
+        kv_cache: KvCachePolicy,
+        served: Option<&Path>,
+        until: Until,
+    ) -> Result<DeviceRoute, EngineError> {
+        self.choose_route(pause, kv_cache, served, until).await
+    }
+
+    async fn open_feed(&self, job: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {
+        self.open(job, until).await
+    }
+}

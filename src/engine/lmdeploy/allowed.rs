@@ -1,0 +1,95 @@
+//! Which LMDeploy server may be fed which way: a list of what was proven, and nothing else.
+//!
+//! Filled by runs on H200 machines (docs/benchmarks): LMDeploy 0.18.0, tensor parallel 1, bfloat16, Qwen3 dense and fused MoE, eager and with
+//! CUDA graphs, by `/update_weights`: text equal to a fresh server's, two updates in a row. That route does not reset captured graphs while
+//! fused MoE may replace parameters (`pytorch/engine/model_agent/agent.py`), so what was not tried is not allowed. Pure.
+
+use serde_json::Value;
+
+use crate::engine::process::EngineProcess;
+use crate::protocol::KvCachePolicy;
+
+/// Model classes for `/update_weights`, as `config.json` names them.
+const TENSOR_ROUTE: [&str; 2] = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"];
+
+/// What is known of a server.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Seen<'a> {
+    /// `/openapi.json`: LMDeploy does not tell its version, its interface does.
+    pub(super) interface: Option<&'a Value>,
+    /// Worker ranks.
+    pub(super) ranks: usize,
+    /// `config.json` of the model that it serves.
+    pub(super) config: Option<&'a Value>,
+    /// Its process.
+    pub(super) process: Option<&'a EngineProcess>,
+    /// What must become of caches.
+    pub(super) kv_cache: KvCachePolicy,
+}
+
+/// Whether its interface for weights is that of 0.18.0, field by field.
+pub(super) fn is_0_18(interface: &Value) -> bool {
+    let fields = |schema: &str| {
+        let properties = interface.pointer(&format!("/components/schemas/{schema}/properties")).and_then(Value::as_object);
+        let mut names: Vec<&str> = properties.into_iter().flat_map(|fields| fields.keys().map(String::as_str)).collect();
+        names.sort_unstable();
+        names
+    };
+    fields("UpdateParamsRequest") == ["finished", "load_format", "serialized_named_tensors"]
+        && fields("UpdateWeightsFromIPCRequest") == ["zmq_handles"]
+        && fields("UpdateWeightsFromIPCStatus")
+            == [
+                "backend",
+                "checkpoint_engine_version",
+                "device_type",
+                "device_uuids",
+                "is_sleeping",
+                "message",
+                "ready",
+                "sleeping_tags",
+                "worker_ranks",
+            ]
+}
+
+/// Whether any way may be used for this model.
+pub(super) fn any_route(config: Option<&Value>) -> Result<(), String> {
+    match config {
+        Some(config) if config.get("quantization_config").is_some_and(|quantised| !quantised.is_null()) => {
+            Err("updates of a quantised model are not proven with LMDeploy 0.18".into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether `/update_weights` may be used, or why not. Asks nothing: the executor must be probed by the caller.
+pub(super) fn tensor_route(seen: &Seen<'_>) -> Result<(), String> {
+    any_route(seen.config)?;
+    match seen.interface {
+        Some(interface) if is_0_18(interface) => {}
+        Some(_) => return Err("its interface is not that of LMDeploy 0.18.0, the version that was proven".into()),
+        None => return Err("its interface cannot be read (/openapi.json), so its version is not known".into()),
+    }
+    if seen.ranks != 1 {
+        return Err(format!("it has {} ranks, one was proven", seen.ranks));
+    }
+    let Some(config) = seen.config else { return Err("the model's config.json cannot be read from here".into()) };
+    let class = config.pointer("/architectures/0").and_then(Value::as_str).unwrap_or("unknown");
+    if !TENSOR_ROUTE.contains(&class) {
+        return Err(format!("the model class {class} was not proven, only {}", TENSOR_ROUTE.join(" and ")));
+    }
+    let dtype = config.get("dtype").or_else(|| config.get("torch_dtype")).and_then(Value::as_str).unwrap_or("unknown");
+    if dtype != "bfloat16" {
+        return Err(format!("models in {dtype} were not proven, only bfloat16"));
+    }
+    let Some(process) = seen.process else { return Err("its process cannot be seen from here, so its options are not known".into()) };
+    if process.has("--speculative-algorithm") {
+        return Err("its draft model would not be updated".into());
+    }
+    if process.has("--quant-policy") || process.has("--model-format") {
+        return Err("quantised caches and formats were not proven".into());
+    }
+    if seen.kv_cache == KvCachePolicy::Reset && process.has("--enable-prefix-caching") {
+        return Err("it keeps a prefix cache (--enable-prefix-caching) that only sleeping empties, and kvCache is Reset".into());
+    }
+    Ok(())
+}

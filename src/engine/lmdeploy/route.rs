@@ -1,0 +1,155 @@
+//! Which way an LMDeploy server is fed: by `/update_weights`, where all that it takes was proven and is there, else by checkpoint-engine.
+//!
+//! What can be asked of the server is asked, never assumed: only the Ray executor has `/update_weights` (the others answer 500), and only a
+//! server with `--enable-abort-handling` can end requests without sleeping.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+
+use super::allowed::{self, Seen};
+use super::tensors::Tensors;
+use super::{Lmdeploy, null, unsupported};
+use crate::engine::EngineError;
+use crate::engine::checkpoint_engine::ParameterServer;
+use crate::engine::device::{DeviceBucket, DeviceRoute, Released};
+use crate::engine::feed::{Feed, FeedJob, pieces};
+use crate::engine::http::{Answer, Until};
+use crate::protocol::{KvCachePolicy, PausePolicy};
+use crate::torch::lmdeploy_nothing;
+use crate::weights::Layout;
+
+/// Name of the way that wants no sleep.
+const TENSORS: &str = "update_weights";
+/// Name of the way of sleeping servers.
+const CHECKPOINT_ENGINE: &str = "checkpoint-engine";
+
+impl Lmdeploy {
+    /// `/openapi.json`; none where the server does not show it.
+    pub(super) async fn interface(&self, until: Until) -> Option<Value> {
+        let answer = self.http.get("/openapi.json", until).await.ok()?.json().ok()?;
+        Some(answer.value().clone())
+    }
+
+    pub(super) async fn choose_route(
+        &self,
+        pause: PausePolicy,
+        kv_cache: KvCachePolicy,
+        served: Option<&Path>,
+        until: Until,
+    ) -> Result<DeviceRoute, EngineError> {
+        let status = self.status(until).await?;
+        let gpus = gpus(&status)?;
+        let process = self.process();
+        let named = process.as_ref().and_then(|process| process.after("api_server")).map(Path::new);
+        let config = served.or(named).and_then(|model| std::fs::read(model.join("config.json")).ok());
+        let config: Option<Value> = config.and_then(|config| serde_json::from_slice(&config).ok());
+        allowed::any_route(config.as_ref()).map_err(|why| unsupported(why, "serve a model in bfloat16 or float16"))?;
+        let interface = self.interface(until).await;
+        let seen = Seen { interface: interface.as_ref(), ranks: gpus.len(), config: config.as_ref(), process: process.as_ref(), kv_cache };
+        let why_not = match allowed::tensor_route(&seen) {
+            Ok(()) => self.probe_tensors(pause, until).await?,
+            Err(why) => Some(why),
+        };
+        let Some(why_not) = why_not else {
+            return Ok(DeviceRoute { name: TENSORS, gpus, gated: false, why_not_faster: None });
+        };
+        if pause == PausePolicy::External {
+            let what = format!("{TENSORS} cannot be used ({why_not}), and every other way lets LMDeploy sleep, which ends its requests");
+            return Err(unsupported(what, "set spec.update.pause to Abort for this pool"));
+        }
+        if status.value().get("checkpoint_engine_version").is_none_or(Value::is_null) {
+            let what = format!("LMDeploy has no checkpoint-engine, and {TENSORS} cannot be used: {why_not}");
+            return Err(unsupported(what, "install checkpoint-engine 0.4.2 beside LMDeploy"));
+        }
+        Ok(DeviceRoute { name: CHECKPOINT_ENGINE, gpus, gated: true, why_not_faster: Some(format!("{TENSORS}: {why_not}")) })
+    }
+
+    /// Asks the server for what no file says: an update of nothing, and the end of a request that is not there.
+    async fn probe_tensors(&self, pause: PausePolicy, until: Until) -> Result<Option<String>, EngineError> {
+        let body = update(vec![lmdeploy_nothing().pickle()], false);
+        let reply = self.http.post("/update_weights", Some(&body), until).await?;
+        if reply.status() == 500 {
+            return Ok(Some("its executor does not take tensors: start LMDeploy with --distributed-executor-backend ray".into()));
+        }
+        null(reply)?;
+        if pause == PausePolicy::Abort {
+            let reply = self.http.post("/abort_request", Some(&json!({"abort_all": false, "session_id": i32::MAX})), until).await?;
+            if reply.status() == 501 {
+                return Ok(Some("it cannot end requests: start LMDeploy with --enable-abort-handling".into()));
+            }
+        }
+        Ok(None)
+    }
+
+    pub(super) async fn open(&self, feed: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {
+        let FeedJob { job, route } = feed;
+        if route.name == TENSORS {
+            return Ok(Box::new(Tensors::new(self.http.clone(), job.layout.clone(), route.gpus.clone())));
+        }
+        let url = self.http.url();
+        let (mut server, handles) = ParameterServer::bind(url, &route.gpus, &job.sockets, &job.sockets_in_engine).await?;
+        self.ready(until).await?;
+        let (http, whole) = (self.http.clone(), Until::new(job.timeout));
+        server.call(Box::pin(async move {
+            let body = json!({ "zmq_handles": handles });
+            http.post("/update_weights_from_ipc", Some(&body), whole).await?.json()?.must("success", &Value::Bool(true)).map(drop)
+        }));
+        Ok(Box::new(Sleeping { server, layout: job.layout.clone() }))
+    }
+
+    /// What LMDeploy itself checks before it lets checkpoint-engine in; asked first because it says so only in the middle otherwise.
+    async fn ready(&self, until: Until) -> Result<(), EngineError> {
+        let status = self.status(until).await?;
+        status.must("ready", &Value::Bool(true)).map(drop)
+    }
+}
+
+/// The body of `/update_weights`: one pickle for each rank.
+pub(super) fn update(pickles: Vec<Vec<u8>>, finished: bool) -> Value {
+    let tensors: Vec<String> = pickles.iter().map(|pickle| STANDARD.encode(pickle)).collect();
+    json!({"serialized_named_tensors": tensors, "load_format": "flattened_bucket", "finished": finished})
+}
+
+/// UUIDs in the order of ranks.
+fn gpus(status: &Answer) -> Result<Vec<String>, EngineError> {
+    let list = |name: &str| status.value().get(name).and_then(Value::as_array).cloned().unwrap_or_default();
+    let (uuids, ranks) = (list("device_uuids"), list("worker_ranks"));
+    let mut pairs: Vec<(u64, String)> = uuids
+        .iter()
+        .zip(&ranks)
+        .filter_map(|(uuid, rank)| Some((rank.as_u64()?, uuid.as_str().filter(|uuid| uuid.starts_with("GPU-"))?.to_owned())))
+        .collect();
+    pairs.sort();
+    pairs.dedup();
+    if pairs.is_empty() || pairs.len() != uuids.len() {
+        return Err(status.bad("its workers do not name their GPUs".into()));
+    }
+    Ok(pairs.into_iter().map(|(_, uuid)| uuid).collect())
+}
+
+/// A sleeping server that is fed by checkpoint-engine.
+struct Sleeping {
+    server: ParameterServer,
+    layout: Arc<Layout>,
+}
+
+#[async_trait]
+impl Feed for Sleeping {
+    async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError> {
+        self.server.bucket(bucket, &pieces(&self.layout, bucket), until).await?;
+        Ok(Released::Now)
+    }
+
+    async fn close(&mut self, until: Until) -> Result<(), EngineError> {
+        self.server.close(until).await
+    }
+
+    async fn fail(&mut self, reason: &str, until: Until) {
+        self.server.fail(reason, until).await;
+    }
+}

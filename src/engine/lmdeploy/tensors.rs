@@ -1,0 +1,84 @@
+//! `/update_weights` of LMDeploy 0.18: flattened buckets in our own memory, read in place.
+//!
+//! One call for each element type of a bucket, because a flattened bucket has one. The memory is named anew with every call: a server that is
+//! not told keeps what it copied before and would load old bytes (InternLM/lmdeploy#4397). Its answer does not mean that it has read: it
+//! records the event that it is given behind its copies, and where there is no event it is told to copy the bucket first.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+use super::null;
+use super::route::update;
+use crate::engine::EngineError;
+use crate::engine::device::{DeviceBucket, DevicePlace, Released};
+use crate::engine::feed::{Feed, no_form, pieces};
+use crate::engine::http::{EngineHttp, Until};
+use crate::torch::{Device, Piece, SharedTensor, lmdeploy_bucket, lmdeploy_nothing};
+use crate::weights::{Dtype, Layout};
+
+/// A server that is fed while it is awake.
+pub(super) struct Tensors {
+    http: Arc<EngineHttp>,
+    layout: Arc<Layout>,
+    /// In the order of ranks.
+    gpus: Vec<String>,
+    longest: u64,
+}
+
+impl Tensors {
+    pub(super) fn new(http: Arc<EngineHttp>, layout: Arc<Layout>, gpus: Vec<String>) -> Self {
+        let longest = layout.largest_bucket();
+        Self { http, layout, gpus, longest }
+    }
+
+    fn pickle(&self, place: &DevicePlace, bucket: &DeviceBucket, pieces: &[Piece<'_>], dtype: Dtype) -> Result<Vec<u8>, EngineError> {
+        let room = place.allocation_bytes.saturating_sub(place.offset);
+        if room < bucket.bucket.bytes {
+            return Err(EngineError::Unsupported {
+                what: format!("bucket {} is longer than the memory that it is said to lie in", bucket.bucket.sequence),
+                next_step: "this is a fault of the agent: report it".into(),
+            });
+        }
+        let tensor = SharedTensor {
+            handle: place.handle.0,
+            storage_offset: place.offset,
+            // The same for every bucket in this place: the server opens a storage once while it holds a tensor on it.
+            storage_bytes: room.min(self.longest),
+            elements: bucket.bucket.bytes / (dtype.bits() / 8).max(1),
+            dtype,
+            device: Device::Readers,
+        };
+        let event = place.event.map(|event| event.0);
+        let value = lmdeploy_bucket(pieces, &tensor, event, event.is_none()).map_err(|error| no_form(&error))?;
+        Ok(value.pickle())
+    }
+}
+
+#[async_trait]
+impl Feed for Tensors {
+    async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError> {
+        let places = self.gpus.iter().map(|gpu| bucket.places.iter().find(|place| place.gpu == *gpu).ok_or(gpu));
+        let places: Vec<&DevicePlace> = places.collect::<Result<_, _>>().map_err(|gpu| EngineError::Unsupported {
+            what: format!("bucket {} does not lie on {gpu}, where a worker of the engine is", bucket.bucket.sequence),
+            next_step: "give this agent a GPU worker on every GPU of the engine".into(),
+        })?;
+        let all = pieces(&self.layout, bucket);
+        let dtypes: BTreeSet<Dtype> = all.iter().map(|piece| piece.dtype).collect();
+        for dtype in dtypes {
+            let of_one: Vec<Piece<'_>> = all.iter().filter(|piece| piece.dtype == dtype).copied().collect();
+            let pickles = places.iter().map(|place| self.pickle(place, bucket, &of_one, dtype)).collect::<Result<Vec<_>, _>>()?;
+            null(self.http.post("/update_weights", Some(&update(pickles, false)), until).await?)?;
+        }
+        let events = places.iter().all(|place| place.event.is_some());
+        Ok(if events { Released::AfterEvents } else { Released::Now })
+    }
+
+    async fn close(&mut self, until: Until) -> Result<(), EngineError> {
+        let nothing = self.gpus.iter().map(|_| lmdeploy_nothing().pickle()).collect();
+        null(self.http.post("/update_weights", Some(&update(nothing, true)), until).await?)
+    }
+
+    async fn fail(&mut self, _: &str, _: Until) {}
+}

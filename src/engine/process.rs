@@ -1,0 +1,55 @@
+//! The engine's process, where this agent can see it: one start of it, and the words that it was started with.
+//!
+//! GPU memory passes only between processes that see each other, so where an engine can be fed from it, `/proc` shows its process as well.
+//! Decides which process serves a port by its words; reads no memory and no environment of it.
+
+use std::path::Path;
+
+/// A process that serves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct EngineProcess {
+    /// Its number and start time: differs for each start.
+    pub(super) start: String,
+    /// The words of its command line.
+    pub(super) words: Vec<String>,
+}
+
+impl EngineProcess {
+    /// Whether it was started with this option.
+    pub(super) fn has(&self, option: &str) -> bool {
+        self.words.iter().any(|word| word == option || word.strip_prefix(option).is_some_and(|rest| rest.starts_with('=')))
+    }
+
+    /// The word behind the first of these.
+    pub(super) fn after(&self, option: &str) -> Option<&str> {
+        let at = self.words.iter().position(|word| word == option)?;
+        self.words.get(at + 1).map(String::as_str)
+    }
+}
+
+/// The process whose words satisfy `serves`: the one that started first, since workers may inherit their parent's words.
+pub(super) fn find(proc: &Path, serves: impl Fn(&EngineProcess) -> bool) -> Option<EngineProcess> {
+    let entries = std::fs::read_dir(proc).ok()?;
+    let mut found: Vec<(u64, EngineProcess)> = Vec::new();
+    for entry in entries.flatten() {
+        let Some(pid) = entry.file_name().to_str().filter(|name| name.bytes().all(|byte| byte.is_ascii_digit())).map(str::to_owned) else {
+            continue;
+        };
+        let Ok(words) = std::fs::read(entry.path().join("cmdline")) else { continue };
+        let words: Vec<String> =
+            words.split(|byte| *byte == 0).filter(|word| !word.is_empty()).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
+        let Some(ticks) = started(&entry.path()) else { continue };
+        let process = EngineProcess { start: format!("{pid}@{ticks}"), words };
+        if serves(&process) {
+            found.push((ticks, process));
+        }
+    }
+    found.into_iter().min_by_key(|(ticks, _)| *ticks).map(|(_, process)| process)
+}
+
+/// Field 22 of `stat`: clock ticks from the boot of the machine to the start.
+fn started(process: &Path) -> Option<u64> {
+    let stat = std::fs::read_to_string(process.join("stat")).ok()?;
+    // The name in field 2 may hold spaces and parentheses.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+}

@@ -1,0 +1,73 @@
+//! What was written of an engine that has no field for it: which version it holds, or that an install began.
+//!
+//! LMDeploy 0.18 keeps no version. The record lives as long as the agent, and in a file where it has a place, so that the next life of the
+//! agent still knows of an install that was not seen to end. Decides whether a record speaks of the start that runs now; where that cannot be
+//! told, half an update counts and a whole version does not: the cost is one more install, never wrong weights.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use super::Holding;
+
+/// The fingerprint of a start that cannot be told from others.
+pub(super) const UNKNOWN: &str = "unknown";
+
+/// The record of one engine.
+pub(super) struct Record {
+    file: Option<PathBuf>,
+    written: Mutex<Option<Entry>>,
+}
+
+/// What was written, and of which start.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Entry {
+    start: String,
+    holding: String,
+}
+
+impl Record {
+    pub(super) fn new(file: Option<PathBuf>) -> Self {
+        Self { file, written: Mutex::new(None) }
+    }
+
+    /// Remembers what this start holds from now on.
+    pub(super) fn write(&self, start: &str, holding: &Holding) -> std::io::Result<()> {
+        let entry = Entry { start: start.to_owned(), holding: holding.text() };
+        if let Some(file) = &self.file {
+            store(file, &entry)?;
+        }
+        *self.written.lock().unwrap_or_else(PoisonError::into_inner) = Some(entry);
+        Ok(())
+    }
+
+    /// What this start holds.
+    pub(super) fn read(&self, start: &str) -> Holding {
+        let written = self.written.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let own = written.is_some();
+        let Some(entry) = written.or_else(|| self.file.as_deref().and_then(load)) else { return Holding::Startup };
+        let holding = Holding::parse(&entry.holding);
+        if entry.start != UNKNOWN && start != UNKNOWN {
+            return if entry.start == start { holding } else { Holding::Startup };
+        }
+        match holding {
+            Holding::HalfAnUpdate(_) => holding,
+            _ if own => holding,
+            _ => Holding::Startup,
+        }
+    }
+}
+
+fn store(file: &Path, entry: &Entry) -> std::io::Result<()> {
+    let partial = file.with_extension("partial");
+    let mut to = std::fs::File::create(&partial)?;
+    to.write_all(serde_json::to_string(entry)?.as_bytes())?;
+    to.sync_all()?;
+    std::fs::rename(&partial, file)
+}
+
+fn load(file: &Path) -> Option<Entry> {
+    serde_json::from_slice(&std::fs::read(file).ok()?).ok()
+}

@@ -1,0 +1,118 @@
+//! Tensors that are named in a message and lie in memory of another process: what a simulated worker makes of a bucket.
+//!
+//! Decides by the values alone, as torch and the engines do, and digests the bytes that it really found there.
+
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::memory::{GpuMemory, Opened};
+use crate::torch::dtype_name;
+use crate::torch::pickle::Value;
+use crate::weights::Dtype;
+
+/// A tensor that was read.
+#[derive(Debug)]
+pub(super) struct Taken {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<u64>,
+    pub(super) digest: u128,
+}
+
+/// A one-dimensional tensor on somebody's storage.
+#[derive(Debug)]
+pub(super) struct Rebuilt {
+    memory: Opened,
+    /// First byte in the memory, and length.
+    start: u64,
+    bytes: u64,
+    pub(super) dtype: Dtype,
+}
+
+impl Rebuilt {
+    /// `(rebuild_cuda_tensor, arguments)`, or the call of it.
+    pub(super) fn from(value: &Value, memory: &GpuMemory) -> Result<Self, String> {
+        let arguments = match value {
+            Value::Tuple(parts) => match parts.as_slice() {
+                [function, Value::Tuple(arguments)] if is_rebuild(function) => arguments,
+                _ => return Err("not (rebuild_cuda_tensor, args)".into()),
+            },
+            Value::Call(function, arguments) if is_rebuild(function) => arguments,
+            _ => return Err("not a tensor".into()),
+        };
+        let [_, Value::Call(_, size), _, Value::Int(0), _, dtype, _, Value::Bytes(handle), Value::Int(storage), Value::Int(offset), ..] =
+            arguments.as_slice()
+        else {
+            return Err("rebuild_cuda_tensor() takes other arguments".into());
+        };
+        if arguments.len() != 15 {
+            return Err(format!("rebuild_cuda_tensor() takes 15 positional arguments but {} were given", arguments.len()));
+        }
+        let [Value::Tuple(size)] = size.as_slice() else { return Err("a size".into()) };
+        let [Value::Int(elements)] = size.as_slice() else { return Err("one dimension".into()) };
+        let dtype = element(dtype)?;
+        let bytes = elements.saturating_mul(dtype.bits() / 8);
+        if bytes > *storage {
+            return Err(format!("setStorage: sizes [{elements}] are out of bounds for storage of size {storage}"));
+        }
+        Ok(Self { memory: memory.open(handle)?, start: *offset, bytes, dtype })
+    }
+
+    /// A tensor in it, from a byte on.
+    pub(super) fn tensor(&self, name: &str, dtype: Dtype, shape: Vec<u64>, offset: u64) -> Result<Taken, String> {
+        let bytes = dtype.tensor_bytes(&shape).map_err(|_| "a shape".to_owned())?;
+        if offset.saturating_add(bytes) > self.bytes {
+            return Err(format!("shape '{shape:?}' is invalid for input"));
+        }
+        if offset % (dtype.bits() / 8).max(1) != 0 {
+            return Err("storage_offset must be divisible by the element size".into());
+        }
+        let read = self.memory.read(self.start.saturating_add(offset), bytes)?;
+        Ok(Taken { name: name.to_owned(), dtype, shape, digest: xxh3_128(&read) })
+    }
+}
+
+fn is_rebuild(function: &Value) -> bool {
+    matches!(function, Value::Global("torch.multiprocessing.reductions", "rebuild_cuda_tensor"))
+}
+
+/// The value of a key.
+pub(super) fn field<'a>(dict: &'a Value, name: &str) -> Result<&'a Value, String> {
+    let found = match dict {
+        Value::Dict(items) => items.iter().find(|(key, _)| *key == Value::text(name)).map(|(_, value)| value),
+        Value::Instance(_, state) => state.iter().find(|(key, _)| *key == name).map(|(_, value)| value),
+        _ => None,
+    };
+    found.ok_or_else(|| format!("KeyError: '{name}'"))
+}
+
+/// A text in a field.
+pub(super) fn text<'a>(dict: &'a Value, name: &str) -> Result<&'a str, String> {
+    match field(dict, name)? {
+        Value::Text(text) => Ok(text),
+        _ => Err(format!("{name} is not str")),
+    }
+}
+
+/// A number in a field.
+pub(super) fn number(dict: &Value, name: &str) -> Result<u64, String> {
+    match field(dict, name)? {
+        Value::Int(number) => Ok(*number),
+        _ => Err(format!("{name} is not int")),
+    }
+}
+
+/// `torch.bfloat16` and the like.
+pub(super) fn element(value: &Value) -> Result<Dtype, String> {
+    let Value::Global("torch", name) = value else { return Err("not a torch.dtype".into()) };
+    Dtype::ALL.into_iter().find(|dtype| dtype_name(*dtype) == Some(name)).ok_or_else(|| format!("torch has no {name}"))
+}
+
+/// `torch.Size`, a tuple or a list.
+pub(super) fn shape(value: &Value) -> Result<Vec<u64>, String> {
+    let sizes = match value {
+        Value::Call(_, arguments) => return arguments.first().map_or_else(|| Err("a size".into()), shape),
+        Value::Tuple(sizes) | Value::List(sizes) => sizes,
+        _ => return Err("not a shape".into()),
+    };
+    sizes.iter().map(|size| if let Value::Int(size) = size { Ok(*size) } else { Err("not a shape".to_owned()) }).collect()
+}

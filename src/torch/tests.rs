@@ -1,0 +1,136 @@
+//! The pickles as Python reads them: by the real torch where `WEIGHTSYNC_VENV` has one, else by Python's own reader with stand-ins for the
+//! classes that are named.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use proptest::prelude::*;
+use serde_json::{Value as Json, json};
+
+use super::pickle::Value;
+use super::{Device, Piece, SharedTensor, TorchError, checkpoint_engine_bucket, dtype, lmdeploy_bucket, lmdeploy_nothing, sglang_bucket};
+use crate::weights::Dtype;
+
+/// What Python finds in each pickle, in a plain form (tests/engine/read_pickle.py).
+fn read(values: &[Value]) -> Vec<Json> {
+    use std::io::Write;
+    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/engine/read_pickle.py");
+    let python = std::env::var_os("WEIGHTSYNC_VENV").map_or_else(|| "python3".into(), |venv| PathBuf::from(venv).join("bin/python"));
+    let mut child = Command::new(python).arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let hex = |value: &Value| value.pickle().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let lines: String = values.iter().map(|value| hex(value) + "\n").collect();
+    child.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success());
+    String::from_utf8(output.stdout).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn tensor() -> SharedTensor {
+    let mut handle = [0; 64];
+    handle.iter_mut().zip(0..).for_each(|(to, number)| *to = number);
+    SharedTensor {
+        handle,
+        storage_offset: 1 << 32,
+        storage_bytes: 5 << 30,
+        elements: 1 << 31,
+        dtype: Dtype::BF16,
+        device: Device::Uuid("GPU-1234".into()),
+    }
+}
+
+const PIECES: [Piece<'static>; 2] = [
+    Piece { name: "model.embed.weight", dtype: Dtype::BF16, shape: &[16, 32], offset: 0, bytes: 1024 },
+    Piece { name: "model.norm.weight", dtype: Dtype::BF16, shape: &[3], offset: 1088, bytes: 6 },
+];
+
+#[test]
+fn python_reads_back_every_kind_of_value() {
+    let numbers = [0, 1, 255, 256, 65_535, 65_536, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 39, (1 << 47) + 5, 1 << 63, u64::MAX];
+    let found = read(&[
+        Value::Tuple(numbers.map(Value::Int).to_vec()),
+        Value::List(vec![
+            Value::None,
+            Value::Bool(true),
+            Value::Bool(false),
+            Value::List(vec![]),
+            Value::Dict(vec![]),
+            Value::Tuple(vec![]),
+        ]),
+        Value::dict([("é\n'", Value::text("ß".repeat(300))), ("b", Value::Bytes(vec![7; 300])), ("c", Value::Bytes(vec![]))]),
+    ]);
+    assert_eq!(found[0]["tuple"], json!(numbers));
+    assert_eq!(found[1], json!([null, true, false, [], {"dict": {}}, {"tuple": []}]));
+    assert_eq!(found[2]["dict"], json!({"é\n'": "ß".repeat(300), "b": {"bytes": "07".repeat(300)}, "c": {"bytes": ""}}));
+}
+
+#[test]
+fn a_shared_tensor_has_the_fifteen_arguments_of_torch() {
+    let found = read(&[tensor().unbuilt().unwrap()]).remove(0);
+    let parts = found["tuple"].as_array().unwrap();
+    assert_eq!(parts[0]["global"], "torch.multiprocessing.reductions.rebuild_cuda_tensor");
+    let arguments = parts[1]["tuple"].as_array().unwrap();
+    assert_eq!(arguments.len(), 15);
+    assert_eq!(arguments[0]["global"], "torch.Tensor");
+    assert_eq!(arguments[1], json!({"size": [1_u64 << 31]}));
+    assert_eq!(arguments[2], json!({"tuple": [1]}));
+    assert_eq!(arguments[4]["global"], "torch.storage.TypedStorage");
+    assert_eq!(arguments[5], json!({"dtype": "torch.bfloat16"}));
+    assert_eq!(arguments[6], "1234");
+    assert_eq!(arguments[7]["bytes"].as_str().unwrap().len(), 128);
+    assert_eq!((arguments[8].as_u64(), arguments[9].as_u64()), (Some(5 << 30), Some(1 << 32)));
+    assert_eq!((&arguments[10], &arguments[13], &arguments[14]), (&json!(false), &json!({"bytes": ""}), &json!(false)));
+}
+
+#[test]
+fn buckets_are_read_as_each_engine_names_their_parts() {
+    let bytes = SharedTensor { dtype: Dtype::U8, device: Device::Readers, ..tensor() };
+    let found = read(&[
+        checkpoint_engine_bucket(&PIECES, 4096).unwrap(),
+        lmdeploy_bucket(&PIECES, &tensor(), Some([9; 64]), false).unwrap(),
+        lmdeploy_nothing(),
+    ]);
+    let norm = json!({"dict": {"name": "model.norm.weight", "dtype": {"dtype": "torch.bfloat16"}, "shape": {"size": [3]}, "offset": 5184}});
+    assert_eq!(found[0][1], norm);
+    let bucket = &found[1]["dict"];
+    assert_eq!(bucket["require_clone"], json!(false));
+    assert_eq!(bucket["event_ipc_handle"]["bytes"].as_str().unwrap(), "09".repeat(64));
+    assert_eq!(bucket["flattened_tensor"]["tuple"][0]["global"], "torch.multiprocessing.reductions.rebuild_cuda_tensor");
+    let metadata = &bucket["metadata"][1];
+    assert_eq!(metadata["class"], "lmdeploy.utils.FlattenedTensorMetadata");
+    assert_eq!((&metadata["start_idx"], &metadata["end_idx"], &metadata["numel"]), (&json!(544), &json!(547), &json!(3)));
+    assert_eq!(found[2], json!({"dict": {"metadata": []}}));
+    // SGLang's reader calls the function itself, which no machine without a GPU survives: the arguments are enough here.
+    let Value::Dict(bucket) = sglang_bucket(&PIECES, &bytes).unwrap() else { panic!("a dict") };
+    assert!(matches!(&bucket[0].1, Value::Call(_, arguments) if arguments.len() == 15));
+    let metadata = read(&[bucket[1].1.clone()]).remove(0);
+    assert_eq!(metadata[1]["class"], "sglang.srt.weight_sync.tensor_bucket.FlattenedTensorMetadata");
+    assert_eq!((&metadata[1]["start_idx"], &metadata[1]["end_idx"]), (&json!(1088), &json!(1094)));
+}
+
+#[test]
+fn every_element_type_of_safetensors_is_one_of_torch_or_refused() {
+    let named: Vec<Value> = Dtype::ALL.into_iter().filter_map(|each| dtype(each).ok()).collect();
+    assert_eq!(named.len(), Dtype::ALL.len() - 3);
+    for found in read(&named) {
+        assert!(found["dtype"].as_str().unwrap().starts_with("torch."), "{found}");
+    }
+    assert_eq!(dtype(Dtype::F4), Err(TorchError::NoDtype(Dtype::F4)));
+}
+
+#[test]
+fn what_torch_cannot_view_is_refused() {
+    let odd = [Piece { offset: 3, ..PIECES[0] }];
+    assert!(matches!(checkpoint_engine_bucket(&odd, 0), Err(TorchError::Unaligned { offset: 3, .. })));
+    let mixed = [PIECES[0], Piece { name: "scale", dtype: Dtype::F32, shape: &[1], offset: 2048, bytes: 4 }];
+    assert!(matches!(lmdeploy_bucket(&mixed, &tensor(), None, false), Err(TorchError::MixedDtypes { .. })));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(8))]
+    #[test]
+    fn any_text_and_number_survives(texts in proptest::collection::vec("\\PC{0,40}", 1..50), numbers in proptest::collection::vec(any::<u64>(), 1..50)) {
+        let found = read(&[Value::List(texts.iter().map(Value::text).collect()), Value::List(numbers.iter().copied().map(Value::Int).collect())]);
+        prop_assert_eq!(&found[0], &json!(texts));
+        prop_assert_eq!(&found[1], &json!(numbers));
+    }
+}
