@@ -128,8 +128,11 @@ impl Membership {
         }
         let lenient = updating && !self.switch.is(Mutation::UpdateCountsAsFailure);
         if !lenient && !Self::is_well(state) {
-            let message = state.reason.clone().unwrap_or_else(|| "its engine does not answer its probes".to_owned());
-            return Err(Outcast::new(Reason::EngineUnhealthy, message));
+            // A new agent waits for its first answer: whoever never answers is told of with the cause, not before it is known.
+            return Err(match &state.reason {
+                Some(reason) => Outcast::new(Reason::EngineUnhealthy, reason.clone()),
+                None => Outcast::new(Reason::AgentMissing, "its agent has not heard from its engine yet"),
+            });
         }
         Ok(life.clone())
     }
