@@ -11,6 +11,7 @@ pub mod controller;
 pub mod demo;
 mod generate;
 pub mod inject;
+mod install;
 mod local;
 pub mod plan;
 pub mod plugin;
@@ -62,6 +63,8 @@ pub enum Command {
     /// Have one GPU: everything that touches the driver and NCCL. Started by the agent.
     #[command(hide = true)]
     Worker(worker::WorkerArgs),
+    /// Copy this program into a directory that another container of the pod mounts.
+    Install(install::InstallArgs),
 }
 
 impl Cli {
@@ -78,6 +81,7 @@ impl Cli {
             Command::SimulateEngine(args) => args.run(),
             Command::Run(args) => args.run(),
             Command::Worker(args) => args.run(),
+            Command::Install(args) => args.run(),
         }
     }
 }

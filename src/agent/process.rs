@@ -55,6 +55,20 @@ pub struct Settings {
     pub engines: EngineFactory,
     /// How much memory there is.
     pub cgroups: super::space::Cgroups,
+    /// How the command ended that runs below this agent, once it did; none for an agent that started no command.
+    pub command: Option<watch::Receiver<Option<String>>>,
+}
+
+impl Settings {
+    /// Waits until the command below this agent ended; for ever where there is none.
+    async fn command_ended(&self) -> String {
+        let Some(command) = &self.command else { return std::future::pending().await };
+        let ended = command.clone().wait_for(Option::is_some).await.ok().and_then(|ended| ended.clone());
+        match ended {
+            Some(ended) => ended,
+            None => std::future::pending().await,
+        }
+    }
 }
 
 /// Why an agent cannot run.
@@ -74,7 +88,10 @@ pub enum AgentError {
 /// How long an engine that is being switched holds up the end of its agent.
 const SWITCHING: Duration = Duration::from_secs(20);
 
-/// Runs until `cancel`.
+/// How long the end of the command below an agent takes to reach those who listen, before their connections close.
+const TOLD: Duration = Duration::from_millis(200);
+
+/// Runs until `cancel`, or until the command below it ended and everybody was told.
 pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), AgentError> {
     let stop = cancel.clone().drop_guard();
     let roster = watch::Sender::new(RosterView { epoch: None, version: None, replicas: Vec::new() });
@@ -163,6 +180,13 @@ async fn attend(session: &Session, mut enrolled: Enrolled, running: &Running, ca
     loop {
         tokio::select! {
             () = cancel.cancelled() => return Ended::Cancelled,
+            // Its parent knows at once; whoever probes the engine knows after so many failures.
+            reason = session.settings.command_ended() => {
+                tracing::warn!(reason, "the engine or trainer is gone");
+                running.command_ended(&reason);
+                let _ = tokio::time::timeout(TOLD, cancel.cancelled()).await;
+                return Ended::Cancelled;
+            }
             message = running.unclaimed_by() => return Ended::Unclaimed(message),
             () = sleep_until(enrolled.renew_at) => {
                 match enroll(&session.client, &session.identity, &session.settings.applicant, cancel).await {

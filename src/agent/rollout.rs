@@ -287,7 +287,7 @@ impl Inner {
         facts.paused_until = self.paused_until;
         facts.updating = self.machine.live().is_some();
         facts.dirty = self.machine.dirty().is_some();
-        facts.engine_down = self.engine.unhealthy() && !self.switching;
+        facts.engine_down = self.engine.gone() || self.engine.unhealthy() && !self.switching;
         facts.reason = self.machine.dirty().map(|dirty| dirty.reason.clone()).or_else(|| self.engine.reason.clone());
     }
 }

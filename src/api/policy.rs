@@ -157,9 +157,10 @@ pub struct Retain {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Agent {
-    /// `Sidecar` (put in when the pod is created, by the chart's admission policy or `kubectl weightsync inject`), `Ephemeral` (the
-    /// controller adds an ephemeral container to running pods: a trial, no retained copy, 20 launches in a pod's life), or `External`
-    /// (something else starts `weightsync agent`).
+    /// `Sidecar` (put in when the pod is created, by the chart's admission policy or `kubectl weightsync inject`), `Wrap` (put in the same
+    /// way, into pods with the annotation `weightsync.dev/inject: wrap`: the container's own command runs below the agent, with which it
+    /// shares GPUs and memory), `Ephemeral` (the controller adds an ephemeral container to running pods: a trial, no retained copy, 20
+    /// launches in a pod's life), or `External` (something else starts `weightsync agent`).
     #[serde(default)]
     pub launch: Launch,
 }
@@ -170,6 +171,7 @@ pub struct Agent {
 pub enum Launch {
     #[default]
     Sidecar,
+    Wrap,
     Ephemeral,
     External,
 }

@@ -80,7 +80,7 @@ use super::{PodSelector, WeightSyncStatus};
 #[x_kube(validation = Rule::new("self.agent.launch != 'Ephemeral' || !has(self.update.retain) || self.update.retain.hostMiB == 0")
     .message("an ephemeral container's memory is the trainer's, so nothing can be retained there: remove update.retain or choose another agent.launch"))]
 #[x_kube(validation = Rule::new("self.agent.launch == 'Ephemeral' || self.rollouts.all(p, !((has(p.engine.vllm) && has(p.engine.vllm.apiKeySecretRef)) || (has(p.engine.sglang) && has(p.engine.sglang.apiKeySecretRef))))")
-    .message("apiKeySecretRef works with agent.launch Ephemeral; a sidecar gets the key from the pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment"))]
+    .message("apiKeySecretRef works with agent.launch Ephemeral; an agent that was injected gets the key from the pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment"))]
 pub struct WeightSyncSpec {
     /// Releases every pod and does nothing more until it is false again. Pods go on serving what they have.
     #[serde(default)]

@@ -195,8 +195,8 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
     problems.expect(
         ephemeral || !spec.rollouts.iter().any(keyed),
         "spec",
-        "apiKeySecretRef works with agent.launch Ephemeral; a sidecar gets the key from the pod's annotation \
-         weightsync.dev/api-key-secret, an external agent from its own environment",
+        "apiKeySecretRef works with agent.launch Ephemeral; an agent that was injected gets the key from the \
+         pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment",
     );
 }
 

@@ -147,6 +147,7 @@ impl AgentArgs {
             socket,
             engines: self.engines()?,
             cgroups: Cgroups::of_this_process(),
+            command: None,
             applicant: Applicant {
                 namespace: self.namespace,
                 pod: self.pod,

@@ -1,14 +1,23 @@
-//! `kubectl weightsync inject`: manifests in, the same manifests with the agent as a sidecar out.
+//! `kubectl weightsync inject`: manifests in, the same manifests with the agent out: as a sidecar, or around the container's own command.
 //!
 //! For clusters without MutatingAdmissionPolicy, and for people who want the lines in their repository. Decides which documents hold a
-//! pod template that opts in (label `weightsync.dev/role`) and what is added; the lines are those of the chart's injection policy.
+//! pod template that opts in (label `weightsync.dev/role`) and what is added; the lines are those of the chart's injection policies.
 //! It never talks to a cluster and never changes anything else in a document.
 
+mod lines;
 mod sidecar;
+mod wrap;
 
 use serde_json::{Map, Value};
 
-pub use sidecar::{AGENT_CONTAINER, Options, STATUS_PORT};
+pub use wrap::PROGRAM_DIR;
+
+/// Name of the sidecar.
+pub const AGENT_CONTAINER: &str = "weightsync-agent";
+/// Name of the init container that copies the program into a pod that is wrapped, and of the volume that it copies to.
+pub const PROGRAM_CONTAINER: &str = "weightsync-program";
+/// Port of the agent's readiness, metrics and roster.
+pub const STATUS_PORT: u16 = 8472;
 
 /// Label by which a pod opts in; its value is the role.
 pub const ROLE_LABEL: &str = "weightsync.dev/role";
@@ -20,6 +29,31 @@ pub const API_KEY_ANNOTATION: &str = "weightsync.dev/api-key-secret";
 /// Annotation that says which users beside the agent's own may publish: ids with commas between them, or `any`.
 pub const USERS_ANNOTATION: &str = "weightsync.dev/trainer-uids";
 
+/// Annotation that says how the agent comes into the pod: `sidecar` (default), `wrap` or `false`.
+pub const HOW_ANNOTATION: &str = "weightsync.dev/inject";
+
+/// What the lines need to know about the installation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Options {
+    /// Image of the agent.
+    pub image: String,
+    /// Its pull policy.
+    pub image_pull_policy: String,
+    /// URL of the controller's enrolment service.
+    pub controller_url: String,
+    /// PEM of the CA that the controller's certificate is checked with.
+    pub controller_ca: String,
+    /// CPU and memory that a container of ours requests.
+    pub requests: (String, String),
+}
+
+/// What the pod itself says by labels and annotations.
+struct Wishes<'a> {
+    role: &'a str,
+    api_key: Option<&'a (String, String)>,
+    users: Option<&'a str>,
+}
+
 /// Why a document cannot be changed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
@@ -30,6 +64,14 @@ pub enum InjectError {
     UnknownContainer { what: String, container: String, present: Vec<String> },
     #[error("{what}: annotation {API_KEY_ANNOTATION} must be SECRET/KEY, not \"{value}\"")]
     BadKeyReference { what: String, value: String },
+    #[error("{what}: annotation {HOW_ANNOTATION} is \"{value}\"; it must be sidecar, wrap or false")]
+    UnknownWay { what: String, value: String },
+    #[error(
+        "{what}: container {container} cannot be wrapped: its command stands in its image only. Write the Entrypoint that `docker inspect \
+         IMAGE` shows into the template, as `command: [vllm, serve]` for instance (and its Cmd as args, where the template has none); args \
+         stay as they are. Or leave the annotation {HOW_ANNOTATION}: wrap out, for a sidecar"
+    )]
+    NoCommand { what: String, container: String },
     #[error("{what}: {field} is not what Kubernetes expects there")]
     Malformed { what: String, field: &'static str },
 }
@@ -39,11 +81,11 @@ pub enum InjectError {
 pub struct Injected {
     /// `Kind/name` of the document.
     pub what: String,
-    /// Pod templates that got the sidecar.
+    /// Pod templates that got the agent.
     pub templates: usize,
 }
 
-/// Adds the sidecar to every pod template of `document` that opts in and does not have it yet.
+/// Adds the agent to every pod template of `document` that opts in and does not have it yet.
 pub fn inject(document: &mut Value, options: &Options) -> Result<Injected, InjectError> {
     let what = describe(document);
     let mut templates = 0;
@@ -88,9 +130,12 @@ fn inject_pod(pod: &mut Map<String, Value>, options: &Options, what: &str) -> Re
     if role != "trainer" && role != "rollout" {
         return Err(InjectError::UnknownRole { what: what.into(), role });
     }
-    if text("annotations", "weightsync.dev/inject").as_deref() == Some("false") {
-        return Ok(false);
-    }
+    let wraps = match text("annotations", HOW_ANNOTATION).as_deref() {
+        Some("false") => return Ok(false),
+        None | Some("true" | "sidecar") => false,
+        Some("wrap") => true,
+        Some(value) => return Err(InjectError::UnknownWay { what: what.into(), value: value.into() }),
+    };
     let wanted = text("annotations", CONTAINER_ANNOTATION);
     let key = match text("annotations", API_KEY_ANNOTATION) {
         None => None,
@@ -103,7 +148,7 @@ fn inject_pod(pod: &mut Map<String, Value>, options: &Options, what: &str) -> Re
     let Some(spec) = pod.get_mut("spec").and_then(Value::as_object_mut) else {
         return Err(InjectError::Malformed { what: what.into(), field: "spec" });
     };
-    if names(spec, "initContainers").iter().any(|name| name == AGENT_CONTAINER) {
+    if names(spec, "initContainers").iter().any(|name| name == AGENT_CONTAINER || name == PROGRAM_CONTAINER) {
         return Ok(false);
     }
     let present = names(spec, "containers");
@@ -113,9 +158,21 @@ fn inject_pod(pod: &mut Map<String, Value>, options: &Options, what: &str) -> Re
     if !present.contains(&target) {
         return Err(InjectError::UnknownContainer { what: what.into(), container: target, present });
     }
-    let wishes = sidecar::Wishes { role: &role, api_key: key.as_ref(), users: users.as_deref() };
-    sidecar::add(spec, &target, &wishes, options).map_err(|field| InjectError::Malformed { what: what.into(), field })?;
+    let wishes = Wishes { role: &role, api_key: key.as_ref(), users: users.as_deref() };
+    let added = if wraps {
+        wrap::add(spec, &target, &wishes, options)
+    } else {
+        sidecar::add(spec, &target, &wishes, options).map_err(wrap::WrapError::Malformed)
+    };
+    added.map_err(|error| match error {
+        wrap::WrapError::NoCommand => InjectError::NoCommand { what: what.into(), container: target },
+        wrap::WrapError::Malformed(field) => InjectError::Malformed { what: what.into(), field },
+    })?;
     Ok(true)
+}
+
+fn on_host(spec: &Map<String, Value>) -> bool {
+    spec.get("hostNetwork").and_then(Value::as_bool) == Some(true)
 }
 
 fn names(spec: &Map<String, Value>, list: &str) -> Vec<String> {

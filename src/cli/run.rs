@@ -1,7 +1,7 @@
 //! `weightsync run -- COMMAND`: starts an engine (or a trainer) as a child and runs the agent beside it.
 //!
-//! The child is the reason why the container lives: signals go to it, its end ends the agent, and its exit status is ours. An agent that
-//! cannot run does not end the child: it is started again.
+//! The child is the reason why the container lives: signals go to it, its end is told at once and ends the agent, and its exit status is
+//! ours. An agent that cannot run does not end the child: it is started again.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{ExitCode, ExitStatus};
@@ -12,17 +12,21 @@ use clap::Args;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use tokio::process::Command;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::agent::AgentArgs;
-use crate::agent::process;
+use crate::agent::process::{self, Settings};
 
 /// Signals that are passed on to the child.
 const PASSED_ON: [Signal; 6] = [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2];
 
-/// How long the agent may take to end after the child did.
+/// How long the agent may take to tell its peers that the child ended.
+const TOLD: Duration = Duration::from_millis(500);
+
+/// How long the agent may take to end after that.
 const ENDING: Duration = Duration::from_secs(5);
 
 /// Pause before an agent that could not run is started again.
@@ -52,7 +56,7 @@ impl RunArgs {
         let (program, arguments) = self.command.split_first().context("no command was given")?;
         // Before the child is there, so that no signal in between is lost.
         let mut signals = JoinSet::new();
-        let (pids, pid) = tokio::sync::watch::channel(None);
+        let (pids, pid) = watch::channel(None);
         for passed in PASSED_ON {
             let mut coming = signal(SignalKind::from_raw(passed.as_raw())).context("signals cannot be awaited")?;
             let pid = pid.clone();
@@ -66,11 +70,13 @@ impl RunArgs {
             });
         }
         // The agent's settings first: what is wrong with them is said before an engine loads for minutes. They may read standard input.
-        let settings = self.agent.clone().settings().await?;
-        // The command has no business with the agent's token.
+        let (ended, command) = watch::channel(None);
+        let settings = Settings { command: Some(command), ..self.agent.clone().settings().await? };
+        // The command has no business with the agent's token, and none with the key that the agent shows to it.
         let mut child = Command::new(program)
             .args(arguments)
             .env_remove("WEIGHTSYNC_TOKEN")
+            .env_remove("WEIGHTSYNC_ENGINE_API_KEY")
             .spawn()
             .with_context(|| format!("{program} cannot be started"))?;
         let own = child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
@@ -78,7 +84,7 @@ impl RunArgs {
         signals.spawn(reap_orphans(own));
         let cancel = CancellationToken::new();
         let over = cancel.clone();
-        let agent = tokio::spawn(async move {
+        let mut agent = tokio::spawn(async move {
             while !over.is_cancelled() {
                 match process::run(settings.clone(), over.clone()).await {
                     Ok(()) => return,
@@ -89,9 +95,13 @@ impl RunArgs {
         });
         let status = child.wait().await.with_context(|| format!("{program} cannot be awaited"))?;
         tracing::info!(%status, "the command ended");
+        ended.send_replace(Some(format!("its process ended ({status})")));
+        let _ = timeout(TOLD, &mut agent).await;
         cancel.cancel();
         // Its engine is gone: nothing is left that could be finished.
-        let _ = timeout(ENDING, agent).await;
+        if !agent.is_finished() {
+            let _ = timeout(ENDING, agent).await;
+        }
         signals.abort_all();
         Ok(exit_code(status))
     }

@@ -6,7 +6,8 @@
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
-    Container, ContainerStatus, EnvVar, EnvVarSource, EphemeralContainer, ObjectFieldSelector, Pod, SecretKeySelector, SecurityContext,
+    Container, ContainerStatus, EnvVar, EnvVarSource, EphemeralContainer, ObjectFieldSelector, Pod, PodSpec, SecretKeySelector,
+    SecurityContext,
 };
 use k8s_openapi::jiff::Timestamp;
 
@@ -16,8 +17,12 @@ use crate::api::SecretKey;
 pub(super) const MAX_LAUNCHES: usize = 20;
 /// Names of our ephemeral containers: this and a number from 1. The chart's fence refuses others.
 const PREFIX: &str = "weightsync-agent-";
-/// Name of the sidecar; a pod that has it needs nothing else.
-const SIDECAR: &str = "weightsync-agent";
+/// Names of the sidecar, and of the init container of a pod that was wrapped; a pod that has either needs nothing else.
+const INJECTED: [&str; 2] = ["weightsync-agent", WRAPPED];
+/// Name of the init container that copies the program into a pod whose command the agent starts.
+const WRAPPED: &str = "weightsync-program";
+/// Annotation that says how the agent comes into a pod.
+const INJECT: &str = "weightsync.dev/inject";
 const BASE: Duration = Duration::from_secs(2);
 const CAP: Duration = Duration::from_secs(300);
 
@@ -36,10 +41,32 @@ pub(super) enum Need {
     Stuck(String),
 }
 
+/// What to do when an object wants its pods wrapped (`agent.launch: Wrap`) and this one is not; none when it is, when it says that it starts
+/// its agent itself, and when it is on its way out.
+pub(super) fn unwrapped(pod: &Pod) -> Option<String> {
+    let spec = pod.spec.as_ref().filter(|_| pod.metadata.deletion_timestamp.is_none())?;
+    let says = pod.metadata.annotations.iter().flatten().find(|(key, _)| *key == INJECT).map(|(_, value)| value.as_str());
+    if has(spec, &[WRAPPED]) || says == Some("false") {
+        return None;
+    }
+    let name = pod.metadata.name.as_deref().unwrap_or_default();
+    Some(if says == Some("wrap") {
+        format!("pod {name} asks to be wrapped and was made before the chart's admission policy could do it: make it anew")
+    } else {
+        format!(
+            "pod {name} is not wrapped: put the annotation {INJECT}: wrap into its template, with the container's command, and make it anew"
+        )
+    })
+}
+
+fn has(spec: &PodSpec, names: &[&str]) -> bool {
+    spec.init_containers.iter().flatten().any(|container| names.contains(&container.name.as_str()))
+}
+
 /// What the pod needs now, for an agent beside `target`.
 pub(super) fn need(pod: &Pod, target: &str, now: Timestamp) -> Need {
     let (Some(spec), Some(status)) = (&pod.spec, &pod.status) else { return Need::Nothing };
-    if pod.metadata.deletion_timestamp.is_some() || spec.init_containers.iter().flatten().any(|container| container.name == SIDECAR) {
+    if pod.metadata.deletion_timestamp.is_some() || has(spec, &INJECTED) {
         return Need::Nothing;
     }
     // Beside an engine that is not up, the agent would die with the first restart of it.

@@ -1,4 +1,5 @@
-//! Puts agents into running pods as ephemeral containers, where the object asks for it. `ephemeral` decides; this carries out and tells.
+//! Puts agents into running pods as ephemeral containers, where the object asks for it, and tells of pods that should have been wrapped.
+//! `ephemeral` decides; this carries out and tells.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +10,7 @@ use kube::ResourceExt;
 
 use super::calls::ApiError;
 use super::decide::{Decided, target_container};
-use super::ephemeral::{Need, Recipe, container, need};
+use super::ephemeral::{Need, Recipe, container, need, unwrapped};
 use super::events::ObjectEvents;
 use super::pods::Pods;
 use crate::api::{Launch, SecretKey, WeightSync};
@@ -46,8 +47,20 @@ impl Launcher {
         events: &ObjectEvents,
     ) -> Result<Launched, ApiError> {
         let mut launched = Launched::default();
-        if object.spec.agent.launch != Launch::Ephemeral || object.spec.suspend {
+        if object.spec.suspend {
             return Ok(launched);
+        }
+        match object.spec.agent.launch {
+            Launch::Ephemeral => {}
+            // Admission did it, or nobody can any more; the pod may take part by another way, so this is told and nothing is refused.
+            Launch::Wrap => {
+                let heads = decided.members.0.iter().flat_map(|candidate| &candidate.pods);
+                let pods = heads.filter_map(|head| pods.iter().find(|pod| pod.uid().as_deref() == Some(&head.uid)));
+                launched.problems = pods.filter_map(|pod| unwrapped(pod)).map(|message| (Reason::NotWrapped, message)).collect();
+                launched.problems.dedup();
+                return Ok(launched);
+            }
+            Launch::Sidecar | Launch::External => return Ok(launched),
         }
         let mut last = None;
         for candidate in &decided.members.0 {

@@ -161,6 +161,8 @@ reasons! {
     AgentLaunchFailed,
     /// The pod had as many ephemeral agents as it may have in its life: it needs a new pod, or the sidecar.
     AgentLaunchesExhausted,
+    /// The object wants engines and trainer to run below their agents, and the pod was made without that.
+    NotWrapped,
     /// The object is suspended: its pods were released.
     Suspended,
     /// The pods were released: they serve what they have.

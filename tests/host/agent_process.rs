@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use weightsync::agent::client::{ClientServerConfig, SocketName};
@@ -20,7 +21,8 @@ use weightsync::coordinator::{
     Timing, TokenVerifier, Wanted, router,
 };
 use weightsync::engine::{Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed};
-use weightsync::membership::{MembershipConfig, Restored};
+use weightsync::membership::{LeftOut, MembershipConfig, Restored};
+use weightsync::plan::Candidate;
 use weightsync::protocol::*;
 use weightsync::runtime::https::{Access, AgentClient, Limits, serve_https};
 use weightsync::runtime::identity::{Ca, PeerIdentity};
@@ -88,20 +90,26 @@ impl EpochStore for Nowhere {
     }
 }
 
-impl EventSink for Nowhere {
-    fn publish(&self, _event: CoordinatorEvent) {}
+/// What the coordinators of an operator told, each with the member that it is about.
+struct Told(watch::Sender<Vec<CoordinatorEvent>>);
+
+impl EventSink for Told {
+    fn publish(&self, event: CoordinatorEvent) {
+        self.0.send_modify(|told| told.push(event));
+    }
 }
 
 /// The controller's side.
-struct Operator {
-    ca: Arc<Ca>,
-    address: SocketAddr,
+pub struct Operator {
+    pub ca: Arc<Ca>,
+    pub address: SocketAddr,
     directory: Directory,
     cancel: CancellationToken,
+    told: Arc<Told>,
 }
 
 impl Operator {
-    async fn start() -> Self {
+    pub async fn start() -> Self {
         let ca = Arc::new(Ca::generate().unwrap());
         let identity = ca.issue(&PeerIdentity::Controller, HOUR).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -111,11 +119,37 @@ impl Operator {
         let routes = router(Arc::new(enrollment));
         tokio::spawn(serve_https(listener, identity, Access::Open, routes, Limits::default(), cancel.clone()));
         directory.settle();
-        Self { ca, address, directory, cancel }
+        Self { ca, address, directory, cancel, told: Arc::new(Told(watch::Sender::default())) }
+    }
+
+    /// Waits until something was told for this reason, and answers its message.
+    pub async fn told(&self, reason: Reason) -> String {
+        let mut told = self.told.0.subscribe();
+        let found = |events: &Vec<CoordinatorEvent>| events.iter().find(|event| event.reason == reason).map(|event| event.message.clone());
+        let waited =
+            tokio::time::timeout(SOON, told.wait_for(|events| found(events).is_some())).await.map(|events| found(&events.unwrap()));
+        waited.ok().flatten().unwrap_or_else(|| panic!("{reason} was never told: {:?}", self.told.0.borrow()))
     }
 
     /// An object that claims these pods.
     fn claim(&self, object: &str, pods: &[&str], serve_before_first_version: bool) -> CoordinatorHandle {
+        let assignment = Assignment {
+            role: Role::Rollout,
+            engines: vec![EngineAssignment { kind: "idle".into(), port: 8000 }],
+            serve_before_first_version,
+            current: None,
+        };
+        self.claim_with(object, pods, &assignment, None)
+    }
+
+    /// An object that claims these pods for this assignment, with these members.
+    pub fn claim_with(
+        &self,
+        object: &str,
+        pods: &[&str],
+        assignment: &Assignment,
+        members: Option<(Vec<Candidate>, Vec<LeftOut>)>,
+    ) -> CoordinatorHandle {
         let health = HealthPolicy { period_ms: 100, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 };
         let policy = UpdatePolicy {
             pause: PausePolicy::Keep,
@@ -128,21 +162,15 @@ impl Operator {
             data_tls: true,
             health,
         };
-        let wanted = Wanted { config: MembershipConfig::new(object, 1, policy), members: None, suspend: false, delete: false };
+        let wanted = Wanted { config: MembershipConfig::new(object, 1, policy), members, suspend: false, delete: false };
         let context = Context {
             client: AgentClient::new(self.ca.issue(&PeerIdentity::Controller, HOUR).unwrap()),
             directory: self.directory.clone(),
             store: Arc::new(Nowhere),
-            events: Arc::new(Nowhere),
+            events: self.told.clone(),
             timing: Timing::default(),
         };
         let handle = Coordinator::start(wanted, Restored::default(), context, self.cancel.child_token());
-        let assignment = Assignment {
-            role: Role::Rollout,
-            engines: vec![EngineAssignment { kind: "idle".into(), port: 8000 }],
-            serve_before_first_version,
-            current: None,
-        };
         let claims: HashMap<String, Assignment> = pods.iter().map(|pod| (format!("uid-{pod}"), assignment.clone())).collect();
         self.directory.claim(object, claims);
         handle
@@ -186,6 +214,7 @@ impl Agent {
             socket: ClientServerConfig::at(SocketName::of_pod(&pod_uid).unwrap()),
             engines: Arc::new(|_| Ok(Arc::new(Idle))),
             cgroups: Cgroups::of_this_process(),
+            command: None,
         };
         let cancel = CancellationToken::new();
         let task = tokio::spawn(run(settings, cancel.clone()));

@@ -10,3 +10,4 @@ mod docs;
 mod model;
 mod stories;
 mod world;
+mod wrapped;

@@ -49,3 +49,67 @@ app.kubernetes.io/component: controller
   resources: [weightsyncs/status]
   verbs: [patch]
 {{- end -}}
+
+{{/* The MutatingAdmissionPolicy API of this cluster; empty where it has none. */}}
+{{- define "weightsync.injection.version" -}}
+{{- if .Capabilities.APIVersions.Has "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy" -}}admissionregistration.k8s.io/v1
+{{- else if .Capabilities.APIVersions.Has "admissionregistration.k8s.io/v1beta1/MutatingAdmissionPolicy" -}}admissionregistration.k8s.io/v1beta1
+{{- else if semverCompare ">=1.36.0-0" .Capabilities.KubeVersion.Version -}}admissionregistration.k8s.io/v1
+{{- end -}}
+{{- end -}}
+
+{{/* Pods that opt in by label, when they are created, in the namespaces that are watched. */}}
+{{- define "weightsync.injection.constraints" -}}
+matchConstraints:
+  {{- with .Values.watchNamespaces }}
+  namespaceSelector:
+    matchExpressions:
+    - {key: kubernetes.io/metadata.name, operator: In, values: {{ toJson . }}}
+  {{- end }}
+  objectSelector:
+    matchExpressions:
+    - {key: weightsync.dev/role, operator: In, values: [trainer, rollout]}
+  resourceRules:
+  - {apiGroups: [""], apiVersions: [v1], operations: [CREATE], resources: [pods]}
+{{- end -}}
+
+{{/* CEL: the name of the engine's or trainer's container. */}}
+{{- define "weightsync.injection.target" -}}
+object.metadata.?annotations[?'weightsync.dev/container'].orValue(object.spec.containers[0].name)
+{{- end -}}
+
+{{/* CEL: how the agent is to come into the pod: sidecar (also `true`), wrap or false. */}}
+{{- define "weightsync.injection.how" -}}
+object.metadata.?annotations[?'weightsync.dev/inject'].orValue('sidecar')
+{{- end -}}
+
+{{/* CEL variables of both ways. */}}
+{{- define "weightsync.injection.variables" -}}
+- {name: target, expression: "{{ include "weightsync.injection.target" . }}"}
+# Many engine pods mount their own /dev/shm: then that volume is shared, not replaced.
+- name: shm
+  expression: >-
+    object.spec.containers.filter(c, c.name == variables.target).map(c, c.?volumeMounts.orValue([]))
+    .map(ms, ms.filter(m, m.mountPath == '/dev/shm')).filter(ms, ms.size() > 0).map(ms, ms[0].name)
+- {name: shmName, expression: "variables.shm.size() > 0 ? variables.shm[0] : 'weightsync-shm'"}
+- {name: keySecret, expression: "object.metadata.?annotations[?'weightsync.dev/api-key-secret'].orValue('')"}
+# An abstract socket ends at the pod's network namespace: only on a host's network would strangers reach it.
+- name: users
+  expression: "object.metadata.?annotations[?'weightsync.dev/trainer-uids'].orValue(object.spec.?hostNetwork.orValue(false) ? '' : 'any')"
+- {name: ca, expression: "params.?data[?'ca.crt'].orValue('')"}
+{{- end -}}
+
+{{/* CEL: a JSON patch that adds the token's volume; first the shared memory's, unless the pod has its own. */}}
+{{- define "weightsync.injection.volumes" -}}
+(has(object.spec.initContainers) ? [] : [JSONPatch{op: "add", path: "/spec/initContainers", value: []}]) +
+(has(object.spec.volumes) ? [] : [JSONPatch{op: "add", path: "/spec/volumes", value: []}]) +
+(variables.shm.size() > 0 ? [] : [JSONPatch{op: "add", path: "/spec/volumes/-", value: Object.spec.volumes{name: "weightsync-shm", emptyDir: Object.spec.volumes.emptyDir{medium: "Memory"}}}]) +
+[JSONPatch{op: "add", path: "/spec/volumes/-", value: Object.spec.volumes{name: "weightsync-token", projected: Object.spec.volumes.projected{sources: [
+   Object.spec.volumes.projected.sources{serviceAccountToken: Object.spec.volumes.projected.sources.serviceAccountToken{audience: "weightsync.dev", expirationSeconds: 3600, path: "token"}}]}}}]
+{{- end -}}
+
+{{/* CEL: what no container of ours needs. */}}
+{{- define "weightsync.injection.confined" -}}
+securityContext: Object.spec.initContainers.securityContext{allowPrivilegeEscalation: false, readOnlyRootFilesystem: true,
+  capabilities: Object.spec.initContainers.securityContext.capabilities{drop: ["ALL"]}, seccompProfile: Object.spec.initContainers.securityContext.seccompProfile{type: "RuntimeDefault"}}
+{{- end -}}

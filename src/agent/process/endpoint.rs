@@ -239,6 +239,16 @@ impl Running {
         }
     }
 
+    /// What this pod is about is gone: no engine is beside the agent any more, or no trainer.
+    pub(super) fn command_ended(&self, reason: &str) {
+        for endpoint in &self.endpoints {
+            match &endpoint.part {
+                Part::Rollout(rollout) => rollout.engine_ended(reason),
+                Part::Source(_) => endpoint.core.set_facts(|facts| facts.reason = Some(reason.to_owned())),
+            }
+        }
+    }
+
     /// Ends all tasks; engines that are being switched have so long to end that.
     pub(super) async fn end(mut self, switching: Duration) {
         for rollout in self.rollouts() {

@@ -30,13 +30,20 @@ pub(super) struct Probed {
     successes: u32,
     healthy: bool,
     unreachable: bool,
+    /// Its process ended, by the word of its parent: no answer of whatever listens there now counts.
+    ended: bool,
     /// Whether this start was asked what it is and can do.
     probed: bool,
 }
 
 impl Probed {
     pub(super) fn unhealthy(&self) -> bool {
-        !self.healthy
+        !self.healthy || self.ended
+    }
+
+    /// Whether its process ended, as its parent saw.
+    pub(super) fn gone(&self) -> bool {
+        self.ended
     }
 
     /// Whether nobody listens on its port: it may come back as another start, before any threshold is reached.
@@ -46,10 +53,13 @@ impl Probed {
 
     /// Why it is ill, when it was asked at all.
     pub(super) fn known_ill(&self) -> Option<String> {
-        self.reason.clone().filter(|_| !self.healthy)
+        self.reason.clone().filter(|_| self.unhealthy())
     }
 
     fn passed(&mut self, policy: &HealthPolicy) {
+        if self.ended {
+            return;
+        }
         self.failures = 0;
         self.unreachable = false;
         self.successes = self.successes.saturating_add(1);
@@ -61,6 +71,9 @@ impl Probed {
     }
 
     fn failed(&mut self, policy: &HealthPolicy, reason: String, unreachable: bool) {
+        if self.ended {
+            return;
+        }
         self.successes = 0;
         self.unreachable = unreachable;
         self.failures = self.failures.saturating_add(1);
@@ -91,6 +104,17 @@ impl Rollout {
                 () = cancel.cancelled() => return,
             }
         }
+    }
+
+    /// The engine's process ended, as its parent saw: nothing is waited for, and an attempt under way is over.
+    pub fn engine_ended(&self, reason: &str) {
+        self.with(|inner| {
+            inner.engine.ended = true;
+            inner.engine.reason = Some(reason.to_owned());
+            if inner.machine.epoch_over(reason) {
+                inner.stop_receiving();
+            }
+        });
     }
 
     /// Time until the next probe; shorter while nobody listens, because who comes back there is another start.

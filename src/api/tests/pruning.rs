@@ -76,7 +76,7 @@ prop_compose! {
         pause in prop::sample::select(vec![Pause::Keep, Pause::Drain, Pause::Abort, Pause::External]),
         kv_cache in prop::sample::select(vec![KvCache::Keep, KvCache::Reset]),
         retain in of(0_i64..99),
-        launch in prop::sample::select(vec![Launch::Sidecar, Launch::Ephemeral, Launch::External]),
+        launch in prop::sample::select(vec![Launch::Sidecar, Launch::Wrap, Launch::Ephemeral, Launch::External]),
         before in prop::sample::select(vec![BeforeFirstVersion::Serve, BeforeFirstVersion::Hold]),
     ) -> WeightSyncSpec {
         WeightSyncSpec {

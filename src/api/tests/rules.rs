@@ -194,8 +194,8 @@ fn cases() -> Vec<Case> {
             &[("/spec/agent/launch", json!("Ephemeral")), ("/spec/update/retain/hostMiB", json!(1))],
         ),
         case(
-            "apiKeySecretRef works with agent.launch Ephemeral; a sidecar gets the key from the pod's annotation \
-             weightsync.dev/api-key-secret, an external agent from its own environment",
+            "apiKeySecretRef works with agent.launch Ephemeral; an agent that was injected gets the key from the \
+             pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment",
             &[("/spec/rollouts/0/engine", key.clone()), ("/spec/agent/launch", json!("Ephemeral"))],
             &[("/spec/rollouts/0/engine", key)],
         ),

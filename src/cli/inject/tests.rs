@@ -121,6 +121,61 @@ fn mistakes_are_refused_with_what_to_change() {
     let mut key = rollout();
     key["metadata"]["annotations"] = json!({"weightsync.dev/api-key-secret": "keys"});
     assert!(matches!(inject(&mut key, &options()), Err(InjectError::BadKeyReference { .. })));
+    let mut way = rollout();
+    way["metadata"]["annotations"] = json!({"weightsync.dev/inject": "wrapped"});
+    assert!(matches!(inject(&mut way, &options()), Err(InjectError::UnknownWay { value, .. }) if value == "wrapped"));
     let mut volumes = pod(&json!({"weightsync.dev/role": "rollout"}), &json!({"containers": [{"name": "c"}], "volumes": {}}));
     assert!(matches!(inject(&mut volumes, &options()), Err(InjectError::Malformed { .. })));
+}
+
+fn wrapped(container: &Value) -> Value {
+    let mut pod = pod(&json!({"weightsync.dev/role": "rollout"}), &json!({"containers": [{"name": "helper"}, container]}));
+    pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "wrap", "weightsync.dev/container": "engine"});
+    pod
+}
+
+#[test]
+fn a_wrapped_container_keeps_command_and_arguments_and_is_started_by_the_agent() {
+    let mut document = wrapped(&json!({"name": "engine", "command": ["vllm", "serve"], "args": ["--model", "$(MODEL)"]}));
+    assert_eq!(inject(&mut document, &options()).unwrap().templates, 1);
+    let spec = &document["spec"];
+    let engine = &spec["containers"][1];
+    assert_eq!(engine["command"], json!(["/opt/weightsync/weightsync", "run", "--", "vllm", "serve"]));
+    assert_eq!(engine["args"], json!(["--model", "$(MODEL)"]));
+    assert_eq!(engine["readinessProbe"]["httpGet"], json!({"path": "/readyz", "port": 8472}));
+    let mounts: Vec<_> = engine["volumeMounts"].as_array().unwrap().iter().map(|mount| mount["mountPath"].as_str().unwrap()).collect();
+    assert_eq!(mounts, ["/dev/shm", "/var/run/weightsync", "/opt/weightsync"]);
+    let init = &spec["initContainers"][0];
+    assert_eq!((&init["name"], &init["restartPolicy"]), (&json!("weightsync-program"), &Value::Null));
+    assert_eq!(init["command"], json!(["/weightsync", "install", "/opt/weightsync"]));
+    assert_eq!(spec["containers"][0], json!({"name": "helper"}), "only the engine is touched");
+    let once = document.clone();
+    assert_eq!(inject(&mut document, &options()).unwrap().templates, 0);
+    assert_eq!(document, once);
+}
+
+#[test]
+fn what_a_wrapped_container_sets_itself_stays_as_it_is() {
+    let env = json!([{"name": "POD_NAME", "value": "mine"}, {"name": "HOME", "value": "/tmp"}]);
+    let probe = json!({"httpGet": {"path": "/ready", "port": 9000}});
+    let mut document = wrapped(&json!({"name": "engine", "command": ["python"], "env": env, "readinessProbe": probe}));
+    document["metadata"]["labels"]["weightsync.dev/role"] = json!("trainer");
+    inject(&mut document, &options()).unwrap();
+    let container = &document["spec"]["containers"][1];
+    let names: Vec<_> = container["env"].as_array().unwrap().iter().map(|entry| entry["name"].as_str().unwrap()).collect();
+    assert_eq!(names.iter().filter(|name| **name == "POD_NAME").count(), 1);
+    assert_eq!(&names[..3], ["POD_NAME", "HOME", "POD_NAMESPACE"]);
+    assert_eq!(container["env"][0]["value"], "mine");
+    assert_eq!(container["readinessProbe"], probe, "whether a trainer is ready is its own affair");
+}
+
+#[test]
+fn a_container_whose_command_is_in_its_image_is_refused_with_what_to_write() {
+    for container in [json!({"name": "engine", "args": ["--port", "8000"]}), json!({"name": "engine", "command": []})] {
+        let mut document = wrapped(&container);
+        let message = inject(&mut document, &options()).unwrap_err().to_string();
+        for word in ["container engine", "command: [vllm, serve]", "docker inspect", "weightsync.dev/inject"] {
+            assert!(message.contains(word), "{word}: {message}");
+        }
+    }
 }

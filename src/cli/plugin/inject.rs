@@ -1,4 +1,4 @@
-//! `kubectl weightsync inject`: reads manifests, adds the sidecar where a template opts in, writes them again.
+//! `kubectl weightsync inject`: reads manifests, adds the agent where a template opts in, writes them again.
 //!
 //! Image, controller and CA are asked of the installation in the cluster unless they are given, so that a manifest made by hand and one
 //! changed by the admission policy are the same.
@@ -38,10 +38,10 @@ pub struct InjectArgs {
     /// File with the PEM of the controller's CA; asked of the installation if it is missing.
     #[arg(long, requires = "controller_url")]
     ca_file: Option<PathBuf>,
-    /// CPU that the sidecar requests.
+    /// CPU that the sidecar, or the container that copies the program, requests.
     #[arg(long, default_value = "100m")]
     cpu: String,
-    /// Memory that the sidecar requests, besides the shared memory that holds weights.
+    /// Memory that it requests, besides the shared memory that holds weights.
     #[arg(long, default_value = "64Mi")]
     memory: String,
 }

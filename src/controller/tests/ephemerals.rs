@@ -5,7 +5,7 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::fixtures::{plain, pod};
-use crate::controller::ephemeral::{MAX_LAUNCHES, Need, Recipe, container, need};
+use crate::controller::ephemeral::{MAX_LAUNCHES, Need, Recipe, container, need, unwrapped};
 
 fn now() -> Timestamp {
     "2026-01-01T01:00:00Z".parse().unwrap()
@@ -44,7 +44,8 @@ fn nothing_is_added_beside_an_engine_that_is_not_up_a_sidecar_or_an_agent_that_r
     let running = with_agents(&[json!({"running": {}})]);
     let not_reported_yet = with_agents(&[Value::Null]);
     let pulling = with_agents(&[json!({"waiting": {"reason": "ContainerCreating"}})]);
-    for pod in [starting, unknown, sidecar, leaving, running, not_reported_yet, pulling] {
+    let wrapped = pod("actor-0", |pod| pod["spec"]["initContainers"] = json!([{"name": "weightsync-program"}]));
+    for pod in [starting, unknown, sidecar, wrapped, leaving, running, not_reported_yet, pulling] {
         assert_eq!(need(&pod, "engine", now()), Need::Nothing, "{pod:?}");
     }
 }
@@ -106,4 +107,19 @@ fn the_container_has_the_targets_user_capabilities_and_shared_memory_and_no_priv
     let env = made["env"].as_array().unwrap();
     assert!(env.iter().any(|entry| entry["name"] == "WEIGHTSYNC_TOKEN" && entry["value"] == "once"));
     assert!(env.iter().any(|entry| entry["name"] == "POD_UID" && entry["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.uid"));
+}
+
+#[test]
+fn a_pod_that_should_have_been_wrapped_is_told_what_to_do() {
+    let annotated = |how: &'static str| move |pod: &mut Value| pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": how});
+    let wrapped = pod("actor-0", |pod| pod["spec"]["initContainers"] = json!([{"name": "weightsync-program"}]));
+    assert_eq!(unwrapped(&wrapped), None);
+    assert_eq!(unwrapped(&pod("actor-0", annotated("false"))), None, "it starts its agent itself");
+    assert_eq!(unwrapped(&pod("actor-0", |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z"))), None);
+    let message = unwrapped(&plain("actor-0")).unwrap();
+    assert!(message.contains("pod actor-0") && message.contains("weightsync.dev/inject: wrap"), "{message}");
+    let sidecar = pod("actor-0", |pod| pod["spec"]["initContainers"] = json!([{"name": "weightsync-agent"}]));
+    assert!(unwrapped(&sidecar).is_some(), "a sidecar shares no GPU");
+    let early = unwrapped(&pod("actor-0", annotated("wrap"))).unwrap();
+    assert!(early.contains("make it anew"), "{early}");
 }

@@ -1,0 +1,109 @@
+//! What both ways of injection add: a token of its own audience, shared memory for weights, and the agent's variables.
+//!
+//! Says what the chart's injection policies say (charts/weightsync/templates); an end-to-end test compares the two.
+
+use serde_json::{Map, Value, json};
+
+use super::{Options, Wishes};
+
+/// Where the token is mounted.
+const TOKEN_DIR: &str = "/var/run/weightsync";
+
+/// The volumes of a pod's spec, with those that the agent needs.
+pub(super) struct Volumes {
+    /// Volume of the shared memory.
+    pub(super) shm: String,
+    /// Whether the pod had it before.
+    pub(super) existed: bool,
+}
+
+/// Adds the volumes; an error names the field at fault.
+pub(super) fn volumes(spec: &mut Map<String, Value>, target: &str) -> Result<Volumes, &'static str> {
+    let existing = shm_volume(spec, target);
+    let existed = existing.is_some();
+    let shm = existing.unwrap_or_else(|| "weightsync-shm".to_owned());
+    let volumes = array(spec, "volumes").ok_or("spec.volumes")?;
+    if !existed {
+        volumes.push(json!({"name": shm, "emptyDir": {"medium": "Memory"}}));
+    }
+    let token = json!({"serviceAccountToken": {"audience": "weightsync.dev", "expirationSeconds": 3600, "path": "token"}});
+    volumes.push(json!({"name": "weightsync-token", "projected": {"sources": [token]}}));
+    Ok(Volumes { shm, existed })
+}
+
+/// Many engine pods mount their own /dev/shm: then that volume is shared, not replaced.
+fn shm_volume(spec: &Map<String, Value>, target: &str) -> Option<String> {
+    let containers = spec.get("containers")?.as_array()?;
+    let container = containers.iter().find(|c| c.get("name").and_then(Value::as_str) == Some(target))?;
+    let mounts = container.get("volumeMounts")?.as_array()?;
+    let mount = mounts.iter().find(|m| m.get("mountPath").and_then(Value::as_str) == Some("/dev/shm"))?;
+    mount.get("name")?.as_str().map(str::to_owned)
+}
+
+/// The engine's or trainer's container.
+pub(super) fn target_container<'a>(spec: &'a mut Map<String, Value>, target: &str) -> Result<&'a mut Map<String, Value>, &'static str> {
+    let containers = spec.get_mut("containers").and_then(Value::as_array_mut).ok_or("spec.containers")?;
+    let container = containers.iter_mut().find(|c| c.get("name").and_then(Value::as_str) == Some(target));
+    container.and_then(Value::as_object_mut).ok_or("spec.containers")
+}
+
+pub(super) fn array<'a>(object: &'a mut Map<String, Value>, key: &str) -> Option<&'a mut Vec<Value>> {
+    object.entry(key).or_insert_with(|| Value::Array(Vec::new())).as_array_mut()
+}
+
+/// Mount of the shared memory.
+pub(super) fn shm_mount(shm: &str) -> Value {
+    json!({"name": shm, "mountPath": "/dev/shm"})
+}
+
+/// Mount of the token.
+pub(super) fn token_mount() -> Value {
+    json!({"name": "weightsync-token", "mountPath": TOKEN_DIR, "readOnly": true})
+}
+
+/// The agent's variables.
+pub(super) fn env(on_host: bool, wishes: &Wishes<'_>, options: &Options) -> Vec<Value> {
+    let field = |name: &str, path: &str| json!({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}});
+    // An abstract socket ends at the pod's network namespace: only on a host's network would strangers reach it.
+    let users = wishes.users.unwrap_or(if on_host { "" } else { "any" });
+    let mut env = vec![
+        field("POD_NAME", "metadata.name"),
+        field("POD_NAMESPACE", "metadata.namespace"),
+        field("POD_UID", "metadata.uid"),
+        field("POD_IP", "status.podIP"),
+        json!({"name": "WEIGHTSYNC_ROLE", "value": wishes.role}),
+        json!({"name": "WEIGHTSYNC_CONTROLLER_URL", "value": options.controller_url}),
+        json!({"name": "WEIGHTSYNC_CONTROLLER_CA", "value": options.controller_ca}),
+        json!({"name": "WEIGHTSYNC_TOKEN_FILE", "value": format!("{TOKEN_DIR}/token")}),
+        json!({"name": "WEIGHTSYNC_TRAINER_UIDS", "value": users}),
+        json!({"name": "WEIGHTSYNC_LOG_FORMAT", "value": "json"}),
+    ];
+    if let Some((secret, key)) = wishes.api_key {
+        env.push(json!({"name": "WEIGHTSYNC_ENGINE_API_KEY", "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}));
+    }
+    env
+}
+
+/// Readiness by the agent: its page says whether the engine's present start holds what it should.
+pub(super) fn readiness_probe() -> Value {
+    json!({"httpGet": {"path": "/readyz", "port": super::STATUS_PORT}, "periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 1})
+}
+
+/// The agent's port, so that people find it.
+pub(super) fn port() -> Value {
+    json!({"name": "weightsync", "containerPort": super::STATUS_PORT})
+}
+
+/// What a container of ours needs and may do.
+pub(super) fn confine(container: &mut Value, options: &Options) {
+    let (cpu, memory) = &options.requests;
+    container["image"] = json!(options.image);
+    container["imagePullPolicy"] = json!(options.image_pull_policy);
+    container["resources"] = json!({"requests": {"cpu": cpu, "memory": memory}});
+    container["securityContext"] = json!({
+        "allowPrivilegeEscalation": false,
+        "readOnlyRootFilesystem": true,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"}
+    });
+}

@@ -1,0 +1,34 @@
+//! `weightsync install DIRECTORY`: copies this program, so that another container of the pod can run it (`agent.launch: Wrap`).
+//!
+//! The copy appears whole or not at all: a container that restarts in between must not start half a program.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Args;
+
+/// Name of the program in the directory.
+const NAME: &str = "weightsync";
+
+/// Arguments of `weightsync install`.
+#[derive(Debug, Args)]
+pub struct InstallArgs {
+    /// Where to; the program is called `weightsync` there.
+    directory: PathBuf,
+}
+
+impl InstallArgs {
+    /// Copies.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        let (half, whole) = (self.directory.join(format!(".{NAME}.part")), self.directory.join(NAME));
+        let told = |what: &str| format!("{what} {}", self.directory.display());
+        // The link, not the path: it leads to the program even where its file was replaced since it started.
+        std::fs::copy("/proc/self/exe", &half).with_context(|| told("this program cannot be copied to"))?;
+        // A user of another container must be able to run it.
+        std::fs::set_permissions(&half, std::fs::Permissions::from_mode(0o755)).with_context(|| told("permissions cannot be set in"))?;
+        std::fs::rename(&half, &whole).with_context(|| told("the copy cannot be put in its place in"))?;
+        Ok(ExitCode::SUCCESS)
+    }
+}
