@@ -13,7 +13,8 @@
 //! 6. [`roster()`]: offsets `0, 1, 1 + size, ...` without gaps, and the chain in which bytes travel.
 //!
 //! Beside it: [`shipments()`] (which source sends which bucket to which ranks), [`explain()`] (bytes, buckets, memory, time) and
-//! [`gpu_ring()`] (the ring of buckets on each GPU, and whether there is room for it).
+//! [`gpu_ring()`] (the ring of buckets on each GPU, and whether there is room for it) and [`sharing()`] (whether agent and engine can share a
+//! GPU's memory).
 
 use serde::{Deserialize, Serialize};
 
@@ -28,6 +29,7 @@ mod outcome;
 mod replicas;
 mod roster;
 mod selector;
+mod sharing;
 mod shipments;
 mod size;
 mod trainer;
@@ -45,6 +47,7 @@ pub use input::{Claim, EndpointKey, GroupSpec, Order, PlanInput, PodFacts, PodPh
 pub use outcome::{LeftOut, LeftOutCode, Plan, PlanRefusal};
 pub use roster::{chain, roster};
 pub use selector::{Operator, Requirement, Selector};
+pub use sharing::{Neighbour, NoSharing, ProcessView, Sharing, SharingFacts, expandable_segments, sharing};
 pub use shipments::{Destinations, Need, Shipment, ShipmentError, shipments};
 pub use size::Parallelism;
 pub use units::{show_bytes, show_free};

@@ -4,6 +4,7 @@ mod explained;
 mod gpu_memory;
 mod properties;
 mod replicas;
+mod sharing;
 mod shipped;
 mod sizes;
 mod sources;

@@ -91,6 +91,12 @@ pub fn simulated_vllm(name: &str) -> Value {
     pod(name, Some("rollout"), container)
 }
 
+/// The same pod, asking that its container's command be started by the agent.
+pub fn wrapped(mut pod: Value) -> Value {
+    pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "wrap"});
+    pod
+}
+
 fn env(pairs: &[(&str, &str)]) -> Value {
     pairs.iter().map(|(name, value)| json!({"name": name, "value": value})).collect()
 }

@@ -1,4 +1,4 @@
-//! The sidecar: the same by the chart's admission policy and by hand.
+//! The sidecar and the wrapped container: the same by the chart's admission policies and by hand; and what they refuse.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -10,13 +10,18 @@ use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 
 use super::cluster::Cluster;
-use super::fixtures::{simulated_vllm, torch_trainer};
+use super::fixtures::{simulated_vllm, torch_trainer, wrapped};
 
-/// What the API server would make of a pod, without making it.
-async fn would_be(cluster: &Cluster, pod: &Value) -> Value {
+/// What the API server says to a pod, without making it.
+async fn ask(cluster: &Cluster, pod: &Value) -> Result<Pod, kube::Error> {
     let pod: Pod = serde_json::from_value(pod.clone()).expect("a pod");
     let dry = PostParams { dry_run: true, ..PostParams::default() };
-    let made = cluster.api::<Pod>().create(&dry, &pod).await.expect("the pod is accepted");
+    cluster.api::<Pod>().create(&dry, &pod).await
+}
+
+/// What the API server would make of a pod.
+async fn would_be(cluster: &Cluster, pod: &Value) -> Value {
+    let made = ask(cluster, pod).await.expect("the pod is accepted");
     serde_json::to_value(made.spec).unwrap()
 }
 
@@ -48,6 +53,59 @@ async fn a_pod_that_was_injected_by_hand_is_the_pod_that_the_policy_makes() {
             let (policy, hand) = (would_be(&cluster, &pod).await, would_be(&cluster, &by_hand(&pod).await).await);
             assert_eq!(policy["initContainers"][0]["name"], "weightsync-agent", "the policy adds the sidecar");
             assert_eq!(policy, hand, "{}", pod["metadata"]["name"]);
+        }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_that_was_wrapped_by_hand_is_the_pod_that_the_policy_makes() {
+    Cluster::run("wrapping", |cluster| async move {
+        let mut full = wrapped(simulated_vllm("full"));
+        full["metadata"]["annotations"]["weightsync.dev/api-key-secret"] = json!("engine/key");
+        full["metadata"]["annotations"]["weightsync.dev/trainer-uids"] = json!("1000");
+        full["metadata"]["annotations"]["weightsync.dev/container"] = json!("engine");
+        let engine = full["spec"]["containers"][0].clone();
+        full["spec"]["containers"] = json!([{"name": "helper", "image": engine["image"], "command": ["/weightsync", "--version"]}, engine]);
+        full["spec"]["containers"][1]["env"] = json!([{"name": "POD_NAME", "value": "mine"}]);
+        full["spec"]["containers"][1]["args"] = json!(["--max-model-len", "64"]);
+        let mut own_memory = wrapped(simulated_vllm("without-memory"));
+        own_memory["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "host", "mountPath": "/host", "readOnly": true}]);
+        let mut bare = wrapped(simulated_vllm("bare"));
+        bare["spec"].as_object_mut().unwrap().remove("volumes");
+        bare["spec"]["containers"][0] = json!({"name": "engine", "image": bare["spec"]["containers"][0]["image"], "command": ["/weightsync"]});
+        let mut on_host = wrapped(torch_trainer("on-host"));
+        on_host["spec"]["hostNetwork"] = json!(true);
+        for pod in [wrapped(torch_trainer("trainer")), full, own_memory, bare, on_host] {
+            let (policy, hand) = (would_be(&cluster, &pod).await, would_be(&cluster, &by_hand(&pod).await).await);
+            let name = &pod["metadata"]["name"];
+            assert_eq!(policy["initContainers"][0]["name"], "weightsync-program", "{name}: the policy wraps it");
+            assert_eq!(policy["initContainers"].as_array().map(Vec::len), Some(1), "{name}: and adds no sidecar");
+            assert_eq!(policy, hand, "{name}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_that_cannot_be_wrapped_is_refused_with_what_to_write() {
+    Cluster::run("unwrappable", |cluster| async move {
+        let mut in_image = wrapped(simulated_vllm("in-image"));
+        in_image["spec"]["containers"][0].as_object_mut().unwrap().remove("command");
+        let mut elsewhere = wrapped(simulated_vllm("elsewhere"));
+        elsewhere["metadata"]["annotations"]["weightsync.dev/container"] = json!("engin");
+        let mut unknown = simulated_vllm("unknown");
+        unknown["metadata"]["annotations"] = json!({"weightsync.dev/inject": "rap"});
+        let cases: [(Value, &[&str]); 3] = [
+            (in_image, &["container engine cannot be wrapped", "command: [vllm, serve]"]),
+            (elsewhere, &["weightsync.dev/container names engin"]),
+            (unknown, &["must be sidecar, wrap or false"]),
+        ];
+        for (pod, words) in cases {
+            let refused = ask(&cluster, &pod).await.err().unwrap_or_else(|| panic!("{} was accepted", pod["metadata"]["name"])).to_string();
+            for word in words {
+                assert!(refused.contains(word), "{word}: {refused}");
+            }
         }
     })
     .await;

@@ -15,3 +15,4 @@ mod injection;
 mod invalid;
 mod node;
 mod versions;
+mod wrap;

@@ -1,0 +1,78 @@
+//! Pods whose command runs below the agent (`agent.launch: Wrap`): they take part without a sidecar, a restarted engine is told of at once
+//! and not ready before it was fed, and the pod's end is the engine's own.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::json;
+
+use super::asks::{faults, publish_to, served};
+use super::cluster::{Cluster, describe};
+use super::fixtures::{simulated_vllm, torch_trainer, weightsync, wrapped};
+
+const MINUTE: Duration = Duration::from_secs(60);
+const START: Duration = Duration::from_secs(120);
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrapped_trainer_and_engines_take_part_and_a_restarted_engine_is_told_of_at_once_and_fed() {
+    Cluster::run("wrap", |cluster| async move {
+        cluster.create_pod(wrapped(torch_trainer("trainer-0"))).await;
+        for name in ["sim-0", "sim-1"] {
+            let made = cluster.create_pod(wrapped(simulated_vllm(name))).await.spec.unwrap();
+            let init: Vec<_> = made.init_containers.iter().flatten().map(|container| container.name.as_str()).collect();
+            assert_eq!(init, ["weightsync-program"], "no sidecar beside it");
+        }
+        let mut object = weightsync("run");
+        object["spec"]["agent"] = json!({"launch": "Wrap"});
+        cluster.apply(&object).await.unwrap();
+        cluster.await_ready("trainer-0", START).await;
+        cluster.await_group("run", 2, START).await;
+        publish_to(&cluster, "trainer-0", 1, 2).await;
+        cluster.await_version("run", 1, 2, MINUTE).await;
+        for name in ["sim-0", "sim-1"] {
+            cluster.await_ready(name, MINUTE).await;
+        }
+        let expected = served(&cluster, "sim-0").await;
+        assert_eq!(served(&cluster, "sim-1").await, expected);
+
+        // The engine's process ends by itself, with exit code 1: so does its container, and its parent said so first.
+        let crash = json!({"rules": [{"path": "/health", "times": 1, "fault": {"kind": "crash"}}]});
+        faults(&cluster, "sim-1", &crash).await;
+        cluster.await_event(&["EngineUnhealthy"], MINUTE, |note| note.contains("sim-1") && note.contains("exit status: 1")).await;
+        let restarted = |pod: &Pod| {
+            let statuses = pod.status.iter().flat_map(|status| status.container_statuses.iter().flatten());
+            let ended = statuses.filter_map(|status| status.last_state.as_ref()?.terminated.as_ref()).map(|state| state.exit_code);
+            if ended.clone().any(|code| code == 1) { Ok(()) } else { Err(describe(pod)) }
+        };
+        cluster.await_pod("sim-1", "its container ended with the engine's exit code", MINUTE, restarted).await;
+        // The new engine started with the base checkpoint: it is ready when it holds version 1, and not before.
+        cluster.await_version("run", 1, 2, START).await;
+        cluster.await_ready("sim-1", MINUTE).await;
+        assert_eq!(served(&cluster, "sim-1").await, expected);
+        publish_to(&cluster, "trainer-0", 2, 2).await;
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pod_that_was_not_wrapped_is_named_with_what_to_do_and_takes_part_all_the_same() {
+    Cluster::run("not-wrapped", |cluster| async move {
+        cluster.create_pod(wrapped(torch_trainer("trainer-0"))).await;
+        cluster.create_pod(simulated_vllm("sim-0")).await;
+        let mut object = weightsync("run");
+        object["spec"]["agent"] = json!({"launch": "Wrap"});
+        cluster.apply(&object).await.unwrap();
+        cluster.await_ready("trainer-0", START).await;
+        cluster
+            .await_status("run", "the pod that has a sidecar is named", MINUTE, |status| {
+                let all = status["conditions"].as_array().cloned().unwrap_or_default();
+                let agents = all.iter().find(|condition| condition["type"] == "AgentsReady").cloned().unwrap_or_default();
+                let named = agents["message"].as_str().is_some_and(|text| text.contains("sim-0") && text.contains("inject: wrap"));
+                if agents["reason"] == "NotWrapped" && named { Ok(()) } else { Err(agents.to_string()) }
+            })
+            .await;
+        cluster.await_group("run", 1, START).await;
+        publish_to(&cluster, "trainer-0", 1, 1).await;
+    })
+    .await;
+}
