@@ -8,12 +8,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use bytes::Bytes;
 use clap::Parser;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use weightsync::agent::client::{ClientServer, ClientServerConfig, PublishQueue, SocketName};
+use weightsync::agent::client::memfd::SharedMemory;
+use weightsync::agent::client::{ClientServer, ClientServerConfig, PublishQueue, SocketName, SourceWorker};
 use weightsync::agent::publish_job::PublishJob;
+use weightsync::plan::RingWish;
 use weightsync::protocol::{Activation, MemberName, PublishError, PublishErrorCode, PublishResult, RosterReplica, RosterView, UpdatePhase};
+use weightsync::transport::Payload;
 use weightsync::weights::{Layout, bucket_digest, digest_hex};
+use weightsync::worker::{Copy, Worker, WorkerStart};
 
 #[derive(Parser)]
 struct Args {
@@ -41,14 +47,74 @@ struct Args {
     /// Takes nothing more, for ever, after this many buckets.
     #[arg(long)]
     stall_after: Option<usize>,
+    /// Has a GPU worker on this GPU, and sends from there.
+    #[arg(long, requires = "worker")]
+    gpu: Option<String>,
+    /// The program whose `worker` it starts.
+    #[arg(long)]
+    worker: Option<PathBuf>,
+    /// Kills the worker after this many buckets of the first attempt, starts another, and asks for the stream again.
+    #[arg(long, requires = "gpu")]
+    kill_worker_after: Option<usize>,
+}
+
+/// A step of a worker that takes longer hangs.
+const STEP: Duration = Duration::from_secs(20);
+
+/// The GPU worker, and who is told of it.
+struct Gpu {
+    uuid: String,
+    program: PathBuf,
+    source: watch::Sender<Result<SourceWorker, String>>,
+}
+
+impl Gpu {
+    /// Starts a worker.
+    async fn start(&self) -> anyhow::Result<()> {
+        let arguments = vec!["worker".into()];
+        let start = WorkerStart { program: self.program.clone(), arguments, environment: Vec::new(), label: self.uuid.clone() };
+        let worker = Worker::start(&start)?;
+        let (_, facts, _) = worker.open(Some(&self.uuid), None, STEP).await?;
+        let room = (facts.free_bytes, facts.memory_bytes);
+        let wish = RingWish { slots: Some(2), slot_bytes: None };
+        self.source.send_replace(Ok(SourceWorker { worker, gpu: facts.uuid, wish, room }));
+        Ok(())
+    }
+
+    fn kill(&self) {
+        if let Ok(source) = self.source.borrow().as_ref() {
+            source.worker.kill("a test");
+        }
+    }
+}
+
+/// The bytes of a bucket, wherever they lie.
+async fn bytes_of_payload(payload: Payload) -> anyhow::Result<Bytes> {
+    let device = match payload {
+        Payload::Host(bytes) => return Ok(bytes),
+        Payload::Device(device) => device,
+    };
+    let length = usize::try_from(device.bytes)?;
+    let memory = SharedMemory::create("trainer-socket", length)?;
+    let host = device.worker.map_host(memory.fd(), device.bytes, STEP).await?;
+    let (from, to) = (device.memory.at(device.offset), host.at(0));
+    device.worker.copy(Copy { from, to, bytes: device.bytes, after: device.after.clone(), then: None }, STEP).await?;
+    Ok(Bytes::copy_from_slice(memory.bytes(0..length).context("the mapping is too short")?))
 }
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let queue = Arc::new(PublishQueue::default());
-    let (roster, seen) = tokio::sync::watch::channel(view(None));
-    let config = ClientServerConfig { slots: args.slots, bucket_bytes: args.bucket_bytes, ..ClientServerConfig::at(args.socket.clone()) };
+    let (roster, seen) = watch::channel(view(None));
+    let (source, seen_gpu) = watch::channel(Err("this agent has no GPU worker".to_owned()));
+    let program = args.worker.clone().unwrap_or_default();
+    let gpu = args.gpu.clone().map(|uuid| Gpu { uuid, program, source });
+    if let Some(gpu) = &gpu {
+        gpu.start().await?;
+    }
+    let at = ClientServerConfig::at(args.socket.clone());
+    let config = ClientServerConfig { slots: args.slots, bucket_bytes: args.bucket_bytes, gpu: seen_gpu, ..at };
     let server = ClientServer::bind(config, Arc::clone(&queue), seen)?;
     tokio::spawn(server.run(CancellationToken::new()));
     println!(r#"{{"listening":true}}"#);
@@ -59,7 +125,7 @@ async fn main() -> anyhow::Result<()> {
         if highest.is_some_and(|highest| version <= highest) {
             let message = format!("version {version} is not higher than {}", highest.unwrap_or_default());
             job.reporter.failed(error(PublishErrorCode::VersionNotHigher, message));
-        } else if take(job, &args).await? {
+        } else if take(job, &args, gpu.as_ref()).await? {
             highest = Some(version);
             roster.send_replace(view(highest));
         }
@@ -67,16 +133,23 @@ async fn main() -> anyhow::Result<()> {
 }
 
 /// Takes one version; tells whether it went well.
-async fn take(mut job: PublishJob, args: &Args) -> anyhow::Result<bool> {
+async fn take(mut job: PublishJob, args: &Args, gpu: Option<&Gpu>) -> anyhow::Result<bool> {
     let layout = job.source.layout().clone();
     let (mut stream, mut buckets, mut attempts) = (Vec::new(), 0, 1);
+    let (mut on_gpu, mut behind_events) = (0, 0);
     loop {
         let next = tokio::select! {
             next = job.source.next(Duration::from_secs(30)) => next,
             () = job.cancel.cancelled() => Err(weightsync::agent::version_source::SourceError::Cancelled { reason: "by its trainer".into() }),
         };
         match next {
-            Ok(Some((_, bytes))) => stream.extend_from_slice(&bytes),
+            Ok(Some((_, payload))) => {
+                if let Payload::Device(payload) = &payload {
+                    on_gpu += 1;
+                    behind_events += usize::from(payload.after.is_some());
+                }
+                stream.extend_from_slice(&bytes_of_payload(payload).await?);
+            }
             Ok(None) => break,
             Err(error) => {
                 println!("{}", serde_json::json!({ "version": job.version, "failed": error.to_string() }));
@@ -91,6 +164,13 @@ async fn take(mut job: PublishJob, args: &Args) -> anyhow::Result<bool> {
         }
         if args.stall_after == Some(buckets) {
             job.cancel.cancelled().await;
+        }
+        if let Some(gpu) = gpu.filter(|_| attempts == 1 && args.kill_worker_after == Some(buckets)) {
+            gpu.kill();
+            gpu.start().await?;
+            job.source.restart("the GPU worker died").await?;
+            stream.clear();
+            attempts += 1;
         }
         if args.again_after == Some(buckets) {
             job.source.restart("a replica died").await?;
@@ -118,7 +198,7 @@ async fn take(mut job: PublishJob, args: &Args) -> anyhow::Result<bool> {
         .iter()
         .map(|entry| Ok((entry.tensor.name.clone(), digest_hex(bucket_digest(bytes_of(&stream, entry.offset, entry.bytes)?)).into())))
         .collect::<anyhow::Result<_>>()?;
-    println!("{}", serde_json::json!({ "version": job.version, "attempts": attempts, "buckets": buckets, "digests": digests }));
+    println!("{}", serde_json::json!({ "version": job.version, "attempts": attempts, "buckets": buckets, "digests": digests, "onGpu": on_gpu, "behindEvents": behind_events }));
     job.reporter.done(PublishResult {
         version: job.version,
         epoch: 1,

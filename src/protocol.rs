@@ -10,6 +10,7 @@ mod identity;
 mod ids;
 mod reason;
 mod roster;
+mod trainer_gpu;
 mod update;
 pub mod worker;
 
@@ -20,4 +21,5 @@ pub use identity::*;
 pub use ids::*;
 pub use reason::*;
 pub use roster::*;
+pub use trainer_gpu::*;
 pub use update::*;

@@ -16,12 +16,51 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use crate::protocol::{BucketHeader, DataHello, MemberName, Refusal, StreamFailure};
+use crate::worker::{Event, ImportedMemory, Slot, Span, Worker};
 
 /// The bytes of one bucket, where they lie. Dropping it gives their memory back to whoever lent it.
 #[derive(Clone)]
 pub enum Payload {
     /// In memory of this process.
     Host(Bytes),
+    /// In memory of a GPU.
+    Device(DevicePayload),
+}
+
+/// Bytes in memory of a GPU that a worker of ours can read.
+#[derive(Clone)]
+pub struct DevicePayload {
+    /// The worker.
+    pub worker: Worker,
+    /// The memory.
+    pub memory: DeviceMemory,
+    /// First byte in it.
+    pub offset: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Event that whoever writes the bytes records behind them; the GPU waits for it before they are read.
+    pub after: Option<Event>,
+    /// Dropped when the bytes are not read any more: tells whoever lent the memory.
+    pub lent: Option<Arc<dyn Send + Sync>>,
+}
+
+/// Memory of a GPU.
+#[derive(Clone)]
+pub enum DeviceMemory {
+    /// A slot of the worker's ring.
+    Slot(Slot),
+    /// Another process's allocation.
+    Imported(ImportedMemory),
+}
+
+impl DeviceMemory {
+    /// From `offset` on.
+    pub fn at(&self, offset: u64) -> Span {
+        match self {
+            Self::Slot(slot) => slot.at(offset),
+            Self::Imported(memory) => memory.at(offset),
+        }
+    }
 }
 
 impl Payload {
@@ -29,6 +68,7 @@ impl Payload {
     pub fn len(&self) -> u64 {
         match self {
             Self::Host(bytes) => bytes.len() as u64,
+            Self::Device(device) => device.bytes,
         }
     }
 
@@ -36,6 +76,7 @@ impl Payload {
     pub fn host(&self) -> Option<&Bytes> {
         match self {
             Self::Host(bytes) => Some(bytes),
+            Self::Device(_) => None,
         }
     }
 
@@ -50,6 +91,7 @@ impl std::fmt::Debug for Payload {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Host(bytes) => write!(f, "{} bytes", bytes.len()),
+            Self::Device(device) => write!(f, "{} bytes on a GPU", device.bytes),
         }
     }
 }
@@ -93,6 +135,13 @@ impl TransportError {
             | Self::Corrupt { peer, .. } => Some(peer),
             Self::Stalled { .. } | Self::Cancelled | Self::Io { .. } => None,
         }
+    }
+}
+
+impl TransportError {
+    /// Payloads on a GPU were given to a transport that has no way to them.
+    fn on_a_gpu() -> Self {
+        Self::Io { what: "sending a bucket".into(), source: std::io::Error::other("its bytes lie on a GPU, and go over connections here") }
     }
 }
 

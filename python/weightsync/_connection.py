@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from ._memory import GpuMemory, HostMemory, Memory
 from ._ring import Ring
 from ._socket import Wire, map_ring
 from .errors import AgentLost, Failed, WeightSyncError, from_agent
@@ -24,12 +25,31 @@ CLIENT = "weightsync-python"
 
 
 @dataclass
+class GpuRing:
+    """A ring in GPU memory, as the agent announced it."""
+
+    announced: dict[str, Any]
+    """The agent's whole message."""
+    slots: int
+    slot_bytes: int
+    memory: GpuMemory | None = None
+    """Opened here; the agent has still to say that it found what was written."""
+
+
+@dataclass
 class Published:
     """All that was heard about one publish."""
 
     version: int
     accepted: bool = False
+    gpu_ring: GpuRing | None = None
+    """Memory on a GPU that the agent offers and that is not agreed on yet."""
     ring: Ring | None = None
+    """Where to write; none as long as that is not agreed on."""
+    host_because: str | None = None
+    """Why the ring lies in host memory though tensors lie on a GPU."""
+    memory: str = "host"
+    """As `Result.memory`."""
     free: deque[int] = field(default_factory=deque)
     attempt: int = 0
     reason: str = ""
@@ -62,7 +82,8 @@ class Connection:
         self.roster: dict[str, Any] | None = None
         self.rosters_heard = 0
         self._publish: Published | None = None
-        self._memory: Any = None
+        self._memory: Memory | None = None
+        self._retired: list[Memory] = []
         self._quiet_since = time.monotonic()
         try:
             self._greet()
@@ -89,6 +110,38 @@ class Connection:
         self._wire.close()
         if self._reader is not threading.current_thread():
             self._reader.join(SILENCE)
+        self._give_memory_back()
+
+    def _give_memory_back(self) -> None:
+        with self.changed:
+            self._retire(self._memory)
+            self._memory = None
+        self.drop_retired()
+
+    def _retire(self, memory: Memory | None) -> None:
+        if memory is not None:
+            self._retired.append(memory)
+
+    def drop_retired(self) -> None:
+        """Gives back memory that is not used any more; a GPU may have to finish something first."""
+        with self.changed:
+            retired, self._retired = self._retired, []
+        for memory in retired:
+            memory.close()
+
+    def opened(self, publish: Published, memory: GpuMemory) -> None:
+        """The offered memory was opened here."""
+        ring = publish.gpu_ring
+        assert ring is not None
+        ring.memory = memory
+        self.say({"op": "opened", "ring": memory.ring, "events": memory.events})
+
+    def unopened(self, publish: Published, reason: str) -> None:
+        """The offered memory cannot be opened; the agent offers another."""
+        ring = publish.gpu_ring
+        assert ring is not None
+        publish.gpu_ring = None
+        self.say({"op": "unopened", "ring": int(ring.announced["gpu"]["ring"]), "reason": reason[:500]})
 
     @property
     def usable(self) -> bool:
@@ -140,7 +193,7 @@ class Connection:
                 publish.error = error
             self.changed.notify_all()
         self._wire.close()
-        self._memory = None
+        self._give_memory_back()
 
     def _hear(self, message: dict[str, Any]) -> None:
         event = message["event"]
@@ -158,6 +211,8 @@ class Connection:
             publish.accepted = True
         elif event == "ring":
             self._take_ring(publish, message)
+        elif event == "ready":
+            self._ready(publish, message)
         elif event == "free":
             publish.free.append(int(message["slot"]))
         elif event == "again":
@@ -170,16 +225,51 @@ class Connection:
             publish.staged = True
         elif event == "done":
             publish.released = True
-            publish.result = Result.of(message["result"])
+            publish.result = Result.of(message["result"], publish.memory)
         elif event == "error":
             publish.error = from_agent(message["error"])
 
     def _take_ring(self, publish: Published, message: dict[str, Any]) -> None:
         slots, slot_bytes = int(message["slots"]), int(message["slotBytes"])
+        publish.free = deque(range(slots))
+        publish.attempt = int(message["attempt"])
+        publish.host_because = message.get("hostBecause")
+        if publish.gpu_ring is not None:
+            # Opened, but the worker did not find there what was written.
+            self._retire(publish.gpu_ring.memory)
+            publish.gpu_ring = None
+        announced = message.get("gpu")
+        if announced is not None:
+            kept = self._memory
+            if announced["proven"]:
+                if not isinstance(kept, GpuMemory) or kept.ring != int(announced["ring"]):
+                    raise Failed("the agent goes on with memory that was never opened here")
+                publish.ring = Ring(kept, slot_bytes, message)
+                publish.memory = f"gpu {kept.place}"
+            else:
+                publish.ring = None
+                publish.gpu_ring = GpuRing(message, slots, slot_bytes)
+            return
         if message["memfd"]:
             if not self._wire.descriptors:
                 raise Failed("the agent announced a ring and sent no memory")
-            self._memory = map_ring(self._wire.descriptors.popleft(), slots * slot_bytes)
-        publish.ring = Ring(self._memory, slot_bytes, message["layout"])
-        publish.free = deque(range(slots))
-        publish.attempt = int(message["attempt"])
+            self._keep(HostMemory(map_ring(self._wire.descriptors.popleft(), slots * slot_bytes)))
+        if not isinstance(self._memory, HostMemory):
+            raise Failed("the agent goes on with memory that it never sent")
+        publish.ring = Ring(self._memory, slot_bytes, message)
+        publish.memory = f"host: {publish.host_because}" if publish.host_because else "host"
+
+    def _ready(self, publish: Published, message: dict[str, Any]) -> None:
+        ring = publish.gpu_ring
+        if ring is None or ring.memory is None or ring.memory.ring != int(message["ring"]):
+            raise Failed("the agent says that memory is ready which was not opened here")
+        ring.memory.use_events = bool(message["events"])
+        self._keep(ring.memory)
+        publish.ring = Ring(ring.memory, ring.slot_bytes, ring.announced)
+        publish.memory = f"gpu {ring.memory.place}"
+        publish.gpu_ring = None
+
+    def _keep(self, memory: Memory) -> None:
+        if self._memory is not memory:
+            self._retire(self._memory)
+        self._memory = memory

@@ -1,30 +1,38 @@
-"""The stream of a version, written into slots of shared memory.
+"""The stream of a version, written into slots of memory that the agent made.
 
 The layout comes from the agent: where each tensor begins, and where the stream is cut. Gaps are zeros.
 """
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ._memory import Memory
 from ._source import Meta
-from ._tensors import as_bytes
 from .errors import Failed
 
 
 class Ring:
-    """The shared memory of one publish and the layout of its stream."""
+    """The memory of one publish and the layout of its stream."""
 
-    def __init__(self, memory: mmap.mmap, slot_bytes: int, layout: dict[str, Any]) -> None:
-        self.memory = memoryview(memory)
+    def __init__(self, memory: Memory, slot_bytes: int, announced: Mapping[str, Any]) -> None:
+        layout = announced["layout"]
+        self.memory = memory
         self.slot_bytes = slot_bytes
         self.total_bytes = int(layout["totalBytes"])
-        self.bucket_bytes = int(layout["bucketBytes"])
         self.places = [(str(entry["name"]), int(entry["offset"]), int(entry["bytes"])) for entry in layout["entries"]]
-        if self.bucket_bytes < 1 or min(self.bucket_bytes, self.total_bytes) > slot_bytes:
-            raise Failed(f"buckets of {self.bucket_bytes} bytes do not fit slots of {slot_bytes}")
+        # Buckets are cut at multiples of a length, or where the agent says.
+        bucket_bytes = int(layout["bucketBytes"])
+        starts = [int(start) for start in announced.get("cuts") or ()]
+        if not starts and bucket_bytes > 0:
+            starts = list(range(0, self.total_bytes, bucket_bytes))
+        self.ends = [*starts[1:], self.total_bytes] if starts else []
+        """Where each bucket ends in the stream."""
+        longest = max((end - start for start, end in zip(starts, self.ends, strict=True)), default=0)
+        if (starts and starts[0] != 0) or (self.total_bytes > 0) != bool(starts) or not 0 <= longest <= slot_bytes:
+            raise Failed(f"buckets of {longest} bytes do not fit slots of {slot_bytes}")
 
     def check(self, metas: Sequence[Meta]) -> None:
         """The agent's layout must be that of the tensors that were announced."""
@@ -35,7 +43,7 @@ class Ring:
         """How many tensors are gathered between two agreements: those that begin in one bucket."""
         counts: dict[int, int] = {}
         for _, offset, _ in self.places:
-            bucket = offset // self.bucket_bytes
+            bucket = bisect_right(self.ends, offset)
             counts[bucket] = counts.get(bucket, 0) + 1
         return list(counts.values())
 
@@ -43,11 +51,12 @@ class Ring:
 class StreamWriter:
     """Writes tensors in order, and hands each slot over when its bucket is full."""
 
-    def __init__(self, ring: Ring, take_slot: Callable[[], int], hand_over: Callable[[int, int], None]) -> None:
+    def __init__(self, ring: Ring, take_slot: Callable[[], int], hand_over: Callable[[int, int, bool], None]) -> None:
         self._ring = ring
         self._take_slot = take_slot
         self._hand_over = hand_over
         self._position = 0
+        self._bucket = 0
         self._slot: int | None = None
         self._next = 0
 
@@ -61,12 +70,12 @@ class StreamWriter:
         _, offset, length = self._ring.places[self._next]
         self._next += 1
         self._fill_gap(offset)
-        source = as_bytes(tensor)
+        source = self._ring.memory.reader(tensor)
         end = offset + length
         while self._position < end:
-            room = self._room(end - self._position)
-            source.copy(self._position - offset, room)
-            self._advance(len(room))
+            at, room = self._room(end - self._position)
+            self._ring.memory.put(at, source, self._position - offset, room)
+            self._advance(room)
 
     def finish(self) -> None:
         """Writes what follows the last tensor."""
@@ -74,20 +83,22 @@ class StreamWriter:
 
     def _fill_gap(self, until: int) -> None:
         while self._position < until:
-            room = self._room(until - self._position)
-            room[:] = bytes(len(room))
-            self._advance(len(room))
+            at, room = self._room(until - self._position)
+            self._ring.memory.zero(at, room)
+            self._advance(room)
 
-    def _room(self, wanted: int) -> memoryview:
-        """Where the next bytes go, at most to the end of the bucket."""
+    def _room(self, wanted: int) -> tuple[int, int]:
+        """Where the next bytes go, and how many of them: at most to the end of the bucket."""
         if self._slot is None:
             self._slot = self._take_slot()
-        at = self._position % self._ring.bucket_bytes
-        start = self._slot * self._ring.slot_bytes + at
-        return self._ring.memory[start : start + min(wanted, self._ring.bucket_bytes - at)]
+        starts = self._ring.ends[self._bucket - 1] if self._bucket else 0
+        at = self._slot * self._ring.slot_bytes + self._position - starts
+        return at, min(wanted, self._ring.ends[self._bucket] - self._position)
 
     def _advance(self, written: int) -> None:
         self._position += written
-        if self._slot is not None and (self._position % self._ring.bucket_bytes == 0 or self._position == self._ring.total_bytes):
-            self._hand_over((self._position - 1) // self._ring.bucket_bytes, self._slot)
+        if self._slot is not None and self._position == self._ring.ends[self._bucket]:
+            later = self._ring.memory.fill(self._slot)
+            self._hand_over(self._bucket, self._slot, later)
             self._slot = None
+            self._bucket += 1

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
-from ._connection import Connection, Published
+from ._connection import Connection, GpuRing, Published
+from ._cuda import Cuda, offer
 from ._group import Group
+from ._memory import GpuMemory, MemoryGone
 from ._ring import StreamWriter
 from ._source import Meta, Source
 from ._tensors import describe
-from .errors import Cancelled, RanksDisagree, SourceFailed, Timeout, WeightSyncError, from_plain, to_plain
+from .errors import Cancelled, Failed, RanksDisagree, SourceFailed, Timeout, WeightSyncError, from_plain, to_plain
 from .result import Result
 
 GO, WAIT, AGAIN, FAIL = range(4)
@@ -31,6 +35,11 @@ GRACE = 15.0
 """Seconds after a publish's timeout in which its agent may end it with a better word."""
 
 
+_LOG = logging.getLogger("weightsync")
+_SAID: set[str] = set()
+"""Reasons that were logged: each once in a process."""
+
+
 class _Interrupted(Exception):
     """The agent asked for the stream again, or failed, while a bucket was written; the next agreement says so."""
 
@@ -38,7 +47,7 @@ class _Interrupted(Exception):
 class Run:
     """A publish on one rank."""
 
-    def __init__(self, group: Group, source: Source, request: dict[str, Any], timeout: float) -> None:
+    def __init__(self, group: Group, source: Source, request: dict[str, Any], timeout: float, cuda: Cuda | None = None) -> None:
         self.group = group
         self.version = int(request["version"])
         self.published: Published | None = None
@@ -51,6 +60,10 @@ class Run:
         self._attempt = 1
         self._writer: StreamWriter | None = None
         self._cancelled: Cancelled | None = None
+        self._cuda = cuda
+        self._devices: dict[str, int] = {}
+        """The GPUs that tensors lie on, by UUID, as torch counts them."""
+        self._device = cuda.current_device() if cuda is not None else None
 
     def begin(self, start: Callable[[dict[str, Any]], tuple[Connection, Published]]) -> None:
         """Has the publish stand in the agent's line. Raises the same error on every rank."""
@@ -64,11 +77,22 @@ class Run:
 
     def transfer(self) -> None:
         """Brings all bytes to the agent; returns when the tensors may change. Raises the same error on every rank."""
+        with self._our_streams():
+            self._transfer()
+
+    def _our_streams(self) -> AbstractContextManager[None]:
+        """Alone, in a thread of our own, what the source computes goes to our streams; in a group the caller's thread stays on its own."""
+        if self._cuda is None or self._device is None or not self._devices or self.group.size > 1:
+            return contextlib.nullcontext()
+        return self._cuda.ours(self._device)
+
+    def _transfer(self) -> None:
         try:
-            self._together(self._turn)
-            batches = self._batches()
-            while self._pass(self._metas, batches) == AGAIN:
-                pass
+            while True:
+                # For each pass: the agent may offer other memory than for the last one.
+                self._together(self._turn)
+                if self._pass(self._metas, self._batches()) != AGAIN:
+                    break
         except BaseException as error:
             self._give_up(str(error) or type(error).__name__)
             raise
@@ -85,7 +109,7 @@ class Run:
         mine = None
         if self.group.rank == 0:
             published = self._known()
-            mine = (published.result or Result(self.version, staged=True)).plain()
+            mine = (published.result or Result(self.version, staged=True, memory=published.memory)).plain()
         return Result.of_plain(self.group.gather(mine)[0])
 
     def activate(self) -> None:
@@ -137,19 +161,54 @@ class Run:
     def _start(self, start: Callable[[dict[str, Any]], tuple[Connection, Published]]) -> int:
         if self.group.rank == 0:
             tensors = [{"name": meta.name, "dtype": meta.dtype, "shape": list(meta.shape)} for meta in self._metas]
-            self.connection, self.published = start({**self._request, "tensors": tensors})
+            request = {**self._request, "tensors": tensors}
+            offered = offer(self._cuda, self._source.known()) if self._cuda is not None else None
+            if offered is not None and self._cuda is not None:
+                request["gpu"], self._devices = offered
+                # In the thread that publishes: the tensors are taken as it left them, and nobody waits for its GPU.
+                self._cuda.follow(self._devices.values())
+            self.connection, self.published = start(request)
             if self._cancelled is not None:
                 raise self._cancelled
         return GO
 
     def _turn(self) -> int:
-        """Rank 0 waits until its publish has its turn."""
-        code = self._heard(lambda published: published.ring is not None)
-        if code == GO and self.group.rank == 0:
-            published = self._known()
-            assert published.ring is not None
-            published.ring.check(self._metas)
-        return code
+        """Rank 0 waits until its publish has its turn, and opens the memory that it is offered."""
+        code = self._heard(lambda published: published.ring is not None or self._to_open(published) is not None)
+        if code != GO or self.group.rank != 0:
+            return code
+        published = self._known()
+        if published.ring is None:
+            self._open(published)
+            return WAIT
+        assert self.connection is not None
+        self.connection.drop_retired()
+        published.ring.check(self._metas)
+        self._say_where(published)
+        return GO
+
+    def _to_open(self, published: Published) -> GpuRing | None:
+        ring = published.gpu_ring
+        return ring if ring is not None and ring.memory is None else None
+
+    def _open(self, published: Published) -> None:
+        assert self.connection is not None
+        ring = self._to_open(published)
+        if ring is None:
+            return
+        try:
+            if self._cuda is None:
+                raise Failed("no GPU memory was asked for")
+            memory = GpuMemory(self._cuda, self._devices, ring.announced["gpu"], ring.slots, ring.slot_bytes)
+        except Failed as error:
+            self.connection.unopened(published, error.message)
+        else:
+            self.connection.opened(published, memory)
+
+    def _say_where(self, published: Published) -> None:
+        if published.host_because is not None and published.host_because not in _SAID:
+            _SAID.add(published.host_because)
+            _LOG.warning("tensors on a GPU travel through host memory, which is slower: %s", published.host_because)
 
     def _batches(self) -> list[int]:
         ring = self.published.ring if self.published is not None else None
@@ -200,6 +259,8 @@ class Run:
             if self.group.rank == 0 and failure is None:
                 try:
                     self._write(meta, tensor)
+                except MemoryGone:
+                    failure = _Interrupted()
                 except Exception as raised:
                     failure = raised
             del tensor
@@ -224,7 +285,7 @@ class Run:
         assert self._writer is not None
         try:
             self._writer.finish()
-        except _Interrupted:
+        except (_Interrupted, MemoryGone):
             return self._heard(lambda published: False)
         return self._say({"op": "end", "attempt": self._attempt})
 
@@ -252,8 +313,9 @@ class Run:
                     raise Timeout(message, retryable=True, phase=published.phase)
         raise _Interrupted
 
-    def _hand_over(self, sequence: int, slot: int) -> None:
-        self._say({"op": "filled", "attempt": self._attempt, "sequence": sequence, "slot": slot})
+    def _hand_over(self, sequence: int, slot: int, event: bool) -> None:
+        later = {"event": True} if event else {}
+        self._say({"op": "filled", "attempt": self._attempt, "sequence": sequence, "slot": slot, **later})
 
     def _say(self, message: dict[str, Any]) -> int:
         if self.group.rank == 0:

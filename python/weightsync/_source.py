@@ -53,6 +53,10 @@ class Source(ABC):
     def metas(self) -> list[Meta]:
         """All tensors in the order in which they come; the same at every call and on every rank."""
 
+    def known(self) -> Iterable[Any] | None:
+        """The tensors, where they are there before a pass; for their places only."""
+        return None
+
     @abstractmethod
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
         """A fresh pass over all tensors, complete on rank 0. Each step may be a collective operation of the group."""

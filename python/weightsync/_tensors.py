@@ -75,19 +75,27 @@ class _Torch:
     def __init__(self, tensor: Any) -> None:
         import torch
 
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise TypeError(f"a tensor of layout {tensor.layout} cannot be published: make it dense")
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
         self._torch = torch
-        self._bytes = tensor.contiguous().reshape(-1).view(torch.uint8)
+        self._bytes = flat_bytes(tensor)
 
     def copy(self, start: int, into: memoryview) -> None:
         if into:
             # Straight into the shared memory, from a GPU as well.
             target = self._torch.frombuffer(into, dtype=self._torch.uint8)
             target.copy_(self._bytes[start : start + len(into)])
+
+
+def flat_bytes(tensor: Any) -> Any:
+    """The bytes of a tensor that `describe` knows as a torch tensor of one dimension, on its device; a view of it where that can be."""
+    import torch
+
+    tensor = to_torch(tensor)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"a tensor of layout {tensor.layout} cannot be published: make it dense")
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _numpy_bytes(array: Any) -> memoryview:

@@ -8,6 +8,7 @@ Nothing here waits without a limit, and no error is silent: see `weightsync.erro
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -17,6 +18,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ._connection import SILENCE, Connection, Published
+from ._cuda import Cuda, TorchCuda
+from ._driver import DriverError
 from ._group import Alone, Group, Ranks
 from ._run import GRACE, Run
 from ._socket import find
@@ -34,6 +37,8 @@ class Publisher:
         self._connect_timeout = connect_timeout
         self._connections: list[Connection] = []
         self._lock = threading.Lock()
+        self._cuda: Cuda | None = None
+        self._look_for_cuda = True
 
     @classmethod
     def from_env(
@@ -99,7 +104,7 @@ class Publisher:
             "repeatable": True,
             "timeoutMs": max(1, round(timeout * 1000)),
         }
-        run = Run(self._group, as_source(source), request, timeout)
+        run = Run(self._group, as_source(source), request, timeout, self._gpus())
         return PublishHandle(run, self, timeout, manual=activation == "manual")
 
     def roster(self, timeout: float = SILENCE) -> Roster:
@@ -147,6 +152,16 @@ class Publisher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _gpus(self) -> Cuda | None:
+        """CUDA, once this process uses it; without it, or where the driver refuses, tensors travel through host memory."""
+        if self._cuda is None and self._look_for_cuda and self._group.rank == 0:
+            try:
+                self._cuda = TorchCuda.of_this_process()
+            except (DriverError, OSError) as error:
+                self._look_for_cuda = False
+                logging.getLogger("weightsync").warning("tensors on a GPU travel through host memory, which is slower: %s", error)
+        return self._cuda
 
     def _ask_again(self, connection: Connection, heard: int) -> None:
         connection.say({"op": "roster", "watch": True})

@@ -39,9 +39,11 @@ class Result:
     """blake3 of names, types, shapes and digests of all tensors."""
     phases_ms: Mapping[str, int] = field(default_factory=dict)
     staged: bool = False
+    memory: str = "host"
+    """Where the tensors were written: `gpu UUID`, `host`, or `host: ` and why not on the GPU that they lie on."""
 
     @staticmethod
-    def of(message: Mapping[str, Any]) -> Result:
+    def of(message: Mapping[str, Any], memory: str = "host") -> Result:
         """From the agent's message."""
         return Result(
             version=int(message["version"]),
@@ -52,6 +54,7 @@ class Result:
             bytes=int(message["bytes"]),
             manifest=str(message["manifest"]),
             phases_ms=dict(message["phasesMs"]),
+            memory=memory,
         )
 
     def plain(self) -> dict[str, Any]:

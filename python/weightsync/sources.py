@@ -90,6 +90,9 @@ class _Named(Source):
     def metas(self) -> list[Meta]:
         return metas_of(Meta(name, self._target(tensor) or describe(tensor)[0], describe(tensor)[1]) for name, tensor in self._items())
 
+    def known(self) -> Iterable[Any]:
+        return (tensor for _, tensor in self._items())
+
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
         for name, tensor in self._items():
             target = self._target(tensor)

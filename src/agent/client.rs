@@ -3,13 +3,16 @@
 //! ```text
 //! trainer's client ── lines ──> connection ── PublishJob ──> PublishQueue ── take ──> whoever leads the update
 //!        │                          ▲  progress, outcome                                      │
-//!        └── tensors ──> ring of slots (memfd) ── Bytes, given back when dropped ─────────────┘
+//!        └── tensors ──> ring of slots (memfd, or the worker's GPU memory) ── given back when dropped ─┘
 //! ```
 //!
 //! This room decides who may speak, what fits the protocol ([`crate::protocol::ClientRequest`]), and that every publish hears one
 //! outcome in bounded time. It never decides about versions, epochs or members.
 
 mod connection;
+mod gpu;
+mod gpu_ring;
+mod host_ring;
 pub mod memfd;
 mod publish;
 mod queue;
@@ -17,6 +20,7 @@ mod ring;
 mod slots;
 mod socket;
 pub mod trainer;
+mod turn;
 mod users;
 mod wire;
 
@@ -30,10 +34,12 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+pub use gpu::{SourceGpu, SourceWorker, no_source_gpu};
 pub use queue::PublishQueue;
 pub use socket::{SocketError, SocketName};
 pub use users::TrainerUsers;
 
+use self::ring::GpuHolder;
 use crate::protocol::{CLIENT_PROTOCOL, RosterView};
 
 /// Clients that may be connected at once.
@@ -52,6 +58,8 @@ pub struct ClientServerConfig {
     pub bucket_bytes: u64,
     /// Users that may connect beside this process's own and root.
     pub users: TrainerUsers,
+    /// What the source sends from, where weights travel between GPUs.
+    pub gpu: SourceGpu,
 }
 
 impl ClientServerConfig {
@@ -61,7 +69,7 @@ impl ClientServerConfig {
     /// The usual ring at that socket.
     pub fn at(socket: SocketName) -> Self {
         let agent = concat!("weightsync ", env!("CARGO_PKG_VERSION")).to_owned();
-        Self { socket, agent, slots: Self::SLOTS, bucket_bytes: 0, users: TrainerUsers::These(Vec::new()) }
+        Self { socket, agent, slots: Self::SLOTS, bucket_bytes: 0, users: TrainerUsers::These(Vec::new()), gpu: no_source_gpu() }
     }
 }
 
@@ -76,6 +84,8 @@ struct Shared {
     agent: String,
     slots: u32,
     bucket_bytes: u64,
+    gpu: SourceGpu,
+    gpu_holder: GpuHolder,
     /// None: everybody.
     uids: Option<Vec<u32>>,
     queue: Arc<PublishQueue>,
@@ -123,7 +133,8 @@ impl ClientServer {
         let listener = listener.map_err(|source| SocketError::Io { name: config.socket.clone(), source })?;
         let uids = config.users.with_own(rustix::process::geteuid().as_raw());
         let (agent, slots, bucket_bytes) = (config.agent, config.slots.max(2), config.bucket_bytes);
-        Ok(Self { listener, shared: Arc::new(Shared { agent, slots, bucket_bytes, uids, queue, roster }) })
+        let (gpu, gpu_holder) = (config.gpu, GpuHolder::default());
+        Ok(Self { listener, shared: Arc::new(Shared { agent, slots, bucket_bytes, gpu, gpu_holder, uids, queue, roster }) })
     }
 
     /// Serves until `shutdown`; then every connection is closed, and clients know that their agent is lost.

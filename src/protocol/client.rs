@@ -1,5 +1,6 @@
 //! Messages between a trainer's client and the source agent beside it: one JSON object a line over an abstract unix stream
-//! socket (`\0weightsync/POD_UID`), with the ring's memfd passed once by SCM_RIGHTS beside [`ClientReply::Ring`].
+//! socket (`\0weightsync/POD_UID`), with the ring's memfd passed once by SCM_RIGHTS beside [`ClientReply::Ring`], or the handle of a ring in
+//! GPU memory in it ([`GpuRing`]).
 //!
 //! The client writes the stream of the layout into the ring, a bucket a slot, and says so; the agent says when a slot is free again.
 //! Order of a publish: `publish` -> `accepted` -> `ring` -> (`filled` / `free`)* -> `end` -> `released` -> `done` or `error`. `again` may
@@ -11,7 +12,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{MemberName, RosterView, UpdatePhase, Version};
+use super::{GpuOffer, GpuRing, MemberName, RosterView, UpdatePhase, Version};
 use crate::weights::{Layout, TensorSpec};
 
 /// Number of this protocol; a client of another number is refused with both numbers.
@@ -42,6 +43,9 @@ pub enum ClientRequest {
         repeatable: bool,
         /// The whole publish ends after this long, in ms.
         timeout_ms: u64,
+        /// The GPUs of its tensors, where they lie on some.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        gpu: Option<GpuOffer>,
     },
     /// Starts an update from a safetensors checkpoint that the agent can read.
     PublishCheckpoint {
@@ -64,6 +68,24 @@ pub enum ClientRequest {
         sequence: u32,
         /// Slot of the ring.
         slot: u32,
+        /// Whether its bytes are there when the slot's event fires. False: they are there now.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        event: bool,
+    },
+    /// The ring in GPU memory was opened, and its check was written.
+    Opened {
+        /// [`GpuRing::ring`].
+        ring: u64,
+        /// For each slot the 64 bytes of the `CUipcEventHandle` (base64) that is recorded behind each filling of it; none when events
+        /// cannot be shared: the trainer then waits for its copies itself.
+        events: Vec<String>,
+    },
+    /// The ring in GPU memory cannot be opened.
+    Unopened {
+        /// [`GpuRing::ring`].
+        ring: u64,
+        /// Why, for a person.
+        reason: String,
     },
     /// All buckets were filled.
     End {
@@ -141,6 +163,22 @@ pub enum ClientReply {
         slot_bytes: u64,
         /// Attempt, from 1.
         attempt: u32,
+        /// First byte of each bucket in the stream. Empty: buckets begin at multiples of the layout's bucket length.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        cuts: Vec<u64>,
+        /// The ring lies in this GPU memory.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        gpu: Option<GpuRing>,
+        /// Why the ring lies in host memory, though the trainer has tensors on GPUs.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        host_because: Option<String>,
+    },
+    /// The ring in GPU memory is proven: buckets may be written.
+    Ready {
+        /// [`GpuRing::ring`].
+        ring: u64,
+        /// Whether `filled` may name the slot's event. False: the trainer waits for its copies before it says `filled`.
+        events: bool,
     },
     /// A slot may be written again.
     Free {

@@ -215,7 +215,7 @@ fn silent(name: &MemberName, silence: Duration) -> StreamFailure {
 #[async_trait]
 impl BucketSink for Chain {
     async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError> {
-        let Payload::Host(data) = data;
+        let Payload::Host(data) = data else { return Err(TransportError::on_a_gpu()) };
         self.each(|| Work::Bucket(header, data.clone(), digest)).await
     }
 

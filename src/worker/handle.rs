@@ -126,6 +126,11 @@ impl Worker {
         Ok(Self { shared, _life: Arc::new(Life(kill)) })
     }
 
+    /// Whether both are handles of the same process.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
     /// Kills it (SIGKILL). Everything under way fails with `why`.
     pub fn kill(&self, why: &str) {
         self.shared.pending.gone(&format!("killed: {why}"));

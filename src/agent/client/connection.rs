@@ -126,8 +126,8 @@ impl Connection {
     fn hear(&mut self, request: ClientRequest) -> Result<(), Refused> {
         match request {
             ClientRequest::Hello { .. } => return Err(Refused::Nonsense("hello came twice".into())),
-            ClientRequest::Publish { version, tensors, queue, activation, repeatable, timeout_ms } => {
-                self.start(Publish { version, queue, activation, timeout_ms }, From::Tensors { tensors, repeatable })?;
+            ClientRequest::Publish { version, tensors, queue, activation, repeatable, timeout_ms, gpu } => {
+                self.start(Publish { version, queue, activation, timeout_ms }, From::Tensors { tensors, repeatable, gpu })?;
             }
             ClientRequest::PublishCheckpoint { version, path, queue, activation, timeout_ms } => {
                 self.start(Publish { version, queue, activation, timeout_ms }, From::Checkpoint { path })?;
@@ -138,9 +138,19 @@ impl Connection {
                 self.outbox.say(ClientReply::Roster { roster });
             }
             // Without a running publish these were under way when it ended: nothing is wrong with the client.
-            ClientRequest::Filled { attempt, sequence, slot } => {
+            ClientRequest::Filled { attempt, sequence, slot, event } => {
                 if let Some(running) = &self.running {
-                    running.filled(attempt, sequence, slot).map_err(Refused::Nonsense)?;
+                    running.filled(attempt, sequence, slot, event).map_err(Refused::Nonsense)?;
+                }
+            }
+            ClientRequest::Opened { ring, events } => {
+                if let Some(running) = &self.running {
+                    running.opened(ring, events);
+                }
+            }
+            ClientRequest::Unopened { ring, reason } => {
+                if let Some(running) = &self.running {
+                    running.unopened(ring, &reason);
                 }
             }
             ClientRequest::End { attempt } => {

@@ -11,13 +11,15 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
-use super::ring::{FromTrainer, RingOfConnection, TrainerRing, Turn};
+use super::gpu::lay_out;
+use super::ring::{FromTrainer, Means, RingOfConnection, TrainerRing};
+use super::turn::Turn;
 use super::wire::Outbox;
 use crate::agent::checkpoint_source::CheckpointSource;
 use crate::agent::publish_job::{Progress, PublishJob, Report, Reporter, Reports, reporting};
 use crate::agent::version_source::SourceError;
-use crate::protocol::{Activation, ClientReply, PublishError, PublishErrorCode, QueuePolicy, Version};
-use crate::weights::{Layout, TensorSpec};
+use crate::protocol::{Activation, ClientReply, GpuOffer, PublishError, PublishErrorCode, QueuePolicy, Version};
+use crate::weights::TensorSpec;
 
 /// How long the state machine may take to end a publish that was given up or whose time is over; then the connection ends it.
 const GRACE: Duration = Duration::from_secs(5);
@@ -35,7 +37,7 @@ pub(super) struct Publish {
 
 /// Where the bytes come from.
 pub(super) enum From {
-    Tensors { tensors: Vec<TensorSpec>, repeatable: bool },
+    Tensors { tensors: Vec<TensorSpec>, repeatable: bool, gpu: Option<GpuOffer> },
     Checkpoint { path: String },
 }
 
@@ -74,14 +76,20 @@ impl Publish {
             reporter,
         };
         match from {
-            From::Tensors { tensors, repeatable } => {
+            From::Tensors { tensors, repeatable, gpu } => {
                 if tensors.is_empty() {
                     return Err(invalid("a version needs at least one tensor".into()));
                 }
-                let layout = Layout::new("model", tensors, shared.bucket_bytes).map_err(|error| invalid(error.to_string()))?;
+                let layout = lay_out(tensors, shared.bucket_bytes, &shared.gpu).map_err(|error| invalid(error.to_string()))?;
                 turn.set_total_bytes(layout.total_bytes);
-                let (turn, kept) = (Arc::clone(&turn), Arc::clone(ring));
-                let source = TrainerRing::new(layout, repeatable, shared.slots, turn, kept, from_trainer);
+                let means = Means {
+                    most_slots: shared.slots,
+                    offer: gpu,
+                    gpu: shared.gpu.clone(),
+                    kept: Arc::clone(ring),
+                    holder: Arc::clone(&shared.gpu_holder),
+                };
+                let source = TrainerRing::new(layout, repeatable, means, Arc::clone(&turn), from_trainer);
                 shared.queue.push(job(Box::new(source), reporter), self.queue);
                 // Said when it stands in line: a client that publishes over two connections keeps its order by waiting for this.
                 outbox.say(ClientReply::Accepted { version: self.version });
@@ -156,9 +164,17 @@ impl Running {
         Some(ClientReply::Progress { version, phase: progress.phase, bytes: progress.bytes, total_bytes })
     }
 
-    pub(super) fn filled(&self, attempt: u32, sequence: u32, slot: u32) -> Result<(), String> {
+    pub(super) fn opened(&self, ring: u64, events: Vec<String>) {
+        self.tell(FromTrainer::Opened { ring, events });
+    }
+
+    pub(super) fn unopened(&self, ring: u64, reason: &str) {
+        self.tell(FromTrainer::Unopened { ring, reason: reason.chars().take(500).collect() });
+    }
+
+    pub(super) fn filled(&self, attempt: u32, sequence: u32, slot: u32, event: bool) -> Result<(), String> {
         if self.turn.fill(attempt, sequence, slot)? {
-            self.tell(FromTrainer::Filled { attempt, sequence, slot });
+            self.tell(FromTrainer::Filled { attempt, sequence, slot, event });
         }
         Ok(())
     }

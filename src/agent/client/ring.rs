@@ -1,141 +1,76 @@
-//! A trainer's tensors as a source of buckets: slots of shared memory that the trainer fills and the update reads in place.
+//! A trainer's tensors as a source of buckets: slots of memory that the trainer fills and the update reads in place.
 //!
-//! A slot is lent out as [`Bytes`] and given back to the trainer when the last clone is dropped. This file decides when a slot changes
-//! hands; whether what a client says makes sense is decided by [`Slots`], and whether an attempt is repeated by whoever leads it.
+//! Decides in which memory a publish writes, host or GPU, when its turn comes, and again when an attempt is repeated: the group may have
+//! changed. Says why when it is host memory though the tensors lie on a GPU. Whether what a client says makes sense is decided by [`Slots`],
+//! and whether an attempt is repeated by whoever leads it.
 
-use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use bytes::Bytes;
 use tokio::sync::mpsc;
+use tokio_util::task::AbortOnDropHandle;
 
-use super::memfd::SharedMemory;
-use super::slots::{Fill, Slots};
-use super::wire::{Outbox, Outgoing};
+use super::gpu::{self, RingSize, SourceGpu};
+use super::gpu_ring::TrainerGpuRing;
+use super::host_ring::HostRing;
+use super::slots::Slots;
+use super::turn::Turn;
+use super::wire::Outgoing;
 use crate::agent::version_source::{SourceError, VersionSource};
-use crate::protocol::{ClientReply, Version};
-use crate::transport::Payload;
-use crate::weights::{Bucket, Layout};
+use crate::protocol::{ClientReply, GpuOffer, GpuRing};
+use crate::transport::{DeviceMemory, DevicePayload, Payload};
+use crate::weights::{Bucket, Cuts, Layout};
 
 /// Slots start at multiples of this, so that a bucket never shares a page with another.
 const PAGE: u64 = 4096;
 
-/// The shared memory of a connection. It outlives a publish, and serves the next one if that needs the same size.
-pub(super) struct Ring {
-    memory: SharedMemory,
-    slots: u32,
-    slot_bytes: u64,
+/// Memory that a trainer writes into.
+#[derive(Clone)]
+pub(super) enum Ring {
+    Host(Arc<HostRing>),
+    Gpu(Arc<TrainerGpuRing>),
 }
 
-impl Ring {
-    fn create(slots: u32, slot_bytes: u64) -> std::io::Result<Self> {
-        let length = slot_bytes.checked_mul(u64::from(slots)).and_then(|bytes| usize::try_from(bytes).ok());
-        let length = length.ok_or(std::io::ErrorKind::OutOfMemory)?;
-        Ok(Self { memory: SharedMemory::create("weightsync-ring", length)?, slots, slot_bytes })
-    }
-
-    pub(super) fn memory(&self) -> &SharedMemory {
-        &self.memory
-    }
-
-    fn range(&self, slot: u32, bytes: u64) -> Option<Range<usize>> {
-        let start = usize::try_from(u64::from(slot).checked_mul(self.slot_bytes)?).ok()?;
-        Some(start..start.checked_add(usize::try_from(bytes).ok()?)?)
-    }
-}
-
-/// The ring of a connection, if it has one yet.
-pub(super) type RingOfConnection = Arc<Mutex<Option<Arc<Ring>>>>;
-
-/// What one publish shares between its connection, its source and the slots that are lent out.
-pub(super) struct Turn {
-    pub(super) version: Version,
-    outbox: Outbox,
-    /// None before the ring was announced, and again when the publish is over.
-    slots: Mutex<Option<Slots>>,
-    released: AtomicBool,
-    total_bytes: AtomicU64,
-}
-
-impl Turn {
-    pub(super) fn new(version: Version, outbox: Outbox) -> Self {
-        Self { version, outbox, slots: Mutex::new(None), released: AtomicBool::new(false), total_bytes: AtomicU64::new(0) }
-    }
-
-    /// The book of slots. What is said to the client about slots is said while it is held, so that the order of the lines is that of the book.
-    pub(super) fn slots(&self) -> MutexGuard<'_, Option<Slots>> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The publish is over: slots that are still read are not spoken of any more.
-    pub(super) fn close(&self) {
-        *self.slots() = None;
-    }
-
-    pub(super) fn is_released(&self) -> bool {
-        self.released.load(Ordering::SeqCst)
-    }
-
-    /// Says once that the trainer's tensors may change.
-    pub(super) fn release(&self) {
-        if !self.released.swap(true, Ordering::SeqCst) {
-            self.outbox.say(ClientReply::Released { version: self.version });
-        }
-    }
-
-    pub(super) fn set_total_bytes(&self, bytes: u64) {
-        self.total_bytes.store(bytes, Ordering::Relaxed);
-    }
-
-    pub(super) fn total_bytes(&self) -> u64 {
-        self.total_bytes.load(Ordering::Relaxed)
-    }
-
-    /// Takes a filled slot into the book; tells whether the source is to hear of it.
-    pub(super) fn fill(&self, attempt: u32, sequence: u32, slot: u32) -> Result<bool, String> {
-        let mut slots = self.slots();
-        let fill = slots.as_mut().ok_or("a bucket came before the ring was announced")?.fill(attempt, sequence, slot)?;
-        if fill == Fill::Stale {
-            self.outbox.say(ClientReply::Free { slot });
-        }
-        Ok(fill == Fill::Next)
-    }
-
-    /// Takes the end of an attempt into the book; tells whether the source is to hear of it.
-    pub(super) fn end(&self, attempt: u32) -> Result<bool, String> {
-        self.slots().as_mut().ok_or("the end came before the ring was announced")?.end(attempt)
-    }
-}
+/// The ring of a connection, if it has one yet. It outlives a publish, and serves the next one if that needs the same.
+pub(super) type RingOfConnection = Arc<Mutex<Option<Ring>>>;
 
 /// What a connection tells the source of its publish.
 pub(super) enum FromTrainer {
-    Filled { attempt: u32, sequence: u32, slot: u32 },
+    Opened { ring: u64, events: Vec<String> },
+    Unopened { ring: u64, reason: String },
+    Filled { attempt: u32, sequence: u32, slot: u32, event: bool },
     Ended { attempt: u32 },
     Failed(SourceError),
 }
 
-/// A slot that is read. Given back when dropped.
-struct Lent {
-    ring: Arc<Ring>,
-    turn: Arc<Turn>,
-    slot: u32,
-    range: Range<usize>,
+/// The ring of the connection that has one on a GPU, whoever it is: there is room for one.
+pub(super) type GpuHolder = Arc<Mutex<Weak<Mutex<Option<Ring>>>>>;
+
+/// What a publish may use.
+pub(super) struct Means {
+    /// Slots of a ring in host memory.
+    pub(super) most_slots: u32,
+    /// What the trainer has.
+    pub(super) offer: Option<GpuOffer>,
+    /// What the source sends from.
+    pub(super) gpu: SourceGpu,
+    /// The ring of its connection.
+    pub(super) kept: RingOfConnection,
+    /// Who has the ring on the GPU.
+    pub(super) holder: GpuHolder,
 }
 
-impl AsRef<[u8]> for Lent {
-    fn as_ref(&self) -> &[u8] {
-        self.ring.memory.bytes(self.range.clone()).unwrap_or_default()
-    }
-}
-
-impl Drop for Lent {
-    fn drop(&mut self) {
-        if let Some(slots) = self.turn.slots().as_mut() {
-            slots.free(self.slot);
-            self.turn.outbox.say(ClientReply::Free { slot: self.slot });
+impl Means {
+    /// Takes the ring on the GPU from the connection that had it, and writes this one down instead. Nobody writes into it: its publish is
+    /// over, or this one would not have its turn.
+    fn evict(&self) {
+        let before = std::mem::replace(&mut *lock(&self.holder), Arc::downgrade(&self.kept));
+        if let Some(before) = before.upgrade() {
+            let mut ring = lock(&before);
+            if matches!(*ring, Some(Ring::Gpu(_))) {
+                *ring = None;
+            }
         }
     }
 }
@@ -144,13 +79,38 @@ impl Drop for Lent {
 pub(super) struct TrainerRing {
     layout: Layout,
     repeatable: bool,
-    most_slots: u32,
+    means: Means,
     turn: Arc<Turn>,
-    kept: RingOfConnection,
     from_trainer: mpsc::UnboundedReceiver<FromTrainer>,
-    ring: Option<Arc<Ring>>,
+    attempt: u32,
+    open: Option<Open>,
     ended: bool,
     failed: Option<SourceError>,
+}
+
+/// Why there is no ring on the GPU.
+enum NoGpu {
+    /// The trainer is gone, or silent.
+    Source(SourceError),
+    /// The ring lies in host memory then.
+    Because(String),
+}
+
+/// A ring that is announced and may be written.
+struct Open {
+    ring: Ring,
+    /// The attempt in which it was announced: what was filled before does not lie in it.
+    since: u32,
+    /// Lends slots of GPU memory again.
+    _lender: Option<AbortOnDropHandle<()>>,
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        if let Ring::Gpu(ring) = &self.ring {
+            ring.take_back();
+        }
+    }
 }
 
 impl TrainerRing {
@@ -158,48 +118,158 @@ impl TrainerRing {
     pub(super) fn new(
         layout: Layout,
         repeatable: bool,
-        most_slots: u32,
+        means: Means,
         turn: Arc<Turn>,
-        kept: RingOfConnection,
         from_trainer: mpsc::UnboundedReceiver<FromTrainer>,
     ) -> Self {
-        Self { layout, repeatable, most_slots, turn, kept, from_trainer, ring: None, ended: false, failed: None }
+        Self { layout, repeatable, means, turn, from_trainer, attempt: 1, open: None, ended: false, failed: None }
     }
 
-    async fn open(&self) -> Result<Arc<Ring>, SourceError> {
-        let buckets = self.layout.bucket_count();
-        let slots = self.most_slots.min(buckets).max(1);
-        let slot_bytes = self.layout.bucket_bytes.min(self.layout.total_bytes).max(1).next_multiple_of(PAGE);
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner).take();
+    async fn open(&mut self, silence: Duration) -> Result<(), SourceError> {
+        let because = match self.means.offer.clone() {
+            None => None,
+            Some(offer) => match self.open_gpu(&offer, silence).await {
+                Ok(ring) => {
+                    let lender = tokio::spawn(Arc::clone(&ring).lend_again(Arc::clone(&self.turn)));
+                    let (ring, lender) = (Ring::Gpu(ring), Some(AbortOnDropHandle::new(lender)));
+                    self.open = Some(Open { ring, since: self.attempt, _lender: lender });
+                    return Ok(());
+                }
+                Err(NoGpu::Source(error)) => return Err(error),
+                Err(NoGpu::Because(reason)) => {
+                    tracing::info!(version = self.turn.version, reason, "a trainer with tensors on a GPU writes into host memory");
+                    Some(reason)
+                }
+            },
+        };
+        let ring = Ring::Host(self.open_host(because).await?);
+        self.open = Some(Open { ring, since: self.attempt, _lender: None });
+        Ok(())
+    }
+
+    async fn open_host(&self, host_because: Option<String>) -> Result<Arc<HostRing>, SourceError> {
+        let slots = self.means.most_slots.min(self.layout.bucket_count()).max(1);
+        let slot_bytes = self.layout.largest_bucket().max(1).next_multiple_of(PAGE);
+        let kept = lock(&self.means.kept).take();
         // One strong reference: no slot of an earlier publish is read any more.
-        let fits = |ring: &Arc<Ring>| ring.slots == slots && ring.slot_bytes == slot_bytes && Arc::strong_count(ring) == 1;
-        let (ring, new) = if let Some(ring) = kept.filter(fits) {
+        let fits = |ring: &Arc<HostRing>| ring.slots == slots && ring.slot_bytes == slot_bytes && Arc::strong_count(ring) == 1;
+        let kept = kept.and_then(|ring| if let Ring::Host(ring) = ring { Some(ring).filter(fits) } else { None });
+        let (ring, new) = if let Some(ring) = kept {
             (ring, false)
         } else {
-            let created = tokio::task::spawn_blocking(move || Ring::create(slots, slot_bytes)).await;
+            let created = tokio::task::spawn_blocking(move || HostRing::create(slots, slot_bytes)).await;
             let created = created.map_err(|error| error.to_string()).and_then(|ring| ring.map_err(|error| error.to_string()));
             let what = || format!("no {slots} buckets of {slot_bytes} bytes of shared memory for the trainer");
             (Arc::new(created.map_err(|cause| SourceError::Io { what: what(), cause })?), true)
         };
-        *self.kept.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&ring));
-        let reply = ClientReply::Ring { memfd: new, layout: self.layout.clone(), slots, slot_bytes, attempt: 1 };
+        *lock(&self.means.kept) = Some(Ring::Host(Arc::clone(&ring)));
+        let reply = self.announced(new, RingSize { slots, slot_bytes }, None, host_because);
         let mut book = self.turn.slots();
-        *book = Some(Slots::new(slots, buckets));
-        self.turn.outbox.put(if new { Outgoing::WithMemory(reply, Arc::clone(&ring)) } else { Outgoing::Line(reply) });
+        *book = Some(Slots::new(self.attempt, slots, self.layout.bucket_count()));
+        self.turn.put(if new { Outgoing::WithMemory(reply, Arc::clone(&ring)) } else { Outgoing::Line(reply) });
         drop(book);
         Ok(ring)
     }
 
-    fn attempt(&self) -> u32 {
-        self.turn.slots().as_ref().map_or(0, Slots::attempt)
+    /// The ring on the GPU, proven and lent to the trainer.
+    async fn open_gpu(&mut self, offer: &GpuOffer, silence: Duration) -> Result<Arc<TrainerGpuRing>, NoGpu> {
+        let source = self.means.gpu.borrow().clone().map_err(NoGpu::Because)?;
+        if let Some(obstacle) = gpu::obstacle(offer, &source.gpu, gpu::own_pid_namespace()) {
+            return Err(NoGpu::Because(obstacle));
+        }
+        let kept = lock(&self.means.kept).take();
+        let kept = kept.and_then(|ring| if let Ring::Gpu(ring) = ring { Some(ring) } else { None });
+        let ring = match kept.filter(|ring| ring.serves(&source.worker, self.layout.largest_bucket())) {
+            Some(ring) => ring,
+            None => {
+                self.means.evict();
+                let size = source.ring_for(&self.layout).map_err(NoGpu::Because)?;
+                Arc::new(TrainerGpuRing::create(&source.worker, &source.gpu, size).await.map_err(NoGpu::Because)?)
+            }
+        };
+        let size = ring.size();
+        let announcement = ring.announcement();
+        let proven = announcement.proven;
+        if proven {
+            ring.lend_all().await.map_err(NoGpu::Because)?;
+        }
+        let reply = self.announced(false, size, Some(announcement), None);
+        let slots = Slots::new(self.attempt, size.slots, self.layout.bucket_count());
+        {
+            let mut book = self.turn.slots();
+            *book = proven.then_some(slots);
+            self.turn.say(reply);
+        }
+        if !proven {
+            let handles = self.opened(ring.number(), silence).await?;
+            let events = ring.prove(&handles).await.map_err(NoGpu::Because)?;
+            ring.lend_all().await.map_err(NoGpu::Because)?;
+            let mut book = self.turn.slots();
+            *book = Some(Slots::new(self.attempt, size.slots, self.layout.bucket_count()));
+            self.turn.say(ClientReply::Ready { ring: ring.number(), events });
+        }
+        *lock(&self.means.kept) = Some(Ring::Gpu(Arc::clone(&ring)));
+        Ok(ring)
     }
 
-    fn take(&self, ring: &Arc<Ring>, sequence: u32, slot: u32) -> Result<(Bucket, Bytes), SourceError> {
-        let bucket = self.layout.bucket(sequence);
-        let lent = bucket.and_then(|bucket| Some((bucket, ring.range(slot, bucket.bytes)?)));
-        let (bucket, range) = lent.ok_or_else(|| SourceError::Nonsense { what: format!("bucket {sequence} does not exist") })?;
-        let lent = Lent { ring: Arc::clone(ring), turn: Arc::clone(&self.turn), slot, range };
-        Ok((bucket, Bytes::from_owner(lent)))
+    /// Waits until the trainer opened the ring of that number, and answers its events.
+    async fn opened(&mut self, number: u64, silence: Duration) -> Result<Vec<String>, NoGpu> {
+        loop {
+            match self.heard(silence).await.map_err(NoGpu::Source)? {
+                FromTrainer::Opened { ring, events } if ring == number => return Ok(events),
+                FromTrainer::Unopened { ring, reason } if ring == number => return Err(NoGpu::Because(reason)),
+                // What was under way when the ring was announced anew: its slots are no longer spoken of.
+                _ => {}
+            }
+        }
+    }
+
+    async fn heard(&mut self, silence: Duration) -> Result<FromTrainer, SourceError> {
+        let heard = tokio::time::timeout(silence, self.from_trainer.recv()).await.map_err(|_| SourceError::Silent { silence })?;
+        match heard {
+            Some(FromTrainer::Failed(error)) => {
+                self.failed = Some(error.clone());
+                Err(error)
+            }
+            Some(heard) => Ok(heard),
+            None => Err(SourceError::Gone { cause: "its connection ended".into() }),
+        }
+    }
+
+    fn announced(&self, memfd: bool, size: RingSize, gpu: Option<GpuRing>, host_because: Option<String>) -> ClientReply {
+        let cuts = match self.layout.cuts {
+            Cuts::Even => Vec::new(),
+            Cuts::BetweenTensors => self.layout.buckets().map(|bucket| bucket.offset).collect(),
+        };
+        let RingSize { slots, slot_bytes } = size;
+        ClientReply::Ring { memfd, layout: self.layout.clone(), slots, slot_bytes, attempt: self.attempt, cuts, gpu, host_because }
+    }
+
+    fn take(&self, sequence: u32, slot: u32, event: bool) -> Result<(Bucket, Payload), SourceError> {
+        let taken = self.layout.bucket(sequence).and_then(|bucket| {
+            let payload = match &self.open.as_ref()?.ring {
+                Ring::Host(ring) if !event => ring.filled(&self.turn, slot, bucket.bytes)?.into(),
+                Ring::Host(_) => return None,
+                Ring::Gpu(ring) => {
+                    let (slot, after) = ring.filled(slot, event)?;
+                    let (worker, memory) = (slot.ring().worker().clone(), DeviceMemory::Slot(slot));
+                    Payload::Device(DevicePayload { worker, memory, offset: 0, bytes: bucket.bytes, after, lent: None })
+                }
+            };
+            Some((bucket, payload))
+        });
+        taken.ok_or_else(|| SourceError::Nonsense { what: format!("bucket {sequence} cannot be in slot {slot}, or has no event") })
+    }
+
+    /// Whether the ring that is open is still there, and is still what a publish would write into.
+    fn still_right(&self) -> bool {
+        let Some(open) = &self.open else { return false };
+        let source = self.means.gpu.borrow();
+        match (&open.ring, source.as_ref()) {
+            (Ring::Gpu(ring), Ok(source)) => ring.alive() && ring.is_of(&source.worker),
+            (Ring::Gpu(_), Err(_)) => false,
+            (Ring::Host(_), _) => true,
+        }
     }
 }
 
@@ -220,30 +290,26 @@ impl VersionSource for TrainerRing {
         if self.ended {
             return Ok(None);
         }
-        let ring = match &self.ring {
-            Some(ring) => Arc::clone(ring),
-            None => Arc::clone(self.ring.insert(self.open().await?)),
-        };
+        if self.open.is_none() {
+            self.open(silence).await?;
+        }
         loop {
-            let heard = tokio::time::timeout(silence, self.from_trainer.recv()).await.map_err(|_| SourceError::Silent { silence })?;
-            match heard {
-                Some(FromTrainer::Filled { attempt, sequence, slot }) => {
-                    let taken = self.take(&ring, sequence, slot)?;
+            match self.heard(silence).await? {
+                FromTrainer::Filled { attempt, sequence, slot, event } => {
+                    if self.open.as_ref().is_none_or(|open| attempt < open.since) {
+                        continue;
+                    }
+                    let taken = self.take(sequence, slot, event)?;
                     // One of an attempt that is over is given back by the drop.
-                    if attempt == self.attempt() {
-                        return Ok(Some((taken.0, taken.1.into())));
+                    if attempt == self.attempt {
+                        return Ok(Some(taken));
                     }
                 }
-                Some(FromTrainer::Ended { attempt }) if attempt == self.attempt() => {
+                FromTrainer::Ended { attempt } if attempt == self.attempt => {
                     self.ended = true;
                     return Ok(None);
                 }
-                Some(FromTrainer::Ended { .. }) => {}
-                Some(FromTrainer::Failed(error)) => {
-                    self.failed = Some(error.clone());
-                    return Err(error);
-                }
-                None => return Err(SourceError::Gone { cause: "its connection ended".into() }),
+                _ => {}
             }
         }
     }
@@ -255,16 +321,30 @@ impl VersionSource for TrainerRing {
         if !self.repeatable() {
             return Err(SourceError::NotRepeatable { reason: reason.to_owned() });
         }
-        let mut book = self.turn.slots();
-        if let Some(slots) = book.as_mut() {
-            let attempt = slots.again();
-            self.turn.outbox.say(ClientReply::Again { attempt, reason: reason.to_owned() });
-        }
         self.ended = false;
+        if self.open.is_none() {
+            return Ok(());
+        }
+        self.attempt = self.attempt.saturating_add(1);
+        if self.still_right() {
+            let mut book = self.turn.slots();
+            if let Some(slots) = book.as_mut() {
+                slots.again();
+                self.turn.say(ClientReply::Again { attempt: self.attempt, reason: reason.to_owned() });
+            }
+        } else {
+            // The next bucket that is asked for announces another ring, which tells the trainer to start over.
+            *self.turn.slots() = None;
+            self.open = None;
+        }
         Ok(())
     }
 
     async fn released(&mut self) {
         self.turn.release();
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

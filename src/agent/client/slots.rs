@@ -23,13 +23,9 @@ pub(super) enum Fill {
 }
 
 impl Slots {
-    /// All slots free, for a stream of `buckets` buckets.
-    pub(super) fn new(slots: u32, buckets: u32) -> Self {
-        Self { attempt: 1, buckets, next: 0, ended: false, held: (0..slots).map(|_| false).collect() }
-    }
-
-    pub(super) fn attempt(&self) -> u32 {
-        self.attempt
+    /// All slots free, for a stream of `buckets` buckets, from this attempt on.
+    pub(super) fn new(attempt: u32, slots: u32, buckets: u32) -> Self {
+        Self { attempt, buckets, next: 0, ended: false, held: (0..slots).map(|_| false).collect() }
     }
 
     /// A client says that a slot holds a bucket.
@@ -82,12 +78,11 @@ impl Slots {
         }
     }
 
-    /// Starts another attempt and tells its number. Slots that are still read stay held.
-    pub(super) fn again(&mut self) -> u32 {
+    /// Starts another attempt. Slots that are still read stay held.
+    pub(super) fn again(&mut self) {
         self.attempt = self.attempt.saturating_add(1);
         self.next = 0;
         self.ended = false;
-        self.attempt
     }
 }
 
@@ -97,7 +92,7 @@ mod tests {
 
     #[test]
     fn buckets_come_in_order_and_a_slot_is_written_only_when_it_is_free() {
-        let mut slots = Slots::new(2, 3);
+        let mut slots = Slots::new(1, 2, 3);
         assert_eq!(slots.fill(1, 0, 1), Ok(Fill::Next));
         assert!(slots.fill(1, 1, 1).unwrap_err().contains("still reads"));
         assert!(slots.fill(1, 2, 0).unwrap_err().contains("bucket 1 was due"));
@@ -113,9 +108,9 @@ mod tests {
 
     #[test]
     fn what_was_under_way_when_an_attempt_ended_is_stale_and_not_nonsense() {
-        let mut slots = Slots::new(2, 3);
+        let mut slots = Slots::new(1, 2, 3);
         assert_eq!(slots.fill(1, 0, 0), Ok(Fill::Next));
-        assert_eq!(slots.again(), 2);
+        slots.again();
         assert_eq!(slots.fill(1, 1, 1), Ok(Fill::Stale));
         assert_eq!(slots.end(1), Ok(false));
         assert!(slots.fill(2, 0, 0).unwrap_err().contains("still reads"), "slot 0 is held by a reader of attempt 1");
@@ -126,12 +121,12 @@ mod tests {
 
     #[test]
     fn numbers_outside_the_ring_are_nonsense() {
-        let mut slots = Slots::new(2, 1);
+        let mut slots = Slots::new(1, 2, 1);
         assert!(slots.fill(1, 0, 2).unwrap_err().contains("the ring has 2"));
         assert!(slots.fill(1, 0, u32::MAX).is_err());
         assert!(slots.fill(1, u32::MAX, 0).is_err());
         slots.free(u32::MAX);
-        let mut nothing = Slots::new(1, 0);
+        let mut nothing = Slots::new(1, 1, 0);
         assert_eq!(nothing.end(1), Ok(true), "a version of empty tensors has no bucket");
     }
 }

@@ -109,7 +109,7 @@ fn tensors() -> Vec<TensorSpec> {
 
 fn publish(version: u64) -> ClientRequest {
     let (queue, activation) = (QueuePolicy::Wait, Activation::Auto);
-    ClientRequest::Publish { version, tensors: tensors(), queue, activation, repeatable: true, timeout_ms: 20_000 }
+    ClientRequest::Publish { version, tensors: tensors(), queue, activation, repeatable: true, timeout_ms: 20_000, gpu: None }
 }
 
 fn result(version: u64) -> PublishResult {

@@ -123,7 +123,7 @@ impl TrainerClient {
             let Some(reply) = reply else { continue };
             seen(&reply);
             match reply {
-                ClientReply::Ring { memfd, layout, slots, slot_bytes, attempt } => {
+                ClientReply::Ring { memfd, layout, slots, slot_bytes, attempt, .. } => {
                     self.take_ring(memfd, slots, slot_bytes)?;
                     layout.validate().map_err(|error| TrainerError::Nonsense(error.to_string()))?;
                     filling = Some(Filling { layout, slot_bytes, free: (0..slots).collect(), attempt, next: 0, ended: false });
@@ -167,7 +167,7 @@ impl TrainerClient {
             return Err(TrainerError::Source(error));
         }
         filling.next += 1;
-        self.say(&ClientRequest::Filled { attempt, sequence: bucket.sequence, slot })?;
+        self.say(&ClientRequest::Filled { attempt, sequence: bucket.sequence, slot, event: false })?;
         Ok(true)
     }
 

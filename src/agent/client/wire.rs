@@ -13,7 +13,7 @@ use tokio::io::{AsyncWriteExt, Interest};
 use tokio::net::unix::OwnedWriteHalf;
 use tokio::sync::mpsc;
 
-use super::ring::Ring;
+use super::host_ring::HostRing;
 use crate::protocol::ClientReply;
 
 /// A client that takes no byte for this long does not read any more.
@@ -23,7 +23,7 @@ const WRITE_SILENCE: Duration = Duration::from_secs(10);
 pub(super) enum Outgoing {
     Line(ClientReply),
     /// A line with the memfd of a new ring beside it.
-    WithMemory(ClientReply, Arc<Ring>),
+    WithMemory(ClientReply, Arc<HostRing>),
     /// Nothing follows; the socket closes. Slots that are still read keep an [`Outbox`], so its end alone would come late.
     Close,
 }
@@ -106,7 +106,7 @@ async fn in_time<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> 
 }
 
 /// Sends the beginning of a line with the descriptor beside it, and tells how many bytes left.
-fn send_with_memory(socket: &OwnedWriteHalf, line: &[u8], ring: &Ring) -> io::Result<usize> {
+fn send_with_memory(socket: &OwnedWriteHalf, line: &[u8], ring: &HostRing) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut beside = SendAncillaryBuffer::new(&mut space);
     let descriptor = [ring.memory().fd()];

@@ -60,7 +60,9 @@ async fn send(
     let hashes = sink.as_ref().is_some_and(|sink| sink.hashes());
     let produce = async {
         while let Some((bucket, payload)) = source.next(silence).await? {
-            let Payload::Host(bytes) = payload;
+            let Payload::Host(bytes) = payload else {
+                return Err(StreamError::Layout(format!("bucket {} lies on a GPU, and is to be hashed here", bucket.sequence)));
+            };
             check(&layout, &hasher, &bucket, &bytes)?;
             let keep = keep.clone();
             let hashed = tokio::task::spawn_blocking(move || {

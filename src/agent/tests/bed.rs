@@ -123,7 +123,7 @@ impl Transport for Corrupting {
 #[async_trait]
 impl BucketSink for CorruptingSink {
     async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError> {
-        let Payload::Host(data) = data;
+        let Payload::Host(data) = data else { panic!("on a GPU") };
         let mut data = data.to_vec();
         if self.armed.swap(false, std::sync::atomic::Ordering::SeqCst) {
             data[0] ^= 1;

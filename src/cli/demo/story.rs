@@ -171,6 +171,7 @@ impl Demo {
                 activation: Activation::Auto,
                 repeatable: true,
                 timeout_ms: 120_000,
+                gpu: None,
             };
             let mut client = TrainerClient::connect(&socket, "weightsync demo")?;
             let mut fill = |layout: &crate::weights::Layout, bucket: crate::weights::Bucket, into: &mut [u8]| {

@@ -28,7 +28,7 @@ impl BucketSink for Sink {
             failure = self.chain.failed() => Err(failure.into()),
             permit = self.room.clone().acquire_owned() => {
                 // The semaphore is never closed.
-                let Payload::Host(data) = data;
+                let Payload::Host(data) = data else { return Err(TransportError::on_a_gpu()) };
                 if let Ok(permit) = permit {
                     self.chain.send(Item::Bucket(header, data, digest, permit));
                 }

@@ -31,6 +31,7 @@ impl Halfway {
                 activation: Activation::Auto,
                 repeatable: false,
                 timeout_ms: 30_000,
+                gpu: None,
             };
             let mut fill = |layout: &weightsync::weights::Layout, bucket: weightsync::weights::Bucket, into: &mut [u8]| {
                 if bucket.offset * 2 >= layout.total_bytes {

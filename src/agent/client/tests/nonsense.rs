@@ -63,7 +63,7 @@ async fn a_publish_that_makes_no_sense_is_refused_and_the_connection_lives() {
         (vec![tensor("a", &[1])], 0, "timeout"),
     ] {
         let (queue, activation) = (QueuePolicy::Wait, Activation::Auto);
-        raw.ask(&ClientRequest::Publish { version: 2, tensors, queue, activation, repeatable: true, timeout_ms }).await;
+        raw.ask(&ClientRequest::Publish { version: 2, tensors, queue, activation, repeatable: true, timeout_ms, gpu: None }).await;
         let Some(ClientReply::Error { error }) = raw.hear().await else { panic!("taken, though: {word}") };
         assert_eq!(error.code, PublishErrorCode::Invalid);
         assert!(error.message.contains(word), "{error:?}");
@@ -110,7 +110,8 @@ async fn two_publishes_on_one_connection_at_once_are_refused() {
 #[test]
 fn other_users_than_the_agents_own_and_root_are_refused_by_number() {
     let (_, roster) = watch::channel(RosterView { epoch: None, version: None, replicas: Vec::new() });
-    let shared = Shared { agent: "a".into(), slots: 2, bucket_bytes: 0, uids: Some(vec![0, 1000]), queue: Arc::default(), roster };
+    let (agent, gpu, gpu_holder, queue) = ("a".into(), super::super::no_source_gpu(), Arc::default(), Arc::default());
+    let shared = Shared { agent, slots: 2, bucket_bytes: 0, gpu, gpu_holder, uids: Some(vec![0, 1000]), queue, roster };
     assert!(shared.admit(0).is_ok() && shared.admit(1000).is_ok());
     let refusal = shared.admit(1001).unwrap_err().to_string();
     assert!(refusal.contains("0, 1000") && refusal.contains("1001"), "{refusal}");

@@ -115,7 +115,7 @@ async fn nobody_repeats_what_was_released_or_can_be_read_once_only() {
 
     let mut raw = agent.greeted().await;
     let ClientRequest::Publish { version, tensors, queue, activation, timeout_ms, .. } = publish(3) else { unreachable!() };
-    raw.ask(&ClientRequest::Publish { version, tensors, queue, activation, repeatable: false, timeout_ms }).await;
+    raw.ask(&ClientRequest::Publish { version, tensors, queue, activation, repeatable: false, timeout_ms, gpu: None }).await;
     let mut job = agent.job().await;
     assert!(!job.source.repeatable());
     let error = job.source.restart("a member died").await.unwrap_err();
@@ -134,7 +134,7 @@ async fn a_trainer_that_writes_nothing_is_silent_and_one_that_writes_is_not() {
     let mut job = agent.job().await;
     let silence = Duration::from_secs(60);
     assert_eq!(job.source.next(silence).await.unwrap_err(), SourceError::Silent { silence });
-    raw.ask(&ClientRequest::Filled { attempt: 1, sequence: 0, slot: 0 }).await;
+    raw.ask(&ClientRequest::Filled { attempt: 1, sequence: 0, slot: 0, event: false }).await;
     assert_eq!(job.source.next(silence).await.unwrap().unwrap().0.sequence, 0);
 }
 

@@ -1,0 +1,176 @@
+//! A ring in memory of the agent's worker that a trainer on the same GPU writes into.
+//!
+//! Decides when the memory is proven: the trainer opened it, wrote the agent's random bytes at its very end, and the worker read them there
+//! behind the trainer's event. Until then no bucket is taken from it. A ring serves one connection only: what another process may still
+//! have queued towards it can never reach the bytes of a later one. It never decides about attempts or versions.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+
+use super::gpu::RingSize;
+use super::turn::Turn;
+use crate::protocol::worker::{IpcHandle, Part};
+use crate::protocol::{ClientReply, GpuRing};
+use crate::weights::gsum64;
+use crate::worker::{Event, Ring, Slot, Worker};
+
+/// A worker that needs longer for one of these small things hangs.
+const STEP: Duration = Duration::from_secs(30);
+
+/// Bytes that the trainer writes to prove that it means the same memory.
+const CHECK_BYTES: usize = 64;
+
+/// One wait for a slot; the next follows.
+const TURN: Duration = Duration::from_secs(3600);
+
+/// Memory of a worker, for one connection.
+pub(super) struct TrainerGpuRing {
+    number: u64,
+    gpu: String,
+    ring: Ring,
+    check: [u8; CHECK_BYTES],
+    /// The trainer's event of each slot, once proven; empty when events cannot be shared.
+    events: Mutex<Option<Vec<Event>>>,
+    /// Slots that the trainer may write, or writes.
+    lent: Mutex<BTreeMap<u32, Slot>>,
+}
+
+impl TrainerGpuRing {
+    /// Has the worker allocate it.
+    pub(super) async fn create(worker: &Worker, gpu: &str, size: RingSize) -> Result<Self, String> {
+        static NUMBER: AtomicU64 = AtomicU64::new(1);
+        let ring = worker.ring(size.slots, size.slot_bytes, STEP).await.map_err(|error| error.to_string())?;
+        let (number, lent) = (NUMBER.fetch_add(1, Ordering::Relaxed), Mutex::default());
+        Ok(Self { number, gpu: gpu.to_owned(), ring, check: rand::random(), events: Mutex::new(None), lent })
+    }
+
+    /// Whether the next publish of its connection can use it as it is.
+    pub(super) fn serves(&self, worker: &Worker, largest_bucket: u64) -> bool {
+        self.is_of(worker) && self.alive() && self.proven() && self.ring.slot_bytes() >= largest_bucket
+    }
+
+    pub(super) fn is_of(&self, worker: &Worker) -> bool {
+        self.ring.worker().is(worker)
+    }
+
+    pub(super) fn size(&self) -> RingSize {
+        RingSize { slots: self.ring.slots(), slot_bytes: self.ring.slot_bytes() }
+    }
+
+    /// Whether its worker lives; without it the memory is gone.
+    pub(super) fn alive(&self) -> bool {
+        self.ring.worker().cause().is_none()
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    fn proven(&self) -> bool {
+        lock(&self.events).is_some()
+    }
+
+    /// As it is announced.
+    pub(super) fn announcement(&self) -> GpuRing {
+        GpuRing {
+            ring: self.number,
+            gpu: self.gpu.clone(),
+            handle: self.ring.handle().to_base64(),
+            bytes: self.ring.bytes(),
+            check: STANDARD.encode(self.check),
+            proven: self.proven(),
+        }
+    }
+
+    /// Looks for the check behind the trainer's events; tells whether events can be used.
+    pub(super) async fn prove(&self, handles: &[String]) -> Result<bool, String> {
+        let events = self.import(handles).await;
+        let last = self.ring.slots().saturating_sub(1);
+        let slot = self.take_all().await?.remove(&last).ok_or("the ring has no slot")?;
+        let start = self.ring.slot_bytes().saturating_sub(CHECK_BYTES as u64);
+        let part = Part { offset: 0, bytes: CHECK_BYTES as u64, first_word: 0 };
+        let after = events.last().cloned();
+        let sums = self.ring.worker().digest(slot.at(start), vec![part], after, STEP).await.map_err(|error| error.to_string())?;
+        if sums.sums != [gsum64(&self.check)] {
+            return Err(format!("the trainer wrote a check into memory on {}, the worker does not find it there", self.gpu));
+        }
+        let usable = !events.is_empty();
+        *lock(&self.events) = Some(events);
+        Ok(usable)
+    }
+
+    /// The trainer's events; none at all when one of them cannot be opened: then the trainer waits for its copies itself.
+    async fn import(&self, handles: &[String]) -> Vec<Event> {
+        let mut events = Vec::new();
+        if handles.len() != self.ring.slots() as usize {
+            return events;
+        }
+        for handle in handles {
+            let Some(handle) = IpcHandle::from_base64(handle) else { return Vec::new() };
+            match self.ring.worker().import_event(&handle, STEP).await {
+                Ok(event) => events.push(event),
+                Err(error) => {
+                    tracing::warn!(%error, "events of the trainer cannot be shared: it waits for its copies instead");
+                    return Vec::new();
+                }
+            }
+        }
+        events
+    }
+
+    /// Takes every slot; waits for those that are still read.
+    async fn take_all(&self) -> Result<BTreeMap<u32, Slot>, String> {
+        let mut taken = BTreeMap::new();
+        for _ in 0..self.ring.slots() {
+            let slot = self.ring.take(STEP).await.map_err(|error| error.to_string())?;
+            taken.insert(slot.index(), slot);
+        }
+        Ok(taken)
+    }
+
+    /// Lends all slots to the trainer.
+    pub(super) async fn lend_all(&self) -> Result<(), String> {
+        let taken = self.take_all().await?;
+        *lock(&self.lent) = taken;
+        Ok(())
+    }
+
+    /// Takes what was lent back; what is read stays so until it was read.
+    pub(super) fn take_back(&self) {
+        lock(&self.lent).clear();
+    }
+
+    /// A slot that the trainer filled, and its event where that is to be waited for. None when it was not lent, or has no event.
+    pub(super) fn filled(&self, slot: u32, event: bool) -> Option<(Slot, Option<Event>)> {
+        let after = if event { Some(lock(&self.events).as_ref()?.get(slot as usize)?.clone()) } else { None };
+        let slot = lock(&self.lent).remove(&slot)?;
+        Some((slot, after))
+    }
+
+    /// Lends each slot again that nobody reads any more, until the publish is over.
+    pub(super) async fn lend_again(self: Arc<Self>, turn: Arc<Turn>) {
+        loop {
+            let Ok(slot) = self.ring.take(TURN).await else {
+                if self.alive() {
+                    continue;
+                }
+                return;
+            };
+            let index = slot.index();
+            let mut book = turn.slots();
+            let Some(slots) = book.as_mut() else { return };
+            lock(&self.lent).insert(index, slot);
+            slots.free(index);
+            turn.say(ClientReply::Free { slot: index });
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
