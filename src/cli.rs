@@ -9,6 +9,7 @@
 mod agent;
 pub mod controller;
 pub mod demo;
+pub mod doctor;
 mod generate;
 pub mod inject;
 mod install;
@@ -47,6 +48,8 @@ pub enum Command {
     Generate(generate::GenerateArgs),
     /// Show the whole product on this host: versions, a kill in the middle of an update, a rejoin, and proof.
     Demo(demo::DemoArgs),
+    /// Show what this machine has for moving weights, what each transport would use, and why not the better one.
+    Doctor(doctor::DoctorArgs),
     /// Run a group of processes on this host from a file.
     Local(local::LocalArgs),
     /// Show what a group would be made of and what an update would cost, from files, without a cluster.
@@ -75,6 +78,7 @@ impl Cli {
             Command::Agent(args) => args.run(),
             Command::Generate(args) => args.run(),
             Command::Demo(args) => args.run(),
+            Command::Doctor(args) => args.run(),
             Command::Local(args) => args.run(),
             Command::Plan(args) => args.run(),
             Command::Publish(args) => args.run(),

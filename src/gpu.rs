@@ -12,7 +12,7 @@
 //! | what | symbols |
 //! |---|---|
 //! | start | `cuInit`, `cuDriverGetVersion`, `cuGetErrorName`, `cuGetErrorString` |
-//! | devices | `cuDeviceGetCount`, `cuDeviceGet`, `cuDeviceGetName`, `cuDeviceGetUuid_v2`, `cuDeviceGetPCIBusId`, `cuDeviceTotalMem_v2`, `cuDevicePrimaryCtxRetain`, `cuCtxSetCurrent` |
+//! | devices | `cuDeviceGetCount`, `cuDeviceGet`, `cuDeviceGetName`, `cuDeviceGetUuid_v2`, `cuDeviceGetPCIBusId`, `cuDeviceTotalMem_v2`, `cuDeviceCanAccessPeer`, `cuDeviceGetP2PAttribute`, `cuDevicePrimaryCtxRetain`, `cuCtxSetCurrent` |
 //! | memory | `cuMemGetInfo_v2`, `cuMemAlloc_v2`, `cuMemFree_v2`, `cuMemGetAddressRange_v2`, `cuMemHostAlloc`, `cuMemFreeHost`, `cuMemHostRegister_v2`, `cuMemHostUnregister` |
 //! | copies | `cuMemcpyHtoDAsync_v2`, `cuMemcpyDtoHAsync_v2`, `cuMemcpyDtoDAsync_v2`, `cuMemsetD8Async` |
 //! | streams, events | `cuStreamCreate`, `cuStreamDestroy_v2`, `cuStreamWaitEvent`, `cuEventCreate`, `cuEventRecord`, `cuEventQuery`, `cuEventDestroy_v2` |
@@ -38,6 +38,7 @@ mod digest;
 mod driver;
 mod error;
 mod library;
+mod links;
 mod memory;
 mod nccl;
 mod stream;
@@ -45,6 +46,7 @@ mod stream;
 pub use device::{Device, devices};
 pub use digest::{Digester, Digesting};
 pub use error::GpuError;
+pub use links::links;
 pub use memory::{Memory, Scratch, Span};
 pub use nccl::{Communicator, Nccl, Progress, Shrinking, Version};
 pub use stream::{Event, Stream};

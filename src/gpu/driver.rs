@@ -38,6 +38,8 @@ functions! {
             device_get_uuid = "cuDeviceGetUuid_v2" fn(*mut Uuid, c_int) -> Code;
             device_get_bus = "cuDeviceGetPCIBusId" fn(*mut c_char, c_int, c_int) -> Code;
             device_total_mem = "cuDeviceTotalMem_v2" fn(*mut usize, c_int) -> Code;
+            device_can_access_peer = "cuDeviceCanAccessPeer" fn(*mut c_int, c_int, c_int) -> Code;
+            device_get_p2p_attribute = "cuDeviceGetP2PAttribute" fn(*mut c_int, c_int, c_int, c_int) -> Code;
             primary_context_retain = "cuDevicePrimaryCtxRetain" fn(*mut Handle, c_int) -> Code;
             context_set_current = "cuCtxSetCurrent" fn(Handle) -> Code;
             mem_get_info = "cuMemGetInfo_v2" fn(*mut usize, *mut usize) -> Code;

@@ -213,6 +213,8 @@ pub enum WorkerAnswer {
     Devices {
         /// The GPUs.
         gpus: Vec<GpuFacts>,
+        /// `links[a][b]`: how GPU `a` reaches the memory of GPU `b`.
+        links: Vec<Vec<GpuLink>>,
         /// NCCL, or why there is none that can be used.
         nccl: Result<NcclFacts, String>,
     },
@@ -317,6 +319,20 @@ pub struct GpuFacts {
     pub driver: u32,
     /// Why the GPU cannot be used, where that is so: part of a partitioned (MIG) GPU.
     pub refused: Option<String>,
+}
+
+/// How one GPU reaches the memory of another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum GpuLink {
+    /// It is the same GPU.
+    Same,
+    /// Directly, with atomic operations, which only NVLink carries.
+    Nvlink,
+    /// Directly, over PCIe.
+    Pcie,
+    /// Through host memory.
+    None,
 }
 
 /// The NCCL that a worker loaded.

@@ -148,13 +148,9 @@ impl Worker {
         self.shared.pending.cause()
     }
 
-    /// Which GPUs and which NCCL are here. Makes no context on any GPU.
-    pub async fn devices(&self, nccl: Option<&Path>, within: Duration) -> Result<(Vec<GpuFacts>, Result<NcclFacts, String>), WorkerError> {
-        let what = "list devices";
-        match self.call(what, WorkerRequest::Devices { nccl: nccl.map(Path::to_owned) }, within, Vec::new(), None).await? {
-            WorkerAnswer::Devices { gpus, nccl } => Ok((gpus, nccl)),
-            _ => Err(WorkerError::Nonsense { what }),
-        }
+    /// Which GPUs and which NCCL are here: always a [`WorkerAnswer::Devices`]. Makes no context on any GPU.
+    pub async fn devices(&self, nccl: Option<&Path>, within: Duration) -> Result<WorkerAnswer, WorkerError> {
+        self.call("list devices", WorkerRequest::Devices { nccl: nccl.map(Path::to_owned) }, within, Vec::new(), None).await
     }
 
     /// Takes a GPU by UUID, or the only visible one, and loads NCCL, whose absence is no error. Once in a worker's life.

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use crate::gpu::{Device, GpuError, Nccl, devices};
+use crate::gpu::{Device, GpuError, Nccl, devices, links};
 use crate::protocol::worker::{WorkerAnswer, WorkerCall, WorkerFault, WorkerFaultCode, WorkerReply, WorkerRequest};
 
 use groups::Groups;
@@ -120,7 +120,8 @@ impl Server {
         let result = match &incoming.request {
             WorkerRequest::Devices { nccl } => {
                 let nccl = Nccl::load(nccl.as_deref()).map(Nccl::facts).map_err(|error| error.to_string());
-                devices().map(|gpus| WorkerAnswer::Devices { gpus, nccl }).map_err(|error| error.fault())
+                let found = devices().and_then(|gpus| Ok(WorkerAnswer::Devices { gpus, links: links()?, nccl }));
+                found.map_err(|error| error.fault())
             }
             WorkerRequest::Stats => stats::stats(self.gpu.as_ref()).map_err(|error| error.fault()),
             WorkerRequest::Open { .. } => self.open(&incoming.request),

@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::{Server, invalid, late};
@@ -29,6 +29,8 @@ pub(super) struct Tables {
     memories: HashMap<u64, Memory>,
     events: HashMap<u64, Arc<Event>>,
     last: HashMap<SlotKey, Arc<Event>>,
+    /// What is being freed aside: a ring that is asked for after it may need that memory.
+    freeing: Vec<Weak<()>>,
 }
 
 /// A slot: ring and index.
@@ -128,9 +130,16 @@ impl Server {
             return self.answer(id, Err(invalid(what)));
         };
         let begun = Instant::now();
+        let freeing = self.gpu.as_ref().map(|gpu| gpu.tables.freeing.clone()).unwrap_or_default();
         self.make(
             id,
             move |device| {
+                while freeing.iter().any(|under_way| under_way.strong_count() > 0) {
+                    if Instant::now() > end {
+                        return Err(GpuError::Invalid { what: late("waiting for memory that is being freed", begun).message });
+                    }
+                    std::thread::sleep(Duration::from_micros(200));
+                }
                 let memory = Memory::allocate(device, bytes)?;
                 // What lay there before was somebody's.
                 let stream = Stream::new(device)?;
@@ -196,11 +205,17 @@ impl Server {
 
     /// Freeing waits for the GPU, so it happens aside. Work under way holds what it uses.
     pub(super) fn release(&mut self, id: u64, what: WorkerResource) {
-        let gone = self.gpu.as_mut().ok_or_else(|| invalid("no GPU was opened")).and_then(|gpu| gpu.tables.take_out(what));
+        let gone = self.gpu.as_mut().ok_or_else(|| invalid("no GPU was opened")).and_then(|gpu| {
+            let (gone, under_way) = (gpu.tables.take_out(what)?, Arc::new(()));
+            gpu.tables.freeing.retain(|other| other.strong_count() > 0);
+            gpu.tables.freeing.push(Arc::downgrade(&under_way));
+            Ok((gone, under_way))
+        });
         match gone {
-            Ok(gone) => self.aside(
+            Ok((gone, under_way)) => self.aside(
                 move |_| {
                     drop(gone);
+                    drop(under_way);
                     Ok(())
                 },
                 move |server, _| server.answer(id, Ok(WorkerAnswer::Done)),

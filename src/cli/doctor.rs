@@ -1,0 +1,66 @@
+//! `weightsync doctor`: what this machine has for moving weights, what each transport would use, and why not the better one.
+//!
+//! GPUs, driver and NCCL are asked by a worker process, so a driver that hangs or crashes is one more finding. It changes nothing, makes no
+//! context on any GPU, and works on a machine that has nothing. A report that could be made is success, whatever it says.
+
+mod advice;
+mod facts;
+mod host;
+mod show;
+#[cfg(test)]
+mod tests;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::Args;
+
+use self::facts::{Found, Gpus, Report};
+use self::host::Host;
+use super::Output;
+use crate::protocol::worker::WorkerAnswer;
+use crate::worker::{Worker, WorkerError, WorkerStart};
+
+/// Arguments of `weightsync doctor`.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// NCCL's library (libnccl.so.2); looked for in environment, Python packages and system when not given.
+    #[arg(long, value_name = "FILE")]
+    nccl: Option<PathBuf>,
+    /// Seconds that the driver may take to answer; just loaded, it takes several for eight GPUs.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=600))]
+    timeout: u64,
+    /// How to print it.
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
+}
+
+impl DoctorArgs {
+    /// Looks, and prints what was found.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        let gpus = super::block_on(async { Ok(ask_worker(self.nccl.as_deref(), Duration::from_secs(self.timeout)).await) })?;
+        let report = Report::new(gpus, Host::read(Path::new("/")));
+        match self.output {
+            Output::Human => print!("{}", show::render(&report)),
+            Output::Json => println!("{}", serde_json::to_string(&report).context("the report has no JSON")?),
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// What a worker says; how it failed when it says nothing.
+async fn ask_worker(nccl: Option<&Path>, within: Duration) -> Gpus {
+    let asked = async {
+        let worker = Worker::start(&WorkerStart::own("doctor")?)?;
+        worker.devices(nccl, within).await
+    };
+    match asked.await {
+        Ok(WorkerAnswer::Devices { gpus, links, nccl }) => Gpus { driver: Found::driver_of(&gpus), gpus, links, nccl: nccl.into() },
+        Ok(_) => Gpus::nothing(&"the worker answered with something else"),
+        // Its own words, without ours around them.
+        Err(WorkerError::Fault { fault, .. }) => Gpus::nothing(&fault),
+        Err(error) => Gpus::nothing(&error),
+    }
+}

@@ -1,0 +1,92 @@
+//! What a doctor's report is made of. Decides nothing but its form.
+
+use serde::Serialize;
+
+use super::advice::{Advice, advise, notes};
+use super::host::Host;
+use crate::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
+
+/// Something that is there, or why it is not.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Found<T> {
+    /// It is there.
+    Found(T),
+    /// It is not, and why.
+    Missing(String),
+}
+
+impl<T> Found<T> {
+    /// The thing, if it is there.
+    pub fn get(&self) -> Result<&T, &str> {
+        match self {
+            Self::Found(thing) => Ok(thing),
+            Self::Missing(why) => Err(why),
+        }
+    }
+}
+
+impl<T> From<Result<T, String>> for Found<T> {
+    fn from(result: Result<T, String>) -> Self {
+        match result {
+            Ok(thing) => Self::Found(thing),
+            Err(why) => Self::Missing(why),
+        }
+    }
+}
+
+impl Found<String> {
+    /// The driver's CUDA version, e.g. `13.0`.
+    pub fn driver_of(gpus: &[GpuFacts]) -> Self {
+        match gpus.first() {
+            Some(gpu) => Self::Found(format!("{}.{}", gpu.driver / 1000, gpu.driver % 1000 / 10)),
+            None => Self::Missing("the driver shows no GPU to this process".into()),
+        }
+    }
+}
+
+/// What a worker process found.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Gpus {
+    /// CUDA version of the driver.
+    pub driver: Found<String>,
+    /// The GPUs that this process can see.
+    pub gpus: Vec<GpuFacts>,
+    /// `links[a][b]`: from GPU `a` to GPU `b`.
+    pub links: Vec<Vec<GpuLink>>,
+    /// NCCL.
+    pub nccl: Found<NcclFacts>,
+}
+
+impl Gpus {
+    /// No driver, and so nothing else.
+    pub fn nothing(why: &dyn std::fmt::Display) -> Self {
+        let nccl = Found::Missing("not looked for: it is of no use without a driver".into());
+        Self { driver: Found::Missing(why.to_string()), gpus: Vec::new(), links: Vec::new(), nccl }
+    }
+}
+
+/// The whole report; `--output json` prints it.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Report {
+    /// Version of this program.
+    pub version: &'static str,
+    #[serde(flatten)]
+    pub gpus: Gpus,
+    #[serde(flatten)]
+    pub host: Host,
+    /// What each transport would use.
+    pub transports: Vec<Advice>,
+    /// What should be changed.
+    pub notes: Vec<String>,
+}
+
+impl Report {
+    /// The report on these facts.
+    pub fn new(gpus: Gpus, host: Host) -> Self {
+        let (transports, notes) = (advise(&gpus, &host), notes(&gpus, &host));
+        Self { version: env!("CARGO_PKG_VERSION"), gpus, host, transports, notes }
+    }
+}
