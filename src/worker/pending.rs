@@ -61,9 +61,10 @@ impl Pending {
             return;
         };
         let what = entry.what;
-        // Nobody may be waiting any more; what was held is free now, after the lock.
-        let _ = entry.answer.send(reply.result.map_err(|fault: WorkerFault| WorkerError::Fault { what, fault }));
+        // Who hears the answer finds the slot free.
         drop(entry.held);
+        // Nobody may be waiting any more.
+        let _ = entry.answer.send(reply.result.map_err(|fault: WorkerFault| WorkerError::Fault { what, fault }));
     }
 
     /// A request that could not be sent.
@@ -89,6 +90,7 @@ impl Pending {
         let entries = std::mem::take(&mut book.entries);
         drop(book);
         for entry in entries.into_values() {
+            drop(entry.held);
             let _ = entry.answer.send(Err(WorkerError::Gone { cause: cause.clone() }));
         }
     }

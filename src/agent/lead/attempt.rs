@@ -167,7 +167,8 @@ impl<'a> Attempt<'a> {
             // Everybody holds it: nothing is to be read.
             Some(manifest) if receiving.is_empty() => (HeldVersion { version: update.version, manifest }, None),
             known => {
-                let digests = self.transfer(&receiving, Sending { source, layout: layout.clone(), algorithm, keep }, &mut following, stage).await?;
+                let digests =
+                    self.transfer(&receiving, Sending { source, layout: layout.clone(), algorithm, keep }, &mut following, stage).await?;
                 let manifest = Manifest::new(update.version, Layout::clone(&layout), algorithm, &digests)
                     .map_err(|error| self.failure(PublishErrorCode::Internal, error.to_string(), None, false))?;
                 let held = HeldVersion { version: update.version, manifest: manifest.digest() };
