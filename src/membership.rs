@@ -31,6 +31,7 @@ mod observe;
 mod report;
 #[cfg(test)]
 mod tests;
+mod transport;
 mod updates;
 mod version;
 mod view;

@@ -11,6 +11,7 @@ mod ids;
 mod reason;
 mod roster;
 mod trainer_gpu;
+mod transport;
 mod update;
 pub mod worker;
 
@@ -22,4 +23,5 @@ pub use ids::*;
 pub use reason::*;
 pub use roster::*;
 pub use trainer_gpu::*;
+pub use transport::*;
 pub use update::*;

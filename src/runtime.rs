@@ -9,5 +9,6 @@ pub mod https;
 pub mod identity;
 pub mod lease;
 pub mod logs;
+pub mod memfd;
 pub mod metrics;
 pub mod shutdown;

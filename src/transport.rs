@@ -7,6 +7,7 @@
 mod carrier;
 mod intake;
 pub mod memory;
+pub mod nccl;
 pub mod tcp;
 
 use std::sync::Arc;
@@ -15,8 +16,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 
+use crate::protocol::worker::Part;
 use crate::protocol::{BucketHeader, DataHello, MemberName, Refusal, StreamFailure};
-use crate::worker::{Event, ImportedMemory, Slot, Span, Worker};
+use crate::weights::DigestPart;
+use crate::worker::{Event, ImportedMemory, Slot, Span, Worker, WorkerError};
 
 /// The bytes of one bucket, where they lie. Dropping it gives their memory back to whoever lent it.
 #[derive(Clone)]
@@ -42,6 +45,21 @@ pub struct DevicePayload {
     pub after: Option<Event>,
     /// Dropped when the bytes are not read any more: tells whoever lent the memory.
     pub lent: Option<Arc<dyn Send + Sync>>,
+}
+
+impl DevicePayload {
+    /// Shares of digests that the GPU computes of it.
+    pub async fn digest(&self, parts: &[DigestPart], within: Duration) -> Result<Vec<u64>, WorkerError> {
+        let parts = parts.iter().map(|part| Part { offset: part.offset, bytes: part.bytes, first_word: part.first_word }).collect();
+        Ok(self.worker.digest(self.memory.at(self.offset), parts, self.after.clone(), within).await?.sums)
+    }
+
+    /// A copy in pinned memory of this host.
+    pub async fn to_host(&self, staging: Option<&nccl::Staging>, within: Duration) -> Result<Bytes, WorkerError> {
+        let staging = staging.filter(|staging| staging.worker().is(&self.worker));
+        let staging = staging.cloned().unwrap_or_else(|| nccl::Staging::new(self.worker.clone()));
+        staging.copy_out(self.memory.at(self.offset), self.bytes, self.after.clone(), within).await
+    }
 }
 
 /// Memory of a GPU.
@@ -86,6 +104,12 @@ impl Payload {
     }
 }
 
+impl From<DevicePayload> for Payload {
+    fn from(device: DevicePayload) -> Self {
+        Self::Device(device)
+    }
+}
+
 /// Never shows contents.
 impl std::fmt::Debug for Payload {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -116,8 +140,8 @@ pub enum TransportError {
     Silent { peer: MemberName, silence: Duration },
     #[error("{peer} received bucket {sequence} with a wrong digest")]
     Corrupt { peer: MemberName, sequence: u32 },
-    #[error("no byte moved between the GPUs for {silence:?}, and every worker lives")]
-    Stalled { silence: Duration },
+    #[error("the communicator between the GPUs failed: {cause}")]
+    Communicator { cause: String },
     #[error("cancelled")]
     Cancelled,
     #[error("{what}: {source}")]
@@ -133,7 +157,7 @@ impl TransportError {
             | Self::Lost { peer, .. }
             | Self::Silent { peer, .. }
             | Self::Corrupt { peer, .. } => Some(peer),
-            Self::Stalled { .. } | Self::Cancelled | Self::Io { .. } => None,
+            Self::Communicator { .. } | Self::Cancelled | Self::Io { .. } => None,
         }
     }
 }
@@ -153,7 +177,7 @@ impl From<StreamFailure> for TransportError {
             StreamFailure::Lost { peer, cause } => Self::Lost { peer, cause },
             StreamFailure::Silent { peer, silence_ms } => Self::Silent { peer, silence: Duration::from_millis(silence_ms) },
             StreamFailure::Corrupt { peer, sequence } => Self::Corrupt { peer, sequence },
-            StreamFailure::Stalled { silence_ms } => Self::Stalled { silence: Duration::from_millis(silence_ms) },
+            StreamFailure::Communicator { cause } => Self::Communicator { cause },
             StreamFailure::Cancelled => Self::Cancelled,
         }
     }
@@ -162,7 +186,7 @@ impl From<StreamFailure> for TransportError {
 /// A way to move buckets. Listens from its construction on, so that its address is bound before it is told to anyone.
 #[async_trait]
 pub trait Transport: Send + Sync {
-    /// `tcp` or `memory`; shown in status.
+    /// `tcp`, `nccl` or `memory`, for logs.
     fn name(&self) -> &'static str;
 
     /// Where this member can be reached (`IP:PORT`, or a name in the memory transport).
@@ -186,6 +210,11 @@ pub trait BucketSink: Send {
         false
     }
 
+    /// Whether it sends [`Payload::Device`]; what lies on a GPU must be copied to this process first otherwise.
+    fn takes_device(&self) -> bool {
+        false
+    }
+
     /// Waits until the chain fails; pending while it lives. Lets a leader that waits for its trainer hear at once of a lost member.
     async fn failed(&mut self) -> TransportError;
 
@@ -199,12 +228,51 @@ pub trait Admission: Send + Sync {
     fn admit(&self, hello: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal>;
 }
 
+/// What a store wants of a stream whose payloads travel between GPUs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Wants {
+    /// Its bytes, by [`BucketStore::write`].
+    #[default]
+    Bytes,
+    /// The memory of this member's GPUs that buckets landed in, by [`BucketStore::device`].
+    Device,
+    /// Nothing: the member only takes part.
+    Nothing,
+}
+
+/// A bucket that lies whole in memory of this member's GPUs, and whose digest agrees with the leader's.
+pub struct DeviceBucket {
+    /// Where it belongs.
+    pub header: BucketHeader,
+    /// One slot a GPU, in the order of the member's ranks; each holds all of it. Dropping them frees them: while a store keeps them,
+    /// less can be under way.
+    pub slots: Vec<Slot>,
+    /// gsum64 of the parts that [`BucketStore::digest_parts`] asked for, computed on the first GPU.
+    pub shares: Vec<u64>,
+}
+
 /// Takes what arrives; implemented by the agent. Calls come in order from one task, and may block for a memory copy only: a call that
 /// blocks longer than the silence of the hello makes this member the silent one. After an `Err`, and after `end`, nothing follows.
 pub trait BucketStore: Send + Sync {
     /// A part of a bucket, at its place in the stream of the layout, while the bucket still arrives; a few hundred KiB at most.
     /// Its bytes are proven only when `complete` follows for its bucket.
     fn write(&self, offset: u64, part: &[u8]) -> Result<(), Refusal>;
+
+    /// What it wants of payloads that travel between GPUs; the same during a stream.
+    fn wants(&self) -> Wants {
+        Wants::Bytes
+    }
+
+    /// What is to be digested of a bucket on the GPU, besides the bucket itself, for a store that wants [`Wants::Device`].
+    fn digest_parts(&self, _header: &BucketHeader) -> Vec<DigestPart> {
+        Vec::new()
+    }
+
+    /// Takes a whole bucket in the memory of GPUs; `complete` follows at once. Must not block.
+    fn device(&self, bucket: DeviceBucket) -> Result<(), Refusal> {
+        let message = format!("bucket {} came in GPU memory, which is not used here", bucket.header.sequence);
+        Err(Refusal { code: crate::protocol::RefusalCode::Internal, message })
+    }
 
     /// A whole bucket arrived; `digest` is what was computed here and already agrees with what the sender said.
     fn complete(&self, header: &BucketHeader, digest: u128) -> Result<(), Refusal>;

@@ -13,7 +13,6 @@ mod connection;
 mod gpu;
 mod gpu_ring;
 mod host_ring;
-pub mod memfd;
 mod publish;
 mod queue;
 mod ring;
@@ -34,6 +33,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+pub use crate::runtime::memfd;
 pub use gpu::{SourceGpu, SourceWorker, no_source_gpu};
 pub use queue::PublishQueue;
 pub use socket::{SocketError, SocketName};

@@ -14,7 +14,7 @@ use crate::protocol::{
     BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, MemberName, MemberPhase, MemberState,
     PrepareRequest, Refusal, RefusalCode, ReleaseRequest, UpdateId,
 };
-use crate::transport::{Admission, BucketStore};
+use crate::transport::{Admission, BucketStore, Wants};
 
 /// Facts that the parts of an agent know and that its [`MemberState`] shows.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -179,6 +179,11 @@ impl Core {
         lock(&self.group).group.acting(id)
     }
 
+    /// The epoch whose communicator is to be joined: committed, or being committed.
+    pub fn joining(&self, id: &EpochId) -> Result<Arc<Epoch>, Refusal> {
+        lock(&self.group).group.carrying(id, true)
+    }
+
     /// Cancelled when the present epoch ends; already cancelled when `id` is not the present one.
     pub fn over(&self, id: &EpochId) -> CancellationToken {
         let grouped = lock(&self.group);
@@ -245,6 +250,9 @@ impl Admission for Core {
         if hello.probe {
             return Ok(Arc::new(ProbeStore));
         }
+        if hello.carried.as_ref().is_some_and(|carried| carried.passing.contains(&hello.to)) {
+            return Ok(Arc::new(PassingStore));
+        }
         let mut expected = lock(&self.expected);
         match expected.as_mut().filter(|expected| expected.update == hello.update) {
             Some(expected) if !expected.taken => {
@@ -262,6 +270,29 @@ impl Admission for Core {
 
 /// Takes the one element that proves a chain, and keeps nothing.
 struct ProbeStore;
+
+/// Takes part in a stream because the communicator needs every rank, and keeps nothing.
+struct PassingStore;
+
+impl BucketStore for PassingStore {
+    fn wants(&self) -> Wants {
+        Wants::Nothing
+    }
+
+    fn write(&self, _offset: u64, _part: &[u8]) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn complete(&self, _header: &BucketHeader, _digest: u128) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn end(&self) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn broken(&self, _peer: Option<&MemberName>, _cause: &str) {}
+}
 
 /// Longest probe in bytes.
 const LONGEST_PROBE: u64 = 1024;
@@ -304,6 +335,10 @@ fn state(group: &Group, facts: &Facts) -> MemberState {
         role: group.me().role,
         phase,
         epoch: standing.id().cloned(),
+        transport: match standing {
+            Standing::Committing(epoch) | Standing::Committed(epoch) => Some(epoch.commit.transport.clone()),
+            Standing::Idle | Standing::Prepared(_) => None,
+        },
         roster_digest: prepared.map(|prepared| prepared.roster.digest()),
         retained: facts.retained.clone(),
         installed: facts.installed.clone(),

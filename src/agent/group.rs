@@ -7,8 +7,8 @@
 use std::sync::Arc;
 
 use crate::protocol::{
-    CommitRequest, EpochId, FenceRequest, HeldVersion, Incarnation, MemberAddress, MemberName, PrepareRequest, Refusal, RefusalCode,
-    ReleaseRequest, Role, RosterMember,
+    CommitRequest, CommunicatorPlan, EpochId, FenceRequest, HeldVersion, Incarnation, MemberAddress, MemberName, PrepareRequest, Refusal,
+    RefusalCode, ReleaseRequest, Role, RosterMember,
 };
 use crate::weights::DigestAlgorithm;
 
@@ -60,6 +60,13 @@ impl Epoch {
         names
     }
 
+    /// All members but this agent, in the order in which bytes travel, sources last.
+    pub fn others(&self) -> Vec<MemberName> {
+        let members = &self.prepared.roster.members;
+        let sources = members.iter().filter(|member| member.role == Role::Source).map(|member| member.name.clone());
+        self.rollouts().into_iter().chain(sources).filter(|name| name != self.me()).collect()
+    }
+
     /// Who proves on commit that the data path works: the first source, or the feeder of a group without one.
     pub fn prober(&self) -> Option<&MemberName> {
         let source = self.prepared.roster.members.iter().find(|member| member.role == Role::Source).map(|member| &member.name);
@@ -83,7 +90,12 @@ impl Epoch {
 
     /// How digests of versions that are published in this group are computed.
     pub fn algorithm(&self) -> DigestAlgorithm {
-        DigestAlgorithm::Xxh3_128
+        if self.communicator().is_some() { DigestAlgorithm::Gsum64 } else { DigestAlgorithm::Xxh3_128 }
+    }
+
+    /// The communicator between the GPUs of this group, where it has one.
+    pub fn communicator(&self) -> Option<&CommunicatorPlan> {
+        self.commit.transport.nccl.as_ref()
     }
 
     /// Whether the agent of that pod may lead updates of this group.

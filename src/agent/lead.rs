@@ -5,6 +5,7 @@
 
 mod attempt;
 mod calls;
+mod communicator;
 pub mod feed;
 pub mod peers;
 mod phases;
@@ -12,12 +13,13 @@ mod probe;
 mod stream;
 pub mod table;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 pub use self::attempt::{Brought, Plan, Stage};
 use self::peers::Peers;
 pub use self::stream::Keep;
 use super::core::{Core, lock};
+use super::gpu::Gpus;
 use super::group::Epoch;
 use crate::protocol::EpochId;
 use crate::runtime::https::AgentClient;
@@ -29,17 +31,28 @@ pub struct Leader {
     client: AgentClient,
     transport: Arc<dyn Transport>,
     peers: Mutex<Option<(EpochId, Arc<Peers>)>>,
+    gpus: OnceLock<Arc<Gpus>>,
 }
 
 impl Leader {
     /// Leads in the name of this agent.
     pub fn new(core: Arc<Core>, client: AgentClient, transport: Arc<dyn Transport>) -> Arc<Self> {
-        Arc::new(Self { core, client, transport, peers: Mutex::new(None) })
+        Arc::new(Self { core, client, transport, peers: Mutex::new(None), gpus: OnceLock::new() })
     }
 
     /// The shared parts of its agent.
     pub fn core(&self) -> &Arc<Core> {
         &self.core
+    }
+
+    /// Takes part in communicators with these GPUs. Once, before the first epoch.
+    pub fn set_gpus(&self, gpus: Arc<Gpus>) {
+        let _ = self.gpus.set(gpus);
+    }
+
+    /// The GPUs of this endpoint.
+    pub fn gpus(&self) -> Option<&Arc<Gpus>> {
+        self.gpus.get()
     }
 
     /// The rollouts of an epoch, listened to from the first call on until another epoch is asked for.

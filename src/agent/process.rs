@@ -55,6 +55,8 @@ pub struct Settings {
     pub engines: EngineFactory,
     /// How much memory there is.
     pub cgroups: super::space::Cgroups,
+    /// Which GPUs, and how workers are started on them.
+    pub gpus: super::gpu::GpuSettings,
     /// How the command ended that runs below this agent, once it did; none for an agent that started no command.
     pub command: Option<watch::Receiver<Option<String>>>,
 }
@@ -104,14 +106,16 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Ag
     let mut background = JoinSet::new();
     background.spawn(serve_plain(listener, pages.router(), Limits::default(), cancel.clone()));
     let queue: Arc<PublishQueue> = Arc::default();
+    let source_gpu = watch::Sender::new(Err("the agent is in no group yet".to_owned()));
     if settings.role == Role::Source {
         // Before anything else is there: a trainer may connect at once, and its publish waits for a group.
-        let server = ClientServer::bind(settings.socket.clone(), queue.clone(), roster.subscribe())?;
+        let socket = ClientServerConfig { gpu: source_gpu.subscribe(), ..settings.socket.clone() };
+        let server = ClientServer::bind(socket, queue.clone(), roster.subscribe())?;
         background.spawn(server.run(cancel.clone()));
     }
     let identity = Identity::new(&settings.ca_pem)?;
     let client = ControllerClient::new(identity.clone(), settings.controller.clone());
-    let session = Session { settings, identity, client, queue, roster };
+    let session = Session { settings, identity, client, queue, roster, source_gpu };
     let outcome = sessions(&session, &pages, &cancel).await;
     drop(stop);
     while background.join_next().await.is_some() {}

@@ -19,8 +19,8 @@ use super::lead::Leader;
 use super::rollout::Rollout;
 use super::source::Source;
 use crate::protocol::{
-    AbortRequest, ActivateRequest, BeginRequest, CommitRequest, EpochId, FenceRequest, FinishRequest, MemberState, PrepareRequest,
-    PrepareResponse, Refusal, RefusalCode, ReleaseRequest, UpdateStatus,
+    AbortRequest, ActivateRequest, BeginRequest, CommitRequest, EpochId, FenceRequest, FinishRequest, GpuReport, JoinRequest, JoinResponse,
+    MemberState, PrepareRequest, PrepareResponse, Refusal, RefusalCode, ReleaseRequest, TransportWish, UpdateStatus,
 };
 use crate::runtime::https::{Valid, ndjson};
 use crate::runtime::identity::PeerIdentity;
@@ -51,6 +51,7 @@ pub fn router(endpoint: Arc<Endpoint>) -> Router {
     Router::new()
         .route("/v1/epoch/prepare", post(prepare))
         .route("/v1/epoch/commit", post(commit))
+        .route("/v1/epoch/join", post(join))
         .route("/v1/epoch/fence", post(fence))
         .route("/v1/release", post(release))
         .route("/v1/update/begin", post(begin))
@@ -75,18 +76,49 @@ async fn prepare(
     // On a task of its own: a coordinator that hangs up must not leave the endpoint between two phases.
     on_its_own(limit, async move {
         let step = endpoint.core.prepare(&request)?;
+        let gpus = gpus_for(&endpoint, &request, limit / 2);
         if let Part::Rollout(rollout) = &endpoint.part {
             if let Step::Taken { ended: Some(ended) } = step {
                 rollout.epoch_over(&format!("epoch {} replaced {}", request.id.epoch, ended.epoch));
             }
             rollout.prepare(&request).await?;
         }
+        let gpus = gpus.await;
         tracing::info!(epoch = %request.id, member = %request.member, "prepared");
         Ok(Json(PrepareResponse {
             incarnation: endpoint.core.me().incarnation.clone(),
             data_address: endpoint.data_address.clone(),
+            gpus,
             state: MemberState::clone(&endpoint.core.events().state()),
         }))
+    })
+    .await
+}
+
+/// What this endpoint has for a communicator. Nobody waits for GPUs that the object does not want.
+async fn gpus_for(endpoint: &Endpoint, request: &PrepareRequest, within: Duration) -> GpuReport {
+    let policy = &request.policy.transport;
+    match endpoint.leader.gpus() {
+        Some(gpus) if policy.wish != TransportWish::Tcp => {
+            let ranks = request.roster.member(&request.member).map_or(1, |member| member.size);
+            gpus.configure(policy, ranks);
+            gpus.report(within).await
+        }
+        _ => GpuReport { reason: "its agent uses no GPU".into(), ..GpuReport::default() },
+    }
+}
+
+async fn join(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<JoinRequest>) -> Result<Json<JoinResponse>, Refusal> {
+    let epoch = endpoint.core.joining(&request.id)?;
+    match &peer {
+        PeerIdentity::Agent { pod_uid, .. } if epoch.may_lead(pod_uid) => {}
+        _ => return Err(refusal(RefusalCode::Forbidden, format!("{} does not lead epoch {}", peer.uri(), request.id.epoch))),
+    }
+    let limit = Duration::from_millis(request.deadline_ms);
+    let deadline = Instant::now() + limit.mul_f32(0.95);
+    on_its_own(limit, async move {
+        let gpus = endpoint.leader.gpus().ok_or_else(|| refusal(RefusalCode::Internal, "its agent uses no GPU"))?;
+        gpus.join(&epoch, request.nccl, deadline).await.map(Json)
     })
     .await
 }

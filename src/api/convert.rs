@@ -8,7 +8,7 @@ use super::{
     WeightSync, WeightSyncSpec,
 };
 use crate::plan::{GroupSpec, Operator, Order, Parallelism, PoolSpec, Requirement, Selector, TrainerSpec, WeightSyncRef};
-use crate::protocol::{EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, UpdatePolicy};
+use crate::protocol::{EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy};
 
 /// What is kept where nothing else was said: enough for any model that a single host trains, and bounded by free memory anyway.
 const RETAIN_MIB: i64 = 64 * 1024;
@@ -80,12 +80,28 @@ impl WeightSyncSpec {
             retain_bytes: u64::try_from(retain_mib).unwrap_or(0).saturating_mul(1 << 20),
             bucket_bytes: u64::from(count(tcp.bucket_mib.unwrap_or(0))) << 20,
             data_tls: tcp.tls,
+            transport: self.transport_policy(),
             health: HealthPolicy {
                 period_ms: millis(self.health.period_seconds),
                 timeout_ms: millis(self.health.timeout_seconds),
                 failure_threshold: count(self.health.failure_threshold),
                 success_threshold: count(self.health.success_threshold),
             },
+        }
+    }
+
+    fn transport_policy(&self) -> TransportPolicy {
+        let wish = match (&self.transport.nccl, self.transport.tcp) {
+            (Some(_), _) => TransportWish::Nccl,
+            (None, Some(_)) => TransportWish::Tcp,
+            (None, None) => TransportWish::Auto,
+        };
+        let nccl = self.transport.nccl.clone().unwrap_or_default();
+        TransportPolicy {
+            wish,
+            slot_bytes: u64::from(count(nccl.bucket_mib.unwrap_or(0))) << 20,
+            slots: count(nccl.buffers.unwrap_or(0)),
+            environment: nccl.env,
         }
     }
 

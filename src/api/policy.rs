@@ -1,14 +1,16 @@
 //! The rules of a group: transport, health, membership, updates, agents, readiness. All have defaults that suit a first try.
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::KubeSchema;
-use schemars::JsonSchema;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
 /// How bytes travel: exactly one of the fields.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("has(self.auto) != has(self.tcp)").message("exactly one transport must be given: auto or tcp"))]
+#[x_kube(validation = Rule::new("[has(self.auto), has(self.tcp), has(self.nccl)].filter(g, g).size() == 1").message("exactly one transport must be given: auto, tcp or nccl"))]
 pub struct Transport {
     /// The best one that all members have; status tells which one, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -17,6 +19,69 @@ pub struct Transport {
     /// TCP between the agents, as a chain: every member forwards while it receives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tcp: Option<Tcp>,
+
+    /// NCCL broadcasts between the GPUs of the members; the chain of connections only says what comes. Members without a GPU of their own
+    /// are left out. What travels between GPUs is not encrypted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nccl: Option<Nccl>,
+}
+
+/// NCCL broadcasts between GPUs.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("!has(self.env) || self.env.all(k, k in ['NCCL_ALGO', 'NCCL_BUFFSIZE', 'NCCL_CROSS_NIC', 'NCCL_CUMEM_ENABLE', 'NCCL_DEBUG', 'NCCL_DEBUG_SUBSYS', 'NCCL_IB_DISABLE', 'NCCL_IB_GID_INDEX', 'NCCL_IB_HCA', 'NCCL_IB_QPS_PER_CONNECTION', 'NCCL_IB_RETRY_CNT', 'NCCL_IB_SL', 'NCCL_IB_TC', 'NCCL_IB_TIMEOUT', 'NCCL_MAX_NCHANNELS', 'NCCL_MIN_NCHANNELS', 'NCCL_NET_GDR_LEVEL', 'NCCL_NVLS_ENABLE', 'NCCL_P2P_DISABLE', 'NCCL_P2P_LEVEL', 'NCCL_PROTO', 'NCCL_SHM_DISABLE', 'NCCL_SOCKET_FAMILY', 'NCCL_SOCKET_IFNAME'])")
+    .message("transport.nccl.env takes settings of NCCL from a fixed list only, none that loads code or writes files: see the reference"))]
+pub struct Nccl {
+    /// Length in MiB of one buffer of the ring on each GPU. Chosen by free memory if left out.
+    #[serde(default, skip_serializing_if = "Option::is_none", rename = "bucketMiB")]
+    #[schemars(range(min = 1, max = 16_384))]
+    pub bucket_mib: Option<i32>,
+
+    /// Buffers of the ring on each GPU. Chosen by free memory if left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 2, max = 64))]
+    pub buffers: Option<i32>,
+
+    /// Environment of NCCL: `NCCL_ALGO`, `NCCL_BUFFSIZE`, `NCCL_CROSS_NIC`, `NCCL_CUMEM_ENABLE`, `NCCL_DEBUG`, `NCCL_DEBUG_SUBSYS`, `NCCL_IB_DISABLE`, `NCCL_IB_GID_INDEX`, `NCCL_IB_HCA`, `NCCL_IB_QPS_PER_CONNECTION`, `NCCL_IB_RETRY_CNT`, `NCCL_IB_SL`, `NCCL_IB_TC`, `NCCL_IB_TIMEOUT`, `NCCL_MAX_NCHANNELS`, `NCCL_MIN_NCHANNELS`, `NCCL_NET_GDR_LEVEL`, `NCCL_NVLS_ENABLE`, `NCCL_P2P_DISABLE`, `NCCL_P2P_LEVEL`, `NCCL_PROTO`, `NCCL_SHM_DISABLE`, `NCCL_SOCKET_FAMILY`, `NCCL_SOCKET_IFNAME`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schemars(schema_with = "nccl_env")]
+    pub env: BTreeMap<String, String>,
+}
+
+/// Settings of NCCL that an object may make: none of them loads code, reads or writes files, or reaches beyond the group.
+pub const NCCL_ENV: [&str; 24] = [
+    "NCCL_ALGO",
+    "NCCL_BUFFSIZE",
+    "NCCL_CROSS_NIC",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_DEBUG",
+    "NCCL_DEBUG_SUBSYS",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_IB_HCA",
+    "NCCL_IB_QPS_PER_CONNECTION",
+    "NCCL_IB_RETRY_CNT",
+    "NCCL_IB_SL",
+    "NCCL_IB_TC",
+    "NCCL_IB_TIMEOUT",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NET_GDR_LEVEL",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_FAMILY",
+    "NCCL_SOCKET_IFNAME",
+];
+
+fn nccl_env(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "object",
+        "maxProperties": 24,
+        "additionalProperties": {"type": "string", "maxLength": 256},
+    })
 }
 
 /// No settings.
@@ -196,7 +261,7 @@ pub enum BeforeFirstVersion {
 
 impl Default for Transport {
     fn default() -> Self {
-        Self { auto: Some(Auto {}), tcp: None }
+        Self { auto: Some(Auto {}), tcp: None, nccl: None }
     }
 }
 

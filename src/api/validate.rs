@@ -7,7 +7,7 @@ use std::fmt;
 
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::{Launch, OrderBy, PodSelector, Pool, SelectorOperator, Sizes, TrainerOrder, TrainerOrderBy, WeightSyncSpec};
+use super::{Launch, NCCL_ENV, Nccl, OrderBy, PodSelector, Pool, SelectorOperator, Sizes, TrainerOrder, TrainerOrderBy, WeightSyncSpec};
 
 /// One thing that is wrong with a spec.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -152,10 +152,13 @@ fn sizes(problems: &mut Problems, field: &str, sizes: &Sizes) {
 fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
     let transport = &spec.transport;
     problems.expect(
-        transport.auto.is_some() != transport.tcp.is_some(),
+        [transport.auto.is_some(), transport.tcp.is_some(), transport.nccl.is_some()].into_iter().filter(|given| *given).count() == 1,
         "spec.transport",
-        "exactly one transport must be given: auto or tcp",
+        "exactly one transport must be given: auto, tcp or nccl",
     );
+    if let Some(nccl) = &transport.nccl {
+        check_nccl(problems, nccl);
+    }
     if let Some(mib) = transport.tcp.and_then(|tcp| tcp.bucket_mib) {
         problems.range("spec.transport.tcp.bucketMiB", mib.into(), 1, 1024);
     }
@@ -198,6 +201,19 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
         "apiKeySecretRef works with agent.launch Ephemeral; an agent that was injected gets the key from the \
          pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment",
     );
+}
+
+fn check_nccl(problems: &mut Problems, nccl: &Nccl) {
+    let field = "spec.transport.nccl";
+    problems.range(&format!("{field}.bucketMiB"), nccl.bucket_mib.unwrap_or(1).into(), 1, 16_384);
+    problems.range(&format!("{field}.buffers"), nccl.buffers.unwrap_or(2).into(), 2, 64);
+    problems.expect(
+        nccl.env.keys().all(|name| NCCL_ENV.contains(&name.as_str())),
+        &format!("{field}.env"),
+        "transport.nccl.env takes settings of NCCL from a fixed list only, none that loads code or writes files: see the reference",
+    );
+    let short = nccl.env.values().all(|value| value.len() <= 256 && !value.contains('\0'));
+    problems.expect(short, &format!("{field}.env"), "a setting of NCCL is at most 256 bytes long");
 }
 
 /// `1` to `99999` or `1%` to `100%`, without a leading zero.

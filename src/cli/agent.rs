@@ -13,6 +13,7 @@ use clap::{Args, ValueEnum};
 
 use crate::agent::client::{ClientServerConfig, SocketName, TrainerUsers};
 use crate::agent::enrollment::{Applicant, TokenSource, read_token};
+use crate::agent::gpu::{GpuChoice, GpuSettings};
 use crate::agent::process::{self, EngineFactory, Settings};
 use crate::agent::rollout::Places;
 use crate::agent::space::Cgroups;
@@ -88,6 +89,13 @@ pub struct AgentArgs {
     /// Users that may speak on the trainer's socket beside the agent's own and root: ids with commas between them, or `any`.
     #[arg(long, env = "WEIGHTSYNC_TRAINER_UIDS", default_value = "")]
     trainer_uids: TrainerUsers,
+    /// GPUs for NCCL and for engines on the same GPU: `auto` (those that are visible, shared out among the engines of the pod), `none`, or
+    /// UUIDs with commas between them.
+    #[arg(long, env = "WEIGHTSYNC_GPUS", default_value = "auto")]
+    gpus: GpuChoice,
+    /// File of NCCL's library; looked for beside the engine's torch and in the system if it is not given.
+    #[arg(long, env = "WEIGHTSYNC_NCCL")]
+    nccl: Option<PathBuf>,
     /// Log filter, e.g. `info` or `weightsync=debug,warn`; logs go to standard error.
     #[arg(long, env = "WEIGHTSYNC_LOG", default_value = "info")]
     log: String,
@@ -148,6 +156,7 @@ impl AgentArgs {
             engines: self.engines()?,
             cgroups: Cgroups::of_this_process(),
             command: None,
+            gpus: GpuSettings { choice: self.gpus.clone(), nccl: self.nccl.clone(), worker: None },
             applicant: Applicant {
                 namespace: self.namespace,
                 pod: self.pod,

@@ -84,11 +84,18 @@ fn as_line(event: &CoordinatorEvent) -> String {
 fn group_spec(file: &LocalFile, base: &Path) -> anyhow::Result<GroupSpec> {
     let directory = base.join(&file.directory);
     std::fs::create_dir_all(&directory).with_context(|| format!("{} cannot be made", directory.display()))?;
-    let trainer = PodSpec { name: file.trainer.name.clone(), role: Role::Source, size: 1, engine: None };
+    let trainer = PodSpec {
+        name: file.trainer.name.clone(),
+        role: Role::Source,
+        size: 1,
+        gpus: file.trainer.gpu.iter().cloned().collect(),
+        engine: None,
+    };
     let rollouts = file.rollouts.iter().map(|rollout| PodSpec {
         name: rollout.name.clone(),
         role: Role::Rollout,
         size: rollout.size,
+        gpus: rollout.gpus.clone(),
         engine: Some(EngineProgram {
             assignment: EngineAssignment { kind: rollout.engine.kind.clone(), port: rollout.engine.port },
             command: rollout.engine.command.clone(),
@@ -100,7 +107,7 @@ fn group_spec(file: &LocalFile, base: &Path) -> anyhow::Result<GroupSpec> {
         pods: std::iter::once(trainer).chain(rollouts).collect(),
         versions: file.versions.clone().unwrap_or_else(|| PathBuf::from(format!("/dev/shm/weightsync-{}", file.name))),
         directory,
-        policy: file.update.policy(),
+        policy: file.policy(),
         debounce: std::time::Duration::from_millis(u64::from(file.update.debounce_milliseconds)),
         program: std::env::current_exe().context("this program's own path is unknown")?,
     })

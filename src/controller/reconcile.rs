@@ -27,7 +27,7 @@ use super::report::{self, Facts};
 use super::stores::{Object, Scope};
 use crate::api::{WeightSync, WeightSyncStatus};
 use crate::membership::MembershipView;
-use crate::protocol::UpdatePhase;
+use crate::protocol::{TransportChoice, UpdatePhase};
 use crate::runtime::backoff::Backoff;
 use crate::runtime::lease::Leadership;
 
@@ -206,7 +206,8 @@ impl ScopeContext {
             return;
         }
         let metrics = &self.shared.metrics;
-        metrics.sync_bytes.get_or_create(&Carrier { transport: "tcp" }).inc_by(update.total_bytes);
+        let transport = view.transport.as_ref().map_or("tcp", TransportChoice::name);
+        metrics.sync_bytes.get_or_create(&Carrier { transport }).inc_by(update.total_bytes);
         for (phase, milliseconds) in &update.phases_ms {
             // Phases are a closed list of the protocol.
             let phase = Phase { phase: phase.clone() };

@@ -17,6 +17,8 @@ use crate::protocol::{MemberName, Reason, Role, UpdatePhase, UpdateView};
 const MEMBER_MESSAGE: usize = 1024;
 /// Longest message of a condition, in bytes; there are more members than a person reads.
 const CONDITION_MESSAGE: usize = 2048;
+/// Longest reason of a transport, in bytes.
+const TRANSPORT_REASON: usize = 1024;
 /// Pods of one member that are listed.
 const MAX_PODS: usize = 16;
 
@@ -44,7 +46,10 @@ pub(super) fn status(facts: &Facts<'_>, before: &[Condition], now: Timestamp) ->
         epoch: None,
         term: None,
         world_size: view.committed.then(|| signed(view.world_size)),
-        transport: Some(TransportStatus { name: "tcp".to_owned(), reason: transport_reason(object).to_owned() }),
+        transport: view
+            .transport
+            .as_ref()
+            .map(|transport| TransportStatus { name: transport.name().to_owned(), reason: cut(&transport.reason, TRANSPORT_REASON) }),
         version: held.map(|held| signed_long(held.version)),
         manifest: held.map(|held| held.manifest.clone()).filter(|manifest| !manifest.is_empty()),
         last_update: view.update.as_ref().map(last_update),
@@ -67,14 +72,6 @@ fn signed(number: u32) -> i32 {
 
 fn signed_long(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
-}
-
-fn transport_reason(object: &WeightSync) -> &'static str {
-    if object.spec.transport.tcp.is_some() {
-        "asked for by spec.transport.tcp"
-    } else {
-        "auto: every agent has TCP, and no other transport is built"
-    }
 }
 
 fn condition(kind: ConditionType, judgement: Judgement, before: &[Condition], generation: Option<i64>, now: Timestamp) -> Condition {

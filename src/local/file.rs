@@ -7,7 +7,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::protocol::{HealthPolicy, KvCachePolicy, PausePolicy, UpdatePolicy};
+use crate::api::{Auto, NCCL_ENV, Nccl};
+use crate::protocol::{HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy};
 
 /// The whole file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -27,6 +28,52 @@ pub struct LocalFile {
     /// Rules of updates.
     #[serde(default)]
     pub update: UpdateFile,
+    /// How bytes travel.
+    #[serde(default)]
+    pub transport: TransportFile,
+}
+
+/// How bytes travel: at most one of the fields; `auto` without any.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct TransportFile {
+    /// NCCL when every member has a GPU of its own, else TCP.
+    #[serde(default)]
+    pub auto: Option<Auto>,
+    /// TCP; its settings are `update.tls` and `update.bucketMiB`.
+    #[serde(default)]
+    pub tcp: Option<Auto>,
+    /// NCCL; a member without a GPU of its own is left out.
+    #[serde(default)]
+    pub nccl: Option<Nccl>,
+}
+
+impl TransportFile {
+    fn policy(&self) -> TransportPolicy {
+        let wish = match (&self.nccl, &self.tcp) {
+            (Some(_), _) => TransportWish::Nccl,
+            (None, Some(_)) => TransportWish::Tcp,
+            (None, None) => TransportWish::Auto,
+        };
+        let nccl = self.nccl.clone().unwrap_or_default();
+        let number = |number: Option<i32>| number.and_then(|number| u32::try_from(number).ok()).unwrap_or(0);
+        TransportPolicy { wish, slot_bytes: u64::from(number(nccl.bucket_mib)) << 20, slots: number(nccl.buffers), environment: nccl.env }
+    }
+
+    fn check(&self) -> Result<(), String> {
+        if [self.auto.is_some(), self.tcp.is_some(), self.nccl.is_some()].into_iter().filter(|given| *given).count() > 1 {
+            return Err("transport: exactly one transport must be given: auto, tcp or nccl".into());
+        }
+        let Some(nccl) = &self.nccl else { return Ok(()) };
+        if let Some(name) = nccl.env.keys().find(|name| !NCCL_ENV.contains(&name.as_str())) {
+            return Err(format!("transport.nccl.env: {name} is not one of {}", NCCL_ENV.join(", ")));
+        }
+        let within = |number: Option<i32>, range: std::ops::RangeInclusive<i32>| number.is_none_or(|number| range.contains(&number));
+        if !within(nccl.bucket_mib, 1..=16_384) || !within(nccl.buffers, 2..=64) {
+            return Err("transport.nccl: bucketMiB must be 1 to 16384, buffers 2 to 64".into());
+        }
+        Ok(())
+    }
 }
 
 /// The trainer: its agent is started; the trainer itself is yours.
@@ -35,6 +82,9 @@ pub struct LocalFile {
 pub struct TrainerFile {
     /// Name; `weightsync local` prints what the trainer needs to find its agent.
     pub name: String,
+    /// UUID of the GPU that its agent uses (`nvidia-smi -L`); over TCP only without one.
+    #[serde(default)]
+    pub gpu: Option<String>,
 }
 
 /// A rollout: an engine and the agent beside it.
@@ -48,6 +98,9 @@ pub struct RolloutFile {
     /// Ranks of the engine (tensor x pipeline x data parallelism); compared with what the engine says.
     #[serde(default = "one")]
     pub size: u32,
+    /// UUIDs of the GPUs that its agent uses: those of the engine, in the order of its ranks. Over TCP only without them.
+    #[serde(default)]
+    pub gpus: Vec<String>,
 }
 
 /// An engine server on this host.
@@ -130,6 +183,7 @@ impl UpdateFile {
             retain_bytes: bytes(self.retain_mib),
             bucket_bytes: bytes(self.bucket_mib),
             data_tls: self.tls,
+            transport: TransportPolicy::default(),
             health: HealthPolicy { period_ms: period, timeout_ms: period.max(1000), failure_threshold: 3, success_threshold: 1 },
         }
     }
@@ -143,7 +197,13 @@ impl LocalFile {
         Ok(file)
     }
 
+    /// The rules as agents are sent them.
+    pub fn policy(&self) -> UpdatePolicy {
+        UpdatePolicy { transport: self.transport.policy(), ..self.update.policy() }
+    }
+
     fn check(&self) -> Result<(), String> {
+        self.transport.check()?;
         let plain = |field: &str, name: &str| {
             let good =
                 !name.is_empty() && name.len() <= 63 && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
@@ -210,6 +270,9 @@ update: {minReady: 2, pause: Drain}
             ("minReady: 2", "minReady: 3", "minReady"),
             ("directory: state", "direktory: state", "direktory"),
             ("pause: Drain", "pause: Never", "Never"),
+            ("update:", "transport: {auto: {}, tcp: {}}\nupdate:", "exactly one"),
+            ("update:", "transport: {nccl: {buffers: 1}}\nupdate:", "buffers"),
+            ("update:", "transport: {nccl: {env: {LD_PRELOAD: x}}}\nupdate:", "LD_PRELOAD"),
         ];
         for (from, to, says) in cases {
             let error = LocalFile::parse(&GOOD.replacen(from, to, 1)).unwrap_err();

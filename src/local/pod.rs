@@ -13,6 +13,8 @@ pub struct PodSpec {
     pub role: Role,
     /// Ranks.
     pub size: u32,
+    /// UUIDs of the GPUs that its agent uses, in the order of its ranks; none: over TCP only.
+    pub gpus: Vec<String>,
     /// Its engine; none for a source.
     pub engine: Option<EngineProgram>,
 }

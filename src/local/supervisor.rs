@@ -233,6 +233,8 @@ impl Supervisor {
             ("WEIGHTSYNC_VERSION_DIR", self.spec.versions.join(&pod.spec.name).to_string_lossy().into_owned()),
             ("WEIGHTSYNC_SOCKET", self.socket(pod)),
             ("WEIGHTSYNC_STATUS_ADDRESS", "127.0.0.1:0".to_owned()),
+            // All agents see all GPUs of this host: which is whose must be said.
+            ("WEIGHTSYNC_GPUS", if pod.spec.gpus.is_empty() { "none".to_owned() } else { pod.spec.gpus.join(",") }),
         ];
         let environment = environment.map(|(name, value)| (name.to_owned(), value)).to_vec();
         let program = self.spec.program.to_string_lossy().into_owned();

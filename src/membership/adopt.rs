@@ -24,6 +24,7 @@ impl Membership {
         if self.switch.is(Mutation::AdoptionSkipped) {
             return false;
         }
+        let transport = assessment.eligible.iter().find_map(|member| self.agents.get(&member.life)?.state.as_ref()?.transport.clone());
         let mut states = assessment.eligible.iter().filter_map(|member| self.agents.get(&member.life)?.state.as_ref());
         let Some(id) = states.clone().next().and_then(|state| state.epoch.clone()) else { return false };
         if id.weightsync != self.config.weightsync || id.epoch <= self.over {
@@ -50,7 +51,8 @@ impl Membership {
         let message = format!("epoch {}: {} members were found at work", id.epoch, lives.len());
         self.epoch = self.epoch.max(id.epoch);
         self.event(Reason::GroupAdopted, message, None, false);
-        let group = Group::new(id, roster, candidates, lives, self.config.policy.clone(), self.now);
+        let mut group = Group::new(id, roster, candidates, lives, self.config.policy.clone(), self.now);
+        group.transport = transport.unwrap_or_default();
         self.enter(group);
         true
     }

@@ -6,12 +6,15 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::plan::roster;
-use crate::protocol::{CommitRequest, EpochId, FenceRequest, Incarnation, MemberAddress, MemberName, PrepareRequest, Reason, Role, Roster};
+use crate::protocol::{
+    CommitRequest, EpochId, FenceRequest, Incarnation, MemberAddress, MemberName, PrepareRequest, Reason, Role, Roster, TransportChoice,
+};
 
 use super::assess::{Assessment, Eligible};
 use super::backoff::Weight;
-use super::group::{Forming, Group, Persisting, Phase, Round, unreachable};
+use super::group::{Failure, Forming, Group, Persisting, Phase, Round, unreachable};
 use super::mutation::Mutation;
+use super::transport::choose;
 use super::{Decision, Membership};
 
 /// How long others that fail for the same cause are waited for after a first failure, in ms.
@@ -257,7 +260,20 @@ impl Membership {
                 wave.push(candidate.name.clone());
             }
             let waves: VecDeque<_> = waves.into_iter().filter(|wave| !wave.is_empty()).collect();
-            round.phase = Phase::Committing { asked: BTreeSet::new(), waves, current: self.version.clone(), feeder };
+            let transport = match choose(&round.policy.transport, &round.gpus()) {
+                Ok(transport) => transport,
+                Err(in_the_way) => {
+                    round.failed.extend(
+                        in_the_way
+                            .into_iter()
+                            .map(|(name, message)| (name, Failure { reason: Reason::TransportUnavailable, message, blames_peer: false })),
+                    );
+                    self.forming = Some(Forming::Round(round));
+                    self.blame(&[]);
+                    return true;
+                }
+            };
+            round.phase = Phase::Committing { asked: BTreeSet::new(), waves, current: self.version.clone(), feeder, transport };
             round.deadline = self.now.saturating_add(self.config.commit_deadline_ms);
         }
         let wave = match &mut round.phase {
@@ -278,25 +294,26 @@ impl Membership {
         let mut addresses = Vec::new();
         for member in &round.members {
             let agent = self.agents.get(&member.life);
-            let (Some(agent), Some(data)) = (agent, round.prepared.get(&member.candidate.name)) else { continue };
+            let (Some(agent), Some(prepared)) = (agent, round.prepared.get(&member.candidate.name)) else { continue };
             let engine = agent.state.as_ref().and_then(|state| state.engine.as_ref());
             addresses.push(MemberAddress {
                 member: member.candidate.name.clone(),
                 incarnation: member.life.clone(),
                 control: agent.control.clone(),
-                data: data.clone(),
+                data: prepared.data.clone(),
                 engine_url: engine.map(|engine| engine.url.clone()),
             });
         }
         let lives: Vec<(MemberName, Incarnation)> =
             wave.into_iter().filter_map(|name| round.life(&name).cloned().map(|life| (name, life))).collect();
-        let Phase::Committing { asked, current, feeder, .. } = &mut round.phase else { return };
+        let Phase::Committing { asked, current, feeder, transport, .. } = &mut round.phase else { return };
         for (name, to) in lives {
             let request = CommitRequest {
                 id: round.id.clone(),
                 addresses: addresses.clone(),
                 current: current.clone(),
                 feeder: feeder.clone(),
+                transport: transport.clone(),
                 secret: String::new(),
                 deadline_ms: self.config.commit_deadline_ms,
             };
@@ -306,12 +323,12 @@ impl Membership {
     }
 
     fn commit_group(&mut self, round: Round) {
-        let feeder = match round.phase {
-            Phase::Committing { feeder, .. } => feeder,
-            Phase::Preparing => None,
+        let (feeder, transport) = match round.phase {
+            Phase::Committing { feeder, transport, .. } => (feeder, transport),
+            Phase::Preparing => (None, TransportChoice::default()),
         };
         let (epoch, world) = (round.id.epoch, round.roster.world_size);
-        let message = format!("epoch {epoch}: {} members, world size {world}", round.members.len());
+        let message = format!("epoch {epoch}: {} members, world size {world}, over {}", round.members.len(), transport.name());
         self.event(Reason::GroupFormed, message, None, false);
         let joined = round.members.iter().map(|member| member.candidate.name.clone());
         for name in joined.filter(|name| !self.last_offsets.contains_key(name)).collect::<Vec<_>>() {
@@ -320,7 +337,7 @@ impl Membership {
         let lives = round.members.iter().map(|member| (member.candidate.name.clone(), member.life.clone())).collect();
         let candidates = round.members.into_iter().map(|member| member.candidate).collect();
         let mut group = Group::new(round.id, round.roster, candidates, lives, round.policy, self.now);
-        group.feeder = feeder;
+        (group.feeder, group.transport) = (feeder, transport);
         self.enter(group);
     }
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use crate::plan::Candidate;
-use crate::protocol::{EpochId, HeldVersion, Incarnation, MemberName, Reason, Role, Roster, UpdatePolicy};
+use crate::protocol::{EpochId, GpuReport, HeldVersion, Incarnation, MemberName, Reason, Role, Roster, TransportChoice, UpdatePolicy};
 
 use super::assess::Eligible;
 
@@ -18,6 +18,7 @@ pub(super) struct Group {
     /// The life of each member that prepared it.
     pub lives: BTreeMap<MemberName, Incarnation>,
     pub feeder: Option<MemberName>,
+    pub transport: TransportChoice,
     /// The rules its members were sent; assumed to be the present ones for a group that was taken over.
     pub policy: UpdatePolicy,
     pub committed_at: u64,
@@ -46,6 +47,7 @@ impl Group {
             candidates,
             lives,
             feeder: None,
+            transport: TransportChoice::default(),
             policy,
             committed_at,
             lost: BTreeMap::new(),
@@ -96,8 +98,8 @@ pub(super) struct Round {
     pub members: Vec<Eligible>,
     pub policy: UpdatePolicy,
     pub phase: Phase,
-    /// Data address of each member that prepared.
-    pub prepared: BTreeMap<MemberName, String>,
+    /// Each member that prepared.
+    pub prepared: BTreeMap<MemberName, Prepared>,
     pub committed: BTreeSet<MemberName>,
     pub failed: BTreeMap<MemberName, Failure>,
     /// Who cannot reach whom.
@@ -106,6 +108,14 @@ pub(super) struct Round {
     pub deadline: u64,
     /// After a first failure: how long others that fail for the same cause are waited for.
     pub settle_at: Option<u64>,
+}
+
+/// What a member said when it prepared.
+#[derive(Debug, Clone)]
+pub(super) struct Prepared {
+    /// Its data address.
+    pub data: String,
+    pub gpus: GpuReport,
 }
 
 /// Where a round is.
@@ -119,6 +129,7 @@ pub(super) enum Phase {
         waves: VecDeque<Vec<MemberName>>,
         current: Option<HeldVersion>,
         feeder: Option<MemberName>,
+        transport: TransportChoice,
     },
 }
 
@@ -134,6 +145,12 @@ pub(super) struct Failure {
 impl Round {
     pub(super) fn life(&self, name: &MemberName) -> Option<&Incarnation> {
         self.members.iter().find(|member| &member.candidate.name == name).map(|member| &member.life)
+    }
+
+    /// What prepared members have, in the order of their ranks.
+    pub(super) fn gpus(&self) -> Vec<(&MemberName, &GpuReport)> {
+        let members = self.roster.members.iter();
+        members.filter_map(|member| Some((&member.name, &self.prepared.get(&member.name)?.gpus))).collect()
     }
 
     pub(super) fn member_of(&self, life: &Incarnation) -> Option<&MemberName> {

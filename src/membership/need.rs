@@ -115,6 +115,11 @@ impl Membership {
                 wakes.push(at);
             }
         }
+        // Whoever says so of itself needs no second opinion: its GPU worker ended, and the communicator with it.
+        let by_itself: Vec<_> = group.reports.iter().filter(|((reporter, peer), _)| reporter == peer).collect();
+        let by_itself: Vec<_> = by_itself.into_iter().map(|((_, name), (_, cause))| (name.clone(), cause.clone())).collect();
+        group.reports.retain(|(reporter, peer), _| reporter != peer);
+        lost.extend(by_itself.into_iter().map(|(name, cause)| (name, Reason::GpuWorkerLost, cause)));
         let settled = group.reports.values().map(|(at, _)| at.saturating_add(SETTLE_MS)).min();
         match settled {
             Some(at) if now >= at => {
@@ -136,7 +141,9 @@ impl Membership {
         }
         let found = !lost.is_empty();
         for (name, reason, message) in lost {
-            if reason == Reason::PeerUnreachable {
+            let source = |group: &super::group::Group| group.roster.member(&name).is_some_and(|member| member.role == Role::Source);
+            let may_wait = reason == Reason::GpuWorkerLost && !self.group.as_ref().is_some_and(source);
+            if reason == Reason::PeerUnreachable || may_wait {
                 self.strike(&name, Weight::Failure, reason, &message);
             } else {
                 self.count_loss(&name, reason, &message);

@@ -6,7 +6,7 @@ use crate::protocol::{EpochId, Incarnation, MemberName, MemberPhase, MemberState
 
 use super::backoff::Weight;
 use super::forming::SETTLE_MS;
-use super::group::{Failure, Forming, Phase, Round};
+use super::group::{Failure, Forming, Phase, Prepared, Round};
 use super::mutation::Mutation;
 use super::{Decision, Membership, Observation};
 
@@ -107,7 +107,8 @@ impl Membership {
         }
         // The state in the answer is not taken: the event stream keeps the order of states, and an answer that was overtaken by it would
         // show an engine as holding what it has lost since.
-        round.prepared.insert(member.clone(), response.data_address);
+        let prepared = Prepared { data: response.data_address, gpus: response.gpus };
+        round.prepared.insert(member.clone(), prepared);
     }
 
     fn note_committed(&mut self, id: &EpochId, member: &MemberName, from: &Incarnation) {

@@ -37,6 +37,7 @@ impl Membership {
                 Some(feeder) => Some(feeder),
                 None => members_in.and_then(|members| self.choose_feeder(members)),
             },
+            transport: self.group.as_ref().map(|group| group.transport.clone()),
             update: self.updates.latest().cloned(),
             total,
             ready,

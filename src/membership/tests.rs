@@ -8,4 +8,5 @@ mod forming;
 mod joining;
 mod leaving;
 mod restart;
+mod transport;
 mod updates;

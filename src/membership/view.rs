@@ -1,6 +1,6 @@
 //! What status shows of membership. Holds values only; `report.rs` fills them.
 
-use crate::protocol::{EpochId, HeldVersion, Incarnation, MemberName, PodRef, Reason, Role, UpdateView};
+use crate::protocol::{EpochId, HeldVersion, Incarnation, MemberName, PodRef, Reason, Role, TransportChoice, UpdateView};
 
 /// Where the group stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,6 +102,7 @@ impl MembershipView {
             world_size: 0,
             version: None,
             feeder: None,
+            transport: None,
             update: None,
             members: Vec::new(),
             total: 0,
@@ -130,6 +131,8 @@ pub struct MembershipView {
     pub version: Option<HeldVersion>,
     /// Who feeds members that lack it.
     pub feeder: Option<MemberName>,
+    /// How bytes travel in the committed group.
+    pub transport: Option<TransportChoice>,
     /// The latest update of the group, as its leader sees it.
     pub update: Option<UpdateView>,
     /// All members, sources first, in the order of the plan; then those left out by the plan.

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{EpochId, Incarnation, MemberName, Role, Roster, Version};
+use super::{EpochId, GpuReport, Incarnation, MemberName, Role, Roster, TransportChoice, TransportPolicy, Version};
 
 /// What the object's spec asks of members during updates; sent with each epoch, so that agents need no other configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +28,9 @@ pub struct UpdatePolicy {
     pub bucket_bytes: u64,
     /// Whether the data path uses TLS; without it, members prove themselves by the epoch's secret.
     pub data_tls: bool,
+    /// How bytes travel.
+    #[serde(default)]
+    pub transport: TransportPolicy,
     /// Health probes of the engine.
     pub health: HealthPolicy,
 }
@@ -94,6 +97,9 @@ pub struct PrepareResponse {
     pub incarnation: Incarnation,
     /// Where its data listener is bound (`IP:PORT`).
     pub data_address: String,
+    /// Its GPUs.
+    #[serde(default)]
+    pub gpus: GpuReport,
     /// What it holds and serves.
     pub state: MemberState,
 }
@@ -134,6 +140,9 @@ pub struct CommitRequest {
     /// Who feeds members that lack the current version: the source, or a rollout that holds it. None: nobody retains it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub feeder: Option<MemberName>,
+    /// How bytes travel.
+    #[serde(default)]
+    pub transport: TransportChoice,
     /// Random bytes (base64) that data connections of this epoch must show. Secret.
     pub secret: String,
     /// Answer within this long.
@@ -265,6 +274,9 @@ pub struct MemberState {
     /// [`Roster::digest`] of that epoch's roster: a restarted controller compares it before it takes a running group over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roster_digest: Option<String>,
+    /// How bytes travel in that epoch; none before it was committed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transport: Option<TransportChoice>,
     /// Complete and verified, kept to retry or to feed others (delivered).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retained: Option<HeldVersion>,

@@ -88,10 +88,10 @@ pub enum StreamFailure {
         /// The bucket.
         sequence: u32,
     },
-    /// No byte moved between GPUs although every worker lives: nobody can be told to be at fault.
-    Stalled {
-        /// For so long, in ms.
-        silence_ms: u64,
+    /// The communicator between the GPUs failed, and nobody can be told to be at fault.
+    Communicator {
+        /// What was seen.
+        cause: String,
     },
     /// The leader gave the stream up.
     Cancelled,

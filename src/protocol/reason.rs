@@ -57,6 +57,10 @@ reasons! {
     WaitsForUpdate,
     /// The member waits for the next version, as `membership.join: NextVersion` asks.
     WaitsForNextVersion,
+    /// `spec.transport` demands what the member does not have.
+    TransportUnavailable,
+    /// The process that the member's agent drives its GPU with ended, and with it the communicator of the group.
+    GpuWorkerLost,
     /// The member takes part in an update.
     Updating,
     /// The member lacks the current version and is brought it.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bytes::Bytes;
 
-use super::BucketStore;
+use super::{BucketStore, DeviceBucket};
 use crate::protocol::{BucketHeader, DataHello, Refusal, StreamFailure};
 
 /// Finds the carrier of a stream.
@@ -38,8 +38,10 @@ pub(super) trait Carrier: Send {
 
 /// What a carrier brings.
 pub(super) enum Carried {
-    /// Bytes of a bucket whose digest agrees, at their place in the stream of the layout.
+    /// Bytes of a bucket, at their place in the stream of the layout.
     Part(u64, Bytes),
+    /// A bucket in memory of GPUs, whose digest agrees.
+    Device(DeviceBucket),
     /// All of the bucket was given out.
     Whole(BucketHeader, u128),
     /// The stream cannot go on.

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::BucketStore;
+use super::{BucketStore, DeviceBucket};
 use crate::protocol::{BucketHeader, MemberName, Refusal, RefusalCode, StreamFailure};
 use crate::weights::BucketHasher;
 
@@ -96,6 +96,13 @@ impl Intake {
         self.stored(written)
     }
 
+    /// A bucket that came another way and lies in memory of GPUs.
+    pub(super) fn carried_device(&mut self, bucket: DeviceBucket) -> Result<(), StreamFailure> {
+        self.running("a bucket")?;
+        let taken = self.store.device(bucket);
+        self.stored(taken)
+    }
+
     /// A bucket that came another way was proven, and all of it was given to the store.
     pub(super) fn carried_whole(&mut self, header: &BucketHeader, digest: u128) -> Result<(), StreamFailure> {
         self.running("a digest")?;
@@ -162,7 +169,7 @@ fn blame(failure: &StreamFailure) -> (Option<&MemberName>, String) {
         StreamFailure::Lost { peer, cause } => (Some(peer), format!("lost in the middle: {cause}")),
         StreamFailure::Silent { peer, silence_ms } => (Some(peer), format!("no sign of life for {silence_ms} ms")),
         StreamFailure::Corrupt { peer, sequence } => (Some(peer), format!("received bucket {sequence} with a wrong digest")),
-        StreamFailure::Stalled { silence_ms } => (None, format!("no byte moved between the GPUs for {silence_ms} ms")),
+        StreamFailure::Communicator { cause } => (None, format!("the communicator failed: {cause}")),
         StreamFailure::Cancelled => (None, "the leader gave the stream up".to_owned()),
     }
 }

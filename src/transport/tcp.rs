@@ -26,7 +26,7 @@ use super::carrier::Carriers;
 use super::{Admission, BucketSink, Transport, TransportError};
 use crate::protocol::{DataHello, MemberName, StreamFailure};
 use downstream::Alive;
-pub(super) use downstream::{Downstream, Item, alive_period, millis};
+pub(super) use downstream::{Downstream, Item};
 use sink::Sink;
 
 /// Finds the name that a member's certificate must carry.

@@ -13,6 +13,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use weightsync::agent::client::{ClientServerConfig, SocketName};
 use weightsync::agent::enrollment::{Applicant, TokenSource};
+use weightsync::agent::gpu::{GpuChoice, GpuSettings};
 use weightsync::agent::process::{AgentError, Settings, run};
 use weightsync::agent::rollout::Places;
 use weightsync::agent::space::Cgroups;
@@ -160,6 +161,7 @@ impl Operator {
             retain_bytes: 0,
             bucket_bytes: 0,
             data_tls: true,
+            transport: TransportPolicy::default(),
             health,
         };
         let wanted = Wanted { config: MembershipConfig::new(object, 1, policy), members, suspend: false, delete: false };
@@ -215,6 +217,7 @@ impl Agent {
             engines: Arc::new(|_| Ok(Arc::new(Idle))),
             cgroups: Cgroups::of_this_process(),
             command: None,
+            gpus: GpuSettings { choice: GpuChoice::None, ..GpuSettings::default() },
         };
         let cancel = CancellationToken::new();
         let task = tokio::spawn(run(settings, cancel.clone()));

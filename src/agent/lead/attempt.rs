@@ -167,8 +167,9 @@ impl<'a> Attempt<'a> {
             // Everybody holds it: nothing is to be read.
             Some(manifest) if receiving.is_empty() => (HeldVersion { version: update.version, manifest }, None),
             known => {
-                let digests =
-                    self.transfer(&receiving, Sending { source, layout: layout.clone(), algorithm, keep }, &mut following, stage).await?;
+                let staging = self.leader.gpus().and_then(|gpus| gpus.first()).map(|(_, staging)| staging);
+                let sending = Sending { source, layout: layout.clone(), algorithm, keep, staging };
+                let digests = self.transfer(&receiving, sending, &mut following, stage).await?;
                 let manifest = Manifest::new(update.version, Layout::clone(&layout), algorithm, &digests)
                     .map_err(|error| self.failure(PublishErrorCode::Internal, error.to_string(), None, false))?;
                 let held = HeldVersion { version: update.version, manifest: manifest.digest() };

@@ -135,6 +135,16 @@ impl Calls {
         }
     }
 
+    /// Posts to one member; what it answers as it is.
+    pub(super) async fn ask<T, R>(&self, member: &MemberName, path: &str, body: &T, deadline: Duration) -> Result<R, CallError>
+    where
+        T: Serialize + Sync,
+        R: serde::de::DeserializeOwned,
+    {
+        let (control, pod_uid) = self.address(member).unwrap_or_default();
+        self.client.post_json(&control, &pod_uid, path, body, deadline).await
+    }
+
     fn address(&self, member: &MemberName) -> Option<(String, String)> {
         let address = self.epoch.address(member)?;
         Some((address.control.clone(), address.incarnation.pod_uid.clone()))

@@ -12,7 +12,7 @@ use super::calls::{Answer, Following};
 use super::probe::hello;
 use super::stream::{Sending, StreamError};
 use super::table::{Failure, Table, Verdict};
-use crate::protocol::{BeginRequest, MemberName, PublishErrorCode, UpdatePhase};
+use crate::protocol::{BeginRequest, CarriedBy, DataHello, MemberName, PublishErrorCode, UpdatePhase};
 use crate::transport::TransportError;
 use crate::weights::{DigestAlgorithm, Layout};
 
@@ -77,7 +77,7 @@ impl Attempt<'_> {
         stage: &mut dyn Stage,
     ) -> Result<Vec<u128>, Failure> {
         let silence = self.silence;
-        let hello = hello(&self.epoch, &self.calls, receiving, &self.update(), false);
+        let hello = self.hello(receiving);
         let leader = self.leader;
         let sent = async {
             let mut sink = match hello {
@@ -109,6 +109,18 @@ impl Attempt<'_> {
                 () = at(show_at) => self.show(),
             }
         }
+    }
+
+    /// The hello of the stream. Over a communicator every member takes part; those that do not receive keep nothing. What is fed goes over
+    /// connections: a collective needs every rank, and only one leader at a time could have it.
+    fn hello(&self, receiving: &[MemberName]) -> Option<(DataHello, String)> {
+        let seat = self.epoch.communicator().and_then(|plan| plan.seat(self.epoch.me()));
+        let Some((root, _)) = seat.filter(|_| !self.view.feeding && !receiving.is_empty()) else {
+            return hello(&self.epoch, &self.calls, receiving, &self.update(), false, None);
+        };
+        let others: Vec<MemberName> = self.epoch.others();
+        let passing = others.iter().filter(|name| !receiving.contains(name)).cloned().collect();
+        hello(&self.epoch, &self.calls, &others, &self.update(), false, Some(CarriedBy { root, passing }))
     }
 
     /// Waits until members answered what was asked of them, as far as they ever will.

@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::Leader;
 use super::calls::Calls;
 use crate::agent::group::{Epoch, refusal};
-use crate::protocol::{BucketHeader, DataHello, MemberName, Refusal, RefusalCode, UpdateId};
+use crate::protocol::{BucketHeader, CarriedBy, DataHello, MemberName, Refusal, RefusalCode, UpdateId};
 use crate::transport::TransportError;
 use crate::weights::bucket_digest;
 
@@ -25,6 +25,12 @@ impl Leader {
     pub async fn prove(&self, epoch: &std::sync::Arc<Epoch>, deadline: Instant) -> Result<(), Refusal> {
         let others: Vec<MemberName> = epoch.rollouts().into_iter().filter(|name| name != epoch.me()).collect();
         let over = self.core.over(epoch.id());
+        if epoch.communicator().is_some() {
+            tokio::select! {
+                formed = self.form(epoch, deadline) => formed?,
+                () = over.cancelled() => return Err(refusal(RefusalCode::StaleEpoch, "the epoch ended while its communicator was formed")),
+            }
+        }
         loop {
             let sent = tokio::select! {
                 sent = timeout_at(deadline, self.send_probe(epoch, &others)) => sent,
@@ -46,10 +52,8 @@ impl Leader {
 
     async fn send_probe(&self, epoch: &std::sync::Arc<Epoch>, others: &[MemberName]) -> Result<(), TransportError> {
         let calls = Calls::new(self.client.clone(), epoch.clone());
-        let Some((hello, first)) = hello(epoch, &calls, others, &UpdateId { epoch: epoch.id().clone(), version: 0, attempt: 0 }, true)
-        else {
-            return Ok(());
-        };
+        let update = UpdateId { epoch: epoch.id().clone(), version: 0, attempt: 0 };
+        let Some((hello, first)) = hello(epoch, &calls, others, &update, true, None) else { return Ok(()) };
         let mut sink = self.transport.open(hello, &first).await?;
         let header = BucketHeader { sequence: 0, flags: 0, offset: 0, bytes: ELEMENT.len() as u64 };
         sink.send(header, Bytes::from_static(&ELEMENT).into(), bucket_digest(&ELEMENT)).await?;
@@ -58,7 +62,14 @@ impl Leader {
 }
 
 /// The hello for a chain over `members` and the address of the first; none when there is nobody.
-pub(super) fn hello(epoch: &Epoch, calls: &Calls, members: &[MemberName], update: &UpdateId, probe: bool) -> Option<(DataHello, String)> {
+pub(super) fn hello(
+    epoch: &Epoch,
+    calls: &Calls,
+    members: &[MemberName],
+    update: &UpdateId,
+    probe: bool,
+    carried: Option<CarriedBy>,
+) -> Option<(DataHello, String)> {
     let mut rest = calls.chain(members);
     if rest.is_empty() {
         return None;
@@ -74,7 +85,7 @@ pub(super) fn hello(epoch: &Epoch, calls: &Calls, members: &[MemberName], update
         tls: policy.data_tls,
         silence_ms: policy.silence_ms,
         probe,
-        carried: None,
+        carried,
     };
     Some((hello, first))
 }

@@ -10,8 +10,10 @@ use tokio::sync::mpsc;
 
 use crate::agent::version_source::{SourceError, VersionSource};
 use crate::protocol::BucketHeader;
+use crate::transport::nccl::Staging;
 use crate::transport::{BucketSink, Payload, TransportError};
 use crate::weights::{Bucket, DigestAlgorithm, Layout, TensorHasher, bucket_digest};
+use crate::worker::WorkerError;
 
 /// Buckets that are read and hashed ahead of the one being sent.
 const AHEAD: usize = 2;
@@ -31,6 +33,9 @@ pub(super) enum StreamError {
 pub trait Keep: Send + Sync {
     /// Keeps the bucket; the same bytes, perhaps in other memory.
     fn keep(&self, bytes: Bytes) -> Bytes;
+
+    /// Keeps these very bytes, which nobody else will write to.
+    fn take(&self, bytes: Bytes);
 }
 
 /// What is sent, and who keeps a copy of it.
@@ -39,31 +44,48 @@ pub(super) struct Sending<'a> {
     pub(super) layout: Arc<Layout>,
     pub(super) algorithm: DigestAlgorithm,
     pub(super) keep: Option<Arc<dyn Keep>>,
+    /// Pinned memory of the source's worker.
+    pub(super) staging: Option<Staging>,
 }
 
 impl Sending<'_> {
     /// Sends all of it; answers the digest of every tensor, in layout order. `sink` is none when nobody waits for the stream.
     pub(super) async fn run(self, sink: Option<&mut Box<dyn BucketSink>>, silence: Duration) -> Result<Vec<u128>, StreamError> {
-        let Self { source, layout, algorithm, keep } = self;
-        send(source, (TensorHasher::new(layout.clone(), algorithm), layout), sink, keep, silence).await
+        let Self { source, layout, algorithm, keep, staging } = self;
+        send(source, (algorithm, layout), sink, (keep, staging), silence).await
     }
 }
 
 async fn send(
     source: &mut dyn VersionSource,
-    (mut hasher, layout): (TensorHasher, Arc<Layout>),
+    (algorithm, layout): (DigestAlgorithm, Arc<Layout>),
     mut sink: Option<&mut Box<dyn BucketSink>>,
-    keep: Option<Arc<dyn Keep>>,
+    (keep, staging): (Option<Arc<dyn Keep>>, Option<Staging>),
     silence: Duration,
 ) -> Result<Vec<u128>, StreamError> {
     let (ready, mut to_send) = mpsc::channel::<(Bucket, Payload, u128)>(AHEAD);
     let hashes = sink.as_ref().is_some_and(|sink| sink.hashes());
+    let takes_device = sink.as_ref().is_none_or(|sink| sink.takes_device());
+    let mut hasher = TensorHasher::new(layout.clone(), algorithm);
     let produce = async {
         while let Some((bucket, payload)) = source.next(silence).await? {
-            let Payload::Host(bytes) = payload else {
-                return Err(StreamError::Layout(format!("bucket {} lies on a GPU, and is to be hashed here", bucket.sequence)));
+            check(&layout, &hasher, &bucket, &payload)?;
+            let bytes = match payload {
+                Payload::Device(device) if takes_device && algorithm == DigestAlgorithm::Gsum64 => {
+                    let shares = device.digest(&layout.digest_parts(bucket.offset, bucket.bytes), silence).await.map_err(on_gpu)?;
+                    hasher.add(bucket.bytes, &shares).map_err(|error| StreamError::Layout(error.to_string()))?;
+                    if ready.send((bucket, device.clone().into(), 0)).await.is_err() {
+                        break;
+                    }
+                    // While the bytes are on the wire.
+                    if let Some(keep) = &keep {
+                        keep.take(device.to_host(staging.as_ref(), silence).await.map_err(on_gpu)?);
+                    }
+                    continue;
+                }
+                Payload::Device(device) => device.to_host(staging.as_ref(), silence).await.map_err(on_gpu)?,
+                Payload::Host(bytes) => bytes,
             };
-            check(&layout, &hasher, &bucket, &bytes)?;
             let keep = keep.clone();
             let hashed = tokio::task::spawn_blocking(move || {
                 let bytes = match keep {
@@ -106,9 +128,13 @@ async fn send(
     hasher.finish().map_err(|error| StreamError::Layout(error.to_string()))
 }
 
-fn check(layout: &Layout, hasher: &TensorHasher, bucket: &Bucket, bytes: &Bytes) -> Result<(), StreamError> {
+fn on_gpu(error: WorkerError) -> StreamError {
+    StreamError::Source(SourceError::Io { what: "the trainer's memory on the GPU cannot be read".into(), cause: error.to_string() })
+}
+
+fn check(layout: &Layout, hasher: &TensorHasher, bucket: &Bucket, bytes: &Payload) -> Result<(), StreamError> {
     let expected = layout.bucket(bucket.sequence);
-    if expected.as_ref() != Some(bucket) || bytes.len() as u64 != bucket.bytes || hasher.position() != bucket.offset {
+    if expected.as_ref() != Some(bucket) || bytes.len() != bucket.bytes || hasher.position() != bucket.offset {
         return Err(StreamError::Layout(format!("bucket {} has {} bytes at {}", bucket.sequence, bytes.len(), bucket.offset)));
     }
     Ok(())

@@ -14,9 +14,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::pages::Pages;
 use super::{AgentError, Settings};
-use crate::agent::client::PublishQueue;
+use crate::agent::client::{PublishQueue, SourceWorker};
 use crate::agent::core::{Core, Facts};
 use crate::agent::enrollment::{Announcer, AnnouncingEnded, Enrolled};
+use crate::agent::gpu::{Gpus, Share};
 use crate::agent::group::{Me, Standing};
 use crate::agent::lead::Leader;
 use crate::agent::lead::feed::Feeder;
@@ -30,6 +31,7 @@ use crate::protocol::{Announcement, Assignment, EngineAssignment, Incarnation, M
 use crate::runtime::https::{Access, AgentClient, ControllerClient, Limits, serve_https};
 use crate::runtime::identity::{ClientCertificates, Identity, IdentityError, agent_name};
 use crate::transport::TransportError;
+use crate::transport::nccl::NcclTransport;
 use crate::transport::tcp::{DataTls, TcpOptions, TcpTransport};
 
 /// A listener that acknowledges nothing for this long is gone. A pod that was deleted by force takes its network away without a word; an
@@ -63,6 +65,8 @@ pub(super) struct Session {
     pub(super) client: ControllerClient,
     pub(super) queue: Arc<PublishQueue>,
     pub(super) roster: watch::Sender<RosterView>,
+    /// What the trainer's socket is told of the source's GPU.
+    pub(super) source_gpu: watch::Sender<Result<SourceWorker, String>>,
 }
 
 /// The endpoints of one claim.
@@ -71,6 +75,8 @@ pub(super) struct Running {
     assignment: watch::Sender<Assignment>,
     unclaimed: watch::Sender<Option<String>>,
     tasks: JoinSet<()>,
+    /// Endpoints that the claim wants.
+    wanted: usize,
 }
 
 impl Session {
@@ -81,6 +87,7 @@ impl Session {
             assignment: watch::Sender::new(enrolled.assignment.clone()),
             unclaimed: watch::Sender::new(None),
             tasks: JoinSet::new(),
+            wanted: enrolled.assignment.engines.len().max(1),
         };
         let wanted: Vec<Option<&EngineAssignment>> = match enrolled.assignment.role {
             Role::Source => vec![None],
@@ -117,9 +124,13 @@ impl Session {
         let control = bind(settings.ip, port(settings.control_port, number)).await?;
         let data = SocketAddr::new(settings.ip, port(settings.data_port, number));
         let options = TcpOptions { tls: Some(self.data_tls(&core)?), ..TcpOptions::default() };
-        let transport = Arc::new(TcpTransport::bind(data, core.clone(), options).await?);
+        let transport = Arc::new(NcclTransport::new(TcpTransport::bind(data, core.clone(), options).await?));
         let data_address = crate::transport::Transport::address(transport.as_ref());
-        let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport);
+        let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport.clone());
+        let share = Share { number: usize::from(number), of: running.wanted };
+        let gpus = Gpus::new(core.clone(), settings.gpus.clone(), share, transport, engine.is_none().then(|| self.source_gpu.clone()));
+        running.tasks.spawn(gpus.clone().supervise(cancel.clone()));
+        leader.set_gpus(gpus);
         let part = if let Some(engine) = engine {
             let rollout = self.rollout(engine, &core, running, cancel)?;
             pages.add(rollout.clone());

@@ -248,6 +248,7 @@ fn usual_policy() -> UpdatePolicy {
         retain_bytes: 0,
         bucket_bytes: 0,
         data_tls: true,
+        transport: crate::protocol::TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 3_000, failure_threshold: 3, success_threshold: 1 },
     }
 }

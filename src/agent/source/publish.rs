@@ -235,7 +235,7 @@ impl Stage for PublishStage<'_> {
     fn streamed(&mut self, _manifest: &Manifest, held: &HeldVersion) -> Result<(), Failure> {
         self.manifest = Some(held.manifest.clone());
         lock(&self.source.history).read(held, self.algorithm);
-        let kept = self.keeper.take().map(|keeper| keeper.take());
+        let kept = self.keeper.take().map(|keeper| keeper.empty());
         self.copy = kept.and_then(|buckets| Retained::in_memory(held.clone(), self.algorithm, &self.layout, buckets)).map(Arc::new);
         Ok(())
     }

@@ -76,7 +76,7 @@ struct Kept {
 
 impl Keeper {
     /// What was kept; the keeper is empty then.
-    pub fn take(&self) -> Vec<Bytes> {
+    pub fn empty(&self) -> Vec<Bytes> {
         self.0.send_replace(Kept::default()).buckets
     }
 
@@ -99,8 +99,18 @@ impl Keeper {
 
 impl Keep for Keeper {
     fn keep(&self, bytes: Bytes) -> Bytes {
+        self.note(|| Bytes::copy_from_slice(&bytes))
+    }
+
+    fn take(&self, bytes: Bytes) {
+        self.note(|| bytes);
+    }
+}
+
+impl Keeper {
+    fn note(&self, copy: impl FnOnce() -> Bytes) -> Bytes {
         let before = self.0.borrow().came;
-        let copy = self.bucket(before).unwrap_or_else(|| Bytes::copy_from_slice(&bytes));
+        let copy = self.bucket(before).unwrap_or_else(copy);
         self.0.send_modify(|kept| {
             if kept.buckets.len() == kept.came {
                 kept.buckets.push(copy.clone());

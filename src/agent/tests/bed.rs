@@ -164,6 +164,7 @@ impl Bed {
             retain_bytes: 64 << 20,
             bucket_bytes: 0,
             data_tls: true,
+            transport: TransportPolicy::default(),
             health,
         };
         Self { ca, client, versions: tempfile::tempdir().unwrap(), policy, epoch: 0, current: None, corrupt: Arc::default(), pods: 0 }
@@ -292,6 +293,7 @@ impl Bed {
             addresses: members.iter().map(|member| member.address.clone()).collect(),
             current: self.current.clone(),
             feeder: feeder.map(|feeder| feeder.name.clone()),
+            transport: TransportChoice::default(),
             secret: format!("secret of {}", self.epoch),
             deadline_ms: 10_000,
         }

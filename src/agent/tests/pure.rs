@@ -41,6 +41,7 @@ fn prepare(id: &EpochId, pod_uid: &str, port: u16, role: Role) -> PrepareRequest
         retain_bytes: 0,
         bucket_bytes: 0,
         data_tls: false,
+        transport: TransportPolicy::default(),
         health,
     };
     let roster = Roster { members: vec![member], world_size: 2, chain: vec![name.clone()] };
@@ -55,7 +56,15 @@ fn commit(id: &EpochId, instance: &str) -> CommitRequest {
         data: "d".into(),
         engine_url: None,
     };
-    CommitRequest { id: id.clone(), addresses: vec![address], current: None, feeder: None, secret: "s".into(), deadline_ms: 1 }
+    CommitRequest {
+        id: id.clone(),
+        addresses: vec![address],
+        current: None,
+        feeder: None,
+        transport: TransportChoice::default(),
+        secret: "s".into(),
+        deadline_ms: 1,
+    }
 }
 
 fn fence(id: &EpochId) -> FenceRequest {

@@ -61,7 +61,9 @@ fn pool() -> impl Strategy<Value = Pool> {
 
 fn transport() -> impl Strategy<Value = Transport> {
     let tcp = (any::<bool>(), of(1..99)).prop_map(|(tls, bucket_mib)| Tcp { tls, bucket_mib });
-    (any::<bool>(), of(tcp)).prop_map(|(auto, tcp)| Transport { auto: auto.then_some(Auto {}), tcp })
+    let env = prop::collection::btree_map(TEXT, TEXT, 0..3);
+    let nccl = (of(1..99), of(2..9), env).prop_map(|(bucket_mib, buffers, env)| Nccl { bucket_mib, buffers, env });
+    (any::<bool>(), of(tcp), of(nccl)).prop_map(|(auto, tcp, nccl)| Transport { auto: auto.then_some(Auto {}), tcp, nccl })
 }
 
 prop_compose! {

@@ -147,11 +147,16 @@ fn cases() -> Vec<Case> {
             &[(sizes, json!({"tensor": 256, "pipeline": 256, "data": 2}))],
         ),
         case(
-            "exactly one transport must be given: auto or tcp",
+            "exactly one transport must be given: auto, tcp or nccl",
             &[("/spec/transport", json!({"tcp": {"bucketMiB": 16}}))],
             &[("/spec/transport", json!({"auto": {}, "tcp": {}}))],
         ),
-        case("exactly one transport must be given: auto or tcp", &[], &[("/spec/transport", json!({}))]),
+        case("exactly one transport must be given: auto, tcp or nccl", &[], &[("/spec/transport", json!({}))]),
+        case(
+            "transport.nccl.env takes settings of NCCL from a fixed list only, none that loads code or writes files: see the reference",
+            &[("/spec/transport", json!({"nccl": {"bucketMiB": 256, "buffers": 4, "env": {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5"}}}))],
+            &[("/spec/transport", json!({"nccl": {"env": {"NCCL_NET_PLUGIN": "/tmp/evil.so"}}}))],
+        ),
         case(
             "minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
             &[("/spec/membership/minReady", json!("50%"))],
@@ -256,6 +261,8 @@ fn limits_of_single_fields_hold_in_code_too() {
         ("/spec/rollouts/0/replica/pods", json!(0)),
         ("/spec/trainer/order", json!({"by": "Ordinal", "firstIndex": -1})),
         ("/spec/transport", json!({"tcp": {"bucketMiB": 0}})),
+        ("/spec/transport", json!({"nccl": {"bucketMiB": 0}})),
+        ("/spec/transport", json!({"nccl": {"buffers": 1}})),
         ("/spec/health/periodSeconds", json!(0)),
         ("/spec/health/timeoutSeconds", json!(301)),
         ("/spec/health/failureThreshold", json!(0)),

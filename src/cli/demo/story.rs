@@ -306,7 +306,7 @@ fn bucket_bytes(args: &DemoArgs) -> u64 {
 
 fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Replica]) -> anyhow::Result<GroupSpec> {
     let program = std::env::current_exe().context("this program's own path is unknown")?;
-    let trainer = PodSpec { name: "trainer".into(), role: Role::Source, size: 1, engine: None };
+    let trainer = PodSpec { name: "trainer".into(), role: Role::Source, size: 1, gpus: Vec::new(), engine: None };
     let rollouts = replicas.iter().map(|replica| {
         let (command, environment) = command(args, &program, &folder.join("v0"), replica.port);
         let kind = if args.engine == DemoEngine::SimulatedSglang { "sglang" } else { "vllm" };
@@ -315,6 +315,7 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
             name: replica.name.clone(),
             role: Role::Rollout,
             size: 1,
+            gpus: Vec::new(),
             engine: Some(EngineProgram { assignment, command, environment }),
         }
     });

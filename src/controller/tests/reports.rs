@@ -8,7 +8,7 @@ use crate::api::{ConditionType, MAX_MEMBERS, WeightSync, WeightSyncStatus};
 use crate::controller::decide::{Decided, decide};
 use crate::controller::report::{Facts, status, unreadable};
 use crate::membership::{Degradation, GroupStage, MemberStanding, MemberView, MembershipView};
-use crate::protocol::{HeldVersion, MemberName, PodRef, Reason, Role};
+use crate::protocol::{HeldVersion, MemberName, PodRef, Reason, Role, TransportChoice};
 
 fn at(seconds: i64) -> Timestamp {
     Timestamp::from_second(1_800_000_000 + seconds).unwrap()
@@ -53,6 +53,7 @@ fn working(object: &WeightSync) -> MembershipView {
         ],
         total: 2,
         ready: 2,
+        transport: Some(TransportChoice::tcp("auto: no NCCL, actor-0: it has no GPU")),
         ..idle(object)
     }
 }

@@ -18,7 +18,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::protocol::{
     AgentEvent, AnnounceResponse, Announcement, CommitRequest, EngineFacts, EnrollRequest, EnrollResponse, EpochId, FenceRequest,
-    Incarnation, MemberPhase, MemberState, PrepareRequest, PrepareResponse, Refusal, RefusalCode, ReleaseRequest, Role,
+    GpuReport, Incarnation, MemberPhase, MemberState, PrepareRequest, PrepareResponse, Refusal, RefusalCode, ReleaseRequest, Role,
 };
 use crate::runtime::https::{Access, CallError, ControllerClient, Limits, Valid, ndjson, serve_https};
 use crate::runtime::identity::Identity;
@@ -105,6 +105,7 @@ impl FakeAgent {
             role: pod.role,
             phase: MemberPhase::Idle,
             epoch: None,
+            transport: None,
             roster_digest: None,
             retained: None,
             installed: None,
@@ -249,7 +250,7 @@ async fn prepare(State(shared): State<Shared>, Valid(request): Valid<PrepareRequ
         state.roster_digest = Some(request.roster.digest());
     });
     let state = shared.state.borrow().clone();
-    Ok(Json(PrepareResponse { incarnation, data_address: "127.0.0.1:9".into(), state }))
+    Ok(Json(PrepareResponse { incarnation, data_address: "127.0.0.1:9".into(), gpus: GpuReport::default(), state }))
 }
 
 async fn commit(State(shared): State<Shared>, Valid(request): Valid<CommitRequest>) -> Result<(), Refusal> {

@@ -17,7 +17,8 @@ use crate::coordinator::{
 use crate::membership::{MembershipConfig, MembershipView, Restored};
 use crate::plan::Candidate;
 use crate::protocol::{
-    Assignment, EngineAssignment, EpochId, HealthPolicy, KvCachePolicy, MemberName, PausePolicy, PodRef, Role, UpdatePolicy,
+    Assignment, EngineAssignment, EpochId, HealthPolicy, KvCachePolicy, MemberName, PausePolicy, PodRef, Role, TransportPolicy,
+    UpdatePolicy,
 };
 use crate::runtime::https::{Access, AgentClient, Limits, serve_https};
 use crate::runtime::identity::{Ca, PeerIdentity};
@@ -74,6 +75,7 @@ pub(super) fn policy() -> UpdatePolicy {
         retain_bytes: 0,
         bucket_bytes: 0,
         data_tls: false,
+        transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1000, timeout_ms: 500, failure_threshold: 3, success_threshold: 1 },
     }
 }

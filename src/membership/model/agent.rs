@@ -150,6 +150,7 @@ impl Agent {
             role: self.role(),
             phase,
             epoch: self.epoch.clone(),
+            transport: None,
             roster_digest: self.digest.clone().filter(|_| self.epoch.is_some()),
             retained: self.retained.clone(),
             installed: self.installed.clone(),
@@ -198,7 +199,12 @@ impl Agent {
             self.digest = Some(request.roster.digest());
             self.commit = None;
         }
-        Ok(PrepareResponse { incarnation: self.life.clone(), data_address: self.life.instance.clone(), state: self.state() })
+        Ok(PrepareResponse {
+            incarnation: self.life.clone(),
+            data_address: self.life.instance.clone(),
+            gpus: GpuReport::default(),
+            state: self.state(),
+        })
     }
 
     /// Takes a commit; the world has played a leader's probe before.

@@ -31,6 +31,7 @@ pub(super) fn config(min_ready: u32) -> MembershipConfig {
         retain_bytes: 1,
         bucket_bytes: 0,
         data_tls: false,
+        transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 },
     };
     MembershipConfig::new("ws", 1, policy)

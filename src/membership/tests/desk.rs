@@ -14,6 +14,7 @@ pub(super) fn policy() -> UpdatePolicy {
         retain_bytes: 1 << 30,
         bucket_bytes: 0,
         data_tls: false,
+        transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 },
     }
 }
@@ -50,6 +51,8 @@ pub(super) struct Desk {
     pub now: u64,
     pub states: Vec<MemberState>,
     pub decisions: Vec<Decision>,
+    /// GPUs of agents that have some.
+    pub gpus: std::collections::BTreeMap<usize, GpuReport>,
 }
 
 impl Desk {
@@ -61,7 +64,7 @@ impl Desk {
     pub fn restored(config: MembershipConfig, rollouts: u32, restored: Restored) -> Self {
         let membership = Membership::new(config, restored);
         let states = (0..=rollouts).map(|n| state(n, 1)).collect();
-        Self { membership, now: 1_000, states, decisions: Vec::new() }
+        Self { membership, now: 1_000, states, decisions: Vec::new(), gpus: std::collections::BTreeMap::new() }
     }
 
     pub fn see(&mut self, observation: Observation) -> Vec<Decision> {
@@ -139,7 +142,8 @@ impl Desk {
         state.epoch = Some(request.id.clone());
         state.roster_digest = Some(request.roster.digest());
         state.phase = MemberPhase::Prepared;
-        let response = PrepareResponse { incarnation: to.clone(), data_address: format!("10.0.0.{n}:2"), state: state.clone() };
+        let gpus = self.gpus.get(&n).cloned().unwrap_or_default();
+        let response = PrepareResponse { incarnation: to.clone(), data_address: format!("10.0.0.{n}:2"), gpus, state: state.clone() };
         let state = state.clone();
         let mut decisions =
             self.see(Observation::Prepared { id: request.id.clone(), member: request.member.clone(), response: Box::new(response) });
@@ -196,6 +200,7 @@ fn state(n: u32, number: u32) -> MemberState {
         role: if rollout { Role::Rollout } else { Role::Source },
         phase: MemberPhase::Idle,
         epoch: None,
+        transport: None,
         roster_digest: None,
         retained: None,
         installed: None,

@@ -37,7 +37,7 @@ pub(in crate::transport) enum Item {
 
 /// Where the rest of the chain stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::transport) enum Phase {
+pub(super) enum Phase {
     Opening,
     Admitted,
     Done,
@@ -62,7 +62,7 @@ pub(in crate::transport) struct Downstream {
 }
 
 /// How often a member that lives says so.
-pub(in crate::transport) fn alive_period(silence: Duration) -> Duration {
+pub(super) fn alive_period(silence: Duration) -> Duration {
     (silence / 4).clamp(Duration::from_millis(5), Duration::from_secs(1))
 }
 
@@ -235,7 +235,7 @@ async fn read_answers(
     }
 }
 
-pub(in crate::transport) fn millis(time: Duration) -> u64 {
+pub(super) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 

@@ -325,6 +325,7 @@ impl Session {
         let here = |failure| Ending { failure, told: false };
         match carried {
             Carried::Part(offset, bytes) => self.intake.carried_part(offset, &bytes).map_err(here)?,
+            Carried::Device(bucket) => self.intake.carried_device(bucket).map_err(here)?,
             Carried::Whole(header, digest) => self.intake.carried_whole(&header, digest).map_err(here)?,
             Carried::Failed(failure) => return Err(here(failure)),
         }

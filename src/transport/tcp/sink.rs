@@ -23,12 +23,12 @@ impl Sink {
 #[async_trait]
 impl BucketSink for Sink {
     async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError> {
+        let Payload::Host(data) = data else { return Err(TransportError::on_a_gpu()) };
         tokio::select! {
             biased;
             failure = self.chain.failed() => Err(failure.into()),
             permit = self.room.clone().acquire_owned() => {
                 // The semaphore is never closed.
-                let Payload::Host(data) = data else { return Err(TransportError::on_a_gpu()) };
                 if let Ok(permit) = permit {
                     self.chain.send(Item::Bucket(header, data, digest, permit));
                 }

@@ -1,7 +1,7 @@
-//! A run of shared memory without a path: made and sealed by the agent, mapped once by each side.
+//! A run of shared memory without a path: made and sealed by the agent, mapped once by each side (a trainer, a GPU worker).
 //!
 //! The size is sealed, so no side can pull the memory away under the other (a shrunk mapping would kill the reader by SIGBUS). This file
-//! knows addresses and lengths; what lies where, and who may write when, is the ring's business.
+//! knows addresses and lengths; what lies where, and who may write when, is its users' business.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -29,12 +29,21 @@ impl SharedMemory {
     /// New zeroed memory of `length` bytes, mapped for reading. All pages are taken now, so that a lack of memory is an error here and
     /// not a signal in the middle of an update, and so that they are charged to this process.
     pub fn create(name: &str, length: usize) -> io::Result<Self> {
+        Self::map(Self::make(name, length)?, length, false)
+    }
+
+    /// As [`create`](Self::create), mapped for reading and writing.
+    pub fn create_writable(name: &str, length: usize) -> io::Result<Self> {
+        Self::map(Self::make(name, length)?, length, true)
+    }
+
+    fn make(name: &str, length: usize) -> io::Result<OwnedFd> {
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         let bytes = u64::try_from(length).map_err(|_| io::ErrorKind::InvalidInput)?;
         rustix::fs::ftruncate(&fd, bytes)?;
         rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, bytes)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        Self::map(fd, length, false)
+        Ok(fd)
     }
 
     /// Memory that the other side made, mapped for reading and writing. Refuses one that is shorter than `length` or that could shrink.

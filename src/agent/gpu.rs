@@ -1,0 +1,311 @@
+//! The GPUs of one endpoint: a worker on each, started, opened, and started anew when it ends; and the communicator of its epoch.
+//!
+//! Decides which of the visible GPUs belong to the endpoint, and what is told of them. It never decides whether a group uses them: that is
+//! membership's, by what [`Gpus::report`] says.
+
+mod seats;
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout};
+
+use self::seats::{Open, Seats};
+use super::client::SourceWorker;
+use super::core::{Core, lock};
+use super::group::{Epoch, refusal};
+use crate::protocol::worker::{NcclId, WorkerAnswer};
+use crate::plan::RingWish;
+use crate::protocol::{GpuReport, JoinResponse, MemberGpu, Refusal, RefusalCode, StreamFailure, TransportPolicy};
+use crate::transport::nccl::{Joining, NcclTransport, Seat, Staging};
+use crate::worker::{GRACE, Ring, Worker, WorkerError, WorkerStart};
+
+/// Questions to a worker that costs nothing but its time.
+const ASK: Duration = Duration::from_secs(2);
+
+/// Which GPUs an endpoint uses.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum GpuChoice {
+    /// Those that are visible: a trainer's first one; of a pod with several engines, each engine its share, in the order of its ports.
+    #[default]
+    Auto,
+    /// None: the endpoint takes part over TCP only.
+    None,
+    /// These, by UUID, in the order of the engine's ranks.
+    These(Vec<String>),
+}
+
+impl std::str::FromStr for GpuChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.trim() {
+            "" | "auto" => Ok(Self::Auto),
+            "none" => Ok(Self::None),
+            list => {
+                let gpus: Vec<String> = list.split(',').map(|gpu| gpu.trim().to_owned()).collect();
+                match gpus.iter().find(|gpu| !gpu.starts_with("GPU-")) {
+                    Some(wrong) => Err(format!("\"{wrong}\" is not auto, none or a GPU's UUID (GPU-...: `nvidia-smi -L`)")),
+                    None => Ok(Self::These(gpus)),
+                }
+            }
+        }
+    }
+}
+
+/// How workers are started.
+#[derive(Debug, Clone, Default)]
+pub struct GpuSettings {
+    /// Which GPUs.
+    pub choice: GpuChoice,
+    /// NCCL's library, where it is not to be looked for.
+    pub nccl: Option<PathBuf>,
+    /// The program and arguments of a worker; this program's own if not given.
+    pub worker: Option<WorkerStart>,
+}
+
+/// What a group asks of workers.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Wanted {
+    /// NCCL's settings by the object; workers start with them.
+    environment: BTreeMap<String, String>,
+    /// Ranks of the engine; 0 before the first group.
+    ranks: usize,
+    /// Slots and bytes of a slot, as the object says; what is 0 is chosen.
+    ring: (u32, u64),
+}
+
+/// Which part of the visible GPUs is an endpoint's: its number among the endpoints of the pod, and how many there are.
+#[derive(Debug, Clone, Copy)]
+pub struct Share {
+    /// From 0.
+    pub number: usize,
+    /// At least 1.
+    pub of: usize,
+}
+
+/// The GPUs of one endpoint. See the top of this file.
+pub struct Gpus {
+    core: Arc<Core>,
+    settings: GpuSettings,
+    share: Share,
+    transport: Arc<NcclTransport>,
+    seats: watch::Sender<Seats>,
+    wanted: watch::Sender<Wanted>,
+    /// What the trainer's socket is told, where there is one.
+    source: Option<watch::Sender<Result<SourceWorker, String>>>,
+    rings: Mutex<Vec<Ring>>,
+}
+
+impl Gpus {
+    /// Nothing is started before [`supervise`](Self::supervise) runs.
+    pub fn new(
+        core: Arc<Core>,
+        settings: GpuSettings,
+        share: Share,
+        transport: Arc<NcclTransport>,
+        source: Option<watch::Sender<Result<SourceWorker, String>>>,
+    ) -> Arc<Self> {
+        let (seats, wanted) = (watch::Sender::new(Seats::Starting), watch::Sender::default());
+        Arc::new(Self { core, settings, share, transport, seats, wanted, source, rings: Mutex::default() })
+    }
+
+    /// The transport whose communicators are joined here.
+    pub fn transport(&self) -> &Arc<NcclTransport> {
+        &self.transport
+    }
+
+    /// What NCCL is told by its environment (workers that were started with something else are started anew), and how many ranks the
+    /// engine has: so many GPUs at most are taken of those that are visible.
+    pub fn configure(&self, policy: &TransportPolicy, ranks: u32) {
+        let ring = (policy.slots, policy.slot_bytes);
+        let ranks = usize::try_from(ranks).unwrap_or(usize::MAX);
+        let wanted = Wanted { environment: policy.environment.clone(), ranks, ring };
+        self.wanted.send_if_modified(|now| {
+            let differs = *now != wanted;
+            if differs {
+                *now = wanted;
+                self.seats.send_if_modified(|seats| {
+                    let open = matches!(seats, Seats::Open(_));
+                    *seats = Seats::Starting;
+                    open
+                });
+            }
+            differs
+        });
+    }
+
+    /// The worker on the first GPU, with its memory on the host; none while there is none.
+    pub fn first(&self) -> Option<(Worker, Staging)> {
+        let seats = self.seats.borrow();
+        let open = seats.open().first()?;
+        Some((open.worker.clone(), open.staging.clone()))
+    }
+
+    /// The ring on the first GPU, once a group asked for one.
+    pub fn ring(&self) -> Option<Ring> {
+        lock(&self.rings).first().cloned()
+    }
+
+    /// What is told of the GPUs; waits up to `within` for workers that are starting.
+    pub async fn report(&self, within: Duration) -> GpuReport {
+        let mut seats = self.seats.subscribe();
+        let settled = timeout(within, seats.wait_for(|seats| !matches!(seats, Seats::Starting))).await;
+        let open = match settled.ok().and_then(Result::ok).map(|seats| seats.clone()) {
+            None => return GpuReport { reason: format!("its GPU worker is not up within {within:?}"), ..GpuReport::default() },
+            Some(Seats::Starting) => return GpuReport { reason: "its GPU worker is starting".into(), ..GpuReport::default() },
+            Some(Seats::None(reason)) => return GpuReport { reason, ..GpuReport::default() },
+            Some(Seats::Open(open)) => open,
+        };
+        let mut report = GpuReport::default();
+        for seat in &open {
+            let free = match seat.worker.stats(ASK).await {
+                // What our own ring holds would be free for a ring of another shape.
+                Ok(WorkerAnswer::Stats { gpu_free_bytes, ring_bytes, .. }) => gpu_free_bytes.saturating_add(ring_bytes),
+                Ok(_) => 0,
+                Err(error) => return GpuReport { reason: error.to_string(), ..GpuReport::default() },
+            };
+            report.gpus.push(MemberGpu {
+                uuid: seat.gpu.uuid.clone(),
+                name: seat.gpu.name.clone(),
+                free_bytes: free,
+                memory_bytes: seat.gpu.memory_bytes,
+            });
+            match &seat.nccl {
+                Ok(nccl) => report.nccl = Some(nccl.version),
+                Err(why) => return GpuReport { reason: why.clone(), nccl: None, ..report },
+            }
+        }
+        report
+    }
+
+    /// Makes the id of an epoch's communicator.
+    pub async fn unique_id(&self, within: Duration) -> Result<NcclId, Refusal> {
+        let (worker, _) = self.first().ok_or_else(|| refusal(RefusalCode::Internal, "its GPU worker is gone"))?;
+        worker.unique_id(within).await.map_err(|error| refusal(RefusalCode::Internal, error.to_string()))
+    }
+
+    /// Joins the communicator of an epoch with all GPUs of this endpoint, and leaves it when the epoch is over.
+    pub async fn join(self: &Arc<Self>, epoch: &Arc<Epoch>, id: NcclId, deadline: Instant) -> Result<JoinResponse, Refusal> {
+        let internal = |what: String| refusal(RefusalCode::Internal, what);
+        let plan = epoch.communicator().ok_or_else(|| internal("this epoch has no communicator".into()))?;
+        let (first, gpus) = plan.seat(epoch.me()).ok_or_else(|| internal(format!("{} has no rank", epoch.me())))?;
+        let open: Vec<Open> = self.seats.borrow().open().to_vec();
+        if !open.iter().map(|seat| &seat.gpu.uuid).eq(gpus) {
+            return Err(internal(format!("its GPU workers are not those that it prepared with ({})", gpus.join(", "))));
+        }
+        let mut seats = Vec::new();
+        for seat in &open {
+            let ring = self.ring_of(seat, plan.slots, plan.slot_bytes, left(deadline)).await;
+            let ring = ring.map_err(|error| internal(error.to_string()))?;
+            seats.push(Seat { worker: seat.worker.clone(), ring, staging: seat.staging.clone() });
+        }
+        *lock(&self.rings) = seats.iter().map(|seat| seat.ring.clone()).collect();
+        // A worker that hangs is found a grace after its deadline, and that must be in time as well.
+        let within = left(deadline).saturating_sub(GRACE + Duration::from_millis(200)).max(Duration::from_millis(100));
+        let joining = Joining { epoch: epoch.id().clone(), me: epoch.me().clone(), id, first, world: plan.world(), seats, within };
+        let (communicator, joined) = self.transport.join(joining).await.map_err(|error| {
+            // Late or failed in NCCL: somebody else may be at fault.
+            let code = match communicator_fault(&error) {
+                true => RefusalCode::PeerUnreachable,
+                false => RefusalCode::Internal,
+            };
+            refusal(code, error.to_string())
+        })?;
+        let (over, transport, id) = (self.core.over(epoch.id()), self.transport.clone(), epoch.id().clone());
+        tokio::spawn(async move {
+            tokio::select! {
+                () = over.cancelled() => {}
+                failure = communicator.breaks() => tracing::info!(epoch = %id, ?failure, "a communicator ended before its epoch"),
+            }
+            transport.leave(&id);
+        });
+        tracing::info!(epoch = %epoch.id(), rank = joined.rank, world = joined.world, init = ?joined.init, warm_up = ?joined.warm_up, "joined");
+        Ok(JoinResponse { init_ms: joined.init.as_secs_f64() * 1e3, warm_up_ms: joined.warm_up.as_secs_f64() * 1e3 })
+    }
+
+    /// The ring of a GPU: the one it has, where that is as wanted.
+    async fn ring_of(&self, seat: &Open, slots: u32, slot_bytes: u64, within: Duration) -> Result<Ring, WorkerError> {
+        let mut kept = seat.ring.lock().await;
+        if let Some(ring) = kept.as_ref().filter(|ring| (ring.slots(), ring.slot_bytes()) == (slots, slot_bytes)) {
+            return Ok(ring.clone());
+        }
+        // Given up first: there may not be room for both.
+        lock(&self.rings).clear();
+        *kept = None;
+        let ring = seat.worker.ring(slots, slot_bytes, within).await?;
+        *kept = Some(ring.clone());
+        Ok(ring)
+    }
+
+    /// A worker ended: its rank is gone, and with it the communicator.
+    fn worker_lost(&self, cause: &str) {
+        let Some(epoch) = self.core.epoch() else { return };
+        let Some(communicator) = self.transport.communicator(epoch.id()) else { return };
+        communicator.break_off(StreamFailure::Lost { peer: epoch.me().clone(), cause: cause.to_owned() });
+        self.core.peer_lost(epoch.id(), epoch.me(), &format!("its GPU worker ended: {cause}"));
+    }
+
+    /// What a trainer's ring is made on, or why it is made in host memory.
+    fn source_worker(&self) -> Result<SourceWorker, String> {
+        if let Some(epoch) = self.core.epoch().filter(|epoch| epoch.communicator().is_none()) {
+            return Err(format!("the group does not move weights between GPUs ({})", epoch.commit.transport.reason));
+        }
+        let seats = self.seats.borrow();
+        let seat = match &*seats {
+            Seats::Starting => return Err("the agent's GPU worker is starting".into()),
+            Seats::None(reason) => return Err(reason.clone()),
+            Seats::Open(open) => open.first().ok_or("the agent has no GPU")?,
+        };
+        seat.nccl.as_ref().map_err(Clone::clone)?;
+        let (slots, slot_bytes) = self.wanted.borrow().ring;
+        let wish = RingWish { slots: (slots > 0).then_some(slots), slot_bytes: (slot_bytes > 0).then_some(slot_bytes) };
+        let room = (seat.gpu.free_bytes, seat.gpu.memory_bytes);
+        Ok(SourceWorker { worker: seat.worker.clone(), gpu: seat.gpu.uuid.clone(), wish, room })
+    }
+
+    /// Keeps what the trainer's socket is told up to date, for ever.
+    async fn tell_source(&self) {
+        let Some(source) = &self.source else { return std::future::pending().await };
+        let (mut standing, mut seats, mut wanted) = (self.core.standing(), self.seats.subscribe(), self.wanted.subscribe());
+        loop {
+            standing.borrow_and_update();
+            seats.borrow_and_update();
+            wanted.borrow_and_update();
+            source.send_replace(self.source_worker());
+            let changed = tokio::select! {
+                changed = standing.changed() => changed,
+                changed = seats.changed() => changed,
+                changed = wanted.changed() => changed,
+            };
+            if changed.is_err() {
+                return std::future::pending().await;
+            }
+        }
+    }
+
+    fn start_of(&self, label: &str) -> Result<WorkerStart, WorkerError> {
+        let mut start = match &self.settings.worker {
+            Some(start) => WorkerStart { label: label.to_owned(), ..start.clone() },
+            None => WorkerStart::own(label)?,
+        };
+        // Multicast over NVLink needs memory and rights that containers often lack; it must be asked for.
+        start.environment.push((OsString::from("NCCL_NVLS_ENABLE"), OsString::from("0")));
+        let wanted = self.wanted.borrow();
+        start.environment.extend(wanted.environment.iter().map(|(name, value)| (OsString::from(name), OsString::from(value))));
+        Ok(start)
+    }
+}
+
+fn left(deadline: Instant) -> Duration {
+    deadline.saturating_duration_since(Instant::now())
+}
+
+fn communicator_fault(error: &WorkerError) -> bool {
+    use crate::protocol::worker::WorkerFaultCode::{Aborted, Late, Nccl};
+    matches!(error, WorkerError::Fault { fault, .. } if matches!(fault.code, Aborted | Late | Nccl))
+}

@@ -1,0 +1,173 @@
+//! Keeps a worker on each GPU of an endpoint: finds the GPUs, opens them, and starts what ended anew, ever more slowly while it fails.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+use super::{GpuChoice, Gpus, Share};
+use crate::protocol::worker::{GpuFacts, NcclFacts, WorkerAnswer};
+use crate::runtime::backoff::Backoff;
+use crate::transport::nccl::Staging;
+use crate::worker::{Ring, Worker, WorkerError};
+
+/// Opening a GPU makes a context on it; a cold driver takes seconds.
+const OPEN: Duration = Duration::from_secs(60);
+
+/// Waits between attempts to open GPUs.
+const AGAIN: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(60));
+
+/// A driver that is not there now will hardly come: it is looked for this often.
+const LOOK: Duration = Duration::from_secs(30);
+
+/// A worker that lived for so long is started anew at once when it ends.
+const STEADY: Duration = Duration::from_secs(5);
+
+/// Where the GPUs of an endpoint stand.
+#[derive(Clone)]
+pub(super) enum Seats {
+    /// Not known yet, or being opened.
+    Starting,
+    /// There is none that can be used.
+    None(String),
+    /// A worker on each.
+    Open(Vec<Open>),
+}
+
+/// A GPU with a worker on it.
+#[derive(Clone)]
+pub(super) struct Open {
+    pub(super) worker: Worker,
+    pub(super) gpu: GpuFacts,
+    pub(super) nccl: Result<NcclFacts, String>,
+    pub(super) staging: Staging,
+    pub(super) ring: Arc<tokio::sync::Mutex<Option<Ring>>>,
+}
+
+impl Seats {
+    pub(super) fn open(&self) -> &[Open] {
+        match self {
+            Self::Open(open) => open,
+            Self::Starting | Self::None(_) => &[],
+        }
+    }
+}
+
+impl Gpus {
+    /// Keeps workers open until `cancel`.
+    pub async fn supervise(self: Arc<Self>, cancel: CancellationToken) {
+        if self.settings.choice == GpuChoice::None {
+            self.seats.send_replace(Seats::None("its agent was told to use no GPU".into()));
+            if let Some(source) = &self.source {
+                source.send_replace(Err("its agent was told to use no GPU".into()));
+            }
+            return;
+        }
+        tokio::select! {
+            () = cancel.cancelled() => {}
+            () = self.keep() => {}
+            () = self.tell_source() => {}
+        }
+    }
+
+    async fn keep(&self) {
+        let mut wanted = self.wanted.subscribe();
+        let mut backoff = Backoff::new(AGAIN.0, AGAIN.1);
+        let mut open: Vec<Open> = Vec::new();
+        loop {
+            let environment = wanted.borrow_and_update().environment.clone();
+            match self.open_all(std::mem::take(&mut open)).await {
+                Ok(opened) => {
+                    open.clone_from(&opened);
+                    self.seats.send_replace(Seats::Open(opened));
+                }
+                Err(reason) => {
+                    tracing::info!(reason, "no GPU is used here");
+                    self.seats.send_replace(Seats::None(reason));
+                    let wait = if self.settings.choice == GpuChoice::Auto { LOOK } else { backoff.failed() };
+                    tokio::select! {
+                        () = sleep(wait) => {}
+                        _ = wanted.changed() => {}
+                    }
+                    continue;
+                }
+            }
+            let since = Instant::now();
+            let ends = open.iter().cloned().map(|seat| Box::pin(async move { (seat.worker.ended().await, seat.gpu.uuid) }));
+            tokio::select! {
+                ((cause, gpu), _, _) = futures::future::select_all(ends) => {
+                    tracing::warn!(gpu, cause, "a GPU worker ended; another one is started");
+                    self.seats.send_replace(Seats::Starting);
+                    self.worker_lost(&cause);
+                    if since.elapsed() >= STEADY {
+                        backoff.succeeded();
+                    } else {
+                        sleep(backoff.failed()).await;
+                    }
+                }
+                _ = wanted.changed() => {
+                    if wanted.borrow().environment == environment {
+                        continue;
+                    }
+                    tracing::info!("NCCL's settings changed: GPU workers are started anew");
+                    for seat in open.drain(..) {
+                        self.worker_lost("its settings changed");
+                        seat.worker.kill("its settings changed");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Workers on all GPUs; those that live already stay.
+    async fn open_all(&self, living: Vec<Open>) -> Result<Vec<Open>, String> {
+        let gpus = match &self.settings.choice {
+            GpuChoice::These(gpus) => gpus.clone(),
+            GpuChoice::None => return Err("its agent was told to use no GPU".into()),
+            GpuChoice::Auto => self.visible().await?,
+        };
+        let mut open = Vec::new();
+        for gpu in gpus {
+            match living.iter().find(|seat| seat.gpu.uuid == gpu && seat.worker.cause().is_none()) {
+                Some(seat) => open.push(seat.clone()),
+                None => open.push(self.open(&gpu).await.map_err(|error| error.to_string())?),
+            }
+        }
+        Ok(open)
+    }
+
+    async fn open(&self, gpu: &str) -> Result<Open, WorkerError> {
+        let worker = Worker::start(&self.start_of(gpu)?)?;
+        let (pid, gpu, nccl) = worker.open(Some(gpu), self.settings.nccl.as_deref(), OPEN).await?;
+        tracing::info!(pid, gpu = gpu.uuid, name = gpu.name, ?nccl, "a GPU worker is up");
+        let staging = Staging::new(worker.clone());
+        Ok(Open { worker, gpu, nccl, staging, ring: Arc::default() })
+    }
+
+    /// The UUIDs of this endpoint's share of the visible GPUs.
+    async fn visible(&self) -> Result<Vec<String>, String> {
+        let listing = async {
+            let worker = Worker::start(&self.start_of("list")?)?;
+            worker.devices(self.settings.nccl.as_deref(), OPEN).await
+        };
+        let gpus = match listing.await.map_err(|error: WorkerError| error.to_string())? {
+            WorkerAnswer::Devices { gpus, .. } => gpus,
+            _ => return Err("the GPU worker answered something else than its GPUs".into()),
+        };
+        if let Some(refused) = gpus.iter().find_map(|gpu| gpu.refused.as_ref().map(|why| format!("{}: {why}", gpu.uuid))) {
+            return Err(refused);
+        }
+        share(gpus.into_iter().map(|gpu| gpu.uuid).collect(), self.share, self.wanted.borrow().ranks)
+    }
+}
+
+/// An endpoint's share of the visible GPUs, which stand in the order of the driver: as many as it has ranks, and at least one.
+pub(super) fn share(gpus: Vec<String>, share: Share, ranks: usize) -> Result<Vec<String>, String> {
+    let Share { number, of } = share;
+    let each = gpus.len() / of.max(1);
+    if each == 0 {
+        return Err(format!("{} GPUs are visible for {of} engines", gpus.len()));
+    }
+    Ok(gpus.into_iter().skip(number * each).take(each.min(ranks.max(1))).collect())
+}

@@ -1,0 +1,93 @@
+//! Which transport an epoch gets, by what prepared members say of their GPUs.
+
+use super::desk::*;
+use crate::membership::MembershipConfig;
+use crate::protocol::*;
+
+/// A member on a GPU of its own.
+fn gpu(number: usize, nccl: u32) -> GpuReport {
+    let gpu = MemberGpu { uuid: format!("GPU-{number}"), name: "H200".into(), free_bytes: 64 << 30, memory_bytes: 141 << 30 };
+    GpuReport { gpus: vec![gpu], nccl: Some(nccl), reason: String::new() }
+}
+
+fn formed(wish: TransportWish, gpus: &[Option<GpuReport>]) -> Desk {
+    let policy = UpdatePolicy { transport: TransportPolicy { wish, ..TransportPolicy::default() }, ..policy() };
+    let config = MembershipConfig { policy, ..config() };
+    let rollouts = u32::try_from(gpus.len() - 1).unwrap();
+    let mut desk = Desk::restored(config, rollouts, crate::membership::Restored::default());
+    desk.gpus = gpus.iter().enumerate().filter_map(|(n, gpu)| Some((n, gpu.clone()?))).collect();
+    desk.form(rollouts);
+    desk
+}
+
+fn commits(desk: &Desk) -> Vec<TransportChoice> {
+    let commits = desk.decisions.iter().filter_map(|decision| match decision {
+        crate::membership::Decision::Commit { request, .. } => Some(request.transport.clone()),
+        _ => None,
+    });
+    commits.collect()
+}
+
+#[test]
+fn nccl_is_taken_when_every_member_has_a_gpu_of_its_own() {
+    for wish in [TransportWish::Auto, TransportWish::Nccl] {
+        let desk = formed(wish, &[Some(gpu(0, 22809)), Some(gpu(1, 22810)), Some(gpu(2, 22809))]);
+        let choices = commits(&desk);
+        assert_eq!(choices.len(), 3);
+        assert!(choices.iter().all(|choice| choice == &choices[0]));
+        let plan = choices[0].nccl.as_ref().unwrap();
+        assert_eq!(plan.world(), 3);
+        assert_eq!(plan.seat(&plan.ranks[2].0), Some((2, &["GPU-2".to_owned()][..])));
+        let view = desk.membership.view();
+        assert_eq!(view.transport.as_ref().map(TransportChoice::name), Some("nccl"));
+    }
+}
+
+#[test]
+fn auto_goes_over_tcp_and_names_who_stands_in_the_way() {
+    let none = GpuReport { reason: "no NVIDIA driver: libcuda.so.1 is not there".into(), ..GpuReport::default() };
+    let cases = [
+        ([Some(gpu(0, 22809)), Some(none)], "no NVIDIA driver"),
+        ([Some(gpu(0, 22809)), None], "it has no GPU"),
+        ([Some(gpu(0, 22809)), Some(gpu(0, 22809))], "one rank a GPU"),
+        ([Some(gpu(0, 22809)), Some(gpu(1, 22707))], "its NCCL is 2.27.7, that of"),
+    ];
+    for (gpus, says) in cases {
+        let desk = formed(TransportWish::Auto, &gpus);
+        let choices = commits(&desk);
+        assert!(choices.len() == 2 && choices.iter().all(|choice| choice.nccl.is_none()), "{choices:?}");
+        assert!(choices[0].reason.contains(says), "{}", choices[0].reason);
+        assert!(desk.membership.view().committed);
+    }
+}
+
+#[test]
+fn tcp_is_taken_when_it_is_asked_for_whatever_gpus_there_are() {
+    let desk = formed(TransportWish::Tcp, &[Some(gpu(0, 22809)), Some(gpu(1, 22809))]);
+    assert!(commits(&desk).iter().all(|choice| choice.nccl.is_none()));
+}
+
+#[test]
+fn a_member_without_a_gpu_is_left_out_when_nccl_is_demanded() {
+    let desk = formed(TransportWish::Nccl, &[Some(gpu(0, 22809)), Some(gpu(1, 22809)), None]);
+    let view = desk.membership.view();
+    let out = view.members.last().unwrap();
+    assert!(out.message.contains("it has no GPU"), "{}", out.message);
+    let last = commits(&desk).into_iter().next_back().unwrap();
+    assert_eq!(last.nccl.unwrap().world(), 2);
+    assert!(view.committed);
+}
+
+#[test]
+fn a_member_whose_worker_ended_is_left_out_of_the_next_epoch_and_comes_back() {
+    let mut desk = formed(TransportWish::Auto, &[Some(gpu(0, 22809)), Some(gpu(1, 22809)), Some(gpu(2, 22809))]);
+    let view = desk.membership.view();
+    let (id, member) = (view.id.clone().unwrap(), view.members[2].clone());
+    let from = member.incarnation.clone().unwrap();
+    let peer_lost = crate::membership::Observation::PeerLost { from, id: id.clone(), peer: member.name.clone(), cause: "SIGKILL".into() };
+    let decisions = desk.see(peer_lost);
+    desk.obey(decisions);
+    let view = desk.membership.view();
+    assert!(view.committed && view.id != Some(id), "{view:?}");
+    assert_eq!(commits(&desk).into_iter().next_back().unwrap().nccl.unwrap().world(), 2);
+}

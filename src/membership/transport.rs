@@ -1,0 +1,105 @@
+//! Which transport an epoch gets, from what the object asks for and what the members' GPUs are.
+//!
+//! Decides by facts of prepared members only. NCCL needs a GPU for every member, no GPU twice (NCCL refuses two ranks on one), one minor
+//! version of the library everywhere, and room for a ring. `auto` goes back to TCP and says why; when NCCL is demanded, the members that
+//! stand in its way are named, and left out like any member that refuses.
+
+use std::collections::BTreeMap;
+
+use crate::plan::{GpuRoom, RingLoad, RingWish, gpu_ring};
+use crate::protocol::{CommunicatorPlan, GpuReport, MemberName, TransportChoice, TransportPolicy, TransportWish};
+
+/// What a version is taken to be long. Not measured: rings would change with each model, and whoever opened one would have to open it anew.
+const USUAL_BYTES: u64 = 4 << 30;
+
+/// A member that stands in the way of what was demanded.
+pub(super) type InTheWay = BTreeMap<MemberName, String>;
+
+/// The transport of an epoch. `members` stand in the order of their ranks, sources first.
+pub(super) fn choose(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)]) -> Result<TransportChoice, InTheWay> {
+    if policy.wish == TransportWish::Tcp {
+        return Ok(TransportChoice::tcp("asked for by spec.transport.tcp"));
+    }
+    let mut in_the_way = unfit(members);
+    if in_the_way.is_empty() {
+        match ring(policy, members) {
+            Ok((plan, why)) => {
+                let asked =
+                    if policy.wish == TransportWish::Nccl { "asked for by spec.transport.nccl" } else { "auto: every member has a GPU" };
+                return Ok(TransportChoice { nccl: Some(plan), reason: format!("{asked}; ring: {why}") });
+            }
+            Err((member, why)) => _ = in_the_way.insert(member, why),
+        }
+    }
+    match policy.wish {
+        TransportWish::Nccl => Err(in_the_way),
+        TransportWish::Auto | TransportWish::Tcp => {
+            let first = in_the_way.iter().next().map(|(member, why)| format!("{member}: {why}")).unwrap_or_default();
+            let more = match in_the_way.len() {
+                0 | 1 => String::new(),
+                count => format!(" (and {} more)", count - 1),
+            };
+            Ok(TransportChoice::tcp(format!("auto: no NCCL, {first}{more}")))
+        }
+    }
+}
+
+/// Members that no communicator of all could have, each compared with those before it: the first source is never the odd one out.
+fn unfit(members: &[(&MemberName, &GpuReport)]) -> InTheWay {
+    let mut unfit = InTheWay::new();
+    let mut taken: BTreeMap<&str, &MemberName> = BTreeMap::new();
+    let mut version: Option<(u32, &MemberName)> = None;
+    for (name, report) in members {
+        let Some(nccl) = report.nccl.filter(|_| !report.gpus.is_empty()) else {
+            let reason = if report.reason.is_empty() { "it has no GPU" } else { &report.reason };
+            unfit.insert((*name).clone(), reason.to_owned());
+            continue;
+        };
+        if let Some((first, of)) = version
+            && minor(first) != minor(nccl)
+        {
+            let why = format!("its NCCL is {}, that of {of} is {}: they must agree in the minor version", shown(nccl), shown(first));
+            unfit.insert((*name).clone(), why);
+            continue;
+        }
+        version.get_or_insert((nccl, name));
+        let twice = report.gpus.iter().find_map(|gpu| taken.get(gpu.uuid.as_str()).map(|other| (gpu, *other)));
+        if let Some((gpu, other)) = twice {
+            let why = format!("it is on {} as {other} is: a communicator has one rank a GPU", gpu.uuid);
+            unfit.insert((*name).clone(), why);
+            continue;
+        }
+        taken.extend(report.gpus.iter().map(|gpu| (gpu.uuid.as_str(), *name)));
+    }
+    unfit
+}
+
+fn ring(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)]) -> Result<(CommunicatorPlan, String), (MemberName, String)> {
+    let wish =
+        RingWish { slots: (policy.slots > 0).then_some(policy.slots), slot_bytes: (policy.slot_bytes > 0).then_some(policy.slot_bytes) };
+    let room = |name: &MemberName, gpu: &crate::protocol::MemberGpu| GpuRoom {
+        gpu: format!("{} of {name}", gpu.uuid),
+        free: gpu.free_bytes,
+        total: gpu.memory_bytes,
+    };
+    let rooms: Vec<(&MemberName, GpuRoom)> =
+        members.iter().flat_map(|(name, report)| report.gpus.iter().map(|gpu| (*name, room(name, gpu)))).collect();
+    let all: Vec<GpuRoom> = rooms.iter().map(|(_, room)| room.clone()).collect();
+    let load = RingLoad { bytes: USUAL_BYTES, largest: 0 };
+    let chosen = gpu_ring(wish, load, &all).map_err(|none| {
+        let tightest = rooms.iter().min_by_key(|(_, room)| room.free).map(|(name, _)| (*name).clone());
+        (tightest.unwrap_or_else(|| MemberName(String::new())), none.to_string())
+    })?;
+    let ranks = members.iter().map(|(name, report)| ((*name).clone(), report.gpus.iter().map(|gpu| gpu.uuid.clone()).collect()));
+    let plan = CommunicatorPlan { slots: chosen.ring.slots, slot_bytes: chosen.ring.slot_bytes, ranks: ranks.collect() };
+    Ok((plan, chosen.why))
+}
+
+/// Major and minor of what `ncclGetVersion` says (22809: 2.28).
+fn minor(version: u32) -> u32 {
+    version / 100
+}
+
+fn shown(version: u32) -> String {
+    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
+}

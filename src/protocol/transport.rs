@@ -1,0 +1,148 @@
+//! How bytes travel in a group: what the object asks for, what members have, and what was chosen.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::MemberName;
+
+/// What the object asks for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TransportWish {
+    /// The best that all members have.
+    #[default]
+    Auto,
+    /// A chain of connections.
+    Tcp,
+    /// Broadcasts between GPUs; a member that cannot take part is left out.
+    Nccl,
+}
+
+/// How bytes are to travel, as the object says it. What is 0 is chosen.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TransportPolicy {
+    /// Which transport.
+    pub wish: TransportWish,
+    /// NCCL: bytes of one slot of the ring on each GPU.
+    #[serde(default)]
+    pub slot_bytes: u64,
+    /// NCCL: slots of the ring on each GPU.
+    #[serde(default)]
+    pub slots: u32,
+    /// NCCL: its settings, `NCCL_*` of the allow-list.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub environment: BTreeMap<String, String>,
+}
+
+/// A GPU that a member's agent has a worker on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MemberGpu {
+    /// `GPU-` and the UUID.
+    pub uuid: String,
+    /// Name of the model.
+    pub name: String,
+    /// Bytes free, beside what the worker holds already.
+    pub free_bytes: u64,
+    /// Bytes in all.
+    pub memory_bytes: u64,
+}
+
+/// The GPUs of a member, or why there is none that a group could use.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuReport {
+    /// One a worker, in the order of the member's ranks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<MemberGpu>,
+    /// `ncclGetVersion` of the library that the workers loaded (22809 is 2.28.9); none when there is none that can be used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nccl: Option<u32>,
+    /// Why there is no GPU or no NCCL, for a person. Empty when there are both.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub reason: String,
+}
+
+/// How bytes travel in an epoch; chosen when all members prepared.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TransportChoice {
+    /// The communicator; none: over TCP.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nccl: Option<CommunicatorPlan>,
+    /// Why this and not another, for status.
+    pub reason: String,
+}
+
+/// A communicator of an epoch: every member has a rank for each of its GPUs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CommunicatorPlan {
+    /// Slots of the ring on each GPU.
+    pub slots: u32,
+    /// Bytes of one slot.
+    pub slot_bytes: u64,
+    /// Members in the order of their ranks, sources first, with the UUIDs of their GPUs.
+    pub ranks: Vec<(MemberName, Vec<String>)>,
+}
+
+impl CommunicatorPlan {
+    /// Ranks in all.
+    pub fn world(&self) -> u32 {
+        self.ranks.iter().map(|(_, gpus)| count(gpus)).sum()
+    }
+
+    /// First rank of a member, and the UUIDs of its GPUs.
+    pub fn seat(&self, member: &MemberName) -> Option<(u32, &[String])> {
+        let at = self.ranks.iter().position(|(name, _)| name == member)?;
+        let before = self.ranks.iter().take(at).map(|(_, gpus)| count(gpus)).sum();
+        self.ranks.get(at).map(|(_, gpus)| (before, gpus.as_slice()))
+    }
+}
+
+fn count(gpus: &[String]) -> u32 {
+    u32::try_from(gpus.len()).unwrap_or(u32::MAX)
+}
+
+impl TransportChoice {
+    /// Over TCP, for this reason.
+    pub fn tcp(reason: impl Into<String>) -> Self {
+        Self { nccl: None, reason: reason.into() }
+    }
+
+    /// `tcp` or `nccl`; shown in status.
+    pub fn name(&self) -> &'static str {
+        if self.nccl.is_some() { "nccl" } else { "tcp" }
+    }
+}
+
+impl Default for TransportChoice {
+    fn default() -> Self {
+        Self::tcp("no other was chosen")
+    }
+}
+
+/// Asks a member to join the communicator of a committed or committing epoch (`POST /v1/epoch/join`, over mutual TLS, from the agent that
+/// proves the epoch). It answers [`JoinResponse`] when the communicator moved one element on all ranks.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct JoinRequest {
+    /// The epoch.
+    pub id: super::EpochId,
+    /// The communicator's id. Secret: whoever has it can join.
+    pub nccl: super::worker::NcclId,
+    /// Answer within this long.
+    pub deadline_ms: u64,
+}
+
+/// A member joined.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct JoinResponse {
+    /// Initialisation of the slowest of its ranks, in ms.
+    pub init_ms: f64,
+    /// The broadcast of one element, in ms.
+    pub warm_up_ms: f64,
+}

@@ -1,0 +1,112 @@
+//! Broadcasts between GPUs: payloads travel in the epoch's communicator, all else in the TCP chain.
+//!
+//! The chain stays the control plane: hellos, heads, digests, signs of life, failures and their blame are the same bytes by the same code, so
+//! a member that dies is found in milliseconds although NCCL never notices. On each head every member has its worker enter the broadcast of that bucket;
+//! members that want nothing of a stream take part and drop the bytes, because a collective needs every rank. The first trouble of a stream
+//! aborts the communicator on every member: this file never repairs one, and never joins a second one for the same epoch by itself.
+
+mod communicator;
+mod receive;
+mod send;
+mod staging;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use self::communicator::Present;
+pub use self::communicator::{Communicator, Joining, Seat};
+use self::receive::Receiver;
+use self::send::Sink;
+pub use self::staging::Staging;
+use super::carrier::{Carrier, Carriers};
+use super::tcp::TcpTransport;
+use super::{BucketSink, BucketStore, Transport, TransportError};
+use crate::protocol::{DataHello, EpochId, Refusal, RefusalCode};
+use crate::worker::{Joined, WorkerError};
+
+/// A member that is reached over TCP and, in epochs that have a communicator, by broadcasts between GPUs.
+pub struct NcclTransport {
+    tcp: TcpTransport,
+    present: Arc<Present>,
+}
+
+impl NcclTransport {
+    /// Over this chain.
+    pub fn new(tcp: TcpTransport) -> Self {
+        let present: Arc<Present> = Arc::default();
+        tcp.carried_by(Arc::new(Receivers(present.clone())));
+        Self { tcp, present }
+    }
+
+    /// Joins the communicator of an epoch, and proves it with one element. One of another epoch is aborted.
+    pub async fn join(&self, joining: Joining) -> Result<(Arc<Communicator>, Joined), WorkerError> {
+        self.present.set(None);
+        let (communicator, joined) = Communicator::join(joining).await?;
+        self.present.set(Some(communicator.clone()));
+        Ok((communicator, joined))
+    }
+
+    /// The communicator of an epoch.
+    pub fn communicator(&self, epoch: &EpochId) -> Option<Arc<Communicator>> {
+        self.present.of(epoch)
+    }
+
+    /// Aborts the communicator of an epoch; workers and rings stay.
+    pub fn leave(&self, epoch: &EpochId) {
+        self.present.end(epoch);
+    }
+}
+
+#[async_trait]
+impl Transport for NcclTransport {
+    fn name(&self) -> &'static str {
+        "nccl"
+    }
+
+    fn address(&self) -> String {
+        self.tcp.address()
+    }
+
+    async fn open(&self, hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError> {
+        if hello.carried.is_none() {
+            return self.tcp.open(hello, first).await;
+        }
+        let silence = Duration::from_millis(hello.silence_ms);
+        let gone = |cause: &str| TransportError::Lost { peer: hello.from.clone(), cause: cause.to_owned() };
+        let communicator = self.present.of(&hello.update.epoch).ok_or_else(|| gone("it has no communicator of this epoch"))?;
+        if let Some(broken) = communicator.broken() {
+            return Err(broken.into());
+        }
+        let stream = communicator.stream().ok_or_else(|| gone("its communicator carries another stream"))?;
+        let chain = self.tcp.open_beside(hello, first).await?;
+        Ok(Box::new(Sink::new(chain, communicator, silence, stream)))
+    }
+}
+
+/// Receives what was announced on chains into this member.
+struct Receivers(Arc<Present>);
+
+impl Carriers for Receivers {
+    fn receive(&self, hello: &DataHello, store: &Arc<dyn BucketStore>) -> Result<Box<dyn Carrier>, Refusal> {
+        let refuse = |message: String| Refusal { code: RefusalCode::Internal, message };
+        let carried = hello.carried.as_ref().ok_or_else(|| refuse("the payloads travel in the connection".into()))?;
+        let communicator = self.0.of(&hello.update.epoch);
+        let communicator = communicator.ok_or_else(|| refuse("there is no communicator of this epoch here".into()))?;
+        if let Some(broken) = communicator.broken() {
+            return Err(refuse(format!("the communicator of this epoch is over: {}", TransportError::from(broken))));
+        }
+        let silence = Duration::from_millis(hello.silence_ms);
+        Ok(Box::new(Receiver::start(communicator, store.clone(), carried.root, silence)?))
+    }
+}
+
+/// Cuts `bytes` bytes into pieces of at most `longest`: first byte and length of each.
+fn pieces(bytes: u64, longest: u64) -> impl Iterator<Item = (u64, u64)> + Send {
+    let longest = longest.max(64);
+    (0..bytes.div_ceil(longest)).map(move |number| {
+        let offset = number * longest;
+        (offset, longest.min(bytes - offset))
+    })
+}

@@ -1,0 +1,215 @@
+//! The communicator of one epoch, as one member sees it: its ranks, their rings, and whether it can still be used.
+//!
+//! A collective that one rank left in the middle can never be finished, so the first trouble ends the communicator for good: it is aborted
+//! (never destroyed, which is a rendezvous) on every GPU of this member at once. The workers and their rings stay warm for the next epoch.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use super::staging::Staging;
+use crate::protocol::worker::{NcclId, WorkerFaultCode};
+use crate::protocol::{EpochId, MemberName, StreamFailure};
+use crate::worker::{Joined, Ring, Worker, WorkerError};
+
+/// An abort may take this long; nobody waits for it.
+const ABORT: Duration = Duration::from_secs(20);
+
+/// A GPU of this member with the ring that buckets land in.
+#[derive(Clone)]
+pub struct Seat {
+    /// The worker on it.
+    pub worker: Worker,
+    /// Its ring.
+    pub ring: Ring,
+    /// Its pinned host memory.
+    pub staging: Staging,
+}
+
+/// What is to be joined.
+pub struct Joining {
+    /// The epoch.
+    pub epoch: EpochId,
+    /// This member.
+    pub me: MemberName,
+    /// The communicator's id.
+    pub id: NcclId,
+    /// First rank of this member.
+    pub first: u32,
+    /// Ranks in all.
+    pub world: u32,
+    /// Its GPUs, in the order of their ranks.
+    pub seats: Vec<Seat>,
+    /// Give up after this long.
+    pub within: Duration,
+}
+
+/// A communicator that was joined and proven.
+pub struct Communicator {
+    epoch: EpochId,
+    me: MemberName,
+    first: u32,
+    seats: Vec<Seat>,
+    /// Why it cannot be used any more.
+    broken: watch::Sender<Option<StreamFailure>>,
+    /// One stream at a time: every rank must see the same broadcasts in the same order.
+    stream: Arc<tokio::sync::Mutex<()>>,
+}
+
+impl Communicator {
+    /// Joins with all GPUs of this member at once, and proves it with one element. When it fails nothing is left of it.
+    pub(super) async fn join(joining: Joining) -> Result<(Arc<Self>, Joined), WorkerError> {
+        let Joining { epoch, me, id, first, world, seats, within } = joining;
+        let mut joins = JoinSet::new();
+        for (rank, seat) in (first..).zip(&seats) {
+            let (worker, group) = (seat.worker.clone(), epoch.epoch);
+            joins.spawn(async move { worker.join(group, id, rank, world, within).await });
+        }
+        let mut slowest: Option<Joined> = None;
+        let mut failed: Option<WorkerError> = None;
+        while let Some(joined) = joins.join_next().await {
+            match joined {
+                Ok(Ok(joined)) if slowest.is_some_and(|slowest| slowest.init >= joined.init) => {}
+                Ok(Ok(joined)) => slowest = Some(joined),
+                // A worker that is gone says more than one that waited for it in vain.
+                Ok(Err(error)) if failed.is_none() || matches!(error, WorkerError::Gone { .. }) => failed = Some(error),
+                Ok(Err(_)) => {}
+                Err(ended) => failed = Some(WorkerError::Gone { cause: ended.to_string() }),
+            }
+        }
+        let communicator = Self { epoch, me, first, seats, broken: watch::Sender::new(None), stream: Arc::default() };
+        match (failed, slowest) {
+            // Dropped here: aborted on the GPUs that did join.
+            (Some(error), _) => Err(error),
+            (None, Some(joined)) => Ok((Arc::new(communicator), joined)),
+            (None, None) => Err(WorkerError::Gone { cause: "no GPU worker joined".into() }),
+        }
+    }
+
+    /// The epoch it belongs to.
+    pub fn epoch(&self) -> &EpochId {
+        &self.epoch
+    }
+
+    /// This member.
+    pub(super) fn me(&self) -> &MemberName {
+        &self.me
+    }
+
+    /// First rank of this member.
+    pub fn rank(&self) -> u32 {
+        self.first
+    }
+
+    /// Number of the group at the workers.
+    pub(super) fn group(&self) -> u64 {
+        self.epoch.epoch
+    }
+
+    /// The GPUs of this member.
+    pub fn seats(&self) -> &[Seat] {
+        &self.seats
+    }
+
+    /// Bytes of a slot: the longest piece that is broadcast at once.
+    pub(super) fn slot_bytes(&self) -> u64 {
+        self.seats.iter().map(|seat| seat.ring.slot_bytes()).min().unwrap_or(0)
+    }
+
+    /// Takes the only stream; none while another one runs.
+    pub(super) fn stream(&self) -> Option<tokio::sync::OwnedMutexGuard<()>> {
+        self.stream.clone().try_lock_owned().ok()
+    }
+
+    /// Why it cannot be used any more, if so.
+    pub fn broken(&self) -> Option<StreamFailure> {
+        self.broken.borrow().clone()
+    }
+
+    /// Waits until it cannot be used any more.
+    pub async fn breaks(&self) -> StreamFailure {
+        let mut broken = self.broken.subscribe();
+        let failure = broken.wait_for(Option::is_some).await.ok().and_then(|broken| broken.clone());
+        failure.unwrap_or(StreamFailure::Cancelled)
+    }
+
+    /// Ends it: aborted on all GPUs at once, whatever is under way. The first reason stays.
+    pub fn break_off(&self, failure: StreamFailure) {
+        let first = self.broken.send_if_modified(|broken| {
+            let first = broken.is_none();
+            broken.get_or_insert(failure);
+            first
+        });
+        if first {
+            self.abort();
+        }
+    }
+
+    fn abort(&self) {
+        for seat in &self.seats {
+            // Asked for before it returns; the answer is not needed, also not before the next join.
+            drop(seat.worker.abort(self.group(), ABORT));
+        }
+    }
+
+    /// A failure of one of our workers, in the words of the chain. None: whoever is at fault, the chain will tell, or nobody.
+    pub(super) fn blame(&self, error: &WorkerError) -> Option<StreamFailure> {
+        let mine = || StreamFailure::Lost { peer: self.me.clone(), cause: error.to_string() };
+        match error {
+            WorkerError::Fault { fault, .. } => match fault.code {
+                WorkerFaultCode::Late | WorkerFaultCode::Aborted | WorkerFaultCode::Nccl => None,
+                _ => Some(mine()),
+            },
+            WorkerError::NoSlot { within } => {
+                let silence_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
+                Some(StreamFailure::Silent { peer: self.me.clone(), silence_ms })
+            }
+            WorkerError::Start { .. } | WorkerError::Gone { .. } | WorkerError::Nonsense { .. } => Some(mine()),
+        }
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if self.broken.borrow().is_none() {
+            self.abort();
+        }
+    }
+}
+
+/// How long a broadcast may take before its worker gives up, and how long after that those who live wait for others to be named: a worker
+/// that hangs is found by its own agent a second after its deadline, and only that agent can name it.
+pub(super) fn patience(silence: Duration) -> (Duration, Duration) {
+    let grace = crate::worker::GRACE + Duration::from_millis(400);
+    let within = (silence / 2).max(silence.saturating_sub(grace));
+    (within, grace)
+}
+
+/// Where the communicator of the present epoch is kept.
+#[derive(Default)]
+pub(super) struct Present(Mutex<Option<Arc<Communicator>>>);
+
+impl Present {
+    /// The communicator of that epoch.
+    pub(super) fn of(&self, epoch: &EpochId) -> Option<Arc<Communicator>> {
+        let present = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        present.clone().filter(|communicator| communicator.epoch() == epoch)
+    }
+
+    /// Replaces what was there, which is aborted.
+    pub(super) fn set(&self, communicator: Option<Arc<Communicator>>) {
+        let before = std::mem::replace(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner), communicator);
+        if let Some(before) = before {
+            before.break_off(StreamFailure::Cancelled);
+        }
+    }
+
+    /// Ends the communicator of that epoch.
+    pub(super) fn end(&self, epoch: &EpochId) {
+        if self.of(epoch).is_some() {
+            self.set(None);
+        }
+    }
+}

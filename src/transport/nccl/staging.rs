@@ -1,0 +1,205 @@
+//! Pinned host memory that bytes pass through on their way between this process and a GPU.
+//!
+//! A few short areas, used again and again: a bucket passes through them in pieces, each copied by the worker while the one before is read
+//! or written here. Decides how much host memory that takes, whatever the length of a bucket. Copies that are to be kept get memory of
+//! their own, pinned once and used again for the next version: pinning takes longer than copying.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::runtime::memfd::SharedMemory;
+use crate::worker::{Copy, Event, HostMemory, Span, Worker, WorkerError};
+
+/// Length of an area in bytes.
+pub(super) const AREA: u64 = 16 << 20;
+
+/// Areas of one worker.
+const AREAS: usize = 4;
+
+/// What is kept lies in memory of this granularity.
+const REGION: u64 = 1 << 20;
+
+/// Making an area takes memory, which may have to be swept together first.
+const MAKING: Duration = Duration::from_secs(10);
+
+/// The areas of one worker.
+#[derive(Clone)]
+pub struct Staging {
+    worker: Worker,
+    areas: Arc<Free>,
+    permits: Arc<Semaphore>,
+    regions: Arc<Free>,
+}
+
+/// Places that are lent to nobody. The ones above `limit` bytes are given up.
+struct Free {
+    places: Mutex<Vec<Place>>,
+    limit: AtomicU64,
+}
+
+struct Place {
+    memory: SharedMemory,
+    host: HostMemory,
+    length: u64,
+}
+
+impl Free {
+    fn new(limit: u64) -> Arc<Self> {
+        Arc::new(Self { places: Mutex::default(), limit: AtomicU64::new(limit) })
+    }
+
+    /// A place of at least so many bytes, and not of many more.
+    fn take(&self, bytes: u64) -> Option<Place> {
+        let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = places.iter().position(|place| (bytes..=bytes.saturating_mul(2)).contains(&place.length))?;
+        Some(places.swap_remove(fits))
+    }
+
+    fn give_back(&self, place: Place) {
+        let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        let held: u64 = places.iter().map(|place| place.length).sum();
+        if held.saturating_add(place.length) <= self.limit.load(Ordering::Relaxed) {
+            places.push(place);
+        }
+    }
+}
+
+/// An area on loan.
+pub(super) struct Area {
+    place: Option<Place>,
+    free: Arc<Free>,
+    _permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Staging {
+    /// No area is made before it is needed.
+    pub fn new(worker: Worker) -> Self {
+        Self { worker, areas: Free::new(u64::MAX), permits: Arc::new(Semaphore::new(AREAS)), regions: Free::new(0) }
+    }
+
+    /// The worker whose areas these are.
+    pub fn worker(&self) -> &Worker {
+        &self.worker
+    }
+
+    /// How much memory of copies that are not kept any more stays pinned for the next ones.
+    pub fn reuse(&self, bytes: u64) {
+        self.regions.limit.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Copies any number of bytes from a GPU into pinned memory of their own, to be kept. The memory goes back when the last cut of the
+    /// returned bytes is dropped.
+    pub async fn copy_out(&self, from: Span, bytes: u64, after: Option<Event>, within: Duration) -> Result<Bytes, WorkerError> {
+        let place = match self.regions.take(bytes) {
+            Some(place) => place,
+            None => make(&self.worker, bytes.next_multiple_of(REGION)).await?,
+        };
+        let region = Area { place: Some(place), free: self.regions.clone(), _permit: None };
+        let to = region.span()?;
+        let copied = self.worker.copy_now(Copy { from, to, bytes, after, then: None }, within);
+        ended(tokio::spawn(async move { copied.await.map(|()| region.bytes(bytes)) })).await
+    }
+
+    /// An area; waits until one is free.
+    pub(super) async fn take(&self) -> Result<Area, WorkerError> {
+        // The semaphore is never closed.
+        let permit = Arc::clone(&self.permits).acquire_owned().await.ok();
+        let place = match self.areas.take(AREA) {
+            Some(place) => place,
+            None => make(&self.worker, AREA).await?,
+        };
+        Ok(Area { place: Some(place), free: self.areas.clone(), _permit: permit })
+    }
+
+    /// Copies `bytes` bytes, at most [`AREA`], from a GPU into an area.
+    pub(super) async fn fetch(&self, from: Span, bytes: u64, within: Duration) -> Result<Bytes, WorkerError> {
+        let area = self.take().await?;
+        let to = area.span()?;
+        let copied = self.worker.copy_now(Copy { from, to, bytes, after: None, then: None }, within);
+        ended(tokio::spawn(async move { copied.await.map(|()| area.bytes(bytes)) })).await
+    }
+
+    /// Writes bytes, at most [`AREA`], into an area and has them copied to a GPU. The copy is asked for when this returns; the returned
+    /// future is its end.
+    pub(super) async fn bring(
+        &self,
+        bytes: Bytes,
+        to: Span,
+        within: Duration,
+    ) -> Result<impl Future<Output = Result<(), WorkerError>> + Send + use<>, WorkerError> {
+        let mut area = self.take().await?;
+        let length = bytes.len() as u64;
+        // A copy of this length may not block the runtime.
+        // Its own task as well: an area that is still written to is not lent again.
+        let written = tokio::task::spawn_blocking(move || {
+            area.write(&bytes);
+            area
+        });
+        let area = written.await.map_err(|ended| WorkerError::Gone { cause: format!("copying ended early: {ended}") })?;
+        let from = area.span()?;
+        let copied = self.worker.copy_now(Copy { from, to, bytes: length, after: None, then: None }, within);
+        // A task of its own keeps the area until the copy ended, whoever stops waiting for it.
+        Ok(ended(tokio::spawn(async move {
+            let copied = copied.await;
+            drop(area);
+            copied
+        })))
+    }
+}
+
+async fn ended<T>(task: tokio::task::JoinHandle<Result<T, WorkerError>>) -> Result<T, WorkerError> {
+    task.await.unwrap_or_else(|ended| Err(WorkerError::Gone { cause: format!("copying ended early: {ended}") }))
+}
+
+async fn make(worker: &Worker, bytes: u64) -> Result<Place, WorkerError> {
+    let no_memory = |cause: String| WorkerError::Start { cause: format!("no {bytes} bytes of host memory: {cause}") };
+    let length = usize::try_from(bytes).map_err(|error| no_memory(error.to_string()))?;
+    let made = tokio::task::spawn_blocking(move || SharedMemory::create_writable("weightsync-staging", length)).await;
+    let memory = made.map_err(|ended| no_memory(ended.to_string()))?.map_err(|error| no_memory(error.to_string()))?;
+    let host = worker.map_host(memory.fd(), bytes, MAKING).await?;
+    if let Some(why) = host.unpinned() {
+        tracing::warn!(why, "host memory is not pinned: copies to and from the GPU are slower");
+    }
+    Ok(Place { memory, host, length: bytes })
+}
+
+impl Area {
+    fn span(&self) -> Result<Span, WorkerError> {
+        let place = self.place.as_ref().ok_or(WorkerError::Nonsense { what: "lend an area" })?;
+        Ok(place.host.at(0))
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        let to = self.place.as_mut().and_then(|place| place.memory.bytes_mut(0..bytes.len()));
+        if let Some(to) = to {
+            to.copy_from_slice(bytes);
+        }
+    }
+
+    /// The first bytes of it; it goes back when the last cut of them is dropped.
+    fn bytes(self, bytes: u64) -> Bytes {
+        let length = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let all = Bytes::from_owner(self);
+        all.slice(..length.min(all.len()))
+    }
+}
+
+impl AsRef<[u8]> for Area {
+    fn as_ref(&self) -> &[u8] {
+        let all = |place: &Place| usize::try_from(place.length).ok().map(|length| 0..length);
+        self.place.as_ref().and_then(|place| place.memory.bytes(all(place)?)).unwrap_or_default()
+    }
+}
+
+impl Drop for Area {
+    fn drop(&mut self) {
+        // Before the permit goes, so that whoever gets the permit finds a place.
+        if let Some(place) = self.place.take() {
+            self.free.give_back(place);
+        }
+    }
+}
