@@ -16,6 +16,7 @@ pub mod roster;
 pub mod server;
 pub mod source;
 pub mod space;
+pub mod surroundings;
 pub mod version_source;
 
 #[cfg(test)]

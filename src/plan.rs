@@ -41,7 +41,7 @@ mod tests;
 pub use compute::{Part, part_of, plan};
 pub use explain::{Bandwidth, ExplainedMember, Explanation, FloorTime, MemberMemory, ModelFacts, explain};
 pub use gpu_memory::{
-    CONTEXT_ESTIMATE, GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingChoice, RingLoad, RingWish, check_gpu, gpu_ring,
+    CONTEXT_ESTIMATE, GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingChoice, RingLoad, RingWish, USUAL_LOAD, check_gpu, gpu_ring,
 };
 pub use input::{Claim, EndpointKey, GroupSpec, Order, PlanInput, PodFacts, PodPhase, PoolSpec, TrainerSpec, WeightSyncRef};
 pub use outcome::{LeftOut, LeftOutCode, Plan, PlanRefusal};

@@ -169,6 +169,7 @@ pub enum AnnouncingEnded {
 impl Announcer {
     /// Announces each second while nobody listens (at once when a listener went away), every ten seconds otherwise.
     pub async fn run(self, cancel: CancellationToken) -> AnnouncingEnded {
+        let mut said = String::new();
         loop {
             let asked = self.client.post_json::<_, AnnounceResponse>("/v1/agents/announce", &self.announcement, ANNOUNCE_DEADLINE);
             let answer = tokio::select! {
@@ -185,6 +186,12 @@ impl Announcer {
                 }
                 Err(CallError::Rejected { rejection, .. }) if !rejection.retryable => {
                     return AnnouncingEnded::Unclaimed { message: rejection.message };
+                }
+                Err(CallError::Rejected { rejection, .. }) => {
+                    if rejection.message != said {
+                        tracing::warn!(message = rejection.message, "not announced, asking again");
+                        said = rejection.message;
+                    }
                 }
                 // The controller is away: the group works on without it.
                 Err(error) => tracing::debug!(%error, "not announced"),

@@ -9,4 +9,5 @@ mod installs;
 mod machine;
 mod publishes;
 mod pure;
+mod surroundings;
 mod trainer;

@@ -20,6 +20,8 @@ use clap::Args;
 use self::facts::{Found, Gpus, Report};
 use self::host::Host;
 use super::Output;
+use crate::agent::surroundings::Surroundings;
+use crate::plan::{Neighbour, sharing};
 use crate::protocol::worker::WorkerAnswer;
 use crate::worker::{Worker, WorkerError, WorkerStart};
 
@@ -29,6 +31,9 @@ pub struct DoctorArgs {
     /// NCCL's library (libnccl.so.2); looked for in environment, Python packages and system when not given.
     #[arg(long, value_name = "FILE")]
     nccl: Option<PathBuf>,
+    /// Port of the engine beside this process: says whether memory of its GPU can be shared with it.
+    #[arg(long, value_name = "PORT")]
+    engine_port: Option<u16>,
     /// Seconds that the driver may take to answer; just loaded, it takes several for eight GPUs.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=600))]
     timeout: u64,
@@ -41,7 +46,11 @@ impl DoctorArgs {
     /// Looks, and prints what was found.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let gpus = super::block_on(async { Ok(ask_worker(self.nccl.as_deref(), Duration::from_secs(self.timeout)).await) })?;
-        let report = Report::new(gpus, Host::read(Path::new("/")));
+        let around = Surroundings::of_this_process();
+        let engine = self.engine_port.map_or(Neighbour::Unknown, |port| around.listener(port));
+        let found = gpus.driver.get().map(|_| gpus.gpus.clone()).map_err(str::to_owned);
+        let shared = sharing(&around.facts(found, engine)).gpus;
+        let report = Report::new(gpus, Host::read(Path::new("/")), shared);
         match self.output {
             Output::Human => print!("{}", show::render(&report)),
             Output::Json => println!("{}", serde_json::to_string(&report).context("the report has no JSON")?),

@@ -24,8 +24,8 @@ use super::Output;
 use crate::agent::client::ClientServerConfig;
 use crate::api::{Problem, WeightSync, WeightSyncSpec, validate};
 use crate::plan::{
-    Bandwidth, Claim, Explanation, ModelFacts, Plan, PlanInput, PodFacts, PoolSpec, TrainerSpec, WeightSyncRef, explain, part_of, plan,
-    roster,
+    Bandwidth, CONTEXT_ESTIMATE, Claim, Explanation, GpuRing, GpuRoom, ModelFacts, NoRing, Plan, PlanInput, PodFacts, PoolSpec, RingChoice,
+    RingWish, TrainerSpec, USUAL_LOAD, WeightSyncRef, explain, gpu_ring, part_of, plan, roster,
 };
 use crate::transport::tcp::TcpOptions;
 use crate::weights::safetensors::Checkpoint;
@@ -43,6 +43,10 @@ pub struct PlanArgs {
     /// Size of the model, `16GB` for instance, where no checkpoint is at hand.
     #[arg(long, value_parser = parse_bytes)]
     size: Option<u64>,
+    /// Memory that is free on the tightest GPU while engines and trainer run, `20GB` for instance: reckons with buckets that travel between
+    /// GPUs, and says whether there is room for them.
+    #[arg(long, value_parser = parse_bytes)]
+    gpu_free: Option<u64>,
     /// Speeds of links to reckon floor times for.
     #[arg(long, value_parser = parse_rate, default_values = ["10Gbit", "25Gbit", "100Gbit"])]
     bandwidth: Vec<Bandwidth>,
@@ -60,6 +64,9 @@ pub(super) struct Report {
     problems: Vec<String>,
     plan: Plan,
     explanation: Explanation,
+    /// The ring on each GPU, and how it came about.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gpu_ring: Option<String>,
 }
 
 impl Report {
@@ -97,7 +104,7 @@ impl PlanArgs {
         let parties: Vec<Party> = manifests.objects.iter().enumerate().map(Party::new).collect();
         let mut reports = Vec::new();
         for (party, object) in parties.iter().zip(&manifests.objects) {
-            let problems: Vec<String> = object
+            let mut problems: Vec<String> = object
                 .unknown
                 .iter()
                 .map(|field| format!("{field}: no such field"))
@@ -115,8 +122,17 @@ impl PlanArgs {
             };
             let plan = if problems.is_empty() { plan(&input) } else { Plan::default() };
             let roster = roster(&plan.candidates);
-            let model = self.model(&object.object.spec)?;
+            let ring = match self.gpu_ring() {
+                Some(Err(too_little)) => {
+                    problems.push(too_little.to_string());
+                    None
+                }
+                Some(Ok(choice)) => Some(choice),
+                None => None,
+            };
+            let model = self.model(&object.object.spec, ring.as_ref().map(|choice| choice.ring))?;
             reports.push(Report {
+                gpu_ring: ring.map(|choice| choice.why),
                 weightsync: party.reference.clone(),
                 problems,
                 explanation: explain(&roster, model, &self.bandwidth),
@@ -126,7 +142,15 @@ impl PlanArgs {
         Ok(reports)
     }
 
-    fn model(&self, spec: &WeightSyncSpec) -> anyhow::Result<Option<ModelFacts>> {
+    /// The ring that the controller would choose; none where buckets do not travel between GPUs.
+    fn gpu_ring(&self) -> Option<Result<RingChoice, NoRing>> {
+        let free = self.gpu_free?;
+        // What a worker reads as free is what its own context has left.
+        let room = GpuRoom { gpu: "the tightest GPU".to_owned(), free: free.saturating_sub(CONTEXT_ESTIMATE), total: free };
+        Some(gpu_ring(RingWish::default(), USUAL_LOAD, &[room]))
+    }
+
+    fn model(&self, spec: &WeightSyncSpec, ring: Option<GpuRing>) -> anyhow::Result<Option<ModelFacts>> {
         let policy = spec.update_policy(1);
         let options = TcpOptions::default();
         let facts = |tensors, bytes, bucket_bytes| ModelFacts {
@@ -136,6 +160,7 @@ impl PlanArgs {
             ring_buckets: u64::from(ClientServerConfig::SLOTS),
             receive_bytes: (options.receive_buffer * options.receive_buffers) as u64,
             retain_bytes: policy.retain_bytes,
+            gpu_ring: ring,
         };
         if let Some(path) = &self.checkpoint {
             let checkpoint = Checkpoint::open(path).with_context(|| format!("{} cannot be read", path.display()))?;

@@ -1,11 +1,12 @@
 //! Gives agents their certificates and takes their announcements. Decides whether an agent is who it says: by a token the first time, by
 //! its certificate afterwards. Which object it belongs to is the [`Directory`]'s word, never the agent's.
 
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use axum::extract::{Extension, State};
+use axum::extract::{ConnectInfo, Extension, State};
 use axum::routing::post;
 use axum::{Json, Router};
 use tokio::time::timeout;
@@ -102,6 +103,7 @@ async fn prove(verifier: &dyn TokenVerifier, peer: Option<PeerIdentity>, request
 async fn announce(
     State(enrollment): State<Arc<Enrollment>>,
     peer: Option<Extension<PeerIdentity>>,
+    from: Option<Extension<ConnectInfo<SocketAddr>>>,
     Valid(announcement): Valid<Announcement>,
 ) -> Result<Json<AnnounceResponse>, Rejection> {
     let Some(Extension(PeerIdentity::Agent { weightsync, pod_uid })) = peer else {
@@ -114,6 +116,26 @@ async fn announce(
     if claimed.weightsync != weightsync {
         return Err(forbidden(format!("the pod belongs to WeightSync {} now, not to {weightsync}; enrol again", claimed.weightsync)));
     }
+    if let Some(Extension(ConnectInfo(from))) = from {
+        reachable(from.ip(), &announcement.control_address)?;
+    }
     enrollment.directory.announce(&weightsync, announcement)?;
     Ok(Json(AnnounceResponse { assignment: claimed.assignment }))
+}
+
+/// Refuses an address at which only the agent's own host finds it, when it is on another: whoever called it would call itself.
+pub(super) fn reachable(from: IpAddr, announced: &str) -> Result<(), Rejection> {
+    let Ok(address) = announced.parse::<SocketAddr>() else {
+        return Err(forbidden(format!("the agent announces {announced}, which is no address (IP:PORT)")));
+    };
+    // A v4 address as a dual-stack listener shows it.
+    let (from, own) = (from.to_canonical(), address.ip().to_canonical());
+    if own.is_unspecified() || own.is_loopback() && !from.is_loopback() {
+        let message = format!(
+            "the agent announces {announced} and calls from {from}: other pods do not find it there; give it the pod's address (POD_IP from \
+             status.podIP)"
+        );
+        return Err(Rejection { message, retryable: true });
+    }
+    Ok(())
 }

@@ -4,6 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::gpu_memory::{GpuNeed, GpuRing};
 use crate::protocol::{MemberName, Role, Roster, RosterMember};
 
 /// Sizes of what is moved, and what agents use for it.
@@ -23,6 +24,9 @@ pub struct ModelFacts {
     pub receive_bytes: u64,
     /// Bytes that a source may keep to retry and to feed joiners.
     pub retain_bytes: u64,
+    /// The ring on each GPU, where buckets travel between GPUs: then no host memory holds bytes on their way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_ring: Option<GpuRing>,
 }
 
 impl ModelFacts {
@@ -50,12 +54,18 @@ pub struct MemberMemory {
     pub in_flight: u64,
     /// Source: copies kept to retry and to feed joiners. Both versions where the limit allows, else the new one, else none.
     pub retained: u64,
-    /// Rollout: directories with versions, the one that serves and the one that arrives.
+    /// Whether the kept copies are pinned: registered with the driver, so that a GPU copies from and to them.
+    pub pinned: bool,
+    /// Rollout: directories with versions, the one that serves and the one that arrives; with a ring on the GPU only where the engine loads
+    /// from files.
     pub versions: u64,
+    /// Memory of each of its GPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<GpuNeed>,
 }
 
 impl MemberMemory {
-    /// All of it.
+    /// All of the host's.
     pub fn total(&self) -> u64 {
         self.in_flight.saturating_add(self.retained).saturating_add(self.versions)
     }
@@ -132,13 +142,18 @@ pub fn explain(roster: &Roster, model: Option<ModelFacts>, links: &[Bandwidth]) 
 
 fn memory(role: Role, model: &ModelFacts) -> MemberMemory {
     let both = model.bytes.saturating_mul(2);
+    let gpu = model.gpu_ring.as_ref().map(GpuNeed::of);
     match role {
         Role::Source => {
-            let in_flight = model.bucket_bytes.saturating_mul(model.ring_buckets.min(model.buckets()));
+            let ring = model.bucket_bytes.saturating_mul(model.ring_buckets.min(model.buckets()));
             let retained = [both, model.bytes].into_iter().find(|bytes| *bytes <= model.retain_bytes).unwrap_or(0);
-            MemberMemory { in_flight, retained, versions: 0 }
+            let in_flight = if gpu.is_some() { 0 } else { ring };
+            MemberMemory { in_flight, retained, pinned: gpu.is_some() && retained > 0, versions: 0, gpu }
         }
-        Role::Rollout => MemberMemory { in_flight: model.receive_bytes.min(model.bytes), retained: 0, versions: both },
+        Role::Rollout => {
+            let in_flight = if gpu.is_some() { 0 } else { model.receive_bytes.min(model.bytes) };
+            MemberMemory { in_flight, versions: both, gpu, ..MemberMemory::default() }
+        }
     }
 }
 

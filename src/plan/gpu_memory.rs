@@ -30,6 +30,9 @@ const SLOTS: [u32; 2] = [3, 2];
 /// Buckets that a version has at least, so that its parts overlap on their way and the ring is never as large as the model.
 const LEAST_BUCKETS: u64 = 4;
 
+/// What travels, for a ring that is made before the first version is known, and outlives it: the size of most models that one GPU serves.
+pub const USUAL_LOAD: RingLoad = RingLoad { bytes: 4 << 30, largest: 0 };
+
 /// The block that a worker allocates once on its GPU: buckets travel through its slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -192,7 +195,7 @@ fn candidates(wish: RingWish, load: RingLoad) -> Vec<GpuRing> {
 }
 
 fn why(ring: &GpuRing, wish: RingWish, load: RingLoad, tightest: Option<&GpuRoom>) -> String {
-    let shape = format!("{} slots of {}", ring.slots, show_bytes(ring.slot_bytes));
+    let shape = format!("{} slots of {}, beside about {} for NCCL", ring.slots, show_bytes(ring.slot_bytes), show_bytes(NCCL_ESTIMATE));
     let said = match (wish.slots.is_some(), wish.slot_bytes.is_some()) {
         (true, true) => "as the object says".to_owned(),
         (false, false) => format!("chosen for a model of {}", show_bytes(load.bytes)),
@@ -201,8 +204,8 @@ fn why(ring: &GpuRing, wish: RingWish, load: RingLoad, tightest: Option<&GpuRoom
     };
     match tightest {
         Some(room) => {
-            format!("{shape}, {said}; {} of {} are free on {}, the tightest GPU", show_free(room.free), show_bytes(room.total), room.gpu)
+            format!("{shape}; {said}; {} of {} are free on {}, the tightest GPU", show_free(room.free), show_bytes(room.total), room.gpu)
         }
-        None => format!("{shape}, {said}"),
+        None => format!("{shape}; {said}"),
     }
 }

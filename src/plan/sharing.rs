@@ -2,7 +2,7 @@
 //!
 //! Pure: facts in, a verdict with the exact reason and what to change out. Without this a pair of containers falls back to a slow path in
 //! silence (vllm-project/vllm#55906), or an update ends in an error number of the driver. It never guesses: what is not known is no reason
-//! against, and what the driver then says is told as it is.
+//! against, and what the driver says is told as it is.
 
 use serde::{Deserialize, Serialize};
 
@@ -81,16 +81,16 @@ pub enum NoSharing {
     NoCompute { capabilities: String },
     #[error("the GPU cannot be used: {cause}")]
     Driver { cause: String },
-    #[error(
-        "{gpu} is a slice of a partitioned GPU (MIG): NCCL and CUDA IPC do not work between slices; give the container a whole GPU"
-    )]
+    #[error("{gpu} is a slice of a partitioned GPU (MIG): NCCL and CUDA IPC do not work between slices; give the container a whole GPU")]
     Mig { gpu: String },
     #[error(
         "{who} is in another PID namespace ({detail}), and CUDA IPC works within one only: run the agent in the same container \
          (agent.launch: Wrap), or set shareProcessNamespace: true in the pod"
     )]
     PidNamespace { who: &'static str, detail: String },
-    #[error("the agent has {agent}, {who} has {other}: memory can be shared on one GPU only; run the agent in the same container (agent.launch: Wrap)")]
+    #[error(
+        "the agent has {agent}, {who} has {other}: memory can be shared on one GPU only; run the agent in the same container (agent.launch: Wrap)"
+    )]
     OtherGpu { who: &'static str, agent: String, other: String },
 }
 
@@ -122,29 +122,35 @@ pub fn sharing(facts: &SharingFacts) -> Sharing {
 
 /// GPUs that the agent itself can use.
 fn usable(facts: &SharingFacts) -> Result<Vec<String>, NoSharing> {
+    let found = match &facts.gpus {
+        Ok(gpus) if !gpus.is_empty() => gpus,
+        none => return Err(missing(facts, none.as_ref().err())),
+    };
+    let whole: Vec<String> = found.iter().filter(|gpu| gpu.refused.is_none()).map(|gpu| gpu.uuid.clone()).collect();
+    match (whole.is_empty(), found.first()) {
+        (true, Some(gpu)) => Err(NoSharing::Mig { gpu: gpu.uuid.clone() }),
+        _ => Ok(whole),
+    }
+}
+
+/// Why the worker found none: the container's own part in it first, since that can be changed.
+fn missing(facts: &SharingFacts, cause: Option<&String>) -> NoSharing {
     let agent = &facts.agent;
     if facts.gpu_files.is_empty() {
-        let told = match agent.nvidia_visible_devices.as_deref() {
+        let what = match agent.nvidia_visible_devices.as_deref() {
             Some(said @ ("" | "void" | "none")) => format!("NVIDIA_VISIBLE_DEVICES is \"{said}\""),
             _ if facts.control_file => "/dev/nvidiactl is there, but no /dev/nvidia0".to_owned(),
             _ => "no /dev/nvidia0".to_owned(),
         };
-        return Err(NoSharing::NoGpu { what: told });
+        return NoSharing::NoGpu { what };
     }
     let complete = |said: &str| said.split(',').any(|part| matches!(part.trim(), "all" | "compute"));
     if let Some(said) = agent.driver_capabilities.as_deref().filter(|said| !said.trim().is_empty() && !complete(said)) {
-        return Err(NoSharing::NoCompute { capabilities: said.to_owned() });
+        return NoSharing::NoCompute { capabilities: said.to_owned() };
     }
-    let gpus = facts.gpus.as_ref().map_err(|cause| NoSharing::Driver { cause: cause.clone() })?;
-    let whole: Vec<String> = gpus.iter().filter(|gpu| gpu.refused.is_none()).map(|gpu| gpu.uuid.clone()).collect();
-    match (whole.is_empty(), gpus.first()) {
-        (false, _) => Ok(whole),
-        (true, Some(gpu)) => Err(NoSharing::Mig { gpu: gpu.uuid.clone() }),
-        (true, None) => {
-            let hidden = agent.cuda_visible_devices.as_ref().map(|said| format!(", CUDA_VISIBLE_DEVICES is \"{said}\""));
-            Err(NoSharing::Driver { cause: format!("the driver shows no GPU to the agent{}", hidden.unwrap_or_default()) })
-        }
-    }
+    let hidden = agent.cuda_visible_devices.as_ref().map(|said| format!(", CUDA_VISIBLE_DEVICES is \"{said}\""));
+    let unseen = || format!("the driver shows no GPU to the agent{}", hidden.unwrap_or_default());
+    NoSharing::Driver { cause: cause.cloned().unwrap_or_else(unseen) }
 }
 
 /// Those of them whose memory can be shared with the neighbour.
@@ -208,7 +214,8 @@ fn notes(facts: &SharingFacts) -> Vec<String> {
 
 /// Whether a setting of torch's allocator (`PYTORCH_ALLOC_CONF`) makes memory that CUDA IPC cannot share.
 pub fn expandable_segments(setting: &str) -> bool {
-    setting.split(',').filter_map(|pair| pair.split_once(':')).any(|(key, value)| {
-        key.trim().eq_ignore_ascii_case("expandable_segments") && value.trim().eq_ignore_ascii_case("true")
-    })
+    setting
+        .split(',')
+        .filter_map(|pair| pair.split_once(':'))
+        .any(|(key, value)| key.trim().eq_ignore_ascii_case("expandable_segments") && value.trim().eq_ignore_ascii_case("true"))
 }

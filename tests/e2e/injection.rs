@@ -73,7 +73,8 @@ async fn a_pod_that_was_wrapped_by_hand_is_the_pod_that_the_policy_makes() {
         own_memory["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "host", "mountPath": "/host", "readOnly": true}]);
         let mut bare = wrapped(simulated_vllm("bare"));
         bare["spec"].as_object_mut().unwrap().remove("volumes");
-        bare["spec"]["containers"][0] = json!({"name": "engine", "image": bare["spec"]["containers"][0]["image"], "command": ["/weightsync"]});
+        bare["spec"]["containers"][0] =
+            json!({"name": "engine", "image": bare["spec"]["containers"][0]["image"], "command": ["/weightsync"]});
         let mut on_host = wrapped(torch_trainer("on-host"));
         on_host["spec"]["hostNetwork"] = json!(true);
         for pod in [wrapped(torch_trainer("trainer")), full, own_memory, bare, on_host] {

@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::advice::{Advice, advise, notes};
 use super::host::Host;
+use crate::plan::NoSharing;
 use crate::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
 
 /// Something that is there, or why it is not.
@@ -77,6 +78,8 @@ pub struct Report {
     pub gpus: Gpus,
     #[serde(flatten)]
     pub host: Host,
+    /// GPUs whose memory can be shared with the engine or trainer beside this process (CUDA IPC), or why none.
+    pub shared: Found<Vec<String>>,
     /// What each transport would use.
     pub transports: Vec<Advice>,
     /// What should be changed.
@@ -85,8 +88,9 @@ pub struct Report {
 
 impl Report {
     /// The report on these facts.
-    pub fn new(gpus: Gpus, host: Host) -> Self {
+    pub fn new(gpus: Gpus, host: Host, shared: Result<Vec<String>, NoSharing>) -> Self {
         let (transports, notes) = (advise(&gpus, &host), notes(&gpus, &host));
-        Self { version: env!("CARGO_PKG_VERSION"), gpus, host, transports, notes }
+        let shared = shared.map_err(|why| why.to_string()).into();
+        Self { version: env!("CARGO_PKG_VERSION"), gpus, host, shared, transports, notes }
     }
 }

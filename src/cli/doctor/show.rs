@@ -20,6 +20,10 @@ pub fn render(report: &Report) -> String {
         Ok(facts) => nccl(facts),
         Err(why) => why.to_owned(),
     };
+    let shared = match report.shared.get() {
+        Ok(gpus) => format!("can be shared on {}", gpus.join(", ")),
+        Err(why) => format!("cannot be shared: {why}"),
+    };
     let module = host.kernel_module.as_ref().map_or_else(|| "not loaded".to_owned(), Clone::clone);
     let rdma = if host.rdma.is_empty() { "no device".to_owned() } else { host.rdma.iter().map(device).collect::<Vec<_>>().join("; ") };
     let rows = [
@@ -27,6 +31,7 @@ pub fn render(report: &Report) -> String {
         ("driver", driver),
         ("kernel module", module),
         ("NCCL", nccl),
+        ("GPU memory", shared),
         ("RDMA", rdma),
         ("limits", limits(host)),
         ("PID namespace", pid_namespace(host)),

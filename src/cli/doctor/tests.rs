@@ -5,6 +5,7 @@ use super::advice::{Advice, advise, notes};
 use super::facts::{Found, Gpus, Report};
 use super::host::{Host, PidNamespace, Rdma, RdmaPort};
 use super::show::render;
+use crate::plan::NoSharing;
 use crate::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
 
 fn gpu(number: u32) -> GpuFacts {
@@ -140,9 +141,20 @@ fn the_kernels_files_are_read_as_they_are_written() {
 
 #[test]
 fn a_report_for_people_names_everything() {
-    let report = Report::new(gpus(2, GpuLink::Nvlink), with_rdma("ACTIVE", true));
+    let report = Report::new(gpus(2, GpuLink::Nvlink), with_rdma("ACTIVE", true), Ok(vec!["GPU-1".to_owned()]));
     let text = render(&report);
-    for wanted in ["CUDA 13.2", "2.28.9 in /lib/libnccl.so.2", "GPU-1", "NVLink", "mlx5_0: port 1 InfiniBand ACTIVE", "transport tcp"] {
+    for wanted in [
+        "can be shared on GPU-1",
+        "CUDA 13.2",
+        "2.28.9 in /lib/libnccl.so.2",
+        "GPU-1",
+        "NVLink",
+        "mlx5_0: port 1 InfiniBand ACTIVE",
+        "transport tcp",
+    ] {
         assert!(text.contains(wanted), "{wanted}:\n{text}");
     }
+    let hidden = NoSharing::PidNamespace { who: "the engine", detail: "its port is open".to_owned() };
+    let text = render(&Report::new(gpus(1, GpuLink::Nvlink), empty_host(), Err(hidden)));
+    assert!(text.contains("cannot be shared: the engine is in another PID namespace"), "{text}");
 }

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::Report;
 use super::units::show_micros;
-use crate::plan::{ExplainedMember, show_bytes};
+use crate::plan::{ExplainedMember, GpuNeed, show_bytes};
 use crate::protocol::Role;
 
 /// Text of one report.
@@ -38,9 +38,13 @@ pub(super) fn render(report: &Report) -> String {
 
 fn members(text: &mut String, members: &[ExplainedMember]) {
     let with_memory = members.iter().any(|member| member.memory.is_some());
+    let with_gpu = members.iter().any(|member| member.memory.is_some_and(|memory| memory.gpu.is_some()));
     let mut head: Vec<String> = ["MEMBER", "RANKS", "HOP", "NODE", "PORT", "PODS"].map(str::to_owned).to_vec();
     if with_memory {
-        head.push("EXTRA MEMORY".to_owned());
+        head.push(if with_gpu { "EXTRA HOST MEMORY" } else { "EXTRA MEMORY" }.to_owned());
+    }
+    if with_gpu {
+        head.push("EXTRA ON EACH GPU".to_owned());
     }
     let mut rows = vec![head];
     for explained in members {
@@ -56,6 +60,7 @@ fn members(text: &mut String, members: &[ExplainedMember]) {
             member.pods.iter().map(|pod| pod.name.as_str()).collect::<Vec<_>>().join(","),
         ];
         row.extend(explained.memory.map(|memory| show_bytes(memory.total())));
+        row.extend(explained.memory.and_then(|memory| memory.gpu).map(|gpu| show_bytes(gpu.total())));
         rows.push(row);
     }
     columns(text, &rows);
@@ -71,6 +76,14 @@ fn costs(text: &mut String, report: &Report) {
         model.buckets(),
         show_bytes(model.bucket_bytes)
     );
+    if let (Some(ring), Some(gpu)) = (&report.gpu_ring, model.gpu_ring.as_ref().map(GpuNeed::of)) {
+        let _ = writeln!(text, "on each GPU: {ring}; and about {} for the worker (both by estimate)", show_bytes(gpu.context));
+    }
+    let kept = report.explanation.members.iter().filter_map(|member| member.memory).find(|memory| memory.retained > 0);
+    if let Some(kept) = kept {
+        let pinned = if kept.pinned { ", pinned" } else { "" };
+        let _ = writeln!(text, "kept by the source to retry and to feed joiners: {}{pinned}", show_bytes(kept.retained));
+    }
     let rows = report.explanation.floors.iter().map(|floor| {
         vec![
             format!("at {}", floor.bandwidth.name),

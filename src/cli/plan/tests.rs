@@ -220,3 +220,25 @@ fn numbers_for_people_are_rounded_up() {
         assert_eq!(show_micros(micros), text);
     }
 }
+
+#[test]
+fn memory_of_each_gpu_and_of_hosts_is_shown_and_too_little_is_refused_with_numbers() {
+    let report = example("wrap-gpus.yaml", &["--size", "16GiB", "--gpu-free", "20GiB"]);
+    assert!(report.is_fine(), "{report:?}");
+    let text = table::render(&report);
+    for part in [
+        "EXTRA ON EACH GPU",
+        "4 GiB",
+        "on each GPU: 3 slots of 1 GiB, beside about 512 MiB for NCCL",
+        "about 512 MiB for the worker (both by estimate)",
+        "kept by the source to retry and to feed joiners: 32 GiB, pinned",
+    ] {
+        assert!(text.contains(part), "{part} is missing in\n{text}");
+    }
+    let tight = example("wrap-gpus.yaml", &["--size", "16GiB", "--gpu-free", "600MiB"]);
+    assert!(!tight.is_fine());
+    let text = table::render(&tight);
+    assert!(text.contains("invalid: the tightest GPU: 514 MiB are needed") && text.contains("88 MiB of 600 MiB are free"), "{text}");
+    let plain = table::render(&example("wrap-gpus.yaml", &["--size", "16GiB"]));
+    assert!(plain.contains("EXTRA MEMORY") && !plain.contains("GPU:"), "{plain}");
+}

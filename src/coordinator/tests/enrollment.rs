@@ -1,6 +1,7 @@
 //! Who gets a certificate, and who may announce itself.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -8,6 +9,7 @@ use tokio::sync::mpsc;
 use super::fake_agent::{Pod, enroll};
 use super::world::{OBJECT, World, assignment};
 use crate::coordinator::ProvenPod;
+use crate::coordinator::enrollment::reachable;
 use crate::protocol::{AnnounceResponse, Announcement, Incarnation, Rejection, Role};
 use crate::runtime::https::{CallError, ControllerClient};
 use crate::runtime::identity::{Identity, PeerIdentity};
@@ -56,6 +58,23 @@ async fn a_claimed_pod_with_a_token_enrols_and_announces_itself() {
     assert_eq!(identity.own(), Some(PeerIdentity::Agent { weightsync: OBJECT.into(), pod_uid: "uid-0".into() }));
     assert_eq!(announce(&world, &identity, "uid-0").await.unwrap().assignment, assignment(Role::Rollout));
     assert_eq!(announcements.recv().await.unwrap(), announcement("uid-0"));
+}
+
+/// PrimeIntellect-ai/prime-rl#3060: an address of the loopback is told to other hosts, which then wait for themselves.
+#[test]
+fn f16_a_loopback_address_is_refused_across_pods() {
+    let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+    for announced in ["127.0.0.1:8470", "127.1.2.3:1", "[::1]:8470", "[::ffff:127.0.0.1]:8470", "0.0.0.0:8470", "[::]:1"] {
+        let refused = reachable(ip("10.0.0.7"), announced).unwrap_err();
+        assert!(refused.message.contains(announced) && refused.message.contains("POD_IP"), "{refused:?}");
+        assert!(refused.retryable, "the pod stays claimed: its engine serves on");
+    }
+    for (from, announced) in
+        [("10.0.0.7", "10.0.0.7:8470"), ("10.0.0.7", "10.1.0.7:1"), ("127.0.0.1", "127.0.0.1:8470"), ("::1", "127.0.0.1:1")]
+    {
+        assert_eq!(reachable(ip(from), announced), Ok(()), "{from} {announced}: one host, or a pod's own address");
+    }
+    assert!(!reachable(ip("10.0.0.7"), "actor-0:8470").unwrap_err().retryable);
 }
 
 #[tokio::test]

@@ -1,12 +1,20 @@
 //! What an explanation says.
 
 use super::world::{actor, pool, world};
-use crate::plan::{Bandwidth, MemberMemory, ModelFacts, explain, plan, roster};
+use crate::plan::{Bandwidth, GpuNeed, GpuRing, MemberMemory, ModelFacts, explain, plan, roster};
 
 const MIB: u64 = 1 << 20;
 
 fn model(bytes: u64) -> ModelFacts {
-    ModelFacts { tensors: Some(3), bytes, bucket_bytes: 64 * MIB, ring_buckets: 4, receive_bytes: 4 * MIB, retain_bytes: 1024 * MIB }
+    ModelFacts {
+        tensors: Some(3),
+        bytes,
+        bucket_bytes: 64 * MIB,
+        ring_buckets: 4,
+        receive_bytes: 4 * MIB,
+        retain_bytes: 1024 * MIB,
+        gpu_ring: None,
+    }
 }
 
 fn link(bytes_per_second: u64) -> Bandwidth {
@@ -31,8 +39,8 @@ fn memory_names_what_is_kept_and_drops_what_the_limit_does_not_allow() {
         members.iter().map(|member| member.memory.unwrap()).collect::<Vec<_>>()
     };
     let both = of(512 * MIB);
-    assert_eq!(both[0], MemberMemory { in_flight: 256 * MIB, retained: 1024 * MIB, versions: 0 });
-    assert_eq!(both[1], MemberMemory { in_flight: 4 * MIB, retained: 0, versions: 1024 * MIB });
+    assert_eq!(both[0], MemberMemory { in_flight: 256 * MIB, retained: 1024 * MIB, ..MemberMemory::default() });
+    assert_eq!(both[1], MemberMemory { in_flight: 4 * MIB, versions: 1024 * MIB, ..MemberMemory::default() });
     assert_eq!(both[1].total(), 1028 * MIB);
     assert_eq!(of(512 * MIB + 1)[0].retained, 512 * MIB + 1, "the version before is dropped first");
     assert_eq!(of(1024 * MIB + 1)[0].retained, 0);
@@ -46,4 +54,16 @@ fn without_a_model_only_the_order_is_explained() {
     assert_eq!(explanation.floors, []);
     assert_eq!(explanation.members.iter().map(|member| member.hop).collect::<Vec<_>>(), [None, Some(1), Some(2)]);
     assert_eq!(explanation.world_size, 3);
+}
+
+#[test]
+fn with_a_ring_on_each_gpu_bytes_on_their_way_are_in_gpu_memory_and_kept_copies_are_pinned() {
+    let roster = roster(&plan(&world(pool(), [actor(0)])).candidates);
+    let ring = GpuRing { slots: 3, slot_bytes: 256 * MIB };
+    let members = explain(&roster, Some(ModelFacts { gpu_ring: Some(ring), ..model(512 * MIB) }), &[]).members;
+    let [source, rollout] = [0, 1].map(|at| members[at].memory.unwrap());
+    let gpu = Some(GpuNeed::of(&ring));
+    assert_eq!(source, MemberMemory { retained: 1024 * MIB, pinned: true, gpu, ..MemberMemory::default() });
+    assert_eq!(rollout, MemberMemory { versions: 1024 * MIB, gpu, ..MemberMemory::default() });
+    assert_eq!(gpu.unwrap().ring, 768 * MIB);
 }

@@ -62,9 +62,9 @@ fn f79_containers_without_a_common_pid_namespace_are_named_with_what_to_change()
 
 #[test]
 fn a_container_without_a_gpu_says_what_is_missing() {
-    let none = SharingFacts { gpu_files: Vec::new(), control_file: false, ..wrapped() };
+    let none = SharingFacts { gpu_files: Vec::new(), control_file: false, gpus: Err("no NVIDIA driver".into()), ..wrapped() };
     assert!(refused(&none, &["no /dev/nvidia0", "agent.launch: Wrap"]).no_gpu());
-    let control = SharingFacts { gpu_files: Vec::new(), ..wrapped() };
+    let control = SharingFacts { control_file: true, ..none.clone() };
     refused(&control, &["/dev/nvidiactl is there, but no /dev/nvidia0"]);
     let mut void = none.clone();
     void.agent.nvidia_visible_devices = Some("void".into());
@@ -79,14 +79,14 @@ fn a_container_without_a_gpu_says_what_is_missing() {
 #[test]
 fn a_driver_without_its_compute_part_is_told_from_a_missing_driver() {
     let with = |said: &str| {
-        let mut facts = wrapped();
+        let mut facts = SharingFacts { gpus: Err("libcuda.so.1: no such file".into()), ..wrapped() };
         facts.agent.driver_capabilities = Some(said.into());
         facts
     };
     assert!(refused(&with("utility"), &["\"utility\"", "compute,utility"]).no_gpu());
     refused(&with("graphics, video"), &["NVIDIA_DRIVER_CAPABILITIES"]);
     for enough in ["all", "compute,utility", "utility, compute", ""] {
-        assert!(sharing(&with(enough)).gpus.is_ok(), "{enough}");
+        refused(&with(enough), &["libcuda.so.1: no such file"]);
     }
 }
 
@@ -123,7 +123,13 @@ fn f88_expandable_segments_and_a_small_dev_shm_are_named_before_use() {
     assert!(verdict.notes[0].contains("64 MiB") && verdict.notes[1].contains("expandable segments"), "{:?}", verdict.notes);
     let without = SharingFacts { shm_bytes: None, ..wrapped() };
     assert!(sharing(&without).notes[0].contains("no /dev/shm"));
-    for (setting, expandable) in [("expandable_segments:True", true), (" Expandable_Segments : true ", true), ("expandable_segments:False", false), ("backend:native", false), ("", false)] {
+    for (setting, expandable) in [
+        ("expandable_segments:True", true),
+        (" Expandable_Segments : true ", true),
+        ("expandable_segments:False", false),
+        ("backend:native", false),
+        ("", false),
+    ] {
         assert_eq!(expandable_segments(setting), expandable, "{setting}");
     }
 }
