@@ -3,6 +3,7 @@
 //! Decides which of the visible GPUs belong to the endpoint, and what is told of them. It never decides whether a group uses them: that is
 //! membership's, by what [`Gpus::report`] says.
 
+mod beside;
 mod seats;
 
 use std::collections::BTreeMap;
@@ -18,8 +19,8 @@ use self::seats::{Open, Seats};
 use super::client::SourceWorker;
 use super::core::{Core, lock};
 use super::group::{Epoch, refusal};
-use crate::protocol::worker::{NcclId, WorkerAnswer};
 use crate::plan::RingWish;
+use crate::protocol::worker::{NcclId, WorkerAnswer};
 use crate::protocol::{GpuReport, JoinResponse, MemberGpu, Refusal, RefusalCode, StreamFailure, TransportPolicy};
 use crate::transport::nccl::{Joining, NcclTransport, Seat, Staging};
 use crate::worker::{GRACE, Ring, Worker, WorkerError, WorkerStart};
@@ -66,6 +67,8 @@ pub struct GpuSettings {
     pub nccl: Option<PathBuf>,
     /// The program and arguments of a worker; this program's own if not given.
     pub worker: Option<WorkerStart>,
+    /// Whether the engine or trainer runs below this agent (`weightsync run`), and so in its container.
+    pub child: bool,
 }
 
 /// What a group asks of workers.
@@ -180,6 +183,7 @@ impl Gpus {
                 Err(why) => return GpuReport { reason: why.clone(), nccl: None, ..report },
             }
         }
+        report.unshared = self.unshared(&open).await;
         report
     }
 
@@ -263,7 +267,7 @@ impl Gpus {
         };
         seat.nccl.as_ref().map_err(Clone::clone)?;
         let (slots, slot_bytes) = self.wanted.borrow().ring;
-        let wish = RingWish { slots: (slots > 0).then_some(slots), slot_bytes: (slot_bytes > 0).then_some(slot_bytes) };
+        let wish = RingWish::of(slots, slot_bytes);
         let room = (seat.gpu.free_bytes, seat.gpu.memory_bytes);
         Ok(SourceWorker { worker: seat.worker.clone(), gpu: seat.gpu.uuid.clone(), wish, room })
     }

@@ -156,7 +156,7 @@ impl AgentArgs {
             engines: self.engines()?,
             cgroups: Cgroups::of_this_process(),
             command: None,
-            gpus: GpuSettings { choice: self.gpus.clone(), nccl: self.nccl.clone(), worker: None },
+            gpus: GpuSettings { choice: self.gpus.clone(), nccl: self.nccl.clone(), worker: None, child: false },
             applicant: Applicant {
                 namespace: self.namespace,
                 pod: self.pod,

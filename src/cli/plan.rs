@@ -27,6 +27,7 @@ use crate::plan::{
     Bandwidth, CONTEXT_ESTIMATE, Claim, Explanation, GpuRing, GpuRoom, ModelFacts, NoRing, Plan, PlanInput, PodFacts, PoolSpec, RingChoice,
     RingWish, TrainerSpec, USUAL_LOAD, WeightSyncRef, explain, gpu_ring, part_of, plan, roster,
 };
+use crate::protocol::{TransportPolicy, TransportWish};
 use crate::transport::tcp::TcpOptions;
 use crate::weights::safetensors::Checkpoint;
 use crate::weights::{Layout, default_bucket_bytes};
@@ -43,8 +44,8 @@ pub struct PlanArgs {
     /// Size of the model, `16GB` for instance, where no checkpoint is at hand.
     #[arg(long, value_parser = parse_bytes)]
     size: Option<u64>,
-    /// Memory that is free on the tightest GPU while engines and trainer run, `20GB` for instance: reckons with buckets that travel between
-    /// GPUs, and says whether there is room for them.
+    /// Memory that is free on the tightest GPU while engines and trainer run, `20GB` for instance: says whether there is room for buckets that
+    /// travel between GPUs, which `transport.auto` is then taken to choose.
     #[arg(long, value_parser = parse_bytes)]
     gpu_free: Option<u64>,
     /// Speeds of links to reckon floor times for.
@@ -122,7 +123,7 @@ impl PlanArgs {
             };
             let plan = if problems.is_empty() { plan(&input) } else { Plan::default() };
             let roster = roster(&plan.candidates);
-            let ring = match self.gpu_ring() {
+            let ring = match self.gpu_ring(&object.object.spec.update_policy(1).transport) {
                 Some(Err(too_little)) => {
                     problems.push(too_little.to_string());
                     None
@@ -143,11 +144,17 @@ impl PlanArgs {
     }
 
     /// The ring that the controller would choose; none where buckets do not travel between GPUs.
-    fn gpu_ring(&self) -> Option<Result<RingChoice, NoRing>> {
-        let free = self.gpu_free?;
+    fn gpu_ring(&self, transport: &TransportPolicy) -> Option<Result<RingChoice, NoRing>> {
+        // Whether pods have GPUs is seen when they run: without the word of the object, or of the user, they are taken to have none.
+        let between_gpus = match transport.wish {
+            TransportWish::Nccl => true,
+            TransportWish::Auto => self.gpu_free.is_some(),
+            TransportWish::Tcp => false,
+        };
         // What a worker reads as free is what its own context has left.
-        let room = GpuRoom { gpu: "the tightest GPU".to_owned(), free: free.saturating_sub(CONTEXT_ESTIMATE), total: free };
-        Some(gpu_ring(RingWish::default(), USUAL_LOAD, &[room]))
+        let room = |free: u64| GpuRoom { gpu: "the tightest GPU".to_owned(), free: free.saturating_sub(CONTEXT_ESTIMATE), total: free };
+        let rooms: Vec<GpuRoom> = self.gpu_free.map(room).into_iter().collect();
+        between_gpus.then(|| gpu_ring(RingWish::of(transport.slots, transport.slot_bytes), USUAL_LOAD, &rooms))
     }
 
     fn model(&self, spec: &WeightSyncSpec, ring: Option<GpuRing>) -> anyhow::Result<Option<ModelFacts>> {

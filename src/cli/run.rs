@@ -71,7 +71,8 @@ impl RunArgs {
         }
         // The agent's settings first: what is wrong with them is said before an engine loads for minutes. They may read standard input.
         let (ended, command) = watch::channel(None);
-        let settings = Settings { command: Some(command), ..self.agent.clone().settings().await? };
+        let mut settings = Settings { command: Some(command), ..self.agent.clone().settings().await? };
+        settings.gpus.child = true;
         // The command has no business with the agent's token, and none with the key that the agent shows to it.
         let mut child = Command::new(program)
             .args(arguments)

@@ -6,11 +6,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::plan::{GpuRoom, RingLoad, RingWish, gpu_ring};
+use crate::plan::{GpuRoom, RingWish, USUAL_LOAD, gpu_ring};
 use crate::protocol::{CommunicatorPlan, GpuReport, MemberName, TransportChoice, TransportPolicy, TransportWish};
-
-/// What a version is taken to be long. Not measured: rings would change with each model, and whoever opened one would have to open it anew.
-const USUAL_BYTES: u64 = 4 << 30;
 
 /// A member that stands in the way of what was demanded.
 pub(super) type InTheWay = BTreeMap<MemberName, String>;
@@ -26,7 +23,7 @@ pub(super) fn choose(policy: &TransportPolicy, members: &[(&MemberName, &GpuRepo
             Ok((plan, why)) => {
                 let asked =
                     if policy.wish == TransportWish::Nccl { "asked for by spec.transport.nccl" } else { "auto: every member has a GPU" };
-                return Ok(TransportChoice { nccl: Some(plan), reason: format!("{asked}; ring: {why}") });
+                return Ok(TransportChoice { nccl: Some(plan), reason: format!("{asked}; ring: {why}{}", unshared(members)) });
             }
             Err((member, why)) => _ = in_the_way.insert(member, why),
         }
@@ -42,6 +39,17 @@ pub(super) fn choose(policy: &TransportPolicy, members: &[(&MemberName, &GpuRepo
             Ok(TransportChoice::tcp(format!("auto: no NCCL, {first}{more}")))
         }
     }
+}
+
+/// Names the first member whose engine cannot be handed memory of its GPU: a group of such members works, and is slower than it might be.
+fn unshared(members: &[(&MemberName, &GpuReport)]) -> String {
+    let mut all = members.iter().filter(|(_, report)| !report.unshared.is_empty());
+    let Some((name, report)) = all.next() else { return String::new() };
+    let more = match all.count() {
+        0 => String::new(),
+        count => format!(" (and {count} more)"),
+    };
+    format!("; memory of its GPU cannot be shared with the engine of {name}{more}: {}", report.unshared)
 }
 
 /// Members that no communicator of all could have, each compared with those before it: the first source is never the odd one out.
@@ -75,8 +83,7 @@ fn unfit(members: &[(&MemberName, &GpuReport)]) -> InTheWay {
 }
 
 fn ring(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)]) -> Result<(CommunicatorPlan, String), (MemberName, String)> {
-    let wish =
-        RingWish { slots: (policy.slots > 0).then_some(policy.slots), slot_bytes: (policy.slot_bytes > 0).then_some(policy.slot_bytes) };
+    let wish = RingWish::of(policy.slots, policy.slot_bytes);
     let room = |name: &MemberName, gpu: &crate::protocol::MemberGpu| GpuRoom {
         gpu: format!("{} of {name}", gpu.uuid),
         free: gpu.free_bytes,
@@ -85,8 +92,8 @@ fn ring(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)]) -> Resu
     let rooms: Vec<(&MemberName, GpuRoom)> =
         members.iter().flat_map(|(name, report)| report.gpus.iter().map(|gpu| (*name, room(name, gpu)))).collect();
     let all: Vec<GpuRoom> = rooms.iter().map(|(_, room)| room.clone()).collect();
-    let load = RingLoad { bytes: USUAL_BYTES, largest: 0 };
-    let chosen = gpu_ring(wish, load, &all).map_err(|none| {
+    // Not the model's own size: rings would change with each model, and whoever opened one would have to open it anew.
+    let chosen = gpu_ring(wish, USUAL_LOAD, &all).map_err(|none| {
         let tightest = rooms.iter().min_by_key(|(_, room)| room.free).map(|(name, _)| (*name).clone());
         (tightest.unwrap_or_else(|| MemberName(String::new())), none.to_string())
     })?;

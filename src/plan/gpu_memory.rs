@@ -59,6 +59,13 @@ pub struct RingWish {
     pub slot_bytes: Option<u64>,
 }
 
+impl RingWish {
+    /// As policies carry it: 0 is chosen.
+    pub fn of(slots: u32, slot_bytes: u64) -> Self {
+        Self { slots: (slots > 0).then_some(slots), slot_bytes: (slot_bytes > 0).then_some(slot_bytes) }
+    }
+}
+
 /// What travels through the ring.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RingLoad {

@@ -63,6 +63,10 @@ pub struct GpuReport {
     /// Why there is no GPU or no NCCL, for a person. Empty when there are both.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
+    /// Why memory of the GPUs cannot be shared with the engine beside them (CUDA IPC), so that weights pass by the host there. Empty when
+    /// nothing speaks against it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub unshared: String,
 }
 
 /// How bytes travel in an epoch; chosen when all members prepared.

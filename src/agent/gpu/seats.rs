@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
+use super::beside::missing;
 use super::{GpuChoice, Gpus, Share};
 use crate::protocol::worker::{GpuFacts, NcclFacts, WorkerAnswer};
 use crate::runtime::backoff::Backoff;
@@ -151,7 +152,7 @@ impl Gpus {
             let worker = Worker::start(&self.start_of("list")?)?;
             worker.devices(self.settings.nccl.as_deref(), OPEN).await
         };
-        let gpus = match listing.await.map_err(|error: WorkerError| error.to_string())? {
+        let gpus = match listing.await.map_err(|error: WorkerError| missing(error.to_string()))? {
             WorkerAnswer::Devices { gpus, .. } => gpus,
             _ => return Err("the GPU worker answered something else than its GPUs".into()),
         };

@@ -239,6 +239,12 @@ fn memory_of_each_gpu_and_of_hosts_is_shown_and_too_little_is_refused_with_numbe
     assert!(!tight.is_fine());
     let text = table::render(&tight);
     assert!(text.contains("invalid: the tightest GPU: 514 MiB are needed") && text.contains("88 MiB of 600 MiB are free"), "{text}");
+    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/examples/wrap-gpus.yaml")).unwrap();
+    let asked = text.replace("agent: {launch: Wrap}", "agent: {launch: Wrap}\n  transport: {nccl: {bucketMiB: 256, buffers: 4}}");
+    let shown = table::render(&plan_text(&asked, &["--size", "16GiB"])[0]);
+    assert!(shown.contains("on each GPU: 4 slots of 256 MiB") && shown.contains("as the object says"), "{shown}");
+    let refused = table::render(&plan_text(&asked, &["--size", "16GiB", "--gpu-free", "1900MiB"])[0]);
+    assert!(refused.contains("1.5 GiB are needed"), "{refused}");
     let plain = table::render(&example("wrap-gpus.yaml", &["--size", "16GiB"]));
     assert!(plain.contains("EXTRA MEMORY") && !plain.contains("GPU:"), "{plain}");
 }

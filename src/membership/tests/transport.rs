@@ -7,7 +7,7 @@ use crate::protocol::*;
 /// A member on a GPU of its own.
 fn gpu(number: usize, nccl: u32) -> GpuReport {
     let gpu = MemberGpu { uuid: format!("GPU-{number}"), name: "H200".into(), free_bytes: 64 << 30, memory_bytes: 141 << 30 };
-    GpuReport { gpus: vec![gpu], nccl: Some(nccl), reason: String::new() }
+    GpuReport { gpus: vec![gpu], nccl: Some(nccl), ..GpuReport::default() }
 }
 
 fn formed(wish: TransportWish, gpus: &[Option<GpuReport>]) -> Desk {
@@ -40,6 +40,17 @@ fn nccl_is_taken_when_every_member_has_a_gpu_of_its_own() {
         assert_eq!(plan.seat(&plan.ranks[2].0), Some((2, &["GPU-2".to_owned()][..])));
         let view = desk.membership.view();
         assert_eq!(view.transport.as_ref().map(TransportChoice::name), Some("nccl"));
+    }
+}
+
+#[test]
+fn an_engine_that_cannot_be_handed_gpu_memory_is_named_and_the_group_is_formed_all_the_same() {
+    let apart = |number| GpuReport { unshared: "the engine is in another PID namespace".into(), ..gpu(number, 22809) };
+    let choices = commits(&formed(TransportWish::Auto, &[Some(gpu(0, 22809)), Some(apart(1)), Some(apart(2))]));
+    let reason = &choices[0].reason;
+    assert!(choices[0].nccl.is_some());
+    for part in ["slots of", "about 512 MiB for NCCL", "(and 1 more): the engine is in another PID namespace"] {
+        assert!(reason.contains(part), "{part}: {reason}");
     }
 }
 
