@@ -8,6 +8,7 @@ pub mod enrollment;
 pub mod events;
 pub mod gpu;
 pub mod group;
+pub mod hand_over;
 pub mod lead;
 pub mod process;
 pub mod publish_job;

@@ -10,6 +10,7 @@ mod agent;
 pub mod controller;
 pub mod demo;
 pub mod doctor;
+pub mod feed;
 mod generate;
 pub mod inject;
 mod install;
@@ -44,6 +45,8 @@ pub enum Command {
     Controller(controller::ControllerArgs),
     /// Run the agent of one pod.
     Agent(Box<agent::AgentArgs>),
+    /// Have one engine on this machine take a checkpoint through the memory of its GPUs.
+    Feed(Box<feed::FeedArgs>),
     /// Write what is made from the program's own types: CRDs, API reference, shell completion.
     Generate(generate::GenerateArgs),
     /// Show the whole product on this host: versions, a kill in the middle of an update, a rejoin, and proof.
@@ -76,6 +79,7 @@ impl Cli {
         match self.command {
             Command::Controller(args) => args.run(),
             Command::Agent(args) => args.run(),
+            Command::Feed(args) => args.run(),
             Command::Generate(args) => args.run(),
             Command::Demo(args) => args.run(),
             Command::Doctor(args) => args.run(),

@@ -189,6 +189,8 @@ pub struct EngineConfig {
     /// File in which the adapter of an engine that has no field for a version keeps what it wrote; survives the agent. None: it is known
     /// only as long as the agent lives.
     pub record: Option<PathBuf>,
+    /// Where processes are seen: `/proc`, or the place at which another process namespace's is mounted.
+    pub processes: PathBuf,
 }
 
 /// How the adapter of one kind is made.

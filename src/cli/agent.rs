@@ -189,6 +189,7 @@ impl AgentArgs {
                 api_key: api_key.clone(),
                 served_model: served_model.clone(),
                 record: Some(versions.join(format!("engine-{}.json", engine.port))),
+                processes: "/proc".into(),
             })
         }))
     }

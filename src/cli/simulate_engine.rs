@@ -15,7 +15,7 @@ use crate::engine::simulator::{Faults, Simulator, SimulatorOptions};
 #[derive(Debug, Args)]
 pub struct SimulateEngineArgs {
     /// Engine whose endpoints and rules are simulated.
-    #[arg(long, value_parser = ["vllm", "sglang"])]
+    #[arg(long, value_parser = ["vllm", "sglang", "lmdeploy"])]
     pub engine: String,
     /// Checkpoint to start with: a directory with safetensors files.
     #[arg(long, value_name = "DIR")]
@@ -41,6 +41,21 @@ pub struct SimulateEngineArgs {
     /// vLLM only: leave out the routes of VLLM_SERVER_DEV_MODE=1.
     #[arg(long)]
     pub no_dev_mode: bool,
+    /// UUID of the GPU of the next worker rank; given once for each.
+    #[arg(long = "gpu", value_name = "UUID")]
+    pub gpus: Vec<String>,
+    /// Folder of the stand-in GPU driver, in whose memory buckets are found.
+    #[arg(long, value_name = "DIR", env = "FAKEGPU_DIR")]
+    pub fake_gpu: Option<PathBuf>,
+    /// LMDeploy only: without the Ray executor.
+    #[arg(long)]
+    pub no_ray: bool,
+    /// LMDeploy only: without --enable-abort-handling.
+    #[arg(long)]
+    pub no_abort_handling: bool,
+    /// Without checkpoint-engine beside it.
+    #[arg(long)]
+    pub no_checkpoint_engine: bool,
     /// What goes wrong, as JSON, e.g. '{"loadMs":200,"rules":[{"path":"/pause","fault":{"kind":"hang"}}]}'. Can be changed later by
     /// POST /simulator/faults.
     #[arg(long, value_name = "JSON", value_parser = parse_faults, default_value = "{}")]
@@ -64,6 +79,11 @@ impl SimulateEngineArgs {
             max_model_len: self.max_model_len,
             api_key,
             dev_mode: !self.no_dev_mode,
+            gpus: self.gpus,
+            gpu_memory: self.fake_gpu.map(|folder| folder.join("memory")),
+            ray: !self.no_ray,
+            abort_handling: !self.no_abort_handling,
+            checkpoint_engine: !self.no_checkpoint_engine,
             faults: self.faults,
             ..SimulatorOptions::new(&self.engine, self.model)
         };

@@ -130,6 +130,11 @@ impl ParameterServer {
         self.exchange(&lists, until).await
     }
 
+    /// Whether a worker may have begun to load.
+    pub(super) fn touched(&self) -> bool {
+        self.memory.is_some()
+    }
+
     /// Ends it: the workers let the memory go, and finish.
     pub(super) async fn close(&mut self, until: Until) -> Result<(), EngineError> {
         let nothing = vec![Value::None; self.channels.len()];

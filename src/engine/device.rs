@@ -22,6 +22,7 @@ pub struct DeviceRoute {
     /// Name of the way, for status and logs: `checkpoint-engine`, `update_weights`.
     pub name: &'static str,
     /// UUIDs (`GPU-...`) of the GPUs of the server's worker ranks, in the order of ranks. Each must be given every bucket.
+    /// Empty where the server does not name them: they are those that this agent was given then.
     pub gpus: Vec<String>,
     /// Whether the engine answers no request from the first bucket to the end. Where it does not, requests that were running are ended
     /// before and after as the pause policy says.

@@ -3,10 +3,12 @@
 //! A feed decides messages and which reply counts as success. It never decides what a failure means for the replica ([`super::adapter`]
 //! does), and it never waits without the deadline that it is given.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 
+use super::checkpoint_engine::{Call, ParameterServer};
 use super::device::{DeviceBucket, DeviceRoute, Released};
 use super::http::Until;
 use super::{DeviceJob, EngineError};
@@ -19,6 +21,9 @@ pub(super) trait Feed: Send {
     /// One bucket, whole tensors.
     async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError>;
 
+    /// Whether the engine may have begun to write into its weights.
+    fn touched(&self) -> bool;
+
     /// The engine's last step: post-processing, and letting go of our memory.
     async fn close(&mut self, until: Until) -> Result<(), EngineError>;
 
@@ -30,6 +35,48 @@ pub(super) trait Feed: Send {
 pub(super) struct FeedJob<'a> {
     pub(super) job: &'a DeviceJob,
     pub(super) route: &'a DeviceRoute,
+    /// UUIDs of the GPUs that buckets lie on: those of the route, or where the server does not name its own, those of the first bucket.
+    pub(super) gpus: Vec<String>,
+}
+
+/// The way of checkpoint-engine into a server whose call succeeds in its own words.
+pub(super) struct CheckpointEngine {
+    server: ParameterServer,
+    layout: Arc<Layout>,
+}
+
+impl CheckpointEngine {
+    /// Binds, and makes the engine's call with the addresses.
+    pub(super) async fn open(
+        url: &str,
+        job: &FeedJob<'_>,
+        call: impl FnOnce(serde_json::Map<String, serde_json::Value>) -> Call,
+    ) -> Result<Self, EngineError> {
+        let FeedJob { job, gpus, .. } = job;
+        let (mut server, handles) = ParameterServer::bind(url, gpus, &job.sockets, &job.sockets_in_engine).await?;
+        server.call(call(handles));
+        Ok(Self { server, layout: job.layout.clone() })
+    }
+}
+
+#[async_trait]
+impl Feed for CheckpointEngine {
+    async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError> {
+        self.server.bucket(bucket, &pieces(&self.layout, bucket), until).await?;
+        Ok(Released::Now)
+    }
+
+    fn touched(&self) -> bool {
+        self.server.touched()
+    }
+
+    async fn close(&mut self, until: Until) -> Result<(), EngineError> {
+        self.server.close(until).await
+    }
+
+    async fn fail(&mut self, reason: &str, until: Until) {
+        self.server.fail(reason, until).await;
+    }
 }
 
 /// The tensors of a bucket; none of them empty, none torn (the adapter checked).
@@ -51,4 +98,11 @@ pub(super) fn no_form(error: &crate::torch::TorchError) -> EngineError {
         what: error.to_string(),
         next_step: "publish tensors of plain element types, or feed this engine from a directory".into(),
     }
+}
+
+/// Whether the model at `served` is quantised; none where its `config.json` cannot be read from here.
+pub(super) fn is_quantised(served: Option<&Path>) -> Option<bool> {
+    let config = std::fs::read(served?.join("config.json")).ok()?;
+    let config: serde_json::Value = serde_json::from_slice(&config).ok()?;
+    Some(config.get("quantization_config").is_some_and(|quantised| !quantised.is_null()))
 }

@@ -6,11 +6,11 @@
 //! adapter keeps a record ([`super::record`]); `/health` goes on saying healthy while a worker is stuck, so one token is generated now and
 //! then; and its POST routes want a JSON body even where there is nothing to say.
 
-mod allowed;
+pub(super) mod allowed;
 mod route;
 mod tensors;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -37,13 +37,14 @@ const NEWER: &str = "use LMDeploy 0.18 or newer with --backend pytorch";
 /// The adapter for an LMDeploy server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let http = Arc::new(EngineHttp::new(&config)?);
-    let server = Lmdeploy { http, record: Record::new(config.record), token: Mutex::new(None) };
+    let server = Lmdeploy { http, record: Record::new(config.record), processes: config.processes, token: Mutex::new(None) };
     Ok(Arc::new(Adapter::new(server, config.served_model)))
 }
 
 struct Lmdeploy {
     http: Arc<EngineHttp>,
     record: Record,
+    processes: PathBuf,
     /// When a token was last generated.
     token: Mutex<Option<Instant>>,
 }
@@ -93,11 +94,9 @@ impl Lmdeploy {
     /// Its process, where it can be seen.
     fn process(&self) -> Option<EngineProcess> {
         let port = self.http.port().to_string();
-        process::find(Path::new("/proc"), |process| {
+        process::find(&self.processes, |process| {
             let serves = process.words.iter().any(|word| word == "api_server");
-            let named = process.after("--server-port").map(str::to_owned);
-            let named = named.or_else(|| process.words.iter().find_map(|word| word.strip_prefix("--server-port=").map(str::to_owned)));
-            serves && named.map_or(port == PORT.to_string(), |named| named == port)
+            serves && process.value("--server-port").map_or(port == PORT.to_string(), |named| named == port)
         })
     }
 

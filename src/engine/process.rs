@@ -20,6 +20,12 @@ impl EngineProcess {
         self.words.iter().any(|word| word == option || word.strip_prefix(option).is_some_and(|rest| rest.starts_with('=')))
     }
 
+    /// The value of an option, as a word of its own or behind `=`.
+    pub(super) fn value(&self, option: &str) -> Option<&str> {
+        let joined = || self.words.iter().find_map(|word| word.strip_prefix(option)?.strip_prefix('='));
+        self.after(option).or_else(joined)
+    }
+
     /// The word behind the first of these.
     pub(super) fn after(&self, option: &str) -> Option<&str> {
         let at = self.words.iter().position(|word| word == option)?;

@@ -14,6 +14,9 @@ use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::adapter::Adapter;
+use super::checkpoint_engine::Call;
+use super::device::DeviceRoute;
+use super::feed::{self, CheckpointEngine, Feed, FeedJob};
 use super::http::{Answer, EngineHttp, Until};
 use super::server::Server;
 use super::{Engine, EngineConfig, EngineError, Holding};
@@ -25,12 +28,12 @@ const CACHE_RETRY: Duration = Duration::from_millis(50);
 
 /// The adapter for an SGLang server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
-    let server = Sglang { http: EngineHttp::new(&config)? };
+    let server = Sglang { http: Arc::new(EngineHttp::new(&config)?) };
     Ok(Arc::new(Adapter::new(server, config.served_model)))
 }
 
 struct Sglang {
-    http: EngineHttp,
+    http: Arc<EngineHttp>,
 }
 
 impl Sglang {
@@ -203,5 +206,44 @@ impl Server for Sglang {
     async fn startup_checkpoint(&self, until: Until) -> Result<String, EngineError> {
         // Not /model_info, whose path moves with every update.
         self.server_info(until).await?.string("model_path")
+    }
+
+    /// checkpoint-engine, where it is installed beside the server: `/update_weights_from_ipc`, which needs no session. A server with a
+    /// draft model would run the whole protocol a second time on the same address, with buckets that are gone by then
+    /// (`srt/checkpoint_engine/checkpoint_engine_worker.py`).
+    async fn device_route(
+        &self,
+        pause: PausePolicy,
+        _: KvCachePolicy,
+        served: Option<&Path>,
+        until: Until,
+    ) -> Result<DeviceRoute, EngineError> {
+        let refuse = |what: &str| EngineError::Unsupported { what: what.to_owned(), next_step: "it is fed from a directory".into() };
+        let info = self.server_info(until).await?;
+        let is = |name: &str| info.value().get(name).is_some_and(|value| !value.is_null() && value != &json!(1));
+        if info.value().get("speculative_algorithm").is_some_and(|algorithm| !algorithm.is_null()) {
+            return Err(refuse("SGLang has a draft model, which checkpoint-engine would feed apart"));
+        }
+        if is("pp_size") || is("dp_size") {
+            return Err(refuse("SGLang is fed from GPU memory without pipeline and data parallelism only"));
+        }
+        if feed::is_quantised(served) != Some(false) {
+            return Err(refuse("only a model that is known not to be quantised is fed from GPU memory"));
+        }
+        if pause == PausePolicy::External {
+            return Err(refuse("without a pause SGLang waits for its running requests and lets new ones wait"));
+        }
+        Ok(DeviceRoute { name: "checkpoint-engine", gpus: Vec::new(), gated: true, why_not_faster: None })
+    }
+
+    async fn open_feed(&self, job: FeedJob<'_>, _: Until) -> Result<Box<dyn Feed>, EngineError> {
+        let (http, whole) = (self.http.clone(), Until::new(job.job.timeout));
+        let call = move |handles| -> Call {
+            Box::pin(async move {
+                let body = json!({"zmq_handles": Value::Object(handles), "flush_cache": false, "weight_version": null});
+                http.post("/update_weights_from_ipc", Some(&body), whole).await?.json()?.must("success", &Value::Bool(true)).map(drop)
+            })
+        };
+        Ok(Box::new(CheckpointEngine::open(self.http.url(), &job, call).await?))
     }
 }

@@ -8,10 +8,17 @@ mod completions;
 mod core;
 mod faults;
 mod front;
+mod lmdeploy;
+mod memory;
 mod model;
 mod served;
 mod sglang;
+mod tensors;
+#[cfg(test)]
+mod tests;
+mod unpickle;
 mod vllm;
+mod worker;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -26,13 +33,14 @@ pub use faults::{Fault, FaultRule, Faults, LoadFault};
 
 use self::core::{Core, Kind};
 use self::front::Front;
+use self::memory::GpuMemory;
 use self::served::Served;
 use super::ApiKey;
 
 /// What to simulate.
 #[derive(Debug, Clone)]
 pub struct SimulatorOptions {
-    /// `vllm` or `sglang`.
+    /// `vllm`, `sglang` or `lmdeploy`.
     pub engine: String,
     /// Checkpoint to start with.
     pub model: PathBuf,
@@ -48,8 +56,28 @@ pub struct SimulatorOptions {
     pub dev_mode: bool,
     /// SGLang's `SGLANG_HEALTH_CHECK_TIMEOUT`.
     pub health_timeout: Duration,
+    /// UUIDs of the GPUs of its worker ranks. Those that are not named are made up.
+    pub gpus: Vec<String>,
+    /// Folder in which the stand-in driver of the tests keeps GPU memory; without it no memory of another process can be opened.
+    pub gpu_memory: Option<PathBuf>,
+    /// LMDeploy's `--distributed-executor-backend ray`.
+    pub ray: bool,
+    /// LMDeploy's `--enable-abort-handling`.
+    pub abort_handling: bool,
+    /// Whether checkpoint-engine is installed beside it (vLLM: and its worker extension is chosen).
+    pub checkpoint_engine: bool,
     /// What goes wrong from the start.
     pub faults: Faults,
+}
+
+/// What a simulated engine has of GPUs.
+#[derive(Debug, Clone)]
+struct GpuOptions {
+    uuids: Vec<String>,
+    memory: GpuMemory,
+    ray: bool,
+    abort_handling: bool,
+    checkpoint_engine: bool,
 }
 
 impl SimulatorOptions {
@@ -64,6 +92,11 @@ impl SimulatorOptions {
             api_key: None,
             dev_mode: true,
             health_timeout: Duration::from_secs(20),
+            gpus: Vec::new(),
+            gpu_memory: None,
+            ray: true,
+            abort_handling: true,
+            checkpoint_engine: true,
             faults: Faults::default(),
         }
     }
@@ -73,7 +106,7 @@ impl SimulatorOptions {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SimulatorError {
-    #[error("there is no simulator of the engine {engine:?}: use vllm or sglang")]
+    #[error("there is no simulator of the engine {engine:?}: use vllm, sglang or lmdeploy")]
     UnknownEngine { engine: String },
     #[error("the model cannot be loaded: {cause}")]
     Model { cause: String },
@@ -94,9 +127,19 @@ impl Simulator {
         let kind = match options.engine.as_str() {
             "vllm" => Kind::Vllm,
             "sglang" => Kind::Sglang,
+            "lmdeploy" => Kind::Lmdeploy,
             _ => return Err(SimulatorError::UnknownEngine { engine: options.engine }),
         };
         let address = listener.local_addr()?;
+        let ranks = options.world_size.max(1) as usize;
+        let made_up = (options.gpus.len()..ranks).map(|rank| format!("GPU-fa4e0000-0000-4000-8000-{rank:012}"));
+        let gpus = GpuOptions {
+            uuids: options.gpus.iter().cloned().chain(made_up).take(ranks).collect(),
+            memory: GpuMemory::new(options.gpu_memory),
+            ray: options.ray,
+            abort_handling: options.abort_handling,
+            checkpoint_engine: options.checkpoint_engine,
+        };
         let model = options.model.clone();
         let opened = tokio::task::spawn_blocking(move || Served::open(&model)).await;
         let served = opened.map_err(|error| error.to_string()).and_then(|opened| opened);
@@ -110,12 +153,17 @@ impl Simulator {
             world_size: options.world_size,
             started: started(),
             api_key: options.api_key.map(|key| key.text().to_owned()),
-            guarded: if kind == Kind::Vllm { vllm::guarded } else { sglang::guarded },
+            guarded: match kind {
+                Kind::Vllm => vllm::guarded,
+                Kind::Sglang => sglang::guarded,
+                Kind::Lmdeploy => lmdeploy::guarded,
+            },
             crash: stop.clone(),
         });
         let routes = match kind {
-            Kind::Vllm => vllm::routes(options.dev_mode),
-            Kind::Sglang => sglang::routes(options.health_timeout),
+            Kind::Vllm => vllm::routes(options.dev_mode, gpus),
+            Kind::Sglang => sglang::routes(options.health_timeout, gpus),
+            Kind::Lmdeploy => lmdeploy::routes(gpus),
         };
         let served = tokio::spawn(front::serve(listener, front::around(routes, &front), stop.clone()));
         Ok(Self { address, stop, served: Some(served) })

@@ -13,6 +13,9 @@ use async_trait::async_trait;
 use serde_json::{Value, json};
 
 use super::adapter::Adapter;
+use super::checkpoint_engine::Call;
+use super::device::DeviceRoute;
+use super::feed::{self, CheckpointEngine, Feed, FeedJob};
 use super::http::{Answer, EngineHttp, Reply, Until};
 use super::server::Server;
 use super::{Engine, EngineConfig, EngineError, Holding};
@@ -24,12 +27,12 @@ const CACHE_RETRY: Duration = Duration::from_millis(50);
 
 /// The adapter for a vLLM server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
-    let server = Vllm { http: EngineHttp::new(&config)? };
+    let server = Vllm { http: Arc::new(EngineHttp::new(&config)?) };
     Ok(Arc::new(Adapter::new(server, config.served_model)))
 }
 
 struct Vllm {
-    http: EngineHttp,
+    http: Arc<EngineHttp>,
 }
 
 impl Vllm {
@@ -42,16 +45,9 @@ impl Vllm {
         self.http.post(path, body, until).await?.json()?.must(success.0, &success.1).map(drop)
     }
 
-    /// A call to every worker of the engine; success is one `null` for each, and at least one.
+    /// The workers' own reload.
     async fn reload_weights(&self, arguments: Value, until: Until) -> Result<(), EngineError> {
-        let body = json!({"method": "reload_weights", "kwargs": arguments});
-        let answer = self.http.post("/collective_rpc", Some(&body), until).await?.json()?;
-        let all_null = answer
-            .value()
-            .get("results")
-            .and_then(Value::as_array)
-            .is_some_and(|results| !results.is_empty() && results.iter().all(Value::is_null));
-        if all_null { Ok(()) } else { Err(answer.not_success()) }
+        of_all_workers(&self.http, &json!({"method": "reload_weights", "kwargs": arguments}), until).await
     }
 
     /// Name and path of the model that the server serves (`/v1/models`; adapters have a parent).
@@ -82,12 +78,23 @@ impl Vllm {
     }
 }
 
+/// `/collective_rpc`: one `null` for each worker, and at least one.
+async fn of_all_workers(http: &EngineHttp, body: &Value, until: Until) -> Result<(), EngineError> {
+    let answer = http.post("/collective_rpc", Some(body), until).await?.json()?;
+    let results = answer.value().get("results").and_then(Value::as_array);
+    let all_null = results.is_some_and(|results| !results.is_empty() && results.iter().all(Value::is_null));
+    if all_null { Ok(()) } else { Err(answer.not_success()) }
+}
+
 fn unsupported(what: String, next_step: &str) -> EngineError {
     EngineError::Unsupported { what, next_step: next_step.to_owned() }
 }
 
 const DEV_MODE: &str = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment";
 const NEWER: &str = "use vLLM 0.32 or newer";
+const DIRECTORY: &str = "it is fed from a directory";
+/// Method of checkpoint-engine 0.4.2's `VllmColocateWorkerExtension`.
+const EXTENSION: &str = "update_weights_from_ipc";
 
 #[async_trait]
 impl Server for Vllm {
@@ -222,5 +229,38 @@ impl Server for Vllm {
 
     async fn startup_checkpoint(&self, until: Until) -> Result<String, EngineError> {
         Ok(self.served(until).await?.1)
+    }
+
+    /// checkpoint-engine's worker extension, where the server was started with it. It writes into the parameters without vLLM's own
+    /// layerwise reload, which quantised models need on a second update.
+    async fn device_route(
+        &self,
+        pause: PausePolicy,
+        _: KvCachePolicy,
+        served: Option<&Path>,
+        until: Until,
+    ) -> Result<DeviceRoute, EngineError> {
+        if feed::is_quantised(served) != Some(false) {
+            return Err(unsupported("only a model that is known not to be quantised is fed from GPU memory".into(), DIRECTORY));
+        }
+        if pause == PausePolicy::External {
+            return Err(unsupported("without a pause vLLM computes with half of the buckets".into(), DIRECTORY));
+        }
+        // Without the addresses that it needs, the method says so and does nothing.
+        let probe = self.http.post("/collective_rpc", Some(&json!({"method": EXTENSION})), until).await?;
+        let said = probe.into_status().to_string();
+        if !said.contains("missing") || !said.contains("zmq_handles") {
+            let next = "start vLLM with --worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension";
+            return Err(unsupported("vLLM was not started with checkpoint-engine's workers".into(), next));
+        }
+        Ok(DeviceRoute { name: "checkpoint-engine", gpus: Vec::new(), gated: true, why_not_faster: None })
+    }
+
+    async fn open_feed(&self, job: FeedJob<'_>, _: Until) -> Result<Box<dyn Feed>, EngineError> {
+        let (http, whole) = (self.http.clone(), Until::new(job.job.timeout));
+        let call = move |handles| -> Call {
+            Box::pin(async move { of_all_workers(&http, &json!({"method": EXTENSION, "args": [Value::Object(handles)]}), whole).await })
+        };
+        Ok(Box::new(CheckpointEngine::open(self.http.url(), &job, call).await?))
     }
 }

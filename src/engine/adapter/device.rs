@@ -173,7 +173,7 @@ impl<S: Server> Running<S> {
             return Err(self.fail(Failed { step: "load", source }).await);
         }
         if self.feed.is_none() {
-            self.open().await?;
+            self.open(bucket.places.iter().map(|place| place.gpu.clone()).collect()).await?;
         }
         let Some(feed) = &mut self.feed else { return Err(clean(Failed { step: "load", source: EngineError::Cancelled })) };
         let until = self.until.at_most(self.job.silence);
@@ -186,26 +186,33 @@ impl<S: Server> Running<S> {
                 self.next += 1;
                 Ok(released)
             }
+            // The engine never took the first one: nothing of it was written.
+            Err(source) if self.next == 0 && !feed.touched() => {
+                feed.fail(&source.to_string(), self.whole).await;
+                self.dirty.store(self.before.is_half(), Ordering::Release);
+                Err(self.inner.untouched(Failed { step: "load", source }, &self.terms, &self.before, self.whole).await)
+            }
             Err(source) => Err(self.fail(Failed { step: "load", source }).await),
         }
     }
 
     /// Pauses, marks and opens; the engine's weights are untouched after a failure.
-    async fn open(&mut self) -> Result<(), InstallError> {
-        if let Err(failed) = self.try_open().await {
+    async fn open(&mut self, gpus: Vec<String>) -> Result<(), InstallError> {
+        if let Err(failed) = self.try_open(gpus).await {
             return Err(self.inner.untouched(failed, &self.terms, &self.before, self.whole).await);
         }
         self.steps.done("pause");
         Ok(())
     }
 
-    async fn try_open(&mut self) -> Result<(), Failed> {
+    async fn try_open(&mut self, of_bucket: Vec<String>) -> Result<(), Failed> {
         let until = self.until;
         if self.pauses {
             self.inner.pause(&self.terms, until).await?;
         }
         self.inner.mark(&self.terms, until).await.map_err(at("pause"))?;
-        let job = FeedJob { job: &self.job, route: &self.route };
+        let gpus = if self.route.gpus.is_empty() { of_bucket } else { self.route.gpus.clone() };
+        let job = FeedJob { job: &self.job, route: &self.route, gpus };
         self.feed = Some(self.inner.server.open_feed(job, until).await.map_err(at("pause"))?);
         if !self.pauses && self.job.pause == PausePolicy::Abort {
             self.inner.server.abort_all(until).await.map_err(at("pause"))?;
@@ -235,7 +242,7 @@ impl<S: Server> Running<S> {
             }
         } else {
             // A version without bytes.
-            self.open().await?;
+            self.open(Vec::new()).await?;
         }
         self.steps.done("load");
         let start = match self.inner.check(&self.terms, &self.before, self.until).await {

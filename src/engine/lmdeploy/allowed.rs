@@ -14,21 +14,21 @@ const TENSOR_ROUTE: [&str; 2] = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"];
 
 /// What is known of a server.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Seen<'a> {
+pub(in crate::engine) struct Seen<'a> {
     /// `/openapi.json`: LMDeploy does not tell its version, its interface does.
-    pub(super) interface: Option<&'a Value>,
+    pub(in crate::engine) interface: Option<&'a Value>,
     /// Worker ranks.
-    pub(super) ranks: usize,
+    pub(in crate::engine) ranks: usize,
     /// `config.json` of the model that it serves.
-    pub(super) config: Option<&'a Value>,
+    pub(in crate::engine) config: Option<&'a Value>,
     /// Its process.
-    pub(super) process: Option<&'a EngineProcess>,
+    pub(in crate::engine) process: Option<&'a EngineProcess>,
     /// What must become of caches.
-    pub(super) kv_cache: KvCachePolicy,
+    pub(in crate::engine) kv_cache: KvCachePolicy,
 }
 
 /// Whether its interface for weights is that of 0.18.0, field by field.
-pub(super) fn is_0_18(interface: &Value) -> bool {
+pub(in crate::engine) fn is_0_18(interface: &Value) -> bool {
     let fields = |schema: &str| {
         let properties = interface.pointer(&format!("/components/schemas/{schema}/properties")).and_then(Value::as_object);
         let mut names: Vec<&str> = properties.into_iter().flat_map(|fields| fields.keys().map(String::as_str)).collect();
@@ -52,7 +52,7 @@ pub(super) fn is_0_18(interface: &Value) -> bool {
 }
 
 /// Whether any way may be used for this model.
-pub(super) fn any_route(config: Option<&Value>) -> Result<(), String> {
+pub(in crate::engine) fn any_route(config: Option<&Value>) -> Result<(), String> {
     match config {
         Some(config) if config.get("quantization_config").is_some_and(|quantised| !quantised.is_null()) => {
             Err("updates of a quantised model are not proven with LMDeploy 0.18".into())
@@ -62,7 +62,7 @@ pub(super) fn any_route(config: Option<&Value>) -> Result<(), String> {
 }
 
 /// Whether `/update_weights` may be used, or why not. Asks nothing: the executor must be probed by the caller.
-pub(super) fn tensor_route(seen: &Seen<'_>) -> Result<(), String> {
+pub(in crate::engine) fn tensor_route(seen: &Seen<'_>) -> Result<(), String> {
     any_route(seen.config)?;
     match seen.interface {
         Some(interface) if is_0_18(interface) => {}

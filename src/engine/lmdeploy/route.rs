@@ -4,9 +4,7 @@
 //! server with `--enable-abort-handling` can end requests without sleeping.
 
 use std::path::Path;
-use std::sync::Arc;
 
-use async_trait::async_trait;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
@@ -15,13 +13,12 @@ use super::allowed::{self, Seen};
 use super::tensors::Tensors;
 use super::{Lmdeploy, null, unsupported};
 use crate::engine::EngineError;
-use crate::engine::checkpoint_engine::ParameterServer;
-use crate::engine::device::{DeviceBucket, DeviceRoute, Released};
-use crate::engine::feed::{Feed, FeedJob, pieces};
+use crate::engine::checkpoint_engine::Call;
+use crate::engine::device::DeviceRoute;
+use crate::engine::feed::{CheckpointEngine, Feed, FeedJob};
 use crate::engine::http::{Answer, Until};
 use crate::protocol::{KvCachePolicy, PausePolicy};
 use crate::torch::lmdeploy_nothing;
-use crate::weights::Layout;
 
 /// Name of the way that wants no sleep.
 const TENSORS: &str = "update_weights";
@@ -87,19 +84,19 @@ impl Lmdeploy {
     }
 
     pub(super) async fn open(&self, feed: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {
-        let FeedJob { job, route } = feed;
+        let FeedJob { job, route, .. } = feed;
         if route.name == TENSORS {
             return Ok(Box::new(Tensors::new(self.http.clone(), job.layout.clone(), route.gpus.clone())));
         }
-        let url = self.http.url();
-        let (mut server, handles) = ParameterServer::bind(url, &route.gpus, &job.sockets, &job.sockets_in_engine).await?;
         self.ready(until).await?;
         let (http, whole) = (self.http.clone(), Until::new(job.timeout));
-        server.call(Box::pin(async move {
-            let body = json!({ "zmq_handles": handles });
-            http.post("/update_weights_from_ipc", Some(&body), whole).await?.json()?.must("success", &Value::Bool(true)).map(drop)
-        }));
-        Ok(Box::new(Sleeping { server, layout: job.layout.clone() }))
+        let call = move |handles| -> Call {
+            Box::pin(async move {
+                let body = json!({ "zmq_handles": Value::Object(handles) });
+                http.post("/update_weights_from_ipc", Some(&body), whole).await?.json()?.must("success", &Value::Bool(true)).map(drop)
+            })
+        };
+        Ok(Box::new(CheckpointEngine::open(self.http.url(), &feed, call).await?))
     }
 
     /// What LMDeploy itself checks before it lets checkpoint-engine in; asked first because it says so only in the middle otherwise.
@@ -130,26 +127,4 @@ fn gpus(status: &Answer) -> Result<Vec<String>, EngineError> {
         return Err(status.bad("its workers do not name their GPUs".into()));
     }
     Ok(pairs.into_iter().map(|(_, uuid)| uuid).collect())
-}
-
-/// A sleeping server that is fed by checkpoint-engine.
-struct Sleeping {
-    server: ParameterServer,
-    layout: Arc<Layout>,
-}
-
-#[async_trait]
-impl Feed for Sleeping {
-    async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError> {
-        self.server.bucket(bucket, &pieces(&self.layout, bucket), until).await?;
-        Ok(Released::Now)
-    }
-
-    async fn close(&mut self, until: Until) -> Result<(), EngineError> {
-        self.server.close(until).await
-    }
-
-    async fn fail(&mut self, reason: &str, until: Until) {
-        self.server.fail(reason, until).await;
-    }
 }

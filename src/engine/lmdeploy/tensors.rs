@@ -25,12 +25,13 @@ pub(super) struct Tensors {
     /// In the order of ranks.
     gpus: Vec<String>,
     longest: u64,
+    touched: bool,
 }
 
 impl Tensors {
     pub(super) fn new(http: Arc<EngineHttp>, layout: Arc<Layout>, gpus: Vec<String>) -> Self {
         let longest = layout.largest_bucket();
-        Self { http, layout, gpus, longest }
+        Self { http, layout, gpus, longest, touched: false }
     }
 
     fn pickle(&self, place: &DevicePlace, bucket: &DeviceBucket, pieces: &[Piece<'_>], dtype: Dtype) -> Result<Vec<u8>, EngineError> {
@@ -69,10 +70,15 @@ impl Feed for Tensors {
         for dtype in dtypes {
             let of_one: Vec<Piece<'_>> = all.iter().filter(|piece| piece.dtype == dtype).copied().collect();
             let pickles = places.iter().map(|place| self.pickle(place, bucket, &of_one, dtype)).collect::<Result<Vec<_>, _>>()?;
+            self.touched = true;
             null(self.http.post("/update_weights", Some(&update(pickles, false)), until).await?)?;
         }
         let events = places.iter().all(|place| place.event.is_some());
         Ok(if events { Released::AfterEvents } else { Released::Now })
+    }
+
+    fn touched(&self) -> bool {
+        self.touched
     }
 
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {

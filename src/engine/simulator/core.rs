@@ -13,12 +13,17 @@ use tokio::sync::watch;
 use super::faults::{Faults, LoadFault};
 use super::model::{Token, token};
 use super::served::{LoadError, Served};
+use super::tensors::Taken;
+
+/// Weights whose last step is missing compute something else than the same weights behind it.
+const UNFINISHED: u128 = 1 << 100;
 
 /// Which engine's rules hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Vllm,
     Sglang,
+    Lmdeploy,
 }
 
 /// Who may take tokens.
@@ -65,6 +70,8 @@ pub(super) struct State {
     pub(super) calls: Vec<String>,
     digest: u128,
     leftover: Leftover,
+    /// Tensors that were handed over since the last step of an update, which is still to come.
+    taken: usize,
     requests: BTreeMap<u64, Request>,
     next: u64,
     prefixes: HashMap<String, u128>,
@@ -102,6 +109,7 @@ impl Core {
             calls: Vec::new(),
             digest,
             leftover: Leftover::Nothing,
+            taken: 0,
             requests: BTreeMap::new(),
             next: 0,
             prefixes: HashMap::new(),
@@ -242,6 +250,39 @@ impl Core {
             };
         });
         loaded
+    }
+
+    /// Replaces some parameters by what was handed over, as one of an engine's workers does. The caller is that worker; generation is not
+    /// stopped here.
+    pub(super) async fn take(&self, tensors: Vec<Taken>) -> Result<(), String> {
+        let wait = self.state().faults.load_ms;
+        if wait > 0 {
+            tokio::time::sleep(Duration::from_millis(wait)).await;
+        }
+        self.change(|state| {
+            let fault = state.faults.load;
+            for tensor in tensors {
+                let half = state.served.tensors().len() / 2;
+                if state.taken == half && matches!(fault, Some(LoadFault::FailHalfway | LoadFault::FailHalfwayOnce)) {
+                    if fault == Some(LoadFault::FailHalfwayOnce) {
+                        state.faults.load = None;
+                    }
+                    return Err("torch.OutOfMemoryError: CUDA out of memory.".to_owned());
+                }
+                state.served.take(tensor, fault, state.taken == 0)?;
+                state.taken += 1;
+            }
+            state.digest = state.served.digest() ^ UNFINISHED;
+            Ok(())
+        })
+    }
+
+    /// The last step of an update: what was handed over is served as it is.
+    pub(super) fn finalise(&self) {
+        self.change(|state| {
+            state.taken = 0;
+            state.digest = state.served.digest();
+        });
     }
 
     /// vLLM's reload of an empty list: takes back what a failed load left open, unless a tensor that fits nowhere is in the way.

@@ -109,7 +109,8 @@ async fn metrics(State(front): State<Arc<Front>>) -> String {
 }
 
 async fn openapi() -> Json<Value> {
-    let fields = |names: &[&str]| json!({"properties": names.iter().map(|name| ((*name).to_owned(), json!({}))).collect::<serde_json::Map<_, _>>()});
+    let fields =
+        |names: &[&str]| json!({"properties": names.iter().map(|name| ((*name).to_owned(), json!({}))).collect::<serde_json::Map<_, _>>()});
     Json(json!({"openapi": "3.1.0", "info": {"title": "FastAPI", "version": "0.1.0"}, "components": {"schemas": {
         "UpdateParamsRequest": fields(&["serialized_named_tensors", "load_format", "finished"]),
         "UpdateWeightsFromIPCRequest": fields(&["zmq_handles"]),
@@ -163,7 +164,8 @@ async fn wakeup(State(front): State<Arc<Front>>, Extension(state): Shared, RawQu
 
 async fn abort_request(State(front): State<Arc<Front>>, Extension(state): Shared, body: Bytes) -> Response {
     if !state.gpus.abort_handling {
-        return (StatusCode::NOT_IMPLEMENTED, "This server does not support abort requests. Enable with --enable-abort-handling flag.").into_response();
+        return (StatusCode::NOT_IMPLEMENTED, "This server does not support abort requests. Enable with --enable-abort-handling flag.")
+            .into_response();
     }
     let Ok(body) = serde_json::from_slice::<Value>(&body) else { return bad("JSON decode error") };
     if body.get("abort_all").and_then(Value::as_bool) == Some(true) {
@@ -185,15 +187,17 @@ async fn status(Extension(state): Shared) -> Json<Value> {
 
 async fn update_weights_from_ipc(State(front): State<Arc<Front>>, Extension(state): Shared, body: Bytes) -> Response {
     let Ok(body) = serde_json::from_slice::<Value>(&body) else { return bad("JSON decode error") };
-    let reject = (!state.sleep.tags().contains("kv_cache"))
-        .then_some("Engine is not prepared for a checkpoint-engine update. Call POST /sleep and POST /wakeup?tags=weights before updating online.");
+    let reject = (!state.sleep.tags().contains("kv_cache")).then_some(
+        "Engine is not prepared for a checkpoint-engine update. Call POST /sleep and POST /wakeup?tags=weights before updating online.",
+    );
     match run_workers(&front, &state.gpus, body.get("zmq_handles"), reject).await {
         Ok(()) => {
-            state.sleep.set(|tags| drop(tags.remove("weights")));
+            state.sleep.set(|tags| tags.retain(|tag| *tag != "weights"));
             Json(json!({"success": true, "message": "Succeeded to update weights from checkpoint-engine IPC."})).into_response()
         }
         Err(cause) => {
-            let message = format!("Failed to update weights from checkpoint-engine IPC: {cause}. The model weights may be partially updated");
+            let message =
+                format!("Failed to update weights from checkpoint-engine IPC: {cause}. The model weights may be partially updated");
             (StatusCode::BAD_REQUEST, Json(json!({"success": false, "message": message}))).into_response()
         }
     }

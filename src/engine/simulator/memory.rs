@@ -50,7 +50,9 @@ impl Opened {
             return Err("start + length exceeds the storage".to_owned());
         }
         let mut read = vec![0; usize::try_from(bytes).map_err(|error| error.to_string())?];
-        self.file.read_exact_at(&mut read, offset).map_err(|error| format!("CUDA error: an illegal memory access was encountered ({error})"))?;
+        self.file
+            .read_exact_at(&mut read, offset)
+            .map_err(|error| format!("CUDA error: an illegal memory access was encountered ({error})"))?;
         Ok(read)
     }
 }

@@ -9,6 +9,7 @@ use std::path::Path;
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_128};
 
 use super::faults::LoadFault;
+use super::tensors::Taken;
 use crate::weights::safetensors::Checkpoint;
 use crate::weights::{Dtype, digest_hex};
 
@@ -84,6 +85,24 @@ impl Served {
                     parameter.dtype = tensor.spec.dtype;
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Replaces one parameter by what was handed over; `first` of an update is the one that faults hit. Unknown names are passed over, as
+    /// most engines' loaders do.
+    pub(super) fn take(&mut self, tensor: Taken, fault: Option<LoadFault>, first: bool) -> Result<(), String> {
+        if fault == Some(LoadFault::AcknowledgeUnread) {
+            return Ok(());
+        }
+        let Some(parameter) = self.0.get_mut(&tensor.name) else { return Ok(()) };
+        if parameter.shape != tensor.shape {
+            return Err(format!("AssertionError: shape {:?} of {} is not {:?}", tensor.shape, tensor.name, parameter.shape));
+        }
+        match fault {
+            Some(LoadFault::SkipTensor) if first => {}
+            Some(LoadFault::Corrupt) if first => parameter.digest = tensor.digest ^ 1,
+            _ => *parameter = Parameter { dtype: tensor.dtype, shape: tensor.shape, digest: tensor.digest },
         }
         Ok(())
     }

@@ -18,6 +18,7 @@ use axum::{Extension, Json, Router};
 use http::StatusCode;
 use serde_json::{Value, json};
 
+use super::GpuOptions;
 use super::completions::completions;
 use super::core::Pause;
 use super::front::Front;
@@ -36,7 +37,7 @@ struct Flags {
 }
 
 /// The routes.
-pub(super) fn routes(health_timeout: Duration) -> Router<Arc<Front>> {
+pub(super) fn routes(health_timeout: Duration, gpus: GpuOptions) -> Router<Arc<Front>> {
     Router::new()
         .route("/health", get(health))
         .route("/health_generate", get(health))
@@ -47,10 +48,12 @@ pub(super) fn routes(health_timeout: Duration) -> Router<Arc<Front>> {
         .route("/pause_generation", post(pause_generation))
         .route("/continue_generation", post(continue_generation))
         .route("/update_weights_from_disk", post(update_weights_from_disk))
+        .route("/update_weights_from_ipc", post(update_weights_from_ipc))
         .route("/update_weight_version", post(update_weight_version))
         .route("/flush_cache", any(flush_cache))
         .route("/generate", post(generate))
         .route("/v1/completions", post(completions))
+        .layer(Extension(gpus))
         .layer(Extension(Arc::new(Flags { unhealthy: AtomicBool::new(false), health_timeout })))
 }
 
@@ -185,6 +188,30 @@ async fn update_weights_from_disk(State(front): State<Arc<Front>>, body: Bytes) 
             }
             answer(true, "Succeeded to update model weights.".into())
         }
+    }
+}
+
+/// checkpoint-engine's workers; needs the package beside the server. No session, and the caches are flushed unless the call says otherwise.
+async fn update_weights_from_ipc(State(front): State<Arc<Front>>, Extension(gpus): Extension<GpuOptions>, body: Bytes) -> Response {
+    let body = match object(&body) {
+        Ok(body) => body,
+        Err(refusal) => return *refusal,
+    };
+    let answer = |success: bool, message: String| {
+        let status = if success { StatusCode::OK } else { StatusCode::BAD_REQUEST };
+        (status, Json(json!({"success": success, "message": message}))).into_response()
+    };
+    if !gpus.checkpoint_engine {
+        return answer(false, "checkpoint-engine is not installed. Please install it with: pip install sglang[checkpoint-engine]".into());
+    }
+    let Ok(turn) = front.core.turn().await else { return gone(&front).await };
+    let loaded = super::lmdeploy::run_workers(&front, &gpus, body.get("zmq_handles"), None).await;
+    let flushed = body.get("flush_cache").and_then(Value::as_bool) == Some(false) || front.core.reset_cache();
+    drop(turn);
+    match loaded {
+        Err(cause) => answer(false, cause),
+        Ok(()) if !flushed => answer(false, "Weights were updated, but the cache was not flushed".into()),
+        Ok(()) => answer(true, "Update weights from IPC completed successfully".into()),
     }
 }
 

@@ -10,11 +10,12 @@ use axum::body::Bytes;
 use axum::extract::{Query, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Json, Router};
+use axum::{Extension, Json, Router};
 use http::StatusCode;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::GpuOptions;
 use super::completions::completions;
 use super::core::{Dead, Pause};
 use super::front::Front;
@@ -25,7 +26,7 @@ pub(super) fn guarded(path: &str) -> bool {
 }
 
 /// The routes; those for weights only in dev mode.
-pub(super) fn routes(dev_mode: bool) -> Router<Arc<Front>> {
+pub(super) fn routes(dev_mode: bool, gpus: GpuOptions) -> Router<Arc<Front>> {
     let always = Router::new()
         .route("/health", get(health))
         .route("/version", get(|| async { Json(json!({"version": "0.32.0"})) }))
@@ -45,6 +46,7 @@ pub(super) fn routes(dev_mode: bool) -> Router<Arc<Front>> {
         .route("/get_world_size", get(get_world_size))
         .route("/reset_prefix_cache", post(reset_prefix_cache))
         .route("/collective_rpc", post(collective_rpc))
+        .layer(Extension(gpus))
 }
 
 /// vLLM's error body.
@@ -201,7 +203,7 @@ async fn reset_prefix_cache(State(front): State<Arc<Front>>, Query(query): Query
     }
 }
 
-async fn collective_rpc(State(front): State<Arc<Front>>, body: Bytes) -> Response {
+async fn collective_rpc(State(front): State<Arc<Front>>, Extension(gpus): Extension<GpuOptions>, body: Bytes) -> Response {
     let bad = |message: &str| error(StatusCode::BAD_REQUEST, "Bad Request", None, message);
     let Ok(body) = serde_json::from_slice::<Value>(&body) else { return bad("JSON decode error: Expecting value") };
     let Some(body) = body.as_object() else { return bad("Request body must be a JSON object") };
@@ -215,6 +217,17 @@ async fn collective_rpc(State(front): State<Arc<Front>>, body: Bytes) -> Respons
         Ok(turn) => turn,
         Err(dead) => return self::dead(dead),
     };
+    if method == "update_weights_from_ipc" && gpus.checkpoint_engine {
+        let handles = body.get("args").and_then(|arguments| arguments.get(0));
+        if handles.is_none() {
+            let what = "VllmColocateWorkerExtension.update_weights_from_ipc() missing 1 required positional argument: 'zmq_handles'";
+            return worker(what);
+        }
+        return match super::lmdeploy::run_workers(&front, &gpus, handles, None).await {
+            Ok(()) => Json(json!({"results": vec![Value::Null; front.world_size() as usize]})).into_response(),
+            Err(cause) => worker(&cause),
+        };
+    }
     if method != "reload_weights" {
         return worker(&format!("'CPUWorker' object has no attribute '{method}'"));
     }

@@ -37,8 +37,14 @@ fn texts_that_only_look_like_ours_are_foreign() {
 
 #[test]
 fn the_registry_names_what_there_is() {
-    let config =
-        |kind: &str, url: &str| EngineConfig { kind: kind.into(), url: url.into(), api_key: None, served_model: None, record: None };
+    let config = |kind: &str, url: &str| EngineConfig {
+        kind: kind.into(),
+        url: url.into(),
+        api_key: None,
+        served_model: None,
+        record: None,
+        processes: "/proc".into(),
+    };
     for kind in kinds() {
         assert_eq!(connect(config(kind, "http://127.0.0.1:8000")).unwrap().kind(), kind);
     }

@@ -81,6 +81,16 @@ impl Bench {
         self.folder.path().join(version.to_string())
     }
 
+    /// `vllm` and the like.
+    pub(super) fn kind(&self) -> &'static str {
+        self.kind
+    }
+
+    /// A job for one of the versions under another policy.
+    pub(super) fn job_with(&self, version: u64, pause: PausePolicy) -> InstallJob {
+        InstallJob { pause, ..self.job(version) }
+    }
+
     /// A job for one of the versions.
     pub(super) fn job(&self, version: u64) -> InstallJob {
         InstallJob {
@@ -124,10 +134,10 @@ impl Bench {
     }
 
     pub(super) async fn is_paused(&self) -> bool {
-        let path = if self.kind == "vllm" { "/is_sleeping" } else { "/ready" };
+        let path = if self.kind == "sglang" { "/ready" } else { "/is_sleeping" };
         let url = format!("{}{path}", self.simulator.url());
         let reply = client().get(url).send().await.unwrap();
-        if self.kind == "vllm" { reply.json::<Value>().await.unwrap()["is_sleeping"] == json!(true) } else { reply.status() == 503 }
+        if self.kind == "sglang" { reply.status() == 503 } else { reply.json::<Value>().await.unwrap()["is_sleeping"] == json!(true) }
     }
 
     /// Text and log-probs for a prompt.
@@ -142,7 +152,9 @@ impl Bench {
 
 /// The adapter of a kind.
 pub(super) fn adapter(kind: &str, url: &str, api_key: Option<ApiKey>, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
-    connect(EngineConfig { kind: kind.to_owned(), url: url.to_owned(), api_key, served_model, record: None }).unwrap()
+    let config =
+        EngineConfig { kind: kind.to_owned(), url: url.to_owned(), api_key, served_model, record: None, processes: "/proc".into() };
+    connect(config).unwrap()
 }
 
 /// A version with a digest that follows from its number.

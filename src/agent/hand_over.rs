@@ -1,0 +1,125 @@
+//! Hands buckets that lie in slots of this agent's GPU workers to the engine on the same GPUs, and says when a slot is free again.
+//!
+//! Decides what a slot is for another process (handle, offset, event) and how long it is kept: until the engine has read it, by its own
+//! answer or by the event that it records behind its copies. A slot whose event never passes is never given out again before the install
+//! ends. The engine's state is the adapter's business.
+
+mod checkpoint;
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+
+pub use checkpoint::{FeedError, feed_checkpoint};
+
+use crate::engine::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, Engine, EngineError, InstallError, InstallReport, Released};
+use crate::protocol::HeldVersion;
+use crate::protocol::worker::Part;
+use crate::weights::Bucket;
+use crate::worker::{Event, Slot, WorkerError};
+
+/// Longest time to make an event.
+const MAKE: Duration = Duration::from_secs(5);
+
+/// What is read of a slot behind an event: it passes only when all before it has.
+const TOUCH: Part = Part { offset: 0, bytes: 8, first_word: 0 };
+
+/// An install that is fed from slots.
+pub struct HandOver {
+    install: Box<dyn DeviceInstall>,
+    /// UUIDs in the order of slots.
+    gpus: Vec<String>,
+    /// One for each slot of each GPU, made on first use.
+    events: HashMap<(usize, u32), Event>,
+    /// Slots that the engine may still read.
+    reading: JoinSet<Result<(), WorkerError>>,
+    silence: Duration,
+}
+
+impl HandOver {
+    /// Begins an install. `gpus` are the UUIDs of the workers whose slots will come, in that order.
+    pub async fn begin(engine: &dyn Engine, job: &DeviceJob, gpus: Vec<String>) -> Result<Self, InstallError> {
+        let install = engine.begin_device(job).await?;
+        Ok(Self { install, gpus, events: HashMap::new(), reading: JoinSet::new(), silence: job.silence })
+    }
+
+    /// Hands one bucket over: one slot a GPU, each with all of it from its first byte on. The slots are given back when the engine has read.
+    pub async fn bucket(&mut self, bucket: Bucket, slots: Vec<Slot>) -> Result<(), InstallError> {
+        let mut places = Vec::with_capacity(slots.len());
+        let mut events = Vec::with_capacity(slots.len());
+        for (number, slot) in slots.iter().enumerate() {
+            let gpu = self.gpus.get(number).cloned().unwrap_or_default();
+            let event = self.event(number, slot).await;
+            places.push(DevicePlace {
+                gpu,
+                handle: *slot.ring().handle(),
+                allocation_bytes: slot.ring().bytes(),
+                offset: slot.offset(),
+                event: event.as_ref().and_then(|event| event.handle().copied()),
+            });
+            events.push(event);
+        }
+        match self.install.bucket(DeviceBucket { bucket, places }).await? {
+            Released::Now => {}
+            Released::AfterEvents => {
+                for (slot, event) in slots.into_iter().zip(events) {
+                    let (silence, worker) = (self.silence, slot.ring().worker().clone());
+                    self.reading.spawn(async move {
+                        let read = worker.digest(slot.at(0), vec![TOUCH], event, silence).await.map(drop);
+                        drop(slot);
+                        read
+                    });
+                }
+            }
+        }
+        // What has passed since.
+        while let Some(read) = self.reading.try_join_next() {
+            seen(read)?;
+        }
+        Ok(())
+    }
+
+    /// The event of a slot; none where the worker cannot make one, and the engine is told to copy then.
+    async fn event(&mut self, number: usize, slot: &Slot) -> Option<Event> {
+        if let Some(event) = self.events.get(&(number, slot.index())) {
+            return Some(event.clone());
+        }
+        match slot.ring().worker().new_event(MAKE).await {
+            Ok(event) => {
+                self.events.insert((number, slot.index()), event.clone());
+                Some(event)
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the engine has to copy each bucket");
+                None
+            }
+        }
+    }
+
+    /// The engine takes its last step.
+    pub async fn finish(mut self, version: HeldVersion) -> Result<InstallReport, InstallError> {
+        let report = self.install.finish(version).await?;
+        // The engine has let go of everything by its last step; what is still counted down here has passed.
+        while let Some(read) = self.reading.join_next().await {
+            seen(read)?;
+        }
+        Ok(report)
+    }
+
+    /// Gives it up: whether the engine may hold a mixture.
+    pub async fn abandon(self, reason: &str) -> bool {
+        self.install.abandon(reason).await
+    }
+}
+
+/// An event that did not pass, or a worker that is gone: what the engine read is not known.
+fn seen(read: Result<Result<(), WorkerError>, tokio::task::JoinError>) -> Result<(), InstallError> {
+    let cause = match read {
+        Ok(Ok(())) => return Ok(()),
+        Ok(Err(error)) => error.to_string(),
+        Err(ended) => ended.to_string(),
+    };
+    let what = format!("it is not known whether the engine has read a bucket: {cause}");
+    Err(InstallError { step: "load", dirty: true, source: EngineError::Unsupported { what, next_step: "it is fed again in full".into() } })
+}

@@ -1,0 +1,159 @@
+//! Feeds an engine from a checkpoint on this host, through the rings of its GPUs: for engines that load no directory.
+//!
+//! Decides how bytes get to the GPU: read into a small memfd that the worker has mapped, copied into a slot, handed over. Nothing is kept of
+//! the checkpoint beyond two buckets.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use super::HandOver;
+use crate::engine::{DeviceJob, Engine, EngineError, InstallError, InstallReport};
+use crate::protocol::HeldVersion;
+use crate::weights::safetensors::Checkpoint;
+use crate::weights::{Bucket, Layout};
+use crate::worker::{Copy, HostMemory, Ring, Slot, WorkerError};
+
+/// Buckets in host memory: one is read while the other is copied.
+const BUCKETS: u64 = 2;
+
+/// Why a checkpoint could not be handed over.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum FeedError {
+    #[error("the checkpoint cannot be read: {0}")]
+    Read(String),
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
+    #[error(transparent)]
+    Install(#[from] InstallError),
+}
+
+impl FeedError {
+    /// As the outcome of an install; what the engine holds is then said by `dirty`.
+    pub fn into_install(self, dirty: bool) -> InstallError {
+        match self {
+            Self::Install(error) => error,
+            other => {
+                let source = EngineError::Unsupported { what: other.to_string(), next_step: "it is fed again in full".into() };
+                InstallError { step: "load", dirty, source }
+            }
+        }
+    }
+}
+
+/// Host memory that a worker copies from.
+struct Window {
+    file: File,
+    mapped: Vec<HostMemory>,
+    bucket_bytes: u64,
+}
+
+impl Window {
+    async fn new(rings: &[Ring], bucket_bytes: u64, within: Duration) -> Result<Self, FeedError> {
+        let bucket_bytes = bucket_bytes.max(1).next_multiple_of(4096);
+        let file = memfd(bucket_bytes * BUCKETS).map_err(|error| FeedError::Read(format!("no memory to read it into: {error}")))?;
+        let mut mapped = Vec::with_capacity(rings.len());
+        for ring in rings {
+            mapped.push(ring.worker().map_host(&file, bucket_bytes * BUCKETS, within).await?);
+        }
+        Ok(Self { file: file.into(), mapped, bucket_bytes })
+    }
+
+    /// Reads a bucket and copies it into a slot of every ring.
+    async fn load(&self, layout: &Arc<Layout>, checkpoint: &Arc<Checkpoint>, bucket: Bucket, slots: &[Slot], within: Duration) -> Result<(), FeedError> {
+        let base = u64::from(bucket.sequence) % BUCKETS * self.bucket_bytes;
+        let (layout, checkpoint) = (layout.clone(), checkpoint.clone());
+        let file = self.file.try_clone().map_err(|error| FeedError::Read(error.to_string()))?;
+        let read = tokio::task::spawn_blocking(move || read(&layout, &checkpoint, bucket, &file, base)).await;
+        read.map_err(|ended| FeedError::Read(ended.to_string()))??;
+        for (slot, host) in slots.iter().zip(&self.mapped) {
+            let copy = Copy { from: host.at(base), to: slot.at(0), bytes: bucket.bytes, after: None, then: None };
+            slot.ring().worker().copy(copy, within).await?;
+        }
+        Ok(())
+    }
+}
+
+fn memfd(bytes: u64) -> rustix::io::Result<OwnedFd> {
+    let memory = rustix::fs::memfd_create("weightsync-feed", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    rustix::fs::ftruncate(&memory, bytes)?;
+    rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(memory)
+}
+
+fn read(layout: &Layout, checkpoint: &Checkpoint, bucket: Bucket, into: &File, base: u64) -> Result<(), FeedError> {
+    const PART: u64 = 8 << 20;
+    let failed = |error: String| FeedError::Read(error);
+    let mut buffer = Vec::new();
+    for part in layout.parts(bucket.offset, bucket.bytes) {
+        let mut done = 0;
+        while done < part.bytes {
+            let length = PART.min(part.bytes - done);
+            buffer.resize(usize::try_from(length).unwrap_or_default(), 0);
+            checkpoint.read_tensor(part.index, part.in_tensor + done, &mut buffer).map_err(|error| failed(error.to_string()))?;
+            into.write_all_at(&buffer, base + part.in_range + done).map_err(|error| failed(error.to_string()))?;
+            done += length;
+        }
+    }
+    Ok(())
+}
+
+/// Feeds an engine with a checkpoint whose tensors, in its order, are those of `job.layout`. `gpus` name those of `rings`. With `preload`
+/// all of it is laid into the rings before the engine is paused, which they must have slots for: what is measured then is the engine alone.
+/// Gives the report, and the time from the first bucket to the end.
+pub async fn feed_checkpoint(
+    engine: &dyn Engine,
+    job: &DeviceJob,
+    version: HeldVersion,
+    checkpoint: Arc<Checkpoint>,
+    rings: &[Ring],
+    gpus: Vec<String>,
+    preload: bool,
+) -> Result<(InstallReport, Duration), FeedError> {
+    let layout = job.layout.clone();
+    let window = Window::new(rings, layout.largest_bucket(), job.silence).await?;
+    let take = || async {
+        let mut slots = Vec::with_capacity(rings.len());
+        for ring in rings {
+            slots.push(ring.take(job.silence).await?);
+        }
+        Ok::<_, WorkerError>(slots)
+    };
+    let mut loaded = Vec::new();
+    if preload {
+        for bucket in layout.buckets() {
+            let slots = take().await?;
+            window.load(&layout, &checkpoint, bucket, &slots, job.silence).await?;
+            loaded.push((bucket, slots));
+        }
+    }
+    let mut over = HandOver::begin(engine, job, gpus).await?;
+    let begun = Instant::now();
+    let fed = async {
+        if preload {
+            for (bucket, slots) in loaded {
+                over.bucket(bucket, slots).await?;
+            }
+            return Ok(());
+        }
+        for bucket in layout.buckets() {
+            let slots = take().await?;
+            window.load(&layout, &checkpoint, bucket, &slots, job.silence).await?;
+            over.bucket(bucket, slots).await?;
+        }
+        Ok::<_, FeedError>(())
+    };
+    match fed.await {
+        Ok(()) => Ok((over.finish(version).await?, begun.elapsed())),
+        Err(FeedError::Install(error)) => Err(error.into()),
+        Err(error) => {
+            let dirty = over.abandon(&error.to_string()).await;
+            Err(error.into_install(dirty).into())
+        }
+    }
+}

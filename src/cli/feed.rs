@@ -1,0 +1,203 @@
+//! `weightsync feed`: has one engine on this machine take a checkpoint, through the memory of its GPUs. No group, no trainer, no agent.
+//!
+//! For hosts without a cluster, and to see what one engine takes on which way and how long each step lasts.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::{Args, ValueEnum};
+use serde_json::json;
+use tokio_util::sync::CancellationToken;
+
+use super::Output;
+use crate::agent::hand_over::feed_checkpoint;
+use crate::engine::{ApiKey, DeviceJob, EngineConfig, connect};
+use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use crate::weights::safetensors::Checkpoint;
+use crate::weights::{DigestAlgorithm, Layout, Manifest, TensorHasher};
+use crate::worker::{Ring, Worker, WorkerStart};
+
+/// What becomes of running requests.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum Pause {
+    /// They wait.
+    Keep,
+    /// They end by themselves first.
+    Drain,
+    /// They are ended.
+    Abort,
+    /// Somebody else sees to them.
+    External,
+}
+
+/// Arguments of `weightsync feed`.
+#[derive(Debug, Args)]
+pub struct FeedArgs {
+    /// Checkpoint to hand over: a directory with safetensors files.
+    #[arg(value_name = "DIR")]
+    pub checkpoint: PathBuf,
+    /// Kind of the engine.
+    #[arg(long)]
+    pub engine: String,
+    /// Its address.
+    #[arg(long, value_name = "http://HOST:PORT")]
+    pub url: String,
+    /// The model directory that it was started with.
+    #[arg(long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// Environment variable that holds its API key.
+    #[arg(long, value_name = "VARIABLE")]
+    pub api_key_env: Option<String>,
+    /// UUID of the GPU of its next worker rank, given once for each; may be left out where the engine names them or one GPU is visible.
+    #[arg(long = "gpu", value_name = "UUID")]
+    pub gpus: Vec<String>,
+    /// Length of a bucket, in MiB.
+    #[arg(long, default_value_t = 256)]
+    pub bucket_mib: u64,
+    /// Buckets on each GPU.
+    #[arg(long, default_value_t = 4)]
+    pub slots: u32,
+    /// Lay the whole checkpoint onto the GPU before the engine is paused: what is measured then is the engine alone.
+    #[arg(long)]
+    pub preload: bool,
+    /// Number of the version.
+    #[arg(long, default_value_t = 1)]
+    pub version: u64,
+    /// How often to do it, each time with the next number.
+    #[arg(long, default_value_t = 1)]
+    pub repeat: u64,
+    /// What becomes of running requests.
+    #[arg(long, value_enum, default_value_t = Pause::Abort)]
+    pub pause: Pause,
+    /// Leave caches as they are.
+    #[arg(long)]
+    pub keep_cache: bool,
+    /// Give up after so many seconds.
+    #[arg(long, default_value_t = 600)]
+    pub timeout: u64,
+    /// Directory for sockets that the engine's process sees under the same path.
+    #[arg(long, value_name = "DIR")]
+    pub sockets: Option<PathBuf>,
+    /// How to print what happened.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+impl FeedArgs {
+    /// Does it; exit code 1 when the engine does not hold the last version at the end.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        super::block_on(self.feed())
+    }
+
+    async fn feed(self) -> anyhow::Result<ExitCode> {
+        let api_key = match &self.api_key_env {
+            Some(name) => Some(ApiKey::from_env(name)?.with_context(|| format!("the environment variable {name} is not set"))?),
+            None => None,
+        };
+        let within = Duration::from_secs(self.timeout);
+        let sockets = self.sockets.clone().unwrap_or_else(|| std::env::temp_dir().join(format!("weightsync-feed-{}", std::process::id())));
+        let engine = connect(EngineConfig {
+            kind: self.engine.clone(),
+            url: self.url.clone(),
+            api_key,
+            served_model: self.model.clone(),
+            record: None,
+            processes: "/proc".into(),
+        })?;
+        engine.probe(within).await?;
+        let (pause, kv_cache) = self.policies();
+        let route = engine.device_route(pause, kv_cache, within).await?;
+        let checkpoint = Arc::new(Checkpoint::open(&self.checkpoint)?);
+        let layout = Arc::new(Layout::new("model", checkpoint.specs(), self.bucket_mib << 20)?.cut_between_tensors());
+        let wanted = if route.gpus.is_empty() { self.gpus.clone() } else { route.gpus.clone() };
+        let (rings, gpus) = self.rings(&wanted, &layout, within).await?;
+        let digest = manifest(&checkpoint, &layout)?;
+        for version in self.version..self.version.saturating_add(self.repeat) {
+            let job = DeviceJob {
+                version,
+                manifest: None,
+                layout: layout.clone(),
+                pause,
+                kv_cache,
+                timeout: within,
+                silence: within,
+                cancel: CancellationToken::new(),
+                sockets: sockets.clone(),
+                sockets_in_engine: sockets.clone(),
+            };
+            let held = HeldVersion { version, manifest: digest.clone() };
+            let fed = feed_checkpoint(engine.as_ref(), &job, held, checkpoint.clone(), &rings, gpus.clone(), self.preload).await;
+            let (report, took) = fed.with_context(|| format!("version {version} is not installed"))?;
+            self.show(version, &layout, &route, &report.steps_ms, took);
+        }
+        let _gone = std::fs::remove_dir(&sockets);
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn policies(&self) -> (PausePolicy, KvCachePolicy) {
+        let pause = match self.pause {
+            Pause::Keep => PausePolicy::Keep,
+            Pause::Drain => PausePolicy::Drain,
+            Pause::Abort => PausePolicy::Abort,
+            Pause::External => PausePolicy::External,
+        };
+        (pause, if self.keep_cache { KvCachePolicy::Keep } else { KvCachePolicy::Reset })
+    }
+
+    /// A worker with a ring on each GPU, and the UUIDs.
+    async fn rings(&self, wanted: &[String], layout: &Layout, within: Duration) -> anyhow::Result<(Vec<Ring>, Vec<String>)> {
+        let slots = if self.preload { layout.bucket_count().max(1) } else { self.slots.max(1) };
+        let slot_bytes = layout.largest_bucket().max(64).next_multiple_of(64);
+        let names: Vec<Option<&str>> = if wanted.is_empty() { vec![None] } else { wanted.iter().map(|gpu| Some(gpu.as_str())).collect() };
+        let (mut rings, mut gpus) = (Vec::new(), Vec::new());
+        for gpu in names {
+            let worker = Worker::start(&WorkerStart::own(gpu.unwrap_or("gpu"))?)?;
+            let (_, facts, _) = worker.open(gpu, None, within).await?;
+            if let Some(why) = facts.refused {
+                bail!("{} cannot be used: {why}", facts.uuid);
+            }
+            rings.push(worker.ring(slots, slot_bytes, within).await?);
+            gpus.push(facts.uuid);
+        }
+        Ok((rings, gpus))
+    }
+
+    fn show(&self, version: u64, layout: &Layout, route: &crate::engine::DeviceRoute, steps: &[(String, u64)], took: Duration) {
+        let ms = took.as_secs_f64() * 1e3;
+        match self.output {
+            Output::Json => {
+                let steps: serde_json::Map<_, _> = steps.iter().map(|(step, ms)| (step.clone(), json!(ms))).collect();
+                let line = json!({
+                    "version": version, "route": route.name, "whyNotFaster": route.why_not_faster, "gpus": route.gpus, "bytes": layout.total_bytes,
+                    "buckets": layout.bucket_count(), "preloaded": self.preload, "ms": ms, "stepsMs": steps,
+                });
+                println!("{line}");
+            }
+            Output::Human => {
+                let steps: Vec<_> = steps.iter().map(|(step, ms)| format!("{step} {ms}")).collect();
+                println!("version {version}: {} bytes by {} in {ms:.1} ms ({} ms)", layout.total_bytes, route.name, steps.join(", "));
+                if let Some(why) = &route.why_not_faster {
+                    println!("  not faster because: {why}");
+                }
+            }
+        }
+    }
+}
+
+/// The digest of the version's manifest.
+fn manifest(checkpoint: &Checkpoint, layout: &Arc<Layout>) -> anyhow::Result<String> {
+    let mut hasher = TensorHasher::new(layout.clone(), DigestAlgorithm::Xxh3_128);
+    for bucket in layout.buckets() {
+        let mut bytes = vec![0; usize::try_from(bucket.bytes)?];
+        for part in layout.parts(bucket.offset, bucket.bytes) {
+            let start = usize::try_from(part.in_range)?;
+            let into = bytes.get_mut(start..start + usize::try_from(part.bytes)?).context("a bucket is shorter than its parts")?;
+            checkpoint.read_tensor(part.index, part.in_tensor, into)?;
+        }
+        hasher.update(&bytes)?;
+    }
+    Ok(Manifest::new(1, Layout::clone(layout), DigestAlgorithm::Xxh3_128, &hasher.finish()?)?.digest())
+}

@@ -1,0 +1,226 @@
+//! Installs from GPU memory, over every way and into every engine that takes it.
+
+use std::time::Duration;
+
+use serde_json::json;
+use tokio::time::Instant;
+
+use super::gpu::{GPUS, GpuBench};
+use super::support::{SOON, held, until};
+use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault};
+use crate::engine::{EngineError, Holding, Resumed};
+use crate::protocol::{KvCachePolicy, PausePolicy};
+
+/// Engine, words of its process, ranks, and the way that is chosen.
+type Way = (&'static str, Option<&'static [&'static str]>, usize, &'static str);
+
+const WAYS: [Way; 5] = [
+    ("lmdeploy", Some(&["--distributed-executor-backend", "ray"]), 1, "update_weights"),
+    ("lmdeploy", None, 1, "checkpoint-engine"),
+    ("lmdeploy", Some(&[]), 2, "checkpoint-engine"),
+    ("vllm", None, 2, "checkpoint-engine"),
+    ("sglang", None, 2, "checkpoint-engine"),
+];
+
+async fn bench(way: Way) -> GpuBench {
+    GpuBench::start(way.0, way.2, way.1, |_| {}).await
+}
+
+fn rule(path: &str, after: u32, fault: Fault) -> Faults {
+    Faults { rules: vec![FaultRule { path: path.into(), after, times: None, fault }], ..Faults::default() }
+}
+
+/// The call that carries weights.
+fn call(way: Way) -> &'static str {
+    match way {
+        ("vllm", ..) => "/collective_rpc",
+        (_, _, _, "update_weights") => "/update_weights",
+        _ => "/update_weights_from_ipc",
+    }
+}
+
+#[tokio::test]
+async fn three_versions_in_a_row_are_what_fresh_servers_serve() {
+    for way in WAYS {
+        let on = bench(way).await;
+        let route = on.engine.device_route(PausePolicy::Abort, KvCachePolicy::Reset, SOON).await.unwrap();
+        assert_eq!(route.name, way.3, "{way:?}: {:?}", route.why_not_faster);
+        if way.0 == "lmdeploy" {
+            assert_eq!(route.gpus, GPUS[..way.2], "{way:?}");
+        }
+        for version in [2, 3, 2] {
+            let before = on.bench.complete("the same prompt", 8).await;
+            let report = on.install(version).await.unwrap();
+            let steps: Vec<_> = report.steps_ms.iter().map(|(step, _)| step.as_str()).collect();
+            assert!(steps.starts_with(&["pause", "load", "check"]) && steps.ends_with(&["probe"]), "{steps:?}");
+            assert_eq!(report.start, on.engine.health(SOON).await.unwrap(), "{way:?}: the install is no restart");
+            assert_eq!(on.bench.digest().await, on.bench.fresh_digest(version).await, "{way:?}");
+            assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(version)), "{way:?}");
+            assert_ne!(on.bench.complete("the same prompt", 8).await, before, "{way:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn nothing_is_changed_before_the_first_bucket() {
+    for way in WAYS {
+        let on = bench(way).await;
+        let install = on.engine.begin_device(&on.job(2)).await.unwrap();
+        assert!(!on.bench.is_paused().await, "{way:?}");
+        assert!(!install.abandon("the stream broke").await, "{way:?}: it was not touched");
+        assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Startup, "{way:?}");
+        assert_eq!(on.bench.digest().await, on.bench.fresh_digest(1).await, "{way:?}");
+        on.install(2).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_stream_that_breaks_in_the_middle_leaves_the_engine_held_and_marked_until_it_is_fed() {
+    for way in WAYS {
+        for dropped in [false, true] {
+            let on = bench(way).await;
+            let (version, job) = (on.version(2), on.job(2));
+            let install = version.feed_some(on.engine.as_ref(), &job, 2).await;
+            if dropped {
+                drop(install);
+                until("the pause", || async { on.bench.is_paused().await }).await;
+            } else {
+                assert!(install.abandon("the stream broke").await, "{way:?}");
+            }
+            assert!(on.bench.is_paused().await, "{way:?}");
+            let held = on.engine.holding(SOON).await.unwrap();
+            assert!(matches!(&held, Holding::HalfAnUpdate(version) if version.version == 2), "{way:?}: {held:?}");
+            assert!(matches!(on.engine.resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(_)), "{way:?}");
+            on.install(3).await.unwrap();
+            assert!(!on.bench.is_paused().await, "{way:?}");
+            assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await, "{way:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn f94_a_worker_that_cannot_load_a_bucket_ends_the_install_at_once_with_its_words() {
+    for way in WAYS {
+        let on = bench(way).await;
+        on.bench.set_faults(Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }).await;
+        let begun = Instant::now();
+        let error = on.install(2).await.unwrap_err();
+        assert!(begun.elapsed() < SOON / 2, "{way:?}");
+        assert!(error.dirty && error.step == "load", "{way:?}: {error}");
+        if way.3 == "checkpoint-engine" {
+            assert!(error.to_string().contains("out of memory"), "{way:?}: {error}");
+        }
+        assert!(on.bench.is_paused().await, "{way:?}");
+        on.bench.set_faults(Faults::default()).await;
+        on.install(3).await.unwrap();
+        assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await, "{way:?}");
+    }
+}
+
+#[tokio::test]
+async fn f94_an_engine_that_refuses_before_it_took_anything_is_as_it_was() {
+    for way in WAYS {
+        let on = bench(way).await;
+        // LMDeploy's and vLLM's routes are probed by the same path first.
+        let after = u32::from(way.0 == "vllm") + 2 * u32::from(way.0 == "lmdeploy" && way.3 == "checkpoint-engine");
+        if way.3 == "update_weights" {
+            continue;
+        }
+        let refusal = Fault::Answer { status: 400, body: json!({"success": false, "message": "not installed"}) };
+        let after = if way.0 == "lmdeploy" { count_status_calls(&on).await } else { after };
+        on.bench.set_faults(rule(call(way), after, refusal)).await;
+        let error = on.install(2).await.unwrap_err();
+        assert!(!error.dirty, "{way:?}: {error}");
+        assert!(error.to_string().contains("not installed"), "{way:?}: {error}");
+        on.bench.set_faults(Faults::default()).await;
+        until("the resume", || async { !on.bench.is_paused().await }).await;
+        assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Startup, "{way:?}");
+        on.install(3).await.unwrap();
+    }
+}
+
+/// Calls of LMDeploy's status, which has the same path as the update itself, before the update.
+async fn count_status_calls(on: &GpuBench) -> u32 {
+    let spare = GpuBench::start("lmdeploy", on.gpus.places(0).len(), None, |_| {}).await;
+    spare.install(2).await.unwrap();
+    let calls = spare.bench.calls().await;
+    let update = calls.iter().position(|call| call == "POST /update_weights_from_ipc").unwrap();
+    calls[..update].iter().filter(|call| *call == "GET /update_weights_from_ipc").count() as u32
+}
+
+#[tokio::test]
+async fn an_engine_that_hangs_ends_the_install_with_its_deadline() {
+    for way in WAYS {
+        let on = bench(way).await;
+        let mut job = on.job(2);
+        job.silence = Duration::from_millis(300);
+        on.bench.set_faults(Faults { load_ms: 60_000, ..Faults::default() }).await;
+        let begun = Instant::now();
+        let error = on.version(2).feed(on.engine.as_ref(), &job).await.unwrap_err();
+        assert!(begun.elapsed() < SOON, "{way:?}: {:?}", begun.elapsed());
+        assert!(matches!(error.source, EngineError::Timeout { .. }) && error.dirty, "{way:?}: {error}");
+    }
+}
+
+#[tokio::test]
+async fn f46_f48_an_engine_that_lacks_a_bucket_is_never_resumed() {
+    for way in WAYS {
+        let on = bench(way).await;
+        let (version, job) = (on.version(2), on.job(2));
+        let install = version.feed_some(on.engine.as_ref(), &job, 2).await;
+        let error = install.finish(held(2)).await.unwrap_err();
+        assert!(error.dirty && error.to_string().contains("2 of"), "{way:?}: {error}");
+        assert!(on.bench.is_paused().await, "{way:?}");
+
+        let mut install = version.feed_some(on.engine.as_ref(), &on.job(2), 1).await;
+        let again = version.layout.bucket(0).unwrap();
+        let error = install.bucket(version.bucket(again)).await.unwrap_err();
+        assert!(error.dirty && error.to_string().contains("1 was expected"), "{way:?}: {error}");
+        assert!(on.bench.is_paused().await, "{way:?}");
+    }
+}
+
+#[tokio::test]
+async fn requests_in_flight_are_ended_and_what_began_meanwhile_too() {
+    let on = GpuBench::start("lmdeploy", 1, Some(&[]), |options| options.faults.token_ms = 10).await;
+    let running = async { on.bench.complete("a long prompt", 3000).await };
+    let updated = async {
+        until("the request", || async { on.bench.get("/simulator/digest").await["requests"] == json!(1) }).await;
+        let (version, job) = (on.version(2), on.job(2));
+        let install = version.feed_some(on.engine.as_ref(), &job, 1).await;
+        until("the end of the request", || async { on.bench.get("/simulator/digest").await["requests"] == json!(0) }).await;
+        // No pause keeps this one out: it is computed with a mixture, and must not be answered with it.
+        let mixed = async { on.bench.complete("another prompt", 3000).await };
+        let rest = async {
+            until("the request", || async { on.bench.get("/simulator/digest").await["requests"] == json!(1) }).await;
+            let mut install = install;
+            for bucket in version.layout.buckets().skip(1) {
+                install.bucket(version.bucket(bucket)).await.unwrap();
+            }
+            install.finish(held(2)).await.unwrap();
+        };
+        let (mixed, ()) = tokio::join!(mixed, rest);
+        assert_eq!(mixed["finish_reason"], "abort");
+    };
+    let (running, ()) = tokio::join!(running, updated);
+    assert_eq!(running["finish_reason"], "abort");
+    assert_eq!(on.bench.digest().await, on.bench.fresh_digest(2).await);
+}
+
+#[tokio::test]
+async fn a_layout_that_tears_tensors_and_a_policy_that_cannot_be_kept_are_refused_before_anything_is_touched() {
+    let on = bench(WAYS[0]).await;
+    let mut job = on.job(2);
+    let mut even = job.layout.as_ref().clone();
+    even.cuts = crate::weights::Cuts::Even;
+    job.layout = std::sync::Arc::new(even);
+    let error = on.engine.begin_device(&job).await.err().unwrap();
+    assert!(!error.dirty && error.to_string().contains("tear tensors"), "{error}");
+    for pause in [PausePolicy::Keep, PausePolicy::Drain] {
+        assert!(on.engine.accepts(pause, KvCachePolicy::Reset).is_err());
+    }
+    assert!(on.engine.takes_directories().is_err());
+    let error = on.engine.install(&on.bench.job_with(2, PausePolicy::Abort)).await.unwrap_err();
+    assert!(!error.dirty && error.to_string().contains("cannot load weights from a directory"), "{error}");
+    assert!(!on.asleep().await);
+}

@@ -1,0 +1,196 @@
+//! GPU memory as simulated engines see it, and a feeder that lays a checkpoint into a ring there and hands it over.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::json;
+use tempfile::TempDir;
+use tokio_util::sync::CancellationToken;
+
+use super::support::{Bench, SOON, held};
+use crate::engine::simulator::{Faults, SimulatorOptions};
+use crate::engine::{
+    DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, Engine, EngineConfig, InstallError, InstallReport, Released, connect,
+};
+use crate::protocol::worker::Opaque;
+use crate::protocol::{KvCachePolicy, PausePolicy};
+use crate::weights::safetensors::Checkpoint;
+use crate::weights::{Bucket, Layout};
+
+/// Length of a bucket that holds one or two of the tests' tensors.
+const BUCKET: u64 = 128;
+
+pub(super) const GPUS: [&str; 2] = ["GPU-fa4e0000-0000-4000-8000-000000000000", "GPU-fa4e0000-0000-4000-8000-000000000001"];
+
+/// Memory of GPUs in files, with a ring of two slots on each.
+pub(super) struct Gpus {
+    folder: TempDir,
+    rings: Vec<File>,
+    slot_bytes: u64,
+}
+
+impl Gpus {
+    pub(super) fn new(count: usize) -> Self {
+        let folder = TempDir::new().unwrap();
+        let open = |number: usize| {
+            let path = folder.path().join(format!("gpu{number}-1-1"));
+            let file = OpenOptions::new().create_new(true).read(true).write(true).open(path).unwrap();
+            file.set_len(2 * 512).unwrap();
+            file
+        };
+        let rings = (0..count).map(open).collect();
+        Self { folder, rings, slot_bytes: 512 }
+    }
+
+    pub(super) fn path(&self) -> PathBuf {
+        self.folder.path().to_owned()
+    }
+
+    /// Where slot `slot` lies on every GPU.
+    pub(super) fn places(&self, slot: u64) -> Vec<DevicePlace> {
+        let place = |number: usize| {
+            let mut handle = [0; 64];
+            let text = format!("fakegpu:memory:gpu{number}-1-1:{}", 2 * self.slot_bytes);
+            handle[..text.len()].copy_from_slice(text.as_bytes());
+            DevicePlace {
+                gpu: GPUS[number].to_owned(),
+                handle: Opaque(handle),
+                allocation_bytes: 2 * self.slot_bytes,
+                offset: slot * self.slot_bytes,
+                event: None,
+            }
+        };
+        (0..self.rings.len()).map(place).collect()
+    }
+
+    fn fill(&self, slot: u64, bytes: &[u8]) {
+        for ring in &self.rings {
+            ring.write_all_at(bytes, slot * self.slot_bytes).unwrap();
+        }
+    }
+}
+
+/// A version whose buckets go through a ring.
+pub(super) struct Version<'a> {
+    gpus: &'a Gpus,
+    checkpoint: Checkpoint,
+    pub(super) layout: Arc<Layout>,
+}
+
+impl<'a> Version<'a> {
+    pub(super) fn open(gpus: &'a Gpus, directory: &Path) -> Self {
+        let checkpoint = Checkpoint::open(directory).unwrap();
+        let layout = Layout::new("model", checkpoint.specs(), BUCKET).unwrap().cut_between_tensors();
+        assert!(layout.bucket_count() > 2, "the ring goes round");
+        Self { gpus, checkpoint, layout: Arc::new(layout) }
+    }
+
+    /// Lays a bucket into its slot.
+    pub(super) fn bucket(&self, bucket: Bucket) -> DeviceBucket {
+        let mut bytes = vec![0xee; bucket.bytes as usize];
+        for part in self.layout.parts(bucket.offset, bucket.bytes) {
+            let into = &mut bytes[part.in_range as usize..][..part.bytes as usize];
+            self.checkpoint.read_tensor(part.index, part.in_tensor, into).unwrap();
+        }
+        let slot = u64::from(bucket.sequence) % 2;
+        self.gpus.fill(slot, &bytes);
+        DeviceBucket { bucket, places: self.gpus.places(slot) }
+    }
+
+    /// Hands everything over; each slot is spoiled as soon as it was released.
+    pub(super) async fn feed(&self, engine: &dyn Engine, job: &DeviceJob) -> Result<InstallReport, InstallError> {
+        let mut install = engine.begin_device(job).await?;
+        for bucket in self.layout.buckets() {
+            let released = install.bucket(self.bucket(bucket)).await?;
+            assert_eq!(released, Released::Now);
+            self.gpus.fill(u64::from(bucket.sequence) % 2, &[0xdd; 512]);
+        }
+        install.finish(held(job.version)).await
+    }
+
+    /// Hands only the first buckets over.
+    pub(super) async fn feed_some(&self, engine: &dyn Engine, job: &DeviceJob, count: usize) -> Box<dyn DeviceInstall> {
+        let mut install = engine.begin_device(job).await.unwrap();
+        for bucket in self.layout.buckets().take(count) {
+            install.bucket(self.bucket(bucket)).await.unwrap();
+        }
+        install
+    }
+}
+
+/// A simulator on GPUs, and an adapter that sees its process with these words (none: it does not see it).
+pub(super) struct GpuBench {
+    pub(super) bench: Bench,
+    pub(super) gpus: Gpus,
+    pub(super) engine: Arc<dyn Engine>,
+    pub(super) processes: TempDir,
+}
+
+impl GpuBench {
+    pub(super) async fn start(kind: &'static str, ranks: usize, words: Option<&[&str]>, more: impl FnOnce(&mut SimulatorOptions)) -> Self {
+        let gpus = Gpus::new(ranks);
+        let bench = Bench::start_with(kind, Faults::default(), |options| {
+            options.gpu_memory = Some(gpus.path());
+            options.world_size = ranks as u32;
+            more(options);
+        })
+        .await;
+        let config = json!({"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"});
+        std::fs::write(bench.directory(1).join("config.json"), config.to_string()).unwrap();
+        let processes = TempDir::new().unwrap();
+        if let Some(words) = words {
+            let process = processes.path().join("77");
+            std::fs::create_dir(&process).unwrap();
+            let port = bench.simulator.address().port().to_string();
+            let line: Vec<&str> =
+                ["lmdeploy", "serve", "api_server", "/model", "--server-port", &port].iter().chain(words).copied().collect();
+            std::fs::write(process.join("cmdline"), line.join("\0")).unwrap();
+            std::fs::write(process.join("stat"), format!("77 (a ) b) S {} 4242 0", "0 ".repeat(18).trim())).unwrap();
+        }
+        let engine = Self::adapter(&bench, &processes, None);
+        Self { bench, gpus, engine, processes }
+    }
+
+    pub(super) fn adapter(bench: &Bench, processes: &TempDir, record: Option<PathBuf>) -> Arc<dyn Engine> {
+        let config = EngineConfig {
+            kind: bench.kind().to_owned(),
+            url: bench.simulator.url(),
+            api_key: None,
+            served_model: Some(bench.directory(1)),
+            record,
+            processes: processes.path().to_owned(),
+        };
+        connect(config).unwrap()
+    }
+
+    pub(super) fn version(&self, version: u64) -> Version<'_> {
+        Version::open(&self.gpus, &self.bench.directory(version))
+    }
+
+    pub(super) fn job(&self, version: u64) -> DeviceJob {
+        DeviceJob {
+            version,
+            manifest: None,
+            layout: self.version(version).layout,
+            pause: PausePolicy::Abort,
+            kv_cache: KvCachePolicy::Reset,
+            timeout: SOON,
+            silence: Duration::from_secs(2),
+            cancel: CancellationToken::new(),
+            sockets: self.bench.folder.path().join("s"),
+            sockets_in_engine: self.bench.folder.path().join("s"),
+        }
+    }
+
+    /// Hands a whole version over.
+    pub(super) async fn install(&self, version: u64) -> Result<InstallReport, InstallError> {
+        self.version(version).feed(self.engine.as_ref(), &self.job(version)).await
+    }
+
+    pub(super) async fn asleep(&self) -> bool {
+        self.bench.get("/is_sleeping").await["is_sleeping"] == json!(true)
+    }
+}
