@@ -198,7 +198,10 @@ async fn take(mut job: PublishJob, args: &Args, gpu: Option<&Gpu>) -> anyhow::Re
         .iter()
         .map(|entry| Ok((entry.tensor.name.clone(), digest_hex(bucket_digest(bytes_of(&stream, entry.offset, entry.bytes)?)).into())))
         .collect::<anyhow::Result<_>>()?;
-    println!("{}", serde_json::json!({ "version": job.version, "attempts": attempts, "buckets": buckets, "digests": digests, "onGpu": on_gpu, "behindEvents": behind_events }));
+    println!(
+        "{}",
+        serde_json::json!({ "version": job.version, "attempts": attempts, "buckets": buckets, "digests": digests, "onGpu": on_gpu, "behindEvents": behind_events })
+    );
     job.reporter.done(PublishResult {
         version: job.version,
         epoch: 1,

@@ -28,8 +28,6 @@ const TOUCH: Part = Part { offset: 0, bytes: 8, first_word: 0 };
 /// An install that is fed from slots.
 pub struct HandOver {
     install: Box<dyn DeviceInstall>,
-    /// UUIDs in the order of slots.
-    gpus: Vec<String>,
     /// One for each slot of each GPU, made on first use.
     events: HashMap<(usize, u32), Event>,
     /// Slots that the engine may still read.
@@ -38,10 +36,10 @@ pub struct HandOver {
 }
 
 impl HandOver {
-    /// Begins an install. `gpus` are the UUIDs of the workers whose slots will come, in that order.
-    pub async fn begin(engine: &dyn Engine, job: &DeviceJob, gpus: Vec<String>) -> Result<Self, InstallError> {
+    /// Begins an install; nothing is changed before the first bucket.
+    pub async fn begin(engine: &dyn Engine, job: &DeviceJob) -> Result<Self, InstallError> {
         let install = engine.begin_device(job).await?;
-        Ok(Self { install, gpus, events: HashMap::new(), reading: JoinSet::new(), silence: job.silence })
+        Ok(Self { install, events: HashMap::new(), reading: JoinSet::new(), silence: job.silence })
     }
 
     /// Hands one bucket over: one slot a GPU, each with all of it from its first byte on. The slots are given back when the engine has read.
@@ -49,10 +47,9 @@ impl HandOver {
         let mut places = Vec::with_capacity(slots.len());
         let mut events = Vec::with_capacity(slots.len());
         for (number, slot) in slots.iter().enumerate() {
-            let gpu = self.gpus.get(number).cloned().unwrap_or_default();
             let event = self.event(number, slot).await;
             places.push(DevicePlace {
-                gpu,
+                gpu: slot.ring().worker().gpu().to_owned(),
                 handle: *slot.ring().handle(),
                 allocation_bytes: slot.ring().bytes(),
                 offset: slot.offset(),

@@ -9,7 +9,7 @@ use super::PodSelector;
 /// A pool of rollouts that are alike.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("self.replica.pods == 1 || (has(self.engine.vllm) ? self.engine.vllm.ports.size() == 1 : !has(self.engine.sglang) || self.engine.sglang.ports.size() == 1)")
+#[x_kube(validation = Rule::new("self.replica.pods == 1 || (has(self.engine.vllm) ? self.engine.vllm.ports.size() == 1 : has(self.engine.sglang) ? self.engine.sglang.ports.size() == 1 : !has(self.engine.lmdeploy) || self.engine.lmdeploy.ports.size() == 1)")
     .message("a replica of several pods has one engine port, on its head: list one port"))]
 pub struct Pool {
     /// Name of the pool, part of its members' names.
@@ -44,7 +44,8 @@ pub struct Pool {
 /// Which engine: exactly one of the fields.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("has(self.vllm) != has(self.sglang)").message("exactly one engine must be given: vllm or sglang"))]
+#[x_kube(validation = Rule::new("[has(self.vllm), has(self.sglang), has(self.lmdeploy)].filter(given, given).size() == 1")
+    .message("exactly one engine must be given: vllm, sglang or lmdeploy"))]
 pub struct Engine {
     /// vLLM's OpenAI server. It must be started with `VLLM_SERVER_DEV_MODE=1`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -53,6 +54,11 @@ pub struct Engine {
     /// SGLang's server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sglang: Option<Sglang>,
+
+    /// LMDeploy's server with the PyTorch backend. Its agent must share its GPUs and see its processes; update.pause must be `Abort` or
+    /// `External`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lmdeploy: Option<Lmdeploy>,
 }
 
 /// A vLLM server.
@@ -76,6 +82,21 @@ pub struct Vllm {
 pub struct Sglang {
     /// Ports in the pod; each is a replica of its own.
     #[serde(default = "sglang_ports")]
+    #[schemars(length(min = 1, max = 16), inner(range(min = 1, max = 65_535)))]
+    #[x_kube(merge_strategy = ListMerge::Set)]
+    pub ports: Vec<i32>,
+
+    /// Key of a Secret in the same namespace that holds the server's API key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api_key_secret_ref: Option<SecretKey>,
+}
+
+/// An LMDeploy server.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Lmdeploy {
+    /// Ports in the pod; each is a replica of its own.
+    #[serde(default = "lmdeploy_ports")]
     #[schemars(length(min = 1, max = 16), inner(range(min = 1, max = 65_535)))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub ports: Vec<i32>,
@@ -203,7 +224,7 @@ pub enum OrderBy {
 
 /// What is common to the servers of all engines.
 pub struct EngineServer<'a> {
-    /// `vllm`, `sglang`.
+    /// `vllm`, `sglang`, `lmdeploy`.
     pub kind: &'static str,
     /// Ports in the pod.
     pub ports: &'a [i32],
@@ -214,11 +235,13 @@ pub struct EngineServer<'a> {
 impl Engine {
     /// The one engine that is given; none when the object breaks the rule that there be exactly one.
     pub fn server(&self) -> Option<EngineServer<'_>> {
-        match (&self.vllm, &self.sglang) {
-            (Some(vllm), None) => Some(EngineServer { kind: "vllm", ports: &vllm.ports, api_key: vllm.api_key_secret_ref.as_ref() }),
-            (None, Some(sglang)) => {
-                Some(EngineServer { kind: "sglang", ports: &sglang.ports, api_key: sglang.api_key_secret_ref.as_ref() })
-            }
+        fn server<'a>(kind: &'static str, ports: &'a [i32], api_key: Option<&'a SecretKey>) -> Option<EngineServer<'a>> {
+            Some(EngineServer { kind, ports, api_key })
+        }
+        match (&self.vllm, &self.sglang, &self.lmdeploy) {
+            (Some(vllm), None, None) => server("vllm", &vllm.ports, vllm.api_key_secret_ref.as_ref()),
+            (None, Some(sglang), None) => server("sglang", &sglang.ports, sglang.api_key_secret_ref.as_ref()),
+            (None, None, Some(lmdeploy)) => server("lmdeploy", &lmdeploy.ports, lmdeploy.api_key_secret_ref.as_ref()),
             _ => None,
         }
     }
@@ -233,6 +256,12 @@ impl Default for Vllm {
 impl Default for Sglang {
     fn default() -> Self {
         Self { ports: sglang_ports(), api_key_secret_ref: None }
+    }
+}
+
+impl Default for Lmdeploy {
+    fn default() -> Self {
+        Self { ports: lmdeploy_ports(), api_key_secret_ref: None }
     }
 }
 
@@ -268,6 +297,10 @@ fn vllm_ports() -> Vec<i32> {
 
 fn sglang_ports() -> Vec<i32> {
     vec![30_000]
+}
+
+fn lmdeploy_ports() -> Vec<i32> {
+    vec![23_333]
 }
 
 fn lws_group() -> String {

@@ -7,7 +7,9 @@ use std::fmt;
 
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::{Launch, NCCL_ENV, Nccl, OrderBy, PodSelector, Pool, SelectorOperator, Sizes, TrainerOrder, TrainerOrderBy, WeightSyncSpec};
+use super::{
+    Launch, NCCL_ENV, Nccl, OrderBy, Pause, PodSelector, Pool, SelectorOperator, Sizes, TrainerOrder, TrainerOrderBy, WeightSyncSpec,
+};
 
 /// One thing that is wrong with a spec.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -105,7 +107,7 @@ fn check_pool(problems: &mut Problems, field: &str, pool: &Pool) {
     let container = pool.container.as_deref().is_none_or(is_dns_label);
     problems.expect(container, &format!("{field}.container"), "a container's name is made of a-z, 0-9 and -, at most 63 of them");
     let server = pool.engine.server();
-    problems.expect(server.is_some(), &format!("{field}.engine"), "exactly one engine must be given: vllm or sglang");
+    problems.expect(server.is_some(), &format!("{field}.engine"), "exactly one engine must be given: vllm, sglang or lmdeploy");
     if let Some(server) = server {
         let ports = format!("{field}.engine.{}.ports", server.kind);
         problems.expect((1..=16).contains(&server.ports.len()), &ports, "there must be 1 to 16 ports");
@@ -150,6 +152,12 @@ fn sizes(problems: &mut Problems, field: &str, sizes: &Sizes) {
 }
 
 fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
+    let lmdeploy = spec.rollouts.iter().any(|pool| pool.engine.lmdeploy.is_some());
+    problems.expect(
+        !lmdeploy || matches!(spec.update.pause, Pause::Abort | Pause::External),
+        "spec.update.pause",
+        "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External",
+    );
     let transport = &spec.transport;
     problems.expect(
         [transport.auto.is_some(), transport.tcp.is_some(), transport.nccl.is_some()].into_iter().filter(|given| *given).count() == 1,

@@ -113,8 +113,8 @@ impl FeedArgs {
         let checkpoint = Arc::new(Checkpoint::open(&self.checkpoint)?);
         let layout = Arc::new(Layout::new("model", checkpoint.specs(), self.bucket_mib << 20)?.cut_between_tensors());
         let wanted = if route.gpus.is_empty() { self.gpus.clone() } else { route.gpus.clone() };
-        let (rings, gpus) = self.rings(&wanted, &layout, within).await?;
-        let digest = manifest(&checkpoint, &layout)?;
+        let rings = self.rings(&wanted, &layout, within).await?;
+        let digests = digests(&checkpoint, &layout)?;
         for version in self.version..self.version.saturating_add(self.repeat) {
             let job = DeviceJob {
                 version,
@@ -128,8 +128,9 @@ impl FeedArgs {
                 sockets: sockets.clone(),
                 sockets_in_engine: sockets.clone(),
             };
-            let held = HeldVersion { version, manifest: digest.clone() };
-            let fed = feed_checkpoint(engine.as_ref(), &job, held, checkpoint.clone(), &rings, gpus.clone(), self.preload).await;
+            let manifest = Manifest::new(version, Layout::clone(&layout), DigestAlgorithm::Xxh3_128, &digests)?;
+            let held = HeldVersion { version, manifest: manifest.digest() };
+            let fed = feed_checkpoint(engine.as_ref(), &job, held, checkpoint.clone(), &rings, self.preload).await;
             let (report, took) = fed.with_context(|| format!("version {version} is not installed"))?;
             self.show(version, &layout, &route, &report.steps_ms, took);
         }
@@ -147,12 +148,12 @@ impl FeedArgs {
         (pause, if self.keep_cache { KvCachePolicy::Keep } else { KvCachePolicy::Reset })
     }
 
-    /// A worker with a ring on each GPU, and the UUIDs.
-    async fn rings(&self, wanted: &[String], layout: &Layout, within: Duration) -> anyhow::Result<(Vec<Ring>, Vec<String>)> {
+    /// A worker with a ring on each GPU.
+    async fn rings(&self, wanted: &[String], layout: &Layout, within: Duration) -> anyhow::Result<Vec<Ring>> {
         let slots = if self.preload { layout.bucket_count().max(1) } else { self.slots.max(1) };
         let slot_bytes = layout.largest_bucket().max(64).next_multiple_of(64);
         let names: Vec<Option<&str>> = if wanted.is_empty() { vec![None] } else { wanted.iter().map(|gpu| Some(gpu.as_str())).collect() };
-        let (mut rings, mut gpus) = (Vec::new(), Vec::new());
+        let mut rings = Vec::new();
         for gpu in names {
             let worker = Worker::start(&WorkerStart::own(gpu.unwrap_or("gpu"))?)?;
             let (_, facts, _) = worker.open(gpu, None, within).await?;
@@ -160,9 +161,8 @@ impl FeedArgs {
                 bail!("{} cannot be used: {why}", facts.uuid);
             }
             rings.push(worker.ring(slots, slot_bytes, within).await?);
-            gpus.push(facts.uuid);
         }
-        Ok((rings, gpus))
+        Ok(rings)
     }
 
     fn show(&self, version: u64, layout: &Layout, route: &crate::engine::DeviceRoute, steps: &[(String, u64)], took: Duration) {
@@ -187,8 +187,8 @@ impl FeedArgs {
     }
 }
 
-/// The digest of the version's manifest.
-fn manifest(checkpoint: &Checkpoint, layout: &Arc<Layout>) -> anyhow::Result<String> {
+/// The digest of every tensor.
+fn digests(checkpoint: &Checkpoint, layout: &Arc<Layout>) -> anyhow::Result<Vec<u128>> {
     let mut hasher = TensorHasher::new(layout.clone(), DigestAlgorithm::Xxh3_128);
     for bucket in layout.buckets() {
         let mut bytes = vec![0; usize::try_from(bucket.bytes)?];
@@ -199,5 +199,5 @@ fn manifest(checkpoint: &Checkpoint, layout: &Arc<Layout>) -> anyhow::Result<Str
         }
         hasher.update(&bytes)?;
     }
-    Ok(Manifest::new(1, Layout::clone(layout), DigestAlgorithm::Xxh3_128, &hasher.finish()?)?.digest())
+    Ok(hasher.finish()?)
 }

@@ -106,7 +106,8 @@ impl PublishArgs {
         }
         // Read before the agent is bothered: a bad checkpoint is the likelier mistake.
         let checkpoint = Checkpoint::open(&self.checkpoint).map_err(|error| TrainerError::Source(error.into()))?;
-        let request = ClientRequest::Publish { version, tensors: checkpoint.specs(), queue, activation, repeatable: true, timeout_ms, gpu: None };
+        let request =
+            ClientRequest::Publish { version, tensors: checkpoint.specs(), queue, activation, repeatable: true, timeout_ms, gpu: None };
         let mut fill = |layout: &crate::weights::Layout, bucket: crate::weights::Bucket, into: &mut [u8]| {
             checkpoint.read_stream(layout, bucket.offset, into)?;
             if bucket.offset + bucket.bytes == layout.total_bytes {

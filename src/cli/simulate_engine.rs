@@ -24,7 +24,7 @@ pub struct SimulateEngineArgs {
     #[arg(long, default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
     pub host: IpAddr,
     /// Port to listen on; 0 takes a free one. The URL is the first line of the output.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, alias = "server-port", default_value_t = 0)]
     pub port: u16,
     /// Name under which the model is served.
     #[arg(long, default_value = "model")]

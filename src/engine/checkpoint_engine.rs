@@ -29,7 +29,7 @@ const LONGEST_PATH: usize = 108;
 /// Between two looks whether the worker has connected.
 const CONNECTING: Duration = Duration::from_millis(2);
 /// Longest wait for the engine's own words after it said no.
-const LAST_WORDS: Duration = Duration::from_secs(5);
+const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Part of an engine's error that ours shows, in characters, from its end: tracebacks say what happened in their last line.
 const SHOWN: usize = 512;
 
@@ -150,15 +150,14 @@ impl ParameterServer {
     pub(super) async fn fail(&mut self, reason: &str, until: Until) {
         let reason: String = reason.chars().take(SHOWN).collect();
         let error = Value::Call(Box::new(Value::Global("builtins", "RuntimeError")), vec![Value::text(reason)]).pickle();
-        for channel in &mut self.channels {
+        let told = self.channels.iter_mut().map(|channel| async {
             // A worker that is in the middle of a bucket must answer before it can be told anything.
-            let told = async {
-                let _answer = channel.socket.recv().await;
-                let _sent = channel.socket.send(Bytes::from(error.clone()).into()).await;
-            };
-            let _late = tokio::time::timeout(until.at_most(LAST_WORDS).left(), told).await;
-        }
-        let _ended = self.ended(until.at_most(LAST_WORDS)).await;
+            let _answer = channel.socket.recv().await;
+            let _sent = channel.socket.send(Bytes::from(error.clone()).into()).await;
+        });
+        let told = futures::future::join_all(told);
+        let _late = tokio::time::timeout(LAST_WORDS.min(until.left() / 4), told).await;
+        let _ended = self.ended(until.at_most(LAST_WORDS.min(until.left() / 4))).await;
         if let Some(call) = self.call.take() {
             call.abort();
         }

@@ -107,7 +107,7 @@ pub struct RolloutFile {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct EngineFile {
-    /// `vllm` or `sglang`.
+    /// `vllm`, `sglang` or `lmdeploy`.
     pub kind: String,
     /// Its port on 127.0.0.1.
     pub port: u16,

@@ -224,7 +224,7 @@ pub struct HeldVersion {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EngineFacts {
-    /// `vllm`, `sglang`.
+    /// `vllm`, `sglang`, `lmdeploy`.
     pub kind: String,
     /// Version the server reports, or `unknown`.
     pub server_version: String,

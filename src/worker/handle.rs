@@ -4,7 +4,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tokio::net::UnixStream;
@@ -45,6 +45,7 @@ struct Shared {
     outbox: mpsc::UnboundedSender<Outgoing>,
     kill: CancellationToken,
     ended: CancellationToken,
+    gpu: OnceLock<String>,
 }
 
 /// A group that was joined and proven.
@@ -109,7 +110,7 @@ impl Worker {
         let (read, write) = socket.into_split();
         let (outbox, frames) = mpsc::unbounded_channel();
         let (kill, ended, closed) = (CancellationToken::new(), CancellationToken::new(), CancellationToken::new());
-        let shared = Arc::new(Shared { pending: Pending::default(), outbox, kill: kill.clone(), ended });
+        let shared = Arc::new(Shared { pending: Pending::default(), outbox, kill: kill.clone(), ended, gpu: OnceLock::new() });
         tokio::spawn(wire::write(frames, write));
         let (book, shut) = (Arc::clone(&shared), closed.clone());
         tokio::spawn(async move {
@@ -135,6 +136,11 @@ impl Worker {
     pub fn kill(&self, why: &str) {
         self.shared.pending.gone(&format!("killed: {why}"));
         self.shared.kill.cancel();
+    }
+
+    /// UUID of its GPU (`GPU-...`); empty before [`open`](Self::open).
+    pub fn gpu(&self) -> &str {
+        self.shared.gpu.get().map(String::as_str).unwrap_or_default()
     }
 
     /// Returns how it ended, when it did.
@@ -164,7 +170,11 @@ impl Worker {
         let what = "open its GPU";
         let request = WorkerRequest::Open { gpu: gpu.map(str::to_owned), nccl: nccl.map(Path::to_owned) };
         match self.call(what, request, within, Vec::new(), None).await? {
-            WorkerAnswer::Opened { pid, gpu, nccl } => Ok((pid, gpu, nccl)),
+            WorkerAnswer::Opened { pid, gpu, nccl } => {
+                // A worker opens one GPU in its life.
+                let _first = self.shared.gpu.set(gpu.uuid.clone());
+                Ok((pid, gpu, nccl))
+            }
             _ => Err(WorkerError::Nonsense { what }),
         }
     }

@@ -15,7 +15,7 @@ from typing import Any
 try:
     import torch
 except ImportError:
-    torch = None  # type: ignore[assignment]
+    torch = None
 
 
 class Named:

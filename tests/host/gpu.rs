@@ -4,6 +4,7 @@ pub mod bed;
 mod broadcast;
 mod bytes;
 mod doctor;
+mod feed;
 mod libraries;
 mod recovery;
 mod sharing;

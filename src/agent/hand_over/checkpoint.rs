@@ -65,7 +65,14 @@ impl Window {
     }
 
     /// Reads a bucket and copies it into a slot of every ring.
-    async fn load(&self, layout: &Arc<Layout>, checkpoint: &Arc<Checkpoint>, bucket: Bucket, slots: &[Slot], within: Duration) -> Result<(), FeedError> {
+    async fn load(
+        &self,
+        layout: &Arc<Layout>,
+        checkpoint: &Arc<Checkpoint>,
+        bucket: Bucket,
+        slots: &[Slot],
+        within: Duration,
+    ) -> Result<(), FeedError> {
         let base = u64::from(bucket.sequence) % BUCKETS * self.bucket_bytes;
         let (layout, checkpoint) = (layout.clone(), checkpoint.clone());
         let file = self.file.try_clone().map_err(|error| FeedError::Read(error.to_string()))?;
@@ -103,7 +110,7 @@ fn read(layout: &Layout, checkpoint: &Checkpoint, bucket: Bucket, into: &File, b
     Ok(())
 }
 
-/// Feeds an engine with a checkpoint whose tensors, in its order, are those of `job.layout`. `gpus` name those of `rings`. With `preload`
+/// Feeds an engine with a checkpoint whose tensors, in its order, are those of `job.layout`. With `preload`
 /// all of it is laid into the rings before the engine is paused, which they must have slots for: what is measured then is the engine alone.
 /// Gives the report, and the time from the first bucket to the end.
 pub async fn feed_checkpoint(
@@ -112,7 +119,6 @@ pub async fn feed_checkpoint(
     version: HeldVersion,
     checkpoint: Arc<Checkpoint>,
     rings: &[Ring],
-    gpus: Vec<String>,
     preload: bool,
 ) -> Result<(InstallReport, Duration), FeedError> {
     let layout = job.layout.clone();
@@ -132,7 +138,7 @@ pub async fn feed_checkpoint(
             loaded.push((bucket, slots));
         }
     }
-    let mut over = HandOver::begin(engine, job, gpus).await?;
+    let mut over = HandOver::begin(engine, job).await?;
     let begun = Instant::now();
     let fed = async {
         if preload {

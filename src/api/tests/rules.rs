@@ -121,11 +121,20 @@ fn cases() -> Vec<Case> {
             &[("/spec/rollouts/0/name", json!("trainer"))],
         ),
         case(
-            "exactly one engine must be given: vllm or sglang",
+            "exactly one engine must be given: vllm, sglang or lmdeploy",
             &[("/spec/rollouts/0/engine", json!({"sglang": {"ports": [1]}}))],
             &[("/spec/rollouts/0/engine", json!({}))],
         ),
-        case("exactly one engine must be given: vllm or sglang", &[], &[("/spec/rollouts/0/engine", json!({"vllm": {}, "sglang": {}}))]),
+        case(
+            "exactly one engine must be given: vllm, sglang or lmdeploy",
+            &[],
+            &[("/spec/rollouts/0/engine", json!({"vllm": {}, "sglang": {}}))],
+        ),
+        case(
+            "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External",
+            &[("/spec/rollouts/0/engine", json!({"lmdeploy": {}})), ("/spec/update", json!({"pause": "Abort"}))],
+            &[("/spec/rollouts/0/engine", json!({"lmdeploy": {}})), ("/spec/update", json!({"pause": "Drain"}))],
+        ),
         case(
             "a replica of several pods has one engine port, on its head: list one port",
             &[("/spec/rollouts/0/replica/pods", json!(2)), ("/spec/rollouts/0/engine/vllm/ports", json!([8001]))],

@@ -68,7 +68,11 @@ async fn what_the_server_lacks_is_probed_and_the_slower_way_says_why() {
     let route = |pause| async move {
         let no_ray = GpuBench::start("lmdeploy", 1, words, |options| options.ray = false).await;
         let no_abort = GpuBench::start("lmdeploy", 1, words, |options| options.abort_handling = false).await;
-        let ask = |on: GpuBench| async move { on.engine.device_route(pause, KvCachePolicy::Reset, SOON).await };
+        let ask = |on: GpuBench| async move {
+            // The whole of it: its server ends with it.
+            let on = on;
+            on.engine.device_route(pause, KvCachePolicy::Reset, SOON).await
+        };
         (ask(no_ray).await, ask(no_abort).await)
     };
     let (no_ray, no_abort) = route(PausePolicy::Abort).await;

@@ -1,17 +1,18 @@
-"""Random checkpoints made on a GPU: Qwen3 of any size, dense or with experts. Two seeds are two versions of one layout."""
+"""Random checkpoints made on a GPU: Qwen3 of any size, dense or with experts. Two seeds are two versions of one layout.
+
+Equal sizes and seeds give equal tensors, on the same kind of GPU.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
-sys.path.append(str(Path(__file__).parents[2] / "engine"))
-from make_checkpoint import END, make_tokenizer
+import torch
+from tests.engine.make_checkpoint import END, make_tokenizer
 
 SHARD = 4 << 30
 
@@ -122,7 +123,7 @@ def write(out: Path, size: Size, seed: int, device: str = "cuda:0") -> Path:
             used = 0
         shards[-1][name] = tensor
         used += bytes_
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(shard, out / file, {"format": "pt"})

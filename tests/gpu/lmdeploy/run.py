@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import group
-import models
-from server import Load, Server, gpu_memory
+from tests.gpu.lmdeploy import group, models
+from tests.gpu.lmdeploy.server import Load, Server, gpu_memory
 
 FAILED: list[str] = []
 
@@ -123,6 +122,7 @@ def main() -> None:
     parser.add_argument("--weightsync", required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--retain-mib", type=int, default=8192)
     parser.add_argument("parts", nargs="+", choices=["engine", "moe", "group"])
     args = parser.parse_args()
     results = Results(args.out)

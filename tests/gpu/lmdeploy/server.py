@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 PROMPTS = ["The quick brown fox", "Weights of a", "0123456789", "and then the trainer"]
 
@@ -41,21 +42,20 @@ class Server:
                 pass
             time.sleep(1)
 
-    def get(self, path: str) -> dict[str, object]:
+    def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=30) as reply:
             return json.load(reply)
 
-    def post(self, path: str, body: dict[str, object], limit: float = 120) -> dict[str, object]:
+    def post(self, path: str, body: dict[str, object], limit: float = 120) -> Any:
         head = {"content-type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), head)
         with urllib.request.urlopen(request, timeout=limit) as reply:
             return json.load(reply)
 
-    def complete(self, prompt: str, tokens: int) -> dict[str, object]:
+    def complete(self, prompt: str, tokens: int) -> dict[str, Any]:
         body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        choices = self.post("/v1/completions", body)["choices"]
-        assert isinstance(choices, list)
-        return choices[0]
+        choice: dict[str, Any] = self.post("/v1/completions", body)["choices"][0]
+        return choice
 
     def ask(self, prompt: str, tokens: int) -> str:
         return str(self.complete(prompt, tokens)["text"])
