@@ -4,6 +4,7 @@
 //! It never resumes an engine that may hold half an update, and never calls a version installed that the engine's present start did not confirm.
 
 mod companions;
+mod device;
 pub mod machine;
 pub mod readiness;
 mod receive;
@@ -23,6 +24,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use self::companions::Companions;
+use self::device::DeviceReceiver;
 use self::machine::Machine;
 use self::readiness::Assigned;
 use self::receive::Receiver;
@@ -34,9 +36,10 @@ use super::core::{Core, lock};
 use super::group::{Epoch, refusal};
 use super::lead::feed::{Copy, Holder};
 use super::space::Cgroups;
-use crate::engine::Engine;
+use crate::engine::{Engine, EngineStart};
 use crate::protocol::{HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId, UpdatePolicy};
 use crate::runtime::deadline::ProgressDeadline;
+use crate::transport::BucketStore;
 
 /// Where a rollout keeps its files.
 #[derive(Debug, Clone)]
@@ -84,8 +87,12 @@ pub struct Rollout {
 struct Inner {
     machine: Machine,
     receiving: Option<Receiving>,
-    /// What the engine was last switched to.
+    /// What the engine was last switched to, where it lies in files.
     kept: Option<Arc<Version>>,
+    /// What the engine was last switched to.
+    last: Option<HeldVersion>,
+    /// A start of the engine that cannot be fed from GPU memory although it said so, and why.
+    no_device: Option<(EngineStart, String)>,
     /// Verified, not installed.
     staged: Option<Arc<Version>>,
     /// What the engine is being switched to, or holds half of: its files must stay until it is switched again or put back.
@@ -102,9 +109,34 @@ struct Inner {
 /// The attempt that runs, as far as it needs tasks.
 struct Receiving {
     update: UpdateId,
-    receiver: Option<Arc<Receiver>>,
+    receiver: Option<Arriving>,
     deadline: ProgressDeadline,
     over: CancellationToken,
+}
+
+/// Where an attempt's buckets go.
+#[derive(Clone)]
+enum Arriving {
+    /// Into the files of a version.
+    Files(Arc<Receiver>),
+    /// Into the engine, from GPU memory.
+    Device(Arc<DeviceReceiver>),
+}
+
+impl Arriving {
+    fn store(&self) -> Arc<dyn BucketStore> {
+        match self {
+            Self::Files(receiver) => receiver.clone(),
+            Self::Device(receiver) => receiver.clone(),
+        }
+    }
+
+    fn discard(&self, reason: &str) {
+        match self {
+            Self::Files(receiver) => receiver.discard(),
+            Self::Device(receiver) => receiver.discard(reason),
+        }
+    }
 }
 
 impl Rollout {
@@ -177,7 +209,7 @@ impl Rollout {
     pub fn epoch_over(&self, reason: &str) {
         self.with(|inner| {
             if inner.machine.epoch_over(reason) {
-                inner.stop_receiving();
+                inner.stop_receiving(reason);
             }
         });
     }
@@ -210,7 +242,7 @@ impl Rollout {
                 assigned: &assigned,
                 released: released.is_some(),
                 current: current.as_ref(),
-                last: inner.kept.as_ref().map(|kept| &kept.held),
+                last: inner.last.as_ref(),
                 installed: inner.machine.installed(),
                 dirty: inner.machine.dirty().map(|dirty| dirty.reason.as_str()),
                 switching: inner.switching,
@@ -261,11 +293,11 @@ impl Inner {
         self.kept.iter().chain(&self.staged)
     }
 
-    fn stop_receiving(&mut self) {
+    fn stop_receiving(&mut self, reason: &str) {
         if let Some(receiving) = self.receiving.take() {
             receiving.over.cancel();
             if let Some(receiver) = receiving.receiver {
-                receiver.discard();
+                receiver.discard(reason);
             }
         }
     }

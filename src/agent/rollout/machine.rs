@@ -153,15 +153,20 @@ impl Machine {
             total_bytes: request.layout.total_bytes,
             reason: None,
             dirty: false,
+            fed: false,
             steps_ms: Vec::new(),
         });
         self.sequence += 1;
         Ok(if opening { Opening::Check } else { Opening::Known })
     }
 
-    /// Memory and engine can take the version: buckets may come.
-    pub fn opened(&mut self, update: &UpdateId) -> Result<(), Refusal> {
-        self.advance(update, &Stage::Opening, |attempt| attempt.stage = Stage::Receiving)
+    /// Memory and engine can take the version: buckets may come. `fed` when the engine takes them while they come: it must be taken to its
+    /// last step then, whatever it held before.
+    pub fn opened(&mut self, update: &UpdateId, fed: bool) -> Result<(), Refusal> {
+        self.advance(update, &Stage::Opening, |attempt| {
+            attempt.stage = Stage::Receiving;
+            attempt.fed = fed;
+        })
     }
 
     /// Memory or engine cannot take the version.
@@ -207,8 +212,8 @@ impl Machine {
         self.advance(update, &Stage::Streamed, |attempt| {
             attempt.steps_ms.push(("verify".into(), took_ms));
             match (outcome, serves) {
-                (Ok(held), Some(serves)) if held == serves => attempt.stage = Stage::Installed,
-                (Ok(held), Some(serves)) if held.version == serves.version => attempt.fail(format!(
+                (Ok(held), Some(serves)) if held == serves && !attempt.fed => attempt.stage = Stage::Installed,
+                (Ok(held), Some(serves)) if held.version == serves.version && held != serves => attempt.fail(format!(
                     "version {} is installed with manifest {}: these are other weights under the same number",
                     held.version, serves.manifest
                 )),
@@ -251,11 +256,13 @@ impl Machine {
             self.installed = None;
             self.dirty = Some(Dirty { reason: reason.clone(), start });
         }
-        if let Some(attempt) = &mut self.attempt
-            && matches!(attempt.stage, Stage::Installing(_))
-        {
-            attempt.dirty = touched;
-            attempt.fail(reason);
+        if let Some(attempt) = &mut self.attempt {
+            if matches!(attempt.stage, Stage::Installing(_)) {
+                attempt.dirty = touched;
+                attempt.fail(reason);
+            } else if attempt.fed && attempt.stage == Stage::Failed {
+                attempt.dirty |= touched;
+            }
         }
         self.sequence += 1;
     }

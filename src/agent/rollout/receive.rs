@@ -85,19 +85,8 @@ impl Receiver {
     /// Compares coverage and digests with what the leader sent; the version if all agree, else why not.
     pub fn conclude(&self, request: &FinishRequest) -> Result<Version, String> {
         let Some(arrived) = lock(&self.arriving).take() else { return Err("nothing was received".into()) };
-        arrived.coverage.check(&self.layout).map_err(|error| error.to_string())?;
-        let computed = arrived.hasher.finish().map_err(|error| error.to_string())?;
-        let manifest = Manifest::new(self.update.version, Layout::clone(&self.layout), self.algorithm, &computed);
-        let manifest = manifest.map_err(|error| error.to_string())?;
-        let said: Vec<u128> = request.tensor_digests.iter().map(|hex| parse_digest_hex(hex).unwrap_or_default()).collect();
-        manifest.compare(&said).map_err(|error| error.to_string())?;
-        if request.tensor_digests != computed.iter().copied().map(digest_hex).collect::<Vec<_>>() {
-            return Err("a tensor digest of the manifest is not 32 lower-case hex digits".into());
-        }
+        let manifest = agree(&self.update, &self.layout, self.algorithm, arrived.hasher, &arrived.coverage, request)?;
         let digest = manifest.digest();
-        if digest != request.manifest_digest {
-            return Err(format!("the manifest is {} by the leader and {digest} by what arrived", request.manifest_digest));
-        }
         let held = HeldVersion { version: self.update.version, manifest: digest };
         Ok(Version { held, manifest, layout: self.layout.clone(), plan: self.plan.clone(), files: arrived.files, dir: arrived.dir })
     }
@@ -113,6 +102,30 @@ impl Receiver {
         }
         Ok(())
     }
+}
+
+/// The manifest of what arrived, if coverage and digests are what the leader says; else why not.
+pub(super) fn agree(
+    update: &UpdateId,
+    layout: &Arc<Layout>,
+    algorithm: DigestAlgorithm,
+    hasher: TensorHasher,
+    coverage: &Coverage,
+    request: &FinishRequest,
+) -> Result<Manifest, String> {
+    coverage.check(layout).map_err(|error| error.to_string())?;
+    let computed = hasher.finish().map_err(|error| error.to_string())?;
+    let manifest = Manifest::new(update.version, Layout::clone(layout), algorithm, &computed).map_err(|error| error.to_string())?;
+    let said: Vec<u128> = request.tensor_digests.iter().map(|hex| parse_digest_hex(hex).unwrap_or_default()).collect();
+    manifest.compare(&said).map_err(|error| error.to_string())?;
+    if request.tensor_digests != computed.iter().copied().map(digest_hex).collect::<Vec<_>>() {
+        return Err("a tensor digest of the manifest is not 32 lower-case hex digits".into());
+    }
+    let digest = manifest.digest();
+    if digest != request.manifest_digest {
+        return Err(format!("the manifest is {} by the leader and {digest} by what arrived", request.manifest_digest));
+    }
+    Ok(manifest)
 }
 
 impl BucketStore for Receiver {

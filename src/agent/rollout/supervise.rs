@@ -112,7 +112,7 @@ impl Rollout {
             inner.engine.ended = true;
             inner.engine.reason = Some(reason.to_owned());
             if inner.machine.epoch_over(reason) {
-                inner.stop_receiving();
+                inner.stop_receiving(reason);
             }
         });
     }

@@ -10,14 +10,21 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::{Rollout, Version, same_version};
-use crate::engine::{EngineError, InstallError, InstallJob, Resumed};
-use crate::protocol::{PausePolicy, UpdatePolicy};
+use crate::engine::{EngineError, EngineStart, InstallError, InstallJob, InstallReport, Resumed};
+use crate::protocol::{HeldVersion, PausePolicy, UpdatePolicy};
 
 /// What an adapter may take beyond the time that it was given.
 const GRACE: Duration = Duration::from_secs(10);
 
 /// Longest call that only asks or resumes.
 const SHORT: Duration = Duration::from_secs(10);
+
+/// A change of the engine that began.
+#[derive(Debug, Default)]
+pub(super) struct Switch {
+    /// The start that is touched, where it is known.
+    pub(super) start: Option<EngineStart>,
+}
 
 impl Rollout {
     /// Switches the engine. Ends when the engine confirmed or failed.
@@ -37,57 +44,77 @@ impl Rollout {
             timeout: limit,
             cancel: CancellationToken::new(),
         };
-        let start = self.with(|inner| {
-            inner.switching = true;
-            inner.touched = Some(version.clone());
-            inner.paused_until = (policy.pause != PausePolicy::External).then(|| ms_since_1970(limit));
-            inner.engine.start.clone()
-        });
+        let switch = self.begin_switch(limit);
+        self.with(|inner| inner.touched = Some(version.clone()));
         tracing::info!(version = version.held.version, directory = %job.directory.display(), "the engine is being switched");
-        let outcome = timeout(limit.saturating_add(GRACE), self.engine.install(&job)).await;
-        let failed = |error: &InstallError| format!("version {} could not be installed: {error}", version.held.version);
-        let clean_failure = self.with(|inner| {
+        let outcome = timeout(limit.saturating_add(GRACE), self.engine.install(&job)).await.map_err(drop);
+        let clean_failure = self.end_switch(&version.held, Some(&version), outcome, switch, limit);
+        self.probe_now.notify_one();
+        if clean_failure && policy.pause != PausePolicy::External {
+            self.resume_if_safe().await;
+        }
+    }
+
+    /// The engine is being changed by us from now on, at most so long.
+    pub(super) fn begin_switch(&self, limit: Duration) -> Switch {
+        self.with(|inner| {
+            inner.switching = true;
+            let external = inner.policy.as_ref().is_some_and(|policy| policy.pause == PausePolicy::External);
+            inner.paused_until = (!external).then(|| ms_since_1970(limit));
+            Switch { start: inner.engine.start.clone() }
+        })
+    }
+
+    /// Takes in how an install ended: none when it did not. `files` are those of the version, where it lies in files. True when it failed
+    /// and left the engine as it was.
+    pub(super) fn end_switch(
+        &self,
+        held: &HeldVersion,
+        files: Option<&Arc<Version>>,
+        outcome: Result<Result<InstallReport, InstallError>, ()>,
+        switch: Switch,
+        limit: Duration,
+    ) -> bool {
+        let failed = |error: &InstallError| format!("version {} could not be installed: {error}", held.version);
+        self.with(|inner| {
             inner.switching = false;
             inner.paused_until = None;
             // A new start of the engine cleans it as well; its files are let go with the next switch.
             let touched = inner.touched.take();
             match outcome {
                 Ok(Ok(report)) => {
-                    tracing::info!(version = version.held.version, steps = ?report.steps_ms, "the engine confirmed");
+                    tracing::info!(version = held.version, steps = ?report.steps_ms, "the engine confirmed");
                     inner.engine.start = Some(report.start.clone());
-                    inner.machine.install_confirmed(version.held.clone(), report.start, report.steps_ms);
-                    inner.kept = Some(version.clone());
-                    inner.staged = inner.staged.take().filter(|staged| !Arc::ptr_eq(staged, &version));
-                    inner.stop_receiving();
+                    inner.machine.install_confirmed(held.clone(), report.start, report.steps_ms);
+                    inner.last = Some(held.clone());
+                    inner.kept = files.cloned();
+                    inner.staged = inner.staged.take().filter(|staged| files.is_some_and(|files| !Arc::ptr_eq(staged, files)));
+                    inner.stop_receiving("it is installed");
                     false
                 }
                 Ok(Err(error)) => {
-                    tracing::warn!(version = version.held.version, dirty = error.dirty, %error, "an install did not end well");
+                    tracing::warn!(version = held.version, dirty = error.dirty, %error, "an install did not end well");
                     // An engine that started anew in the middle holds no half update, whatever start it was touched in.
                     let dirty = error.dirty && !matches!(error.source, EngineError::Restarted);
-                    inner.machine.install_failed(failed(&error), dirty, start);
+                    inner.machine.install_failed(failed(&error), dirty, switch.start);
                     if dirty {
                         inner.touched = touched;
                         inner.paused_until = Some(ms_since_1970(limit));
                     }
-                    inner.stop_receiving();
+                    inner.stop_receiving("it could not be installed");
                     !dirty
                 }
-                Err(_) => {
-                    let reason = format!("version {} could not be installed: no end after {limit:?}", version.held.version);
+                Err(()) => {
+                    let reason = format!("version {} could not be installed: no end after {limit:?}", held.version);
                     tracing::warn!(reason, "an install did not end");
-                    inner.machine.install_failed(reason, true, start);
+                    inner.machine.install_failed(reason, true, switch.start);
                     inner.touched = touched;
                     inner.paused_until = Some(ms_since_1970(limit));
-                    inner.stop_receiving();
+                    inner.stop_receiving("its install did not end");
                     false
                 }
             }
-        });
-        self.probe_now.notify_one();
-        if clean_failure && policy.pause != PausePolicy::External {
-            self.resume_if_safe().await;
-        }
+        })
     }
 
     /// Undoes a pause of ours, unless the engine may hold half an update. The adapter asks the engine itself.

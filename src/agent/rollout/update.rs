@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::machine::{Activating, Finishing, Opening};
 use super::receive::{Listener, Receiver};
-use super::{Inner, Receiving, Rollout};
+use super::{Arriving, Inner, Receiving, Rollout, Version};
 use crate::agent::group::{Epoch, refusal};
 use crate::agent::space::check_directory;
 use crate::protocol::{
@@ -30,6 +30,8 @@ impl Rollout {
         check_layout(&request)?;
         let policy = &epoch.prepared.policy;
         let silence = Duration::from_millis(policy.silence_ms);
+        // An engine that takes the buckets of an attempt that was replaced would be waited for in vain.
+        self.with(|inner| inner.make_way(&request.update));
         // An engine that is being switched may be about to hold the very version; and its space is not counted twice.
         let Ok(switched) = timeout(silence, self.switching.lock()).await else { return Err(busy()) };
         drop(switched);
@@ -38,7 +40,7 @@ impl Rollout {
             let kept: Vec<HeldVersion> = inner.held().map(|version| version.held.clone()).collect();
             let opening = inner.machine.begin(&request, &kept)?;
             if opening != Opening::Busy && inner.receiving.as_ref().is_some_and(|receiving| receiving.update != update) {
-                inner.stop_receiving();
+                inner.stop_receiving("another attempt took its place");
             }
             Ok(opening)
         })?;
@@ -47,7 +49,11 @@ impl Rollout {
             Opening::Known => self.watch_attempt(epoch, &update, None),
             Opening::Check => match self.open(epoch, &request).await {
                 Ok(receiver) => {
-                    self.with(|inner| inner.machine.opened(&update))?;
+                    let fed = matches!(receiver, Arriving::Device(_));
+                    if let Err(refusal) = self.with(|inner| inner.machine.opened(&update, fed)) {
+                        receiver.discard("another attempt took its place");
+                        return Err(refusal);
+                    }
                     self.watch_attempt(epoch, &update, Some(receiver));
                 }
                 Err(refusal) => {
@@ -67,27 +73,39 @@ impl Rollout {
             let receiver = self.with(|inner| inner.receiving.as_ref().and_then(|receiving| receiving.receiver.clone()));
             let receiver = receiver.ok_or_else(|| refusal(RefusalCode::Internal, "the received bytes are gone"))?;
             let begun = Instant::now();
-            let rollout = self.clone();
-            // Takes as long as the manifest is to hash; the bytes were hashed while they came.
-            let concluded = tokio::task::spawn_blocking(move || {
-                let version = receiver.conclude(&request)?;
-                let placed = rollout.companions.place(&rollout.shared, version.dir().path());
-                placed.map_err(|error| format!("configuration and tokenizer cannot be placed beside the weights: {error}"))?;
-                Ok(version)
-            });
-            let outcome = concluded.await.unwrap_or_else(|ended| Err(format!("verification ended early: {ended}")));
+            let outcome = match receiver {
+                Arriving::Files(receiver) => self.conclude_files(receiver, request).await.map(Ok),
+                Arriving::Device(receiver) => receiver.conclude(&request).await.map(Err),
+            };
             let took_ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
             if let Err(reason) = &outcome {
                 tracing::warn!(version = update.version, attempt = update.attempt, reason, "a version is not what its manifest says");
             }
             self.with(|inner| {
-                let held = outcome.as_ref().map(|version| version.held.clone()).map_err(Clone::clone);
+                let (held, files) = match outcome {
+                    Ok(Ok(version)) => (Ok(version.held.clone()), Some(version)),
+                    Ok(Err(held)) => (Ok(held), None),
+                    Err(reason) => (Err(reason), None),
+                };
                 inner.machine.verified(&update, held, took_ms)?;
-                inner.keep_delivered(outcome.ok());
+                inner.keep_delivered(files);
                 Ok(())
             })?;
         }
         self.answer(&update)
+    }
+
+    /// Compares what lies in files, and puts configuration and tokenizer beside it.
+    async fn conclude_files(self: &Arc<Self>, receiver: Arc<Receiver>, request: FinishRequest) -> Result<Version, String> {
+        let rollout = self.clone();
+        // Takes as long as the manifest is to hash; the bytes were hashed while they came.
+        let concluded = tokio::task::spawn_blocking(move || {
+            let version = receiver.conclude(&request)?;
+            let placed = rollout.companions.place(&rollout.shared, version.dir().path());
+            placed.map_err(|error| format!("configuration and tokenizer cannot be placed beside the weights: {error}"))?;
+            Ok(version)
+        });
+        concluded.await.unwrap_or_else(|ended| Err(format!("verification ended early: {ended}")))
     }
 
     /// Has the engine switched to the delivered version; answers at once.
@@ -95,7 +113,12 @@ impl Rollout {
         let update = &request.update;
         self.heard_leader(update);
         if let Activating::Install(held) = self.with(|inner| inner.machine.activate(update))? {
+            let fed = self.with(|inner| match inner.receiving.as_ref().map(|receiving| (&receiving.update, &receiving.receiver)) {
+                Some((of, Some(Arriving::Device(receiver)))) if of == update => Some(receiver.clone()),
+                _ => None,
+            });
             match self.holding(&held) {
+                _ if fed.as_ref().is_some_and(|receiver| receiver.finish(held.clone())) => {}
                 Some(version) => {
                     let (rollout, policy) = (self.clone(), Self::policy_of(epoch));
                     tokio::spawn(async move { rollout.switch(version, &policy).await });
@@ -124,7 +147,7 @@ impl Rollout {
         Ok(status)
     }
 
-    async fn open(self: &Arc<Self>, epoch: &Epoch, request: &BeginRequest) -> Result<Arc<Receiver>, Refusal> {
+    async fn open(self: &Arc<Self>, epoch: &Epoch, request: &BeginRequest) -> Result<Arriving, Refusal> {
         let health = Duration::from_millis(epoch.prepared.policy.health.timeout_ms);
         self.ask_engine(health).await?;
         let (engine, tensors) = (self.engine.clone(), request.layout.tensors().cloned().collect::<Vec<_>>());
@@ -135,6 +158,15 @@ impl Rollout {
         self.with(|inner| inner.staged = None);
         let internal = |what: String| refusal(RefusalCode::Internal, what);
         let layout = Arc::new(request.layout.clone());
+        let directories = self.engine.takes_directories();
+        if self.takes_device(request) {
+            match self.open_device(epoch, request, &layout).await {
+                Ok(receiver) => return Ok(Arriving::Device(receiver)),
+                Err(refusal) if directories.is_err() => return Err(refusal),
+                Err(refusal) => tracing::info!(why = refusal.message, "the engine is fed from a directory"),
+            }
+        }
+        directories.map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
         let plan = SafetensorsPlan::new(&layout, None).map_err(|error| refusal(RefusalCode::Invalid, error.to_string()))?;
         let wanted = plan.total_bytes().saturating_add(self.companions.bytes());
         check_directory(self.dir.path(), wanted, &self.cgroups)
@@ -143,11 +175,11 @@ impl Rollout {
         let listener = Box::new(Weak::clone(&Arc::downgrade(self)));
         let receiver = Receiver::create(request.update.clone(), layout, request.algorithm, plan, dir, listener)
             .map_err(|error| internal(format!("the files of version {} cannot be made: {error}", request.update.version)))?;
-        Ok(Arc::new(receiver))
+        Ok(Arriving::Files(Arc::new(receiver)))
     }
 
     /// Lets the stream in, and ends the attempt when its leader falls silent or its epoch is over.
-    fn watch_attempt(self: &Arc<Self>, epoch: &Epoch, update: &UpdateId, receiver: Option<Arc<Receiver>>) {
+    fn watch_attempt(self: &Arc<Self>, epoch: &Epoch, update: &UpdateId, receiver: Option<Arriving>) {
         let policy = &epoch.prepared.policy;
         let silence = Duration::from_millis(policy.silence_ms);
         let total = Duration::from_millis(policy.update_timeout_ms).saturating_add(silence);
@@ -165,7 +197,7 @@ impl Rollout {
             return;
         }
         if let Some(receiver) = receiver {
-            self.core.expect(update.clone(), receiver);
+            self.core.expect(update.clone(), receiver.store());
         }
         let (rollout, update, epoch_over) = (Arc::downgrade(self), update.clone(), self.core.over(epoch.id()));
         tokio::spawn(async move {
@@ -184,7 +216,7 @@ impl Rollout {
         let ended = self.with(|inner| {
             let ended = inner.machine.abort(update, reason);
             if ended {
-                inner.stop_receiving();
+                inner.stop_receiving(reason);
             }
             ended
         });
@@ -208,12 +240,25 @@ impl Rollout {
 }
 
 impl Inner {
+    /// Gives an attempt up whose buckets the engine takes while they come, when a later one comes.
+    fn make_way(&mut self, update: &UpdateId) {
+        let replaced = self.receiving.as_ref().is_some_and(|receiving| {
+            let of = &receiving.update;
+            let later = of.epoch != update.epoch || of.version <= update.version;
+            matches!(receiving.receiver, Some(Arriving::Device(_))) && of != update && later
+        });
+        let installing = self.machine.status().is_some_and(|status| status.step == InstallStep::Installing);
+        if replaced && !installing {
+            self.stop_receiving("another attempt took its place");
+        }
+    }
+
     /// A version was verified. It is dropped when the engine serves it already, or when nobody waits for it.
     fn keep_delivered(&mut self, version: Option<super::Version>) {
         let delivered = self.machine.status().is_some_and(|status| status.step == InstallStep::Delivered);
         self.staged = version.filter(|_| delivered).map(Arc::new);
         if !delivered {
-            self.stop_receiving();
+            self.stop_receiving("it is not what its manifest says, or is held already");
         }
     }
 }

@@ -1,0 +1,287 @@
+//! Takes the stream of one attempt in the memory of this member's GPUs, and has the engine take each bucket while others still travel.
+//!
+//! Decides what arrived (order, coverage, digests, as [`super::receive`] does for files) and when the engine's install is carried on, finished
+//! or given up. Whatever ends the attempt after the first bucket ends with the adapter's word on whether the engine holds a mixture. Nothing
+//! is kept: a version that was installed so lies in no directory, and others are fed by members that have one.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::receive::{Listener, agree};
+use super::switch::Switch;
+use super::{Inner, Rollout};
+use crate::agent::core::lock;
+use crate::agent::group::{Epoch, refusal};
+use crate::agent::hand_over::HandOver;
+use crate::engine::{DeviceJob, InstallError};
+use crate::protocol::{BeginRequest, BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
+use crate::transport::{BucketStore, DeviceBucket, Wants};
+use crate::weights::{Bucket, Coverage, Cuts, DigestAlgorithm, DigestPart, Layout, TensorHasher};
+use crate::worker::Slot;
+
+/// Where versions lie for the engine, there are its sockets: short, because the path of a socket is.
+const SOCKETS: &str = "s";
+
+/// What the task that feeds the engine is told, in order.
+pub(super) enum Order {
+    /// Hand this over.
+    Bucket(Bucket, Vec<Slot>),
+    /// Say when all before this was handed over.
+    Settle(oneshot::Sender<()>),
+    /// The version is what its manifest says: the engine takes its last step.
+    Finish(HeldVersion),
+    /// It is over.
+    GiveUp(String),
+}
+
+/// Receives one attempt.
+pub struct DeviceReceiver {
+    update: UpdateId,
+    layout: Arc<Layout>,
+    algorithm: DigestAlgorithm,
+    begun: Instant,
+    silence: Duration,
+    listener: Box<dyn Listener>,
+    arriving: Mutex<Option<Arriving>>,
+    /// Why the engine took no more.
+    failed: Mutex<Option<String>>,
+    orders: mpsc::UnboundedSender<Order>,
+}
+
+struct Arriving {
+    hasher: TensorHasher,
+    coverage: Coverage,
+}
+
+impl DeviceReceiver {
+    /// Nothing is taken any more, and the engine's install is given up.
+    pub(super) fn discard(&self, reason: &str) {
+        lock(&self.arriving).take();
+        // The task is gone when the engine failed before, or finished.
+        let _gone = self.orders.send(Order::GiveUp(reason.to_owned()));
+    }
+
+    /// Has the engine take its last step. False when there is nobody to do so any more.
+    pub(super) fn finish(&self, held: HeldVersion) -> bool {
+        self.orders.send(Order::Finish(held)).is_ok()
+    }
+
+    /// Waits until the engine took every bucket, and compares coverage and digests with what the leader sent.
+    pub(super) async fn conclude(&self, request: &FinishRequest) -> Result<HeldVersion, String> {
+        let (done, settled) = oneshot::channel();
+        let sent = self.orders.send(Order::Settle(done)).is_ok();
+        let settled = sent && timeout(self.silence, settled).await.is_ok_and(|settled| settled.is_ok());
+        if let Some(reason) = self.failed() {
+            return Err(reason);
+        }
+        if !settled {
+            return Err(format!("the engine did not take all buckets within {:?}", self.silence));
+        }
+        let Some(arrived) = lock(&self.arriving).take() else { return Err("nothing was received".into()) };
+        let manifest = agree(&self.update, &self.layout, self.algorithm, arrived.hasher, &arrived.coverage, request)?;
+        Ok(HeldVersion { version: self.update.version, manifest: manifest.digest() })
+    }
+
+    fn failed(&self) -> Option<String> {
+        lock(&self.failed).clone()
+    }
+
+    fn take(&self, bucket: DeviceBucket) -> Result<(), Refusal> {
+        if let Some(reason) = self.failed() {
+            return Err(refusal(RefusalCode::EngineRefused, reason));
+        }
+        let mut arriving = lock(&self.arriving);
+        let Some(arriving) = arriving.as_mut() else {
+            return Err(refusal(RefusalCode::WrongPhase, "the attempt is over here"));
+        };
+        let BucketHeader { sequence, offset, bytes, .. } = bucket.header;
+        let of_layout = self.layout.bucket(sequence).filter(|bucket| (bucket.offset, bucket.bytes) == (offset, bytes));
+        let Some(known) = of_layout else {
+            return Err(refusal(RefusalCode::LayoutMismatch, format!("bucket {sequence} is not cut as the layout says")));
+        };
+        let invalid = |what: String| refusal(RefusalCode::Invalid, what);
+        if offset != arriving.hasher.position() {
+            let expected = arriving.hasher.position();
+            return Err(invalid(format!("bytes from {offset} on came, those from {expected} on were expected")));
+        }
+        arriving.coverage.record(offset, bytes).map_err(|error| invalid(error.to_string()))?;
+        arriving.hasher.add(bytes, &bucket.shares).map_err(|error| invalid(error.to_string()))?;
+        let ended = |_| refusal(RefusalCode::EngineRefused, "the engine takes no more of this attempt");
+        self.orders.send(Order::Bucket(known, bucket.slots)).map_err(ended)
+    }
+}
+
+impl BucketStore for DeviceReceiver {
+    fn write(&self, _: u64, _: &[u8]) -> Result<(), Refusal> {
+        Err(refusal(RefusalCode::Internal, "bytes came over a connection where GPU memory was expected"))
+    }
+
+    fn wants(&self) -> Wants {
+        Wants::Device
+    }
+
+    fn digest_parts(&self, header: &BucketHeader) -> Vec<DigestPart> {
+        self.layout.digest_parts(header.offset, header.bytes)
+    }
+
+    fn device(&self, bucket: DeviceBucket) -> Result<(), Refusal> {
+        self.take(bucket)?;
+        self.listener.moving();
+        Ok(())
+    }
+
+    fn complete(&self, header: &BucketHeader, _digest: u128) -> Result<(), Refusal> {
+        self.listener.received(&self.update, header.offset.saturating_add(header.bytes));
+        Ok(())
+    }
+
+    fn end(&self) -> Result<(), Refusal> {
+        if let Some(reason) = self.failed() {
+            return Err(refusal(RefusalCode::EngineRefused, reason));
+        }
+        let took_ms = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.listener.streamed(&self.update, took_ms)
+    }
+
+    fn broken(&self, peer: Option<&MemberName>, cause: &str) {
+        self.listener.broken(&self.update, peer, cause);
+    }
+}
+
+impl Rollout {
+    /// Whether this attempt's buckets can go to the engine from GPU memory.
+    pub(super) fn takes_device(&self, request: &BeginRequest) -> bool {
+        let whole = request.layout.cuts == Cuts::BetweenTensors && request.algorithm == DigestAlgorithm::Gsum64;
+        whole && self.with(|inner| inner.no_device.as_ref().is_none_or(|(start, _)| inner.engine.start.as_ref() != Some(start)))
+    }
+
+    /// Opens an install from GPU memory; the engine is only looked at.
+    pub(super) async fn open_device(
+        self: &Arc<Self>,
+        epoch: &Epoch,
+        request: &BeginRequest,
+        layout: &Arc<Layout>,
+    ) -> Result<Arc<DeviceReceiver>, Refusal> {
+        let policy = Self::policy_of(epoch);
+        let (timeout, silence) = (Duration::from_millis(policy.update_timeout_ms), Duration::from_millis(policy.silence_ms));
+        let sockets = self.dir.path().join(SOCKETS);
+        let job = DeviceJob {
+            version: request.update.version,
+            manifest: request.manifest_digest.clone(),
+            layout: layout.clone(),
+            pause: policy.pause,
+            kv_cache: policy.kv_cache,
+            timeout,
+            silence,
+            cancel: CancellationToken::new(),
+            sockets_in_engine: self.in_engine(&sockets),
+            sockets,
+        };
+        let over = HandOver::begin(self.engine.as_ref(), &job).await;
+        let over = over.map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
+        let (orders, inbox) = mpsc::unbounded_channel();
+        let arriving = Arriving { hasher: TensorHasher::new(layout.clone(), request.algorithm), coverage: Coverage::new(layout.total_bytes) };
+        let receiver = Arc::new(DeviceReceiver {
+            update: request.update.clone(),
+            layout: layout.clone(),
+            algorithm: request.algorithm,
+            begun: Instant::now(),
+            silence,
+            listener: Box::new(Arc::downgrade(self)),
+            arriving: Mutex::new(Some(arriving)),
+            failed: Mutex::new(None),
+            orders,
+        });
+        tokio::spawn(self.clone().feed_engine(Arc::downgrade(&receiver), over, inbox, timeout));
+        Ok(receiver)
+    }
+
+    /// Feeds the engine in the order of what it is told, until the end of the attempt.
+    async fn feed_engine(
+        self: Arc<Self>,
+        receiver: std::sync::Weak<DeviceReceiver>,
+        mut over: HandOver,
+        mut orders: mpsc::UnboundedReceiver<Order>,
+        limit: Duration,
+    ) {
+        // Held from the first bucket on: nobody else changes the engine, and it is not judged by its health.
+        let mut switching = None;
+        let mut begun = None;
+        while let Some(order) = orders.recv().await {
+            match order {
+                Order::Bucket(bucket, slots) => {
+                    if switching.is_none() {
+                        switching = Some(self.switching.lock().await);
+                        begun = Some(self.begin_switch(limit));
+                    }
+                    if let Err(error) = over.bucket(bucket, slots).await {
+                        self.device_failed(&receiver, &error, begun.unwrap_or_default());
+                        return;
+                    }
+                }
+                Order::Settle(done) => drop(done.send(())),
+                Order::Finish(held) => {
+                    let switch = begun.unwrap_or_else(|| self.begin_switch(limit));
+                    let outcome = over.finish(held.clone()).await;
+                    self.end_switch(&held, None, Ok(outcome), switch, limit);
+                    self.probe_now.notify_one();
+                    return;
+                }
+                Order::GiveUp(reason) => {
+                    let dirty = over.abandon(&reason).await;
+                    self.given_up(&reason, dirty, begun);
+                    return;
+                }
+            }
+        }
+        let reason = "the attempt was dropped";
+        let dirty = over.abandon(reason).await;
+        self.given_up(reason, dirty, begun);
+    }
+
+    /// The engine refused a bucket, or failed with it.
+    fn device_failed(&self, receiver: &std::sync::Weak<DeviceReceiver>, error: &InstallError, switch: Switch) {
+        let reason = format!("the engine did not take a bucket: {error}");
+        tracing::warn!(dirty = error.dirty, %error, "the engine did not take a bucket");
+        let update = receiver.upgrade().map(|receiver| {
+            *lock(&receiver.failed) = Some(reason.clone());
+            lock(&receiver.arriving).take();
+            receiver.update.clone()
+        });
+        self.with(|inner| {
+            // One that refuses this way cleanly is fed another way next time, as long as it is the same start.
+            if !error.dirty
+                && let Some(start) = inner.engine.start.clone()
+            {
+                inner.no_device = Some((start, reason.clone()));
+            }
+            if let Some(update) = &update {
+                inner.machine.abort(update, &reason);
+            }
+            inner.spoiled(reason, error.dirty, switch);
+        });
+        self.probe_now.notify_one();
+    }
+
+    /// An install was given up.
+    fn given_up(&self, reason: &str, dirty: bool, begun: Option<Switch>) {
+        // One that was never begun changed nothing: the engine is as dirty as it was.
+        let Some(switch) = begun else { return };
+        self.with(|inner| inner.spoiled(format!("an install was given up: {reason}"), dirty, switch));
+        self.probe_now.notify_one();
+    }
+}
+
+impl Inner {
+    fn spoiled(&mut self, reason: String, dirty: bool, switch: Switch) {
+        self.switching = false;
+        self.paused_until = if dirty { self.paused_until } else { None };
+        if dirty {
+            self.machine.install_failed(reason, true, switch.start);
+        }
+    }
+}
