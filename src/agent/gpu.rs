@@ -149,6 +149,11 @@ impl Gpus {
         Some((open.worker.clone(), open.staging.clone()))
     }
 
+    /// The workers of all GPUs that are open, in the order of the engine's ranks.
+    pub fn workers(&self) -> Vec<Worker> {
+        self.seats.borrow().open().iter().map(|seat| seat.worker.clone()).collect()
+    }
+
     /// The ring on the first GPU, once a group asked for one.
     pub fn ring(&self) -> Option<Ring> {
         lock(&self.rings).first().cloned()

@@ -10,13 +10,14 @@ pub mod readiness;
 mod receive;
 mod supervise;
 mod switch;
+mod through_gpus;
 mod update;
 mod version;
 pub mod version_dir;
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use tokio::sync::{Notify, watch};
@@ -33,6 +34,7 @@ pub use self::update::LONG_POLL;
 pub use self::version::Version;
 use self::version_dir::{AgentDir, DirError};
 use super::core::{Core, lock};
+use super::gpu::Gpus;
 use super::group::{Epoch, refusal};
 use super::lead::feed::{Copy, Holder};
 use super::space::Cgroups;
@@ -80,6 +82,7 @@ pub struct Rollout {
     /// Held while the engine is being switched: one switch at a time, and no space is counted meanwhile.
     switching: tokio::sync::Mutex<()>,
     probe_now: Notify,
+    gpus: OnceLock<Arc<Gpus>>,
     dir: AgentDir,
 }
 
@@ -164,6 +167,7 @@ impl Rollout {
             assigned: watch::Sender::default(),
             switching: tokio::sync::Mutex::new(()),
             probe_now: Notify::new(),
+            gpus: OnceLock::new(),
             dir,
         };
         Ok(Arc::new(rollout))

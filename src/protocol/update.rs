@@ -36,6 +36,9 @@ pub struct BeginRequest {
     pub algorithm: DigestAlgorithm,
     /// True when an already installed version is brought to a member that lacks it.
     pub feeding: bool,
+    /// True when the engine is switched by the trainer's word only, whenever that comes.
+    #[serde(default)]
+    pub manual: bool,
     /// blake3 (hex) of the manifest, where the leader knows it before the stream (a retry, feeding): a rollout that holds these very
     /// bytes says `Delivered` or `Installed` at once and leaves the chain.
     #[serde(default, skip_serializing_if = "Option::is_none")]

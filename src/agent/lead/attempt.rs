@@ -47,6 +47,8 @@ pub struct Plan<'a> {
     pub attempt: u32,
     /// Whether the version is the group's already.
     pub feeding: bool,
+    /// Whether the trainer says when engines switch.
+    pub manual: bool,
     /// How the digests of its manifest are computed.
     pub algorithm: DigestAlgorithm,
     /// To whom, in the order of the chain.
@@ -153,11 +155,11 @@ impl<'a> Attempt<'a> {
     }
 
     async fn run(&mut self, plan: Plan<'_>) -> Result<Brought, Failure> {
-        let Plan { source, keep, stage, known, must, feeding, algorithm, .. } = plan;
+        let Plan { source, keep, stage, known, must, feeding, manual, algorithm, .. } = plan;
         let layout = Arc::new(source.layout().clone());
         let update = self.update();
         stage.progress(UpdatePhase::Begin, 0);
-        self.begin(&layout, algorithm, feeding, known.clone()).await?;
+        self.begin(&layout, algorithm, feeding, manual, known.clone()).await?;
 
         self.enter(UpdatePhase::Transfer, stage);
         let receiving = self.table.receiving();

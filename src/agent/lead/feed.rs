@@ -140,6 +140,7 @@ impl Feeder {
             version: held.version,
             attempt,
             feeding: true,
+            manual: false,
             algorithm,
             members: members.clone(),
             min_ready: 1,

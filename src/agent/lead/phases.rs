@@ -28,6 +28,7 @@ impl Attempt<'_> {
         layout: &Arc<Layout>,
         algorithm: DigestAlgorithm,
         feeding: bool,
+        manual: bool,
         known: Option<String>,
     ) -> Result<(), Failure> {
         let request = BeginRequest {
@@ -36,6 +37,7 @@ impl Attempt<'_> {
             layout_digest: layout.digest(),
             algorithm,
             feeding,
+            manual,
             manifest_digest: known,
         };
         let members = self.members.clone();

@@ -130,9 +130,10 @@ impl Session {
         let share = Share { number: usize::from(number), of: running.wanted };
         let gpus = Gpus::new(core.clone(), settings.gpus.clone(), share, transport, engine.is_none().then(|| self.source_gpu.clone()));
         running.tasks.spawn(gpus.clone().supervise(cancel.clone()));
-        leader.set_gpus(gpus);
+        leader.set_gpus(gpus.clone());
         let part = if let Some(engine) = engine {
             let rollout = self.rollout(engine, &core, running, cancel)?;
+            rollout.set_gpus(gpus);
             pages.add(rollout.clone());
             let feeder = Feeder::new(leader.clone(), rollout.clone(), Arc::<Attempts>::default());
             spawn(&mut running.tasks, cancel, async move { feeder.run().await });

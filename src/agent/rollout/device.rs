@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, timeout};
-use tokio_util::sync::CancellationToken;
 
 use super::receive::{Listener, agree};
 use super::switch::Switch;
@@ -17,14 +16,11 @@ use super::{Inner, Rollout};
 use crate::agent::core::lock;
 use crate::agent::group::{Epoch, refusal};
 use crate::agent::hand_over::HandOver;
-use crate::engine::{DeviceJob, InstallError};
+use crate::engine::InstallError;
 use crate::protocol::{BeginRequest, BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
 use crate::transport::{BucketStore, DeviceBucket, Wants};
 use crate::weights::{Bucket, Coverage, Cuts, DigestAlgorithm, DigestPart, Layout, TensorHasher};
 use crate::worker::Slot;
-
-/// Where versions lie for the engine, there are its sockets: short, because the path of a socket is.
-const SOCKETS: &str = "s";
 
 /// What the task that feeds the engine is told, in order.
 pub(super) enum Order {
@@ -153,10 +149,27 @@ impl BucketStore for DeviceReceiver {
 }
 
 impl Rollout {
-    /// Whether this attempt's buckets can go to the engine from GPU memory.
-    pub(super) fn takes_device(&self, request: &BeginRequest) -> bool {
-        let whole = request.layout.cuts == Cuts::BetweenTensors && request.algorithm == DigestAlgorithm::Gsum64;
-        whole && self.with(|inner| inner.no_device.as_ref().is_none_or(|(start, _)| inner.engine.start.as_ref() != Some(start)))
+    /// Whether this attempt's buckets can go to the engine from GPU memory; else why not.
+    pub(super) fn takes_device(&self, epoch: &Epoch, request: &BeginRequest) -> Result<(), String> {
+        // What is fed to joiners goes over connections.
+        let Some(plan) = epoch.communicator().filter(|_| !request.feeding) else {
+            return Err("its bytes do not travel between GPUs".into());
+        };
+        if request.layout.cuts != Cuts::BetweenTensors || request.algorithm != DigestAlgorithm::Gsum64 {
+            return Err("the version was laid out for a transport that passes hosts".into());
+        }
+        let largest = request.layout.largest_bucket();
+        if largest > plan.slot_bytes {
+            let mib = largest.div_ceil(1 << 20);
+            return Err(format!("its longest tensor does not fit a bucket: set spec.transport.nccl.bucketMiB to {mib} or more"));
+        }
+        if request.manual {
+            return Err("the trainer switches later, and the engine would be held until then".into());
+        }
+        self.with(|inner| match &inner.no_device {
+            Some((start, why)) if inner.engine.start.as_ref() == Some(start) => Err(why.clone()),
+            _ => Ok(()),
+        })
     }
 
     /// Opens an install from GPU memory; the engine is only looked at.
@@ -167,24 +180,13 @@ impl Rollout {
         layout: &Arc<Layout>,
     ) -> Result<Arc<DeviceReceiver>, Refusal> {
         let policy = Self::policy_of(epoch);
-        let (timeout, silence) = (Duration::from_millis(policy.update_timeout_ms), Duration::from_millis(policy.silence_ms));
-        let sockets = self.dir.path().join(SOCKETS);
-        let job = DeviceJob {
-            version: request.update.version,
-            manifest: request.manifest_digest.clone(),
-            layout: layout.clone(),
-            pause: policy.pause,
-            kv_cache: policy.kv_cache,
-            timeout,
-            silence,
-            cancel: CancellationToken::new(),
-            sockets_in_engine: self.in_engine(&sockets),
-            sockets,
-        };
+        let job = self.device_job(request.update.version, request.manifest_digest.clone(), layout.clone(), &policy);
+        let (timeout, silence) = (job.timeout, job.silence);
         let over = HandOver::begin(self.engine.as_ref(), &job).await;
         let over = over.map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
         let (orders, inbox) = mpsc::unbounded_channel();
-        let arriving = Arriving { hasher: TensorHasher::new(layout.clone(), request.algorithm), coverage: Coverage::new(layout.total_bytes) };
+        let arriving =
+            Arriving { hasher: TensorHasher::new(layout.clone(), request.algorithm), coverage: Coverage::new(layout.total_bytes) };
         let receiver = Arc::new(DeviceReceiver {
             update: request.update.clone(),
             layout: layout.clone(),

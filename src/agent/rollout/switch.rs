@@ -47,7 +47,13 @@ impl Rollout {
         let switch = self.begin_switch(limit);
         self.with(|inner| inner.touched = Some(version.clone()));
         tracing::info!(version = version.held.version, directory = %job.directory.display(), "the engine is being switched");
-        let outcome = timeout(limit.saturating_add(GRACE), self.engine.install(&job)).await.map_err(drop);
+        let installed = async {
+            match self.engine.takes_directories() {
+                Ok(()) => self.engine.install(&job).await,
+                Err(_) => self.install_through_gpus(&version, policy).await,
+            }
+        };
+        let outcome = timeout(limit.saturating_add(GRACE), installed).await.map_err(drop);
         let clean_failure = self.end_switch(&version.held, Some(&version), outcome, switch, limit);
         self.probe_now.notify_one();
         if clean_failure && policy.pause != PausePolicy::External {

@@ -158,15 +158,17 @@ impl Rollout {
         self.with(|inner| inner.staged = None);
         let internal = |what: String| refusal(RefusalCode::Internal, what);
         let layout = Arc::new(request.layout.clone());
-        let directories = self.engine.takes_directories();
-        if self.takes_device(request) {
-            match self.open_device(epoch, request, &layout).await {
+        let why_not = match self.takes_device(epoch, request) {
+            Ok(()) => match self.open_device(epoch, request, &layout).await {
                 Ok(receiver) => return Ok(Arriving::Device(receiver)),
-                Err(refusal) if directories.is_err() => return Err(refusal),
-                Err(refusal) => tracing::info!(why = refusal.message, "the engine is fed from a directory"),
-            }
+                Err(refusal) => refusal.message,
+            },
+            Err(why) => why,
+        };
+        if let Err(error) = self.takes_files() {
+            return Err(refusal(RefusalCode::EngineRefused, format!("{error}; from GPU memory: {why_not}")));
         }
-        directories.map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
+        tracing::info!(why_not, "the version is put into files and not handed over from GPU memory as it comes");
         let plan = SafetensorsPlan::new(&layout, None).map_err(|error| refusal(RefusalCode::Invalid, error.to_string()))?;
         let wanted = plan.total_bytes().saturating_add(self.companions.bytes());
         check_directory(self.dir.path(), wanted, &self.cgroups)

@@ -149,6 +149,7 @@ impl Source {
             version: publish.version,
             attempt: self.attempts.next(publish.version),
             feeding: false,
+            manual: publish.activation == Activation::Manual,
             algorithm,
             members: epoch.rollouts(),
             min_ready: epoch.prepared.policy.min_ready,

@@ -106,6 +106,7 @@ async fn f59_a_side_that_cuts_the_stream_differently_is_refused_before_a_byte_mo
         layout_digest: other.digest(),
         algorithm: DigestAlgorithm::default(),
         feeding: false,
+        manual: false,
         manifest_digest: None,
     };
     assert_eq!(code(bed.post_as::<_, UpdateStatus>(&source, &rollout, "/v1/update/begin", &begin).await), RefusalCode::LayoutMismatch);

@@ -20,6 +20,7 @@ fn begin(update: &UpdateId, feeding: bool, manifest: Option<&str>) -> BeginReque
         layout,
         algorithm: DigestAlgorithm::default(),
         feeding,
+        manual: false,
         manifest_digest: manifest.map(str::to_owned),
     }
 }
@@ -39,7 +40,7 @@ fn start(number: u32) -> EngineStart {
 /// Takes a version all the way.
 fn install(machine: &mut Machine, update: &UpdateId, manifest: &str) {
     assert_eq!(machine.begin(&begin(update, false, None), &[]), Ok(Opening::Check));
-    machine.opened(update).unwrap();
+    machine.opened(update, false).unwrap();
     machine.streamed(update, 1).unwrap();
     assert_eq!(machine.finish(&finish(update, manifest)), Ok(Finishing::Verify));
     machine.verified(update, Ok(held(update.version, manifest)), 1).unwrap();
@@ -55,7 +56,7 @@ fn no_step_can_be_skipped() {
     machine.begin(&begin(&update, false, None), &[]).unwrap();
     assert!(machine.streamed(&update, 0).is_err());
     assert!(machine.finish(&finish(&update, "m")).is_err());
-    machine.opened(&update).unwrap();
+    machine.opened(&update, false).unwrap();
     assert!(machine.finish(&finish(&update, "m")).is_err());
     assert!(machine.activate(&update).is_err());
     machine.streamed(&update, 0).unwrap();
@@ -94,12 +95,12 @@ fn a_fence_ends_what_arrives_and_lets_an_engine_that_is_being_switched_go_on() {
     let update = id(1, 1, 1);
     let mut machine = Machine::default();
     machine.begin(&begin(&update, false, None), &[]).unwrap();
-    machine.opened(&update).unwrap();
+    machine.opened(&update, false).unwrap();
     assert!(machine.epoch_over("fenced"));
     assert_eq!(machine.status().unwrap().step, InstallStep::Failed);
     let update = id(2, 1, 2);
     machine.begin(&begin(&update, false, None), &[]).unwrap();
-    machine.opened(&update).unwrap();
+    machine.opened(&update, false).unwrap();
     machine.streamed(&update, 0).unwrap();
     machine.verified(&update, Ok(held(1, "one")), 0).unwrap();
     machine.activate(&update).unwrap();
@@ -124,7 +125,7 @@ fn a_dirty_engine_is_clean_after_a_full_install_or_a_new_start_only() {
     let update = id(1, 1, 1);
     let dirty = |machine: &mut Machine| {
         machine.begin(&begin(&update, false, None), &[]).unwrap();
-        machine.opened(&update).unwrap();
+        machine.opened(&update, false).unwrap();
         machine.streamed(&update, 0).unwrap();
         machine.verified(&update, Ok(held(1, "one")), 0).unwrap();
         machine.activate(&update).unwrap();
@@ -190,7 +191,7 @@ proptest! {
                     let answer = machine.begin(&request, &verified);
                     prop_assert!(installing.is_none() || !matches!(answer, Ok(Opening::Check)), "an engine that is being switched is left alone");
                 }
-                Happens::Opened(e, v, a) => { let _ = machine.opened(&id(e, v, a)); }
+                Happens::Opened(e, v, a) => { let _ = machine.opened(&id(e, v, a), false); }
                 Happens::Streamed(e, v, a) => { let _ = machine.streamed(&id(e, v, a), 0); }
                 Happens::Verified(e, v, a, well) => {
                     let outcome = if well { Ok(held(v, &format!("m{v}"))) } else { Err("differs".to_owned()) };
@@ -229,4 +230,35 @@ proptest! {
             prop_assert_eq!(machine.installing(), installing.is_some());
         }
     }
+}
+
+#[test]
+fn an_engine_that_was_fed_while_buckets_came_is_taken_to_its_last_step_or_dirty() {
+    let mut machine = Machine::default();
+    let (first, again) = (id(1, 7, 1), id(1, 7, 2));
+    let bring = |machine: &mut Machine, update: &UpdateId, fed: bool| {
+        assert_eq!(machine.begin(&begin(update, true, None), &[]), Ok(Opening::Check));
+        machine.opened(update, fed).unwrap();
+        machine.streamed(update, 1).unwrap();
+        machine.finish(&FinishRequest { update: update.clone(), tensor_digests: vec![], manifest_digest: "m".into() }).unwrap();
+    };
+    let held = HeldVersion { version: 7, manifest: "m".into() };
+    bring(&mut machine, &first, true);
+    machine.verified(&first, Ok(held.clone()), 1).unwrap();
+    assert_eq!(machine.activate(&first), Ok(Activating::Install(held.clone())));
+    machine.install_confirmed(held.clone(), EngineStart("s".into()), vec![]);
+
+    // The same version once more: what lies in files is held already, what the engine took must be finished.
+    bring(&mut machine, &again, true);
+    machine.verified(&again, Ok(held.clone()), 1).unwrap();
+    assert_eq!(machine.activate(&again), Ok(Activating::Install(held)));
+
+    let third = id(1, 8, 1);
+    machine.install_confirmed(HeldVersion { version: 7, manifest: "m".into() }, EngineStart("s".into()), vec![]);
+    machine.begin(&begin(&third, false, None), &[]).unwrap();
+    machine.opened(&third, true).unwrap();
+    assert!(machine.abort(&third, "the stream broke"));
+    machine.install_failed("an install was given up".into(), true, None);
+    assert!(machine.dirty().is_some() && machine.installed().is_none());
+    assert!(machine.status().unwrap().dirty, "the leader is told");
 }

@@ -1,0 +1,91 @@
+//! Has an engine that loads no directory take a version that lies in one: through the memory of its GPUs, by this agent's own workers.
+//!
+//! For what comes over connections (groups without GPUs between members, joiners that are fed, a kept copy after a restart of the engine).
+//! Decides only whether there are workers and room; the order of calls is the adapter's.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+use super::{Rollout, Version};
+use crate::agent::gpu::Gpus;
+use crate::agent::hand_over::feed_checkpoint;
+use crate::engine::{DeviceJob, EngineError, InstallError, InstallReport};
+use crate::protocol::{HeldVersion, UpdatePolicy};
+use crate::weights::Layout;
+use crate::weights::safetensors::Checkpoint;
+use crate::worker::Ring;
+
+/// Buckets that are under way on each GPU.
+const SLOTS: u32 = 2;
+/// Length of a bucket of several tensors, in bytes.
+const BUCKET: u64 = 256 << 20;
+/// Below the agent's directory, there are sockets for the engine: short, because the path of a socket is.
+const SOCKETS: &str = "s";
+
+impl Rollout {
+    /// The GPUs of its engine, for an engine that takes weights from there.
+    pub fn set_gpus(&self, gpus: Arc<Gpus>) {
+        // An endpoint has its GPUs from the start, and no others later.
+        let _first = self.gpus.set(gpus);
+    }
+
+    /// Whether a version in a directory can be brought into the engine, one way or the other; else why not.
+    pub(super) fn takes_files(&self) -> Result<(), EngineError> {
+        self.engine.takes_directories().or_else(|error| {
+            let workers = self.gpus.get().is_some_and(|gpus| !gpus.workers().is_empty());
+            if workers { Ok(()) } else { Err(error) }
+        })
+    }
+
+    /// What an install from GPU memory is about.
+    pub(super) fn device_job(&self, version: u64, manifest: Option<String>, layout: Arc<Layout>, policy: &UpdatePolicy) -> DeviceJob {
+        let sockets: PathBuf = self.dir.path().join(SOCKETS);
+        DeviceJob {
+            version,
+            manifest,
+            layout,
+            pause: policy.pause,
+            kv_cache: policy.kv_cache,
+            timeout: Duration::from_millis(policy.update_timeout_ms),
+            silence: Duration::from_millis(policy.silence_ms),
+            cancel: CancellationToken::new(),
+            sockets_in_engine: self.in_engine(&sockets),
+            sockets,
+        }
+    }
+
+    /// Has the engine take the files of a version through its GPUs.
+    pub(super) async fn install_through_gpus(&self, version: &Version, policy: &UpdatePolicy) -> Result<InstallReport, InstallError> {
+        let cannot = |what: String| InstallError {
+            step: "start",
+            dirty: false,
+            source: EngineError::Unsupported { what, next_step: "give this agent the engine's GPUs, with room for two buckets".into() },
+        };
+        let directory = version.dir().path().to_owned();
+        let opened = tokio::task::spawn_blocking(move || Checkpoint::open(&directory)).await;
+        let checkpoint = opened.map_err(|ended| cannot(ended.to_string()))?.map_err(|error| cannot(error.to_string()))?;
+        let layout = Layout::new("model", checkpoint.specs(), BUCKET).map_err(|error| cannot(error.to_string()))?.cut_between_tensors();
+        let HeldVersion { version: number, manifest } = version.held.clone();
+        let job = self.device_job(number, Some(manifest), Arc::new(layout), policy);
+        let rings = self.rings(&job).await.map_err(cannot)?;
+        let fed = feed_checkpoint(self.engine.as_ref(), &job, version.held.clone(), Arc::new(checkpoint), &rings, false).await;
+        fed.map(|(report, _)| report).map_err(|error| error.into_install(false))
+    }
+
+    /// A small ring on each of the engine's GPUs; freed behind the install.
+    async fn rings(&self, job: &DeviceJob) -> Result<Vec<Ring>, String> {
+        let slot_bytes = job.layout.largest_bucket().max(64).next_multiple_of(4096);
+        let workers = self.gpus.get().map(|gpus| gpus.workers()).unwrap_or_default();
+        if workers.is_empty() {
+            return Err("there is no GPU worker beside the engine".into());
+        }
+        let mut rings = Vec::with_capacity(workers.len());
+        for worker in workers {
+            rings.push(worker.ring(SLOTS, slot_bytes, job.silence).await.map_err(|error| error.to_string())?);
+        }
+        Ok(rings)
+    }
+}
