@@ -1,5 +1,5 @@
-//! A source agent with the trainer's socket and nothing behind it: takes publishes, checks nothing but bytes, prints one JSON object for
-//! each. The Python client's tests run against it, so that both sides of the protocol are the real ones; it is no agent to run anywhere.
+//! A source agent with the trainer's socket and nothing behind it but, on request, a GPU worker or two: takes publishes, checks nothing
+//! but bytes, prints one JSON object for each. The Python client's tests run against it, so that both sides of the protocol are the real ones; it is no agent to run anywhere.
 //!
 //! `--write DIR` writes each version as `DIR/VERSION.safetensors`. The other options let things go wrong on purpose, once each.
 
@@ -17,9 +17,10 @@ use weightsync::agent::client::{ClientServer, ClientServerConfig, PublishQueue, 
 use weightsync::agent::publish_job::PublishJob;
 use weightsync::plan::RingWish;
 use weightsync::protocol::{Activation, MemberName, PublishError, PublishErrorCode, PublishResult, RosterReplica, RosterView, UpdatePhase};
-use weightsync::transport::Payload;
+use weightsync::protocol::worker::{GpuFacts, Part};
+use weightsync::transport::{DeviceMemory, DevicePayload, Payload};
 use weightsync::weights::{Layout, bucket_digest, digest_hex};
-use weightsync::worker::{Copy, Worker, WorkerStart};
+use weightsync::worker::{Broadcast, Copy, Ring, Worker, WorkerStart};
 
 #[derive(Parser)]
 struct Args {
@@ -53,6 +54,12 @@ struct Args {
     /// The program whose `worker` it starts.
     #[arg(long)]
     worker: Option<PathBuf>,
+    /// Has a second worker on this GPU, and brings each bucket there by NCCL before it reads it.
+    #[arg(long, requires = "gpu")]
+    receiver: Option<String>,
+    /// Reads no byte on the host: digests on both GPUs are compared, and that is all.
+    #[arg(long, requires = "receiver", conflicts_with = "write")]
+    discard: bool,
     /// Kills the worker after this many buckets of the first attempt, starts another, and asks for the stream again.
     #[arg(long, requires = "gpu")]
     kill_worker_after: Option<usize>,
@@ -65,20 +72,72 @@ const STEP: Duration = Duration::from_secs(20);
 struct Gpu {
     uuid: String,
     program: PathBuf,
+    slot_bytes: Option<u64>,
     source: watch::Sender<Result<SourceWorker, String>>,
+    receiver: Option<(String, tokio::sync::Mutex<Option<Receiver>>)>,
+}
+
+/// The worker on another GPU, joined with the source's.
+struct Receiver {
+    source: Worker,
+    worker: Worker,
+    ring: Ring,
+}
+
+/// Number of the group of both.
+const GROUP: u64 = 1;
+
+impl Receiver {
+    async fn join(source: Worker, worker: Worker, slot_bytes: u64) -> anyhow::Result<Self> {
+        let id = source.unique_id(STEP).await?;
+        let ring = worker.ring(2, slot_bytes, STEP).await?;
+        tokio::try_join!(source.join(GROUP, id, 0, 2, STEP), worker.join(GROUP, id, 1, 2, STEP))?;
+        Ok(Self { source, worker, ring })
+    }
+
+    /// Brings a bucket over; both digests must agree.
+    async fn bring(&self, device: &DevicePayload) -> anyhow::Result<DevicePayload> {
+        let slot = self.ring.take(STEP).await?;
+        let part = Part { offset: 0, bytes: device.bytes, first_word: 0 };
+        let broadcast = |at, after| Broadcast { group: GROUP, root: 0, at, bytes: device.bytes, parts: vec![part], after };
+        let sent = self.source.broadcast_now(broadcast(device.memory.at(device.offset), device.after.clone()), STEP);
+        let came = self.worker.broadcast_now(broadcast(slot.at(0), None), STEP);
+        let (sent, came) = tokio::try_join!(sent, came)?;
+        anyhow::ensure!(sent.sums == came.sums, "a bucket has one digest where it left and another where it came");
+        let memory = DeviceMemory::Slot(slot);
+        Ok(DevicePayload { worker: self.worker.clone(), memory, offset: 0, bytes: device.bytes, after: None, lent: None })
+    }
 }
 
 impl Gpu {
-    /// Starts a worker.
-    async fn start(&self) -> anyhow::Result<()> {
+    async fn worker(&self, uuid: &str) -> anyhow::Result<(Worker, GpuFacts)> {
         let arguments = vec!["worker".into()];
-        let start = WorkerStart { program: self.program.clone(), arguments, environment: Vec::new(), label: self.uuid.clone() };
+        let start = WorkerStart { program: self.program.clone(), arguments, environment: Vec::new(), label: uuid.to_owned() };
         let worker = Worker::start(&start)?;
-        let (_, facts, _) = worker.open(Some(&self.uuid), None, STEP).await?;
+        let (_, facts, _) = worker.open(Some(uuid), None, STEP).await?;
+        Ok((worker, facts))
+    }
+
+    /// Starts the source's worker.
+    async fn start(&self) -> anyhow::Result<()> {
+        let (worker, facts) = self.worker(&self.uuid).await?;
         let room = (facts.free_bytes, facts.memory_bytes);
-        let wish = RingWish { slots: Some(2), slot_bytes: None };
+        let wish = RingWish { slots: Some(2), slot_bytes: self.slot_bytes };
         self.source.send_replace(Ok(SourceWorker { worker, gpu: facts.uuid, wish, room }));
         Ok(())
+    }
+
+    /// The bucket on the receiver's GPU, where there is a receiver.
+    async fn bring(&self, device: DevicePayload, layout: &Layout) -> anyhow::Result<DevicePayload> {
+        let Some((uuid, joined)) = &self.receiver else { return Ok(device) };
+        let mut joined = joined.lock().await;
+        let receiver = match joined.take().filter(|joined| joined.source.is(&device.worker)) {
+            Some(receiver) => receiver,
+            None => Receiver::join(device.worker.clone(), self.worker(uuid).await?.0, layout.largest_bucket().next_multiple_of(64)).await?,
+        };
+        let brought = receiver.bring(&device).await;
+        *joined = Some(receiver);
+        brought
     }
 
     fn kill(&self) {
@@ -88,12 +147,8 @@ impl Gpu {
     }
 }
 
-/// The bytes of a bucket, wherever they lie.
-async fn bytes_of_payload(payload: Payload) -> anyhow::Result<Bytes> {
-    let device = match payload {
-        Payload::Host(bytes) => return Ok(bytes),
-        Payload::Device(device) => device,
-    };
+/// The bytes of a bucket on a GPU.
+async fn fetch(device: DevicePayload) -> anyhow::Result<Bytes> {
     let length = usize::try_from(device.bytes)?;
     let memory = SharedMemory::create("trainer-socket", length)?;
     let host = device.worker.map_host(memory.fd(), device.bytes, STEP).await?;
@@ -109,7 +164,9 @@ async fn main() -> anyhow::Result<()> {
     let (roster, seen) = watch::channel(view(None));
     let (source, seen_gpu) = watch::channel(Err("this agent has no GPU worker".to_owned()));
     let program = args.worker.clone().unwrap_or_default();
-    let gpu = args.gpu.clone().map(|uuid| Gpu { uuid, program, source });
+    let slot_bytes = (args.bucket_bytes > 0).then_some(args.bucket_bytes);
+    let receiver = args.receiver.clone().map(|uuid| (uuid, tokio::sync::Mutex::default()));
+    let gpu = args.gpu.clone().map(|uuid| Gpu { uuid, program, slot_bytes, source, receiver });
     if let Some(gpu) = &gpu {
         gpu.start().await?;
     }
@@ -136,19 +193,28 @@ async fn main() -> anyhow::Result<()> {
 async fn take(mut job: PublishJob, args: &Args, gpu: Option<&Gpu>) -> anyhow::Result<bool> {
     let layout = job.source.layout().clone();
     let (mut stream, mut buckets, mut attempts) = (Vec::new(), 0, 1);
-    let (mut on_gpu, mut behind_events) = (0, 0);
+    let (mut on_gpu, mut behind_events, mut received) = (0, 0, 0);
     loop {
         let next = tokio::select! {
             next = job.source.next(Duration::from_secs(30)) => next,
             () = job.cancel.cancelled() => Err(weightsync::agent::version_source::SourceError::Cancelled { reason: "by its trainer".into() }),
         };
         match next {
-            Ok(Some((_, payload))) => {
-                if let Payload::Device(payload) = &payload {
-                    on_gpu += 1;
-                    behind_events += usize::from(payload.after.is_some());
+            Ok(Some((_, Payload::Host(bytes)))) => {
+                received += bytes.len() as u64;
+                stream.extend_from_slice(&bytes);
+            }
+            Ok(Some((_, Payload::Device(device)))) => {
+                on_gpu += 1;
+                behind_events += usize::from(device.after.is_some());
+                received += device.bytes;
+                let device = match gpu {
+                    Some(gpu) => gpu.bring(device, &layout).await?,
+                    None => device,
+                };
+                if !args.discard {
+                    stream.extend_from_slice(&fetch(device).await?);
                 }
-                stream.extend_from_slice(&bytes_of_payload(payload).await?);
             }
             Ok(None) => break,
             Err(error) => {
@@ -158,7 +224,7 @@ async fn take(mut job: PublishJob, args: &Args, gpu: Option<&Gpu>) -> anyhow::Re
             }
         }
         buckets += 1;
-        job.reporter.progress(UpdatePhase::Transfer, stream.len() as u64);
+        job.reporter.progress(UpdatePhase::Transfer, received);
         if args.die_after == Some(buckets) {
             std::process::exit(9);
         }
@@ -193,9 +259,8 @@ async fn take(mut job: PublishJob, args: &Args, gpu: Option<&Gpu>) -> anyhow::Re
     if let Some(directory) = &args.write {
         std::fs::write(directory.join(format!("{}.safetensors", job.version)), safetensors(&layout, &stream)?)?;
     }
-    let digests: serde_json::Map<_, _> = layout
-        .entries
-        .iter()
+    let digested = layout.entries.iter().filter(|_| !args.discard);
+    let digests: serde_json::Map<_, _> = digested
         .map(|entry| Ok((entry.tensor.name.clone(), digest_hex(bucket_digest(bytes_of(&stream, entry.offset, entry.bytes)?)).into())))
         .collect::<anyhow::Result<_>>()?;
     println!(

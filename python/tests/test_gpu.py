@@ -51,7 +51,7 @@ def agent_with_gpu(machine: Path, start_agent: Start, programs: Path) -> Start:
     """Starts agents whose worker is on the first GPU."""
 
     def start(*options: str) -> Agent:
-        return start_agent("--gpu", GPUS[0], "--worker", str(programs / "weightsync"), "--slots", "2", *options)
+        return start_agent("--gpu", GPUS[0], "--worker", str(programs / "weightsync"), "--bucket-bytes", "65536", *options)
 
     return start
 

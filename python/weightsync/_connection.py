@@ -84,6 +84,7 @@ class Connection:
         self._publish: Published | None = None
         self._memory: Memory | None = None
         self._retired: list[Memory] = []
+        self._writing = threading.Lock()
         self._quiet_since = time.monotonic()
         try:
             self._greet()
@@ -107,10 +108,11 @@ class Connection:
 
     def close(self) -> None:
         """Ends the connection and waits for its thread."""
+        # First: the agent frees a GPU's memory when it is closed here.
+        self._give_memory_back()
         self._wire.close()
         if self._reader is not threading.current_thread():
             self._reader.join(SILENCE)
-        self._give_memory_back()
 
     def _give_memory_back(self) -> None:
         with self.changed:
@@ -123,24 +125,30 @@ class Connection:
             self._retired.append(memory)
 
     def drop_retired(self) -> None:
-        """Gives back memory that is not used any more; a GPU may have to finish something first."""
+        """Gives back memory that is not used any more, and says so; a GPU may have to finish something first."""
         with self.changed:
             retired, self._retired = self._retired, []
         for memory in retired:
             memory.close()
+            if isinstance(memory, GpuMemory):
+                with contextlib.suppress(WeightSyncError):
+                    self._send({"op": "closed", "ring": memory.ring})
 
-    def opened(self, publish: Published, memory: GpuMemory) -> None:
+    def opened(self, publish: Published, ring: GpuRing, memory: GpuMemory) -> None:
         """The offered memory was opened here."""
-        ring = publish.gpu_ring
-        assert ring is not None
-        ring.memory = memory
+        with self.changed:
+            if publish.gpu_ring is not ring:
+                # Meanwhile the agent offered another.
+                self._retire(memory)
+                return
+            ring.memory = memory
         self.say({"op": "opened", "ring": memory.ring, "events": memory.events})
 
-    def unopened(self, publish: Published, reason: str) -> None:
+    def unopened(self, publish: Published, ring: GpuRing, reason: str) -> None:
         """The offered memory cannot be opened; the agent offers another."""
-        ring = publish.gpu_ring
-        assert ring is not None
-        publish.gpu_ring = None
+        with self.changed:
+            if publish.gpu_ring is ring:
+                publish.gpu_ring = None
         self.say({"op": "unopened", "ring": int(ring.announced["gpu"]["ring"]), "reason": reason[:500]})
 
     @property
@@ -157,10 +165,14 @@ class Connection:
         self.say(request)
         return publish
 
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._writing:
+            self._wire.send(message)
+
     def say(self, message: dict[str, Any]) -> None:
         """Sends a line; the reader's word for a lost agent is the better one if both have one."""
         try:
-            self._wire.send(message)
+            self._send(message)
         except WeightSyncError as error:
             with self.changed:
                 self.changed.wait_for(lambda: self.lost is not None, timeout=1)
@@ -179,6 +191,7 @@ class Connection:
                         quiet = time.monotonic() - self._quiet_since
                         if quiet > SILENCE:
                             raise AgentLost(f"the agent said nothing for {quiet:.0f} s", retryable=True)
+                self.drop_retired()
         except WeightSyncError as error:
             self._end(error)
         except Exception as error:
@@ -200,6 +213,11 @@ class Connection:
         if event == "roster":
             self.roster = message["roster"]
             self.rosters_heard += 1
+            return
+        if event == "close":
+            if isinstance(self._memory, GpuMemory) and self._memory.ring == int(message["ring"]):
+                self._retire(self._memory)
+                self._memory = None
             return
         publish = self._publish
         if publish is None or publish.over:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 from ._driver import Driver
@@ -118,28 +118,3 @@ def expandable_segments(environment: Any) -> bool:
     """Whether the environment asks torch's allocator for expandable segments."""
     settings = ",".join(environment.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     return any(setting.replace(" ", "").lower() == "expandable_segments:true" for setting in settings.split(","))
-
-
-def offer(cuda: Cuda, tensors: Iterable[Any] | None) -> tuple[dict[str, Any], dict[str, int]] | None:
-    """What the agent is told of this process's GPUs, and their numbers by UUID; none when no tensor lies on one.
-
-    `tensors` is none when they are not there yet: then the caller's GPU counts.
-    """
-    bytes_on: dict[int, int] = {}
-    if tensors is None:
-        bytes_on[cuda.current_device()] = 0
-    else:
-        for tensor in tensors:
-            device = cuda.device_of(tensor)
-            if device is not None:
-                bytes_on[device] = bytes_on.get(device, 0) + int(tensor.numel()) * int(tensor.element_size())
-    if not bytes_on:
-        return None
-    devices = sorted(bytes_on, key=lambda device: -bytes_on[device])
-    names = [cuda.driver.uuid(device) for device in devices]
-    said: dict[str, Any] = {"gpus": names, "torch": cuda.torch_version, "expandableSegments": cuda.expandable_segments}
-    if names[0].startswith("MIG-"):
-        said["obstacle"] = f"{names[0]} is a MIG slice: CUDA IPC and NCCL do not work across slices"
-    with suppress(OSError):
-        said["pidNamespace"] = os.stat("/proc/self/ns/pid").st_ino
-    return said, dict(zip(names, devices, strict=True))

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ._connection import Connection, GpuRing, Published
-from ._cuda import Cuda, offer
+from ._connection import Connection, Published
+from ._cuda import Cuda
 from ._group import Group
-from ._memory import GpuMemory, MemoryGone
-from ._ring import StreamWriter
+from ._memory import MemoryGone
+from ._offer import offer, open_offered, to_open, warn_once
+from ._ring import Ring, StreamWriter
 from ._source import Meta, Source
 from ._tensors import describe
-from .errors import Cancelled, Failed, RanksDisagree, SourceFailed, Timeout, WeightSyncError, from_plain, to_plain
+from .errors import Cancelled, RanksDisagree, SourceFailed, Timeout, WeightSyncError, from_plain, to_plain
 from .result import Result
 
 GO, WAIT, AGAIN, FAIL = range(4)
@@ -33,11 +33,6 @@ PATIENCE = 1.0
 
 GRACE = 15.0
 """Seconds after a publish's timeout in which its agent may end it with a better word."""
-
-
-_LOG = logging.getLogger("weightsync")
-_SAID: set[str] = set()
-"""Reasons that were logged: each once in a process."""
 
 
 class _Interrupted(Exception):
@@ -58,11 +53,11 @@ class Run:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout + GRACE
         self._attempt = 1
+        self._ring: Ring | None = None  # Where the pass that runs writes; rank 0 only.
         self._writer: StreamWriter | None = None
         self._cancelled: Cancelled | None = None
         self._cuda = cuda
-        self._devices: dict[str, int] = {}
-        """The GPUs that tensors lie on, by UUID, as torch counts them."""
+        self._devices: dict[str, int] = {}  # The GPUs that tensors lie on, by UUID, as torch counts them.
         self._device = cuda.current_device() if cuda is not None else None
 
     def begin(self, start: Callable[[dict[str, Any]], tuple[Connection, Published]]) -> None:
@@ -98,7 +93,7 @@ class Run:
             raise
         finally:
             # The memory is mapped as long as somebody refers to it, and handles are kept.
-            self._writer = None
+            self._writer = self._ring = None
             if self.published is not None:
                 self.published.ring = None
 
@@ -174,54 +169,30 @@ class Run:
 
     def _turn(self) -> int:
         """Rank 0 waits until its publish has its turn, and opens the memory that it is offered."""
-        code = self._heard(lambda published: published.ring is not None or self._to_open(published) is not None)
+        code = self._heard(lambda published: published.ring is not None or to_open(published) is not None)
         if code != GO or self.group.rank != 0:
             return code
         published = self._known()
-        if published.ring is None:
-            self._open(published)
-            return WAIT
         assert self.connection is not None
-        self.connection.drop_retired()
-        published.ring.check(self._metas)
-        self._say_where(published)
+        with self.connection.changed:
+            # Both at once: another ring begins another attempt.
+            self._ring, self._attempt = published.ring, published.attempt
+        if self._ring is None:
+            open_offered(self.connection, published, self._cuda, self._devices)
+            return WAIT
+        self._ring.check(self._metas)
+        warn_once(published.host_because)
         return GO
 
-    def _to_open(self, published: Published) -> GpuRing | None:
-        ring = published.gpu_ring
-        return ring if ring is not None and ring.memory is None else None
-
-    def _open(self, published: Published) -> None:
-        assert self.connection is not None
-        ring = self._to_open(published)
-        if ring is None:
-            return
-        try:
-            if self._cuda is None:
-                raise Failed("no GPU memory was asked for")
-            memory = GpuMemory(self._cuda, self._devices, ring.announced["gpu"], ring.slots, ring.slot_bytes)
-        except Failed as error:
-            self.connection.unopened(published, error.message)
-        else:
-            self.connection.opened(published, memory)
-
-    def _say_where(self, published: Published) -> None:
-        if published.host_because is not None and published.host_because not in _SAID:
-            _SAID.add(published.host_because)
-            _LOG.warning("tensors on a GPU travel through host memory, which is slower: %s", published.host_because)
-
     def _batches(self) -> list[int]:
-        ring = self.published.ring if self.published is not None else None
-        batches = self.group.gather(ring.batches() if ring is not None else None)[0]
+        batches = self.group.gather(self._ring.batches() if self._ring is not None else None)[0]
         return [int(count) for count in batches]
 
     def _pass(self, metas: list[Meta], batches: list[int]) -> int:
         """One pass over the source; AGAIN when the agent wants another."""
         if self.group.rank == 0:
-            published = self._known()
-            assert published.ring is not None
-            self._attempt = published.attempt
-            self._writer = StreamWriter(published.ring, self._take_slot, self._hand_over)
+            assert self._ring is not None
+            self._writer = StreamWriter(self._ring, self._take_slot, self._hand_over)
         tensors: Iterator[tuple[str, Any]] | None = None
         failure: Exception | None = None
         done = 0
@@ -291,11 +262,14 @@ class Run:
 
     def _again(self) -> int:
         """Gives the half-written slot back and starts over."""
-        if self.group.rank == 0 and self._writer is not None and self._writer.slot is not None:
+        if self.group.rank == 0 and self._writer is not None:
             published = self._known()
             assert self.connection is not None
             with self.connection.changed:
-                published.free.append(self._writer.slot)
+                # Slots of another ring are all free.
+                if self._writer.slot is not None and published.ring is self._ring:
+                    published.free.append(self._writer.slot)
+            self._writer = None
         return AGAIN
 
     def _take_slot(self) -> int:

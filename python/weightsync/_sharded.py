@@ -119,7 +119,9 @@ def _put_together(meta: Meta, places: list[Box], tensors: list[Any]) -> Any:
 
     if len(tensors) == 1 and places[0][1] == meta.shape:
         return tensors[0]
-    full = torch.empty(meta.shape, dtype=getattr(torch, common_name(meta.dtype)))
+    # On a GPU where a part lies on one: its memory is where the tensor goes next.
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+    full = torch.empty(meta.shape, dtype=getattr(torch, common_name(meta.dtype)), device=device)
     for (start, shape), tensor in zip(places, tensors, strict=True):
-        full[tuple(slice(at, at + length) for at, length in zip(start, shape, strict=True))] = tensor.cpu()
+        full[tuple(slice(at, at + length) for at, length in zip(start, shape, strict=True))] = tensor
     return full

@@ -39,7 +39,7 @@ pub use queue::PublishQueue;
 pub use socket::{SocketError, SocketName};
 pub use users::TrainerUsers;
 
-use self::ring::GpuHolder;
+use self::gpu_ring::GpuRings;
 use crate::protocol::{CLIENT_PROTOCOL, RosterView};
 
 /// Clients that may be connected at once.
@@ -85,7 +85,7 @@ struct Shared {
     slots: u32,
     bucket_bytes: u64,
     gpu: SourceGpu,
-    gpu_holder: GpuHolder,
+    gpu_rings: Arc<GpuRings>,
     /// None: everybody.
     uids: Option<Vec<u32>>,
     queue: Arc<PublishQueue>,
@@ -133,8 +133,8 @@ impl ClientServer {
         let listener = listener.map_err(|source| SocketError::Io { name: config.socket.clone(), source })?;
         let uids = config.users.with_own(rustix::process::geteuid().as_raw());
         let (agent, slots, bucket_bytes) = (config.agent, config.slots.max(2), config.bucket_bytes);
-        let (gpu, gpu_holder) = (config.gpu, GpuHolder::default());
-        Ok(Self { listener, shared: Arc::new(Shared { agent, slots, bucket_bytes, gpu, gpu_holder, uids, queue, roster }) })
+        let (gpu, gpu_rings) = (config.gpu, Arc::default());
+        Ok(Self { listener, shared: Arc::new(Shared { agent, slots, bucket_bytes, gpu, gpu_rings, uids, queue, roster }) })
     }
 
     /// Serves until `shutdown`; then every connection is closed, and clients know that their agent is lost.

@@ -20,6 +20,12 @@ pub trait VersionSource: Send {
     /// Whether [`restart`](Self::restart) can succeed. False for a trainer that can write its tensors only once.
     fn repeatable(&self) -> bool;
 
+    /// Whether the buckets that were not taken yet can still come as they are. False when memory that they were written into is gone (a GPU
+    /// worker died): only [`restart`](Self::restart) helps then.
+    fn holds(&self) -> bool {
+        true
+    }
+
     /// The next bucket in order, or `None` after the last. Ends with an error after `silence` without a sign of life from what is read.
     ///
     /// The bytes may lie in memory that the source uses again: it is given back when the last clone of the [`Payload`] is dropped, and a

@@ -87,6 +87,11 @@ pub enum ClientRequest {
         /// Why, for a person.
         reason: String,
     },
+    /// The ring in GPU memory is not open here any more; nothing is under way to it. Said by itself before a connection is closed, too.
+    Closed {
+        /// [`GpuRing::ring`].
+        ring: u64,
+    },
     /// All buckets were filled.
     End {
         /// Attempt that ends.
@@ -179,6 +184,11 @@ pub enum ClientReply {
         ring: u64,
         /// Whether `filled` may name the slot's event. False: the trainer waits for its copies before it says `filled`.
         events: bool,
+    },
+    /// The ring in GPU memory is given up: to be closed, and answered by `closed`. Freed here only then.
+    Close {
+        /// [`GpuRing::ring`].
+        ring: u64,
     },
     /// A slot may be written again.
     Free {

@@ -24,9 +24,6 @@ pub struct GpuOffer {
     /// Inode of the trainer's PID namespace, where it can be read. Legacy CUDA IPC does not cross PID namespaces.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid_namespace: Option<u64>,
-    /// Why GPU memory cannot be used though tensors lie there, where the trainer knows it already (a MIG slice).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub obstacle: Option<String>,
 }
 
 /// A ring in GPU memory.

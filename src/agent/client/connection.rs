@@ -148,6 +148,7 @@ impl Connection {
                     running.opened(ring, events);
                 }
             }
+            ClientRequest::Closed { ring } => self.shared.gpu_rings.closed(ring),
             ClientRequest::Unopened { ring, reason } => {
                 if let Some(running) = &self.running {
                     running.unopened(ring, &reason);

@@ -6,7 +6,7 @@
 
 use tokio::sync::watch;
 
-use crate::plan::{GpuRing, GpuRoom, RingLoad, RingWish, gpu_ring};
+use crate::plan::{GpuRing, GpuRoom, NoSharing, RingLoad, RingWish, gpu_ring};
 use crate::protocol::GpuOffer;
 use crate::weights::{Layout, LayoutError, TensorSpec};
 use crate::worker::Worker;
@@ -86,22 +86,18 @@ pub(super) fn lay_out(tensors: Vec<TensorSpec>, bucket_bytes: u64, gpu: &SourceG
 
 /// Why a trainer with this offer cannot write into memory of a worker on `gpu`; `own_pid_namespace` is this process's.
 pub(super) fn obstacle(offer: &GpuOffer, gpu: &str, own_pid_namespace: Option<u64>) -> Option<String> {
-    if let Some(obstacle) = &offer.obstacle {
-        return Some(obstacle.chars().take(500).collect());
-    }
     if let Some(slice) = offer.gpus.iter().find(|gpu| gpu.starts_with("MIG-")) {
-        return Some(format!("{slice} is a MIG slice: CUDA IPC and NCCL do not work across slices"));
+        return Some(NoSharing::Mig { gpu: slice.clone() }.to_string());
     }
     if !offer.gpus.iter().any(|offered| offered == gpu) {
         let theirs = offer.gpus.join(", ");
         return Some(format!("the agent's worker is on {gpu}, the tensors lie on {theirs}: give both the same GPU"));
     }
     match (offer.pid_namespace, own_pid_namespace) {
-        (Some(theirs), Some(own)) if theirs != own => Some(
-            "trainer and agent run in different PID namespaces, which CUDA IPC does not cross: set shareProcessNamespace in the pod, or \
-             launch the agent by Wrap"
-                .into(),
-        ),
+        (Some(theirs), Some(own)) if theirs != own => {
+            let detail = format!("{theirs}, the agent is in {own}");
+            Some(NoSharing::PidNamespace { who: "the trainer", detail }.to_string())
+        }
         _ => None,
     }
 }
@@ -135,7 +131,5 @@ mod tests {
         assert!(obstacle(&offer(&["MIG-a"]), "MIG-a", Some(7)).unwrap().contains("MIG"));
         let apart = obstacle(&offer(&["GPU-a"]), "GPU-a", Some(8)).unwrap();
         assert!(apart.contains("shareProcessNamespace"), "{apart}");
-        let said = GpuOffer { obstacle: Some("no".into()), ..offer(&["GPU-a"]) };
-        assert_eq!(obstacle(&said, "GPU-a", Some(7)).as_deref(), Some("no"));
     }
 }

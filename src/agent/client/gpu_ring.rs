@@ -2,17 +2,22 @@
 //!
 //! Decides when the memory is proven: the trainer opened it, wrote the agent's random bytes at its very end, and the worker read them there
 //! behind the trainer's event. Until then no bucket is taken from it. A ring serves one connection only: what another process may still
-//! have queued towards it can never reach the bytes of a later one. It never decides about attempts or versions.
+//! have queued towards it can never reach the bytes of a later one. It is freed when the trainer closed it: freeing what another process
+//! has open is undefined (CUDA driver API, cuIpcCloseMemHandle). It never decides about attempts or versions.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 
-use super::gpu::RingSize;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use super::gpu::{RingSize, SourceWorker};
+use super::ring::{Ring as Kept, RingOfConnection};
 use super::turn::Turn;
 use crate::protocol::worker::{IpcHandle, Part};
 use crate::protocol::{ClientReply, GpuRing};
@@ -28,8 +33,64 @@ const CHECK_BYTES: usize = 64;
 /// One wait for a slot; the next follows.
 const TURN: Duration = Duration::from_secs(3600);
 
+/// A trainer that does not close a ring within this long is gone, or broken.
+const CLOSING: Duration = Duration::from_secs(5);
+
+/// The rings on the GPU, of all connections.
+#[derive(Default)]
+pub(super) struct GpuRings(Mutex<Known>);
+
+#[derive(Default)]
+struct Known {
+    /// Of rings that may be open at a trainer: cancelled when it closed them, and when they were freed.
+    rings: BTreeMap<u64, Ends>,
+    /// The connection whose ring is on the GPU; there is room for one.
+    holder: Weak<Mutex<Option<Kept>>>,
+}
+
+#[derive(Clone, Default)]
+struct Ends {
+    closed: CancellationToken,
+    freed: CancellationToken,
+}
+
+impl GpuRings {
+    /// A trainer closed a ring.
+    pub(super) fn closed(&self, ring: u64) {
+        if let Some(ends) = lock(&self.0).rings.get(&ring) {
+            ends.closed.cancel();
+        }
+    }
+
+    /// Frees the ring of the connection that has one, and writes this one down instead. Nobody writes into it: its publish is over, or
+    /// this one would not have its turn.
+    pub(super) async fn make_room(&self, kept: &RingOfConnection) {
+        let freed: Vec<CancellationToken> = {
+            let mut known = lock(&self.0);
+            let before = std::mem::replace(&mut known.holder, Arc::downgrade(kept));
+            let freed = known.rings.values().map(|ends| ends.freed.clone()).collect();
+            drop(known);
+            if let Some(before) = before.upgrade() {
+                let mut kept = lock(&before);
+                if matches!(*kept, Some(Kept::Gpu(_))) {
+                    *kept = None;
+                }
+            }
+            freed
+        };
+        for freed in freed {
+            // One that is still read is freed later; there may be room for both.
+            let _ = timeout(CLOSING + Duration::from_secs(1), freed.cancelled()).await;
+        }
+    }
+}
+
 /// Memory of a worker, for one connection.
 pub(super) struct TrainerGpuRing {
+    rings: Arc<GpuRings>,
+    ends: Ends,
+    /// Whose connection it was made for.
+    turn: Arc<Turn>,
     number: u64,
     gpu: String,
     ring: Ring,
@@ -42,11 +103,13 @@ pub(super) struct TrainerGpuRing {
 
 impl TrainerGpuRing {
     /// Has the worker allocate it.
-    pub(super) async fn create(worker: &Worker, gpu: &str, size: RingSize) -> Result<Self, String> {
+    pub(super) async fn create(rings: &Arc<GpuRings>, turn: &Arc<Turn>, source: &SourceWorker, size: RingSize) -> Result<Self, String> {
         static NUMBER: AtomicU64 = AtomicU64::new(1);
-        let ring = worker.ring(size.slots, size.slot_bytes, STEP).await.map_err(|error| error.to_string())?;
-        let (number, lent) = (NUMBER.fetch_add(1, Ordering::Relaxed), Mutex::default());
-        Ok(Self { number, gpu: gpu.to_owned(), ring, check: rand::random(), events: Mutex::new(None), lent })
+        let ring = source.worker.ring(size.slots, size.slot_bytes, STEP).await.map_err(|error| error.to_string())?;
+        let (number, ends, gpu) = (NUMBER.fetch_add(1, Ordering::Relaxed), Ends::default(), source.gpu.clone());
+        lock(&rings.0).rings.insert(number, ends.clone());
+        let (rings, turn, lent) = (Arc::clone(rings), Arc::clone(turn), Mutex::default());
+        Ok(Self { rings, ends, turn, number, gpu, ring, check: rand::random(), events: Mutex::new(None), lent })
     }
 
     /// Whether the next publish of its connection can use it as it is.
@@ -152,8 +215,8 @@ impl TrainerGpuRing {
         Some((slot, after))
     }
 
-    /// Lends each slot again that nobody reads any more, until the publish is over.
-    pub(super) async fn lend_again(self: Arc<Self>, turn: Arc<Turn>) {
+    /// Lends each slot again that nobody reads any more, until this is aborted. The ring was announced in the attempt `since`.
+    pub(super) async fn lend_again(self: Arc<Self>, turn: Arc<Turn>, since: u32) {
         loop {
             let Ok(slot) = self.ring.take(TURN).await else {
                 if self.alive() {
@@ -162,11 +225,29 @@ impl TrainerGpuRing {
                 return;
             };
             let index = slot.index();
-            let mut book = turn.slots();
-            let Some(slots) = book.as_mut() else { return };
-            lock(&self.lent).insert(index, slot);
-            slots.free(index);
-            turn.say(ClientReply::Free { slot: index });
+            turn.free(since, index, || _ = lock(&self.lent).insert(index, slot));
+        }
+    }
+}
+
+impl Drop for TrainerGpuRing {
+    fn drop(&mut self) {
+        let (rings, ends, number, turn) = (Arc::clone(&self.rings), self.ends.clone(), self.number, Arc::clone(&self.turn));
+        let (ring, events) = (self.ring.clone(), lock(&self.events).take());
+        lock(&self.lent).clear();
+        let worker = ring.worker().clone();
+        let freeing = async move {
+            if !ends.closed.is_cancelled() && worker.cause().is_none() {
+                turn.say(ClientReply::Close { ring: number });
+                let _ = timeout(CLOSING, ends.closed.cancelled()).await;
+            }
+            drop((ring, events));
+            lock(&rings.0).rings.remove(&number);
+            ends.freed.cancel();
+        };
+        // Without a runtime the agent is ending, and its worker with it.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            runtime.spawn(freeing);
         }
     }
 }

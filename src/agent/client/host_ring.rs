@@ -9,7 +9,6 @@ use bytes::Bytes;
 
 use super::memfd::SharedMemory;
 use super::turn::Turn;
-use crate::protocol::ClientReply;
 
 /// The shared memory of a connection. It outlives a publish, and serves the next one if that needs the same size.
 pub(super) struct HostRing {
@@ -30,11 +29,12 @@ impl HostRing {
         &self.memory
     }
 
-    /// The bytes of a filled slot; none when they do not lie in the ring. Dropping them lends the slot to the trainer again.
-    pub(super) fn filled(self: &Arc<Self>, turn: &Arc<Turn>, slot: u32, bytes: u64) -> Option<Bytes> {
+    /// The bytes of a filled slot of the ring, which was announced in the attempt `since`; none when they do not lie in it. Dropping them lends
+    /// the slot to the trainer again.
+    pub(super) fn filled(self: &Arc<Self>, turn: &Arc<Turn>, since: u32, slot: u32, bytes: u64) -> Option<Bytes> {
         let start = usize::try_from(u64::from(slot).checked_mul(self.slot_bytes)?).ok()?;
         let range = start..start.checked_add(usize::try_from(bytes).ok()?)?;
-        Some(Bytes::from_owner(Lent { ring: Arc::clone(self), turn: Arc::clone(turn), slot, range }))
+        Some(Bytes::from_owner(Lent { ring: Arc::clone(self), turn: Arc::clone(turn), since, slot, range }))
     }
 }
 
@@ -42,6 +42,7 @@ impl HostRing {
 struct Lent {
     ring: Arc<HostRing>,
     turn: Arc<Turn>,
+    since: u32,
     slot: u32,
     range: Range<usize>,
 }
@@ -54,9 +55,6 @@ impl AsRef<[u8]> for Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        if let Some(slots) = self.turn.slots().as_mut() {
-            slots.free(self.slot);
-            self.turn.say(ClientReply::Free { slot: self.slot });
-        }
+        self.turn.free(self.since, self.slot, || {});
     }
 }

@@ -87,7 +87,7 @@ impl Publish {
                     offer: gpu,
                     gpu: shared.gpu.clone(),
                     kept: Arc::clone(ring),
-                    holder: Arc::clone(&shared.gpu_holder),
+                    rings: Arc::clone(&shared.gpu_rings),
                 };
                 let source = TrainerRing::new(layout, repeatable, means, Arc::clone(&turn), from_trainer);
                 shared.queue.push(job(Box::new(source), reporter), self.queue);

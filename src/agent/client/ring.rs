@@ -4,7 +4,7 @@
 //! changed. Says why when it is host memory though the tensors lie on a GPU. Whether what a client says makes sense is decided by [`Slots`],
 //! and whether an attempt is repeated by whoever leads it.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::gpu::{self, RingSize, SourceGpu};
-use super::gpu_ring::TrainerGpuRing;
+use super::gpu_ring::{GpuRings, TrainerGpuRing};
 use super::host_ring::HostRing;
 use super::slots::Slots;
 use super::turn::Turn;
@@ -44,9 +44,6 @@ pub(super) enum FromTrainer {
     Failed(SourceError),
 }
 
-/// The ring of the connection that has one on a GPU, whoever it is: there is room for one.
-pub(super) type GpuHolder = Arc<Mutex<Weak<Mutex<Option<Ring>>>>>;
-
 /// What a publish may use.
 pub(super) struct Means {
     /// Slots of a ring in host memory.
@@ -57,22 +54,8 @@ pub(super) struct Means {
     pub(super) gpu: SourceGpu,
     /// The ring of its connection.
     pub(super) kept: RingOfConnection,
-    /// Who has the ring on the GPU.
-    pub(super) holder: GpuHolder,
-}
-
-impl Means {
-    /// Takes the ring on the GPU from the connection that had it, and writes this one down instead. Nobody writes into it: its publish is
-    /// over, or this one would not have its turn.
-    fn evict(&self) {
-        let before = std::mem::replace(&mut *lock(&self.holder), Arc::downgrade(&self.kept));
-        if let Some(before) = before.upgrade() {
-            let mut ring = lock(&before);
-            if matches!(*ring, Some(Ring::Gpu(_))) {
-                *ring = None;
-            }
-        }
-    }
+    /// The rings on the GPU, of all connections.
+    pub(super) rings: Arc<GpuRings>,
 }
 
 /// A trainer that writes its tensors into the ring.
@@ -130,7 +113,7 @@ impl TrainerRing {
             None => None,
             Some(offer) => match self.open_gpu(&offer, silence).await {
                 Ok(ring) => {
-                    let lender = tokio::spawn(Arc::clone(&ring).lend_again(Arc::clone(&self.turn)));
+                    let lender = tokio::spawn(Arc::clone(&ring).lend_again(Arc::clone(&self.turn), self.attempt));
                     let (ring, lender) = (Ring::Gpu(ring), Some(AbortOnDropHandle::new(lender)));
                     self.open = Some(Open { ring, since: self.attempt, _lender: lender });
                     return Ok(());
@@ -182,9 +165,10 @@ impl TrainerRing {
         let ring = match kept.filter(|ring| ring.serves(&source.worker, self.layout.largest_bucket())) {
             Some(ring) => ring,
             None => {
-                self.means.evict();
+                self.means.rings.make_room(&self.means.kept).await;
                 let size = source.ring_for(&self.layout).map_err(NoGpu::Because)?;
-                Arc::new(TrainerGpuRing::create(&source.worker, &source.gpu, size).await.map_err(NoGpu::Because)?)
+                let created = TrainerGpuRing::create(&self.means.rings, &self.turn, &source, size).await;
+                Arc::new(created.map_err(NoGpu::Because)?)
             }
         };
         let size = ring.size();
@@ -217,7 +201,10 @@ impl TrainerRing {
         loop {
             match self.heard(silence).await.map_err(NoGpu::Source)? {
                 FromTrainer::Opened { ring, events } if ring == number => return Ok(events),
-                FromTrainer::Unopened { ring, reason } if ring == number => return Err(NoGpu::Because(reason)),
+                FromTrainer::Unopened { ring, reason } if ring == number => {
+                    self.means.rings.closed(number);
+                    return Err(NoGpu::Because(reason));
+                }
                 // What was under way when the ring was announced anew: its slots are no longer spoken of.
                 _ => {}
             }
@@ -247,8 +234,9 @@ impl TrainerRing {
 
     fn take(&self, sequence: u32, slot: u32, event: bool) -> Result<(Bucket, Payload), SourceError> {
         let taken = self.layout.bucket(sequence).and_then(|bucket| {
-            let payload = match &self.open.as_ref()?.ring {
-                Ring::Host(ring) if !event => ring.filled(&self.turn, slot, bucket.bytes)?.into(),
+            let open = self.open.as_ref()?;
+            let payload = match &open.ring {
+                Ring::Host(ring) if !event => ring.filled(&self.turn, open.since, slot, bucket.bytes)?.into(),
                 Ring::Host(_) => return None,
                 Ring::Gpu(ring) => {
                     let (slot, after) = ring.filled(slot, event)?;
@@ -281,6 +269,10 @@ impl VersionSource for TrainerRing {
 
     fn repeatable(&self) -> bool {
         self.repeatable && !self.turn.is_released()
+    }
+
+    fn holds(&self) -> bool {
+        self.open.is_none() || self.still_right()
     }
 
     async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Payload)>, SourceError> {

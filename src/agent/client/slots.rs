@@ -6,6 +6,7 @@
 /// Book of one ring during one publish.
 #[derive(Debug)]
 pub(super) struct Slots {
+    since: u32,
     attempt: u32,
     buckets: u32,
     next: u32,
@@ -25,7 +26,7 @@ pub(super) enum Fill {
 impl Slots {
     /// All slots free, for a stream of `buckets` buckets, from this attempt on.
     pub(super) fn new(attempt: u32, slots: u32, buckets: u32) -> Self {
-        Self { attempt, buckets, next: 0, ended: false, held: (0..slots).map(|_| false).collect() }
+        Self { since: attempt, attempt, buckets, next: 0, ended: false, held: (0..slots).map(|_| false).collect() }
     }
 
     /// A client says that a slot holds a bucket.
@@ -71,11 +72,15 @@ impl Slots {
         Ok(true)
     }
 
-    /// A slot is read no more.
-    pub(super) fn free(&mut self, slot: u32) {
+    /// A slot of the ring that was announced in the attempt `since` is read no more; tells whether that is the ring that is written now.
+    pub(super) fn free(&mut self, since: u32, slot: u32) -> bool {
+        if since != self.since {
+            return false;
+        }
         if let Some(held) = usize::try_from(slot).ok().and_then(|slot| self.held.get_mut(slot)) {
             *held = false;
         }
+        true
     }
 
     /// Starts another attempt. Slots that are still read stay held.
@@ -97,12 +102,12 @@ mod tests {
         assert!(slots.fill(1, 1, 1).unwrap_err().contains("still reads"));
         assert!(slots.fill(1, 2, 0).unwrap_err().contains("bucket 1 was due"));
         assert_eq!(slots.fill(1, 1, 0), Ok(Fill::Next));
-        slots.free(1);
+        slots.free(1, 1);
         assert!(slots.end(1).unwrap_err().contains("2 of 3"));
         assert_eq!(slots.fill(1, 2, 1), Ok(Fill::Next));
         assert_eq!(slots.end(1), Ok(true));
         assert!(slots.end(1).unwrap_err().contains("twice"));
-        slots.free(0);
+        slots.free(1, 0);
         assert!(slots.fill(1, 3, 0).unwrap_err().contains("after the end"));
     }
 
@@ -125,7 +130,8 @@ mod tests {
         assert!(slots.fill(1, 0, 2).unwrap_err().contains("the ring has 2"));
         assert!(slots.fill(1, 0, u32::MAX).is_err());
         assert!(slots.fill(1, u32::MAX, 0).is_err());
-        slots.free(u32::MAX);
+        slots.free(1, u32::MAX);
+        assert!(!slots.free(2, 0), "a slot of another ring");
         let mut nothing = Slots::new(1, 1, 0);
         assert_eq!(nothing.end(1), Ok(true), "a version of empty tensors has no bucket");
     }

@@ -58,6 +58,16 @@ impl Turn {
         self.outbox.say(reply);
     }
 
+    /// Lends a slot of the ring that was announced in the attempt `since` again, unless another ring is written now. `lend` is done before
+    /// the client hears of it.
+    pub(super) fn free(&self, since: u32, slot: u32, lend: impl FnOnce()) {
+        let mut book = self.slots();
+        if book.as_mut().is_some_and(|slots| slots.free(since, slot)) {
+            lend();
+            self.outbox.say(ClientReply::Free { slot });
+        }
+    }
+
     /// Says something to the client, with the ring's memory beside it.
     pub(super) fn put(&self, line: Outgoing) {
         self.outbox.put(line);

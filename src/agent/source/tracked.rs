@@ -35,7 +35,7 @@ impl Tracked {
 
     /// Gets ready for another attempt: goes on behind what was kept, or starts anew. False: what was kept is of no use any more.
     pub(super) async fn again(&mut self, kept: Option<&Arc<Keeper>>, reason: &str) -> Result<bool, SourceError> {
-        if let Some(kept) = kept
+        if let Some(kept) = kept.filter(|_| self.source.holds())
             && kept.rewind(self.given, LAST_COPY).await
         {
             (self.kept, self.given) = (Some(kept.clone()), 0);
