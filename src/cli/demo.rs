@@ -5,6 +5,7 @@
 //! published (real servers: their completions with each other's and with a fresh server's). Exits 0 only if all agree.
 
 mod engines;
+mod gpus;
 mod kill;
 mod model;
 mod show;
@@ -44,6 +45,10 @@ pub struct DemoArgs {
     /// Virtual environment with vLLM (its folder, or its bin/python), for `--engine vllm`.
     #[arg(long, value_name = "VENV", required_if_eq("engine", "vllm"))]
     python: Option<PathBuf>,
+    /// Move the bytes between N GPUs with NCCL (all GPUs when N is not given): the source on the first, a replica on each other one.
+    /// WEIGHTSYNC_NCCL names NCCL's library where the right one is not found by itself.
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "0", conflicts_with = "replicas", value_parser = clap::value_parser!(u32).range(0..=17))]
+    gpu: Option<u32>,
     /// Keep the folder with checkpoints and logs.
     #[arg(long)]
     keep: bool,
@@ -96,6 +101,9 @@ impl DemoArgs {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         if self.corrupt && self.engine == DemoEngine::Vllm {
             bail!("--corrupt needs simulated engines: a real vLLM loads what it is given");
+        }
+        if self.gpu.is_some() && self.engine == DemoEngine::Vllm {
+            bail!("--gpu needs simulated engines: the demo starts vLLM on processors");
         }
         logs::init(LogFormat::Human, &self.log)?;
         super::block_on(story::tell(self))

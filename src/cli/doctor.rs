@@ -29,7 +29,7 @@ use crate::worker::{Worker, WorkerError, WorkerStart};
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
     /// NCCL's library (libnccl.so.2); looked for in environment, Python packages and system when not given.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_NCCL")]
     nccl: Option<PathBuf>,
     /// Port of the engine beside this process: says whether memory of its GPU can be shared with it.
     #[arg(long, value_name = "PORT")]

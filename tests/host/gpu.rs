@@ -1,10 +1,13 @@
 //! GPU workers as processes, on the stand-in for the driver and NCCL (tests/fakegpu): what they do when all is well, and when it is not.
 
+mod agents;
 pub mod bed;
 mod broadcast;
 mod bytes;
+mod demo;
 mod doctor;
 mod feed;
 mod libraries;
 mod recovery;
+mod rules;
 mod sharing;

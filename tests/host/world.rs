@@ -14,6 +14,8 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::sync::watch;
 
+use crate::gpu::bed::{Machine, uuid};
+
 /// The program under test.
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_weightsync");
 /// Longest wait for anything that is to happen; far above what a busy machine takes.
@@ -121,7 +123,23 @@ impl World {
     }
 
     /// Starts a group whose engines start with that model.
-    pub async fn start_with(model: &crate::model::Model, mut update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
+    pub async fn start_with(model: &crate::model::Model, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
+        Self::start_in(None, json!({"tcp": {}}), model, update, actors).await
+    }
+
+    /// Starts a group whose trainer has the first GPU of a machine, and whose rollouts have the next ones; `transport` is the part of the
+    /// same name of the file.
+    pub async fn start_on(machine: &Machine, transport: Value, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
+        Self::start_in(Some(machine), transport, &crate::model::Model::large(0), update, actors).await
+    }
+
+    async fn start_in(
+        machine: Option<&Machine>,
+        transport: Value,
+        model: &crate::model::Model,
+        mut update: Value,
+        actors: impl IntoIterator<Item = Actor>,
+    ) -> Self {
         let folder = tempfile::tempdir().unwrap();
         model.save(&folder.path().join("start"));
         let name = format!("t{}-{}", std::process::id(), WORLDS.fetch_add(1, Ordering::Relaxed));
@@ -130,7 +148,8 @@ impl World {
         let rollouts = actors.iter().zip(&ports).enumerate().map(|(number, (actor, port))| {
             let command = if actor.absent { Vec::new() } else { engine(actor, *port, folder.path()) };
             let engine = json!({"kind": actor.kind, "port": port, "command": command});
-            json!({"name": format!("actor-{number}"), "size": actor.said, "engine": engine})
+            let gpus = machine.map(|_| uuid(u32::try_from(number).unwrap() + 1)).into_iter().collect::<Vec<_>>();
+            json!({"name": format!("actor-{number}"), "size": actor.said, "engine": engine, "gpus": gpus})
         });
         for (key, value) in [("healthPeriodMilliseconds", json!(200)), ("timeoutSeconds", json!(20))] {
             update.as_object_mut().unwrap().entry(key).or_insert(value);
@@ -139,14 +158,16 @@ impl World {
             "name": name,
             "directory": "state",
             "versions": folder.path().join("versions"),
-            "trainer": {"name": "trainer"},
+            "trainer": {"name": "trainer", "gpu": machine.map(|_| uuid(0))},
             "rollouts": rollouts.collect::<Vec<_>>(),
             "update": update,
+            "transport": transport,
         });
         std::fs::write(folder.path().join("group.yaml"), file.to_string()).unwrap();
         let mut local = Command::new(PROGRAM)
             .args(["local", "--output", "json", "--filename"])
             .arg(folder.path().join("group.yaml"))
+            .envs(machine.map(Machine::environment).unwrap_or_default())
             .stdout(Stdio::piped())
             .stderr(std::fs::File::create(folder.path().join("local.log")).unwrap())
             .kill_on_drop(true)

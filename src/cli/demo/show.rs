@@ -129,6 +129,8 @@ impl Published {
 pub struct Outcome {
     /// Rollouts.
     pub replicas: u32,
+    /// How bytes travelled: `tcp` or `nccl`.
+    pub transport: String,
     /// The seed.
     pub seed: u64,
     /// The last epoch.

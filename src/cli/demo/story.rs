@@ -19,7 +19,7 @@ use crate::agent::client::SocketName;
 use crate::agent::client::trainer::TrainerClient;
 use crate::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
 use crate::membership::{GroupStage, MembershipView};
-use crate::protocol::{Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, Role};
+use crate::protocol::{Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, Role, TransportPolicy, TransportWish};
 use crate::runtime::shutdown;
 use crate::weights::safetensors::Checkpoint;
 
@@ -71,14 +71,19 @@ async fn unless_stopped<T>(stop: &CancellationToken, work: impl Future<Output = 
     stop.run_until_cancelled(work).await.unwrap_or_else(|| Err(anyhow!("interrupted")))
 }
 
-async fn run(args: DemoArgs, folder: &Path, versions: &Path, stop: &CancellationToken) -> anyhow::Result<Outcome> {
+async fn run(mut args: DemoArgs, folder: &Path, versions: &Path, stop: &CancellationToken) -> anyhow::Result<Outcome> {
     let screen = Screen::new(args.output);
+    let mut gpus = Vec::new();
+    if let Some(wanted) = args.gpu {
+        gpus = unless_stopped(stop, super::gpus::find(usize::try_from(wanted)?, &screen)).await?;
+        args.replicas = Some(u32::try_from(gpus.len())?.saturating_sub(1));
+    }
     let weights = unless_stopped(stop, make_weights(&args, folder, &screen)).await?;
     let mut replicas = Vec::new();
     for number in 0..args.rollouts() {
         replicas.push(Replica { name: format!("actor-{number}"), port: free_port().context("no port on 127.0.0.1")? });
     }
-    let spec = group_spec(&args, folder, versions, &replicas)?;
+    let spec = group_spec(&args, folder, versions, &replicas, &gpus)?;
     let socket = format!("@weightsync/{}-trainer", spec.name).parse().map_err(|error| anyhow!("{error}"))?;
     let group = Arc::new(Group::start(spec).await?);
     let proof = match args.engine {
@@ -98,7 +103,9 @@ impl Demo {
         self.screen.say(&format!("starting a source and {} rollouts", self.replicas.len()));
         self.wait_for("the group to form", patience, |view, total| view.stage == GroupStage::Committed && view.ready == total).await?;
         let view = self.group.view().borrow().clone();
-        self.screen.say(&format!("epoch {}: world size {}", view.epoch, view.world_size));
+        let transport = view.transport.as_ref().map_or_else(String::new, |choice| choice.name().to_owned());
+        self.screen.say(&format!("epoch {}: world size {}, {transport}", view.epoch, view.world_size));
+        self.outcome.transport = transport;
         let victim = usize::try_from(self.args.seed % u64::from(self.args.rollouts()))?;
         let mut before: Option<String> = None;
         for (version, weights) in VERSIONS.into_iter().zip(weights) {
@@ -304,10 +311,18 @@ fn bucket_bytes(args: &DemoArgs) -> u64 {
     if args.engine == DemoEngine::Vllm { 128 << 10 } else { (u64::from(args.megabytes) << 20) / 64 }
 }
 
-fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Replica]) -> anyhow::Result<GroupSpec> {
+fn group_spec(
+    args: &DemoArgs,
+    folder: &Path,
+    versions: &Path,
+    replicas: &[Replica],
+    gpus: &[String],
+) -> anyhow::Result<GroupSpec> {
     let program = std::env::current_exe().context("this program's own path is unknown")?;
-    let trainer = PodSpec { name: "trainer".into(), role: Role::Source, size: 1, gpus: Vec::new(), engine: None };
-    let rollouts = replicas.iter().map(|replica| {
+    // One GPU a pod, or none for all.
+    let gpu = |place: usize| gpus.get(place).cloned().into_iter().collect();
+    let trainer = PodSpec { name: "trainer".into(), role: Role::Source, size: 1, gpus: gpu(0), engine: None };
+    let rollouts = replicas.iter().zip(1..).map(|(replica, place)| {
         let (command, environment) = command(args, &program, &folder.join("v0"), replica.port);
         let kind = if args.engine == DemoEngine::SimulatedSglang { "sglang" } else { "vllm" };
         let assignment = EngineAssignment { kind: kind.into(), port: replica.port };
@@ -315,13 +330,18 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
             name: replica.name.clone(),
             role: Role::Rollout,
             size: 1,
-            gpus: Vec::new(),
+            gpus: gpu(place),
             engine: Some(EngineProgram { assignment, command, environment }),
         }
     });
     let update = UpdateFile { health_period_milliseconds: 500, ..UpdateFile::default() };
     let mut policy = update.policy();
     policy.bucket_bytes = bucket_bytes(args);
+    policy.transport = match gpus {
+        [] => TransportPolicy { wish: TransportWish::Tcp, ..TransportPolicy::default() },
+        // Slots as small as the chain's buckets, so that a rollout can be killed in the middle of a small model.
+        _ => TransportPolicy { wish: TransportWish::Nccl, slot_bytes: bucket_bytes(args), ..TransportPolicy::default() },
+    };
     Ok(GroupSpec {
         name: format!("demo-{}", std::process::id()),
         directory: folder.to_owned(),

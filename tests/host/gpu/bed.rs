@@ -77,6 +77,7 @@ impl Machine {
         let place = [
             ("LD_LIBRARY_PATH", self.libraries.to_str().unwrap().to_owned()),
             ("FAKEGPU_DIR", self.folder.path().to_str().unwrap().to_owned()),
+            ("WEIGHTSYNC_NCCL", self.nccl().to_str().unwrap().to_owned()),
         ];
         place.into_iter().chain(self.settings.iter().cloned()).collect()
     }

@@ -18,8 +18,7 @@ async fn doctor(machine: &Machine, arguments: &[&str]) -> Output {
 }
 
 async fn report(machine: &Machine, arguments: &[&str]) -> Value {
-    let nccl = machine.nccl();
-    let output = doctor(machine, &[&["--output", "json", "--nccl", nccl.to_str().unwrap()], arguments].concat()).await;
+    let output = doctor(machine, &[&["--output", "json"], arguments].concat()).await;
     serde_json::from_slice(&output.stdout).unwrap()
 }
 

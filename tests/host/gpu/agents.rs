@@ -1,0 +1,113 @@
+//! Whole groups over NCCL: agents with a worker on a GPU each, engines beside them, and a trainer that publishes.
+
+use serde_json::{Value, json};
+
+use super::bed::Machine;
+use crate::model::Model;
+use crate::world::{Actor, World, installed, until};
+
+/// Eight buckets a version: the first broadcast of a worker proves its group, the second to the ninth carry the first version.
+fn nccl() -> Value {
+    json!({"nccl": {"bucketMiB": 1, "buffers": 4}})
+}
+
+/// Two rollouts over NCCL that are ready, on a machine of their own.
+async fn two_rollouts(machine: &Machine) -> World {
+    let update = json!({"silenceSeconds": 2});
+    let world = World::start_on(machine, nccl(), update, [Actor::new(), Actor::sglang()]).await;
+    world.until_ready(2).await;
+    world
+}
+
+/// Publishes a version under a fault and waits until both engines serve it; gives what the publish said.
+async fn published_under(machine: &Machine, world: &World, fault: &str) -> Value {
+    let one = Model::large(1);
+    let checkpoint = one.save(&world.folder().join("v1"));
+    machine.order(fault);
+    let result = world.publish(&checkpoint, 1, &[]).await.done();
+    for number in 0..2 {
+        world.until_serves(number, &one).await;
+    }
+    world.until_ready(2).await;
+    result
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn versions_travel_between_gpus_and_engines_serve_them() {
+    let machine = Machine::new();
+    let world = World::start_on(&machine, nccl(), json!({}), [Actor::new(), Actor::sglang(), Actor::new()]).await;
+    world.until_ready(3).await;
+    for version in 1..=3 {
+        let model = Model::large(version);
+        let checkpoint = model.save(&world.folder().join(format!("v{version}")));
+        let result = world.publish(&checkpoint, version, &[]).await.done();
+        assert_eq!(installed(&result).len(), 3, "{result}");
+        assert_eq!(result["attempts"], 1, "{result}");
+        for number in 0..3 {
+            assert!(world.serves(number, &model).await, "version {version}, actor-{number}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f46_f48_f51_bytes_that_arrive_wrong_are_never_served() {
+    for fault in ["flip 54321", "drop", "swap 0 524288 4096"] {
+        let machine = Machine::new();
+        let world = two_rollouts(&machine).await;
+        let zero = Model::large(0);
+        assert!(world.serves(1, &zero).await);
+        let result = published_under(&machine, &world, &format!("ncclBroadcast@2 5 {fault}")).await;
+        // It was noticed: the version took another attempt, or was brought to one rollout later.
+        assert!(result["attempts"].as_u64().unwrap() > 1 || installed(&result).len() < 2, "{fault}: {result}");
+        // Nobody's engine was asked to load what had not been verified.
+        assert_eq!((world.loads(0).await, world.loads(1).await <= 1), (1, true), "{fault}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_exchanged_buckets_are_never_served() {
+    let machine = Machine::new();
+    let world = two_rollouts(&machine).await;
+    let result = published_under(&machine, &world, "ncclBroadcast@0 4 swap").await;
+    assert!(result["attempts"].as_u64().unwrap() > 1, "{result}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_dies_or_hangs_in_an_update_costs_one_attempt() {
+    for fault in ["ncclBroadcast@2 5 vanish", "ncclBroadcast@0 5 vanish", "ncclBroadcast@1 5 hang", "cuMemcpyDtoHAsync_v2@1 3 error 719"] {
+        let machine = Machine::new();
+        let world = two_rollouts(&machine).await;
+        let result = published_under(&machine, &world, fault).await;
+        assert!(!installed(&result).is_empty(), "{fault}: {result}");
+        // The group works on with its new workers.
+        let two = Model::large(2);
+        let checkpoint = two.save(&world.folder().join("v2"));
+        let result = world.publish(&checkpoint, 2, &[]).await.done();
+        assert_eq!(installed(&result).len(), 2, "{fault}: {result}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_member_without_a_gpu_is_left_out_where_nccl_is_demanded() {
+    let machine = Machine::new().with("FAKEGPU_COUNT", 2);
+    let mut world = World::start_on(&machine, nccl(), json!({}), [Actor::new(), Actor::new()]).await;
+    let why = world.told("TransportUnavailable", "rollouts/actor-1").await;
+    assert!(why.contains("is not visible"), "{why}");
+    until("one replica to be ready", || async { world.replicas("ready").await == ["rollouts/actor-0"] }).await;
+    let one = Model::large(1);
+    let checkpoint = one.save(&world.folder().join("v1"));
+    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["rollouts/actor-0"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn auto_goes_over_tcp_where_a_member_has_no_gpu() {
+    let machine = Machine::new().with("FAKEGPU_COUNT", 2);
+    // Whatever would travel between the GPUs would be lost.
+    machine.order("ncclBroadcast * drop");
+    let world = World::start_on(&machine, json!({"auto": {}}), json!({}), [Actor::new(), Actor::new()]).await;
+    world.until_ready(2).await;
+    let one = Model::large(1);
+    let checkpoint = one.save(&world.folder().join("v1"));
+    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()).len(), 2);
+    assert!(world.serves(0, &one).await && world.serves(1, &one).await);
+}
