@@ -25,3 +25,6 @@ pub use roster::*;
 pub use trainer_gpu::*;
 pub use transport::*;
 pub use update::*;
+
+#[cfg(test)]
+mod tests;

@@ -44,3 +44,6 @@ pub enum WorkerError {
     #[error("the GPU worker answered \"{what}\" with something else")]
     Nonsense { what: &'static str },
 }
+
+#[cfg(test)]
+mod tests;

@@ -14,6 +14,7 @@ pub struct WorkerArgs {}
 impl WorkerArgs {
     /// Serves until the agent's end of the socket closes.
     pub fn run(self) -> anyhow::Result<ExitCode> {
+        let Self {} = self;
         let socket = std::io::stdin().as_fd().try_clone_to_owned().context("standard input cannot be used")?;
         if rustix::net::sockopt::socket_domain(&socket).ok() != Some(rustix::net::AddressFamily::UNIX) {
             bail!("a worker is started by an agent, which gives it a socket as standard input");

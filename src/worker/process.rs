@@ -28,6 +28,8 @@ const LOOK: Duration = Duration::from_millis(100);
 /// A worker that closed its socket ends by itself within this long, or is killed.
 const ENDING: Duration = Duration::from_secs(2);
 
+const NVLS: &str = "NCCL_NVLS_ENABLE";
+
 /// How to start a worker.
 #[derive(Debug, Clone)]
 pub struct WorkerStart {
@@ -54,6 +56,10 @@ impl WorkerStart {
             let (ours, theirs) = UnixStream::pair()?;
             ours.set_nonblocking(true)?;
             let mut command = Command::new(&self.program);
+            // NVLink multicast needs memory and rights that a container may lack, and broadcasts gain nothing by it: only where asked for.
+            if std::env::var_os(NVLS).is_none() {
+                command.env(NVLS, "0");
+            }
             command.args(&self.arguments).envs(self.environment.iter().map(|(name, value)| (name, value)));
             command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
             // Ctrl-C goes to the agent, which ends its workers when it has fenced what they are part of.

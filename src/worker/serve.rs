@@ -93,10 +93,8 @@ impl Server {
         let mut moved = Instant::now();
         loop {
             let nap = (moved.elapsed() / 16).clamp(SHORTEST_NAP, LONGEST_NAP);
-            let mut next = match self.gpu.as_ref().is_some_and(Gpu::is_busy) {
-                true => self.heard.recv_timeout(nap).ok(),
-                false => self.heard.recv().ok(),
-            };
+            let busy = self.gpu.as_ref().is_some_and(Gpu::is_busy);
+            let mut next = if busy { self.heard.recv_timeout(nap).ok() } else { self.heard.recv().ok() };
             while let Some(heard) = next {
                 moved = Instant::now();
                 match heard {

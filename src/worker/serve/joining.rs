@@ -179,9 +179,10 @@ impl Server {
         let why = format!("it shrinks into group {into}");
         gpu.groups.remember(group, &why);
         self.fail_works(group, &super::groups::aborted(group, &why));
-        let begun_with = match revoke {
-            true => communicator.revoke().map(|_| State::Revoking(without)),
-            false => communicator.shrink(&without, false).map(State::Shrinking),
+        let begun_with = if revoke {
+            communicator.revoke().map(|_| State::Revoking(without))
+        } else {
+            communicator.shrink(&without, false).map(State::Shrinking)
         };
         // Its kernels end with the abort inside; the stream goes when the old communicator does.
         std::mem::drop(stream);

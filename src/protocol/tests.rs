@@ -1,0 +1,3 @@
+//! Tests of the room: each file about one part of it.
+
+mod worker;

@@ -1,0 +1,116 @@
+//! Frames between agent and worker: what is written is read again, and what is no frame is refused.
+
+use proptest::prelude::*;
+
+use crate::protocol::worker::*;
+
+fn call(id: u64, request: WorkerRequest) -> WorkerCall {
+    WorkerCall { id, within_ms: 1500, request }
+}
+
+fn places() -> impl Strategy<Value = Place> {
+    prop_oneof![
+        (any::<u64>(), any::<u32>(), any::<u64>()).prop_map(|(ring, slot, offset)| Place::Slot { ring, slot, offset }),
+        (any::<u64>(), any::<u64>()).prop_map(|(host, offset)| Place::Host { host, offset }),
+        (any::<u64>(), any::<u64>()).prop_map(|(memory, offset)| Place::Memory { memory, offset }),
+    ]
+}
+
+fn parts() -> impl Strategy<Value = Vec<Part>> {
+    let part = (any::<u64>(), any::<u64>(), any::<u64>()).prop_map(|(offset, bytes, first_word)| Part { offset, bytes, first_word });
+    prop::collection::vec(part, 0..5)
+}
+
+fn requests() -> impl Strategy<Value = WorkerRequest> {
+    let number = any::<u64>();
+    prop_oneof![
+        Just(WorkerRequest::UniqueId),
+        Just(WorkerRequest::NewEvent),
+        Just(WorkerRequest::Stats),
+        prop::option::of("GPU-[0-9a-f]{8}").prop_map(|gpu| WorkerRequest::Open { gpu, nccl: None }),
+        prop::option::of("/[a-z/ ]{1,20}").prop_map(|nccl| WorkerRequest::Devices { nccl: nccl.map(Into::into) }),
+        (any::<u32>(), number).prop_map(|(slots, slot_bytes)| WorkerRequest::Ring { slots, slot_bytes }),
+        number.prop_map(|bytes| WorkerRequest::MapHost { bytes }),
+        (any::<u8>(), number).prop_map(|(byte, bytes)| WorkerRequest::Import { handle: Opaque([byte; 64]), bytes }),
+        any::<u8>().prop_map(|byte| WorkerRequest::ImportEvent { handle: Opaque([byte; 64]) }),
+        number.prop_map(|number| WorkerRequest::Release { what: WorkerResource::Memory(number) }),
+        (number, any::<u8>(), any::<u32>(), any::<u32>()).prop_map(|(group, byte, rank, world)| WorkerRequest::Join {
+            group,
+            id: Opaque([byte; 128]),
+            rank,
+            world
+        }),
+        (number, any::<u32>(), places(), number, parts(), prop::option::of(number))
+            .prop_map(|(group, root, at, bytes, parts, after)| WorkerRequest::Broadcast { group, root, at, bytes, parts, after }),
+        (places(), parts(), prop::option::of(number)).prop_map(|(at, parts, after)| WorkerRequest::Digest { at, parts, after }),
+        (places(), places(), number, prop::option::of(number), prop::option::of(number))
+            .prop_map(|(from, to, bytes, after, then)| WorkerRequest::Copy { from, to, bytes, after, then }),
+        number.prop_map(|group| WorkerRequest::Abort { group }),
+        (number, number, prop::collection::vec(any::<u32>(), 0..4), any::<bool>())
+            .prop_map(|(group, into, without, revoke)| WorkerRequest::Shrink { group, into, without, revoke }),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn requests_are_read_as_they_were_written_however_they_are_cut(requests in prop::collection::vec(requests(), 1..5), cut in any::<prop::sample::Index>()) {
+        let calls: Vec<_> = (1..).zip(requests).map(|(id, request)| call(id, request)).collect();
+        let wire: Vec<u8> = calls.iter().flat_map(|call| encode_worker_frame(call).unwrap()).collect();
+        let (first, second) = wire.split_at(cut.index(wire.len()));
+        let (mut received, mut read) = (Vec::new(), Vec::new());
+        for piece in [first, second] {
+            received.extend_from_slice(piece);
+            while let Some(call) = decode_worker_frame::<WorkerCall>(&mut received).unwrap() {
+                read.push(call);
+            }
+        }
+        prop_assert_eq!(read, calls);
+        prop_assert!(received.is_empty());
+    }
+
+    #[test]
+    fn bytes_that_are_no_frame_are_refused_and_never_a_panic(mut bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+        let _ = decode_worker_frame::<WorkerReply>(&mut bytes);
+    }
+}
+
+#[test]
+fn answers_and_faults_are_read_as_they_were_written() {
+    let fault = WorkerFault { code: WorkerFaultCode::Late, message: "a broadcast was not done after 0.5 s".into() };
+    let gpu = GpuFacts {
+        uuid: "GPU-1".into(),
+        name: "NVIDIA H200".into(),
+        bus: "0000:1a:00.0".into(),
+        memory_bytes: u64::MAX,
+        free_bytes: 1,
+        driver: 13000,
+        refused: None,
+    };
+    let results = [
+        Ok(WorkerAnswer::Done),
+        Ok(WorkerAnswer::Opened { pid: 7, gpu, nccl: Err("no NCCL".into()) }),
+        Ok(WorkerAnswer::Sums { sums: vec![u64::MAX, 0], ms: 0.25 }),
+        Ok(WorkerAnswer::Event { event: 3, handle: Some(Opaque([9; 64])) }),
+        Err(fault),
+    ];
+    for (id, result) in (1..).zip(results) {
+        let reply = WorkerReply { id, result };
+        let mut wire = encode_worker_frame(&reply).unwrap();
+        assert_eq!(decode_worker_frame::<WorkerReply>(&mut wire).unwrap(), Some(reply));
+    }
+}
+
+#[test]
+fn a_length_that_nobody_writes_is_refused_before_memory_is_taken_for_it() {
+    let mut wire = u32::MAX.to_le_bytes().to_vec();
+    assert_eq!(decode_worker_frame::<WorkerCall>(&mut wire), Err(WorkerFrameError::TooLong { bytes: u32::MAX.into() }));
+}
+
+#[test]
+fn secrets_are_not_shown_and_other_lengths_are_not_taken() {
+    let id: NcclId = Opaque([0x41; 128]);
+    assert_eq!(format!("{id:?}"), "128 opaque bytes");
+    assert_eq!(NcclId::from_base64(&id.to_base64()), Some(id));
+    assert_eq!(IpcHandle::from_base64(&id.to_base64()), None);
+    assert_eq!(NcclId::from_base64("no base64"), None);
+}
