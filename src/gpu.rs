@@ -15,7 +15,7 @@
 //! | devices | `cuDeviceGetCount`, `cuDeviceGet`, `cuDeviceGetName`, `cuDeviceGetUuid_v2`, `cuDeviceGetPCIBusId`, `cuDeviceTotalMem_v2`, `cuDeviceCanAccessPeer`, `cuDeviceGetP2PAttribute`, `cuDevicePrimaryCtxRetain`, `cuCtxSetCurrent` |
 //! | memory | `cuMemGetInfo_v2`, `cuMemAlloc_v2`, `cuMemFree_v2`, `cuMemGetAddressRange_v2`, `cuMemHostAlloc`, `cuMemFreeHost`, `cuMemHostRegister_v2`, `cuMemHostUnregister` |
 //! | copies | `cuMemcpyHtoDAsync_v2`, `cuMemcpyDtoHAsync_v2`, `cuMemcpyDtoDAsync_v2`, `cuMemsetD8Async` |
-//! | streams, events | `cuStreamCreate`, `cuStreamDestroy_v2`, `cuStreamWaitEvent`, `cuEventCreate`, `cuEventRecord`, `cuEventQuery`, `cuEventDestroy_v2` |
+//! | streams, events | `cuStreamCreateWithPriority`, `cuStreamDestroy_v2`, `cuStreamWaitEvent`, `cuEventCreate`, `cuEventRecord`, `cuEventQuery`, `cuEventDestroy_v2` |
 //! | between processes | `cuIpcGetMemHandle`, `cuIpcOpenMemHandle_v2`, `cuIpcCloseMemHandle`, `cuIpcGetEventHandle`, `cuIpcOpenEventHandle` |
 //! | digest | `cuModuleLoadData`, `cuModuleGetFunction` (`gsum64`), `cuLaunchKernel` |
 //!
@@ -29,7 +29,7 @@
 //! # The kernel
 //!
 //! `gsum64(const u8* base, const Part* parts, u64* sums)`, `Part { u64 offset, u64 bytes, u64 first_word }`, launched with a grid of
-//! (blocks, number of parts, 1) and 256 threads: adds the gsum64 of `parts[blockIdx.y]` to `sums[blockIdx.y]`. `parts` and `sums` are
+//! (blocks, number of parts, 1): adds the gsum64 of `parts[blockIdx.y]` to `sums[blockIdx.y]`. `parts` and `sums` are
 //! GPU memory, `offset` is a multiple of 8.
 #![allow(unsafe_code)]
 

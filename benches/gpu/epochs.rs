@@ -41,6 +41,9 @@ pub async fn run(settings: &Settings, report: &mut Report) -> Result<()> {
         let slots = fleet::slots(&members).await?;
         fleet::broadcast(&members, group, &slots, settings.mib << 20).await?;
         try_join_all(members.iter().map(|member| member.worker.abort(group, AMPLE))).await?;
+        if (epoch + 1) % 20 == 0 {
+            println!("  rank 0 after {} groups: {:?}", epoch + 1, held(&members[0]).await?);
+        }
         if epoch + 1 == FIRST {
             after_first = try_join_all(members.iter().map(held)).await?;
         }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
 use rustix::fs::{MemfdFlags, SealFlags};
-use weightsync::protocol::worker::{NcclId, Part};
+use weightsync::protocol::worker::{NcclId, Part, WorkerAnswer};
 use weightsync::worker::{Broadcast, Copy, HostMemory, Joined, Ring, Slot, Worker, WorkerStart};
 
 use crate::Settings;
@@ -26,14 +26,19 @@ pub struct Member {
 }
 
 /// Starts a worker of this program.
-pub fn start_worker(label: &str) -> Result<Worker> {
-    Ok(Worker::start(&WorkerStart::own(label)?)?)
+pub fn start_worker(settings: &Settings, label: &str) -> Result<Worker> {
+    let mut start = WorkerStart::own(label)?;
+    let pairs = settings.environment.iter().filter_map(|pair| pair.split_once('='));
+    start.environment = pairs.map(|(name, value)| (name.into(), value.into())).collect();
+    Ok(Worker::start(&start)?)
 }
 
 /// UUIDs of the GPUs to use.
 pub async fn gpus(settings: &Settings) -> Result<Vec<String>> {
-    let worker = start_worker("list")?;
-    let (gpus, nccl) = worker.devices(settings.nccl.as_deref(), AMPLE).await?;
+    let worker = start_worker(settings, "list")?;
+    let WorkerAnswer::Devices { gpus, nccl, .. } = worker.devices(settings.nccl.as_deref(), AMPLE).await? else {
+        bail!("a worker lists no devices");
+    };
     let nccl = nccl.map_err(anyhow::Error::msg)?;
     let count = if settings.gpus == 0 { gpus.len() } else { settings.gpus };
     ensure!((2..=gpus.len()).contains(&count), "{count} GPUs, of {} that are visible", gpus.len());
@@ -43,7 +48,7 @@ pub async fn gpus(settings: &Settings) -> Result<Vec<String>> {
 
 impl Member {
     pub async fn start(settings: &Settings, gpu: &str) -> Result<Self> {
-        let worker = start_worker(gpu)?;
+        let worker = start_worker(settings, gpu)?;
         let (pid, facts, nccl) = worker.open(Some(gpu), settings.nccl.as_deref(), AMPLE).await?;
         nccl.map_err(anyhow::Error::msg)?;
         let bytes = settings.mib << 20;

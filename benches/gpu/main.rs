@@ -59,6 +59,9 @@ pub struct Settings {
     /// Where `torch_ranks.py` is.
     #[arg(long, default_value = "tests/gpu/torch_ranks.py", global = true)]
     torch_ranks: PathBuf,
+    /// Added to the environment of workers: NAME=VALUE.
+    #[arg(long = "env", global = true)]
+    environment: Vec<String>,
     /// One JSON object at the end instead of lines for people.
     #[arg(long, global = true)]
     json: bool,
@@ -76,6 +79,8 @@ enum Command {
     TorchReceivers,
     /// Broadcasts with and without digests, against torch in the same run.
     Bandwidth,
+    /// Shapes of the digest's grid.
+    DigestSweep,
     /// How long a group of warm workers takes to form.
     Formation,
     /// 100 groups built and torn down: memory, descriptors and threads stay.
@@ -108,6 +113,7 @@ fn main() -> Result<()> {
                 C::Verify => verify::run(&settings).await?,
                 C::TorchReceivers => torch::receivers(&settings).await?,
                 C::Bandwidth => speed::bandwidth(&settings, &mut report).await?,
+                C::DigestSweep => speed::digest_sweep(&settings).await?,
                 C::Formation => speed::formation(&settings, &mut report).await?,
                 C::Epochs => epochs::run(&settings, &mut report).await?,
                 C::Endings => endings::run(&settings).await?,

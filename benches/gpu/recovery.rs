@@ -67,6 +67,8 @@ async fn one(settings: &Settings, members: &mut Vec<Member>, how: How, victim: u
     let bytes = settings.mib << 20;
     let (group, _, _) = fleet::form(members).await?;
     let pid = Pid::from_raw(members[victim].pid).context("a worker without a pid")?;
+    let victim_worker = members[victim].worker.clone();
+    let lost = tokio::spawn(async move { tokio::time::timeout(AMPLE, victim_worker.lost()).await.ok().map(|()| Instant::now()) });
     // Broadcasts go on until they fail.
     let mut in_flight = VecDeque::new();
     let mut killed = None;
@@ -99,6 +101,7 @@ async fn one(settings: &Settings, members: &mut Vec<Member>, how: How, victim: u
         in_flight.push_back(try_join_all(asked.collect::<Vec<_>>()));
     };
     let killed = killed.context("a worker ended by itself")?;
+    let lost = lost.await?.context("its socket did not close")?;
     drop(in_flight);
     let gone = members.remove(victim);
     let next = fleet::next_group();
@@ -125,7 +128,8 @@ async fn one(settings: &Settings, members: &mut Vec<Member>, how: How, victim: u
     ensure!(sum == members[0].worker.digest(slots[0].at(0), fleet::whole(bytes), None, AMPLE).await?.sums[0], "a wrong digest");
     let ms = |from: Instant, to: Instant| to.duration_since(from).as_secs_f64() * 1e3;
     println!(
-        "  {how:?} without rank {victim}: seen {:.0} ms, group {:.0} ms, first broadcast {:.0} ms: {:.0} ms",
+        "  {how:?} without rank {victim}: socket closed {:.0} ms, ended {:.0} ms, group {:.0} ms, first broadcast {:.0} ms: {:.0} ms",
+        ms(killed, lost),
         ms(killed, failed),
         ms(failed, formed),
         ms(formed, done),

@@ -11,9 +11,9 @@ use super::memory::Address;
 use super::{Device, Event, GSUM64, GpuError, Scratch, Span, Stream};
 use crate::protocol::worker::Part;
 
-const THREADS: u32 = 256;
-/// Blocks in all; more do not read faster (measured on H200: 132 to 2112 are equal).
-const BLOCKS: u64 = 1056;
+const THREADS: u32 = 512;
+/// Blocks in all.
+const BLOCKS: u64 = 32;
 /// A thread block has at least this much to read, in bytes.
 const LEAST_PER_BLOCK: u64 = 64 << 10;
 /// Most parts of one launch: `gridDim.y`.
@@ -28,6 +28,8 @@ const SUM: u64 = 8;
 pub struct Digester {
     driver: &'static Driver,
     function: Handle,
+    blocks: u64,
+    threads: u32,
 }
 
 // SAFETY: a function of a loaded module may be launched from any thread; the module is never unloaded.
@@ -54,7 +56,9 @@ impl Digester {
             let code = (driver.module_get_function)(&raw mut function, module, c"gsum64".as_ptr());
             driver.check("cuModuleGetFunction", code)?;
         }
-        Ok(Self { driver, function })
+        let read = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok());
+        let threads = read("WEIGHTSYNC_TRY_THREADS").and_then(|threads| u32::try_from(threads).ok()).unwrap_or(THREADS);
+        Ok(Self { driver, function, blocks: read("WEIGHTSYNC_TRY_BLOCKS").unwrap_or(BLOCKS), threads })
     }
 
     /// Scratch bytes for so many parts.
@@ -105,7 +109,7 @@ impl Digester {
         let mut base = base;
         let longest = parts.iter().map(|part| part.bytes).max().unwrap_or(0);
         let count = parts.len() as u64;
-        let blocks = (longest / LEAST_PER_BLOCK).clamp(1, (BLOCKS / count.max(1)).max(1));
+        let blocks = (longest / LEAST_PER_BLOCK).clamp(1, (self.blocks / count.max(1)).max(1));
         let (blocks, count) = (u32::try_from(blocks).unwrap_or(1), u32::try_from(count).unwrap_or(0));
         let mut arguments: [*mut c_void; 3] = [(&raw mut base).cast(), (&raw mut table).cast(), (&raw mut sums).cast()];
         // SAFETY: the kernel takes three 64-bit arguments, which the driver copies before it returns; every part lies inside the span, and
@@ -116,7 +120,7 @@ impl Digester {
                 blocks,
                 count,
                 1,
-                THREADS,
+                self.threads,
                 1,
                 1,
                 0,

@@ -54,7 +54,7 @@ functions! {
             memcpy_device_to_host = "cuMemcpyDtoHAsync_v2" fn(*mut c_void, Address, usize, Handle) -> Code;
             memcpy_device_to_device = "cuMemcpyDtoDAsync_v2" fn(Address, Address, usize, Handle) -> Code;
             memset_8 = "cuMemsetD8Async" fn(Address, u8, usize, Handle) -> Code;
-            stream_create = "cuStreamCreate" fn(*mut Handle, c_uint) -> Code;
+            stream_create = "cuStreamCreateWithPriority" fn(*mut Handle, c_uint, c_int) -> Code;
             stream_destroy = "cuStreamDestroy_v2" fn(Handle) -> Code;
             stream_wait_event = "cuStreamWaitEvent" fn(Handle, Handle, c_uint) -> Code;
             event_create = "cuEventCreate" fn(*mut Handle, c_uint) -> Code;

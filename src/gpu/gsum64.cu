@@ -25,7 +25,20 @@ extern "C" __global__ void gsum64(const u8* __restrict__ base, const Part* __res
     u64 head = (((u64)start >> 3) & 1) & (words > 0);
     u64 pairs = (words - head) >> 1;
     const ulonglong2* p = (const ulonglong2*)(start + head * 8);
-    for (u64 i = thread; i < pairs; i += step) {
+    u64 i = thread;
+    // Four loads under way at once: few thread blocks read fast enough then, and leave the multiprocessors to broadcasts.
+    for (; i + 3 * step < pairs; i += 4 * step) {
+        ulonglong2 v[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) v[j] = p[i + j * step];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u64 k = (part.first_word + head + 2 * (i + j * step) + 1) * P;
+            a += mix(v[j].x, k);
+            b += mix(v[j].y, k + P);
+        }
+    }
+    for (; i < pairs; i += step) {
         ulonglong2 v = p[i];
         u64 k = (part.first_word + head + 2 * i + 1) * P;
         a += mix(v.x, k);

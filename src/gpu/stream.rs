@@ -10,6 +10,8 @@ use crate::protocol::worker::{IpcHandle, Opaque};
 
 /// `CU_STREAM_NON_BLOCKING`: takes no turns with the default stream.
 const NON_BLOCKING: u32 = 1;
+/// Lower numbers are more urgent; the driver takes the nearest that the GPU has.
+const MOST_URGENT: i32 = -5;
 /// `CU_EVENT_DISABLE_TIMING`.
 const NO_TIMING: u32 = 2;
 /// `CU_EVENT_INTERPROCESS`.
@@ -29,10 +31,20 @@ unsafe impl Sync for Stream {}
 impl Stream {
     /// A new stream on the GPU.
     pub fn new(device: &Device) -> Result<Self, GpuError> {
+        Self::create(device, 0)
+    }
+
+    /// A stream whose work goes before that of others when both are ready: for broadcasts, on which all ranks wait for each other.
+    pub fn urgent(device: &Device) -> Result<Self, GpuError> {
+        Self::create(device, MOST_URGENT)
+    }
+
+    fn create(device: &Device, priority: i32) -> Result<Self, GpuError> {
         let driver = device.driver();
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one pointer.
-        driver.check("cuStreamCreate", unsafe { (driver.stream_create)(&raw mut raw, NON_BLOCKING) })?;
+        let code = unsafe { (driver.stream_create)(&raw mut raw, NON_BLOCKING, priority) };
+        driver.check("cuStreamCreateWithPriority", code)?;
         Ok(Self { driver, raw })
     }
 

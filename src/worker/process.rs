@@ -28,7 +28,12 @@ const LOOK: Duration = Duration::from_millis(100);
 /// A worker that closed its socket ends by itself within this long, or is killed.
 const ENDING: Duration = Duration::from_secs(2);
 
-const NVLS: &str = "NCCL_NVLS_ENABLE";
+/// NCCL's settings that a worker starts with, unless the environment says otherwise.
+///
+/// - `NCCL_NVLS_ENABLE=0`: NVLink multicast needs rights that a container may lack, and broadcasts gain nothing by it.
+/// - `NCCL_CUMEM_ENABLE=0`: buffers by `cuMemAlloc` instead of virtual memory. Four H200 form a group in 106 ms instead of 321 ms (NCCL
+///   2.28.9), and every recovery is that much shorter. SGLang sets it for its weight groups too.
+const NCCL_DEFAULTS: [(&str, &str); 2] = [("NCCL_NVLS_ENABLE", "0"), ("NCCL_CUMEM_ENABLE", "0")];
 
 /// How to start a worker.
 #[derive(Debug, Clone)]
@@ -56,9 +61,8 @@ impl WorkerStart {
             let (ours, theirs) = UnixStream::pair()?;
             ours.set_nonblocking(true)?;
             let mut command = Command::new(&self.program);
-            // NVLink multicast needs memory and rights that a container may lack, and broadcasts gain nothing by it: only where asked for.
-            if std::env::var_os(NVLS).is_none() {
-                command.env(NVLS, "0");
+            for (name, value) in NCCL_DEFAULTS.iter().filter(|(name, _)| std::env::var_os(name).is_none()) {
+                command.env(name, value);
             }
             command.args(&self.arguments).envs(self.environment.iter().map(|(name, value)| (name, value)));
             command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);

@@ -36,7 +36,7 @@ async fn a_worker_that_answers_nothing_is_killed_and_the_cause_says_what_it_did_
 
 #[tokio::test]
 async fn a_worker_that_ends_fails_what_is_under_way_with_its_exit_and_its_last_words() {
-    let worker = start("read -r _; echo 'the driver burns' >&2; exit 3");
+    let worker = start("head -c1 >/dev/null; echo 'the driver burns' >&2; exit 3");
     let (first, second) = tokio::join!(worker.stats(AMPLE), worker.new_event(AMPLE));
     for error in [first.unwrap_err(), second.map(|_| ()).unwrap_err()] {
         let cause = gone(error);
