@@ -5,6 +5,7 @@
 //! judges a version: a digest that disagrees is reported to the store, which alone says what is complete.
 
 mod carrier;
+mod digest;
 mod intake;
 pub mod memory;
 pub mod nccl;
@@ -20,6 +21,8 @@ use crate::protocol::worker::Part;
 use crate::protocol::{BucketHeader, DataHello, MemberName, Refusal, StreamFailure};
 use crate::weights::DigestPart;
 use crate::worker::{Event, ImportedMemory, Slot, Span, Worker, WorkerError};
+
+pub use digest::{digest, hashes_on_several_cores};
 
 /// The bytes of one bucket, where they lie. Dropping it gives their memory back to whoever lent it.
 #[derive(Clone)]
@@ -201,8 +204,8 @@ pub trait Transport: Send + Sync {
 /// While the leader has nothing to send, its transport shows the chain that it lives: a slow trainer is not a silent one.
 #[async_trait]
 pub trait BucketSink: Send {
-    /// Sends one bucket with its xxh3-128; returns when the next may be given (several are in flight). `header.bytes` is the length
-    /// of `data`. After an error the chain is over: every later call gives the same error.
+    /// Sends one bucket with its [`crate::weights::bucket_digest`]; returns when the next may be given (several are in flight).
+    /// `header.bytes` is the length of `data`. After an error the chain is over: every later call gives the same error.
     async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError>;
 
     /// Whether it hashes what it sends by itself: the digest given to [`send`](Self::send) is not looked at then.

@@ -13,7 +13,10 @@ mod manifest;
 pub mod safetensors;
 
 pub use coverage::{Coverage, CoverageError};
-pub use digest::{BucketHasher, DigestPart, TensorHasher, TensorHasherError, bucket_digest, digest_hex, parse_digest_hex};
+pub use digest::{
+    BLOCK_BYTES, BlockHasher, BucketHasher, DigestPart, TensorHasher, TensorHasherError, bucket_digest, digest_hex, parse_digest_hex,
+    tensor_digest,
+};
 pub use dtype::{Dtype, SizeError};
 pub use gsum::{Gsum64, gsum64, gsum64_from};
 pub use layout::{ALIGNMENT, Bucket, Cuts, Encoding, Entry, EntryPart, Layout, LayoutError, TensorSpec, default_bucket_bytes};

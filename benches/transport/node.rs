@@ -10,8 +10,7 @@ use bytes::Bytes;
 use clap::Args;
 use weightsync::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
 use weightsync::transport::tcp::{TcpOptions, TcpTransport};
-use weightsync::transport::{Admission, BucketStore, Transport};
-use weightsync::weights::bucket_digest;
+use weightsync::transport::{Admission, BucketStore, Transport, digest};
 
 #[derive(Args)]
 pub struct MemberSettings {
@@ -43,6 +42,9 @@ struct Tuning {
     /// Size of a receive buffer in KiB.
     #[arg(long)]
     receive_kib: Option<usize>,
+    /// Connections of a hop, at most; the machine's own number by default.
+    #[arg(long)]
+    lanes: Option<usize>,
 }
 
 impl Tuning {
@@ -50,6 +52,9 @@ impl Tuning {
         let mut options = TcpOptions::default();
         if let Some(kib) = self.receive_kib {
             options.receive_buffer = kib << 10;
+        }
+        if let Some(lanes) = self.lanes {
+            options.lanes = lanes;
         }
         options
     }
@@ -132,6 +137,7 @@ pub fn leader(settings: &LeaderSettings) -> Result<()> {
         tls: false,
         silence_ms: 10_000,
         probe: false,
+        carried: None,
     };
     // As many different buckets as a ring has slots.
     let slot = |slot: u8| (0..settings.bucket).map(|place| place.to_le_bytes()[1] ^ slot).collect::<Vec<_>>();
@@ -147,8 +153,8 @@ pub fn leader(settings: &LeaderSettings) -> Result<()> {
                 break;
             }
             let data = slot.slice(..usize::try_from(bytes)?);
-            let digest = bucket_digest(&data);
-            sink.send(BucketHeader { sequence, flags: 0, offset, bytes }, data, digest).await?;
+            let digest = digest(data.clone()).await?;
+            sink.send(BucketHeader { sequence, flags: 0, offset, bytes }, data.into(), digest).await?;
             offset += bytes;
             sequence += 1;
         }

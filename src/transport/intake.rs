@@ -14,9 +14,17 @@ pub(super) struct Intake {
     me: MemberName,
     store: Arc<dyn BucketStore>,
     hasher: BucketHasher,
-    /// The bucket that is arriving, and how many of its bytes did.
-    open: Option<(BucketHeader, u64)>,
+    open: Option<Open>,
     state: State,
+}
+
+/// The bucket that is arriving.
+struct Open {
+    header: BucketHeader,
+    /// Its bytes that arrived.
+    received: u64,
+    /// Those of them that were hashed, here or with their block.
+    hashed: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,21 +52,46 @@ impl Intake {
         if header.flags != 0 || !sound(&header) || self.open.is_some() {
             return Err(self.nonsense("the head of a bucket makes no sense"));
         }
-        self.open = Some((header, 0));
+        self.open = Some(Open { header, received: 0, hashed: 0 });
         Ok(())
     }
 
     /// The next bytes of the bucket.
     pub(super) fn part(&mut self, part: &[u8]) -> Result<(), StreamFailure> {
+        self.take(part, true)
+    }
+
+    /// The next bytes of the bucket, whose digest comes by [`Intake::block`].
+    pub(super) fn hashed_part(&mut self, part: &[u8]) -> Result<(), StreamFailure> {
+        self.take(part, false)
+    }
+
+    /// The digest of the hashed parts since the block before.
+    pub(super) fn block(&mut self, digest: u128) -> Result<(), StreamFailure> {
+        self.running("a block")?;
+        match self.open.as_mut().filter(|open| open.hashed < open.received) {
+            None => Err(self.nonsense("a block without bytes")),
+            Some(open) => {
+                open.hashed = open.received;
+                self.hasher.block(digest);
+                Ok(())
+            }
+        }
+    }
+
+    fn take(&mut self, part: &[u8], hash: bool) -> Result<(), StreamFailure> {
         self.running("bytes")?;
-        let Some((header, received)) = self.open.as_mut() else { return Err(self.nonsense("bytes outside of a bucket")) };
+        let Some(Open { header, received, hashed }) = self.open.as_mut() else { return Err(self.nonsense("bytes outside of a bucket")) };
         let offset = header.offset.saturating_add(*received);
         *received = received.saturating_add(part.len() as u64);
         if *received > header.bytes {
             return Err(self.nonsense("a bucket is longer than its head says"));
         }
-        // While the bytes are in the cache.
-        self.hasher.update(part);
+        if hash {
+            // While the bytes are in the cache.
+            self.hasher.update(part);
+            *hashed = *received;
+        }
         let written = self.store.write(offset, part);
         self.stored(written)
     }
@@ -66,9 +99,12 @@ impl Intake {
     /// The bucket is over; `said` is what the leader says it hashes to.
     pub(super) fn digest(&mut self, said: u128) -> Result<(), StreamFailure> {
         self.running("a digest")?;
-        let Some((header, received)) = self.open.take() else { return Err(self.nonsense("a digest outside of a bucket")) };
+        let Some(Open { header, received, hashed }) = self.open.take() else { return Err(self.nonsense("a digest outside of a bucket")) };
         if received != header.bytes {
             return Err(self.nonsense("a bucket is shorter than its head says"));
+        }
+        if hashed != received {
+            return Err(self.nonsense("a digest before the end of a block"));
         }
         let computed = self.hasher.take();
         if computed != said {

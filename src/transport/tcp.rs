@@ -1,15 +1,20 @@
 //! The TCP data path: a pipelined chain, where every member forwards a bucket while it still arrives.
 //!
-//! Each hop is one connection: hello, frames down the chain, answers up (`frame`). A member that lives says so four times in each silence,
-//! whether bytes move or not, so whoever is quiet is the one at fault and not the one in front of it. The first failure travels both ways
-//! and names the member. This file listens and opens; it never decides who is let in ([`Admission`] does).
+//! Each hop is one connection: hello, frames down the chain, answers up (`frame`); between large machines further ones (lanes), over which
+//! the frames are laid block by block, so that several cores send, hash and receive (`route`, `inlet`). A member that lives says so four
+//! times in each silence, whether bytes move or not, so whoever is quiet is the one at fault and not the one in front of it. The first
+//! failure travels both ways and names the member. This file listens and opens; it never decides who is let in ([`Admission`] does).
 
 mod downstream;
 mod frame;
+mod inlet;
+mod lanes;
 mod member;
 mod pool;
+mod route;
 mod sink;
 mod socket;
+mod writer;
 
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
@@ -26,8 +31,11 @@ use super::carrier::Carriers;
 use super::{Admission, BucketSink, Transport, TransportError};
 use crate::protocol::{DataHello, MemberName, StreamFailure};
 use downstream::Alive;
-pub(super) use downstream::{Downstream, Item};
+pub(super) use downstream::Downstream;
+use lanes::Meeting;
+pub(super) use lanes::default_lanes;
 use sink::Sink;
+use socket::Opening;
 
 /// Finds the name that a member's certificate must carry.
 pub type ServerNames = Arc<dyn Fn(&MemberName) -> Option<ServerName<'static>> + Send + Sync>;
@@ -58,6 +66,8 @@ pub struct TcpOptions {
     pub receive_buffer: usize,
     /// Receive buffers of one stream: how far a member reads ahead of what it forwarded.
     pub receive_buffers: usize,
+    /// Connections of one stream on one hop, at most; the smaller wish of both ends counts. One for each four cores by default, at most four.
+    pub lanes: usize,
     /// Buckets that a leader may have given to an open chain and that are not sent yet.
     pub buckets_in_flight: usize,
 }
@@ -71,6 +81,7 @@ impl Default for TcpOptions {
             hello_timeout: Duration::from_secs(5),
             receive_buffer: 256 << 10,
             receive_buffers: 16,
+            lanes: lanes::default_lanes(),
             buckets_in_flight: 3,
         }
     }
@@ -97,6 +108,7 @@ impl TcpTransport {
             admission,
             strangers: Arc::new(Semaphore::new(options.max_strangers)),
             streams: Arc::new(Semaphore::new(options.max_streams)),
+            meeting: Meeting::default(),
             options: options.clone(),
             carriers: carriers.clone(),
             closed: closed.clone(),
@@ -142,6 +154,7 @@ struct Server {
     admission: Arc<dyn Admission>,
     strangers: Arc<Semaphore>,
     streams: Arc<Semaphore>,
+    meeting: Meeting,
     options: Arc<TcpOptions>,
     carriers: Arc<OnceLock<Arc<dyn Carriers>>>,
     closed: CancellationToken,
@@ -170,18 +183,29 @@ impl Server {
         tokio::spawn(self.closed.clone().run_until_cancelled_owned(async move {
             let opened = timeout(server.options.hello_timeout, async {
                 let mut link = socket::accept(stream, &server.options).await?;
-                let hello = socket::read_hello(&mut link).await?;
-                Ok::<_, std::io::Error>((link, hello))
+                let opening = socket::read_opening(&mut link).await?;
+                Ok::<_, std::io::Error>((link, opening))
             });
-            let (link, hello) = match opened.await {
+            let (link, opening) = match opened.await {
                 Ok(Ok(opened)) => opened,
                 Ok(Err(error)) => return tracing::debug!(%peer, %error, "data connection closed before its hello"),
                 Err(_) => return tracing::debug!(%peer, "data connection showed no hello in time"),
             };
             drop(stranger);
-            let stream = server.streams.clone().try_acquire_owned().ok();
-            let carriers = server.carriers.get().map(Arc::as_ref);
-            member::serve(link, hello, &*server.admission, carriers, server.options, stream).await;
+            match opening {
+                Opening::Lane(id, number) => {
+                    if !server.meeting.give(&id, number, link) {
+                        tracing::warn!(%peer, "data connection for a stream that is not here: closed");
+                    }
+                }
+                Opening::Stream(hello, lanes) => {
+                    let stream = server.streams.clone().try_acquire_owned().ok();
+                    let lanes = lanes.clamp(1, server.options.lanes.max(1));
+                    let carriers = server.carriers.get().map(Arc::as_ref);
+                    let doors = member::Doors { admission: &*server.admission, carriers, meeting: &server.meeting };
+                    member::serve(link, *hello, lanes, doors, server.options, stream).await;
+                }
+            }
         }));
     }
 }

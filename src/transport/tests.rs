@@ -3,4 +3,5 @@
 #![allow(clippy::cast_possible_truncation)]
 
 pub mod bed;
+mod digest;
 mod suite;

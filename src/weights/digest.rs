@@ -1,18 +1,30 @@
-//! Digests: xxh3-128 per bucket on a wire that passes a CPU, and of every tensor by the algorithm that the manifest names.
+//! Digests: of buckets on a wire that passes a CPU, and of every tensor by the algorithm that the manifest names.
 //!
-//! Decides how bytes, or shares that a GPU computed of them, become a digest, in one piece or while they arrive. It finds corruption, misplacement and loss, not an attacker:
-//! who may send is decided by TLS and the epoch's secret. It never keeps bytes.
+//! Decides how bytes, or shares that a GPU computed of them, become a digest: in one piece, while they arrive, or block by block on several
+//! cores. It finds corruption, misplacement and loss, not an attacker: who may send is decided by TLS and the epoch's secret. It never keeps
+//! bytes.
 
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::{Xxh3Default, xxh3_128};
+use twox_hash::XxHash3_128;
 
 use super::gsum::Gsum64;
 use super::{DigestAlgorithm, Layout, shown};
 
-/// The xxh3-128 (seed 0) of a bucket or tensor.
+/// Length in bytes of the blocks of which a bucket's digest is made; the last one of a bucket may be shorter.
+pub const BLOCK_BYTES: usize = 1 << 20;
+
+/// The xxh3-128 (seed 0) of a tensor.
+pub fn tensor_digest(bytes: &[u8]) -> u128 {
+    XxHash3_128::oneshot(bytes)
+}
+
+/// The digest of a bucket. Up to [`BLOCK_BYTES`]: the xxh3-128 (seed 0) of its bytes. Longer: the xxh3-128 of the digests of its blocks, in
+/// order, 16 little-endian bytes each, so that blocks can be hashed at once by several cores.
 pub fn bucket_digest(bytes: &[u8]) -> u128 {
-    xxh3_128(bytes)
+    let mut hasher = BucketHasher::new();
+    hasher.update(bytes);
+    hasher.take()
 }
 
 /// 32 lower-case hex digits, most significant first: what `xxhash.xxh3_128_hexdigest` of Python gives.
@@ -27,8 +39,41 @@ pub fn parse_digest_hex(hex: &str) -> Option<u128> {
 }
 
 /// The xxh3-128 of bytes that come in parts.
+#[derive(Clone)]
+pub struct BlockHasher(XxHash3_128);
+
+impl Default for BlockHasher {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl BlockHasher {
+    /// Nothing hashed yet.
+    pub fn new() -> Self {
+        Self(XxHash3_128::new())
+    }
+
+    /// Takes the next part, of any length.
+    pub fn update(&mut self, part: &[u8]) {
+        self.0.write(part);
+    }
+
+    /// The digest of all parts since the start; the hasher is ready for the next block or tensor.
+    pub fn take(&mut self) -> u128 {
+        std::mem::replace(&mut self.0, XxHash3_128::new()).finish_128()
+    }
+}
+
+/// The [`bucket_digest`] of bytes that come in parts.
 #[derive(Clone, Default)]
-pub struct BucketHasher(Xxh3Default);
+pub struct BucketHasher {
+    block: BlockHasher,
+    /// Bytes of the present block that were hashed.
+    hashed: usize,
+    /// Digests of the blocks that ended.
+    blocks: Vec<u128>,
+}
 
 impl BucketHasher {
     /// Nothing hashed yet.
@@ -37,15 +82,40 @@ impl BucketHasher {
     }
 
     /// Takes the next part, of any length.
-    pub fn update(&mut self, part: &[u8]) {
-        self.0.update(part);
+    pub fn update(&mut self, mut part: &[u8]) {
+        while !part.is_empty() {
+            if self.hashed == BLOCK_BYTES {
+                self.end_block();
+            }
+            let (now, later) = part.split_at_checked(BLOCK_BYTES - self.hashed).unwrap_or((part, &[]));
+            self.block.update(now);
+            self.hashed += now.len();
+            part = later;
+        }
+    }
+
+    /// Takes the next block as the digest that was made of it elsewhere.
+    pub fn block(&mut self, digest: u128) {
+        self.blocks.push(digest);
     }
 
     /// The digest of all parts since the start; the hasher is ready for the next bucket.
     pub fn take(&mut self) -> u128 {
-        let digest = self.0.digest128();
-        self.0.reset();
+        if self.hashed > 0 || self.blocks.is_empty() {
+            self.end_block();
+        }
+        let digest = match self.blocks.as_slice() {
+            [only] => *only,
+            blocks => XxHash3_128::oneshot(&blocks.iter().flat_map(|digest| digest.to_le_bytes()).collect::<Vec<_>>()),
+        };
+        self.blocks.clear();
         digest
+    }
+
+    fn end_block(&mut self) {
+        self.hashed = 0;
+        let digest = self.block.take();
+        self.blocks.push(digest);
     }
 }
 
@@ -72,7 +142,7 @@ impl Layout {
 /// A digest that is being computed, by either algorithm.
 #[derive(Clone)]
 enum Running {
-    Xxh3(BucketHasher),
+    Xxh3(BlockHasher),
     Gsum(Gsum64),
 }
 
@@ -117,7 +187,7 @@ impl TensorHasher {
     /// Nothing fed yet.
     pub fn new(layout: Arc<Layout>, algorithm: DigestAlgorithm) -> Self {
         let hasher = match algorithm {
-            DigestAlgorithm::Xxh3_128 => Running::Xxh3(BucketHasher::new()),
+            DigestAlgorithm::Xxh3_128 => Running::Xxh3(BlockHasher::new()),
             DigestAlgorithm::Gsum64 => Running::Gsum(Gsum64::new()),
         };
         Self { layout, position: 0, hasher, done: Vec::new() }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
-use weightsync::weights::{Bucket, Dtype, Layout, TensorSpec, bucket_digest, digest_hex};
+use weightsync::weights::{Bucket, Dtype, Layout, TensorSpec, digest_hex, tensor_digest};
 
 /// Weights of one version.
 pub struct Model {
@@ -86,7 +86,7 @@ impl Model {
 
     /// Name and digest of every tensor, as a simulator tells what it serves.
     pub fn digests(&self) -> Value {
-        let digest = |(number, (name, _)): (usize, &(String, u64))| (name.clone(), json!(digest_hex(bucket_digest(&self.bytes(number)))));
+        let digest = |(number, (name, _)): (usize, &(String, u64))| (name.clone(), json!(digest_hex(tensor_digest(&self.bytes(number)))));
         Value::Object(self.tensors.iter().enumerate().map(digest).collect())
     }
 }

@@ -7,16 +7,19 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::mpsc;
+use tokio::task::spawn_blocking;
 
 use crate::agent::version_source::{SourceError, VersionSource};
 use crate::protocol::BucketHeader;
 use crate::transport::nccl::Staging;
-use crate::transport::{BucketSink, Payload, TransportError};
-use crate::weights::{Bucket, DigestAlgorithm, Layout, TensorHasher, bucket_digest};
+use crate::transport::{BucketSink, Payload, TransportError, digest, hashes_on_several_cores};
+use crate::weights::{Bucket, BucketHasher, DigestAlgorithm, Layout, TensorHasher, TensorHasherError};
 use crate::worker::WorkerError;
 
 /// Buckets that are read and hashed ahead of the one being sent.
 const AHEAD: usize = 2;
+/// Bytes that fit into a core's cache.
+const PIECE: usize = 256 << 10;
 
 /// Why a stream did not reach its end.
 #[derive(Debug, thiserror::Error)]
@@ -86,19 +89,7 @@ async fn send(
                 Payload::Device(device) => device.to_host(staging.as_ref(), silence).await.map_err(on_gpu)?,
                 Payload::Host(bytes) => bytes,
             };
-            let keep = keep.clone();
-            let hashed = tokio::task::spawn_blocking(move || {
-                let bytes = match keep {
-                    Some(keep) => keep.keep(bytes),
-                    None => bytes,
-                };
-                let digest = if hashes { 0 } else { bucket_digest(&bytes) };
-                hasher.update(&bytes).map(|()| (hasher, bytes, digest))
-            });
-            let (back, bytes, digest) = match hashed.await {
-                Ok(hashed) => hashed.map_err(|error| StreamError::Layout(error.to_string()))?,
-                Err(ended) => return Err(StreamError::Layout(format!("hashing ended early: {ended}"))),
-            };
+            let (back, bytes, digest) = hashed(hasher, bytes, keep.clone(), !hashes).await?;
             hasher = back;
             if ready.send((bucket, bytes.into(), digest)).await.is_err() {
                 break;
@@ -126,6 +117,40 @@ async fn send(
     };
     let (hasher, ()) = tokio::try_join!(produce, consume)?;
     hasher.finish().map_err(|error| StreamError::Layout(error.to_string()))
+}
+
+/// Keeps a bucket where that is wanted, and hashes it for its tensors and, where that is wanted, as a bucket (0 else).
+async fn hashed(
+    mut hasher: TensorHasher,
+    bytes: Bytes,
+    keep: Option<Arc<dyn Keep>>,
+    as_bucket: bool,
+) -> Result<(TensorHasher, Bytes, u128), StreamError> {
+    let ended = |ended| StreamError::Layout(format!("hashing ended early: {ended}"));
+    let misfit = |error: TensorHasherError| StreamError::Layout(error.to_string());
+    let bytes = match keep {
+        Some(keep) => spawn_blocking(move || keep.keep(bytes)).await.map_err(ended)?,
+        None => bytes,
+    };
+    let all = bytes.clone();
+    if as_bucket && hashes_on_several_cores() {
+        let tensors = spawn_blocking(move || hasher.update(&all).map(|()| hasher));
+        let (tensors, digest) = tokio::join!(tensors, digest(bytes.clone()));
+        return Ok((tensors.map_err(ended)?.map_err(misfit)?, bytes, digest.map_err(ended)?));
+    }
+    let both = spawn_blocking(move || {
+        let mut bucket = BucketHasher::new();
+        // Both digests of a piece while it is in the cache.
+        for piece in all.chunks(PIECE) {
+            if as_bucket {
+                bucket.update(piece);
+            }
+            hasher.update(piece)?;
+        }
+        Ok((hasher, if as_bucket { bucket.take() } else { 0 }))
+    });
+    let (hasher, digest) = both.await.map_err(ended)?.map_err(misfit)?;
+    Ok((hasher, bytes, digest))
 }
 
 fn on_gpu(error: WorkerError) -> StreamError {

@@ -10,7 +10,7 @@ use crate::agent::core::lock;
 use crate::engine::{Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed};
 use crate::protocol::{EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::safetensors::Checkpoint;
-use crate::weights::{TensorSpec, bucket_digest, digest_hex};
+use crate::weights::{TensorSpec, digest_hex, tensor_digest};
 
 /// What the engine does wrong.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -84,7 +84,7 @@ pub fn digest_of(directory: &Path) -> Result<String, String> {
     for (index, tensor) in checkpoint.tensors().iter().enumerate() {
         let mut bytes = vec![0; usize::try_from(tensor.bytes).unwrap()];
         checkpoint.read_tensor(index, 0, &mut bytes).map_err(|error| error.to_string())?;
-        tensors.push(format!("{}={}", tensor.spec.name, digest_hex(bucket_digest(&bytes))));
+        tensors.push(format!("{}={}", tensor.spec.name, digest_hex(tensor_digest(&bytes))));
     }
     tensors.sort();
     Ok(tensors.join(" "))

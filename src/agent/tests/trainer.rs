@@ -14,7 +14,7 @@ use crate::agent::publish_job::{PublishJob, Report, reporting};
 use crate::agent::version_source::{SourceError, VersionSource};
 use crate::protocol::*;
 use crate::transport::Payload;
-use crate::weights::{Bucket, Dtype, Layout, TensorSpec, bucket_digest, digest_hex};
+use crate::weights::{Bucket, Dtype, Layout, TensorSpec, digest_hex, tensor_digest};
 
 /// Weights that differ for each seed: three tensors, one larger than a bucket.
 pub fn weights(seed: u8) -> (Layout, Vec<u8>) {
@@ -43,7 +43,7 @@ pub fn served(layout: &Layout, bytes: &[u8]) -> String {
         .iter()
         .map(|entry| {
             let range = usize::try_from(entry.offset).unwrap()..usize::try_from(entry.end()).unwrap();
-            format!("{}={}", entry.tensor.name, digest_hex(bucket_digest(&bytes[range])))
+            format!("{}={}", entry.tensor.name, digest_hex(tensor_digest(&bytes[range])))
         })
         .collect();
     tensors.sort();

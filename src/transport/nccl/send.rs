@@ -20,7 +20,7 @@ use super::pieces;
 use super::staging::AREA;
 use crate::protocol::worker::Part;
 use crate::protocol::{BucketHeader, StreamFailure};
-use crate::transport::tcp::{Downstream, Item};
+use crate::transport::tcp::Downstream;
 use crate::transport::{BucketSink, DevicePayload, Payload, TransportError};
 use crate::worker::{Broadcast, Event, Span, Sums, WorkerError};
 
@@ -81,7 +81,7 @@ impl Sink {
     fn sent(&mut self, sent: &Sent) {
         self.total = if sent.first { sent.sum } else { self.total.wrapping_add(sent.sum) };
         if sent.last {
-            self.chain.send(Item::Digest(self.total.into()));
+            self.chain.digest(self.total.into());
         }
     }
 
@@ -123,7 +123,7 @@ impl Sink {
                 Err(error) => return Err(self.cause_of(&error).await),
             };
             if !std::mem::replace(&mut announced, true) {
-                self.chain.send(Item::Head(header));
+                self.chain.head(header);
             }
             let under_way = self.enter(spans, after, ready, offset, bytes, header.bytes);
             self.under_way.push_back(under_way);
@@ -244,7 +244,7 @@ impl BucketSink for Sink {
                 return Err(self.fail(failure));
             }
         }
-        self.chain.send(Item::End);
+        self.chain.end();
         let communicator = self.communicator.clone();
         let done = tokio::select! {
             biased;

@@ -1,6 +1,6 @@
-//! The connection to the next member of a chain: what is sent down, what is answered, and whether the next member lives.
+//! The connections to the next member of a chain: how they are made, what is answered, and whether the next member lives.
 //!
-//! Decides that the next member is unreachable, lost or silent; a failure that it reports itself wins over what its connection looks
+//! Decides that the next member is unreachable, lost or silent; a failure that it reports itself wins over what its connections look
 //! like, so a write error waits for its last words. Never reads a bucket's bytes, and holds no more of them than it was given.
 
 use std::future::pending;
@@ -8,32 +8,23 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::{Buf, Bytes};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc, watch};
+use bytes::Bytes;
+use tokio::io::AsyncReadExt;
+use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::TcpOptions;
-use super::frame::{Frame, Parser, put_part_start};
+use super::frame::{Frame, Parser};
+use super::inlet::Reader;
+use super::lanes::StreamId;
+use super::route::{Count, Route, Sent};
 use super::socket::{self, Link};
+use super::writer::{Item, Life, send_items};
 use crate::protocol::{BucketHeader, DataHello, MemberName, StreamFailure};
 
-/// Bytes of a leader's bucket in one part: a sign of life or a failure need not wait for more than this.
-const PART: usize = 1 << 20;
-/// A stream that is given up still tells the next member why, within this long.
+/// A stream that is given up still tells the next member why, within this long; and so long it has to say why it closed a connection.
 const LAST_WORDS: Duration = Duration::from_millis(500);
-
-type Writer = Box<dyn AsyncWrite + Send + Unpin>;
-
-/// Something to be sent down the chain.
-pub(in crate::transport) enum Item {
-    Head(BucketHeader),
-    Part(Bytes),
-    Digest(u128),
-    /// A whole bucket; the permit is given back when it was sent.
-    Bucket(BucketHeader, Bytes, u128, OwnedSemaphorePermit),
-    End,
-}
 
 /// Where the rest of the chain stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,10 +45,11 @@ pub(super) enum Alive {
 
 /// The rest of the chain, seen from the member before it. Dropping it gives the stream up.
 pub(in crate::transport) struct Downstream {
-    items: mpsc::UnboundedSender<Item>,
+    route: Route,
     phase: watch::Receiver<Phase>,
     abort: watch::Sender<Option<StreamFailure>>,
-    alive: Arc<Notify>,
+    /// One for each connection that there may be.
+    alive: Vec<Arc<Notify>>,
     on_drop: StreamFailure,
 }
 
@@ -69,26 +61,44 @@ pub(super) fn alive_period(silence: Duration) -> Duration {
 impl Downstream {
     /// Begins to open the rest of the chain: `hello.to` at `address` and all behind it. `on_drop` is what it is told when this is dropped.
     pub(super) fn start(hello: DataHello, address: String, options: Arc<TcpOptions>, alive: Alive, on_drop: StreamFailure) -> Self {
-        let (items, to_send) = mpsc::unbounded_channel();
+        // What travels beside the connection needs no others.
+        let (route, to_send) = Route::new(if hello.carried.is_some() { 1 } else { options.lanes });
         let (phase_sender, phase) = watch::channel(Phase::Opening);
         let (abort, aborted) = watch::channel(None);
-        let told = Arc::new(Notify::new());
-        let notified = told.clone();
+        let told: Vec<Arc<Notify>> = to_send.iter().map(|_| Arc::default()).collect();
+        let by_itself = matches!(alive, Alive::ByItself).then(|| alive_period(Duration::from_millis(hello.silence_ms)));
+        let queues = to_send.into_iter().zip(&told);
+        let queues = queues.map(|(items, told)| Queue { items, life: Life { by_itself, told: told.clone() } }).collect();
+        let count = route.count.clone();
         tokio::spawn(async move {
-            let connection = Connection { hello, address, options, phase: phase_sender, aborted, alive, told };
-            connection.run(to_send).await;
+            let connection = Connection { hello, address, options, phase: phase_sender, aborted, count };
+            connection.run(queues).await;
         });
-        Self { items, phase, abort, alive: notified, on_drop }
+        Self { route, phase, abort, alive: told, on_drop }
     }
 
     /// Shows the rest of the chain that this member lives; does nothing while there is something to send.
     pub(super) fn alive(&self) {
-        self.alive.notify_one();
+        self.alive.iter().for_each(|told| told.notify_one());
     }
 
-    /// Gives something to be sent. What is sent after a failure is dropped.
-    pub(in crate::transport) fn send(&self, item: Item) {
-        let _ = self.items.send(item);
+    // What is sent, once the rest of the chain was admitted. What is sent after a failure is dropped.
+
+    pub(in crate::transport) fn head(&mut self, header: BucketHeader) {
+        self.route.head(header);
+    }
+
+    /// The next bytes of a bucket; `sent` is dropped when they are on their way.
+    pub(super) fn part(&mut self, part: Bytes, sent: Option<&Sent>) {
+        self.route.part(part, sent);
+    }
+
+    pub(in crate::transport) fn digest(&mut self, digest: u128) {
+        self.route.digest(digest);
+    }
+
+    pub(in crate::transport) fn end(&mut self) {
+        self.route.end();
     }
 
     /// The next change of phase, once each.
@@ -144,6 +154,12 @@ impl Drop for Downstream {
     }
 }
 
+/// What is to be sent on one connection, and when it shows that this side lives.
+struct Queue {
+    items: mpsc::UnboundedReceiver<Item>,
+    life: Life,
+}
+
 /// The task behind a [`Downstream`].
 struct Connection {
     hello: DataHello,
@@ -151,85 +167,159 @@ struct Connection {
     options: Arc<TcpOptions>,
     phase: watch::Sender<Phase>,
     aborted: watch::Receiver<Option<StreamFailure>>,
-    alive: Alive,
-    told: Arc<Notify>,
+    count: Count,
 }
 
 impl Connection {
-    async fn run(self, items: mpsc::UnboundedReceiver<Item>) {
+    async fn run(self, queues: Vec<Queue>) {
         let mut aborted = self.aborted.clone();
         let given_up = async {
             if aborted.wait_for(Option::is_some).await.is_ok() {
                 sleep(LAST_WORDS).await;
             }
         };
-        let phase = self.phase.clone();
+        let connection = Arc::new(self);
         tokio::select! {
-            outcome = self.talk(items) => {
+            outcome = connection.talk(queues) => {
                 if let Err(failure) = outcome {
-                    phase.send_replace(Phase::Failed(failure));
+                    connection.phase.send_replace(Phase::Failed(failure));
                 }
             }
             () = given_up => {}
         }
     }
 
-    async fn talk(&self, items: mpsc::UnboundedReceiver<Item>) -> Result<(), StreamFailure> {
-        let peer = self.hello.to.clone();
+    async fn talk(self: &Arc<Self>, queues: Vec<Queue>) -> Result<(), StreamFailure> {
         let silence = Duration::from_millis(self.hello.silence_ms);
-        let unreachable = |cause: String| StreamFailure::Unreachable { peer: peer.clone(), cause };
+        let wanted = queues.len();
+        let mut queues = queues.into_iter();
+        let Some(Queue { items, life }) = queues.next() else { return Err(self.unreachable("no connection was wanted".to_owned())) };
+        let opened = self.connect(async |link| socket::write_hello(link, &self.hello, wanted).await).await;
+        let Link { reader, writer, .. } = opened.map_err(|cause| self.unreachable(cause))?;
+        let (agreed, more) = oneshot::channel();
+        let answers = Answers { peer: &self.hello.to, silence, phase: &self.phase, count: &self.count, wanted, agreed: Some(agreed) };
+        let mut writing = std::pin::pin!(send_items(writer, items, self.aborted.clone(), life));
+        let mut reading = std::pin::pin!(answers.read(reader));
+        let mut others = std::pin::pin!(self.other_lanes(more, queues));
+        let answered = tokio::select! {
+            outcome = &mut reading => outcome,
+            // All was said, or the connection broke: what the next member says last decides.
+            _ = &mut writing => reading.await,
+            failure = &mut others => match timeout(LAST_WORDS, &mut reading).await {
+                // It closed all connections because one broke.
+                Err(_) | Ok(Err(Broken::Seen(_))) => Err(Broken::Seen(failure)),
+                Ok(outcome) => outcome,
+            },
+        };
+        answered.map_err(|(Broken::Said(failure) | Broken::Seen(failure))| failure)
+    }
+
+    /// Opens the further connections that both sides agreed to, and sends on them; ends with the first failure.
+    async fn other_lanes(
+        self: &Arc<Self>,
+        agreed: oneshot::Receiver<(usize, StreamId)>,
+        queues: impl Iterator<Item = Queue>,
+    ) -> StreamFailure {
+        let Ok((count, id)) = agreed.await else { return pending().await };
+        let mut lanes = JoinSet::new();
+        for (number, queue) in (1..).zip(queues).take(count.saturating_sub(1)) {
+            lanes.spawn(self.clone().lane(id, number, queue));
+        }
+        while let Some(ended) = lanes.join_next().await {
+            if let Ok(Err(failure)) = ended {
+                return failure;
+            }
+        }
+        pending().await
+    }
+
+    async fn lane(self: Arc<Self>, id: StreamId, number: u32, queue: Queue) -> Result<(), StreamFailure> {
+        let named = |cause: String| format!("connection {number}: {cause}");
+        let opened = self.connect(async |link| socket::write_lane(link, &id, number).await).await;
+        let Link { mut reader, writer, .. } = opened.map_err(|cause| self.unreachable(named(cause)))?;
+        let mut answer = [0; 1];
+        let cause = tokio::select! {
+            sent = send_items(writer, queue.items, self.aborted.clone(), queue.life) => match sent {
+                Ok(()) => return Ok(()),
+                Err(error) => error.to_string(),
+            },
+            // No answers come on it: this is its end.
+            read = reader.read(&mut answer) => read.err().map_or_else(|| "it closed the connection".to_owned(), |error| error.to_string()),
+        };
+        Err(StreamFailure::Lost { peer: self.hello.to.clone(), cause: named(cause) })
+    }
+
+    fn unreachable(&self, cause: String) -> StreamFailure {
+        StreamFailure::Unreachable { peer: self.hello.to.clone(), cause }
+    }
+
+    /// Makes a connection and begins it, or says why that is not possible.
+    async fn connect(&self, begin: impl AsyncFnOnce(&mut Link) -> io::Result<()>) -> Result<Link, String> {
+        let silence = Duration::from_millis(self.hello.silence_ms);
         let opened = timeout(silence, async {
-            let mut link = socket::connect(&self.hello, &self.address, &self.options).await?;
-            socket::write_hello(&mut link, &self.hello).await?;
+            let mut link = socket::connect(&self.hello.to, self.hello.tls, &self.address, &self.options).await?;
+            begin(&mut link).await?;
             Ok::<_, io::Error>(link)
         });
-        let Link { reader, writer, .. } = match opened.await {
-            Ok(Ok(link)) => link,
-            Ok(Err(error)) => return Err(unreachable(format!("{}: {error}", self.address))),
-            Err(_) => return Err(unreachable(format!("{}: no answer within {silence:?}", self.address))),
-        };
-        let by_itself = matches!(self.alive, Alive::ByItself).then(|| alive_period(silence));
-        let life = Life { by_itself, told: self.told.clone() };
-        let mut writing = std::pin::pin!(send_items(writer, items, self.aborted.clone(), life));
-        let mut reading = std::pin::pin!(read_answers(reader, &peer, silence, &self.phase));
-        tokio::select! {
-            outcome = &mut reading => return outcome,
-            // All was said, or the connection broke: what the next member says last decides.
-            _ = &mut writing => {}
+        match opened.await {
+            Ok(Ok(link)) => Ok(link),
+            Ok(Err(error)) => Err(format!("{}: {error}", self.address)),
+            Err(_) => Err(format!("{}: no answer within {silence:?}", self.address)),
         }
-        reading.await
     }
 }
-
-/// Reads answers until the chain is done or failed.
-async fn read_answers(
-    mut reader: Box<dyn AsyncRead + Send + Unpin>,
-    peer: &MemberName,
+/// What the next member says, and what it means for the phase.
+struct Answers<'a> {
+    peer: &'a MemberName,
     silence: Duration,
-    phase: &watch::Sender<Phase>,
-) -> Result<(), StreamFailure> {
-    let lost = |cause: String| StreamFailure::Lost { peer: peer.clone(), cause };
-    let mut parser = Parser::default();
-    let mut buffer = vec![0; 4096];
-    let mut deadline = Instant::now() + silence;
-    loop {
-        let mut input = match timeout_at(deadline, reader.read(&mut buffer)).await {
-            Err(_) => return Err(StreamFailure::Silent { peer: peer.clone(), silence_ms: millis(silence) }),
-            Ok(Err(error)) => return Err(lost(error.to_string())),
-            Ok(Ok(0)) => return Err(lost("it closed the connection".to_owned())),
-            Ok(Ok(length)) => buffer.get(..length).unwrap_or_default(),
-        };
-        deadline = Instant::now() + silence;
-        while let Some(frame) = parser.next(&mut input).map_err(|error| lost(error.to_string()))? {
-            match frame {
-                Frame::Alive => {}
-                Frame::Admitted => _ = phase.send_replace(Phase::Admitted),
-                Frame::Done => {
-                    phase.send_replace(Phase::Done);
-                    return Ok(());
+    phase: &'a watch::Sender<Phase>,
+    count: &'a Count,
+    /// Connections that this side would like to use.
+    wanted: usize,
+    /// Told once how many the next member agreed to.
+    agreed: Option<oneshot::Sender<(usize, StreamId)>>,
+}
+
+/// Why no more answers come: said by the next member, or seen from its connection.
+enum Broken {
+    Said(StreamFailure),
+    Seen(StreamFailure),
+}
+
+impl Answers<'_> {
+    /// Reads answers until the chain is done or failed.
+    async fn read(mut self, mut reader: Reader) -> Result<(), Broken> {
+        let lost = |cause: String| Broken::Seen(StreamFailure::Lost { peer: self.peer.clone(), cause });
+        let mut parser = Parser::default();
+        let mut buffer = vec![0; 4096];
+        let mut deadline = Instant::now() + self.silence;
+        loop {
+            let mut input = match timeout_at(deadline, reader.read(&mut buffer)).await {
+                Err(_) => return Err(Broken::Seen(StreamFailure::Silent { peer: self.peer.clone(), silence_ms: millis(self.silence) })),
+                Ok(Err(error)) => return Err(lost(error.to_string())),
+                Ok(Ok(0)) => return Err(lost("it closed the connection".to_owned())),
+                Ok(Ok(length)) => buffer.get(..length).unwrap_or_default(),
+            };
+            deadline = Instant::now() + self.silence;
+            while let Some(frame) = parser.next(&mut input).map_err(|error| lost(error.to_string()))? {
+                match frame {
+                    Frame::Alive => {}
+                    Frame::Lanes(count, id) => {
+                        let count = usize::try_from(count).ok().filter(|count| (2..=self.wanted).contains(count));
+                        let (Some(count), Some(agreed)) = (count, self.agreed.take()) else {
+                            return Err(lost("it asked for connections that were not offered".to_owned()));
+                        };
+                        self.count.set(count);
+                        let _ = agreed.send((count, id));
+                    }
+                    Frame::Admitted => _ = self.phase.send_replace(Phase::Admitted),
+                    Frame::Done => {
+                        self.phase.send_replace(Phase::Done);
+                        return Ok(());
+                    }
+                    Frame::Failure(failure) => return Err(Broken::Said(failure)),
+                    other => return Err(lost(format!("it answered {other:?}"))),
                 }
-                Frame::Failure(failure) => return Err(failure),
-                other => return Err(lost(format!("it answered {other:?}"))),
             }
         }
     }
@@ -237,78 +327,4 @@ async fn read_answers(
 
 pub(super) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
-}
-
-/// When to show that this side lives.
-struct Life {
-    by_itself: Option<Duration>,
-    told: Arc<Notify>,
-}
-
-impl Life {
-    async fn due(&self) {
-        match self.by_itself {
-            Some(period) => sleep(period).await,
-            None => self.told.notified().await,
-        }
-    }
-}
-
-/// Sends items, signs of life between them, and at last why the stream is over. Ends when the connection breaks or last words were said.
-async fn send_items(
-    mut writer: Writer,
-    mut items: mpsc::UnboundedReceiver<Item>,
-    mut aborted: watch::Receiver<Option<StreamFailure>>,
-    life: Life,
-) -> io::Result<()> {
-    let mut small = Vec::with_capacity(4096);
-    loop {
-        let failure = aborted.borrow_and_update().clone();
-        if let Some(failure) = failure {
-            Frame::Failure(failure).put(&mut small);
-            writer.write_all(&small).await?;
-            return writer.shutdown().await;
-        }
-        let item = if let Ok(item) = items.try_recv() {
-            item
-        } else {
-            // Nothing more to put into one write.
-            writer.write_all(&small).await?;
-            writer.flush().await?;
-            small.clear();
-            tokio::select! {
-                biased;
-                _ = aborted.changed() => continue,
-                Some(item) = items.recv() => item,
-                () = life.due() => {
-                    Frame::Alive.put(&mut small);
-                    continue;
-                }
-            }
-        };
-        match item {
-            Item::Head(header) => Frame::Head(header).put(&mut small),
-            Item::Digest(digest) => Frame::Digest(digest).put(&mut small),
-            Item::End => Frame::End.put(&mut small),
-            Item::Part(part) => send_part(&mut writer, &mut small, part).await?,
-            Item::Bucket(header, mut data, digest, _sent) => {
-                Frame::Head(header).put(&mut small);
-                while !data.is_empty() && aborted.borrow().is_none() {
-                    let part = data.split_to(data.len().min(PART));
-                    send_part(&mut writer, &mut small, part).await?;
-                }
-                if data.is_empty() {
-                    Frame::Digest(digest).put(&mut small);
-                }
-            }
-        }
-    }
-}
-
-/// Sends what waits in `small`, and a part behind it, in as few calls as the kernel takes.
-async fn send_part(writer: &mut Writer, small: &mut Vec<u8>, part: Bytes) -> io::Result<()> {
-    put_part_start(small, part.len());
-    writer.write_all_buf(&mut Buf::chain(small.as_slice(), part)).await?;
-    small.clear();
-    Ok(())
 }

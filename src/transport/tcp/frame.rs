@@ -3,7 +3,10 @@
 //! A frame is u32 kind, u32 length (both little-endian), then so many bytes. Towards the end of the chain: `Head` (24 bytes: a
 //! [`BucketHeader`]), `Part`s, `Digest` (16 bytes, little-endian), ..., `End`. Towards the leader: `Admitted`, `Done`. Both ways: `Alive`,
 //! `Failure` (JSON: [`StreamFailure`]). A bucket is cut into parts as the sender likes, so a sign of life or a failure fits anywhere.
+//! A stream over several connections (lanes): the answer `Lanes` (u32 number of lanes, 16 bytes that name the stream) before all others;
+//! behind a `Cut`, sent after each block of a bucket ([`crate::weights::BLOCK_BYTES`]), the frames go on on the next lane, in a ring.
 
+use super::lanes::StreamId;
 use crate::protocol::{BucketHeader, StreamFailure};
 
 /// Longest part in bytes; nothing is allocated by it.
@@ -19,6 +22,8 @@ const ALIVE: u32 = 5;
 const FAILURE: u32 = 6;
 const ADMITTED: u32 = 7;
 const DONE: u32 = 8;
+const CUT: u32 = 9;
+const LANES: u32 = 10;
 
 /// A frame, or for [`Frame::Part`] as much of it as is there.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,6 +36,8 @@ pub(super) enum Frame<'a> {
     Failure(StreamFailure),
     Admitted,
     Done,
+    Cut,
+    Lanes(u32, StreamId),
 }
 
 /// What stands on the wire is no frame.
@@ -56,6 +63,8 @@ impl Frame<'_> {
             }
             Self::Admitted => put(wire, ADMITTED, &[]),
             Self::Done => put(wire, DONE, &[]),
+            Self::Cut => put(wire, CUT, &[]),
+            Self::Lanes(count, id) => put(wire, LANES, &[count.to_le_bytes().as_slice(), id].concat()),
         }
     }
 }
@@ -103,7 +112,8 @@ impl Parser {
                 HEAD => length == BucketHeader::LENGTH,
                 DIGEST => length == 16,
                 FAILURE => length <= LONGEST_FAILURE,
-                END | ALIVE | ADMITTED | DONE => length == 0,
+                END | ALIVE | ADMITTED | DONE | CUT => length == 0,
+                LANES => length == 20,
                 _ => false,
             };
             if !sound {
@@ -148,6 +158,8 @@ impl Parser {
             FAILURE => Frame::Failure(serde_json::from_slice(body).ok()?),
             ADMITTED => Frame::Admitted,
             DONE => Frame::Done,
+            CUT => Frame::Cut,
+            LANES => Frame::Lanes(u32::from_le_bytes(*body.first_chunk()?), *body.last_chunk()?),
             _ => return None,
         })
     }

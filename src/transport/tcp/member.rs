@@ -4,18 +4,19 @@
 //! one (its store refused, a digest disagreed). One task, so a store that blocks makes this member silent instead of hiding behind a
 //! timer that still ticks.
 
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use bytes::Bytes;
+use tokio::io::AsyncWriteExt;
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::TcpOptions;
-use super::downstream::{Alive, Downstream, Item, Phase, alive_period, millis};
-use super::frame::{Frame, Parser};
-use super::pool::{Buffer, Pool};
+use super::downstream::{Alive, Downstream, Phase, alive_period, millis};
+use super::frame::Frame;
+use super::inlet::{Arrived, Event, Inlet, Many, One, Over, Room, Writer};
+use super::lanes::Meeting;
 use super::socket::Link;
 use crate::protocol::{DataHello, MemberName, Refusal, RefusalCode, StreamFailure};
 use crate::transport::carrier::{Carried, Carrier, Carriers};
@@ -27,21 +28,43 @@ const SILENCE: std::ops::RangeInclusive<u64> = 10..=600_000;
 /// A failed stream is read on (and thrown away) for at most this long, so that closing it does not overtake the words that say why.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// Serves one connection whose hello was read, to its end.
+/// What a stream that comes in meets.
+pub(super) struct Doors<'a> {
+    pub(super) admission: &'a dyn Admission,
+    pub(super) carriers: Option<&'a dyn Carriers>,
+    pub(super) meeting: &'a Meeting,
+}
+
+/// Serves one stream whose hello was read, to its end, over so many connections.
 pub(super) async fn serve(
     link: Link,
     hello: DataHello,
-    admission: &dyn Admission,
-    carriers: Option<&dyn Carriers>,
+    lanes: usize,
+    doors: Doors<'_>,
     options: Arc<TcpOptions>,
     room: Option<OwnedSemaphorePermit>,
 ) {
+    let Link { reader, writer, secured } = link;
     let silence = Duration::from_millis(hello.silence_ms);
-    let upstream = Upstream { reader: link.reader, writer: Some(link.writer), silence };
-    let admitted = admit(&hello, link.secured, admission, room.is_some()).and_then(|store| Ok((carrier(&hello, carriers, &store)?, store)));
-    match admitted {
-        Err(refusal) => upstream.fail(StreamFailure::Refused { peer: hello.to, refusal }).await,
-        Ok((carrier, store)) => Session::new(hello, store, carrier, options, upstream).run().await,
+    let mut upstream = Upstream { writer: Some(writer), silence };
+    let buffers = if lanes == 1 && hello.rest.is_empty() { 1 } else { options.receive_buffers.max(2) };
+    let space = Room { buffers, size: options.receive_buffer };
+    let admitted = admit(&hello, secured, doors.admission, room.is_some());
+    match admitted.and_then(|store| Ok((carrier(&hello, doors.carriers, &store)?, store))) {
+        Err(refusal) => {
+            upstream.say(Frame::Failure(StreamFailure::Refused { peer: hello.to, refusal })).await;
+            upstream.close(Inlet::One(One::new(reader, space, silence))).await;
+        }
+        Ok((carrier, store)) => {
+            let inlet = if lanes > 1 {
+                let expected = doors.meeting.open(lanes, secured);
+                upstream.say(Frame::Lanes(u32::try_from(lanes).unwrap_or(u32::MAX), expected.id)).await;
+                Inlet::Many(Many::new(reader, lanes, expected, space, silence))
+            } else {
+                Inlet::One(One::new(reader, space, silence))
+            };
+            Session::new(hello, (store, carrier), options, upstream, inlet).run().await;
+        }
     }
 }
 
@@ -71,11 +94,10 @@ fn admit(hello: &DataHello, secured: bool, admission: &dyn Admission, room: bool
     admission.admit(hello)
 }
 
-/// The connection to the member before.
+/// What is said to the member before.
 struct Upstream {
-    reader: Box<dyn AsyncRead + Send + Unpin>,
     /// None once it broke.
-    writer: Option<Box<dyn AsyncWrite + Send + Unpin>>,
+    writer: Option<Writer>,
     silence: Duration,
 }
 
@@ -94,56 +116,15 @@ impl Upstream {
         }
     }
 
-    async fn fail(mut self, failure: StreamFailure) {
-        self.say(Frame::Failure(failure)).await;
-        self.close().await;
-    }
-
     /// Closes so that what was said arrives: a socket closed with unread bytes in it is reset.
-    async fn close(mut self) {
+    async fn close(mut self, inlet: Inlet) {
         let _ = timeout(LAST_WORDS, async {
-            if let Some(mut writer) = self.writer.take() {
-                writer.shutdown().await?;
+            if let Some(writer) = self.writer.as_mut() {
+                let _ = writer.shutdown().await;
             }
-            let mut rest = vec![0; 64 << 10];
-            while self.reader.read(&mut rest).await? > 0 {}
-            Ok::<_, io::Error>(())
+            inlet.drain().await;
         })
         .await;
-    }
-}
-
-/// Reads from the member before, as far ahead as the pool allows.
-struct Inlet {
-    pool: Pool,
-    buffer: Option<Buffer>,
-    deadline: Instant,
-}
-
-enum Read {
-    Bytes(usize),
-    Closed(String),
-    Silent,
-}
-
-impl Inlet {
-    /// Waits for a buffer, then for bytes. Dropping the future loses nothing.
-    async fn next(&mut self, reader: &mut (dyn AsyncRead + Send + Unpin), silence: Duration) -> Read {
-        if self.buffer.is_none() {
-            self.buffer = Some(self.pool.take().await);
-            // As long as we could not read, it was not the other side that was silent.
-            self.deadline = Instant::now() + silence;
-        }
-        let Some(buffer) = self.buffer.as_mut() else { return Read::Closed("no buffer".to_owned()) };
-        match timeout_at(self.deadline, reader.read(buffer.data_mut())).await {
-            Err(_) => Read::Silent,
-            Ok(Err(error)) => Read::Closed(error.to_string()),
-            Ok(Ok(0)) => Read::Closed("it closed the stream in the middle".to_owned()),
-            Ok(Ok(length)) => {
-                self.deadline = Instant::now() + silence;
-                Read::Bytes(length)
-            }
-        }
     }
 }
 
@@ -161,68 +142,54 @@ struct Session {
     carrier: Option<Box<dyn Carrier>>,
     /// The end came while announced buckets were still on their way.
     end_came: bool,
-    parser: Parser,
-    downstream: Option<Downstream>,
     inlet: Inlet,
+    downstream: Option<Downstream>,
+    /// Whether the rest of the chain is open.
+    open_behind: bool,
+    /// Whether the member before was told that the chain is open.
+    admitted: bool,
 }
 
 impl Session {
     fn new(
         hello: DataHello,
-        store: Arc<dyn BucketStore>,
-        carrier: Option<Box<dyn Carrier>>,
+        (store, carrier): (Arc<dyn BucketStore>, Option<Box<dyn Carrier>>),
         options: Arc<TcpOptions>,
         upstream: Upstream,
+        inlet: Inlet,
     ) -> Self {
         let (me, from) = (hello.to.clone(), hello.from.clone());
         let mut rest = hello.rest.iter().cloned();
-        let buffers = if hello.rest.is_empty() { 1 } else { options.receive_buffers.max(2) };
-        let pool = Pool::new(buffers, options.receive_buffer);
-        let next = rest.next().map(|(name, address)| {
+        let downstream = rest.next().map(|(name, address)| {
             let hello = DataHello { from: me.clone(), to: name, rest: rest.collect(), ..hello };
             let lost = StreamFailure::Lost { peer: me.clone(), cause: "it closed its transport".to_owned() };
             Downstream::start(hello, address, options, Alive::WhenTold, lost)
         });
-        Self {
-            intake: Intake::new(me.clone(), store),
-            carrier,
-            end_came: false,
-            me,
-            from,
-            inlet: Inlet { pool, buffer: None, deadline: Instant::now() + upstream.silence },
-            upstream,
-            parser: Parser::default(),
-            downstream: next,
-        }
+        let open_behind = downstream.is_none();
+        let intake = Intake::new(me.clone(), store);
+        Self { me, from, upstream, intake, carrier, end_came: false, inlet, downstream, open_behind, admitted: false }
     }
 
     async fn run(mut self) {
-        match self.receive().await {
-            Ok(()) => {
-                self.upstream.say(Frame::Done).await;
-                self.upstream.close().await;
+        if let Err(Ending { failure, told }) = self.receive().await {
+            self.intake.broken(&failure);
+            if let Some(downstream) = self.downstream.as_mut() {
+                downstream.abort(failure.clone());
             }
-            Err(Ending { failure, told }) => {
-                self.intake.broken(&failure);
-                if let Some(downstream) = self.downstream.as_mut() {
-                    downstream.abort(failure.clone());
-                }
-                if told {
-                    self.upstream.close().await;
-                } else {
-                    self.upstream.fail(failure).await;
-                }
+            if !told {
+                self.upstream.say(Frame::Failure(failure)).await;
             }
+        } else {
+            self.upstream.say(Frame::Done).await;
         }
+        self.upstream.close(self.inlet).await;
     }
 
     async fn receive(&mut self) -> Result<(), Ending> {
         let mut ticks = interval(alive_period(self.upstream.silence));
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut chain_done = self.downstream.is_none();
-        if chain_done {
-            self.upstream.say(Frame::Admitted).await;
-        }
+        self.admit().await;
         // Behind the end, a member before that goes away is no failure any more.
         let mut listening = true;
         while !(chain_done && self.intake.ended()) {
@@ -230,7 +197,10 @@ impl Session {
                 biased;
                 phase = changed(&mut self.downstream) => match phase {
                     Phase::Opening => {}
-                    Phase::Admitted => self.upstream.say(Frame::Admitted).await,
+                    Phase::Admitted => {
+                        self.open_behind = true;
+                        self.admit().await;
+                    }
                     Phase::Done => chain_done = true,
                     Phase::Failed(failure) => return Err(Ending { failure, told: false }),
                 },
@@ -239,90 +209,128 @@ impl Session {
                     self.downstream.iter().for_each(Downstream::alive);
                 }
                 carried = carried(&mut self.carrier) => self.carried(carried)?,
-                read = self.inlet.next(&mut self.upstream.reader, self.upstream.silence), if listening => match read {
-                    Read::Bytes(length) => self.take(length)?,
+                arrived = self.inlet.next(), if listening => match arrived {
+                    Ok(Arrived::Bytes(length)) => self.take(length)?,
+                    Ok(Arrived::Event(event)) => self.event(event)?,
+                    Ok(Arrived::Lane) => self.admit().await,
                     // Behind the end nothing more is awaited of the member before.
-                    _ if self.intake.ended() || self.end_came => listening = false,
-                    Read::Closed(cause) => {
-                        let failure = StreamFailure::Lost { peer: self.from.clone(), cause };
-                        return Err(Ending { failure, told: true });
-                    }
-                    Read::Silent => {
-                        let silence_ms = millis(self.upstream.silence);
-                        return Err(Ending { failure: StreamFailure::Silent { peer: self.from.clone(), silence_ms }, told: false });
-                    }
+                    Err(Over::Closed(_) | Over::Silent) if self.intake.ended() || self.end_came => listening = false,
+                    Err(over) => return Err(self.over(over)),
                 },
             }
         }
         Ok(())
     }
 
-    /// Works on the first `length` bytes of the buffer.
+    /// Tells the member before that the chain is open, once it is.
+    async fn admit(&mut self) {
+        if self.open_behind && self.inlet.whole() && !std::mem::replace(&mut self.admitted, true) {
+            self.upstream.say(Frame::Admitted).await;
+        }
+    }
+
+    /// Why nothing more comes from the member before.
+    fn over(&self, over: Over) -> Ending {
+        match over {
+            Over::Closed(cause) => Ending { failure: StreamFailure::Lost { peer: self.from.clone(), cause }, told: true },
+            Over::Failure(failure) => Ending { failure, told: true },
+            Over::Silent => {
+                let silence_ms = millis(self.upstream.silence);
+                Ending { failure: StreamFailure::Silent { peer: self.from.clone(), silence_ms }, told: false }
+            }
+            Over::Bad(error) => self.nonsense(&error.to_string()),
+        }
+    }
+
+    fn nonsense(&self, what: &str) -> Ending {
+        let refusal = Refusal { code: RefusalCode::Invalid, message: what.to_owned() };
+        Ending { failure: StreamFailure::Refused { peer: self.me.clone(), refusal }, told: false }
+    }
+
+    /// Works on the first `length` bytes of the buffer of the one connection.
     fn take(&mut self, length: usize) -> Result<(), Ending> {
-        let Some(buffer) = self.inlet.buffer.take() else { return Ok(()) };
+        let Inlet::One(one) = &mut self.inlet else { return Ok(()) };
+        let Some(buffer) = one.buffer.take() else { return Ok(()) };
         if self.downstream.is_none() {
             let outcome = self.frames(buffer.as_ref().get(..length).unwrap_or_default(), |_| None);
-            self.inlet.buffer = Some(buffer);
+            if let Inlet::One(one) = &mut self.inlet {
+                one.buffer = Some(buffer);
+            }
             return outcome;
         }
         let bytes = buffer.freeze();
         let input = bytes.slice(..length);
-        self.frames(&input, |part| Some(Item::Part(input.slice_ref(part))))
+        self.frames(&input, |part| Some(input.slice_ref(part)))
     }
 
-    fn frames(&mut self, mut input: &[u8], forward: impl Fn(&[u8]) -> Option<Item>) -> Result<(), Ending> {
-        let here = |failure| Ending { failure, told: false };
+    fn frames(&mut self, mut input: &[u8], forward: impl Fn(&[u8]) -> Option<Bytes>) -> Result<(), Ending> {
         loop {
-            let frame = match self.parser.next(&mut input) {
+            let Inlet::One(one) = &mut self.inlet else { return Ok(()) };
+            let frame = match one.parser.next(&mut input) {
                 Ok(Some(frame)) => frame,
                 Ok(None) => return Ok(()),
-                Err(error) => {
-                    let refusal = Refusal { code: RefusalCode::Invalid, message: error.to_string() };
-                    return Err(here(StreamFailure::Refused { peer: self.me.clone(), refusal }));
-                }
+                Err(error) => return Err(self.over(Over::Bad(error))),
             };
-            // The next member has its bytes before this one copies them.
-            if let Some(downstream) = &self.downstream {
-                match &frame {
-                    Frame::Head(header) => downstream.send(Item::Head(*header)),
-                    Frame::Part(part) => forward(part).into_iter().for_each(|item| downstream.send(item)),
-                    Frame::Digest(digest) => downstream.send(Item::Digest(*digest)),
-                    Frame::End => downstream.send(Item::End),
-                    _ => {}
+            match frame {
+                Frame::Part(part) => {
+                    let forward = forward(part);
+                    self.begun()?;
+                    if let (Some(downstream), Some(part)) = (&mut self.downstream, forward) {
+                        downstream.part(part, None);
+                    }
+                    self.intake.part(part).map_err(here)?;
                 }
-            }
-            match (frame, self.carrier.as_mut()) {
-                (Frame::Head(header), Some(carrier)) => {
-                    self.intake.carried_head(header).map_err(here)?;
-                    carrier.head(header);
-                }
-                (Frame::Digest(digest), Some(carrier)) => carrier.digest(digest),
-                (Frame::End, Some(carrier)) if !carrier.idle() => self.end_came = true,
-                (Frame::End, Some(carrier)) => {
-                    self.intake.end().map_err(here)?;
-                    carrier.ended();
-                }
-                (frame, _) => self.plain(frame)?,
+                Frame::Head(header) => self.event(Event::Head(header))?,
+                Frame::Digest(digest) => self.event(Event::Digest(digest))?,
+                Frame::End => self.event(Event::End)?,
+                Frame::Failure(failure) => return Err(self.over(Over::Failure(failure))),
+                Frame::Alive | Frame::Admitted | Frame::Done | Frame::Cut | Frame::Lanes(..) => {}
             }
         }
     }
 
-    /// A frame of a stream whose payloads travel in the connection, or one that has nothing to do with payloads.
-    fn plain(&mut self, frame: Frame<'_>) -> Result<(), Ending> {
-        let here = |failure| Ending { failure, told: false };
-        match frame {
-            Frame::Head(header) => self.intake.head(header).map_err(here),
-            Frame::Part(part) => self.intake.part(part).map_err(here),
-            Frame::Digest(digest) => self.intake.digest(digest).map_err(here),
-            Frame::End => self.intake.end().map_err(here),
-            Frame::Failure(failure) => Err(Ending { failure, told: true }),
-            Frame::Alive | Frame::Admitted | Frame::Done => Ok(()),
+    /// Works on the next piece of the stream. The next member has its bytes before this one copies them.
+    fn event(&mut self, event: Event) -> Result<(), Ending> {
+        self.begun()?;
+        if let Some(downstream) = &mut self.downstream {
+            match &event {
+                Event::Head(header) => downstream.head(*header),
+                Event::Part(part) => downstream.part(part.clone(), None),
+                Event::Digest(digest) => downstream.digest(*digest),
+                Event::End => downstream.end(),
+                Event::Block(_) | Event::Over(_) => {}
+            }
+        }
+        match (event, self.carrier.as_mut()) {
+            (Event::Head(header), Some(carrier)) => {
+                self.intake.carried_head(header).map_err(here)?;
+                carrier.head(header);
+                Ok(())
+            }
+            (Event::Digest(digest), Some(carrier)) => {
+                carrier.digest(digest);
+                Ok(())
+            }
+            (Event::End, Some(carrier)) if !carrier.idle() => {
+                self.end_came = true;
+                Ok(())
+            }
+            (Event::End, Some(carrier)) => {
+                self.intake.end().map_err(here)?;
+                carrier.ended();
+                Ok(())
+            }
+            (Event::Head(header), None) => self.intake.head(header).map_err(here),
+            (Event::Part(part), _) => self.intake.hashed_part(&part).map_err(here),
+            (Event::Block(digest), _) => self.intake.block(digest).map_err(here),
+            (Event::Digest(digest), None) => self.intake.digest(digest).map_err(here),
+            (Event::End, None) => self.intake.end().map_err(here),
+            (Event::Over(over), _) => Err(self.over(over)),
         }
     }
 
     /// Something that travelled beside the connection.
     fn carried(&mut self, carried: Carried) -> Result<(), Ending> {
-        let here = |failure| Ending { failure, told: false };
         match carried {
             Carried::Part(offset, bytes) => self.intake.carried_part(offset, &bytes).map_err(here)?,
             Carried::Device(bucket) => self.intake.carried_device(bucket).map_err(here)?,
@@ -336,6 +344,15 @@ impl Session {
         }
         Ok(())
     }
+
+    /// A member that sends before the chain is open does not know over how many connections.
+    fn begun(&self) -> Result<(), Ending> {
+        if self.admitted { Ok(()) } else { Err(self.nonsense("the stream began before it was admitted")) }
+    }
+}
+
+fn here(failure: StreamFailure) -> Ending {
+    Ending { failure, told: false }
 }
 
 /// What comes next beside the connection; never, when nothing does.

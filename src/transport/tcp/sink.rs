@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use tokio::sync::Semaphore;
 
-use super::downstream::{Downstream, Item};
+use super::downstream::Downstream;
 use crate::protocol::BucketHeader;
 use crate::transport::{BucketSink, Payload, TransportError};
 
@@ -29,8 +29,10 @@ impl BucketSink for Sink {
             failure = self.chain.failed() => Err(failure.into()),
             permit = self.room.clone().acquire_owned() => {
                 // The semaphore is never closed.
-                if let Ok(permit) = permit {
-                    self.chain.send(Item::Bucket(header, data, digest, permit));
+                if let Ok(permit) = permit.map(Arc::new) {
+                    self.chain.head(header);
+                    self.chain.part(data, Some(&permit));
+                    self.chain.digest(digest);
                 }
                 Ok(())
             }
@@ -42,7 +44,7 @@ impl BucketSink for Sink {
     }
 
     async fn finish(mut self: Box<Self>) -> Result<(), TransportError> {
-        self.chain.send(Item::End);
+        self.chain.end();
         Ok(self.chain.done().await?)
     }
 }

@@ -1,5 +1,7 @@
-//! Connections of the TCP data path: made or accepted, with or without TLS, and the hello at their start.
+//! Connections of the TCP data path: made or accepted, with or without TLS, and what is said at their start.
 //!
+//! A stream begins with the magic, u32 length and the hello (JSON, with the number of connections that the sender would like to use). A
+//! further connection of a stream begins with a magic of its own, 16 bytes that name the stream, and its u32 number from 1 on.
 //! Decides socket options and how much of a stranger is read: 4 bytes of magic, a length that is checked, and a hello that must be whole
 //! in time. Never decides who is let in.
 
@@ -7,17 +9,23 @@ use std::io;
 use std::sync::Arc;
 
 use rustls_pki_types::ServerName;
+use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
+use super::inlet::{Reader, Writer};
+use super::lanes::StreamId;
 use super::{DataTls, TcpOptions};
-use crate::protocol::{DATA_MAGIC, DataHello, MAX_HELLO_BYTES};
+use crate::protocol::{DATA_MAGIC, DataHello, MAX_HELLO_BYTES, MemberName};
+
+/// First bytes of a further connection of a stream.
+const LANE_MAGIC: [u8; 4] = *b"WSL1";
 
 /// The two directions of a connection.
 pub(super) struct Link {
-    pub(super) reader: Box<dyn AsyncRead + Send + Unpin>,
-    pub(super) writer: Box<dyn AsyncWrite + Send + Unpin>,
+    pub(super) reader: Reader,
+    pub(super) writer: Writer,
     /// Whether it is inside TLS.
     pub(super) secured: bool,
 }
@@ -34,15 +42,39 @@ impl Link {
     }
 }
 
-/// Connects to a member; `hello.tls` says how.
-pub(super) async fn connect(hello: &DataHello, address: &str, options: &TcpOptions) -> io::Result<Link> {
+/// What a connection is for.
+pub(super) enum Opening {
+    /// A stream, and how many connections the sender would like to use for it.
+    Stream(Box<DataHello>, usize),
+    /// A further connection of a stream that was admitted.
+    Lane(StreamId, usize),
+}
+
+/// A hello on the wire.
+#[derive(Serialize)]
+struct Said<'a> {
+    #[serde(flatten)]
+    hello: &'a DataHello,
+    lanes: usize,
+}
+
+#[derive(Deserialize)]
+struct Heard {
+    #[serde(flatten)]
+    hello: DataHello,
+    #[serde(default)]
+    lanes: usize,
+}
+
+/// Connects to a member, inside TLS or not.
+pub(super) async fn connect(to: &MemberName, tls: bool, address: &str, options: &TcpOptions) -> io::Result<Link> {
     let stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
-    if !hello.tls {
+    if !tls {
         return Ok(Link::plain(stream));
     }
     let tls = options.tls.as_ref().ok_or_else(|| io::Error::other("this member has no TLS configuration"))?;
-    let name = (tls.server_name)(&hello.to).ok_or_else(|| io::Error::other("its TLS name is not known here"))?;
+    let name = (tls.server_name)(to).ok_or_else(|| io::Error::other("its TLS name is not known here"))?;
     Ok(Link::secured(TlsConnector::from(tls.client.clone()).connect(name, stream).await?))
 }
 
@@ -61,9 +93,9 @@ pub(super) async fn accept(stream: TcpStream, options: &TcpOptions) -> io::Resul
     }
 }
 
-/// Sends the magic and the hello.
-pub(super) async fn write_hello(link: &mut Link, hello: &DataHello) -> io::Result<()> {
-    let json = serde_json::to_vec(hello).map_err(io::Error::other)?;
+/// Begins a stream, for which this side would like to use so many connections.
+pub(super) async fn write_hello(link: &mut Link, hello: &DataHello, lanes: usize) -> io::Result<()> {
+    let json = serde_json::to_vec(&Said { hello, lanes }).map_err(io::Error::other)?;
     let length = u32::try_from(json.len()).ok().filter(|length| *length <= MAX_HELLO_BYTES);
     let length = length.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the hello is too long"))?;
     let wire = [&DATA_MAGIC, length.to_le_bytes().as_slice(), &json].concat();
@@ -71,14 +103,29 @@ pub(super) async fn write_hello(link: &mut Link, hello: &DataHello) -> io::Resul
     link.writer.flush().await
 }
 
-/// Reads the magic and the hello. Memory grows with the bytes that came, not with the length that was said.
-pub(super) async fn read_hello(link: &mut Link) -> io::Result<DataHello> {
+/// Begins a further connection of a stream.
+pub(super) async fn write_lane(link: &mut Link, id: &StreamId, lane: u32) -> io::Result<()> {
+    let wire = [&LANE_MAGIC, id.as_slice(), &lane.to_le_bytes()].concat();
+    link.writer.write_all(&wire).await?;
+    link.writer.flush().await
+}
+
+/// Reads what a connection is for. Memory grows with the bytes that came, not with the length that was said.
+pub(super) async fn read_opening(link: &mut Link) -> io::Result<Opening> {
     let bad = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
-    let mut start = [0; 8];
-    link.reader.read_exact(&mut start).await?;
-    let (magic, length) = start.split_at(4);
-    let length = length.first_chunk().map_or(u32::MAX, |bytes| u32::from_le_bytes(*bytes));
-    if magic != DATA_MAGIC || length > MAX_HELLO_BYTES {
+    let mut magic = [0; 4];
+    link.reader.read_exact(&mut magic).await?;
+    if magic == LANE_MAGIC {
+        let mut id = StreamId::default();
+        link.reader.read_exact(&mut id).await?;
+        let lane = link.reader.read_u32_le().await?;
+        return Ok(Opening::Lane(id, usize::try_from(lane).unwrap_or(usize::MAX)));
+    }
+    if magic != DATA_MAGIC {
+        return Err(bad("not a data connection"));
+    }
+    let length = link.reader.read_u32_le().await?;
+    if length > MAX_HELLO_BYTES {
         return Err(bad("not a data connection"));
     }
     let mut json = Vec::new();
@@ -87,7 +134,8 @@ pub(super) async fn read_hello(link: &mut Link) -> io::Result<DataHello> {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     // The parser's words could quote the secret.
-    serde_json::from_slice(&json).map_err(|_| bad("the hello makes no sense"))
+    let heard: Heard = serde_json::from_slice(&json).map_err(|_| bad("the hello makes no sense"))?;
+    Ok(Opening::Stream(Box::new(heard.hello), heard.lanes))
 }
 
 impl DataTls {

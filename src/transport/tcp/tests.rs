@@ -2,6 +2,7 @@
 #![allow(clippy::cast_possible_truncation)]
 
 mod frames;
+mod lanes;
 mod strangers;
 mod stream;
 mod tls;
@@ -13,6 +14,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::frame::{Frame, Parser};
+use super::lanes::StreamId;
 use crate::protocol::{DATA_MAGIC, DataHello, StreamFailure};
 use crate::transport::tests::bed::LONG;
 
@@ -21,12 +23,25 @@ struct Wire {
     stream: TcpStream,
     parser: Parser,
     unread: Vec<u8>,
+    /// How many connections the member agreed to, and the name that they must show.
+    agreed: Option<(u32, StreamId)>,
 }
 
 impl Wire {
     async fn open(address: &str, hello: &DataHello) -> Self {
-        let mut wire = Self { stream: TcpStream::connect(address).await.unwrap(), parser: Parser::default(), unread: Vec::new() };
-        let json = serde_json::to_vec(hello).unwrap();
+        Self::begin(address, serde_json::to_vec(hello).unwrap()).await
+    }
+
+    /// Would like to use so many connections.
+    async fn open_with(lanes: usize, address: &str, hello: &DataHello) -> Self {
+        let mut json = serde_json::to_value(hello).unwrap();
+        json["lanes"] = lanes.into();
+        Self::begin(address, serde_json::to_vec(&json).unwrap()).await
+    }
+
+    async fn begin(address: &str, json: Vec<u8>) -> Self {
+        let stream = TcpStream::connect(address).await.unwrap();
+        let mut wire = Self { stream, parser: Parser::default(), unread: Vec::new(), agreed: None };
         wire.write(&[&DATA_MAGIC, (json.len() as u32).to_le_bytes().as_slice(), &json].concat()).await;
         wire
     }
@@ -51,6 +66,10 @@ impl Wire {
                 Frame::Admitted => Some(Ok("admitted")),
                 Frame::Done => Some(Ok("done")),
                 Frame::Failure(failure) => Some(Err(failure)),
+                Frame::Lanes(count, id) => {
+                    self.agreed = Some((count, id));
+                    Some(Ok("lanes"))
+                }
                 other => panic!("{other:?}"),
             });
             self.unread = input.to_vec();

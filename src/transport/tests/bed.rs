@@ -211,7 +211,12 @@ impl Bed {
 
     /// Small receive buffers, so that small tests meet their ends.
     pub fn tcp() -> Self {
-        Self::Tcp(TcpOptions { receive_buffer: 4096, receive_buffers: 4, ..TcpOptions::default() })
+        Self::Tcp(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 1, ..TcpOptions::default() })
+    }
+
+    /// Several connections a hop, whatever the machine.
+    pub fn lanes() -> Self {
+        Self::Tcp(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 3, ..TcpOptions::default() })
     }
 
     pub async fn transport(&self, name: &str, door: Arc<Door>) -> Box<dyn Transport> {

@@ -12,7 +12,7 @@ const FOUR: [Refuse; 4] = [Refuse::Nothing; 4];
 /// Short enough for a test, long enough for a busy machine.
 const SILENCE: u64 = 1000;
 
-/// Runs each test of the suite against both transports.
+/// Runs each test of the suite against both transports, TCP with one and with several connections a hop.
 macro_rules! promises {
     ($($promise:ident),* $(,)?) => {
         mod memory {
@@ -25,6 +25,12 @@ macro_rules! promises {
             $(#[tokio::test]
             async fn $promise() {
                 super::$promise(super::Bed::tcp()).await;
+            })*
+        }
+        mod lanes {
+            $(#[tokio::test]
+            async fn $promise() {
+                super::$promise(super::Bed::lanes()).await;
             })*
         }
     };

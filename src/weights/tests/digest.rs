@@ -4,16 +4,36 @@ use proptest::prelude::*;
 
 use super::{pattern, tensor, tensors};
 use crate::weights::{
-    BucketHasher, DigestAlgorithm, Dtype, Layout, TensorHasher, TensorHasherError, bucket_digest, digest_hex, parse_digest_hex,
+    BLOCK_BYTES, BlockHasher, BucketHasher, DigestAlgorithm, Dtype, Layout, TensorHasher, TensorHasherError, bucket_digest, digest_hex,
+    parse_digest_hex, tensor_digest,
 };
 
 #[test]
 fn the_digest_is_the_one_of_xxhash_itself() {
     // Python xxhash 4.1.0: xxhash.xxh3_128_hexdigest(b""), of b"weightsync", of bytes(range(256)) * 8.
-    assert_eq!(digest_hex(bucket_digest(b"")), "99aa06d3014798d86001c324468d497f");
-    assert_eq!(digest_hex(bucket_digest(b"weightsync")), "8260638b9eccaf8688854f19e7daffde");
+    assert_eq!(digest_hex(tensor_digest(b"")), "99aa06d3014798d86001c324468d497f");
+    assert_eq!(digest_hex(tensor_digest(b"weightsync")), "8260638b9eccaf8688854f19e7daffde");
     let long: Vec<u8> = (0..=255).cycle().take(256 * 8).collect();
-    assert_eq!(digest_hex(bucket_digest(&long)), "df73e0768dd183fadd420471ff96bd00");
+    assert_eq!(digest_hex(tensor_digest(&long)), "df73e0768dd183fadd420471ff96bd00");
+}
+
+#[test]
+fn a_bucket_is_hashed_block_by_block() {
+    let bytes = pattern(2 * BLOCK_BYTES + 5);
+    for length in [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES] {
+        assert_eq!(bucket_digest(&bytes[..length]), tensor_digest(&bytes[..length]), "{length}");
+    }
+    for length in [BLOCK_BYTES + 1, 2 * BLOCK_BYTES, bytes.len()] {
+        let blocks: Vec<u128> = bytes[..length].chunks(BLOCK_BYTES).map(tensor_digest).collect();
+        let wanted = tensor_digest(&blocks.iter().flat_map(|block| block.to_le_bytes()).collect::<Vec<_>>());
+        assert_eq!(bucket_digest(&bytes[..length]), wanted, "{length}");
+        let (mut in_parts, mut in_blocks) = (BucketHasher::new(), BucketHasher::new());
+        for _ in 0..2 {
+            bytes[..length].chunks(300_007).for_each(|part| in_parts.update(part));
+            blocks.iter().for_each(|block| in_blocks.block(*block));
+            assert_eq!((in_parts.take(), in_blocks.take()), (wanted, wanted), "{length}");
+        }
+    }
 }
 
 #[test]
@@ -52,7 +72,7 @@ proptest! {
     #[test]
     fn parts_of_any_length_give_the_digest_of_the_whole(length in 0usize..5000, cuts in prop::collection::vec(1usize..700, 1..8)) {
         let bytes = pattern(length);
-        let mut hasher = BucketHasher::new();
+        let mut hasher = BlockHasher::new();
         for _ in 0..2 {
             let (mut rest, mut cut) = (bytes.as_slice(), cuts.iter().cycle());
             while !rest.is_empty() {
@@ -60,7 +80,7 @@ proptest! {
                 hasher.update(now);
                 rest = later;
             }
-            prop_assert_eq!(hasher.take(), bucket_digest(&bytes));
+            prop_assert_eq!(hasher.take(), tensor_digest(&bytes));
         }
     }
 
@@ -76,7 +96,7 @@ proptest! {
             hasher.update(now).unwrap();
             rest = later;
         }
-        let wanted: Vec<_> = layout.entries.iter().map(|entry| bucket_digest(&stream[entry.offset as usize..entry.end() as usize])).collect();
+        let wanted: Vec<_> = layout.entries.iter().map(|entry| tensor_digest(&stream[entry.offset as usize..entry.end() as usize])).collect();
         prop_assert_eq!(hasher.finish().unwrap(), wanted);
     }
 }

@@ -32,6 +32,8 @@ fn frames() -> impl Strategy<Value = Vec<Owned>> {
         Just(Frame::Alive),
         Just(Frame::Admitted),
         Just(Frame::Done),
+        Just(Frame::Cut),
+        any::<(u32, [u8; 16])>().prop_map(|(lanes, id)| Frame::Lanes(lanes, id)),
         failures().prop_map(Frame::Failure),
     ];
     let one = prop_oneof![other.prop_map(Owned::Other), prop::collection::vec(any::<u8>(), 1..300).prop_map(Owned::Part)];
@@ -74,6 +76,8 @@ proptest! {
                     Frame::Alive => read.push(Owned::Other(Frame::Alive)),
                     Frame::Admitted => read.push(Owned::Other(Frame::Admitted)),
                     Frame::Done => read.push(Owned::Other(Frame::Done)),
+                    Frame::Cut => read.push(Owned::Other(Frame::Cut)),
+                    Frame::Lanes(lanes, id) => read.push(Owned::Other(Frame::Lanes(lanes, id))),
                 }
             }
             prop_assert!(now.is_empty());
@@ -91,9 +95,21 @@ proptest! {
 
 #[test]
 fn lengths_that_make_no_sense_are_refused_at_once() {
-    for (kind, length) in
-        [(1u32, 25u32), (2, 0), (2, u32::MAX), (3, 15), (4, 1), (6, u32::MAX), (7, 1), (8, 1), (0, 0), (9, 0), (u32::MAX, 0)]
-    {
+    for (kind, length) in [
+        (1u32, 25u32),
+        (2, 0),
+        (2, u32::MAX),
+        (3, 15),
+        (4, 1),
+        (6, u32::MAX),
+        (7, 1),
+        (8, 1),
+        (0, 0),
+        (9, 1),
+        (10, 16),
+        (11, 0),
+        (u32::MAX, 0),
+    ] {
         let wire = [kind.to_le_bytes(), length.to_le_bytes()].concat();
         assert!(Parser::default().next(&mut wire.as_slice()).is_err(), "kind {kind}, length {length}");
     }

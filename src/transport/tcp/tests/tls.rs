@@ -35,7 +35,7 @@ fn tls(name: &str) -> DataTls {
 }
 
 fn bed(tls: Option<DataTls>) -> Bed {
-    Bed::Tcp(TcpOptions { tls, receive_buffer: 4096, ..TcpOptions::default() })
+    Bed::Tcp(TcpOptions { tls, receive_buffer: 4096, lanes: 2, ..TcpOptions::default() })
 }
 
 async fn open(bed: &Bed, members: &[Member], tls: bool) -> Result<Box<dyn BucketSink>, TransportError> {
@@ -50,7 +50,7 @@ async fn a_chain_inside_tls_delivers() {
     let members = bed.members(&[Refuse::Nothing; 3]).await;
     for is_tls in [true, false] {
         let mut sink = open(&bed, &members, is_tls).await.unwrap();
-        let (stream, buckets) = buckets(&[100_000, 300_000]);
+        let (stream, buckets) = buckets(&[100_000, 3_300_000]);
         for bucket in &buckets {
             send(&mut sink, bucket).await.unwrap();
         }

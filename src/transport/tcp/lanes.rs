@@ -1,0 +1,73 @@
+//! How the further connections of a stream find it: a name that only the two ends of the hop know, told to the one that was admitted.
+//!
+//! Decides which connections belong to which stream. Whoever does not show the name of a stream that waits here is a stranger, and is
+//! closed; it never decides who is let in, and never reads a byte behind the name.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::mpsc;
+
+use super::socket::Link;
+
+/// Names one stream on one hop; cannot be guessed.
+pub(super) type StreamId = [u8; 16];
+
+/// Connections of one hop where nothing else is said: one for each four cores, at most four. One core sends or receives a stream no faster
+/// than one copy in the kernel; on small machines more connections would only take turns.
+pub(in crate::transport) fn default_lanes() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get() / 4).clamp(1, 4)
+}
+
+/// Streams that wait for further connections.
+#[derive(Clone, Default)]
+pub(super) struct Meeting(Arc<Mutex<HashMap<StreamId, Place>>>);
+
+struct Place {
+    secured: bool,
+    links: mpsc::Sender<(usize, Link)>,
+}
+
+impl Meeting {
+    /// A stream waits for the lanes from 1 up to `lanes`, inside TLS or not as its first connection is.
+    pub(super) fn open(&self, lanes: usize, secured: bool) -> Expected {
+        let id = uuid::Uuid::new_v4().into_bytes();
+        let (links, coming) = mpsc::channel(lanes.max(1));
+        self.table().insert(id, Place { secured, links });
+        Expected { id, coming, meeting: self.clone() }
+    }
+
+    /// Gives a connection to the stream that waits for it; drops it when none does.
+    pub(super) fn give(&self, id: &StreamId, lane: usize, link: Link) -> bool {
+        let table = self.table();
+        table.get(id).is_some_and(|place| place.secured == link.secured && place.links.try_send((lane, link)).is_ok())
+    }
+
+    fn table(&self) -> MutexGuard<'_, HashMap<StreamId, Place>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The end of a [`Meeting`] that waits; when dropped, the name is worth nothing any more.
+pub(super) struct Expected {
+    pub(super) id: StreamId,
+    coming: mpsc::Receiver<(usize, Link)>,
+    meeting: Meeting,
+}
+
+impl Expected {
+    /// The next connection and its lane. May be dropped without losing one.
+    pub(super) async fn next(&mut self) -> (usize, Link) {
+        match self.coming.recv().await {
+            Some(link) => link,
+            // The sender lies in the table for as long as this lives.
+            None => std::future::pending().await,
+        }
+    }
+}
+
+impl Drop for Expected {
+    fn drop(&mut self) {
+        self.meeting.table().remove(&self.id);
+    }
+}

@@ -1,0 +1,93 @@
+//! Which connection a frame goes out on: all on one, or block by block on several, in a ring.
+//!
+//! Decides where a stream is cut. Both ends of a hop do the same by counting, so the order of the bytes needs no numbers on the wire. It
+//! never waits and never looks into a bucket.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+
+use super::writer::Item;
+use crate::protocol::BucketHeader;
+use crate::weights::BLOCK_BYTES;
+
+/// Held by whatever is not sent yet of a bucket.
+pub(super) type Sent = Arc<OwnedSemaphorePermit>;
+
+/// How many connections a hop uses, once both ends agreed; one before.
+#[derive(Clone)]
+pub(super) struct Count(Arc<AtomicUsize>);
+
+impl Count {
+    pub(super) fn set(&self, lanes: usize) {
+        self.0.store(lanes, Ordering::Release);
+    }
+
+    fn get(&self) -> usize {
+        self.0.load(Ordering::Acquire).max(1)
+    }
+}
+
+/// The stream on its way to the connections. Used only once the stream was admitted: both ends know their number then.
+pub(super) struct Route {
+    lanes: Vec<mpsc::UnboundedSender<Item>>,
+    pub(super) count: Count,
+    current: usize,
+    /// Bytes that the present block still takes.
+    left: usize,
+}
+
+impl Route {
+    /// Over at most so many connections; also what is to be sent on each.
+    pub(super) fn new(lanes: usize) -> (Self, Vec<mpsc::UnboundedReceiver<Item>>) {
+        let (lanes, to_send) = (0..lanes.max(1)).map(|_| mpsc::unbounded_channel()).unzip();
+        (Self { lanes, count: Count(Arc::new(AtomicUsize::new(1))), current: 0, left: BLOCK_BYTES }, to_send)
+    }
+
+    pub(super) fn head(&mut self, header: BucketHeader) {
+        self.left = BLOCK_BYTES;
+        self.give(Item::Head(header));
+    }
+
+    /// The next bytes of the bucket.
+    pub(super) fn part(&mut self, mut part: Bytes, sent: Option<&Sent>) {
+        while !part.is_empty() {
+            let now = part.split_to(part.len().min(self.left));
+            self.left -= now.len();
+            self.give(Item::Part(now, sent.cloned()));
+            if self.left == 0 {
+                self.cut();
+            }
+        }
+    }
+
+    pub(super) fn digest(&mut self, digest: u128) {
+        if self.left < BLOCK_BYTES {
+            self.cut();
+        }
+        self.give(Item::Digest(digest));
+    }
+
+    pub(super) fn end(&mut self) {
+        self.give(Item::End);
+    }
+
+    /// The block is over.
+    fn cut(&mut self) {
+        self.left = BLOCK_BYTES;
+        let count = self.count.get();
+        if count > 1 {
+            self.give(Item::Cut);
+            self.current = (self.current + 1) % count;
+        }
+    }
+
+    fn give(&self, item: Item) {
+        if let Some(lane) = self.lanes.get(self.current) {
+            // What is sent after a failure is dropped.
+            let _ = lane.send(item);
+        }
+    }
+}
