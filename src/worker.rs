@@ -8,6 +8,7 @@
 //! What a request uses (a slot, mapped or imported memory, an event) is held until its answer, also when the caller stopped waiting: a
 //! slot is not given out again while a broadcast may still write into it.
 
+mod asks;
 mod handle;
 mod held;
 mod pending;
@@ -16,7 +17,8 @@ mod ring;
 mod serve;
 mod wire;
 
-pub use handle::{Broadcast, Copy, Joined, Sums, Worker};
+pub use asks::{Broadcast, Copy, Joined, Sums};
+pub use handle::Worker;
 pub use held::{Event, HostMemory, ImportedMemory, Span};
 pub use process::WorkerStart;
 pub use ring::{Ring, Slot};

@@ -19,7 +19,8 @@ pub async fn find(wanted: usize, screen: &Screen) -> anyhow::Result<Vec<String>>
     // Agents inherit it and read it themselves.
     let nccl = std::env::var_os("WEIGHTSYNC_NCCL").map(PathBuf::from);
     let worker = Worker::start(&WorkerStart::own("demo")?)?;
-    let WorkerAnswer::Devices { gpus, nccl, .. } = worker.devices(nccl.as_deref(), PATIENCE).await.context("see `weightsync doctor`")? else {
+    let WorkerAnswer::Devices { gpus, nccl, .. } = worker.devices(nccl.as_deref(), PATIENCE).await.context("see `weightsync doctor`")?
+    else {
         bail!("the GPU worker answered with something else");
     };
     let nccl = nccl.map_err(anyhow::Error::msg).context("the GPUs cannot form a group; see `weightsync doctor`")?;

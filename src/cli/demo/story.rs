@@ -311,13 +311,7 @@ fn bucket_bytes(args: &DemoArgs) -> u64 {
     if args.engine == DemoEngine::Vllm { 128 << 10 } else { (u64::from(args.megabytes) << 20) / 64 }
 }
 
-fn group_spec(
-    args: &DemoArgs,
-    folder: &Path,
-    versions: &Path,
-    replicas: &[Replica],
-    gpus: &[String],
-) -> anyhow::Result<GroupSpec> {
+fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Replica], gpus: &[String]) -> anyhow::Result<GroupSpec> {
     let program = std::env::current_exe().context("this program's own path is unknown")?;
     // One GPU a pod, or none for all.
     let gpu = |place: usize| gpus.get(place).cloned().into_iter().collect();

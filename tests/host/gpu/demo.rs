@@ -29,7 +29,8 @@ async fn the_demo_moves_weights_between_gpus_and_survives_a_kill() {
         let replicas = count.parse::<u64>().unwrap() - 1;
         assert_eq!((&outcome["transport"], &outcome["verified"]), (&"nccl".into(), &true.into()), "{}", said(&output));
         assert_eq!(outcome["replicas"], replicas);
-        let installed: Vec<_> = outcome["versions"].as_array().unwrap().iter().map(|row| row["installed"].as_array().unwrap().len()).collect();
+        let installed: Vec<_> =
+            outcome["versions"].as_array().unwrap().iter().map(|row| row["installed"].as_array().unwrap().len()).collect();
         let all = usize::try_from(replicas).unwrap();
         assert_eq!(installed, [all, all - 1, all], "{}", said(&output));
         // The group, the one without the killed rollout, the one with its successor: at least three.

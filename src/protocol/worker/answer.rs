@@ -1,0 +1,192 @@
+//! What a worker answers: results, facts, and faults with a closed word for their kind.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::{IpcHandle, NcclId};
+
+/// What a worker answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "camelCase", rename_all_fields = "camelCase")]
+pub enum WorkerAnswer {
+    /// It is done.
+    Done,
+    /// GPUs and NCCL of this machine, as this process sees them.
+    Devices {
+        /// The GPUs.
+        gpus: Vec<GpuFacts>,
+        /// `links[a][b]`: how GPU `a` reaches the memory of GPU `b`.
+        links: Vec<Vec<GpuLink>>,
+        /// NCCL, or why there is none that can be used.
+        nccl: Result<NcclFacts, String>,
+    },
+    /// The GPU is taken.
+    Opened {
+        /// Process id of the worker.
+        pid: u32,
+        /// The GPU.
+        gpu: GpuFacts,
+        /// NCCL, or why there is none that can be used.
+        nccl: Result<NcclFacts, String>,
+    },
+    /// A ring.
+    Ring {
+        /// Its number.
+        ring: u64,
+        /// The whole block, for other processes.
+        handle: IpcHandle,
+        /// Length of the block.
+        bytes: u64,
+    },
+    /// Mapped host memory.
+    Host {
+        /// Its number.
+        host: u64,
+        /// Why it is not registered with the driver, when it is not: copies are slower then.
+        unpinned: Option<String>,
+    },
+    /// Imported GPU memory.
+    Memory {
+        /// Its number.
+        memory: u64,
+        /// Length of the whole allocation.
+        bytes: u64,
+    },
+    /// An event.
+    Event {
+        /// Its number.
+        event: u64,
+        /// For other processes, when it was made here.
+        handle: Option<IpcHandle>,
+    },
+    /// A new id.
+    UniqueId {
+        /// The id.
+        id: NcclId,
+    },
+    /// The group is joined and proven.
+    Joined {
+        /// Rank in it.
+        rank: u32,
+        /// Ranks of it.
+        world: u32,
+        /// Initialisation, in ms.
+        init_ms: f64,
+        /// The broadcast of one element, in ms.
+        warm_up_ms: f64,
+    },
+    /// Digests, in the order of the parts.
+    Sums {
+        /// gsum64 of each part.
+        sums: Vec<u64>,
+        /// From the request to its end, in ms.
+        ms: f64,
+    },
+    /// What the worker holds.
+    Stats {
+        /// Free memory of the GPU, whoever uses the rest. 0 before `Open`.
+        gpu_free_bytes: u64,
+        /// Memory of the GPU. 0 before `Open`.
+        gpu_total_bytes: u64,
+        /// Bytes of its rings.
+        ring_bytes: u64,
+        /// Open file descriptors.
+        descriptors: u32,
+        /// Threads.
+        threads: u32,
+        /// Resident memory of the process.
+        resident_bytes: u64,
+        /// Groups that are joined.
+        groups: u32,
+        /// Requests under way.
+        under_way: u32,
+    },
+}
+
+/// A GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuFacts {
+    /// `GPU-` and the UUID, as `nvidia-smi -L` shows it.
+    pub uuid: String,
+    /// Name of the model.
+    pub name: String,
+    /// PCI address (`0000:1a:00.0`).
+    pub bus: String,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Free memory in bytes; 0 where no context was made.
+    pub free_bytes: u64,
+    /// CUDA version that the driver speaks, e.g. 13000 for 13.0.
+    pub driver: u32,
+    /// Why the GPU cannot be used, where that is so: part of a partitioned (MIG) GPU.
+    pub refused: Option<String>,
+}
+
+/// How one GPU reaches the memory of another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum GpuLink {
+    /// It is the same GPU.
+    Same,
+    /// Directly, with atomic operations, which only NVLink carries.
+    Nvlink,
+    /// Directly, over PCIe.
+    Pcie,
+    /// Through host memory.
+    None,
+}
+
+/// The NCCL that a worker loaded.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NcclFacts {
+    /// File, as it was found or named.
+    pub path: String,
+    /// `ncclGetVersion`, e.g. 22809 for 2.28.9.
+    pub version: u32,
+    /// Optional functions that it lacks, e.g. `ncclCommShrink`.
+    pub lacks: Vec<String>,
+}
+
+/// Why a request failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WorkerFault {
+    /// What kind of failure, as a closed word.
+    pub code: WorkerFaultCode,
+    /// For a person, with the next step where there is one.
+    pub message: String,
+}
+
+/// Kinds of failures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum WorkerFaultCode {
+    /// There is no NVIDIA driver, or it does not work.
+    NoDriver,
+    /// The GPU that was asked for is not visible, or none was named and several are.
+    NoGpu,
+    /// The GPU is partitioned (MIG).
+    Mig,
+    /// There is no NCCL that can be used, or it lacks the function that was asked for.
+    NoNccl,
+    /// Too little memory.
+    OutOfMemory,
+    /// The time of the request passed.
+    Late,
+    /// The group was aborted.
+    Aborted,
+    /// NCCL reported an error.
+    Nccl,
+    /// The driver reported an error. Some of them make the process unusable: start another worker.
+    Cuda,
+    /// The request makes no sense.
+    Invalid,
+}
+
+impl fmt::Display for WorkerFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}

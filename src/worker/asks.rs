@@ -1,0 +1,60 @@
+//! What the agent's handle is asked for, and what it gives: broadcasts, copies, groups, digests. Types only.
+
+use std::time::Duration;
+
+use super::held::{Event, Span};
+use crate::protocol::worker::Part;
+
+/// A group that was joined and proven.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Joined {
+    /// Rank in it.
+    pub rank: u32,
+    /// Ranks of it.
+    pub world: u32,
+    /// Initialisation.
+    pub init: Duration,
+    /// The broadcast of one element.
+    pub warm_up: Duration,
+}
+
+/// A broadcast to take part in.
+#[derive(Clone)]
+pub struct Broadcast {
+    /// The group.
+    pub group: u64,
+    /// Rank that sends.
+    pub root: u32,
+    /// From where, or to where.
+    pub at: Span,
+    /// How many bytes.
+    pub bytes: u64,
+    /// What to digest behind it; offsets from `at`.
+    pub parts: Vec<Part>,
+    /// Event to wait for on the GPU before it starts.
+    pub after: Option<Event>,
+}
+
+/// A copy.
+#[derive(Clone)]
+pub struct Copy {
+    /// From where.
+    pub from: Span,
+    /// To where.
+    pub to: Span,
+    /// How many bytes.
+    pub bytes: u64,
+    /// Event to wait for on the GPU before it starts.
+    pub after: Option<Event>,
+    /// Event to record behind it.
+    pub then: Option<Event>,
+}
+
+/// Digests, in the order of the parts that were asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sums {
+    /// gsum64 of each part.
+    pub sums: Vec<u64>,
+    /// From the request to its end, as the worker measured it.
+    pub took: Duration,
+}
