@@ -128,11 +128,14 @@ impl Membership {
         }
         let lenient = updating && !self.switch.is(Mutation::UpdateCountsAsFailure);
         if !lenient && !Self::is_well(state) {
-            // A new agent waits for its first answer: whoever never answers is told of with the cause, not before it is known.
-            return Err(match &state.reason {
-                Some(reason) => Outcast::new(Reason::EngineUnhealthy, reason.clone()),
-                None => Outcast::new(Reason::AgentMissing, "its agent has not heard from its engine yet"),
-            });
+            // A new agent waits for its engine's first answer: whoever never answers is told of with the cause, not before it is known.
+            let unasked = state.reason.is_none() && state.engine.is_none() && state.epoch.is_none();
+            if unasked {
+                return Err(Outcast::new(Reason::AgentMissing, "its agent has not heard from its engine yet"));
+            }
+            // Of a member in a group it is always an engine's failure, and counts as one: else it would join and leave for ever.
+            let message = state.reason.clone().unwrap_or_else(|| "its engine does not answer its probes".to_owned());
+            return Err(Outcast::new(Reason::EngineUnhealthy, message));
         }
         Ok(life.clone())
     }
