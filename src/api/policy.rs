@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 /// How bytes travel: exactly one of the fields.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("[has(self.auto), has(self.tcp), has(self.nccl)].filter(g, g).size() == 1").message("exactly one transport must be given: auto, tcp or nccl"))]
+#[x_kube(validation = Rule::new("(has(self.auto) ? 1 : 0) + (has(self.tcp) ? 1 : 0) + (has(self.nccl) ? 1 : 0) == 1").message("exactly one transport must be given: auto, tcp or nccl"))]
 pub struct Transport {
     /// The best one that all members have; status tells which one, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]

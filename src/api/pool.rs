@@ -44,7 +44,7 @@ pub struct Pool {
 /// Which engine: exactly one of the fields.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("[has(self.vllm), has(self.sglang), has(self.lmdeploy)].filter(given, given).size() == 1")
+#[x_kube(validation = Rule::new("(has(self.vllm) ? 1 : 0) + (has(self.sglang) ? 1 : 0) + (has(self.lmdeploy) ? 1 : 0) == 1")
     .message("exactly one engine must be given: vllm, sglang or lmdeploy"))]
 pub struct Engine {
     /// vLLM's OpenAI server. It must be started with `VLLM_SERVER_DEV_MODE=1`.
