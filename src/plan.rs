@@ -28,6 +28,7 @@ mod order;
 mod outcome;
 mod replicas;
 mod roster;
+mod seats;
 mod selector;
 mod sharing;
 mod shipments;
@@ -46,6 +47,7 @@ pub use gpu_memory::{
 pub use input::{Claim, EndpointKey, GroupSpec, Order, PlanInput, PodFacts, PodPhase, PoolSpec, TrainerSpec, WeightSyncRef};
 pub use outcome::{LeftOut, LeftOutCode, Plan, PlanRefusal};
 pub use roster::{chain, roster};
+pub use seats::{Seats, seats};
 pub use selector::{Operator, Requirement, Selector};
 pub use sharing::{Neighbour, NoSharing, ProcessView, Sharing, SharingFacts, expandable_segments, sharing};
 pub use shipments::{Destinations, Need, Shipment, ShipmentError, shipments};

@@ -115,8 +115,8 @@ class GpuMemory:
 
     def _prepare(self, length: int, check: bytes, slots: int) -> None:
         start, there = self._driver.block(self._address)
-        if start != self._address or there < length:
-            raise Failed(f"the block on {self.place} has {there} bytes from {start - self._address} on, {length} were announced")
+        if start > self._address or start + there < self._address + length:
+            raise Failed(f"the block on {self.place} ends after {start + there - self._address} bytes, {length} were announced")
         self._own = [self._driver.make_event() for _ in range(slots)]
         self._share_events()
         if len(check) > self._slot_bytes:

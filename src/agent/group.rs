@@ -98,6 +98,11 @@ impl Epoch {
         self.commit.transport.nccl.as_ref()
     }
 
+    /// Whether a member has a rank of the communicator.
+    pub fn has_rank(&self, member: &MemberName) -> bool {
+        self.communicator().is_some_and(|plan| plan.seat(member).is_some())
+    }
+
     /// Whether the agent of that pod may lead updates of this group.
     pub fn may_lead(&self, pod_uid: &str) -> bool {
         let roster = &self.prepared.roster;

@@ -6,6 +6,7 @@
 mod attempt;
 mod calls;
 mod communicator;
+mod fan;
 pub mod feed;
 pub mod peers;
 mod phases;

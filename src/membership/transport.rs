@@ -1,12 +1,12 @@
 //! Which transport an epoch gets, from what the object asks for and what the members' GPUs are.
 //!
-//! Decides by facts of prepared members only. NCCL needs a GPU for every member, no GPU twice (NCCL refuses two ranks on one), one minor
-//! version of the library everywhere, and room for a ring. `auto` goes back to TCP and says why; when NCCL is demanded, the members that
+//! Decides by facts of prepared members only. NCCL needs a GPU for every member, no GPU twice (a member on the source's GPU has no rank:
+//! [`seats`]), one minor version of the library everywhere, and room for a ring. `auto` goes back to TCP and says why; when NCCL is demanded, the members that
 //! stand in its way are named, and left out like any member that refuses.
 
 use std::collections::BTreeMap;
 
-use crate::plan::{GpuRoom, RingWish, USUAL_LOAD, gpu_ring};
+use crate::plan::{GpuRoom, RingWish, Seats, USUAL_LOAD, gpu_ring, seats};
 use crate::protocol::{CommunicatorPlan, GpuReport, MemberName, TransportChoice, TransportPolicy, TransportWish};
 
 /// A member that stands in the way of what was demanded.
@@ -18,12 +18,19 @@ pub(super) fn choose(policy: &TransportPolicy, members: &[(&MemberName, &GpuRepo
         return Ok(TransportChoice::tcp("asked for by spec.transport.tcp"));
     }
     let mut in_the_way = unfit(members);
+    let seats = seats(&members.iter().map(|(name, report)| (*name, uuids(report))).collect::<Vec<_>>());
+    in_the_way.extend(seats.out.clone());
+    if seats.ranks.len() < 2 {
+        let why = "its GPU is the source's, and no other member has another one: nothing is to be moved between GPUs".to_owned();
+        in_the_way.extend(seats.guests.iter().map(|guest| (guest.clone(), why.clone())));
+    }
     if in_the_way.is_empty() {
-        match ring(policy, members) {
+        match ring(policy, members, &seats) {
             Ok((plan, why)) => {
                 let asked =
                     if policy.wish == TransportWish::Nccl { "asked for by spec.transport.nccl" } else { "auto: every member has a GPU" };
-                return Ok(TransportChoice { nccl: Some(plan), reason: format!("{asked}; ring: {why}{}", unshared(members)) });
+                let notes = [beside(&seats), unshared(members)].concat();
+                return Ok(TransportChoice { nccl: Some(plan), reason: format!("{asked}; ring: {why}{notes}") });
             }
             Err((member, why)) => _ = in_the_way.insert(member, why),
         }
@@ -41,6 +48,19 @@ pub(super) fn choose(policy: &TransportPolicy, members: &[(&MemberName, &GpuRepo
     }
 }
 
+fn uuids(report: &GpuReport) -> Vec<String> {
+    report.gpus.iter().map(|gpu| gpu.uuid.clone()).collect()
+}
+
+/// Names the members that are on the source's GPU.
+fn beside(seats: &Seats) -> String {
+    let guests: Vec<&str> = seats.guests.iter().map(|guest| guest.0.as_str()).collect();
+    match guests.as_slice() {
+        [] => String::new(),
+        guests => format!("; without a rank, over connections, on the source's GPU: {}", guests.join(", ")),
+    }
+}
+
 /// Names the first member whose engine cannot be handed memory of its GPU: a group of such members works, and is slower than it might be.
 fn unshared(members: &[(&MemberName, &GpuReport)]) -> String {
     let mut all = members.iter().filter(|(_, report)| !report.unshared.is_empty());
@@ -55,7 +75,6 @@ fn unshared(members: &[(&MemberName, &GpuReport)]) -> String {
 /// Members that no communicator of all could have, each compared with those before it: the first source is never the odd one out.
 fn unfit(members: &[(&MemberName, &GpuReport)]) -> InTheWay {
     let mut unfit = InTheWay::new();
-    let mut taken: BTreeMap<&str, &MemberName> = BTreeMap::new();
     let mut version: Option<(u32, &MemberName)> = None;
     for (name, report) in members {
         let Some(nccl) = report.nccl.filter(|_| !report.gpus.is_empty()) else {
@@ -71,34 +90,32 @@ fn unfit(members: &[(&MemberName, &GpuReport)]) -> InTheWay {
             continue;
         }
         version.get_or_insert((nccl, name));
-        let twice = report.gpus.iter().find_map(|gpu| taken.get(gpu.uuid.as_str()).map(|other| (gpu, *other)));
-        if let Some((gpu, other)) = twice {
-            let why = format!("it is on {} as {other} is: a communicator has one rank a GPU", gpu.uuid);
-            unfit.insert((*name).clone(), why);
-            continue;
-        }
-        taken.extend(report.gpus.iter().map(|gpu| (gpu.uuid.as_str(), *name)));
     }
     unfit
 }
 
-fn ring(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)]) -> Result<(CommunicatorPlan, String), (MemberName, String)> {
+fn ring(
+    policy: &TransportPolicy,
+    members: &[(&MemberName, &GpuReport)],
+    seats: &Seats,
+) -> Result<(CommunicatorPlan, String), (MemberName, String)> {
     let wish = RingWish::of(policy.slots, policy.slot_bytes);
     let room = |name: &MemberName, gpu: &crate::protocol::MemberGpu| GpuRoom {
         gpu: format!("{} of {name}", gpu.uuid),
         free: gpu.free_bytes,
         total: gpu.memory_bytes,
     };
+    let ranked: Vec<_> = members.iter().filter(|(name, _)| !seats.guests.contains(name)).collect();
     let rooms: Vec<(&MemberName, GpuRoom)> =
-        members.iter().flat_map(|(name, report)| report.gpus.iter().map(|gpu| (*name, room(name, gpu)))).collect();
+        ranked.iter().flat_map(|(name, report)| report.gpus.iter().map(|gpu| (*name, room(name, gpu)))).collect();
     let all: Vec<GpuRoom> = rooms.iter().map(|(_, room)| room.clone()).collect();
     // Not the model's own size: rings would change with each model, and whoever opened one would have to open it anew.
     let chosen = gpu_ring(wish, USUAL_LOAD, &all).map_err(|none| {
         let tightest = rooms.iter().min_by_key(|(_, room)| room.free).map(|(name, _)| (*name).clone());
         (tightest.unwrap_or_else(|| MemberName(String::new())), none.to_string())
     })?;
-    let ranks = members.iter().map(|(name, report)| ((*name).clone(), report.gpus.iter().map(|gpu| gpu.uuid.clone()).collect()));
-    let plan = CommunicatorPlan { slots: chosen.ring.slots, slot_bytes: chosen.ring.slot_bytes, ranks: ranks.collect() };
+    let (ranks, guests) = (seats.ranks.clone(), seats.guests.clone());
+    let plan = CommunicatorPlan { slots: chosen.ring.slots, slot_bytes: chosen.ring.slot_bytes, ranks, guests };
     Ok((plan, chosen.why))
 }
 

@@ -2,6 +2,7 @@
 
 mod explained;
 mod gpu_memory;
+mod seats;
 mod properties;
 mod replicas;
 mod sharing;

@@ -80,7 +80,7 @@ pub struct TransportChoice {
     pub reason: String,
 }
 
-/// A communicator of an epoch: every member has a rank for each of its GPUs.
+/// A communicator of an epoch: every member has a rank for each of its GPUs, but for guests.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CommunicatorPlan {
@@ -90,6 +90,9 @@ pub struct CommunicatorPlan {
     pub slot_bytes: u64,
     /// Members in the order of their ranks, sources first, with the UUIDs of their GPUs.
     pub ranks: Vec<(MemberName, Vec<String>)>,
+    /// Members without a rank, because their GPU is the source's: they get the stream over connections.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub guests: Vec<MemberName>,
 }
 
 impl CommunicatorPlan {

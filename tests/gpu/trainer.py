@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import weightsync
+from weightsync._driver import Driver
 
 LIMIT = 120
 GIB = 1 << 30
@@ -36,7 +37,7 @@ class Agent:
         self.folder = Path(tempfile.mkdtemp(prefix="weightsync-"))
         self.socket = f"weightsync/gpu-{os.getpid()}-{time.monotonic_ns()}"
         command = [os.environ["WEIGHTSYNC_TRAINER_SOCKET"], "--socket", self.socket, "--worker", os.environ["WEIGHTSYNC_PROGRAM"]]
-        self.process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=with_nccl())
         assert self.said() == {"listening": True}
 
     def said(self) -> dict[str, Any]:
@@ -53,7 +54,15 @@ class Agent:
 
 def uuid(device: int) -> str:
     """As the driver names it."""
-    return "GPU-" + str(torch.cuda.get_device_properties(device).uuid)
+    return Driver().uuid(device)
+
+
+def with_nccl() -> dict[str, str]:
+    """The environment in which workers find the NCCL that this torch has loaded."""
+    maps = Path("/proc/self/maps").read_text().split()
+    folders = {str(Path(file).parent) for file in maps if "/libnccl.so" in file}
+    found = [*folders, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(found)}
 
 
 def start(*options: str) -> Agent:

@@ -30,7 +30,8 @@ impl Leader {
         let nccl = gpus.unique_id(UNIQUE_ID).await?;
         let calls = Calls::new(self.client.clone(), epoch.clone());
         let mut joins: JoinSet<(MemberName, Result<JoinResponse, Refusal>)> = JoinSet::new();
-        for member in epoch.others() {
+        // Guests have no rank, and nothing to join.
+        for member in epoch.others().into_iter().filter(|member| epoch.has_rank(member)) {
             let within = deadline.saturating_duration_since(Instant::now());
             let deadline_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
             let (calls, request) = (calls.clone(), JoinRequest { id: epoch.id().clone(), nccl, deadline_ms });

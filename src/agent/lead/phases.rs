@@ -9,11 +9,12 @@ use tokio::time::{Instant, sleep_until};
 
 use super::attempt::{Attempt, Stage};
 use super::calls::{Answer, Following};
+use super::fan::Fan;
 use super::probe::hello;
 use super::stream::{Sending, StreamError};
 use super::table::{Failure, Table, Verdict};
 use crate::protocol::{BeginRequest, CarriedBy, DataHello, MemberName, PublishErrorCode, UpdatePhase};
-use crate::transport::TransportError;
+use crate::transport::{BucketSink, TransportError};
 use crate::weights::{DigestAlgorithm, Layout};
 
 /// Once enough members opened the update, the others have this long to do so.
@@ -79,12 +80,16 @@ impl Attempt<'_> {
         stage: &mut dyn Stage,
     ) -> Result<Vec<u128>, Failure> {
         let silence = self.silence;
-        let hello = self.hello(receiving);
+        let (between_gpus, over_connections) = self.hellos(receiving);
         let leader = self.leader;
         let sent = async {
-            let mut sink = match hello {
-                Some((hello, first)) => Some(leader.transport.open(hello, &first).await?),
-                None => None,
+            let open = async |(hello, first): (DataHello, String)| leader.transport.open(hello, &first).await;
+            let mut sink: Option<Box<dyn BucketSink>> = match (between_gpus, over_connections) {
+                (Some(one), Some(other)) => {
+                    Some(Box::new(Fan::new(open(one).await?, open(other).await?, sending.staging.clone(), silence)))
+                }
+                (Some(only), None) | (None, Some(only)) => Some(open(only).await?),
+                (None, None) => None,
             };
             let digests = sending.run(sink.as_mut(), silence).await?;
             if let Some(sink) = sink {
@@ -113,16 +118,21 @@ impl Attempt<'_> {
         }
     }
 
-    /// The hello of the stream. Over a communicator every member takes part; those that do not receive keep nothing. What is fed goes over
-    /// connections: a collective needs every rank, and only one leader at a time could have it.
-    fn hello(&self, receiving: &[MemberName]) -> Option<(DataHello, String)> {
+    /// The hellos of the stream: between GPUs, and over connections. Over a communicator every rank takes part; those that do not receive
+    /// keep nothing. Members without a rank are reached over connections, and so is everybody who is fed: a collective needs every rank, and
+    /// only one leader at a time could have it.
+    fn hellos(&self, receiving: &[MemberName]) -> (Option<(DataHello, String)>, Option<(DataHello, String)>) {
+        let plain = |members: &[MemberName]| hello(&self.epoch, &self.calls, members, &self.update(), false, None);
+        let (ranked, guests): (Vec<MemberName>, Vec<MemberName>) =
+            receiving.iter().cloned().partition(|member| self.epoch.has_rank(member));
         let seat = self.epoch.communicator().and_then(|plan| plan.seat(self.epoch.me()));
-        let Some((root, _)) = seat.filter(|_| !self.view.feeding && !receiving.is_empty()) else {
-            return hello(&self.epoch, &self.calls, receiving, &self.update(), false, None);
+        let Some((root, _)) = seat.filter(|_| !self.view.feeding && !ranked.is_empty()) else {
+            return (None, plain(receiving));
         };
-        let others: Vec<MemberName> = self.epoch.others();
-        let passing = others.iter().filter(|name| !receiving.contains(name)).cloned().collect();
-        hello(&self.epoch, &self.calls, &others, &self.update(), false, Some(CarriedBy { root, passing }))
+        let others: Vec<MemberName> = self.epoch.others().into_iter().filter(|member| self.epoch.has_rank(member)).collect();
+        let passing = others.iter().filter(|name| !ranked.contains(name)).cloned().collect();
+        let carried = hello(&self.epoch, &self.calls, &others, &self.update(), false, Some(CarriedBy { root, passing }));
+        (carried, plain(&guests))
     }
 
     /// Waits until members answered what was asked of them, as far as they ever will.

@@ -155,6 +155,9 @@ impl Rollout {
         let Some(plan) = epoch.communicator().filter(|_| !request.feeding) else {
             return Err("its bytes do not travel between GPUs".into());
         };
+        if !epoch.has_rank(epoch.me()) {
+            return Err("it is on the source's GPU and has no rank: its bytes come over a connection".into());
+        }
         if request.layout.cuts != Cuts::BetweenTensors || request.algorithm != DigestAlgorithm::Gsum64 {
             return Err("the version was laid out for a transport that passes hosts".into());
         }

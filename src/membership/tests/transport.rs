@@ -60,7 +60,7 @@ fn auto_goes_over_tcp_and_names_who_stands_in_the_way() {
     let cases = [
         ([Some(gpu(0, 22809)), Some(none)], "no NVIDIA driver"),
         ([Some(gpu(0, 22809)), None], "it has no GPU"),
-        ([Some(gpu(0, 22809)), Some(gpu(0, 22809))], "one rank a GPU"),
+        ([Some(gpu(0, 22809)), Some(gpu(0, 22809))], "its GPU is the source's"),
         ([Some(gpu(0, 22809)), Some(gpu(1, 22707))], "its NCCL is 2.27.7, that of"),
     ];
     for (gpus, says) in cases {
@@ -70,6 +70,19 @@ fn auto_goes_over_tcp_and_names_who_stands_in_the_way() {
         assert!(choices[0].reason.contains(says), "{}", choices[0].reason);
         assert!(desk.membership.view().committed);
     }
+}
+
+#[test]
+fn an_engine_on_the_sources_gpu_has_no_rank_and_does_not_stand_in_the_way() {
+    for wish in [TransportWish::Auto, TransportWish::Nccl] {
+        let choices = commits(&formed(wish, &[Some(gpu(0, 22809)), Some(gpu(0, 22809)), Some(gpu(1, 22809))]));
+        let plan = choices[0].nccl.as_ref().unwrap();
+        assert_eq!((choices.len(), plan.world(), plan.guests.len()), (3, 2, 1));
+        assert_eq!(plan.seat(&plan.guests[0]), None);
+        assert!(choices[0].reason.contains(&format!("on the source's GPU: {}", plan.guests[0])), "{}", choices[0].reason);
+    }
+    let engines = commits(&formed(TransportWish::Auto, &[Some(gpu(0, 22809)), Some(gpu(1, 22809)), Some(gpu(1, 22809))]));
+    assert!(engines[0].nccl.is_none() && engines[0].reason.contains("one rank a GPU"), "{}", engines[0].reason);
 }
 
 #[test]

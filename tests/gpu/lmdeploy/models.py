@@ -9,9 +9,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
-import torch
 from tests.engine.make_checkpoint import END, make_tokenizer
 
 SHARD = 4 << 30

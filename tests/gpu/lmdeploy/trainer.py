@@ -6,9 +6,9 @@ import argparse
 import json
 import time
 
+import torch
 import weightsync
 
-import torch
 from tests.gpu.lmdeploy import models
 
 

@@ -1,0 +1,49 @@
+//! Which members of a group have ranks of its communicator, and which have none because they share the source's GPU.
+//!
+//! NCCL refuses two ranks on one GPU. A rollout whose only GPU is the source's (trainer and engine colocated) therefore has no rank and gets
+//! the stream beside the communicator. Any other GPU that two members have leaves the later one out, with the reason. Pure; the order
+//! of members is that of their ranks.
+
+use std::collections::BTreeMap;
+
+use crate::protocol::MemberName;
+
+/// Who sits where.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Seats {
+    /// Members with ranks, one a GPU, in the order given.
+    pub ranks: Vec<(MemberName, Vec<String>)>,
+    /// Members without a rank, on the source's GPU.
+    pub guests: Vec<MemberName>,
+    /// Members that can have neither, and why.
+    pub out: BTreeMap<MemberName, String>,
+}
+
+/// Gives seats. `members` stand in the order of their ranks, the source first, each with the UUIDs of its GPUs, at least one.
+pub fn seats(members: &[(&MemberName, Vec<String>)]) -> Seats {
+    let mut seats = Seats::default();
+    let mut taken: BTreeMap<&str, &MemberName> = BTreeMap::new();
+    let source: &[String] = members.first().map(|(_, gpus)| gpus.as_slice()).unwrap_or_default();
+    for (place, (name, gpus)) in members.iter().enumerate() {
+        let shared = gpus.iter().find_map(|gpu| taken.get(gpu.as_str()).map(|other| (gpu, *other)));
+        match shared {
+            None => {
+                taken.extend(gpus.iter().map(|gpu| (gpu.as_str(), *name)));
+                seats.ranks.push(((*name).clone(), gpus.clone()));
+            }
+            Some(_) if place > 0 && gpus.as_slice() == source && gpus.len() == 1 => seats.guests.push((*name).clone()),
+            Some((gpu, other)) => {
+                let why = if source.contains(gpu) {
+                    format!(
+                        "its {gpu} is the source's too: an engine can share the source's GPU only when it has no other; give the trainer's \
+                         first pod a GPU of its own"
+                    )
+                } else {
+                    format!("it is on {gpu} as {other} is: a communicator has one rank a GPU")
+                };
+                seats.out.insert((*name).clone(), why);
+            }
+        }
+    }
+    seats
+}
