@@ -31,12 +31,13 @@ pub struct Actor {
     ranks: u32,
     said: u32,
     absent: bool,
+    gpu: Option<u32>,
 }
 
 impl Actor {
     /// A simulated vLLM with one rank and no faults.
     pub fn new() -> Self {
-        Self { kind: "vllm", faults: json!({}), ranks: 1, said: 1, absent: false }
+        Self { kind: "vllm", faults: json!({}), ranks: 1, said: 1, absent: false, gpu: None }
     }
 
     /// A simulated SGLang.
@@ -52,6 +53,11 @@ impl Actor {
     /// An engine of `ranks` ranks, of which the file says `said`.
     pub fn ranks(self, ranks: u32, said: u32) -> Self {
         Self { ranks, said, ..self }
+    }
+
+    /// On this GPU of its machine, instead of one of its own.
+    pub fn on_gpu(self, gpu: u32) -> Self {
+        Self { gpu: Some(gpu), ..self }
     }
 
     /// Nobody listens on its port, until [`World::start_engine`].
@@ -148,7 +154,8 @@ impl World {
         let rollouts = actors.iter().zip(&ports).enumerate().map(|(number, (actor, port))| {
             let command = if actor.absent { Vec::new() } else { engine(actor, *port, folder.path()) };
             let engine = json!({"kind": actor.kind, "port": port, "command": command});
-            let gpus = machine.map(|_| uuid(u32::try_from(number).unwrap() + 1)).into_iter().collect::<Vec<_>>();
+            let own = u32::try_from(number).unwrap() + 1;
+            let gpus = machine.map(|_| uuid(actor.gpu.unwrap_or(own))).into_iter().collect::<Vec<_>>();
             json!({"name": format!("actor-{number}"), "size": actor.said, "engine": engine, "gpus": gpus})
         });
         for (key, value) in [("healthPeriodMilliseconds", json!(200)), ("timeoutSeconds", json!(20))] {

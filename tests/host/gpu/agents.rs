@@ -50,6 +50,22 @@ async fn versions_travel_between_gpus_and_engines_serve_them() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_engine_on_the_trainers_gpu_gets_the_stream_beside_the_communicator() {
+    let machine = Machine::new();
+    let world = World::start_on(&machine, nccl(), json!({}), [Actor::new().on_gpu(0), Actor::sglang(), Actor::new()]).await;
+    world.until_ready(3).await;
+    for version in 1..=2 {
+        let model = Model::large(version);
+        let checkpoint = model.save(&world.folder().join(format!("v{version}")));
+        let result = world.publish(&checkpoint, version, &[]).await.done();
+        assert_eq!((installed(&result).len(), &result["attempts"]), (3, &json!(1)), "{result}");
+        for number in 0..3 {
+            assert!(world.serves(number, &model).await, "version {version}, actor-{number}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn f46_f48_f51_bytes_that_arrive_wrong_are_never_served() {
     for fault in ["flip 54321", "drop", "swap 0 524288 4096"] {
         let machine = Machine::new();
