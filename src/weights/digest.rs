@@ -142,7 +142,7 @@ impl Layout {
 /// A digest that is being computed, by either algorithm.
 #[derive(Clone)]
 enum Running {
-    Xxh3(BlockHasher),
+    Xxh3(Box<BlockHasher>),
     Gsum(Gsum64),
 }
 
@@ -187,7 +187,7 @@ impl TensorHasher {
     /// Nothing fed yet.
     pub fn new(layout: Arc<Layout>, algorithm: DigestAlgorithm) -> Self {
         let hasher = match algorithm {
-            DigestAlgorithm::Xxh3_128 => Running::Xxh3(BlockHasher::new()),
+            DigestAlgorithm::Xxh3_128 => Running::Xxh3(Box::new(BlockHasher::new())),
             DigestAlgorithm::Gsum64 => Running::Gsum(Gsum64::new()),
         };
         Self { layout, position: 0, hasher, done: Vec::new() }
