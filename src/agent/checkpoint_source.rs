@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use super::version_source::{SourceError, VersionSource};
 use crate::transport::Payload;
 use crate::weights::safetensors::Checkpoint;
-use crate::weights::{Bucket, Layout};
+use crate::weights::{Bucket, Layout, LayoutError, TensorSpec};
 
 /// An open checkpoint and the place in it.
 pub struct CheckpointSource {
@@ -27,13 +27,17 @@ pub struct CheckpointSource {
 }
 
 impl CheckpointSource {
-    /// Opens a file or a directory and reads its headers. `bucket_bytes` as in [`Layout::new`].
-    pub async fn open(path: PathBuf, bucket_bytes: u64, deadline: Instant) -> Result<Self, SourceError> {
+    /// Opens a file or a directory, reads its headers and lays its tensors out.
+    pub async fn open(
+        path: PathBuf,
+        lay_out: impl FnOnce(Vec<TensorSpec>) -> Result<Layout, LayoutError> + Send,
+        deadline: Instant,
+    ) -> Result<Self, SourceError> {
         let shown = path.display().to_string();
         let opened = tokio::task::spawn_blocking(move || Checkpoint::open(&path));
         let opened = tokio::time::timeout_at(deadline, opened).await.map_err(|_| stuck(format!("{shown} was not opened in time")))?;
         let checkpoint = opened.map_err(|error| stuck(error.to_string()))?.map_err(bad)?;
-        let layout = Layout::new("model", checkpoint.specs(), bucket_bytes).map_err(bad)?;
+        let layout = lay_out(checkpoint.specs()).map_err(bad)?;
         if layout.entries.is_empty() {
             return Err(SourceError::BadCheckpoint { what: format!("{shown} holds no tensor") });
         }

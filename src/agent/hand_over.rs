@@ -70,7 +70,7 @@ impl HandOver {
                 }
             }
         }
-        // What has passed since.
+        // What has passed since. Whoever gets an error gives the install up by that: nothing is handed over any more.
         while let Some(read) = self.reading.try_join_next() {
             seen(read)?;
         }
@@ -94,14 +94,15 @@ impl HandOver {
         }
     }
 
-    /// The engine takes its last step.
+    /// The engine takes its last step, once it is known to have read every bucket.
     pub async fn finish(mut self, version: HeldVersion) -> Result<InstallReport, InstallError> {
-        let report = self.install.finish(version).await?;
-        // The engine has let go of everything by its last step; what is still counted down here has passed.
         while let Some(read) = self.reading.join_next().await {
-            seen(read)?;
+            if let Err(error) = seen(read) {
+                let dirty = self.install.abandon(&error.to_string()).await;
+                return Err(InstallError { dirty, ..error });
+            }
         }
-        Ok(report)
+        self.install.finish(version).await
     }
 
     /// Gives it up: whether the engine may hold a mixture.

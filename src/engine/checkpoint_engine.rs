@@ -7,7 +7,7 @@
 //! about the engine's state; never reads a pickle.
 
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -36,18 +36,21 @@ const SHOWN: usize = 512;
 /// What the memory of one GPU is for the engine's worker there.
 struct Channel {
     gpu: String,
-    path: PathBuf,
+    /// Removes its path when it is dropped.
     socket: ReqSocket,
-}
-
-impl Drop for Channel {
-    fn drop(&mut self) {
-        let _gone = std::fs::remove_file(&self.path);
-    }
 }
 
 /// The call by which an engine's workers are told to connect; ends when they are done.
 pub(super) type Call = BoxFuture<'static, Result<(), EngineError>>;
+
+/// What comes behind a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Then {
+    /// Another one.
+    More,
+    /// The end of the engine's call.
+    End,
+}
 
 /// Feeds all workers of one engine.
 pub(super) struct ParameterServer {
@@ -76,7 +79,8 @@ impl ParameterServer {
         made.map_err(|error| cannot(format!("{} cannot be made: {error}", folder.display())))?;
         let (mut channels, mut handles) = (Vec::new(), serde_json::Map::new());
         for gpu in gpus {
-            let name = format!("{}.sock", uuid::Uuid::new_v4().simple());
+            // Short, because the path of a socket is.
+            let name: String = uuid::Uuid::new_v4().simple().to_string().chars().take(16).collect();
             let (path, seen) = (folder.join(&name), in_engine.join(&name));
             if path.as_os_str().len().max(seen.as_os_str().len()) >= LONGEST_PATH {
                 return Err(cannot(format!("{} is too long for a socket", path.display())));
@@ -87,7 +91,7 @@ impl ParameterServer {
             let opened = std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666));
             opened.map_err(|error| cannot(format!("{} cannot be opened to the engine: {error}", path.display())))?;
             handles.insert(gpu.clone(), format!("ipc://{}", seen.display()).into());
-            channels.push(Channel { gpu: gpu.clone(), path, socket });
+            channels.push(Channel { gpu: gpu.clone(), socket });
         }
         Ok((Self { url: url.to_owned(), channels, call: None, memory: None }, handles))
     }
@@ -118,7 +122,7 @@ impl ParameterServer {
                 };
                 let tensors: Vec<Value> =
                     memory.iter().map(|each| shared(each).unbuilt()).collect::<Result<_, _>>().map_err(|error| no_form(&error))?;
-                self.exchange(&tensors, until).await?;
+                self.exchange(&tensors, Then::More, until).await?;
                 self.memory = Some(memory);
             }
             Some(known) if *known != memory => {
@@ -127,7 +131,7 @@ impl ParameterServer {
             }
             Some(_) => {}
         }
-        self.exchange(&lists, until).await
+        self.exchange(&lists, Then::More, until).await
     }
 
     /// Whether a worker may have begun to load.
@@ -139,8 +143,8 @@ impl ParameterServer {
     pub(super) async fn close(&mut self, until: Until) -> Result<(), EngineError> {
         let nothing = vec![Value::None; self.channels.len()];
         if self.memory.is_some() {
-            self.exchange(&nothing, until).await?;
-            self.exchange(&nothing, until).await?;
+            self.exchange(&nothing, Then::More, until).await?;
+            self.exchange(&nothing, Then::End, until).await?;
         }
         // Behind the last answer only the reply to the call is left.
         self.ended(until).await
@@ -172,7 +176,7 @@ impl ParameterServer {
     }
 
     /// Sends one message to each worker and waits for all answers, unless the engine's call ends first.
-    async fn exchange(&mut self, messages: &[Value], until: Until) -> Result<(), EngineError> {
+    async fn exchange(&mut self, messages: &[Value], then: Then, until: Until) -> Result<(), EngineError> {
         let timeout = EngineError::Timeout { url: self.url.clone(), deadline: until.total() };
         let Some(call) = self.call.as_mut() else {
             return Err(EngineError::BadReply { url: self.url.clone(), what: "its workers were not called".into() });
@@ -184,6 +188,8 @@ impl ParameterServer {
                 self.call = None;
                 return Err(match ended {
                     Ok(Err(error)) => error,
+                    // Its last answers and the reply to its call come at once.
+                    Ok(Ok(())) if then == Then::End => return Ok(()),
                     Ok(Ok(())) => self.not_success("it said that all was loaded while buckets were still to come"),
                     Err(ended) => self.not_success(&format!("its call ended: {ended}")),
                 });

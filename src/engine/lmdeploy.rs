@@ -37,7 +37,14 @@ const NEWER: &str = "use LMDeploy 0.18 or newer with --backend pytorch";
 /// The adapter for an LMDeploy server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let http = Arc::new(EngineHttp::new(&config)?);
-    let server = Lmdeploy { http, record: Record::new(config.record), processes: config.processes, token: Mutex::new(None) };
+    let server = Lmdeploy {
+        http,
+        record: Record::new(config.record),
+        processes: config.processes,
+        seen: Mutex::default(),
+        probed: Mutex::default(),
+        token: Mutex::new(None),
+    };
     Ok(Arc::new(Adapter::new(server, config.served_model)))
 }
 
@@ -45,6 +52,10 @@ struct Lmdeploy {
     http: Arc<EngineHttp>,
     record: Record,
     processes: PathBuf,
+    /// Its process, as it was last found.
+    seen: Mutex<Option<EngineProcess>>,
+    /// What a start of it was found to have; asked once, because an update must not wait for it each time.
+    probed: Mutex<Option<route::Probed>>,
     /// When a token was last generated.
     token: Mutex<Option<Instant>>,
 }
@@ -93,11 +104,16 @@ impl Lmdeploy {
 
     /// Its process, where it can be seen.
     fn process(&self) -> Option<EngineProcess> {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(process) = seen.as_ref().filter(|process| process.runs(&self.processes)) {
+            return Some(process.clone());
+        }
         let port = self.http.port().to_string();
-        process::find(&self.processes, |process| {
-            let serves = process.words.iter().any(|word| word == "api_server");
+        *seen = process::find(&self.processes, |process| {
+            let serves = process.words.iter().any(|word| word == "api_server" || word.ends_with("/api_server"));
             serves && process.value("--server-port").map_or(port == PORT.to_string(), |named| named == port)
-        })
+        });
+        seen.clone()
     }
 
     /// One token now and then: nothing else shows a worker that is stuck in a collective operation.
@@ -176,17 +192,19 @@ impl Server for Lmdeploy {
         self.http.get("/is_sleeping", until).await?.json()?.field("is_sleeping").map(drop)
     }
 
-    /// `/metrics` is there unless it was disabled; else the process itself.
+    /// The process itself, where it can be seen; else `/metrics`, which is there unless it was disabled.
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
         self.front(until).await?;
-        let reply = self.http.get("/metrics", until).await?;
-        if reply.status() == 200 {
-            let metrics = reply.text()?;
-            if let Some(started) = metrics.lines().find_map(|line| line.strip_prefix("process_start_time_seconds ")) {
-                return Ok(started.trim().to_owned());
-            }
+        if let Some(process) = self.process() {
+            return Ok(process.start);
         }
-        Ok(self.process().map_or_else(|| UNKNOWN.to_owned(), |process| process.start))
+        let reply = self.http.get("/metrics", until).await?;
+        if reply.status() != 200 {
+            return Ok(UNKNOWN.to_owned());
+        }
+        let metrics = reply.text()?;
+        let started = metrics.lines().find_map(|line| line.strip_prefix("process_start_time_seconds "));
+        Ok(started.map_or(UNKNOWN, str::trim).to_owned())
     }
 
     async fn holding(&self, until: Until) -> Result<Holding, EngineError> {

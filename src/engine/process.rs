@@ -8,6 +8,8 @@ use std::path::Path;
 /// A process that serves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct EngineProcess {
+    /// Its number.
+    pub(super) pid: u32,
     /// Its number and start time: differs for each start.
     pub(super) start: String,
     /// The words of its command line.
@@ -15,6 +17,11 @@ pub(super) struct EngineProcess {
 }
 
 impl EngineProcess {
+    /// Whether it still runs; cheaper than to look for it again.
+    pub(super) fn runs(&self, proc: &Path) -> bool {
+        started(&proc.join(self.pid.to_string())).is_some_and(|ticks| self.start == format!("{}@{ticks}", self.pid))
+    }
+
     /// Whether it was started with this option.
     pub(super) fn has(&self, option: &str) -> bool {
         self.words.iter().any(|word| word == option || word.strip_prefix(option).is_some_and(|rest| rest.starts_with('=')))
@@ -38,14 +45,12 @@ pub(super) fn find(proc: &Path, serves: impl Fn(&EngineProcess) -> bool) -> Opti
     let entries = std::fs::read_dir(proc).ok()?;
     let mut found: Vec<(u64, EngineProcess)> = Vec::new();
     for entry in entries.flatten() {
-        let Some(pid) = entry.file_name().to_str().filter(|name| name.bytes().all(|byte| byte.is_ascii_digit())).map(str::to_owned) else {
-            continue;
-        };
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
         let Ok(words) = std::fs::read(entry.path().join("cmdline")) else { continue };
         let words: Vec<String> =
             words.split(|byte| *byte == 0).filter(|word| !word.is_empty()).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
         let Some(ticks) = started(&entry.path()) else { continue };
-        let process = EngineProcess { start: format!("{pid}@{ticks}"), words };
+        let process = EngineProcess { pid, start: format!("{pid}@{ticks}"), words };
         if serves(&process) {
             found.push((ticks, process));
         }

@@ -7,6 +7,7 @@ mod bytes;
 mod demo;
 mod doctor;
 mod feed;
+mod handover;
 mod libraries;
 mod recovery;
 mod rules;

@@ -32,17 +32,24 @@ pub struct Actor {
     said: u32,
     absent: bool,
     gpu: Option<u32>,
+    /// More words of its command, the program's own first; none: this program's name.
+    words: Vec<String>,
 }
 
 impl Actor {
     /// A simulated vLLM with one rank and no faults.
     pub fn new() -> Self {
-        Self { kind: "vllm", faults: json!({}), ranks: 1, said: 1, absent: false, gpu: None }
+        Self { kind: "vllm", faults: json!({}), ranks: 1, said: 1, absent: false, gpu: None, words: Vec::new() }
     }
 
     /// A simulated SGLang.
     pub fn sglang() -> Self {
         Self { kind: "sglang", ..Self::new() }
+    }
+
+    /// A simulated LMDeploy on this GPU; `name` is the program by a name of its choice.
+    pub fn lmdeploy(name: &Path, gpu: &str) -> Self {
+        Self { kind: "lmdeploy", words: vec![name.to_string_lossy().into_owned(), "--gpu".into(), gpu.into()], ..Self::new() }
     }
 
     /// What goes wrong from the start.
@@ -363,9 +370,12 @@ impl Drop for World {
 fn engine(actor: &Actor, port: u16, folder: &Path) -> Vec<String> {
     let model = folder.join("start").to_string_lossy().into_owned();
     let (port, ranks, faults) = (port.to_string(), actor.ranks.to_string(), actor.faults.to_string());
-    let words =
-        ["simulate-engine", "--engine", actor.kind, "--port", &port, "--model", &model, "--world-size", &ranks, "--faults", &faults];
-    std::iter::once(PROGRAM).chain(words).map(str::to_owned).collect()
+    // LMDeploy that is given no name serves under the path of its model.
+    let served = if actor.kind == "lmdeploy" { model.clone() } else { "model".to_owned() };
+    let words = ["simulate-engine", "--engine", actor.kind, "--server-port", &port, "--model", &model, "--world-size", &ranks];
+    let more = ["--faults", &faults, "--served-model-name", &served];
+    let (name, own) = actor.words.split_first().map_or((PROGRAM, &[][..]), |(name, own)| (name.as_str(), own));
+    std::iter::once(name).chain(words).chain(more).map(str::to_owned).chain(own.iter().cloned()).collect()
 }
 
 /// Children of a process, with their environment.

@@ -116,8 +116,9 @@ async fn open_checkpoint(
     deadline: Instant,
     reporter: Reporter,
 ) {
+    let lay_out = |tensors| lay_out(tensors, shared.bucket_bytes, &shared.gpu);
     let opened = tokio::select! {
-        opened = CheckpointSource::open(path, shared.bucket_bytes, deadline) => opened,
+        opened = CheckpointSource::open(path, lay_out, deadline) => opened,
         () = cancel.cancelled() => Err(SourceError::Cancelled { reason: "while the checkpoint was opened".into() }),
     };
     match opened {

@@ -87,13 +87,9 @@ impl DeviceReceiver {
     }
 
     fn take(&self, bucket: DeviceBucket) -> Result<(), Refusal> {
-        if let Some(reason) = self.failed() {
-            return Err(refusal(RefusalCode::EngineRefused, reason));
-        }
         let mut arriving = lock(&self.arriving);
-        let Some(arriving) = arriving.as_mut() else {
-            return Err(refusal(RefusalCode::WrongPhase, "the attempt is over here"));
-        };
+        // This member's attempt is over, and its status says so. The others' goes on: a collective needs every rank, so what comes is dropped.
+        let Some(arriving) = arriving.as_mut() else { return Ok(()) };
         let BucketHeader { sequence, offset, bytes, .. } = bucket.header;
         let of_layout = self.layout.bucket(sequence).filter(|bucket| (bucket.offset, bucket.bytes) == (offset, bytes));
         let Some(known) = of_layout else {
@@ -106,8 +102,9 @@ impl DeviceReceiver {
         }
         arriving.coverage.record(offset, bytes).map_err(|error| invalid(error.to_string()))?;
         arriving.hasher.add(bytes, &bucket.shares).map_err(|error| invalid(error.to_string()))?;
-        let ended = |_| refusal(RefusalCode::EngineRefused, "the engine takes no more of this attempt");
-        self.orders.send(Order::Bucket(known, bucket.slots)).map_err(ended)
+        // A task that is gone said why; the next bucket finds nothing arriving.
+        let _gone = self.orders.send(Order::Bucket(known, bucket.slots));
+        Ok(())
     }
 }
 
@@ -136,8 +133,8 @@ impl BucketStore for DeviceReceiver {
     }
 
     fn end(&self) -> Result<(), Refusal> {
-        if let Some(reason) = self.failed() {
-            return Err(refusal(RefusalCode::EngineRefused, reason));
+        if lock(&self.arriving).is_none() {
+            return Ok(());
         }
         let took_ms = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.listener.streamed(&self.update, took_ms)

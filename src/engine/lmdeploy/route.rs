@@ -4,6 +4,7 @@
 //! server with `--enable-abort-handling` can end requests without sleeping.
 
 use std::path::Path;
+use std::sync::PoisonError;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -17,6 +18,8 @@ use crate::engine::checkpoint_engine::Call;
 use crate::engine::device::DeviceRoute;
 use crate::engine::feed::{CheckpointEngine, Feed, FeedJob};
 use crate::engine::http::{Answer, Until};
+use crate::engine::record::UNKNOWN;
+use crate::engine::server::Server;
 use crate::protocol::{KvCachePolicy, PausePolicy};
 use crate::torch::lmdeploy_nothing;
 
@@ -24,6 +27,17 @@ use crate::torch::lmdeploy_nothing;
 const TENSORS: &str = "update_weights";
 /// Name of the way of sleeping servers.
 const CHECKPOINT_ENGINE: &str = "checkpoint-engine";
+
+/// What one start of a server was found to have.
+#[derive(Debug, Clone)]
+pub(super) struct Probed {
+    start: String,
+    interface: Option<Value>,
+    /// Why it takes no tensors, whatever the policy.
+    no_tensors: Option<String>,
+    /// Why it cannot end requests.
+    no_abort: Option<String>,
+}
 
 impl Lmdeploy {
     /// `/openapi.json`; none where the server does not show it.
@@ -46,10 +60,11 @@ impl Lmdeploy {
         let config = served.or(named).and_then(|model| std::fs::read(model.join("config.json")).ok());
         let config: Option<Value> = config.and_then(|config| serde_json::from_slice(&config).ok());
         allowed::any_route(config.as_ref()).map_err(|why| unsupported(why, "serve a model in bfloat16 or float16"))?;
-        let interface = self.interface(until).await;
-        let seen = Seen { interface: interface.as_ref(), ranks: gpus.len(), config: config.as_ref(), process: process.as_ref(), kv_cache };
+        let probed = self.probe_start(until).await?;
+        let seen =
+            Seen { interface: probed.interface.as_ref(), ranks: gpus.len(), config: config.as_ref(), process: process.as_ref(), kv_cache };
         let why_not = match allowed::tensor_route(&seen) {
-            Ok(()) => self.probe_tensors(pause, until).await?,
+            Ok(()) => probed.no_tensors.or(probed.no_abort.filter(|_| pause == PausePolicy::Abort)),
             Err(why) => Some(why),
         };
         let Some(why_not) = why_not else {
@@ -66,21 +81,26 @@ impl Lmdeploy {
         Ok(DeviceRoute { name: CHECKPOINT_ENGINE, gpus, gated: true, why_not_faster: Some(format!("{TENSORS}: {why_not}")) })
     }
 
-    /// Asks the server for what no file says: an update of nothing, and the end of a request that is not there.
-    async fn probe_tensors(&self, pause: PausePolicy, until: Until) -> Result<Option<String>, EngineError> {
+    /// Asks this start for what no file says, once: an update of nothing, and the end of a request that is not there.
+    async fn probe_start(&self, until: Until) -> Result<Probed, EngineError> {
+        let start = self.fingerprint(until).await?;
+        let known = self.probed.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(known) = known.filter(|known| known.start == start && start != UNKNOWN) {
+            return Ok(known);
+        }
         let body = update(vec![lmdeploy_nothing().pickle()], false);
         let reply = self.http.post("/update_weights", Some(&body), until).await?;
-        if reply.status() == 500 {
-            return Ok(Some("its executor does not take tensors: start LMDeploy with --distributed-executor-backend ray".into()));
-        }
-        null(reply)?;
-        if pause == PausePolicy::Abort {
-            let reply = self.http.post("/abort_request", Some(&json!({"abort_all": false, "session_id": i32::MAX})), until).await?;
-            if reply.status() == 501 {
-                return Ok(Some("it cannot end requests: start LMDeploy with --enable-abort-handling".into()));
-            }
-        }
-        Ok(None)
+        let no_tensors = if reply.status() == 500 {
+            Some("its executor does not take tensors: start LMDeploy with --distributed-executor-backend ray".to_owned())
+        } else {
+            null(reply)?;
+            None
+        };
+        let reply = self.http.post("/abort_request", Some(&json!({"abort_all": false, "session_id": i32::MAX})), until).await?;
+        let no_abort = (reply.status() == 501).then(|| "it cannot end requests: start LMDeploy with --enable-abort-handling".to_owned());
+        let probed = Probed { start, interface: self.interface(until).await, no_tensors, no_abort };
+        *self.probed.lock().unwrap_or_else(PoisonError::into_inner) = Some(probed.clone());
+        Ok(probed)
     }
 
     pub(super) async fn open(&self, feed: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {

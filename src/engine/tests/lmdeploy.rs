@@ -23,7 +23,7 @@ fn interface() -> Value {
 }
 
 fn process(words: &[&str]) -> EngineProcess {
-    EngineProcess { start: "1@1".into(), words: words.iter().map(|word| (*word).to_owned()).collect() }
+    EngineProcess { pid: 1, start: "1@1".into(), words: words.iter().map(|word| (*word).to_owned()).collect() }
 }
 
 #[test]
@@ -148,5 +148,8 @@ fn a_process_is_found_by_its_words_and_the_first_of_its_kind_is_it() {
     let found = find(folder.path(), |process| process.value("--server-port") == Some("1")).unwrap();
     assert_eq!(found.start, "11@40");
     assert!(found.has("--server-port") && !found.has("--server"));
+    assert!(found.runs(folder.path()));
+    std::fs::write(folder.path().join("11/stat"), format!("11 (a) S {} 41 0", "0 ".repeat(18).trim())).unwrap();
+    assert!(!found.runs(folder.path()), "another process under the same number");
     assert_eq!(find(folder.path(), |_| false), None);
 }

@@ -9,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,17 @@ class Group:
         assert self.process.stdout is not None
         self.socket = ""
         for line in self.process.stdout:
-            found = re.search(r"(weightsync[^\s\"']*)", line) if "ocket" in line else None
-            if found:
-                self.socket = found.group(1)
+            event = json.loads(line)
+            if event.get("event") == "started":
+                self.socket = event["socket"]
                 break
         if not self.socket:
             raise RuntimeError("weightsync local did not start:\n" + self.log.read_text()[-3000:])
+        # Whoever does not read what is said stops the one who says it.
+        threading.Thread(target=self.process.stdout.read, daemon=True).start()
+
+    def logs(self) -> str:
+        return "\n".join(log.read_text() for log in sorted(self.state.glob("*.log")))
 
     def stop(self) -> None:
         self.process.terminate()
@@ -72,7 +78,7 @@ def publish(args: argparse.Namespace, group: Group, size: str, seeds: list[int],
     words = [sys.executable, "-m", TRAINER, "--size", size, "--first", str(first), "--seeds", *map(str, seeds)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, env=environment, check=False)
     if done.returncode:
-        raise RuntimeError(f"the trainer failed: {done.stderr[-3000:]}\n{group.log.read_text()[-3000:]}")
+        raise RuntimeError(f"the trainer failed: {done.stderr[-3000:]}\n{group.logs()[-6000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -111,7 +117,8 @@ def run(args: argparse.Namespace, results: Any) -> None:
             told = publish(args, group, name, [3, 2] * 9 + [2, 3], 40)
             results.check("flat over 20 updates", gpu_memory(0) - used <= 64, way=way, mib=[used, gpu_memory(0)])
             results.check("text after 20 updates", server.says() == expected, way=way)
-            steps = [line for line in group.log.read_text().splitlines() if "the engine confirmed" in line]
+            (args.out / f"{way}-agents.log").write_text(group.logs())
+            steps = [line for line in group.logs().splitlines() if "the engine confirmed" in line]
             results.note("steps", way=way, lines=steps[-8:])
         finally:
             if group is not None:
