@@ -35,6 +35,7 @@ pub enum Pause {
 
 /// Arguments of `weightsync feed`.
 #[derive(Debug, Args)]
+#[command(disable_version_flag = true)]
 pub struct FeedArgs {
     /// Checkpoint to hand over: a directory with safetensors files.
     #[arg(value_name = "DIR")]
@@ -64,8 +65,8 @@ pub struct FeedArgs {
     #[arg(long)]
     pub preload: bool,
     /// Number of the version.
-    #[arg(long, default_value_t = 1)]
-    pub version: u64,
+    #[arg(long = "version", value_name = "N", default_value_t = 1)]
+    pub number: u64,
     /// How often to do it, each time with the next number.
     #[arg(long, default_value_t = 1)]
     pub repeat: u64,
@@ -115,7 +116,7 @@ impl FeedArgs {
         let wanted = if route.gpus.is_empty() { self.gpus.clone() } else { route.gpus.clone() };
         let rings = self.rings(&wanted, &layout, within).await?;
         let digests = digests(&checkpoint, &layout)?;
-        for version in self.version..self.version.saturating_add(self.repeat) {
+        for version in self.number..self.number.saturating_add(self.repeat) {
             let job = DeviceJob {
                 version,
                 manifest: None,

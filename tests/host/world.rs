@@ -32,7 +32,7 @@ pub struct Actor {
     said: u32,
     absent: bool,
     gpu: Option<u32>,
-    /// More words of its command, the program's own first; none: this program's name.
+    /// The program's own name and more words of its command.
     words: Vec<String>,
 }
 
@@ -373,9 +373,9 @@ fn engine(actor: &Actor, port: u16, folder: &Path) -> Vec<String> {
     // LMDeploy that is given no name serves under the path of its model.
     let served = if actor.kind == "lmdeploy" { model.clone() } else { "model".to_owned() };
     let words = ["simulate-engine", "--engine", actor.kind, "--server-port", &port, "--model", &model, "--world-size", &ranks];
-    let more = ["--faults", &faults, "--served-model-name", &served];
     let (name, own) = actor.words.split_first().map_or((PROGRAM, &[][..]), |(name, own)| (name.as_str(), own));
-    std::iter::once(name).chain(words).chain(more).map(str::to_owned).chain(own.iter().cloned()).collect()
+    let words = std::iter::once(name).chain(words).chain(["--faults", &faults, "--served-model-name", &served]);
+    words.map(str::to_owned).chain(own.iter().cloned()).collect()
 }
 
 /// Children of a process, with their environment.
@@ -401,9 +401,10 @@ fn agent_of(local: u32, pod: &str) -> Option<Pid> {
 
 /// Waits for a condition.
 pub async fn until<F: Future<Output = bool>>(what: &str, mut condition: impl FnMut() -> F) {
+    let pause = Duration::from_millis(20);
     let waiting = async {
         while !condition().await {
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            tokio::time::sleep(pause).await
         }
     };
     tokio::time::timeout(SOON, waiting).await.unwrap_or_else(|_| panic!("waited for {what}"));
