@@ -128,8 +128,8 @@ pub(super) fn agree(
     Ok(manifest)
 }
 
-impl BucketStore for Receiver {
-    fn write(&self, offset: u64, part: &[u8]) -> Result<(), Refusal> {
+impl Receiver {
+    fn take(&self, offset: u64, part: &[u8]) -> Result<(), Refusal> {
         let mut arriving = lock(&self.arriving);
         let Some(arriving) = arriving.as_mut() else {
             return Err(refusal(RefusalCode::WrongPhase, "the attempt is over here"));
@@ -145,7 +145,14 @@ impl BucketStore for Receiver {
             let full = matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded);
             let code = if full { RefusalCode::OutOfSpace } else { RefusalCode::Internal };
             refusal(code, format!("{} cannot be written: {error}", arriving.dir.path().display()))
-        })?;
+        })
+    }
+}
+
+impl BucketStore for Receiver {
+    fn write(&self, offset: u64, part: &[u8]) -> Result<(), Refusal> {
+        self.take(offset, part)?;
+        // Without our lock: the listener takes the one under which `discard` is called, and the two would wait for each other for ever.
         self.listener.moving();
         Ok(())
     }
@@ -167,5 +174,56 @@ impl BucketStore for Receiver {
 
     fn broken(&self, peer: Option<&MemberName>, cause: &str) {
         self.listener.broken(&self.update, peer, cause);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Sender, channel};
+    use std::sync::{OnceLock, Weak};
+    use std::time::Duration;
+
+    use super::*;
+    use crate::agent::rollout::version_dir::AgentDir;
+    use crate::protocol::EpochId;
+    use crate::weights::{Dtype, TensorSpec};
+
+    /// Lets the version go while bytes are written, as the end of an epoch may.
+    struct Ends(Arc<OnceLock<Weak<Receiver>>>);
+
+    impl Listener for Ends {
+        fn moving(&self) {
+            self.0.get().unwrap().upgrade().unwrap().discard();
+        }
+        fn received(&self, _: &UpdateId, _: u64) {}
+        fn streamed(&self, _: &UpdateId, _: u64) -> Result<(), Refusal> {
+            Ok(())
+        }
+        fn broken(&self, _: &UpdateId, _: Option<&MemberName>, _: &str) {}
+    }
+
+    fn write_and_end(done: &Sender<[Result<(), RefusalCode>; 2]>) {
+        let folder = tempfile::tempdir().unwrap();
+        let (agent, _) = AgentDir::open(folder.path(), "a").unwrap();
+        let tensor = TensorSpec { name: "w".into(), dtype: Dtype::U8, shape: vec![64], load_unit: None };
+        let layout = Arc::new(Layout::new("model", vec![tensor], 0).unwrap());
+        let plan = SafetensorsPlan::new(&layout, None).unwrap();
+        let epoch = EpochId { weightsync: "w".into(), created: 1, term: 0, epoch: 1 };
+        let update = UpdateId { epoch, version: 1, attempt: 1 };
+        let this = Arc::new(OnceLock::new());
+        let (listener, dir) = (Box::new(Ends(this.clone())), agent.version(1, 1).unwrap());
+        let receiver = Receiver::create(update, layout, DigestAlgorithm::Gsum64, plan, dir, listener).unwrap();
+        let receiver = Arc::new(receiver);
+        this.set(Arc::downgrade(&receiver)).unwrap();
+        let write = |offset| receiver.write(offset, &[7; 32]).map_err(|refusal| refusal.code);
+        done.send([write(0), write(32)]).unwrap();
+    }
+
+    #[test]
+    fn an_epoch_may_end_while_bytes_are_written() {
+        let (done, written) = channel();
+        std::thread::spawn(move || write_and_end(&done));
+        let written = written.recv_timeout(Duration::from_secs(20)).expect("neither waits for the other");
+        assert_eq!(written, [Ok(()), Err(RefusalCode::WrongPhase)]);
     }
 }

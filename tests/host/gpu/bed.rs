@@ -109,6 +109,12 @@ impl Machine {
         all(members).await
     }
 
+    /// How many times memory of one process is open in another.
+    pub fn opened(&self) -> usize {
+        let names = fs::read_dir(self.folder.path().join("memory")).unwrap().map(|entry| entry.unwrap().file_name());
+        names.filter(|name| name.to_string_lossy().contains(".open-")).count()
+    }
+
     /// Everything that broke a rule.
     pub fn violations(&self) -> String {
         fs::read_to_string(self.folder.path().join("violations")).unwrap_or_default()

@@ -4,7 +4,7 @@ use weightsync::protocol::worker::{IpcHandle, Opaque, WorkerFaultCode};
 use weightsync::worker::Copy;
 
 use super::bed::{Machine, Member, SLOT, fault, pattern};
-use crate::world::SOON;
+use crate::world::{SOON, until};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn another_process_reads_a_slot_behind_an_event() {
@@ -29,8 +29,9 @@ async fn another_process_reads_a_slot_behind_an_event() {
         assert!(reader.read(&here, bytes.len()).await == bytes, "round {seed}");
     }
     // The opener closes first: memory is not freed under it.
+    assert_eq!(machine.opened(), 1);
     drop(memory);
-    reader.worker.stats(SOON).await.unwrap();
+    until("the memory to be closed", || async { machine.opened() == 0 }).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
