@@ -29,7 +29,7 @@
 //! # The kernel
 //!
 //! `gsum64(const u8* base, const Part* parts, u64* sums)`, `Part { u64 offset, u64 bytes, u64 first_word }`, launched with a grid of
-//! (blocks, number of parts, 1): adds the gsum64 of `parts[blockIdx.y]` to `sums[blockIdx.y]`. `parts` and `sums` are
+//! (1, number of parts, 1): adds the gsum64 of `parts[blockIdx.y]` to `sums[blockIdx.y]`. `parts` and `sums` are
 //! GPU memory, `offset` is a multiple of 8.
 #![allow(unsafe_code)]
 

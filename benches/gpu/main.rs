@@ -79,8 +79,6 @@ enum Command {
     TorchReceivers,
     /// Broadcasts with and without digests, against torch in the same run.
     Bandwidth,
-    /// Shapes of the digest's grid.
-    DigestSweep,
     /// How long a group of warm workers takes to form.
     Formation,
     /// 100 groups built and torn down: memory, descriptors and threads stay.
@@ -113,7 +111,6 @@ fn main() -> Result<()> {
                 C::Verify => verify::run(&settings).await?,
                 C::TorchReceivers => torch::receivers(&settings).await?,
                 C::Bandwidth => speed::bandwidth(&settings, &mut report).await?,
-                C::DigestSweep => speed::digest_sweep(&settings).await?,
                 C::Formation => speed::formation(&settings, &mut report).await?,
                 C::Epochs => epochs::run(&settings, &mut report).await?,
                 C::Endings => endings::run(&settings).await?,

@@ -9,7 +9,7 @@ use weightsync::protocol::worker::Part;
 use weightsync::worker::Broadcast;
 
 use crate::fleet::{self, AMPLE, Member};
-use crate::report::{Report, median};
+use crate::report::Report;
 use crate::{Settings, torch};
 
 /// Buckets of one measurement: 32 GiB with 256 MiB each.
@@ -35,50 +35,6 @@ pub async fn bandwidth(settings: &Settings, report: &mut Report) -> Result<()> {
     report.compare(&what, "GB/s", ("weightsync", &plain), ("torch.distributed", &torch_runs), "0.98");
     let what = format!("{what}, with digests on all ranks");
     report.compare(&what, "GB/s", ("with digests", &digested), ("without", &plain), "0.95");
-    Ok(())
-}
-
-pub async fn digest_sweep(settings: &Settings) -> Result<()> {
-    let bytes = settings.mib << 20;
-    for (blocks, threads, calm) in [
-        (1056, 256, true),
-        (1056, 256, false),
-        (16, 512, false),
-        (16, 1024, false),
-        (32, 512, true),
-        (32, 512, false),
-        (32, 1024, false),
-        (64, 512, false),
-        (132, 256, false),
-        (24, 512, false),
-        (8, 1024, false),
-    ] {
-        let mut settings = settings.clone();
-        settings.environment.push(format!("WEIGHTSYNC_TRY_BLOCKS={blocks}"));
-        settings.environment.push(format!("WEIGHTSYNC_TRY_THREADS={threads}"));
-        if calm {
-            settings.environment.push("WEIGHTSYNC_TRY_CALM=1".into());
-        }
-        let members = fleet::start(&settings).await?;
-        let (group, _, _) = fleet::form(&members).await?;
-        let slot = members[0].ring.take(AMPLE).await?;
-        let mut alone = Vec::new();
-        for _ in 0..10 {
-            alone.push(members[0].worker.digest(slot.at(0), fleet::whole(bytes), None, AMPLE).await?.took.as_secs_f64() * 1e6);
-        }
-        drop(slot);
-        let (mut plain, mut digested) = (Vec::new(), Vec::new());
-        once(&members, group, bytes, &[]).await?;
-        for _ in 0..5 {
-            plain.push(once(&members, group, bytes, &[]).await?);
-            digested.push(once(&members, group, bytes, &fleet::whole(bytes)).await?);
-        }
-        let (plain, digested, alone) = (median(&plain), median(&digested), median(&alone));
-        let ratio = digested / plain;
-        println!(
-            "sweep blocks {blocks} threads {threads} calm {calm}: {plain:.1} {digested:.1} GB/s ratio {ratio:.3}, a digest alone {alone:.0} us"
-        );
-    }
     Ok(())
 }
 

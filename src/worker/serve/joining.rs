@@ -93,8 +93,7 @@ impl Joining {
     fn warm_up(&self, gpu: &mut Gpu, mut communicator: Communicator) -> Step {
         let init_ms = milliseconds_since(self.begun);
         let mut begin = |communicator: &mut Communicator| -> Result<(Stream, Scratch, Progress), GpuError> {
-            let stream =
-                if std::env::var_os("WEIGHTSYNC_TRY_CALM").is_some() { Stream::new(&gpu.device)? } else { Stream::urgent(&gpu.device)? };
+            let stream = Stream::urgent(&gpu.device)?;
             let scratch = gpu.works.take_scratch(&gpu.device, 1)?;
             let byte = scratch.device(0, 1)?;
             stream.fill(&byte, if communicator.rank() == 0 { PROOF } else { !PROOF })?;

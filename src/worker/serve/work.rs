@@ -308,6 +308,9 @@ impl Gpu {
         parts: &[Part],
         after: Option<u64>,
     ) -> Result<(), WorkerFault> {
+        if parts.is_empty() {
+            return Err(invalid("no parts to digest"));
+        }
         let bytes = parts.iter().map(|part| part.offset.saturating_add(part.bytes)).max().unwrap_or(0);
         let named = self.tables.named(at, bytes)?;
         let after = self.tables.event(after)?;
