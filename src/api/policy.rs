@@ -29,7 +29,7 @@ pub struct Transport {
 /// NCCL broadcasts between GPUs.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("!has(self.env) || self.env.all(k, k in ['NCCL_ALGO', 'NCCL_BUFFSIZE', 'NCCL_CROSS_NIC', 'NCCL_CUMEM_ENABLE', 'NCCL_DEBUG', 'NCCL_DEBUG_SUBSYS', 'NCCL_IB_DISABLE', 'NCCL_IB_GID_INDEX', 'NCCL_IB_HCA', 'NCCL_IB_QPS_PER_CONNECTION', 'NCCL_IB_RETRY_CNT', 'NCCL_IB_SL', 'NCCL_IB_TC', 'NCCL_IB_TIMEOUT', 'NCCL_MAX_NCHANNELS', 'NCCL_MIN_NCHANNELS', 'NCCL_NET_GDR_LEVEL', 'NCCL_NVLS_ENABLE', 'NCCL_P2P_DISABLE', 'NCCL_P2P_LEVEL', 'NCCL_PROTO', 'NCCL_SHM_DISABLE', 'NCCL_SOCKET_FAMILY', 'NCCL_SOCKET_IFNAME'])")
+#[x_kube(validation = Rule::new("!has(self.env) || self.env.all(n, n in ['NCCL_ALGO', 'NCCL_BUFFSIZE', 'NCCL_CROSS_NIC', 'NCCL_CUMEM_ENABLE', 'NCCL_DEBUG', 'NCCL_DEBUG_SUBSYS', 'NCCL_IB_DISABLE', 'NCCL_IB_GID_INDEX', 'NCCL_IB_HCA', 'NCCL_IB_QPS_PER_CONNECTION', 'NCCL_IB_RETRY_CNT', 'NCCL_IB_SL', 'NCCL_IB_TC', 'NCCL_IB_TIMEOUT', 'NCCL_MAX_NCHANNELS', 'NCCL_MIN_NCHANNELS', 'NCCL_NET_GDR_LEVEL', 'NCCL_NVLS_ENABLE', 'NCCL_P2P_DISABLE', 'NCCL_P2P_LEVEL', 'NCCL_PROTO', 'NCCL_SHM_DISABLE', 'NCCL_SOCKET_FAMILY', 'NCCL_SOCKET_IFNAME'])")
     .message("transport.nccl.env takes settings of NCCL from a fixed list only, none that loads code or writes files: see the reference"))]
 pub struct Nccl {
     /// Length in MiB of one buffer of the ring on each GPU. Chosen by free memory if left out.
