@@ -211,7 +211,7 @@ fn why(ring: &GpuRing, wish: RingWish, load: RingLoad, tightest: Option<&GpuRoom
     };
     match tightest {
         Some(room) => {
-            format!("{shape}; {said}; {} of {} are free on {}, the tightest GPU", show_free(room.free), show_bytes(room.total), room.gpu)
+            format!("{shape}; {said}; {} of {} are free on {}", show_free(room.free), show_bytes(room.total), room.gpu)
         }
         None => format!("{shape}; {said}"),
     }

@@ -123,13 +123,12 @@ impl Operator {
         Self { ca, address, directory, cancel, told: Arc::new(Told(watch::Sender::default())) }
     }
 
-    /// Waits until something was told for this reason, and answers its message.
-    pub async fn told(&self, reason: Reason) -> String {
+    /// Waits until something was told for this reason that says this.
+    pub async fn told(&self, reason: Reason, says: &str) {
         let mut told = self.told.0.subscribe();
-        let found = |events: &Vec<CoordinatorEvent>| events.iter().find(|event| event.reason == reason).map(|event| event.message.clone());
-        let waited =
-            tokio::time::timeout(SOON, told.wait_for(|events| found(events).is_some())).await.map(|events| found(&events.unwrap()));
-        waited.ok().flatten().unwrap_or_else(|| panic!("{reason} was never told: {:?}", self.told.0.borrow()))
+        let found = |events: &Vec<CoordinatorEvent>| events.iter().any(|event| event.reason == reason && event.message.contains(says));
+        let waited = tokio::time::timeout(SOON, told.wait_for(found)).await.is_ok();
+        assert!(waited, "{reason} with {says:?} was never told: {:?}", self.told.0.borrow());
     }
 
     /// An object that claims these pods.

@@ -59,7 +59,6 @@ async fn the_end_of_a_wrapped_engine_is_told_at_once_with_its_cause() {
     let (port, model) = (port.to_string(), model.display().to_string());
     let engine = [PROGRAM, "simulate-engine", "--engine", "vllm", "--port", &port, "--model", &model];
     let child = run(folder.path(), Some(&operator), &engine).spawn().unwrap();
-    // Not "unhealthy" for the time that it takes to start: the cause is said when there is one.
     let well =
         handle.view.wait_for(|view| view.members.iter().any(|member| member.reason == Reason::NoSource || member.engine_url.is_some()));
     tokio::time::timeout(SOON, well).await.expect("the engine is found well").unwrap();
@@ -69,8 +68,7 @@ async fn the_end_of_a_wrapped_engine_is_told_at_once_with_its_cause() {
     assert!(told.status().is_success());
     let output = ended(child).await;
     assert_eq!(output.status.code(), Some(1), "the engine's exit status: {}", String::from_utf8_lossy(&output.stderr));
-    let told = operator.told(Reason::EngineUnhealthy).await;
-    assert!(told.contains("its process ended (exit status: 1)"), "{told}");
+    operator.told(Reason::EngineUnhealthy, "its process ended (exit status: 1)").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
