@@ -285,7 +285,7 @@ impl Gpus {
             standing.borrow_and_update();
             seats.borrow_and_update();
             wanted.borrow_and_update();
-            source.send_replace(self.source_worker());
+            drop(source.send_replace(self.source_worker()));
             let changed = tokio::select! {
                 changed = standing.changed() => changed,
                 changed = seats.changed() => changed,

@@ -8,6 +8,7 @@ mod calls;
 mod communicator;
 mod fan;
 pub mod feed;
+mod keeping;
 pub mod peers;
 mod phases;
 mod probe;

@@ -2,9 +2,9 @@
 
 mod explained;
 mod gpu_memory;
-mod seats;
 mod properties;
 mod replicas;
+mod seats;
 mod sharing;
 mod shipped;
 mod sizes;

@@ -6,72 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{EpochId, GpuReport, Incarnation, MemberName, Role, Roster, TransportChoice, TransportPolicy, Version};
-
-/// What the object's spec asks of members during updates; sent with each epoch, so that agents need no other configuration.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct UpdatePolicy {
-    /// What happens to running requests while weights are switched.
-    pub pause: PausePolicy,
-    /// What happens to the KV and prefix cache after the switch.
-    pub kv_cache: KvCachePolicy,
-    /// Replicas that must hold a version for it to count.
-    pub min_ready: u32,
-    /// A wait with no byte moving ends after this long.
-    pub silence_ms: u64,
-    /// An update ends after this long even if bytes move; also the longest that an engine stays paused by us.
-    pub update_timeout_ms: u64,
-    /// Bytes of host memory that a source may keep to retry and to feed joiners; 0 keeps nothing.
-    pub retain_bytes: u64,
-    /// Length of a bucket in bytes; 0 lets the source choose by the size of the model.
-    pub bucket_bytes: u64,
-    /// Whether the data path uses TLS; without it, members prove themselves by the epoch's secret.
-    pub data_tls: bool,
-    /// How bytes travel.
-    #[serde(default)]
-    pub transport: TransportPolicy,
-    /// Health probes of the engine.
-    pub health: HealthPolicy,
-}
-
-/// What happens to running requests while weights are switched.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum PausePolicy {
-    /// Requests stop where they are and go on with the new weights.
-    #[default]
-    Keep,
-    /// Requests end first.
-    Drain,
-    /// Requests are aborted.
-    Abort,
-    /// The trainer pauses by itself; we do not.
-    External,
-}
-
-/// What happens to the KV and prefix cache after the switch.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum KvCachePolicy {
-    /// Kept: answers may mix both versions.
-    Keep,
-    /// Emptied.
-    #[default]
-    Reset,
-}
-
-/// When an engine counts as unhealthy and healthy again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct HealthPolicy {
-    /// Time between two probes.
-    pub period_ms: u64,
-    /// Longest that one probe may take.
-    pub timeout_ms: u64,
-    /// Failures in a row that make an engine unhealthy.
-    pub failure_threshold: u32,
-    /// Successes in a row that make it healthy again.
-    pub success_threshold: u32,
-}
+use super::{EpochId, GpuReport, Incarnation, MemberName, Role, Roster, TransportChoice, UpdatePolicy, Version};
 
 /// First phase of a group: every member fences what it had and opens what it listens on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

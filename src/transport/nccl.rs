@@ -74,12 +74,12 @@ impl Transport for NcclTransport {
             return self.tcp.open(hello, first).await;
         }
         let silence = Duration::from_millis(hello.silence_ms);
-        let gone = |cause: &str| TransportError::Lost { peer: hello.from.clone(), cause: cause.to_owned() };
-        let communicator = self.present.of(&hello.update.epoch).ok_or_else(|| gone("it has no communicator of this epoch"))?;
+        let gone = |cause: &str| TransportError::Communicator { cause: cause.to_owned() };
+        let communicator = self.present.of(&hello.update.epoch).ok_or_else(|| gone("it was ended before this attempt began"))?;
         if let Some(broken) = communicator.broken() {
             return Err(broken.into());
         }
-        let stream = communicator.stream().ok_or_else(|| gone("its communicator carries another stream"))?;
+        let stream = communicator.stream().ok_or_else(|| gone("it carries another stream"))?;
         let chain = self.tcp.open_beside(hello, first).await?;
         Ok(Box::new(Sink::new(chain, communicator, silence, stream)))
     }

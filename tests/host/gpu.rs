@@ -7,6 +7,7 @@ mod bytes;
 mod demo;
 mod doctor;
 mod feed;
+mod group;
 mod handover;
 mod libraries;
 mod recovery;

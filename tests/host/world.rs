@@ -159,10 +159,14 @@ impl World {
         let actors: Vec<Actor> = actors.into_iter().collect();
         let ports: Vec<u16> = actors.iter().map(|_| weightsync::local::free_port().unwrap()).collect();
         let rollouts = actors.iter().zip(&ports).enumerate().map(|(number, (actor, port))| {
-            let command = if actor.absent { Vec::new() } else { engine(actor, *port, folder.path()) };
-            let engine = json!({"kind": actor.kind, "port": port, "command": command});
             let own = u32::try_from(number).unwrap() + 1;
             let gpus = machine.map(|_| uuid(actor.gpu.unwrap_or(own))).into_iter().collect::<Vec<_>>();
+            let mut command = if actor.absent { Vec::new() } else { engine(actor, *port, folder.path()) };
+            if !command.is_empty() && !command.iter().any(|word| word == "--gpu") {
+                // The engine is on its agent's GPU, and reads what is handed over there.
+                command.extend(gpus.iter().flat_map(|gpu| ["--gpu".to_owned(), gpu.clone()]));
+            }
+            let engine = json!({"kind": actor.kind, "port": port, "command": command});
             json!({"name": format!("actor-{number}"), "size": actor.said, "engine": engine, "gpus": gpus})
         });
         for (key, value) in [("healthPeriodMilliseconds", json!(200)), ("timeoutSeconds", json!(20))] {

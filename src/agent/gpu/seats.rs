@@ -19,8 +19,8 @@ const OPEN: Duration = Duration::from_secs(60);
 /// Waits between attempts to open GPUs.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(60));
 
-/// A driver that is not there now will hardly come: it is looked for this often.
-const LOOK: Duration = Duration::from_secs(30);
+/// A driver that was never there will hardly come: it is looked for this often.
+const LOOK: Duration = Duration::from_secs(120);
 
 /// A worker that lived for so long is started anew at once when it ends.
 const STEADY: Duration = Duration::from_secs(5);
@@ -61,7 +61,7 @@ impl Gpus {
         if self.settings.choice == GpuChoice::None {
             self.seats.send_replace(Seats::None("its agent was told to use no GPU".into()));
             if let Some(source) = &self.source {
-                source.send_replace(Err("its agent was told to use no GPU".into()));
+                drop(source.send_replace(Err("its agent was told to use no GPU".into())));
             }
             return;
         }
@@ -76,17 +76,23 @@ impl Gpus {
         let mut wanted = self.wanted.subscribe();
         let mut backoff = Backoff::new(AGAIN.0, AGAIN.1);
         let mut open: Vec<Open> = Vec::new();
+        let (mut had_one, mut said) = (false, None::<String>);
         loop {
             let environment = wanted.borrow_and_update().environment.clone();
             match self.open_all(std::mem::take(&mut open)).await {
                 Ok(opened) => {
                     open.clone_from(&opened);
+                    (had_one, said) = (true, None);
                     self.seats.send_replace(Seats::Open(opened));
                 }
                 Err(reason) => {
-                    tracing::info!(reason, "no GPU is used here");
+                    if said.as_ref() != Some(&reason) {
+                        tracing::info!(reason, "no GPU is used here");
+                        said = Some(reason.clone());
+                    }
                     self.seats.send_replace(Seats::None(reason));
-                    let wait = if self.settings.choice == GpuChoice::Auto { LOOK } else { backoff.failed() };
+                    let never = self.settings.choice == GpuChoice::Auto && !had_one;
+                    let wait = if never { LOOK } else { backoff.failed() };
                     tokio::select! {
                         () = sleep(wait) => {}
                         _ = wanted.changed() => {}

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 
+use super::keeping::Keeping;
 use crate::agent::version_source::{SourceError, VersionSource};
 use crate::protocol::BucketHeader;
 use crate::transport::nccl::Staging;
@@ -70,6 +71,7 @@ async fn send(
     let hashes = sink.as_ref().is_some_and(|sink| sink.hashes());
     let takes_device = sink.as_ref().is_none_or(|sink| sink.takes_device());
     let mut hasher = TensorHasher::new(layout.clone(), algorithm);
+    let mut keeping: Option<Keeping> = None;
     let produce = async {
         while let Some((bucket, payload)) = source.next(silence).await? {
             check(&layout, &hasher, &bucket, &payload)?;
@@ -82,13 +84,17 @@ async fn send(
                     }
                     // While the bytes are on the wire.
                     if let Some(keep) = &keep {
-                        keep.take(device.to_host(staging.as_ref(), silence).await.map_err(on_gpu)?);
+                        let keeping = keeping.get_or_insert_with(|| Keeping::new(keep.clone(), staging.clone(), silence));
+                        keeping.copy(device);
                     }
                     continue;
                 }
                 Payload::Device(device) => device.to_host(staging.as_ref(), silence).await.map_err(on_gpu)?,
                 Payload::Host(bytes) => bytes,
             };
+            if let Some(keeping) = keeping.take() {
+                keeping.settled().await.map_err(on_gpu)?;
+            }
             let (back, bytes, digest) = hashed(hasher, bytes, keep.clone(), !hashes).await?;
             hasher = back;
             if ready.send((bucket, bytes.into(), digest)).await.is_err() {
@@ -96,6 +102,9 @@ async fn send(
             }
         }
         drop(ready);
+        if let Some(keeping) = keeping.take() {
+            keeping.settled().await.map_err(on_gpu)?;
+        }
         Ok(hasher)
     };
     let consume = async {

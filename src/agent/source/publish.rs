@@ -184,7 +184,13 @@ impl Source {
             fits(layout.total_bytes, 0, limit, &self.cgroups)
         });
         match fit {
-            Ok(()) => Some(Arc::default()),
+            Ok(()) => {
+                // Of a version on a GPU, the copy of the one before gives its pinned memory on to the next one.
+                if let Some((_, staging)) = self.leader.gpus().and_then(|gpus| gpus.first()) {
+                    staging.reuse(limit.saturating_sub(layout.total_bytes));
+                }
+                Some(Arc::default())
+            }
             Err(reason) => {
                 tracing::info!(version = publish.version, reason, "no copy of this version is kept");
                 None

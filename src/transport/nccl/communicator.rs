@@ -162,10 +162,8 @@ impl Communicator {
                 WorkerFaultCode::Late | WorkerFaultCode::Aborted | WorkerFaultCode::Nccl => None,
                 _ => Some(mine()),
             },
-            WorkerError::NoSlot { within } => {
-                let silence_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
-                Some(StreamFailure::Silent { peer: self.me.clone(), silence_ms })
-            }
+            // Said by whoever keeps the slots: a leader's are kept by broadcasts that others have not entered.
+            WorkerError::NoSlot { .. } => None,
             WorkerError::Start { .. } | WorkerError::Gone { .. } | WorkerError::Nonsense { .. } => Some(mine()),
         }
     }

@@ -160,6 +160,12 @@ async fn enter(
                 // Slots that our own store holds for too long make us the silent one.
                 match seat.ring.take(stream.silence).await {
                     Ok(slot) => slots.push(slot),
+                    Err(WorkerError::NoSlot { .. }) => {
+                        let silence_ms = u64::try_from(stream.silence.as_millis()).unwrap_or(u64::MAX);
+                        let failure = StreamFailure::Silent { peer: communicator.me().clone(), silence_ms };
+                        _ = give.send(Carried::Failed(failure)).await;
+                        return;
+                    }
                     Err(error) => return stream.fail(&error, &give).await,
                 }
             }

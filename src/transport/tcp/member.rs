@@ -208,7 +208,6 @@ impl Session {
                     self.upstream.say(Frame::Alive).await;
                     self.downstream.iter().for_each(Downstream::alive);
                 }
-                carried = carried(&mut self.carrier) => self.carried(carried)?,
                 arrived = self.inlet.next(), if listening => match arrived {
                     Ok(Arrived::Bytes(length)) => self.take(length)?,
                     Ok(Arrived::Event(event)) => self.event(event)?,
@@ -217,6 +216,8 @@ impl Session {
                     Err(Over::Closed(_) | Over::Silent) if self.intake.ended() || self.end_came => listening = false,
                     Err(over) => return Err(self.over(over)),
                 },
+                // Behind what is read: heads that wait would hold up the broadcasts of all.
+                carried = carried(&mut self.carrier) => self.carried(carried)?,
             }
         }
         Ok(())

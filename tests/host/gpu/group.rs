@@ -1,0 +1,28 @@
+//! An agent that is killed while its group's GPUs are in a broadcast.
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use super::bed::Machine;
+use crate::model::Model;
+use crate::world::{Actor, World, installed, until};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_killed_in_a_broadcast_costs_one_attempt_and_comes_back() {
+    // Slow enough to be met in the middle.
+    let machine = Machine::new().with("FAKEGPU_NCCL_MBPS", 6);
+    let transport = json!({"nccl": {"bucketMiB": 1, "buffers": 3}});
+    let world = World::start_on(&machine, transport, json!({"silenceSeconds": 3}), [Actor::new(), Actor::new()]).await;
+    world.until_ready(2).await;
+    let one = Model::large(1);
+    let checkpoint = one.save(&world.folder().join("v1"));
+    let victim = world.agent("actor-1").await;
+    let (published, ()) = tokio::join!(world.publish(&checkpoint, 1, &[]), async {
+        until("the update to run", || async { world.replicas("updating").await.len() == 2 }).await;
+        rustix::process::kill_process(victim, Signal::KILL).unwrap();
+    });
+    let result = published.done();
+    assert!(result["attempts"].as_u64().unwrap() >= 2 && !installed(&result).is_empty(), "{result}");
+    assert!(world.serves(0, &one).await);
+    world.until_serves(1, &one).await;
+}
