@@ -2,6 +2,8 @@
 //!
 //! Every wait ends; when a test fails, what the group said and the ends of all logs are printed. Nothing outlives a world.
 
+mod actor;
+
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -14,6 +16,8 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::sync::watch;
 
+pub use self::actor::Actor;
+use self::actor::engine;
 use crate::gpu::bed::{Machine, uuid};
 
 /// The program under test.
@@ -22,56 +26,6 @@ pub const PROGRAM: &str = env!("CARGO_BIN_EXE_weightsync");
 pub const SOON: Duration = Duration::from_secs(40);
 
 static WORLDS: AtomicU32 = AtomicU32::new(0);
-
-/// A rollout of a world.
-#[derive(Clone)]
-pub struct Actor {
-    kind: &'static str,
-    faults: Value,
-    ranks: u32,
-    said: u32,
-    absent: bool,
-    gpu: Option<u32>,
-    /// The program's own name and more words of its command.
-    words: Vec<String>,
-}
-
-impl Actor {
-    /// A simulated vLLM with one rank and no faults.
-    pub fn new() -> Self {
-        Self { kind: "vllm", faults: json!({}), ranks: 1, said: 1, absent: false, gpu: None, words: Vec::new() }
-    }
-
-    /// A simulated SGLang.
-    pub fn sglang() -> Self {
-        Self { kind: "sglang", ..Self::new() }
-    }
-
-    /// A simulated LMDeploy on this GPU; `name` is the program by a name of its choice.
-    pub fn lmdeploy(name: &Path, gpu: &str) -> Self {
-        Self { kind: "lmdeploy", words: vec![name.to_string_lossy().into_owned(), "--gpu".into(), gpu.into()], ..Self::new() }
-    }
-
-    /// What goes wrong from the start.
-    pub fn faults(self, faults: Value) -> Self {
-        Self { faults, ..self }
-    }
-
-    /// An engine of `ranks` ranks, of which the file says `said`.
-    pub fn ranks(self, ranks: u32, said: u32) -> Self {
-        Self { ranks, said, ..self }
-    }
-
-    /// On this GPU of its machine, instead of one of its own.
-    pub fn on_gpu(self, gpu: u32) -> Self {
-        Self { gpu: Some(gpu), ..self }
-    }
-
-    /// Nobody listens on its port, until [`World::start_engine`].
-    pub fn absent(self) -> Self {
-        Self { absent: true, ..self }
-    }
-}
 
 /// A running group.
 pub struct World {
@@ -369,17 +323,6 @@ impl Drop for World {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
-}
-
-fn engine(actor: &Actor, port: u16, folder: &Path) -> Vec<String> {
-    let model = folder.join("start").to_string_lossy().into_owned();
-    let (port, ranks, faults) = (port.to_string(), actor.ranks.to_string(), actor.faults.to_string());
-    // LMDeploy that is given no name serves under the path of its model.
-    let served = if actor.kind == "lmdeploy" { model.clone() } else { "model".to_owned() };
-    let words = ["simulate-engine", "--engine", actor.kind, "--server-port", &port, "--model", &model, "--world-size", &ranks];
-    let (name, own) = actor.words.split_first().map_or((PROGRAM, &[][..]), |(name, own)| (name.as_str(), own));
-    let words = std::iter::once(name).chain(words).chain(["--faults", &faults, "--served-model-name", &served]);
-    words.map(str::to_owned).chain(own.iter().cloned()).collect()
 }
 
 /// Children of a process, with their environment.

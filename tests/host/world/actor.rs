@@ -1,0 +1,69 @@
+//! A rollout of a world: which engine is simulated, where, and by which words it is started.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::PROGRAM;
+
+/// A rollout of a world.
+#[derive(Clone)]
+pub struct Actor {
+    pub(super) kind: &'static str,
+    pub(super) faults: Value,
+    pub(super) ranks: u32,
+    pub(super) said: u32,
+    pub(super) absent: bool,
+    pub(super) gpu: Option<u32>,
+    /// The program's own name and more words of its command.
+    pub(super) words: Vec<String>,
+}
+
+impl Actor {
+    /// A simulated vLLM with one rank and no faults.
+    pub fn new() -> Self {
+        Self { kind: "vllm", faults: json!({}), ranks: 1, said: 1, absent: false, gpu: None, words: Vec::new() }
+    }
+
+    /// A simulated SGLang.
+    pub fn sglang() -> Self {
+        Self { kind: "sglang", ..Self::new() }
+    }
+
+    /// A simulated LMDeploy on this GPU; `name` is the program by a name of its choice.
+    pub fn lmdeploy(name: &Path, gpu: &str) -> Self {
+        Self { kind: "lmdeploy", words: vec![name.to_string_lossy().into_owned(), "--gpu".into(), gpu.into()], ..Self::new() }
+    }
+
+    /// What goes wrong from the start.
+    pub fn faults(self, faults: Value) -> Self {
+        Self { faults, ..self }
+    }
+
+    /// An engine of `ranks` ranks, of which the file says `said`.
+    pub fn ranks(self, ranks: u32, said: u32) -> Self {
+        Self { ranks, said, ..self }
+    }
+
+    /// On this GPU of its machine, instead of one of its own.
+    pub fn on_gpu(self, gpu: u32) -> Self {
+        Self { gpu: Some(gpu), ..self }
+    }
+
+    /// Nobody listens on its port, until [`World::start_engine`].
+    pub fn absent(self) -> Self {
+        Self { absent: true, ..self }
+    }
+}
+
+/// The command that starts its engine, on the model of `folder`.
+pub(super) fn engine(actor: &Actor, port: u16, folder: &Path) -> Vec<String> {
+    let model = folder.join("start").to_string_lossy().into_owned();
+    let (port, ranks, faults) = (port.to_string(), actor.ranks.to_string(), actor.faults.to_string());
+    // LMDeploy that is given no name serves under the path of its model.
+    let served = if actor.kind == "lmdeploy" { model.clone() } else { "model".to_owned() };
+    let words = ["simulate-engine", "--engine", actor.kind, "--server-port", &port, "--model", &model, "--world-size", &ranks];
+    let (name, own) = actor.words.split_first().map_or((PROGRAM, &[][..]), |(name, own)| (name.as_str(), own));
+    let words = std::iter::once(name).chain(words).chain(["--faults", &faults, "--served-model-name", &served]);
+    words.map(str::to_owned).chain(own.iter().cloned()).collect()
+}
