@@ -32,14 +32,15 @@ pub async fn make_checkpoints(venv: &Path, folder: &Path, seeds: &[u64]) -> anyh
     Ok(())
 }
 
-/// Command and environment of one rollout's engine.
-pub fn command(args: &DemoArgs, program: &Path, model: &Path, port: u16) -> (Vec<String>, BTreeMap<String, String>) {
+/// Command and environment of one rollout's engine, on that GPU if it has one.
+pub fn command(args: &DemoArgs, program: &Path, model: &Path, port: u16, gpu: Option<&String>) -> (Vec<String>, BTreeMap<String, String>) {
     let (model, port) = (model.to_string_lossy().into_owned(), port.to_string());
     if args.engine != DemoEngine::Vllm {
         let kind = if args.engine == DemoEngine::SimulatedSglang { "sglang" } else { "vllm" };
         let program = program.to_string_lossy().into_owned();
         let words = ["simulate-engine", "--engine", kind, "--port", &port, "--model", &model];
-        return (std::iter::once(program).chain(words.map(str::to_owned)).collect(), BTreeMap::new());
+        let gpu = gpu.into_iter().flat_map(|gpu| ["--gpu".to_owned(), gpu.clone()]);
+        return (std::iter::once(program).chain(words.map(str::to_owned)).chain(gpu).collect(), BTreeMap::new());
     }
     let vllm = venv(args).join("bin/vllm").to_string_lossy().into_owned();
     let words = ["serve", &model, "--served-model-name", "m", "--host", "127.0.0.1", "--port", &port];

@@ -132,7 +132,7 @@ impl Demo {
     async fn compare_with_a_fresh_server(&mut self, version: usize, answer: &str) -> anyhow::Result<()> {
         let port = free_port().context("no port on 127.0.0.1")?;
         let program = std::env::current_exe().context("this program's own path is unknown")?;
-        let (words, environment) = command(&self.args, &program, &self.folder.join(format!("v{version}")), port);
+        let (words, environment) = command(&self.args, &program, &self.folder.join(format!("v{version}")), port, None);
         let mut fresh = Fresh::start(&words, &environment, self.folder.join("fresh-engine.log"))?;
         let deadline = Instant::now() + START_REAL;
         while !self.verifier.healthy(port).await {
@@ -317,7 +317,7 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
     let gpu = |place: usize| gpus.get(place).cloned().into_iter().collect();
     let trainer = PodSpec { name: "trainer".into(), role: Role::Source, size: 1, gpus: gpu(0), engine: None };
     let rollouts = replicas.iter().zip(1..).map(|(replica, place)| {
-        let (command, environment) = command(args, &program, &folder.join("v0"), replica.port);
+        let (command, environment) = command(args, &program, &folder.join("v0"), replica.port, gpus.get(place));
         let kind = if args.engine == DemoEngine::SimulatedSglang { "sglang" } else { "vllm" };
         let assignment = EngineAssignment { kind: kind.into(), port: replica.port };
         PodSpec {
