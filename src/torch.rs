@@ -212,7 +212,7 @@ fn flattened(module: &'static str, piece: &Piece<'_>, start: u64, length: u64) -
 /// A piece that torch can view in place.
 fn aligned(piece: &Piece<'_>) -> Result<(), TorchError> {
     let element = piece.dtype.bits() / 8;
-    if element > 0 && piece.offset % element == 0 {
+    if element > 0 && piece.offset.is_multiple_of(element) {
         return Ok(());
     }
     Err(TorchError::Unaligned { name: piece.name.to_owned(), offset: piece.offset })

@@ -74,17 +74,17 @@ async fn one(settings: &Settings, members: &mut Vec<Member>, how: How, victim: u
     let mut killed = None;
     let mut moved = 0;
     let failed = loop {
-        if in_flight.len() == members[0].ring.slots() as usize {
-            if let Some(broadcast) = in_flight.pop_front() {
-                let ended = tokio::select! {
-                    done = broadcast => { let done: Result<Vec<_>, _> = done; done.is_err() }
-                    _ = members[victim].worker.ended() => true,
-                };
-                if ended {
-                    break Instant::now();
-                }
-                moved += 1;
+        if in_flight.len() == members[0].ring.slots() as usize
+            && let Some(broadcast) = in_flight.pop_front()
+        {
+            let ended = tokio::select! {
+                done = broadcast => { let done: Result<Vec<_>, _> = done; done.is_err() }
+                _ = members[victim].worker.ended() => true,
+            };
+            if ended {
+                break Instant::now();
             }
+            moved += 1;
         }
         if moved == BEFORE {
             kill_process(pid, Signal::KILL)?;

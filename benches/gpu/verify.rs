@@ -14,7 +14,7 @@ pub async fn run(settings: &Settings) -> Result<()> {
     let (group, _, _) = fleet::form(&members).await?;
     let full = usize::try_from(settings.mib << 20)?;
     // Whole buckets, and lengths that are not those of words, pairs of words, or threads.
-    let lengths = [full, full - 64, full / 3 | 1, 8, 7, 1, 4096 + 3, full];
+    let lengths = [full, full - 64, (full / 3) | 1, 8, 7, 1, 4096 + 3, full];
     let mut compared = 0;
     for (bucket, length) in (0_u64..).zip(lengths) {
         compared += one(&members, group, bucket, length).await?;

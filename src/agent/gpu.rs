@@ -219,10 +219,7 @@ impl Gpus {
         let joining = Joining { epoch: epoch.id().clone(), me: epoch.me().clone(), id, first, world: plan.world(), seats, within };
         let (communicator, joined) = self.transport.join(joining).await.map_err(|error| {
             // Late or failed in NCCL: somebody else may be at fault.
-            let code = match communicator_fault(&error) {
-                true => RefusalCode::PeerUnreachable,
-                false => RefusalCode::Internal,
-            };
+            let code = if communicator_fault(&error) { RefusalCode::PeerUnreachable } else { RefusalCode::Internal };
             refusal(code, error.to_string())
         })?;
         let (over, transport, id) = (self.core.over(epoch.id()), self.transport.clone(), epoch.id().clone());

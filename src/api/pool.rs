@@ -235,15 +235,16 @@ pub struct EngineServer<'a> {
 impl Engine {
     /// The one engine that is given; none when the object breaks the rule that there be exactly one.
     pub fn server(&self) -> Option<EngineServer<'_>> {
-        fn server<'a>(kind: &'static str, ports: &'a [i32], api_key: Option<&'a SecretKey>) -> Option<EngineServer<'a>> {
-            Some(EngineServer { kind, ports, api_key })
+        fn server<'a>(kind: &'static str, ports: &'a [i32], api_key: Option<&'a SecretKey>) -> EngineServer<'a> {
+            EngineServer { kind, ports, api_key }
         }
-        match (&self.vllm, &self.sglang, &self.lmdeploy) {
+        let server = match (&self.vllm, &self.sglang, &self.lmdeploy) {
             (Some(vllm), None, None) => server("vllm", &vllm.ports, vllm.api_key_secret_ref.as_ref()),
             (None, Some(sglang), None) => server("sglang", &sglang.ports, sglang.api_key_secret_ref.as_ref()),
             (None, None, Some(lmdeploy)) => server("lmdeploy", &lmdeploy.ports, lmdeploy.api_key_secret_ref.as_ref()),
-            _ => None,
-        }
+            _ => return None,
+        };
+        Some(server)
     }
 }
 

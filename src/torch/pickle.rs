@@ -62,7 +62,9 @@ impl Value {
                 out.push(b']');
                 if !items.is_empty() {
                     out.push(b'(');
-                    items.iter().for_each(|item| item.write(out));
+                    for item in items {
+                        item.write(out);
+                    }
                     out.push(b'e');
                 }
             }
@@ -130,7 +132,9 @@ fn write_tuple(items: &[Value], out: &mut Vec<u8>) {
         return;
     }
     out.push(b'(');
-    items.iter().for_each(|item| item.write(out));
+    for item in items {
+        item.write(out);
+    }
     out.push(b't');
 }
 

@@ -17,7 +17,7 @@ fn read(values: &[Value]) -> Vec<Json> {
     let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/engine/read_pickle.py");
     let python = std::env::var_os("WEIGHTSYNC_VENV").map_or_else(|| "python3".into(), |venv| PathBuf::from(venv).join("bin/python"));
     let mut child = Command::new(python).arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let hex = |value: &Value| value.pickle().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let hex = |value: &Value| value.pickle().iter().fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"));
     let lines: String = values.iter().map(|value| hex(value) + "\n").collect();
     child.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();

@@ -187,7 +187,7 @@ impl TensorHasher {
     /// Nothing fed yet.
     pub fn new(layout: Arc<Layout>, algorithm: DigestAlgorithm) -> Self {
         let hasher = match algorithm {
-            DigestAlgorithm::Xxh3_128 => Running::Xxh3(Box::new(BlockHasher::new())),
+            DigestAlgorithm::Xxh3_128 => Running::Xxh3(Box::default()),
             DigestAlgorithm::Gsum64 => Running::Gsum(Gsum64::new()),
         };
         Self { layout, position: 0, hasher, done: Vec::new() }

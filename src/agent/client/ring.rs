@@ -162,14 +162,13 @@ impl TrainerRing {
         }
         let kept = lock(&self.means.kept).take();
         let kept = kept.and_then(|ring| if let Ring::Gpu(ring) = ring { Some(ring) } else { None });
-        let ring = match kept.filter(|ring| ring.serves(&source.worker, self.layout.largest_bucket())) {
-            Some(ring) => ring,
-            None => {
-                self.means.rings.make_room(&self.means.kept).await;
-                let size = source.ring_for(&self.layout).map_err(NoGpu::Because)?;
-                let created = TrainerGpuRing::create(&self.means.rings, &self.turn, &source, size).await;
-                Arc::new(created.map_err(NoGpu::Because)?)
-            }
+        let ring = if let Some(ring) = kept.filter(|ring| ring.serves(&source.worker, self.layout.largest_bucket())) {
+            ring
+        } else {
+            self.means.rings.make_room(&self.means.kept).await;
+            let size = source.ring_for(&self.layout).map_err(NoGpu::Because)?;
+            let created = TrainerGpuRing::create(&self.means.rings, &self.turn, &source, size).await;
+            Arc::new(created.map_err(NoGpu::Because)?)
         };
         let size = ring.size();
         let announcement = ring.announcement();

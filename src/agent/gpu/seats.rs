@@ -158,9 +158,9 @@ impl Gpus {
             let worker = Worker::start(&self.start_of("list")?)?;
             worker.devices(self.settings.nccl.as_deref(), OPEN).await
         };
-        let gpus = match listing.await.map_err(|error: WorkerError| missing(error.to_string()))? {
-            WorkerAnswer::Devices { gpus, .. } => gpus,
-            _ => return Err("the GPU worker answered something else than its GPUs".into()),
+        let listed = listing.await.map_err(|error: WorkerError| missing(error.to_string()))?;
+        let WorkerAnswer::Devices { gpus, .. } = listed else {
+            return Err("the GPU worker answered something else than its GPUs".into());
         };
         if let Some(refused) = gpus.iter().find_map(|gpu| gpu.refused.as_ref().map(|why| format!("{}: {why}", gpu.uuid))) {
             return Err(refused);

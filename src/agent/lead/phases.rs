@@ -10,10 +10,10 @@ use tokio::time::{Instant, sleep_until};
 use super::attempt::{Attempt, Stage};
 use super::calls::{Answer, Following};
 use super::fan::Fan;
-use super::probe::hello;
+use super::probe::{Opening, hello};
 use super::stream::{Sending, StreamError};
 use super::table::{Failure, Table, Verdict};
-use crate::protocol::{BeginRequest, CarriedBy, DataHello, MemberName, PublishErrorCode, UpdatePhase};
+use crate::protocol::{BeginRequest, CarriedBy, MemberName, PublishErrorCode, UpdatePhase};
 use crate::transport::{BucketSink, TransportError};
 use crate::weights::{DigestAlgorithm, Layout};
 
@@ -83,7 +83,7 @@ impl Attempt<'_> {
         let (between_gpus, over_connections) = self.hellos(receiving);
         let leader = self.leader;
         let sent = async {
-            let open = async |(hello, first): (DataHello, String)| leader.transport.open(hello, &first).await;
+            let open = async |(hello, first): Opening| leader.transport.open(hello, &first).await;
             let mut sink: Option<Box<dyn BucketSink>> = match (between_gpus, over_connections) {
                 (Some(one), Some(other)) => {
                     Some(Box::new(Fan::new(open(one).await?, open(other).await?, sending.staging.clone(), silence)))
@@ -121,7 +121,7 @@ impl Attempt<'_> {
     /// The hellos of the stream: between GPUs, and over connections. Over a communicator every rank takes part; those that do not receive
     /// keep nothing. Members without a rank are reached over connections, and so is everybody who is fed: a collective needs every rank, and
     /// only one leader at a time could have it.
-    fn hellos(&self, receiving: &[MemberName]) -> (Option<(DataHello, String)>, Option<(DataHello, String)>) {
+    fn hellos(&self, receiving: &[MemberName]) -> (Option<Opening>, Option<Opening>) {
         let plain = |members: &[MemberName]| hello(&self.epoch, &self.calls, members, &self.update(), false, None);
         let (ranked, guests): (Vec<MemberName>, Vec<MemberName>) =
             receiving.iter().cloned().partition(|member| self.epoch.has_rank(member));

@@ -61,6 +61,9 @@ impl Leader {
     }
 }
 
+/// What opens a stream: its hello, and where the first member of its chain listens.
+pub(super) type Opening = (DataHello, String);
+
 /// The hello for a chain over `members` and the address of the first; none when there is nobody.
 pub(super) fn hello(
     epoch: &Epoch,
@@ -69,7 +72,7 @@ pub(super) fn hello(
     update: &UpdateId,
     probe: bool,
     carried: Option<CarriedBy>,
-) -> Option<(DataHello, String)> {
+) -> Option<Opening> {
     let mut rest = calls.chain(members);
     if rest.is_empty() {
         return None;

@@ -37,11 +37,11 @@ pub(super) fn add(spec: &mut Map<String, Value>, target: &str, wishes: &Wishes<'
     }
     let volumes = lines::volumes(spec, target)?;
     let program = |read_only: bool| {
-        let mut mount = json!({"name": PROGRAM_CONTAINER, "mountPath": PROGRAM_DIR});
         if read_only {
-            mount["readOnly"] = json!(true);
+            json!({"name": PROGRAM_CONTAINER, "mountPath": PROGRAM_DIR, "readOnly": true})
+        } else {
+            json!({"name": PROGRAM_CONTAINER, "mountPath": PROGRAM_DIR})
         }
-        mount
     };
     array(spec, "volumes").ok_or("spec.volumes")?.push(json!({"name": PROGRAM_CONTAINER, "emptyDir": {}}));
     let mut copies =

@@ -63,7 +63,7 @@ impl Rebuilt {
         if offset.saturating_add(bytes) > self.bytes {
             return Err(format!("shape '{shape:?}' is invalid for input"));
         }
-        if offset % (dtype.bits() / 8).max(1) != 0 {
+        if !offset.is_multiple_of((dtype.bits() / 8).max(1)) {
             return Err("storage_offset must be divisible by the element size".into());
         }
         let read = self.memory.read(self.start.saturating_add(offset), bytes)?;

@@ -145,7 +145,7 @@ async fn count_status_calls(on: &GpuBench) -> u32 {
     spare.install(2).await.unwrap();
     let calls = spare.bench.calls().await;
     let update = calls.iter().position(|call| call == "POST /update_weights_from_ipc").unwrap();
-    calls[..update].iter().filter(|call| *call == "GET /update_weights_from_ipc").count() as u32
+    u32::try_from(calls[..update].iter().filter(|call| *call == "GET /update_weights_from_ipc").count()).unwrap()
 }
 
 #[tokio::test]

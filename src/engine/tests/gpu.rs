@@ -1,4 +1,5 @@
 //! GPU memory as simulated engines see it, and a feeder that lays a checkpoint into a ring there and hands it over.
+#![allow(clippy::cast_possible_truncation)]
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;

@@ -137,7 +137,7 @@ fn a_record_speaks_of_its_own_start_only() {
 fn a_process_is_found_by_its_words_and_the_first_of_its_kind_is_it() {
     let folder = TempDir::new().unwrap();
     for (pid, ticks, line) in
-        [("9", 50, "x\0api_server\0--server-port=1"), ("11", 40, "x\0api_server\0--server-port\01\0"), ("12", 1, "other")]
+        [("9", 50, "x\0api_server\0--server-port=1"), ("11", 40, "x\0api_server\0--server-port\x001\0"), ("12", 1, "other")]
     {
         let process = folder.path().join(pid);
         std::fs::create_dir(&process).unwrap();

@@ -62,8 +62,9 @@ fn with_a_ring_on_each_gpu_bytes_on_their_way_are_in_gpu_memory_and_kept_copies_
     let ring = GpuRing { slots: 3, slot_bytes: 256 * MIB };
     let members = explain(&roster, Some(ModelFacts { gpu_ring: Some(ring), ..model(512 * MIB) }), &[]).members;
     let [source, rollout] = [0, 1].map(|at| members[at].memory.unwrap());
-    let gpu = Some(GpuNeed::of(&ring));
+    let need = GpuNeed::of(&ring);
+    let gpu = Some(need);
     assert_eq!(source, MemberMemory { retained: 1024 * MIB, pinned: true, gpu, ..MemberMemory::default() });
     assert_eq!(rollout, MemberMemory { versions: 1024 * MIB, gpu, ..MemberMemory::default() });
-    assert_eq!(gpu.unwrap().ring, 768 * MIB);
+    assert_eq!(need.ring, 768 * MIB);
 }

@@ -126,12 +126,11 @@ impl Drop for Receiver {
 impl Stream {
     /// Tells the chain what went wrong. What nobody here did is told only when nobody else was named meanwhile.
     async fn fail(&self, error: &WorkerError, give: &mpsc::Sender<Carried>) {
-        let failure = match self.communicator.blame(error) {
-            Some(failure) => failure,
-            None => {
-                sleep(patience(self.silence).1).await;
-                StreamFailure::Communicator { cause: error.to_string() }
-            }
+        let failure = if let Some(failure) = self.communicator.blame(error) {
+            failure
+        } else {
+            sleep(patience(self.silence).1).await;
+            StreamFailure::Communicator { cause: error.to_string() }
         };
         let _ = give.send(Carried::Failed(failure)).await;
     }

@@ -29,8 +29,12 @@ fn a_bucket_is_hashed_block_by_block() {
         assert_eq!(bucket_digest(&bytes[..length]), wanted, "{length}");
         let (mut in_parts, mut in_blocks) = (BucketHasher::new(), BucketHasher::new());
         for _ in 0..2 {
-            bytes[..length].chunks(300_007).for_each(|part| in_parts.update(part));
-            blocks.iter().for_each(|block| in_blocks.block(*block));
+            for part in bytes[..length].chunks(300_007) {
+                in_parts.update(part);
+            }
+            for block in &blocks {
+                in_blocks.block(*block);
+            }
             assert_eq!((in_parts.take(), in_blocks.take()), (wanted, wanted), "{length}");
         }
     }

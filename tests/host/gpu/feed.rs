@@ -45,7 +45,9 @@ impl Engine {
             "--model",
         ]);
         command.arg(&model).envs(machine.environment()).stdout(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
-        (0..ranks).for_each(|rank| drop(command.args(["--gpu", &uuid(rank)])));
+        for rank in 0..ranks {
+            command.args(["--gpu", &uuid(rank)]);
+        }
         let engine = Self { kind, url: format!("http://127.0.0.1:{port}"), model, _child: command.spawn().unwrap(), _folder: folder };
         let up = async {
             while reqwest::get(format!("{}/simulator/digest", engine.url)).await.is_err() {

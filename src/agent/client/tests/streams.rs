@@ -26,7 +26,7 @@ fn fill(layout: &Layout, bucket: Bucket, into: &mut [u8]) -> Result<(), Box<dyn 
 async fn all(job: &mut PublishJob) -> Vec<u8> {
     let mut stream = Vec::new();
     while let Some((bucket, bytes)) = job.source.next(LIMIT).await.unwrap() {
-        assert_eq!((bucket.offset, bucket.bytes), (stream.len() as u64, bytes.len() as u64));
+        assert_eq!((bucket.offset, bucket.bytes), (stream.len() as u64, bytes.len()));
         stream.extend_from_slice(bytes.host().unwrap());
     }
     stream
