@@ -59,10 +59,12 @@ impl RunArgs {
         let (pids, pid) = watch::channel(None);
         for passed in PASSED_ON {
             let mut coming = signal(SignalKind::from_raw(passed.as_raw())).context("signals cannot be awaited")?;
-            let pid = pid.clone();
+            let mut pid = pid.clone();
             signals.spawn(async move {
                 while coming.recv().await.is_some() {
-                    if let Some(pid) = *pid.borrow() {
+                    // One that comes between the child's start and the note of its number waits for it.
+                    let Ok(known) = pid.wait_for(Option::is_some).await.map(|known| *known) else { return };
+                    if let Some(pid) = known {
                         // It may have ended just now.
                         let _ = kill_process(pid, passed);
                     }

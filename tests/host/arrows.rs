@@ -12,7 +12,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("plan", &["protocol", "weights"][..]),
         ("membership", &["plan", "protocol"][..]),
         ("runtime", &["protocol"][..]),
-        ("gpu", &["protocol"][..]),
+        ("gpu", &["protocol", "weights"][..]),
         ("worker", &["gpu", "protocol", "weights"][..]),
         ("transport", &["protocol", "weights", "runtime", "worker"][..]),
         ("torch", &["weights"][..]),

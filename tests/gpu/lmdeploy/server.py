@@ -36,7 +36,7 @@ class Server:
             if self.process.poll() is not None or time.monotonic() - self.begun > limit:
                 raise RuntimeError("LMDeploy did not start:\n" + self.log.read_text()[-4000:])
             try:
-                if self.get("/health")["status"] == "healthy" and self.ask(PROMPTS[0], 1):
+                if self.get("/health")["status"] == "healthy" and self.ask(PROMPTS[0], 1) is not None:
                     return time.monotonic() - self.begun
             except (OSError, urllib.error.URLError, KeyError, ValueError):
                 pass
