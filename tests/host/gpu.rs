@@ -1,4 +1,5 @@
 //! GPU workers as processes, on the stand-in for the driver and NCCL (tests/fakegpu): what they do when all is well, and when it is not.
+#![allow(clippy::cast_possible_truncation)]
 
 mod agents;
 pub mod bed;

@@ -351,7 +351,7 @@ pub async fn until<F: Future<Output = bool>>(what: &str, mut condition: impl FnM
     let pause = Duration::from_millis(20);
     let waiting = async {
         while !condition().await {
-            tokio::time::sleep(pause).await
+            tokio::time::sleep(pause).await;
         }
     };
     tokio::time::timeout(SOON, waiting).await.unwrap_or_else(|_| panic!("waited for {what}"));

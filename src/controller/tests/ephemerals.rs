@@ -45,8 +45,8 @@ fn nothing_is_added_beside_an_engine_that_is_not_up_a_sidecar_or_an_agent_that_r
     let not_reported_yet = with_agents(&[Value::Null]);
     let pulling = with_agents(&[json!({"waiting": {"reason": "ContainerCreating"}})]);
     let wrapped = pod("actor-0", |pod| pod["spec"]["initContainers"] = json!([{"name": "weightsync-program"}]));
-    for pod in vec![starting, unknown, sidecar, wrapped, leaving, running, not_reported_yet, pulling] {
-        assert_eq!(need(&pod, "engine", now()), Need::Nothing, "{pod:?}");
+    for pod in [&starting, &unknown, &sidecar, &wrapped, &leaving, &running, &not_reported_yet, &pulling] {
+        assert_eq!(need(pod, "engine", now()), Need::Nothing, "{pod:?}");
     }
 }
 
