@@ -78,6 +78,7 @@ async fn measure_one(megabytes: u64, retain: u32, folder: &Path, versions: &Path
                 queue: QueuePolicy::Wait,
                 activation: Activation::Auto,
                 repeatable: true,
+                gpu: None,
                 timeout_ms: 600_000,
             };
             let mut fill = |_: &Layout, bucket: Bucket, into: &mut [u8]| {
@@ -133,8 +134,8 @@ fn spec(name: &str, retain: u32, folder: &Path, versions: &Path) -> Result<Group
         directory: folder.to_owned(),
         versions: versions.to_owned(),
         pods: vec![
-            PodSpec { name: "trainer".into(), role: Role::Source, size: 1, engine: None },
-            PodSpec { name: "actor".into(), role: Role::Rollout, size: 1, engine: Some(engine) },
+            PodSpec { name: "trainer".into(), role: Role::Source, size: 1, gpus: Vec::new(), engine: None },
+            PodSpec { name: "actor".into(), role: Role::Rollout, size: 1, gpus: Vec::new(), engine: Some(engine) },
         ],
         policy: update.policy(),
         debounce: Duration::from_millis(u64::from(update.debounce_milliseconds)),
