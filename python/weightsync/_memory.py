@@ -57,23 +57,28 @@ class HostMemory:
     place = "host"
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memoryview(memory)
+        # None once it was given back: the agent may die while a tensor is written, and the run hears of that at its next step.
+        self._memory: memoryview | None = memoryview(memory)
 
     def reader(self, tensor: Any) -> Bytes:
         return as_bytes(tensor)
 
     def put(self, at: int, source: Bytes, start: int, length: int) -> None:
-        source.copy(start, self._memory[at : at + length])
+        memory = self._memory
+        if memory is not None:
+            source.copy(start, memory[at : at + length])
 
     def zero(self, at: int, length: int) -> None:
-        self._memory[at : at + length] = bytes(length)
+        memory = self._memory
+        if memory is not None:
+            memory[at : at + length] = bytes(length)
 
     def fill(self, slot: int) -> bool:
         return False
 
     def close(self) -> None:
         # Unmapped when nothing refers to it any more.
-        self._memory = memoryview(b"")
+        self._memory = None
 
 
 class GpuMemory:
