@@ -110,7 +110,7 @@ impl Worker {
 
     /// Which GPUs and which NCCL are here: always a [`WorkerAnswer::Devices`]. Makes no context on any GPU.
     pub async fn devices(&self, nccl: Option<&Path>, within: Duration) -> Result<WorkerAnswer, WorkerError> {
-        self.call("list devices", WorkerRequest::Devices { nccl: nccl.map(Path::to_owned) }, within, Vec::new(), None).await
+        self.ask("list devices", WorkerRequest::Devices { nccl: nccl.map(Path::to_owned) }, within, Vec::new(), None).await
     }
 
     /// Takes a GPU by UUID, or the only visible one, and loads NCCL, whose absence is no error. Once in a worker's life.
@@ -123,7 +123,7 @@ impl Worker {
     ) -> Result<(u32, GpuFacts, Result<NcclFacts, String>), WorkerError> {
         let what = "open its GPU";
         let request = WorkerRequest::Open { gpu: gpu.map(str::to_owned), nccl: nccl.map(Path::to_owned) };
-        match self.call(what, request, within, Vec::new(), None).await? {
+        match self.ask(what, request, within, Vec::new(), None).await? {
             WorkerAnswer::Opened { pid, gpu, nccl } => {
                 // A worker opens one GPU in its life.
                 let _first = self.shared.gpu.set(gpu.uuid.clone());
@@ -136,7 +136,7 @@ impl Worker {
     /// Allocates a ring.
     pub async fn ring(&self, slots: u32, slot_bytes: u64, within: Duration) -> Result<Ring, WorkerError> {
         let what = "allocate a ring";
-        match self.call(what, WorkerRequest::Ring { slots, slot_bytes }, within, Vec::new(), None).await? {
+        match self.ask(what, WorkerRequest::Ring { slots, slot_bytes }, within, Vec::new(), None).await? {
             WorkerAnswer::Ring { ring, handle, .. } => {
                 let resource = Resource::new(self, WorkerResource::Ring(ring));
                 Ok(Ring::new(self.clone(), ring, slots, slot_bytes, handle, resource))
@@ -150,7 +150,7 @@ impl Worker {
         let what = "map host memory";
         let memfd = memfd.as_fd().try_clone_to_owned();
         let memfd = memfd.map_err(|error| WorkerError::Start { cause: format!("a descriptor cannot be passed on: {error}") })?;
-        match self.call(what, WorkerRequest::MapHost { bytes }, within, Vec::new(), Some(memfd)).await? {
+        match self.ask(what, WorkerRequest::MapHost { bytes }, within, Vec::new(), Some(memfd)).await? {
             WorkerAnswer::Host { host, unpinned } => {
                 let resource = Resource::new(self, WorkerResource::Host(host));
                 Ok(HostMemory { number: host, bytes, unpinned: unpinned.map(Into::into), resource })
@@ -162,7 +162,7 @@ impl Worker {
     /// Opens another process's allocation on the same GPU, which must have at least `bytes`.
     pub async fn import(&self, handle: &IpcHandle, bytes: u64, within: Duration) -> Result<ImportedMemory, WorkerError> {
         let what = "open another process's GPU memory";
-        match self.call(what, WorkerRequest::Import { handle: *handle, bytes }, within, Vec::new(), None).await? {
+        match self.ask(what, WorkerRequest::Import { handle: *handle, bytes }, within, Vec::new(), None).await? {
             WorkerAnswer::Memory { memory, bytes } => {
                 let resource = Resource::new(self, WorkerResource::Memory(memory));
                 Ok(ImportedMemory { number: memory, bytes, resource })
@@ -182,7 +182,7 @@ impl Worker {
     }
 
     async fn event(&self, what: &'static str, request: WorkerRequest, within: Duration) -> Result<Event, WorkerError> {
-        match self.call(what, request, within, Vec::new(), None).await? {
+        match self.ask(what, request, within, Vec::new(), None).await? {
             WorkerAnswer::Event { event, handle } => {
                 Ok(Event { number: event, handle, resource: Resource::new(self, WorkerResource::Event(event)) })
             }
@@ -193,7 +193,7 @@ impl Worker {
     /// Makes the id of a new group: rank 0's job.
     pub async fn unique_id(&self, within: Duration) -> Result<NcclId, WorkerError> {
         let what = "make the id of a group";
-        match self.call(what, WorkerRequest::UniqueId, within, Vec::new(), None).await? {
+        match self.ask(what, WorkerRequest::UniqueId, within, Vec::new(), None).await? {
             WorkerAnswer::UniqueId { id } => Ok(id),
             _ => Err(WorkerError::Nonsense { what }),
         }
@@ -210,7 +210,7 @@ impl Worker {
     }
 
     async fn joined(&self, what: &'static str, request: WorkerRequest, within: Duration) -> Result<Joined, WorkerError> {
-        match self.call(what, request, within, Vec::new(), None).await? {
+        match self.ask(what, request, within, Vec::new(), None).await? {
             WorkerAnswer::Joined { rank, world, init_ms, warm_up_ms } => {
                 Ok(Joined { rank, world, init: milliseconds(init_ms), warm_up: milliseconds(warm_up_ms) })
             }
@@ -239,7 +239,7 @@ impl Worker {
         let (place, mut held) = (at.place, vec![at.held]);
         let after = after.map(|event| hold(&event, &mut held));
         let what = "digest";
-        sums(what, self.call(what, WorkerRequest::Digest { at: place, parts, after }, within, held, None).await?)
+        sums(what, self.ask(what, WorkerRequest::Digest { at: place, parts, after }, within, held, None).await?)
     }
 
     /// Copies; returns when the bytes are there.
@@ -268,23 +268,12 @@ impl Worker {
 
     /// What the worker holds: always a [`WorkerAnswer::Stats`].
     pub async fn stats(&self, within: Duration) -> Result<WorkerAnswer, WorkerError> {
-        self.call("count what it holds", WorkerRequest::Stats, within, Vec::new(), None).await
+        self.ask("count what it holds", WorkerRequest::Stats, within, Vec::new(), None).await
     }
 
     /// Gives something up without waiting.
     pub(super) fn release(&self, what: WorkerResource) {
         self.shared.release(what);
-    }
-
-    async fn call(
-        &self,
-        what: &'static str,
-        request: WorkerRequest,
-        within: Duration,
-        held: Vec<Held>,
-        descriptor: Option<OwnedFd>,
-    ) -> Result<WorkerAnswer, WorkerError> {
-        self.ask(what, request, within, held, descriptor).await
     }
 
     /// Sends a request at once; the future waits for its answer. The deadline holds also when nobody waits.
