@@ -7,13 +7,21 @@ use tokio::process::Command;
 
 use super::cluster::Cluster;
 
-/// Runs a command on kind's node.
+/// How long one `docker exec` may take. Docker 20.10 loses the end of a command now and then, and its client then waits for ever: the
+/// command ran, or it did not, so whatever is run here must bear being run twice.
+const EXEC: Duration = Duration::from_secs(8);
+
+/// Runs a command on kind's node, again where docker does not come back.
 async fn on_node(arguments: &[&str]) -> String {
     let node = format!("{}-control-plane", std::env::var("WEIGHTSYNC_CLUSTER").unwrap_or_else(|_| "weightsync".into()));
-    let run = Command::new("docker").arg("exec").arg(&node).args(arguments).kill_on_drop(true).output();
-    let output = tokio::time::timeout(Duration::from_secs(30), run).await.expect("the node answers").expect("docker runs");
-    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+    for _ in 0..5 {
+        let run = Command::new("docker").arg("exec").arg(&node).args(arguments).kill_on_drop(true).output();
+        let Ok(output) = tokio::time::timeout(EXEC, run).await else { continue };
+        let output = output.expect("docker runs");
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        return String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    }
+    panic!("docker exec did not come back five times: {arguments:?}");
 }
 
 /// The process id, on the node, of a container's first process.
@@ -26,9 +34,9 @@ pub async fn process(cluster: &Cluster, pod: &str, container: &str) -> String {
     on_node(&["crictl", "inspect", "--output", "go-template", "--template", "{{.info.pid}}", &id]).await
 }
 
-/// Sends a signal to a process of the node.
+/// Sends a signal to a process of the node; one that is gone already had it.
 pub async fn send(process: &str, signal: &str) {
-    on_node(&["kill", &format!("-{signal}"), process]).await;
+    on_node(&["sh", "-c", &format!("kill -{signal} {process} || ! kill -0 {process}")]).await;
 }
 
 /// Sends a signal to the first process of a container.
