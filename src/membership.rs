@@ -48,7 +48,7 @@ use crate::plan::Candidate;
 pub use crate::plan::LeftOut;
 use crate::protocol::{HeldVersion, MemberName, Reason};
 use agents::Agents;
-use backoff::{Backoff, Weight};
+use backoff::{Backoff, Failure, Weight};
 use group::{Forming, Group};
 use mutation::Switch;
 use updates::Updates;
@@ -297,9 +297,22 @@ impl Membership {
         self.out.push(Decision::Event { reason, message: message.into(), member, warning });
     }
 
+    /// UIDs of the pods that a member has in the group, in the round, or else by what is wanted: a loss is heard of when its successor
+    /// may be known already.
+    fn pods_of(&self, member: &MemberName) -> std::collections::BTreeSet<String> {
+        let grouped = self.group.iter().flat_map(|group| &group.candidates);
+        let forming = self.forming.iter().flat_map(|forming| match forming {
+            Forming::Round(round) => round.members.iter().map(|member| &member.candidate).collect(),
+            Forming::Persisting(_) => Vec::new(),
+        });
+        let found = grouped.chain(forming).chain(&self.candidates).find(|candidate| &candidate.name == member);
+        found.map_or_else(Default::default, |candidate| candidate.pods.iter().map(|pod| pod.uid.clone()).collect())
+    }
+
     /// Holds a failure against one member, and tells people.
     fn strike(&mut self, member: &MemberName, weight: Weight, reason: Reason, message: &str) {
-        self.backoff.strike(self.now, member, self.config.backoff, weight, reason, message);
+        let failure = Failure { member, pods: self.pods_of(member), weight, reason, message };
+        self.backoff.strike(self.now, self.config.backoff, failure);
         self.event(reason, message, Some(member.clone()), true);
     }
 }

@@ -118,7 +118,8 @@ impl Membership {
             let message = format!("the engine has {} worker ranks, the spec says {}", engine.size, candidate.size);
             return Err(Outcast::new(Reason::SizeMismatch, message));
         }
-        if let Some(strike) = self.backoff.holding_off(self.now, name) {
+        let pods = candidate.pods.iter().map(|pod| pod.uid.clone()).collect();
+        if let Some(strike) = self.backoff.holding_off(self.now, name, &pods) {
             let message = format!("{}: {} (failure {} in a row)", strike.reason, strike.message, strike.count);
             return Err(Outcast { reason: Reason::BackingOff, message, retry_at: Some(strike.until) });
         }

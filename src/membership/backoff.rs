@@ -1,6 +1,7 @@
-//! How long a member that fails is held off. Each member has its own count: one crash-looping pod never delays another.
+//! How long a member that fails is held off. Each member has its own count: one crash-looping pod never delays another, and a pod that
+//! takes the name of one that failed inherits nothing.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::protocol::{MemberName, Reason};
 
@@ -18,8 +19,17 @@ pub(super) struct Strike {
     pub reason: Reason,
     /// The last failure, for a person.
     pub message: String,
+    /// UIDs of the pods that failed.
+    pods: BTreeSet<String>,
     /// Since when it has been in a group without a failure.
     stable_since: Option<u64>,
+}
+
+impl Strike {
+    /// Whether none of the pods that failed is left.
+    fn is_of_others(&self, pods: &BTreeSet<String>) -> bool {
+        !self.pods.is_empty() && self.pods.is_disjoint(pods)
+    }
 }
 
 /// What a failure costs.
@@ -29,6 +39,21 @@ pub(super) enum Weight {
     Loss,
     /// It was asked and failed: it waits from the first time on.
     Failure,
+}
+
+/// A failure of a member.
+#[derive(Debug, Clone)]
+pub(super) struct Failure<'a> {
+    /// Who.
+    pub member: &'a MemberName,
+    /// UIDs of the pods that it had.
+    pub pods: BTreeSet<String>,
+    /// What it costs.
+    pub weight: Weight,
+    /// What happened.
+    pub reason: Reason,
+    /// What happened, for a person.
+    pub message: &'a str,
 }
 
 /// All members' failures.
@@ -44,8 +69,10 @@ impl Backoff {
     }
 
     /// Counts a failure.
-    pub(super) fn strike(&mut self, now: u64, member: &MemberName, config: BackoffConfig, weight: Weight, reason: Reason, message: &str) {
-        let count = self.members.get(member).map_or(0, |strike| strike.count).saturating_add(1);
+    pub(super) fn strike(&mut self, now: u64, config: BackoffConfig, failure: Failure<'_>) {
+        let Failure { member, pods, weight, reason, message } = failure;
+        let before = self.members.get(member).filter(|strike| !strike.is_of_others(&pods));
+        let count = before.map_or(0, |strike| strike.count).saturating_add(1);
         let doublings = match weight {
             Weight::Loss => count.checked_sub(2),
             Weight::Failure => Some(count - 1),
@@ -54,16 +81,16 @@ impl Backoff {
             let factor = 1_u64.checked_shl(doublings).unwrap_or(u64::MAX);
             config.base_ms.saturating_mul(factor).min(config.max_ms)
         });
-        let strike = Strike { count, until: now.saturating_add(wait), reason, message: message.to_owned(), stable_since: None };
+        let strike = Strike { count, until: now.saturating_add(wait), reason, message: message.to_owned(), pods, stable_since: None };
         self.members.insert(member.clone(), strike);
     }
 
-    /// What keeps a member out now.
-    pub(super) fn holding_off(&self, now: u64, member: &MemberName) -> Option<&Strike> {
+    /// What keeps a member with these pods out now.
+    pub(super) fn holding_off(&self, now: u64, member: &MemberName, pods: &BTreeSet<String>) -> Option<&Strike> {
         if self.switch.is(Mutation::BackoffGlobal) {
             return self.members.values().find(|strike| now < strike.until);
         }
-        self.members.get(member).filter(|strike| now < strike.until)
+        self.members.get(member).filter(|strike| now < strike.until && !strike.is_of_others(pods))
     }
 
     /// Forgives members that stood in a group for long enough; tells when the next one would be.

@@ -1,9 +1,9 @@
 //! Who is held responsible, for how long, and that it is nobody else.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::desk::*;
-use crate::membership::backoff::{Backoff, Weight};
+use crate::membership::backoff::{Backoff, Failure, Weight};
 use crate::membership::group::unreachable;
 use crate::membership::mutation::Switch;
 use crate::membership::{BackoffConfig, MemberStanding, Observation};
@@ -11,32 +11,82 @@ use crate::protocol::*;
 
 const RULES: BackoffConfig = BackoffConfig { base_ms: 1_000, max_ms: 10_000, reset_ms: 60_000 };
 
+fn pods(uid: &str) -> BTreeSet<String> {
+    BTreeSet::from([uid.to_owned()])
+}
+
+/// Member 1 fails, in a pod.
+fn strike(backoff: &mut Backoff, now: u64, weight: Weight, uid: &str) {
+    let failure = Failure { member: &name(1), pods: pods(uid), weight, reason: Reason::AgentLost, message: "gone" };
+    backoff.strike(now, RULES, failure);
+}
+
 #[test]
 fn waits_double_up_to_a_limit_and_a_first_loss_is_free() {
     for (weight, waits) in [(Weight::Loss, [0, 1, 2, 4, 8, 10, 10]), (Weight::Failure, [1, 2, 4, 8, 10, 10, 10])] {
         let mut backoff = Backoff::new(Switch::default());
         for wait in waits {
-            backoff.strike(5, &name(1), RULES, weight, Reason::AgentLost, "gone");
-            let until = backoff.holding_off(5, &name(1)).map_or(5, |strike| strike.until);
+            strike(&mut backoff, 5, weight, "a");
+            let until = backoff.holding_off(5, &name(1), &pods("a")).map_or(5, |strike| strike.until);
             assert_eq!(until, 5 + wait * 1_000, "{weight:?}");
         }
-        assert_eq!(backoff.holding_off(5, &name(2)), None);
+        assert_eq!(backoff.holding_off(5, &name(2), &pods("a")), None);
     }
+}
+
+#[test]
+fn a_pod_that_takes_the_name_of_one_that_failed_inherits_nothing() {
+    let mut backoff = Backoff::new(Switch::default());
+    for _ in 0..4 {
+        strike(&mut backoff, 0, Weight::Loss, "a");
+    }
+    assert_eq!(backoff.holding_off(0, &name(1), &pods("a")).map(|strike| strike.count), Some(4));
+    assert_eq!(backoff.holding_off(0, &name(1), &pods("b")), None);
+    let one_is_left = BTreeSet::from(["a".to_owned(), "b".to_owned()]);
+    assert!(backoff.holding_off(0, &name(1), &one_is_left).is_some(), "a replica of several pods counts while one that failed is left");
+    strike(&mut backoff, 0, Weight::Loss, "b");
+    assert_eq!(backoff.holding_off(0, &name(1), &pods("b")), None, "its own first loss");
 }
 
 #[test]
 fn a_member_that_stands_long_enough_is_forgiven() {
     let mut backoff = Backoff::new(Switch::default());
     for _ in 0..4 {
-        backoff.strike(0, &name(1), RULES, Weight::Loss, Reason::AgentLost, "gone");
+        strike(&mut backoff, 0, Weight::Loss, "a");
     }
     assert_eq!(backoff.forgive(10_000, RULES, |_| true), Some(70_000));
     // Being out begins the time anew.
     backoff.forgive(20_000, RULES, |_| false);
     assert_eq!(backoff.forgive(30_000, RULES, |_| true), Some(90_000));
     assert_eq!(backoff.forgive(90_000, RULES, |_| true), None);
-    backoff.strike(90_000, &name(1), RULES, Weight::Loss, Reason::AgentLost, "gone");
-    assert_eq!(backoff.holding_off(90_000, &name(1)), None, "it counts as the first");
+    strike(&mut backoff, 90_000, Weight::Loss, "a");
+    assert_eq!(backoff.holding_off(90_000, &name(1), &pods("a")), None, "it counts as the first");
+}
+
+#[test]
+fn a_replaced_pod_joins_at_once_however_often_those_before_it_died() {
+    let mut desk = Desk::formed(2);
+    for number in 2..12 {
+        let decisions = desk.lose(2);
+        desk.obey(decisions);
+        let uid = format!("uid-2-{number}");
+        desk.reborn(2, number);
+        desk.states[2].incarnation.pod_uid = uid.clone();
+        let candidates = (0..3).map(|n| {
+            let mut candidate = candidate(n);
+            if n == 2 {
+                candidate.pods[0].uid = uid.clone();
+            }
+            candidate
+        });
+        let decisions = desk.see(Observation::Candidates { candidates: candidates.collect(), left_out: Vec::new() });
+        desk.obey(decisions);
+        let decisions = desk.announce(2);
+        desk.obey(decisions);
+        let decisions = desk.wait(2_000, &[0, 1, 2]);
+        desk.obey(decisions);
+        assert_eq!(desk.member(2).standing, MemberStanding::Ready, "{number}");
+    }
 }
 
 #[test]
