@@ -12,7 +12,7 @@
 //! | [`runtime`] | certificates, HTTP, health, metrics, leases, deadlines | `protocol` |
 //! | [`gpu`] | the driver, NCCL, memory, events and the digest kernel: the only room full of unsafe code | `protocol` |
 //! | [`worker`] | a child process that has one GPU, and the agent's handle of it | `gpu`, `protocol`, `weights` |
-//! | [`torch`] | what torch and engines built on it read: pickles, written and never read | `weights` |
+//! | [`torch`] | what torch and engines built on it read: pickles, written and never read; the store where ranks of a group meet | `weights` |
 //! | [`engine`], [`transport`] | how one engine is fed, how bytes travel | all above |
 //! | [`agent`] | what one member does: source (leads) and rollout (installs) | all above, never `controller` |
 //! | [`coordinator`] | carries out membership decisions towards agents | all above but `agent`, `engine`, `transport` |

@@ -1,10 +1,12 @@
-//! What torch and the engines built on it read: tensors in another process's GPU memory, and lists of what lies in a bucket.
+//! What torch and the engines built on it read: tensors in another process's GPU memory, lists of what lies in a bucket, and the store
+//! in which the ranks of a process group find each other.
 //!
 //! Decides the values of those messages, by the forms that torch 2.9 to 2.15 (`multiprocessing/reductions.py`, `rebuild_cuda_tensor`),
 //! checkpoint-engine 0.4.2 (`worker.py`), LMDeploy 0.18 (`utils.py`, `FlattenedTensorBucket`) and SGLang 0.5.23
-//! (`srt/weight_sync/tensor_bucket.py`) take. Never loads torch, never reads a pickle, opens no memory.
+//! (`srt/weight_sync/tensor_bucket.py`) take. Never loads torch, never reads a pickle, opens no memory. The store is in [`store`].
 
 pub mod pickle;
+pub mod store;
 
 use self::pickle::Value;
 use crate::weights::Dtype;
