@@ -74,6 +74,7 @@ functions! {
             comm_init_rank_config = "ncclCommInitRankConfig" fn(*mut Raw, c_int, UniqueId, c_int, *mut Config) -> Code;
             comm_get_async_error = "ncclCommGetAsyncError" fn(Raw, *mut Code) -> Code;
             comm_abort = "ncclCommAbort" fn(Raw) -> Code;
+            all_reduce = "ncclAllReduce" fn(*const c_void, *mut c_void, usize, c_int, c_int, Raw, *mut c_void) -> Code;
             broadcast = "ncclBroadcast" fn(*const c_void, *mut c_void, usize, c_int, c_int, Raw, *mut c_void) -> Code;
             get_error_string = "ncclGetErrorString" fn(Code) -> *const c_char;
         }

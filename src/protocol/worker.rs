@@ -88,7 +88,7 @@ pub enum WorkerRequest {
     },
     /// `ncclGetUniqueId`. Answered by `UniqueId`.
     UniqueId,
-    /// Joins a new group without blocking, then proves it with a broadcast of one element from rank 0. Answered by `Joined`.
+    /// Joins a new group without blocking, then proves it as `proof` says. Answered by `Joined`.
     /// On any fault the communicator is aborted, and the same `group` may be joined again with a new id.
     Join {
         /// Number of the group, of the agent's choice; one that was aborted may be used again.
@@ -99,6 +99,9 @@ pub enum WorkerRequest {
         rank: u32,
         /// Number of ranks.
         world: u32,
+        /// The first collective operation of the group, which every rank must enter.
+        #[serde(default)]
+        proof: Proof,
     },
     /// One broadcast, in place. Every rank of the group asks for the same broadcasts in the same order. Answered by `Sums` when the bytes
     /// are there and the digests are computed. Any fault aborts the group.
@@ -158,6 +161,19 @@ pub enum WorkerRequest {
     },
     /// What the worker holds. Answered by `Stats`.
     Stats,
+}
+
+/// How a group is proven when it is joined.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Proof {
+    /// A broadcast of one byte from rank 0, compared by every rank: between workers of ours.
+    #[default]
+    Broadcast,
+    /// An all-reduce (sum) of one 32-bit float: what vLLM's ranks enter first.
+    AllReduce,
+    /// None: the ranks of SGLang and LMDeploy enter a broadcast of weights first.
+    Nothing,
 }
 
 /// Where bytes are, by the numbers that the worker gave out.

@@ -9,6 +9,7 @@ mod layout;
 mod load_unit;
 mod manifest;
 mod safetensors;
+mod wire;
 
 use proptest::prelude::*;
 

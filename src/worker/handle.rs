@@ -19,7 +19,7 @@ use super::ring::Ring;
 use super::wire::{self, Outgoing};
 use super::{GRACE, WorkerError};
 use crate::protocol::worker::{
-    GpuFacts, IpcHandle, NcclFacts, NcclId, Part, WorkerAnswer, WorkerCall, WorkerRequest, WorkerResource, encode_worker_frame,
+    GpuFacts, IpcHandle, NcclFacts, NcclId, Part, Proof, WorkerAnswer, WorkerCall, WorkerRequest, WorkerResource, encode_worker_frame,
 };
 
 /// Giving something up may take this long: memory is unmapped and unregistered.
@@ -201,7 +201,13 @@ impl Worker {
 
     /// Joins a group and proves it with a broadcast of one element. When it fails the communicator is aborted already.
     pub async fn join(&self, group: u64, id: NcclId, rank: u32, world: u32, within: Duration) -> Result<Joined, WorkerError> {
-        self.joined("join a group", WorkerRequest::Join { group, id, rank, world }, within).await
+        self.join_as(group, id, (rank, world), Proof::Broadcast, within).await
+    }
+
+    /// Joins a group whose other ranks are not workers of ours: `place` is rank and number of ranks, `proof` what all of them enter first.
+    pub async fn join_as(&self, group: u64, id: NcclId, place: (u32, u32), proof: Proof, within: Duration) -> Result<Joined, WorkerError> {
+        let (rank, world) = place;
+        self.joined("join a group", WorkerRequest::Join { group, id, rank, world, proof }, within).await
     }
 
     /// Makes a new group of a group's survivors. When it fails both communicators are aborted already.

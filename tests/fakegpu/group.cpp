@@ -3,6 +3,7 @@
 #include <climits>
 #include <csignal>
 #include <cstring>
+#include <vector>
 
 #include <linux/futex.h>
 #include <sys/mman.h>
@@ -89,15 +90,47 @@ int Group::join(const std::atomic<bool> &stop) {
   return NCCL_SUCCESS;
 }
 
-bool Group::broadcast(const Span &span, int root, const DataFault &fault, const std::atomic<bool> &stop) {
+// Says what this rank enters: its number.
+uint64_t Group::enter(const Span &span, int root) {
   const uint64_t number = ++collectives_;
-  Seat &seat = board_->seats[rank], &sender = board_->seats[root];
+  Seat &seat = board_->seats[rank];
   Entry &entry = seat.entries[number % WINDOW];
   entry = {span.size, uint64_t(span.bytes - span.memory->bytes), root, ""};
   snprintf(entry.file, sizeof entry.file, "%s", span.memory->file.c_str());
   seat.moved = 0;
   seat.entered = number;
   ring();
+  return number;
+}
+
+bool Group::sum(const Span &span, const std::atomic<bool> &stop) {
+  const uint64_t number = enter(span, ALL_REDUCE);
+  Seat &seat = board_->seats[rank];
+  if (!wait(stop, [&] { return all([&](Seat &other) { return other.entered >= number; }); })) return false;
+  std::vector<float> total(span.size / sizeof(float));
+  for (int other = 0; other < world; other++) {
+    const Entry theirs = board_->seats[other].entries[number % WINDOW];
+    if (theirs.root != ALL_REDUCE || theirs.bytes != span.size) {
+      violation("collective %llu of %s: rank %d sums %zu bytes, rank %d does something else", (unsigned long long)number, name.c_str(), rank, span.size, other);
+      return wait(stop, [] { return false; });
+    }
+    char *from = other == rank ? span.memory->bytes : peer_memory(theirs);
+    if (!from) return wait(stop, [] { return false; });
+    for (size_t at = 0; at < total.size(); at++) total[at] += reinterpret_cast<float *>(from + theirs.offset)[at];
+  }
+  seat.moved = span.size;
+  ring();
+  // Nobody writes its result while another one still reads.
+  if (!wait(stop, [&] { return all([&](Seat &other) { return other.moved >= span.size || other.finished >= number; }); })) return false;
+  memcpy(span.bytes, total.data(), span.size);
+  seat.finished = number;
+  ring();
+  return true;
+}
+
+bool Group::broadcast(const Span &span, int root, const DataFault &fault, const std::atomic<bool> &stop) {
+  const uint64_t number = enter(span, root);
+  Seat &seat = board_->seats[rank], &sender = board_->seats[root];
   if (!wait(stop, [&] { return all([&](Seat &other) { return other.entered >= number; }); })) return false;
   const Entry theirs = sender.entries[number % WINDOW];
   if (theirs.root != root || theirs.bytes != span.size) {

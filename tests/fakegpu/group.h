@@ -24,6 +24,9 @@ const int MAX_RANKS = 64;
 // Collectives whose description a seat holds: more than can be under way.
 const int WINDOW = 8;
 
+// Root of a collective that has none.
+const int ALL_REDUCE = -1;
+
 // One collective as one rank entered it.
 struct Entry {
   uint64_t bytes, offset;
@@ -59,6 +62,8 @@ class Group {
   int join(const std::atomic<bool> &stop);
   // Moves the bytes of root's span into everybody's. False when stopped.
   bool broadcast(const Span &span, int root, const DataFault &fault, const std::atomic<bool> &stop);
+  // Sums the floats of everybody's span into everybody's. False when stopped.
+  bool sum(const Span &span, const std::atomic<bool> &stop);
 
   const std::string name;
   const int world, rank;
@@ -66,6 +71,7 @@ class Group {
  private:
   bool wait(const std::atomic<bool> &stop, const std::function<bool()> &reached);
   void ring();
+  uint64_t enter(const Span &span, int root);
   bool send(uint64_t number, uint64_t bytes, const DataFault &fault, const std::atomic<bool> &stop);
   bool receive(const Span &span, int root, const Entry &entry, const DataFault &fault, const std::atomic<bool> &stop);
   bool all(const std::function<bool(Seat &)> &hold);

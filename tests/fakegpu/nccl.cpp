@@ -241,6 +241,36 @@ FAKE_API int ncclBroadcast(const void *from, void *to, size_t count, int type, i
   return NCCL_IN_PROGRESS;
 }
 
+FAKE_API int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, void *handle, void *stream) {
+  ENTER(ncclAllReduce);
+  const int float32 = 7, sum = 0;
+  auto comm = comm_of(handle, "ncclAllReduce");
+  if (comm->state == NCCL_IN_PROGRESS) return failed(NCCL_INVALID_ARGUMENT, "Attempt to use communicator before the previous operation returned ncclSuccess");
+  if (comm->state || comm->revoked) return failed(NCCL_INVALID_USAGE, "the communicator cannot be used any more");
+  if (type != float32 || op != sum || from != to) return failed(NCCL_INVALID_ARGUMENT, "only sums of floats in place are known here");
+  if (current() != comm->device) return violation("ncclAllReduce in the context of another device"), failed(NCCL_INVALID_USAGE, "wrong device");
+  Stream *on = stream_of(stream, comm->device, "ncclAllReduce");
+  auto span = std::make_shared<Span>();
+  if (!on || !span_at(reinterpret_cast<DevicePtr>(to), count * 4, "ncclAllReduce", span.get())) return failed(NCCL_INVALID_ARGUMENT, "bad buffer or stream");
+  auto enqueue = [comm, span, on] {
+    comm->busy++;
+    on->push({"ncclAllReduce", [comm, span] {
+      if (!span->usable("ncclAllReduce")) comm->device->broken = ILLEGAL_ADDRESS;
+      else if (!comm->stop) comm->group.sum(*span, comm->stop);
+      comm->busy--;
+    }});
+  };
+  if (comm->blocking) return enqueue(), NCCL_SUCCESS;
+  comm->state = NCCL_IN_PROGRESS;
+  aside(comm, [comm, enqueue] {
+    nap(300);
+    enqueue();
+    int pending = NCCL_IN_PROGRESS;
+    comm->state.compare_exchange_strong(pending, NCCL_SUCCESS);
+  });
+  return NCCL_IN_PROGRESS;
+}
+
 FAKE_API int ncclCommAbort(void *handle) {
   ENTER(ncclCommAbort);
   auto comm = comm_of(handle, "ncclCommAbort");

@@ -13,6 +13,10 @@ use crate::protocol::worker::NcclId;
 
 /// `ncclUint8`.
 const UINT8: c_int = 1;
+/// `ncclFloat32`.
+const FLOAT32: c_int = 7;
+/// `ncclSum`.
+const SUM: c_int = 0;
 /// `NCCL_SHRINK_ABORT`.
 const SHRINK_ABORT: c_int = 1;
 
@@ -87,6 +91,17 @@ impl Communicator {
         // SAFETY: the span lies in GPU memory that the caller keeps; communicator and stream are alive.
         let code = unsafe { (self.nccl.functions.broadcast)(buffer, buffer, at.length(), UINT8, signed(root)?, self.raw, stream.raw()) };
         self.nccl.check("ncclBroadcast", code, self.raw)
+    }
+
+    /// Begins to sum the 32-bit floats of a span over all ranks, in place. As of [`broadcast`](Self::broadcast) otherwise.
+    pub fn sum_floats(&mut self, at: &Span, stream: &Stream) -> Result<Progress, GpuError> {
+        let Address::Device(address) = at.address() else {
+            return Err(GpuError::Invalid { what: "host memory is not summed".into() });
+        };
+        let (buffer, count) = (address as *mut std::ffi::c_void, at.length() / 4);
+        // SAFETY: the span lies in GPU memory that the caller keeps; communicator and stream are alive.
+        let code = unsafe { (self.nccl.functions.all_reduce)(buffer, buffer, count, FLOAT32, SUM, self.raw, stream.raw()) };
+        self.nccl.check("ncclAllReduce", code, self.raw)
     }
 
     /// Begins a group without some ranks. With `revoke` this one was revoked before and is ready again; without, NCCL aborts it inside.

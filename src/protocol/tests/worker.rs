@@ -38,7 +38,8 @@ fn requests() -> impl Strategy<Value = WorkerRequest> {
             group,
             id: Opaque([byte; 128]),
             rank,
-            world
+            world,
+            proof: if rank % 2 == 0 { Proof::AllReduce } else { Proof::Nothing },
         }),
         (number, any::<u32>(), places(), number, parts(), prop::option::of(number))
             .prop_map(|(group, root, at, bytes, parts, after)| WorkerRequest::Broadcast { group, root, at, bytes, parts, after }),

@@ -1,7 +1,8 @@
 //! A group on its way: initialised without blocking, proven by a broadcast of one element, then ready; or given up and aborted.
 //!
 //! The broadcast proves it for every rank: who receives compares the byte. It also makes NCCL's connections, which it puts off until they are
-//! needed, so that the first bucket does not pay for them.
+//! needed, so that the first bucket does not pay for them. Engines that join by themselves enter another operation first, or none: that is what
+//! the group is proven with then.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,10 +10,12 @@ use std::time::Instant;
 use super::groups::Group;
 use super::{Gpu, Server, invalid, late, milliseconds_since};
 use crate::gpu::{Communicator, Event, GpuError, Progress, Scratch, Shrinking, Stream};
-use crate::protocol::worker::{NcclId, WorkerAnswer, WorkerFault, WorkerFaultCode};
+use crate::protocol::worker::{Proof, WorkerAnswer, WorkerFault, WorkerFaultCode, WorkerRequest};
 
 /// What rank 0 sends to prove a group.
 const PROOF: u8 = 0xA7;
+/// One 32-bit float.
+const FLOAT: u64 = 4;
 
 /// A group that is being joined.
 pub(super) struct Joining {
@@ -20,6 +23,7 @@ pub(super) struct Joining {
     pub group: u64,
     begun: Instant,
     end: Instant,
+    proof: Proof,
     /// The group that it shrinks, until it is joined.
     old: Option<Communicator>,
     state: State,
@@ -42,6 +46,7 @@ struct WarmUp {
     communicator: Communicator,
     stream: Stream,
     scratch: Scratch,
+    proof: Proof,
     init_ms: f64,
     begun: Instant,
 }
@@ -91,18 +96,28 @@ impl Joining {
     }
 
     fn warm_up(&self, gpu: &mut Gpu, mut communicator: Communicator) -> Step {
-        let init_ms = milliseconds_since(self.begun);
+        let (init_ms, proof) = (milliseconds_since(self.begun), self.proof);
         let mut begin = |communicator: &mut Communicator| -> Result<(Stream, Scratch, Progress), GpuError> {
             let stream = Stream::urgent(&gpu.device)?;
             let scratch = gpu.works.take_scratch(&gpu.device, 1)?;
-            let byte = scratch.device(0, 1)?;
-            stream.fill(&byte, if communicator.rank() == 0 { PROOF } else { !PROOF })?;
-            let progress = communicator.broadcast(&byte, 0, &stream)?;
+            let progress = match proof {
+                Proof::Broadcast => {
+                    let byte = scratch.device(0, 1)?;
+                    stream.fill(&byte, if communicator.rank() == 0 { PROOF } else { !PROOF })?;
+                    communicator.broadcast(&byte, 0, &stream)?
+                }
+                Proof::AllReduce => {
+                    let float = scratch.device(0, FLOAT)?;
+                    stream.fill(&float, 0)?;
+                    communicator.sum_floats(&float, &stream)?
+                }
+                Proof::Nothing => Progress::Ready,
+            };
             Ok((stream, scratch, progress))
         };
         match begin(&mut communicator) {
             Ok((stream, scratch, progress)) => {
-                let warm_up = WarmUp { communicator, stream, scratch, init_ms, begun: Instant::now() };
+                let warm_up = WarmUp { communicator, stream, scratch, proof, init_ms, begun: Instant::now() };
                 match progress {
                     Progress::UnderWay => Step::Wait(State::Enqueueing(warm_up)),
                     Progress::Ready => behind_warm_up(warm_up),
@@ -127,6 +142,9 @@ fn behind_warm_up(warm_up: WarmUp) -> Step {
 
 impl WarmUp {
     fn proven(self) -> Step {
+        if self.proof != Proof::Broadcast {
+            return Step::Joined(self);
+        }
         match self.scratch.read(0, 1) {
             Ok(byte) if byte == [PROOF] => Step::Joined(self),
             Ok(byte) => {
@@ -147,7 +165,9 @@ impl WarmUp {
 }
 
 impl Server {
-    pub(super) fn join(&mut self, id: u64, group: u64, nccl_id: &NcclId, (rank, world): (u32, u32), begun: Instant, end: Instant) {
+    pub(super) fn join(&mut self, id: u64, request: &WorkerRequest, begun: Instant, end: Instant) {
+        let WorkerRequest::Join { group, id: nccl_id, rank, world, proof } = request else { return };
+        let (group, rank, world, proof) = (*group, *rank, *world, *proof);
         let Some(gpu) = self.gpu.as_mut() else { return };
         let begin = |gpu: &mut Gpu| -> Result<Communicator, WorkerFault> {
             gpu.check_new(group)?;
@@ -160,7 +180,7 @@ impl Server {
         match begin(gpu) {
             Ok(communicator) => {
                 let state = State::Initialising(communicator);
-                self.go_on(Joining { id, group, begun, end, old: None, state: State::Revoking(Vec::new()) }, state);
+                self.go_on(Joining { id, group, begun, end, proof, old: None, state: State::Revoking(Vec::new()) }, state);
             }
             Err(fault) => self.answer(id, Err(fault)),
         }
@@ -188,7 +208,7 @@ impl Server {
         std::mem::drop(stream);
         match begun_with {
             Ok(state) => {
-                let joining = Joining { id, group: into, begun, end, old: Some(communicator), state: State::Revoking(Vec::new()) };
+                let joining = Joining { id, group: into, begun, end, proof: Proof::Broadcast, old: Some(communicator), state: State::Revoking(Vec::new()) };
                 self.go_on(joining, state);
             }
             Err(error) => {
@@ -226,7 +246,7 @@ impl Server {
                 gpu.groups.joining.push(joining);
                 return false;
             }
-            Step::Joined(WarmUp { communicator, stream, scratch, init_ms, begun }) => {
+            Step::Joined(WarmUp { communicator, stream, scratch, init_ms, begun, .. }) => {
                 gpu.works.give_back(scratch);
                 let (rank, world) = (communicator.rank(), communicator.world());
                 gpu.groups.ready.insert(joining.group, Group { communicator, stream });

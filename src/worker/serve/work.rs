@@ -104,7 +104,7 @@ impl Server {
             WorkerRequest::NewEvent => self.new_event(id),
             WorkerRequest::Release { what } => self.release(id, what),
             WorkerRequest::UniqueId => self.unique_id(id),
-            WorkerRequest::Join { group, id: nccl_id, rank, world } => self.join(id, group, &nccl_id, (rank, world), begun, end),
+            request @ WorkerRequest::Join { .. } => self.join(id, &request, begun, end),
             WorkerRequest::Abort { group } => self.abort(id, group),
             WorkerRequest::Shrink { group, into, without, revoke } => self.shrink(id, group, into, without, revoke, begun, end),
             WorkerRequest::Broadcast { .. } | WorkerRequest::Digest { .. } | WorkerRequest::Copy { .. } => {
