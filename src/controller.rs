@@ -29,5 +29,6 @@ mod stores;
 mod tests;
 mod token_review;
 mod triggers;
+mod wedged;
 
 pub use run::{ControllerError, Settings, run};

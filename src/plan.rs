@@ -22,6 +22,7 @@ use crate::protocol::{MemberName, PodRef, Role};
 
 mod compute;
 mod explain;
+mod engine_groups;
 mod gpu_memory;
 mod input;
 mod order;
@@ -40,6 +41,7 @@ mod units;
 mod tests;
 
 pub use compute::{Part, part_of, plan};
+pub use engine_groups::{Joiner, MOST_RANKS, engine_groups};
 pub use explain::{Bandwidth, ExplainedMember, Explanation, FloorTime, MemberMemory, ModelFacts, explain};
 pub use gpu_memory::{
     CONTEXT_ESTIMATE, GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingChoice, RingLoad, RingWish, USUAL_LOAD, check_gpu, gpu_ring,

@@ -8,7 +8,7 @@ use super::{
     WeightSync, WeightSyncSpec,
 };
 use crate::plan::{GroupSpec, Operator, Order, Parallelism, PoolSpec, Requirement, Selector, TrainerSpec, WeightSyncRef};
-use crate::protocol::{EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy};
+use crate::protocol::{Delivery, EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy};
 
 /// What is kept where nothing else was said: enough for any model that a single host trains, and bounded by free memory anyway.
 const RETAIN_MIB: i64 = 64 * 1024;
@@ -64,6 +64,10 @@ impl WeightSyncSpec {
             (None, _) => RETAIN_MIB,
         };
         UpdatePolicy {
+            delivery: match self.delivery {
+                super::Delivery::Agent => Delivery::Agent,
+                super::Delivery::Engine => Delivery::Engine,
+            },
             pause: match self.update.pause {
                 Pause::Keep => PausePolicy::Keep,
                 Pause::Drain => PausePolicy::Drain,

@@ -185,6 +185,21 @@ pub struct Update {
     /// and the limit of the container are looked at as well.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retain: Option<Retain>,
+
+    /// What happens to a pod whose engine is wedged: its front answers, and it computes nothing any more (condition `Degraded`, reason
+    /// `EngineWedged`). `Report`, or `RestartPod`: the pod is deleted, so that its owner makes another one.
+    #[serde(default)]
+    pub on_wedged: OnWedged,
+}
+
+/// What happens to a pod whose engine is wedged.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum OnWedged {
+    /// It is told of, and nothing is done.
+    #[default]
+    Report,
+    /// It is deleted.
+    RestartPod,
 }
 
 /// What happens to running requests.
@@ -285,7 +300,14 @@ impl Default for Membership {
 
 impl Default for Update {
     fn default() -> Self {
-        Self { pause: Pause::default(), kv_cache: KvCache::default(), timeout_seconds: ten_minutes(), silence_seconds: ten(), retain: None }
+        Self {
+            pause: Pause::default(),
+            kv_cache: KvCache::default(),
+            timeout_seconds: ten_minutes(),
+            silence_seconds: ten(),
+            retain: None,
+            on_wedged: OnWedged::default(),
+        }
     }
 }
 

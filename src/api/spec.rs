@@ -83,6 +83,8 @@ use super::{PodSelector, WeightSyncStatus};
     .message("apiKeySecretRef works with agent.launch Ephemeral; an agent that was injected gets the key from the pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment"))]
 #[x_kube(validation = Rule::new("self.update.pause in ['Abort', 'External'] || !self.rollouts.exists(p, has(p.engine.lmdeploy))")
     .message("LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External"))]
+#[x_kube(validation = Rule::new("self.delivery != 'Engine' || !has(self.transport.tcp)")
+    .message("delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent"))]
 pub struct WeightSyncSpec {
     /// Releases every pod and does nothing more until it is false again. Pods go on serving what they have.
     #[serde(default)]
@@ -96,7 +98,9 @@ pub struct WeightSyncSpec {
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub rollouts: Vec<Pool>,
 
-    /// Who joins the group: `Agent` (agents join, and hand over to their engine).
+    /// Who joins the group. `Agent`: agents join, and hand over to their engine. `Engine`: the engines' own workers join an NCCL group that
+    /// the source's agent leads from a GPU; a source that dies in the middle of a broadcast can leave such an engine stuck for good
+    /// (`update.onWedged`), which `Agent` cannot.
     #[serde(default)]
     pub delivery: Delivery,
 
@@ -131,6 +135,8 @@ pub enum Delivery {
     /// Agents join, and hand over to their engine.
     #[default]
     Agent,
+    /// The engines' own workers join; the source's agent is rank 0.
+    Engine,
 }
 
 /// The trainer's pods.

@@ -8,7 +8,7 @@ use std::fmt;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::{
-    Launch, NCCL_ENV, Nccl, OrderBy, Pause, PodSelector, Pool, SelectorOperator, Sizes, TrainerOrder, TrainerOrderBy, WeightSyncSpec,
+    Delivery, Launch, NCCL_ENV, Nccl, OrderBy, Pause, PodSelector, Pool, SelectorOperator, Sizes, TrainerOrder, TrainerOrderBy, WeightSyncSpec,
 };
 
 /// One thing that is wrong with a spec.
@@ -159,6 +159,11 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
         "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External",
     );
     let transport = &spec.transport;
+    problems.expect(
+        spec.delivery != Delivery::Engine || transport.tcp.is_none(),
+        "spec.delivery",
+        "delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent",
+    );
     problems.expect(
         [transport.auto.is_some(), transport.tcp.is_some(), transport.nccl.is_some()].into_iter().filter(|given| *given).count() == 1,
         "spec.transport",

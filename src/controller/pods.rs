@@ -2,7 +2,7 @@
 
 use k8s_openapi::api::core::v1::{EphemeralContainer, Pod};
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{Patch, PatchParams};
+use kube::api::{DeleteParams, Patch, PatchParams, Preconditions};
 use kube::{Api, Client, ResourceExt};
 use serde_json::json;
 
@@ -40,7 +40,15 @@ impl Pods {
         });
         let params = PatchParams::apply(MANAGER).force();
         let what = format!("set {GATE}={status} on pod {name}");
-        forgive_gone(self.calls.run("patch", what, self.api.patch_status(&name, &params, &Patch::Apply(patch))).await)
+        forgive_gone(self.calls.run("patch", what, self.api.patch_status(&name, &params, &Patch::Apply(patch))).await.map(drop))
+    }
+
+    /// Deletes a pod of this very UID. A pod that is gone meanwhile is no error.
+    pub(super) async fn delete(&self, pod: &Pod) -> Result<(), ApiError> {
+        let name = pod.name_any();
+        let params = DeleteParams { preconditions: Some(Preconditions { uid: pod.uid(), resource_version: None }), ..DeleteParams::default() };
+        let deleted = self.calls.run("delete", format!("delete pod {name}"), self.api.delete(&name, &params)).await;
+        forgive_gone(deleted.map(drop))
     }
 
     /// Adds an ephemeral container. A pod that is gone meanwhile is no error.
@@ -50,16 +58,16 @@ impl Pods {
         let patch = json!({"metadata": {"uid": pod.uid()}, "spec": {"ephemeralContainers": [container]}});
         let what = format!("add {} to pod {name}", container.name);
         let (params, patch) = (PatchParams::default(), Patch::Strategic(patch));
-        forgive_gone(self.calls.run("patch", what, self.api.patch_ephemeral_containers(&name, &params, &patch)).await)
+        forgive_gone(self.calls.run("patch", what, self.api.patch_ephemeral_containers(&name, &params, &patch)).await.map(drop))
     }
 }
 
-fn forgive_gone(outcome: Result<Pod, ApiError>) -> Result<(), ApiError> {
+fn forgive_gone(outcome: Result<(), ApiError>) -> Result<(), ApiError> {
     match outcome {
         Err(error) if error.is_gone() => {
             tracing::debug!(%error, "the pod is gone meanwhile");
             Ok(())
         }
-        outcome => outcome.map(drop),
+        outcome => outcome,
     }
 }

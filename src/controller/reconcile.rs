@@ -25,9 +25,11 @@ use super::pods::Pods;
 use super::readiness::{present, verdicts};
 use super::report::{self, Facts};
 use super::stores::{Object, Scope};
+use super::wedged::{Wedged, wedged};
 use crate::api::{WeightSync, WeightSyncStatus};
+use crate::coordinator::{CoordinatorEvent, EventSink};
 use crate::membership::MembershipView;
-use crate::protocol::{TransportChoice, UpdatePhase};
+use crate::protocol::{Reason, TransportChoice, UpdatePhase};
 use crate::runtime::backoff::Backoff;
 use crate::runtime::lease::Leadership;
 
@@ -133,12 +135,15 @@ impl ScopeContext {
         let writes = Pods::new(shared.client.clone(), shared.calls.clone(), &namespace);
         let launched = shared.launcher.launch(object, &decided, &pods, &writes, &shared.objects.events_of(object)).await;
         let gates = self.open_gates(object, &view, &pods, &writes).await;
-        let problems = launched.as_ref().map_or_else(|_| Vec::new(), |launched| launched.problems.clone());
+        let (replaced, wedged) = self.replace_wedged(object, &view, &pods, &writes).await;
+        let mut problems = launched.as_ref().map_or_else(|_| Vec::new(), |launched| launched.problems.clone());
+        problems.extend(wedged);
         let facts = Facts { object, decided: &decided, view: &view, problems: &problems };
         let written = self.write_status(object, &uid, &facts).await;
 
         let Launched { again, .. } = launched?;
         gates?;
+        replaced?;
         written?;
         let soon = [again, shared.objects.restart_in(&uid)].into_iter().flatten().min().unwrap_or(RESYNC);
         Ok(Action::requeue(soon.max(Duration::from_millis(100)).min(RESYNC)))
@@ -155,6 +160,28 @@ impl ScopeContext {
         }
         let outcomes: Vec<Result<(), ApiError>> = futures::stream::iter(written).buffer_unordered(WRITES).collect().await;
         outcomes.into_iter().collect()
+    }
+
+    /// Deletes pods whose engine is wedged, where that is asked for; also what a person must do instead.
+    async fn replace_wedged(
+        &self,
+        object: &WeightSync,
+        view: &MembershipView,
+        pods: &[Arc<Pod>],
+        writes: &Pods,
+    ) -> (Result<(), ApiError>, Vec<(Reason, String)>) {
+        let known: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
+        let Wedged { delete, problems } = wedged(object, view, &known);
+        for (pod, why) in delete {
+            if let Err(error) = writes.delete(pod).await {
+                return (Err(error), problems);
+            }
+            let message = format!("pod {} was deleted, as update.onWedged asks: {why}", pod.name_any());
+            tracing::warn!(pod = pod.name_any(), why, "a pod whose engine is wedged was deleted");
+            let event = CoordinatorEvent { reason: Reason::PodReplaced, message, member: None, warning: true };
+            self.shared.objects.events_of(object).publish(event);
+        }
+        (Ok(()), problems)
     }
 
     async fn write_status(&self, object: &WeightSync, uid: &str, facts: &Facts<'_>) -> Result<(), ApiError> {

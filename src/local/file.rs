@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::api::{Auto, NCCL_ENV, Nccl};
-use crate::protocol::{HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy};
+use crate::protocol::{Delivery, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy};
 
 /// The whole file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -31,6 +31,9 @@ pub struct LocalFile {
     /// How bytes travel.
     #[serde(default)]
     pub transport: TransportFile,
+    /// Who joins the group.
+    #[serde(default)]
+    pub delivery: Delivery,
 }
 
 /// How bytes travel: at most one of the fields; `auto` without any.
@@ -175,6 +178,7 @@ impl UpdateFile {
         let bytes = |mib: u32| u64::from(mib) << 20;
         let period = u64::from(self.health_period_milliseconds);
         UpdatePolicy {
+            delivery: Delivery::default(),
             pause: self.pause,
             kv_cache: self.kv_cache,
             min_ready: self.min_ready,
@@ -199,11 +203,17 @@ impl LocalFile {
 
     /// The rules as agents are sent them.
     pub fn policy(&self) -> UpdatePolicy {
-        UpdatePolicy { transport: self.transport.policy(), ..self.update.policy() }
+        UpdatePolicy { delivery: self.delivery, transport: self.transport.policy(), ..self.update.policy() }
     }
 
     fn check(&self) -> Result<(), String> {
         self.transport.check()?;
+        if self.delivery == Delivery::Engine && self.transport.tcp.is_some() {
+            return Err("delivery: Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent".into());
+        }
+        if self.delivery == Delivery::External {
+            return Err("delivery: External is not known here: use Agent or Engine".into());
+        }
         let plain = |field: &str, name: &str| {
             let good =
                 !name.is_empty() && name.len() <= 63 && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');

@@ -136,7 +136,8 @@ impl Membership {
             }
             // Of a member in a group it is always an engine's failure, and counts as one: else it would join and leave for ever.
             let message = state.reason.clone().unwrap_or_else(|| "its engine does not answer its probes".to_owned());
-            return Err(Outcast::new(Reason::EngineUnhealthy, message));
+            let reason = if state.wedged { Reason::EngineWedged } else { Reason::EngineUnhealthy };
+            return Err(Outcast::new(reason, message));
         }
         Ok(life.clone())
     }

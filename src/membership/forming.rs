@@ -260,7 +260,7 @@ impl Membership {
                 wave.push(candidate.name.clone());
             }
             let waves: VecDeque<_> = waves.into_iter().filter(|wave| !wave.is_empty()).collect();
-            let transport = match choose(&round.policy.transport, &round.gpus()) {
+            let transport = match choose(&round.policy, &round.facts()) {
                 Ok(transport) => transport,
                 Err(in_the_way) => {
                     round.failed.extend(

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use crate::plan::Candidate;
-use crate::protocol::{EpochId, GpuReport, HeldVersion, Incarnation, MemberName, Reason, Role, Roster, TransportChoice, UpdatePolicy};
+use crate::protocol::{EpochId, GpuReport, GroupFacts, HeldVersion, Incarnation, MemberName, Reason, Role, Roster, TransportChoice, UpdatePolicy};
 
 use super::assess::Eligible;
 
@@ -116,6 +116,8 @@ pub(super) struct Prepared {
     /// Its data address.
     pub data: String,
     pub gpus: GpuReport,
+    /// What its engine says about joining a group.
+    pub groups: Option<GroupFacts>,
 }
 
 /// Where a round is.
@@ -148,9 +150,10 @@ impl Round {
     }
 
     /// What prepared members have, in the order of their ranks.
-    pub(super) fn gpus(&self) -> Vec<(&MemberName, &GpuReport)> {
-        let members = self.roster.members.iter();
-        members.filter_map(|member| Some((&member.name, &self.prepared.get(&member.name)?.gpus))).collect()
+    pub(super) fn facts(&self) -> Vec<super::transport::Prepared<'_>> {
+        let known = self.roster.members.iter().filter_map(|member| Some((member, self.prepared.get(&member.name)?)));
+        let facts = known.map(|(member, Prepared { gpus, groups, .. })| super::transport::Prepared { member, gpus, groups: groups.as_ref() });
+        facts.collect()
     }
 
     pub(super) fn member_of(&self, life: &Incarnation) -> Option<&MemberName> {

@@ -56,7 +56,12 @@ impl Membership {
     /// Holds a loss against a member, where it is its own fault.
     pub(super) fn count_loss(&mut self, name: &MemberName, reason: Reason, message: &str) {
         let weight = match reason {
-            Reason::AgentLost | Reason::AgentSilent | Reason::AgentRestarted | Reason::EngineUnhealthy | Reason::GroupFenced => {
+            Reason::AgentLost
+            | Reason::AgentSilent
+            | Reason::AgentRestarted
+            | Reason::EngineUnhealthy
+            | Reason::EngineWedged
+            | Reason::GroupFenced => {
                 Weight::Loss
             }
             Reason::UpdateStuck => Weight::Failure,

@@ -107,7 +107,8 @@ impl Membership {
         }
         // The state in the answer is not taken: the event stream keeps the order of states, and an answer that was overtaken by it would
         // show an engine as holding what it has lost since.
-        let prepared = Prepared { data: response.data_address, gpus: response.gpus };
+        let groups = response.state.engine.and_then(|engine| engine.groups);
+        let prepared = Prepared { data: response.data_address, gpus: response.gpus, groups };
         round.prepared.insert(member.clone(), prepared);
     }
 

@@ -1,6 +1,7 @@
 //! Tables: one situation each, with what must follow from it. Whole worlds are played by `model`.
 
 mod blame;
+mod delivery;
 mod desk;
 mod ending;
 mod feeding;

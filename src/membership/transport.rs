@@ -6,14 +6,52 @@
 
 use std::collections::BTreeMap;
 
-use crate::plan::{GpuRoom, RingWish, Seats, USUAL_LOAD, gpu_ring, seats};
-use crate::protocol::{CommunicatorPlan, GpuReport, MemberName, TransportChoice, TransportPolicy, TransportWish};
+use crate::plan::{GpuRoom, Joiner, RingWish, Seats, USUAL_LOAD, engine_groups, gpu_ring, seats};
+use crate::protocol::{
+    CommunicatorPlan, Delivery, GpuReport, GroupFacts, MemberName, Role, RosterMember, TransportChoice, TransportPolicy, TransportWish,
+    UpdatePolicy,
+};
 
 /// A member that stands in the way of what was demanded.
 pub(super) type InTheWay = BTreeMap<MemberName, String>;
 
-/// The transport of an epoch. `members` stand in the order of their ranks, sources first.
-pub(super) fn choose(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)]) -> Result<TransportChoice, InTheWay> {
+/// A member of an epoch, as far as the choice needs it.
+pub(super) struct Prepared<'a> {
+    pub(super) member: &'a RosterMember,
+    pub(super) gpus: &'a GpuReport,
+    /// What its engine says about joining.
+    pub(super) groups: Option<&'a GroupFacts>,
+}
+
+/// How bytes travel in an epoch. `members` stand in the order of their ranks, sources first.
+pub(super) fn choose(policy: &UpdatePolicy, members: &[Prepared<'_>]) -> Result<TransportChoice, InTheWay> {
+    match policy.delivery {
+        Delivery::Agent => {
+            let members: Vec<_> = members.iter().map(|prepared| (&prepared.member.name, prepared.gpus)).collect();
+            between_agents(&policy.transport, &members)
+        }
+        Delivery::Engine => between_engines(members),
+        Delivery::External => Ok(TransportChoice::tcp("delivery External: the bytes travel in the user's own data plane")),
+    }
+}
+
+/// The groups that engines join. Without a source nothing is published: joiners are fed over connections, as always.
+fn between_engines(members: &[Prepared<'_>]) -> Result<TransportChoice, InTheWay> {
+    let Some(source) = members.iter().find(|prepared| prepared.member.role == Role::Source) else {
+        return Ok(TransportChoice::tcp("delivery Engine: without the source nothing is broadcast"));
+    };
+    let rollouts = members.iter().filter(|prepared| prepared.member.role == Role::Rollout);
+    let joiners: Vec<Joiner<'_>> = rollouts
+        .map(|Prepared { member, gpus, groups }| Joiner { name: &member.name, size: member.size, facts: *groups, gpus })
+        .collect();
+    let engines = engine_groups((&source.member.name, source.gpus), &joiners)?;
+    let ranks: Vec<String> = engines.groups.iter().map(|group| group.world().to_string()).collect();
+    let reason = format!("delivery Engine: the engines join; ranks of each group, with the source's: {}", ranks.join(", "));
+    Ok(TransportChoice { nccl: None, engines: Some(engines), reason })
+}
+
+/// The transport between agents. `members` stand in the order of their ranks, sources first.
+fn between_agents(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)]) -> Result<TransportChoice, InTheWay> {
     if policy.wish == TransportWish::Tcp {
         return Ok(TransportChoice::tcp("asked for by spec.transport.tcp"));
     }
@@ -30,7 +68,7 @@ pub(super) fn choose(policy: &TransportPolicy, members: &[(&MemberName, &GpuRepo
                 let asked =
                     if policy.wish == TransportWish::Nccl { "asked for by spec.transport.nccl" } else { "auto: every member has a GPU" };
                 let notes = [beside(&seats), unshared(members)].concat();
-                return Ok(TransportChoice { nccl: Some(plan), reason: format!("{asked}; ring: {why}{notes}") });
+                return Ok(TransportChoice { nccl: Some(plan), engines: None, reason: format!("{asked}; ring: {why}{notes}") });
             }
             Err((member, why)) => _ = in_the_way.insert(member, why),
         }

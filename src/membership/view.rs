@@ -66,6 +66,8 @@ pub struct MemberView {
     pub held: Option<HeldVersion>,
     /// Whether it may hold half an update, wherever it stands: it must not serve until it is fed in full.
     pub dirty: bool,
+    /// Whether its engine computes nothing any more although its front answers, by its agent's word.
+    pub wedged: bool,
     /// What its engine confirmed (installed); none while it is dirty.
     pub installed: Option<HeldVersion>,
     /// URL of its engine.

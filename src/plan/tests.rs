@@ -1,5 +1,6 @@
 //! Tests of the plan: tables by topic, properties over random worlds.
 
+mod engine_groups;
 mod explained;
 mod gpu_memory;
 mod properties;

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{EpochId, GpuReport, Incarnation, MemberName, Role, Roster, TransportChoice, UpdatePolicy, Version};
+use super::{EpochId, GpuReport, GroupFacts, Incarnation, MemberName, Role, Roster, TransportChoice, UpdatePolicy, Version};
 
 /// First phase of a group: every member fences what it had and opens what it listens on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -171,6 +171,9 @@ pub struct EngineFacts {
     pub delivery: String,
     /// How an answer can be told its version: `token`, `request` or `none`.
     pub answer_version: String,
+    /// What it says about joining a group by itself; none before an object asked for that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub groups: Option<GroupFacts>,
 }
 
 /// Where a member stands.
@@ -223,6 +226,9 @@ pub struct MemberState {
     pub engine: Option<EngineFacts>,
     /// Whether the engine passed its probes (source: true).
     pub healthy: bool,
+    /// Whether the engine's front answers while the engine computes nothing: it does not come back by itself.
+    #[serde(default)]
+    pub wedged: bool,
     /// Whether the engine is paused by us, and until when at most, in ms since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paused_until: Option<u64>,

@@ -10,6 +10,9 @@ use super::TransportPolicy;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct UpdatePolicy {
+    /// Who joins the group.
+    #[serde(default)]
+    pub delivery: Delivery,
     /// What happens to running requests while weights are switched.
     pub pause: PausePolicy,
     /// What happens to the KV and prefix cache after the switch.
@@ -31,6 +34,18 @@ pub struct UpdatePolicy {
     pub transport: TransportPolicy,
     /// Health probes of the engine.
     pub health: HealthPolicy,
+}
+
+/// Who joins the group.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Delivery {
+    /// Agents join, and hand over to their engine.
+    #[default]
+    Agent,
+    /// The engines' own workers join; the source's agent is rank 0.
+    Engine,
+    /// The user's own data plane moves the bytes.
+    External,
 }
 
 /// What happens to running requests while weights are switched.

@@ -79,6 +79,10 @@ reasons! {
     AgentRestarted,
     /// The engine does not pass its health probes.
     EngineUnhealthy,
+    /// The engine's front answers, and the engine computes nothing: only another start of its pod ends that.
+    EngineWedged,
+    /// A pod whose engine was wedged was deleted, as `update.onWedged` asks.
+    PodReplaced,
     /// An install began and did not end well: the replica does not serve until it is fed in full.
     InstallFailed,
     /// The engine's worker ranks are not what the spec says.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::MemberName;
+use super::{EngineGroups, MemberName};
 
 /// What the object asks for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,6 +76,9 @@ pub struct TransportChoice {
     /// The communicator; none: over TCP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<CommunicatorPlan>,
+    /// The groups that engines join by themselves; none: agents move the bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engines: Option<EngineGroups>,
     /// Why this and not another, for status.
     pub reason: String,
 }
@@ -116,12 +119,12 @@ fn count(gpus: &[String]) -> u32 {
 impl TransportChoice {
     /// Over TCP, for this reason.
     pub fn tcp(reason: impl Into<String>) -> Self {
-        Self { nccl: None, reason: reason.into() }
+        Self { nccl: None, engines: None, reason: reason.into() }
     }
 
     /// `tcp` or `nccl`; shown in status.
     pub fn name(&self) -> &'static str {
-        if self.nccl.is_some() { "nccl" } else { "tcp" }
+        if self.nccl.is_some() || self.engines.is_some() { "nccl" } else { "tcp" }
     }
 }
 

@@ -29,6 +29,10 @@ app.kubernetes.io/component: controller
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch]
+# update.onWedged: RestartPod. With the pod's UID; the fence holds it to opted-in rollout pods.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [delete]
 # launch: Ephemeral. A strategic patch with the pod's UID; the fence holds it to our image and to opted-in pods.
 - apiGroups: [""]
   resources: [pods/ephemeralcontainers]

@@ -5,6 +5,7 @@ use serde_json::json;
 use super::fixtures::{changed, idle, object, plain, pod};
 use crate::controller::decide::{decide, target_container};
 use crate::controller::readiness::{GATE, Verdict, present, verdicts};
+use crate::controller::wedged::{Wedged, wedged};
 use crate::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
 use crate::protocol::{HeldVersion, MemberName, PodRef, Reason, Role};
 
@@ -111,6 +112,7 @@ fn member(name: &str, standing: MemberStanding, installed: Option<HeldVersion>) 
         dirty: standing == MemberStanding::Dirty,
         installed,
         engine_url: None,
+        wedged: false,
         paused_until: None,
         retry_at: None,
         reason: Reason::BeingFed,
@@ -199,4 +201,25 @@ fn a_pod_with_two_engines_is_as_ready_as_the_least_ready() {
 fn the_present_condition_is_read_from_the_pod() {
     let open = pod("actor-0", |pod| pod["status"]["conditions"] = json!([{"type": GATE, "status": "True"}]));
     assert_eq!((present(&open), present(&plain("actor-0"))), (Some(true), None));
+}
+
+#[test]
+fn a_pod_whose_engine_is_wedged_is_deleted_only_where_that_was_asked_for_and_somebody_makes_it_anew() {
+    let restart = |object: &mut serde_json::Value| object["spec"]["update"] = json!({"onWedged": "RestartPod"});
+    let owned = |name: &str| {
+        let owner = json!([{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "r", "uid": "u", "controller": true}]);
+        pod(name, |pod| pod["metadata"]["ownerReferences"] = owner.clone())
+    };
+    let stuck = |name: &str| MemberView { wedged: true, message: "stuck".into(), ..member(name, MemberStanding::Out, None) };
+    let members = vec![stuck("actor-0"), stuck("actor-1"), stuck("actor-2"), member("actor-3", MemberStanding::Out, None)];
+    let view = view(GroupStage::Committed, None, members);
+    let going = pod("actor-2", |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z"));
+    let pods = [owned("actor-0"), plain("actor-1"), going, owned("actor-3")];
+    let pods: Vec<_> = pods.iter().collect();
+
+    assert_eq!(wedged(&object("ws", 0), &view, &pods), Wedged::default(), "the default only tells");
+    let asked = wedged(&changed("ws", 0, restart), &view, &pods);
+    assert_eq!(asked.delete, [(pods[0], "stuck".to_owned())]);
+    assert_eq!(asked.problems.len(), 1, "{:?}", asked.problems);
+    assert!(asked.problems[0].1.contains("actor-1: nobody would make it anew"), "{:?}", asked.problems);
 }

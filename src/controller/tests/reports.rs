@@ -32,6 +32,7 @@ fn member(name: &str, standing: MemberStanding) -> MemberView {
         dirty: standing == MemberStanding::Dirty,
         installed: None,
         engine_url: None,
+        wedged: false,
         paused_until: None,
         retry_at: None,
         reason: Reason::MemberReady,

@@ -58,6 +58,7 @@ pub(crate) fn engine() -> EngineFacts {
         url: "http://127.0.0.1:1".into(),
         delivery: "none".into(),
         answer_version: "none".into(),
+        groups: None,
     }
 }
 
@@ -111,6 +112,7 @@ impl FakeAgent {
             installed: None,
             engine: (pod.role == Role::Rollout).then(engine),
             healthy: true,
+            wedged: false,
             paused_until: None,
             reason: None,
         };

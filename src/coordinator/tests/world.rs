@@ -74,6 +74,7 @@ pub(super) fn policy() -> UpdatePolicy {
         update_timeout_ms: 10_000,
         retain_bytes: 0,
         bucket_bytes: 0,
+        delivery: crate::protocol::Delivery::default(),
         data_tls: false,
         transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1000, timeout_ms: 500, failure_threshold: 3, success_threshold: 1 },

@@ -143,6 +143,7 @@ impl Agent {
             url: String::new(),
             delivery: String::new(),
             answer_version: String::new(),
+            groups: None,
         });
         MemberState {
             member: self.prepared.as_ref().map(|request| request.member.clone()),
@@ -157,6 +158,7 @@ impl Agent {
             engine,
             // A paused engine fails its probes.
             healthy: self.slot == 0 || self.healthy && !self.installing(),
+            wedged: false,
             paused_until: None,
             reason: None,
         }

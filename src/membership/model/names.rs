@@ -30,6 +30,7 @@ pub(super) fn config(min_ready: u32) -> MembershipConfig {
         update_timeout_ms: 10_000,
         retain_bytes: 1,
         bucket_bytes: 0,
+        delivery: crate::protocol::Delivery::default(),
         data_tls: false,
         transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 },

@@ -13,6 +13,7 @@ pub(super) fn policy() -> UpdatePolicy {
         update_timeout_ms: 60_000,
         retain_bytes: 1 << 30,
         bucket_bytes: 0,
+        delivery: crate::protocol::Delivery::default(),
         data_tls: false,
         transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 },
@@ -211,8 +212,10 @@ fn state(n: u32, number: u32) -> MemberState {
             url: format!("http://10.0.0.{n}:8000"),
             delivery: "file".to_owned(),
             answer_version: "none".to_owned(),
+            groups: None,
         }),
         healthy: true,
+        wedged: false,
         paused_until: None,
         reason: None,
     }

@@ -1,0 +1,41 @@
+//! Which pods are deleted because their engine is wedged, where the object asks for that (`update.onWedged: RestartPod`).
+//!
+//! Pure. Only pods that somebody makes anew are deleted, and only those that are there by that UID and are not going already. A member is wedged
+//! by its own agent's word, which asked for a token and waited; ill health alone deletes nothing.
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+
+use crate::api::{OnWedged, WeightSync};
+use crate::membership::MembershipView;
+use crate::protocol::{Reason, Role};
+
+/// What is to be done.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Wedged<'a> {
+    /// Pods to delete, with the reason.
+    pub(super) delete: Vec<(&'a Pod, String)>,
+    /// What a person must do.
+    pub(super) problems: Vec<(Reason, String)>,
+}
+
+/// Decides for the pods of one object.
+pub(super) fn wedged<'a>(object: &WeightSync, view: &MembershipView, pods: &[&'a Pod]) -> Wedged<'a> {
+    let mut found = Wedged::default();
+    if object.spec.update.on_wedged != OnWedged::RestartPod || object.spec.suspend {
+        return found;
+    }
+    for member in view.members.iter().filter(|member| member.wedged && member.role == Role::Rollout) {
+        for of_member in &member.pods {
+            let pod = pods.iter().find(|pod| pod.uid().as_deref() == Some(of_member.uid.as_str()));
+            let Some(pod) = pod.filter(|pod| pod.metadata.deletion_timestamp.is_none()) else { continue };
+            if pod.owner_references().iter().any(|owner| owner.controller == Some(true)) {
+                found.delete.push((*pod, member.message.clone()));
+            } else {
+                let message = format!("pod {}: nobody would make it anew, so it is not deleted: {}", pod.name_any(), member.message);
+                found.problems.push((Reason::EngineWedged, message));
+            }
+        }
+    }
+    found
+}

@@ -1,0 +1,182 @@
+//! Groups that the engines themselves join (`delivery: Engine`): what a server says about joining, how a group is made up, and the messages
+//! by which the source's agent has the agents beside the engines speak to them.
+//!
+//! Values only. The source's GPU worker is rank 0 and sends; rollout agents move no byte of weights, they only speak HTTP to their engine.
+
+use serde::{Deserialize, Serialize};
+
+use super::worker::NcclId;
+use super::{EpochId, MemberName, UpdateId};
+
+/// How the ranks of an engine find rank 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Rendezvous {
+    /// Through a TCPStore of torch: the communicator is made with the first broadcast (SGLang 0.5.23, LMDeploy 0.18).
+    Store,
+    /// By the communicator's id in the request: it is made at once, and proven by an all-reduce of one element (vLLM 0.33).
+    UniqueId,
+}
+
+/// How an engine takes a bucket off the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum WireForm {
+    /// One broadcast for each tensor.
+    PerTensor,
+    /// One broadcast for all tensors of a request, back to back.
+    Flattened,
+    /// One broadcast for the tensors of a request, back to back, as long as they are not longer than the group was told when it was joined
+    /// (vLLM cuts behind the tensor that exceeds that number).
+    Packed,
+}
+
+/// What an adapter found out about joining with its server. Asked of the server, never concluded from its name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GroupFacts {
+    /// How its ranks find rank 0.
+    pub rendezvous: Rendezvous,
+    /// Forms in which it takes buckets, the one that is used first.
+    pub forms: Vec<WireForm>,
+    /// Whether updates need a session that is opened and closed.
+    pub session: bool,
+    /// Whether a draft model needs a session of its own.
+    pub draft_session: bool,
+    /// Ranks that the whole server takes in a group.
+    pub size: u32,
+    /// Why it cannot join, with the option or version that would help. Empty when it can.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub why_not: String,
+}
+
+impl GroupFacts {
+    /// A server that cannot join, and why.
+    pub fn cannot(why_not: impl Into<String>) -> Self {
+        let (rendezvous, forms) = (Rendezvous::Store, Vec::new());
+        Self { rendezvous, forms, session: false, draft_session: false, size: 0, why_not: why_not.into() }
+    }
+}
+
+/// The groups of an epoch: as few as the engines can share, each with the source's worker as rank 0.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EngineGroups {
+    /// The groups; a bucket goes into one after the other, always in this order.
+    pub groups: Vec<EngineGroup>,
+}
+
+/// One group that engines join.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EngineGroup {
+    /// How its ranks find rank 0.
+    pub rendezvous: Rendezvous,
+    /// Members in the order of their ranks, with the number of ranks of each; the first rank of the first one is 1.
+    pub members: Vec<(MemberName, u32)>,
+}
+
+impl EngineGroup {
+    /// Ranks in all, the source's included.
+    pub fn world(&self) -> u32 {
+        self.members.iter().fold(1, |world, (_, size)| world.saturating_add(*size))
+    }
+
+    /// First rank of a member.
+    pub fn offset(&self, member: &MemberName) -> Option<u32> {
+        let at = self.members.iter().position(|(name, _)| name == member)?;
+        Some(self.members.iter().take(at).fold(1, |offset, (_, size)| offset.saturating_add(*size)))
+    }
+
+    /// Name of the group `number` of an epoch at the engines: no two objects and no two epochs share one. No "/": torch joins keys with it.
+    pub fn name(id: &EpochId, number: usize) -> String {
+        format!("weightsync-{}-{}-{}-{}-{number}", id.weightsync, id.created, id.term, id.epoch)
+    }
+}
+
+impl EngineGroups {
+    /// The group of a member, with its number.
+    pub fn of(&self, member: &MemberName) -> Option<(usize, &EngineGroup)> {
+        self.groups.iter().enumerate().find(|(_, group)| group.members.iter().any(|(name, _)| name == member))
+    }
+
+    /// All members.
+    pub fn members(&self) -> Vec<MemberName> {
+        self.groups.iter().flat_map(|group| group.members.iter().map(|(name, _)| name.clone())).collect()
+    }
+}
+
+/// Where a group is joined. Secret: whoever has it can join.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "by", rename_all = "camelCase", rename_all_fields = "camelCase")]
+pub enum GroupPlace {
+    /// A TCPStore, bound already.
+    Store {
+        /// Address of the source's pod.
+        address: String,
+        /// Its port.
+        port: u16,
+    },
+    /// The communicator's id.
+    UniqueId {
+        /// `ncclUniqueId`.
+        id: NcclId,
+    },
+}
+
+/// Has an agent bring its engine into a group of a committing epoch (`POST /v1/epoch/engine-join`, over mutual TLS, from the agent that proves
+/// the epoch). Groups that the engine was in before are cleared first. Answered by [`EngineJoinResponse`] when the engine said that it joined.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EngineJoinRequest {
+    /// The epoch.
+    pub id: EpochId,
+    /// Name of the group.
+    pub group: String,
+    /// Where.
+    pub place: GroupPlace,
+    /// First rank of this engine.
+    pub offset: u32,
+    /// Ranks in all.
+    pub world: u32,
+    /// Answer within this long.
+    pub deadline_ms: u64,
+}
+
+/// An engine joined, in its own words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EngineJoinResponse {
+    /// Time of clearing what was there before, in ms.
+    pub cleared_ms: u64,
+    /// Time of the engine's call, in ms.
+    pub joined_ms: u64,
+}
+
+/// Has an agent speak to its engine about an attempt (`POST /v1/update/receive`). Answered by [`ReceiveResponse`] when the engine answered.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ReceiveRequest {
+    /// Which attempt.
+    pub update: UpdateId,
+    /// What of it.
+    pub what: Receive,
+    /// Answer within this long.
+    pub deadline_ms: u64,
+}
+
+/// What an engine is to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Receive {
+    /// Pause, and open a session where one is needed. Nothing of its weights is touched.
+    Open,
+    /// Enter the broadcasts of this bucket of the layout.
+    Bucket(u32),
+}
+
+/// The engine said that it did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ReceiveResponse {
+    /// Time of the engine's calls, in ms.
+    pub took_ms: u64,
+}
