@@ -14,6 +14,7 @@ pub mod device;
 mod evidence;
 mod feed;
 mod fit;
+pub mod group;
 mod http;
 pub mod label;
 mod lmdeploy;
@@ -33,6 +34,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
+pub use group::{EngineGroup, GroupJoin, GroupJoined};
+pub(crate) use group::no_groups;
 pub use device::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, DeviceRoute, Released};
 pub use label::Holding;
 pub use secret::ApiKey;
@@ -146,6 +149,12 @@ pub trait Engine: Send + Sync {
     /// Whether it lives and answers, and which start of it. A pause of ours is not ill health.
     async fn health(&self, deadline: Duration) -> Result<EngineStart, EngineError>;
 
+    /// Whether its front answers while the engine itself computes nothing, for as long as it is waited for: what a rank that waits in a
+    /// collective operation for ever looks like from outside, whatever its health endpoint says. An engine that is gone is not stuck.
+    async fn is_stuck(&self, _deadline: Duration) -> bool {
+        false
+    }
+
     /// Switches to a version. `Ok` means that the engine confirmed its last step and is running (with [`PausePolicy::External`]: is as
     /// paused as the trainer left it); see [`InstallError::dirty`] otherwise. The install goes on when the returned future is dropped.
     /// The directory must stay as it is until the install ended; when it ended dirty, until the next install or `put_back` ended.
@@ -154,6 +163,11 @@ pub trait Engine: Send + Sync {
     /// How it can be fed from GPU memory under these policies, asked before a byte moves; else why it cannot.
     async fn device_route(&self, _pause: PausePolicy, _kv_cache: KvCachePolicy, _deadline: Duration) -> Result<DeviceRoute, EngineError> {
         Err(server::no_device_route(self.kind()))
+    }
+
+    /// The same server as a member of groups; none for a kind that joins none.
+    fn group(&self) -> Option<Box<dyn EngineGroup>> {
+        None
     }
 
     /// Begins an install from GPU memory. Nothing is changed before the first bucket; until the install is finished, abandoned or dropped,

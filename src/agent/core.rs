@@ -27,6 +27,8 @@ pub struct Facts {
     pub engine: Option<EngineFacts>,
     /// Whether the engine passes its probes.
     pub healthy: bool,
+    /// Whether the engine's front answers while the engine computes nothing.
+    pub wedged: bool,
     /// Until when the engine may be paused by us, in ms since 1970.
     pub paused_until: Option<u64>,
     /// Whether an update runs.
@@ -344,6 +346,7 @@ fn state(group: &Group, facts: &Facts) -> MemberState {
         installed: facts.installed.clone(),
         engine: facts.engine.clone(),
         healthy: facts.healthy,
+        wedged: facts.wedged,
         paused_until: facts.paused_until,
         reason: facts.reason.clone().or_else(|| group.released().map(str::to_owned)),
     }

@@ -258,7 +258,7 @@ impl Gpus {
 
     /// What a trainer's ring is made on, or why it is made in host memory.
     fn source_worker(&self) -> Result<SourceWorker, String> {
-        if let Some(epoch) = self.core.epoch().filter(|epoch| epoch.communicator().is_none()) {
+        if let Some(epoch) = self.core.epoch().filter(|epoch| epoch.communicator().is_none() && epoch.engines().is_none()) {
             return Err(format!("the group does not move weights between GPUs ({})", epoch.commit.transport.reason));
         }
         let seats = self.seats.borrow();

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use crate::protocol::{
-    CommitRequest, CommunicatorPlan, EpochId, FenceRequest, HeldVersion, Incarnation, MemberAddress, MemberName, PrepareRequest, Refusal,
+    CommitRequest, CommunicatorPlan, EngineGroups, EpochId, FenceRequest, HeldVersion, Incarnation, MemberAddress, MemberName, PrepareRequest, Refusal,
     RefusalCode, ReleaseRequest, Role, RosterMember,
 };
 use crate::weights::DigestAlgorithm;
@@ -90,12 +90,17 @@ impl Epoch {
 
     /// How digests of versions that are published in this group are computed.
     pub fn algorithm(&self) -> DigestAlgorithm {
-        if self.communicator().is_some() { DigestAlgorithm::Gsum64 } else { DigestAlgorithm::Xxh3_128 }
+        if self.communicator().is_some() || self.engines().is_some() { DigestAlgorithm::Gsum64 } else { DigestAlgorithm::Xxh3_128 }
     }
 
     /// The communicator between the GPUs of this group, where it has one.
     pub fn communicator(&self) -> Option<&CommunicatorPlan> {
         self.commit.transport.nccl.as_ref()
+    }
+
+    /// The groups that the engines of this group join by themselves, where they do.
+    pub fn engines(&self) -> Option<&EngineGroups> {
+        self.commit.transport.engines.as_ref()
     }
 
     /// Whether a member has a rank of the communicator.

@@ -6,6 +6,8 @@
 mod attempt;
 mod calls;
 mod communicator;
+mod engine_sink;
+mod engines;
 mod fan;
 pub mod feed;
 mod keeping;
@@ -18,6 +20,7 @@ pub mod table;
 use std::sync::{Arc, Mutex, OnceLock};
 
 pub use self::attempt::{Brought, Plan, Stage};
+use self::engines::EngineGroupsLed;
 use self::peers::Peers;
 pub use self::stream::Keep;
 use super::core::{Core, lock};
@@ -34,12 +37,14 @@ pub struct Leader {
     transport: Arc<dyn Transport>,
     peers: Mutex<Option<(EpochId, Arc<Peers>)>>,
     gpus: OnceLock<Arc<Gpus>>,
+    /// The groups of the present epoch that engines joined.
+    engines: Mutex<Option<Arc<EngineGroupsLed>>>,
 }
 
 impl Leader {
     /// Leads in the name of this agent.
     pub fn new(core: Arc<Core>, client: AgentClient, transport: Arc<dyn Transport>) -> Arc<Self> {
-        Arc::new(Self { core, client, transport, peers: Mutex::new(None), gpus: OnceLock::new() })
+        Arc::new(Self { core, client, transport, peers: Mutex::new(None), gpus: OnceLock::new(), engines: Mutex::default() })
     }
 
     /// The shared parts of its agent.

@@ -5,6 +5,7 @@
 
 mod companions;
 mod device;
+mod group;
 pub mod machine;
 pub mod readiness;
 mod receive;
@@ -26,6 +27,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::companions::Companions;
 use self::device::DeviceReceiver;
+use self::group::GroupReceiver;
 use self::machine::Machine;
 use self::readiness::Assigned;
 use self::receive::Receiver;
@@ -39,9 +41,12 @@ use super::group::{Epoch, refusal};
 use super::lead::feed::{Copy, Holder};
 use super::space::Cgroups;
 use crate::engine::{Engine, EngineStart};
-use crate::protocol::{HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId, UpdatePolicy};
+use crate::protocol::{Delivery, HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId, UpdatePolicy};
 use crate::runtime::deadline::ProgressDeadline;
 use crate::transport::BucketStore;
+
+/// Longest time that an engine may take to leave a group for good.
+const LEAVE: Duration = Duration::from_secs(10);
 
 /// Where a rollout keeps its files.
 #[derive(Debug, Clone)]
@@ -124,13 +129,17 @@ enum Arriving {
     Files(Arc<Receiver>),
     /// Into the engine, from GPU memory.
     Device(Arc<DeviceReceiver>),
+    /// Into the engine, by its own group.
+    Group(Arc<GroupReceiver>),
 }
 
 impl Arriving {
-    fn store(&self) -> Arc<dyn BucketStore> {
+    /// Who takes what comes over the data path; none where nothing does.
+    fn store(&self) -> Option<Arc<dyn BucketStore>> {
         match self {
-            Self::Files(receiver) => receiver.clone(),
-            Self::Device(receiver) => receiver.clone(),
+            Self::Files(receiver) => Some(receiver.clone()),
+            Self::Device(receiver) => Some(receiver.clone()),
+            Self::Group(_) => None,
         }
     }
 
@@ -138,6 +147,7 @@ impl Arriving {
         match self {
             Self::Files(receiver) => receiver.discard(),
             Self::Device(receiver) => receiver.discard(reason),
+            Self::Group(receiver) => receiver.discard(reason),
         }
     }
 }
@@ -197,6 +207,9 @@ impl Rollout {
             Some(facts) => facts,
             None => self.probe(Duration::from_millis(request.deadline_ms / 2)).await?,
         };
+        if policy.delivery == Delivery::Engine {
+            self.ask_group(Duration::from_millis(request.deadline_ms / 2)).await?;
+        }
         if facts.size != member.size {
             return Err(refusal(
                 RefusalCode::SizeMismatch,
@@ -222,6 +235,7 @@ impl Rollout {
     pub async fn release(&self) {
         self.epoch_over("released");
         self.resume_if_safe().await;
+        self.leave_group(LEAVE).await;
     }
 
     /// Waits until the engine is not being switched, at most so long: its files must stay until then.
@@ -320,6 +334,7 @@ impl Inner {
         facts.installed = self.machine.installed().map(|installed| installed.held.clone());
         facts.engine.clone_from(&self.engine.facts);
         facts.healthy = !self.engine.unhealthy();
+        facts.wedged = self.engine.wedged && self.engine.unhealthy() && !self.engine.gone();
         facts.paused_until = self.paused_until;
         facts.updating = self.machine.live().is_some();
         facts.dirty = self.machine.dirty().is_some();

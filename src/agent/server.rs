@@ -19,8 +19,8 @@ use super::lead::Leader;
 use super::rollout::Rollout;
 use super::source::Source;
 use crate::protocol::{
-    AbortRequest, ActivateRequest, BeginRequest, CommitRequest, EpochId, FenceRequest, FinishRequest, GpuReport, JoinRequest, JoinResponse,
-    MemberState, PrepareRequest, PrepareResponse, Refusal, RefusalCode, ReleaseRequest, TransportWish, UpdateStatus,
+    AbortRequest, ActivateRequest, BeginRequest, CommitRequest, EngineJoinRequest, EngineJoinResponse, EpochId, FenceRequest,
+    FinishRequest, GpuReport, JoinRequest, JoinResponse, MemberState, PrepareRequest, PrepareResponse, ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, ReleaseRequest, TransportWish, UpdateStatus,
 };
 use crate::runtime::https::{Valid, ndjson};
 use crate::runtime::identity::PeerIdentity;
@@ -52,9 +52,11 @@ pub fn router(endpoint: Arc<Endpoint>) -> Router {
         .route("/v1/epoch/prepare", post(prepare))
         .route("/v1/epoch/commit", post(commit))
         .route("/v1/epoch/join", post(join))
+        .route("/v1/epoch/engine-join", post(engine_join))
         .route("/v1/epoch/fence", post(fence))
         .route("/v1/release", post(release))
         .route("/v1/update/begin", post(begin))
+        .route("/v1/update/receive", post(receive))
         .route("/v1/update/finish", post(finish))
         .route("/v1/update/activate", post(activate))
         .route("/v1/update/abort", post(abort))
@@ -121,6 +123,31 @@ async fn join(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<J
         gpus.join(&epoch, request.nccl, deadline).await.map(Json)
     })
     .await
+}
+
+async fn engine_join(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<EngineJoinRequest>,
+) -> Result<Json<EngineJoinResponse>, Refusal> {
+    let epoch = endpoint.core.joining(&request.id)?;
+    match &peer {
+        PeerIdentity::Agent { pod_uid, .. } if epoch.may_lead(pod_uid) => {}
+        _ => return Err(refusal(RefusalCode::Forbidden, format!("{} does not lead epoch {}", peer.uri(), request.id.epoch))),
+    }
+    let rollout = rollout(&endpoint)?.clone();
+    let limit = Duration::from_millis(request.deadline_ms);
+    on_its_own(limit, async move { rollout.join_group(&epoch, &request, limit.mul_f32(0.95)).await.map(Json) }).await
+}
+
+async fn receive(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<ReceiveRequest>,
+) -> Result<Json<ReceiveResponse>, Refusal> {
+    let (rollout, _) = led(&endpoint, &peer, &request.update.epoch)?;
+    let limit = Duration::from_millis(request.deadline_ms);
+    on_its_own(limit, async move { rollout.receive(&request).await.map(Json) }).await
 }
 
 async fn commit(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<CommitRequest>) -> Result<Json<MemberState>, Refusal> {

@@ -4,6 +4,7 @@
 //! and within which part of the deadline. It never resumes an engine that may hold half an update, and never leaves one paused that does not.
 
 mod device;
+mod group;
 mod install;
 mod put_back;
 
@@ -19,7 +20,7 @@ use super::http::Until;
 use super::server::Server;
 use super::start::StartWatch;
 use super::{
-    DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed, fit,
+    DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed, fit,
 };
 use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
@@ -35,6 +36,8 @@ struct Inner<S> {
     start: StartWatch,
     /// Held by whoever changes the engine: two installs, or an install and a resume, must not meet.
     turn: Arc<Mutex<()>>,
+    /// Name of the group that it was last brought into.
+    group: std::sync::Mutex<Option<String>>,
     /// True while the engine core may be too busy to answer because of us.
     loading: AtomicBool,
 }
@@ -42,7 +45,7 @@ struct Inner<S> {
 impl<S: Server> Adapter<S> {
     pub(super) fn new(server: S, served_model: Option<PathBuf>) -> Self {
         let served_model = std::sync::Mutex::new(served_model);
-        let inner = Inner { server, served_model, start: StartWatch::default(), turn: Arc::default(), loading: AtomicBool::new(false) };
+        let inner = Inner { server, served_model, start: StartWatch::default(), turn: Arc::default(), group: std::sync::Mutex::default(), loading: AtomicBool::new(false) };
         Self(Arc::new(inner))
     }
 }
@@ -122,6 +125,19 @@ impl<S: Server> Inner<S> {
         Ok(self.start.last())
     }
 
+    /// Asks the front, then the engine behind it: one token, or what it is while it is paused.
+    async fn is_stuck(&self, until: Until) -> bool {
+        if self.loading.load(Ordering::Acquire) || self.server.front(until.at_most(until.total() / 4)).await.is_err() {
+            return false;
+        }
+        let asked = match self.server.is_paused(until).await {
+            Ok(false) => self.server.generate(until).await,
+            Ok(true) => self.server.fingerprint(until).await.map(drop),
+            Err(error) => Err(error),
+        };
+        matches!(asked, Err(EngineError::Timeout { .. }))
+    }
+
     async fn resume(&self, until: Until) -> Result<Resumed, EngineError> {
         let _turn = self.turn(until).await?;
         if let Holding::HalfAnUpdate(version) = self.server.holding(until).await? {
@@ -183,6 +199,10 @@ impl<S: Server> Engine for Adapter<S> {
         health.inspect_err(|error| self.0.start.failed(error))
     }
 
+    async fn is_stuck(&self, deadline: Duration) -> bool {
+        self.0.is_stuck(Until::new(deadline)).await
+    }
+
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError> {
         let (inner, job) = (Arc::clone(&self.0), job.clone());
         // A task of its own: an agent that drops this future (a select, a fenced epoch) must not leave the engine paused in the middle.
@@ -195,8 +215,13 @@ impl<S: Server> Engine for Adapter<S> {
         self.0.server.device_route(pause, kv_cache, served.as_deref(), Until::new(deadline)).await
     }
 
+    fn group(&self) -> Option<Box<dyn EngineGroup>> {
+        let server = self.0.server.groups()?;
+        Some(Box::new(group::Member { inner: Arc::clone(&self.0), server }))
+    }
+
     async fn begin_device(&self, job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
-        device::begin(Arc::clone(&self.0), job.clone()).await
+        device::begin(Arc::clone(&self.0), job.clone(), None).await
     }
 
     async fn resume(&self, deadline: Duration) -> Result<Resumed, EngineError> {

@@ -92,6 +92,11 @@ pub enum Released {
 /// An install that is under way. Dropping it is giving it up: the engine is then held as after [`abandon`](Self::abandon).
 #[async_trait]
 pub trait DeviceInstall: Send {
+    /// Pauses and marks the engine, as the first bucket does otherwise. After an error the install is over, and its weights are untouched.
+    async fn open(&mut self) -> Result<(), InstallError> {
+        Ok(())
+    }
+
     /// Hands one bucket over, in the order of the layout. Returns when the engine took it. The first call pauses and marks the engine. After
     /// an error the install is over, and what the error says of the engine is final.
     async fn bucket(&mut self, bucket: DeviceBucket) -> Result<Released, InstallError>;

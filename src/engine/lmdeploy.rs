@@ -7,6 +7,7 @@
 //! then; and its POST routes want a JSON body even where there is nothing to say.
 
 pub(super) mod allowed;
+mod group;
 mod route;
 mod tensors;
 
@@ -19,6 +20,7 @@ use serde_json::{Value, json};
 
 use super::adapter::Adapter;
 use super::device::DeviceRoute;
+use super::group::GroupServer;
 use super::feed::{Feed, FeedJob};
 use super::http::{Answer, EngineHttp, Reply, Until};
 use super::process::{self, EngineProcess};
@@ -185,6 +187,7 @@ impl Server for Lmdeploy {
             url: self.http.url().to_owned(),
             delivery: "GPU memory: update_weights, or checkpoint-engine while it sleeps".to_owned(),
             answer_version: "none".to_owned(),
+            groups: None,
         })
     }
 
@@ -302,6 +305,10 @@ impl Server for Lmdeploy {
         until: Until,
     ) -> Result<DeviceRoute, EngineError> {
         self.choose_route(pause, kv_cache, served, until).await
+    }
+
+    fn groups(&self) -> Option<Arc<dyn GroupServer>> {
+        Some(Arc::new(group::LmdeployGroup { http: self.http.clone() }))
     }
 
     async fn open_feed(&self, job: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {

@@ -4,11 +4,13 @@
 //! for the replica: [`super::adapter`] does that, once for all engines.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 
 use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
+use super::group::GroupServer;
 use super::http::Until;
 use super::{EngineError, Holding};
 use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
@@ -82,6 +84,11 @@ pub(super) trait Server: Send + Sync + 'static {
         _until: Until,
     ) -> Result<DeviceRoute, EngineError> {
         Err(no_device_route(self.kind()))
+    }
+
+    /// Its group calls; none for a kind that joins no groups.
+    fn groups(&self) -> Option<Arc<dyn GroupServer>> {
+        None
     }
 
     /// Opens a feed. The server is paused (where the route is gated) and marked; nothing of its weights is touched yet, and an error here

@@ -5,6 +5,8 @@
 //! (`srt/model_executor/model_runner_components/weight_updater.py`: the path is replaced first), so it counts as half an update all the same.
 //! The version goes in by a call of its own and last, never with the load, and the cache is flushed by a call of its own as well.
 
+mod group;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,6 +18,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::adapter::Adapter;
 use super::checkpoint_engine::Call;
 use super::device::DeviceRoute;
+use super::group::GroupServer;
 use super::feed::{self, CheckpointEngine, Feed, FeedJob};
 use super::http::{Answer, EngineHttp, Until};
 use super::server::Server;
@@ -108,6 +111,7 @@ impl Server for Sglang {
             delivery: "update_weights_from_disk".to_owned(),
             // `meta_info.weight_version` spans of each answer.
             answer_version: "token".to_owned(),
+            groups: None,
         })
     }
 
@@ -234,6 +238,10 @@ impl Server for Sglang {
             return Err(refuse("without a pause SGLang waits for its running requests and lets new ones wait"));
         }
         Ok(DeviceRoute { name: "checkpoint-engine", gpus: Vec::new(), gated: true, why_not_faster: None })
+    }
+
+    fn groups(&self) -> Option<Arc<dyn GroupServer>> {
+        Some(Arc::new(group::SglangGroup { http: self.http.clone() }))
     }
 
     async fn open_feed(&self, job: FeedJob<'_>, _: Until) -> Result<Box<dyn Feed>, EngineError> {

@@ -3,6 +3,7 @@
 mod device;
 mod failures;
 mod gpu;
+mod group;
 mod half;
 mod install;
 mod lmdeploy;

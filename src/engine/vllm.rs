@@ -5,6 +5,8 @@
 //! in the middle the next one replays what the first had buffered and fails or loads a mixture, until an empty reload closes it
 //! (`model_executor/model_loader/reload/layerwise.py`); and `/health` says 200 while the engine core is stuck.
 
+mod group;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,6 +17,7 @@ use serde_json::{Value, json};
 use super::adapter::Adapter;
 use super::checkpoint_engine::Call;
 use super::device::DeviceRoute;
+use super::group::GroupServer;
 use super::feed::{self, CheckpointEngine, Feed, FeedJob};
 use super::http::{Answer, EngineHttp, Reply, Until};
 use super::server::Server;
@@ -132,6 +135,7 @@ impl Server for Vllm {
             delivery: "reload_weights from a directory".to_owned(),
             // `weight_versions` spans on /inference/v1/generate.
             answer_version: "token".to_owned(),
+            groups: None,
         })
     }
 
@@ -254,6 +258,10 @@ impl Server for Vllm {
             return Err(unsupported("vLLM was not started with checkpoint-engine's workers".into(), next));
         }
         Ok(DeviceRoute { name: "checkpoint-engine", gpus: Vec::new(), gated: true, why_not_faster: None })
+    }
+
+    fn groups(&self) -> Option<Arc<dyn GroupServer>> {
+        Some(Arc::new(group::VllmGroup { http: self.http.clone() }))
     }
 
     async fn open_feed(&self, job: FeedJob<'_>, _: Until) -> Result<Box<dyn Feed>, EngineError> {

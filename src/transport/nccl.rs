@@ -6,6 +6,7 @@
 //! aborts the communicator on every member: this file never repairs one, and never joins a second one for the same epoch by itself.
 
 mod communicator;
+mod pack;
 mod receive;
 mod send;
 mod staging;
@@ -17,6 +18,7 @@ use async_trait::async_trait;
 
 use self::communicator::Present;
 pub use self::communicator::{Communicator, Joining, Seat};
+pub use self::pack::{PackedBucket, Packer};
 use self::receive::Receiver;
 use self::send::Sink;
 pub use self::staging::Staging;

@@ -48,6 +48,7 @@ impl Engine for Idle {
             url: "http://engine".into(),
             delivery: "none".into(),
             answer_version: "none".into(),
+            groups: None,
         })
     }
     fn accepts(&self, _pause: PausePolicy, _kv_cache: KvCachePolicy) -> Result<(), EngineError> {
@@ -159,6 +160,7 @@ impl Operator {
             update_timeout_ms: 10_000,
             retain_bytes: 0,
             bucket_bytes: 0,
+            delivery: weightsync::protocol::Delivery::default(),
             data_tls: true,
             transport: TransportPolicy::default(),
             health,

@@ -17,7 +17,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("transport", &["protocol", "weights", "runtime", "worker"][..]),
         ("torch", &["weights"][..]),
         ("engine", &["protocol", "weights", "runtime", "torch", "worker"][..]),
-        ("agent", &["protocol", "weights", "plan", "runtime", "transport", "engine", "worker"][..]),
+        ("agent", &["protocol", "weights", "plan", "runtime", "torch", "transport", "engine", "worker"][..]),
         ("coordinator", &["protocol", "plan", "membership", "runtime"][..]),
         ("api", &["protocol", "plan", "weights"][..]),
         ("controller", &["api", "coordinator", "membership", "plan", "protocol", "runtime", "weights"][..]),

@@ -91,18 +91,25 @@ impl World {
 
     /// Starts a group whose engines start with that model.
     pub async fn start_with(model: &crate::model::Model, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_in(None, json!({"tcp": {}}), model, update, actors).await
+        Self::start_in(None, json!({"tcp": {}}), "Agent", model, update, actors).await
     }
 
     /// Starts a group whose trainer has the first GPU of a machine, and whose rollouts have the next ones; `transport` is the part of the
     /// same name of the file.
     pub async fn start_on(machine: &Machine, transport: Value, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_in(Some(machine), transport, &crate::model::Model::large(0), update, actors).await
+        Self::start_in(Some(machine), transport, "Agent", &crate::model::Model::large(0), update, actors).await
+    }
+
+    /// As [`start_on`](Self::start_on), with engines that join a group by themselves, whose ranks are on the GPUs of their rollouts.
+    pub async fn start_joining(machine: &Machine, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
+        let transport = json!({"nccl": {"bucketMiB": 1, "buffers": 4}});
+        Self::start_in(Some(machine), transport, "Engine", &crate::model::Model::large(0), update, actors).await
     }
 
     async fn start_in(
         machine: Option<&Machine>,
         transport: Value,
+        delivery: &str,
         model: &crate::model::Model,
         mut update: Value,
         actors: impl IntoIterator<Item = Actor>,
@@ -134,6 +141,7 @@ impl World {
             "rollouts": rollouts.collect::<Vec<_>>(),
             "update": update,
             "transport": transport,
+            "delivery": delivery,
         });
         std::fs::write(folder.path().join("group.yaml"), file.to_string()).unwrap();
         let mut local = Command::new(PROGRAM)
@@ -163,6 +171,11 @@ impl World {
     /// Folder for files of the test.
     pub fn folder(&self) -> &Path {
         self.folder.path()
+    }
+
+    /// Port of an engine.
+    pub fn port(&self, number: usize) -> u16 {
+        self.ports[number]
     }
 
     /// Starts an engine that was absent.

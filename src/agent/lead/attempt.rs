@@ -159,7 +159,9 @@ impl<'a> Attempt<'a> {
         let layout = Arc::new(source.layout().clone());
         let update = self.update();
         stage.progress(UpdatePhase::Begin, 0);
-        self.begin(&layout, algorithm, feeding, manual, known.clone()).await?;
+        // A broadcast to engines needs every one of them: who holds the version takes it once more.
+        let told = known.clone().filter(|_| feeding || self.epoch.engines().is_none());
+        self.begin(&layout, algorithm, feeding, manual, told).await?;
 
         self.enter(UpdatePhase::Transfer, stage);
         let receiving = self.table.receiving();

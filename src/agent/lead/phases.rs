@@ -9,6 +9,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::attempt::{Attempt, Stage};
 use super::calls::{Answer, Following};
+use super::engine_sink::{EngineSink, EngineStream};
 use super::fan::Fan;
 use super::probe::{Opening, hello};
 use super::stream::{Sending, StreamError};
@@ -80,16 +81,22 @@ impl Attempt<'_> {
         stage: &mut dyn Stage,
     ) -> Result<Vec<u128>, Failure> {
         let silence = self.silence;
-        let (between_gpus, over_connections) = self.hellos(receiving);
+        let engines = self.engines(receiving)?;
+        let (between_gpus, over_connections) = if engines.is_some() { (None, None) } else { self.hellos(receiving) };
         let leader = self.leader;
+        let pausing = Duration::from_millis(self.epoch.prepared.policy.update_timeout_ms / 2);
+        let layout = sending.layout.clone();
         let sent = async {
             let open = async |(hello, first): Opening| leader.transport.open(hello, &first).await;
             let mut sink: Option<Box<dyn BucketSink>> = match (between_gpus, over_connections) {
+                (None, None) => match engines {
+                    Some(stream) => Some(Box::new(EngineSink::open(stream, layout, pausing).await?)),
+                    None => None,
+                },
                 (Some(one), Some(other)) => {
                     Some(Box::new(Fan::new(open(one).await?, open(other).await?, sending.staging.clone(), silence)))
                 }
                 (Some(only), None) | (None, Some(only)) => Some(open(only).await?),
-                (None, None) => None,
             };
             let digests = sending.run(sink.as_mut(), silence).await?;
             if let Some(sink) = sink {
@@ -116,6 +123,26 @@ impl Attempt<'_> {
                 () = at(show_at) => self.show(),
             }
         }
+    }
+
+    /// The engines that receive by themselves, where they do. All of them must: a collective needs every rank.
+    fn engines(&mut self, receiving: &[MemberName]) -> Result<Option<EngineStream>, Failure> {
+        let Some(plan) = self.epoch.engines().filter(|_| !self.view.feeding) else { return Ok(None) };
+        let out: Vec<MemberName> = plan.members().into_iter().filter(|member| !receiving.contains(member)).collect();
+        let behind = self.table.behind();
+        if let Some(first) = out.first() {
+            let why = behind.iter().find(|(member, _)| member == first).map_or("it takes no part", |(_, why)| why);
+            let message = format!("{first} does not receive ({why}), and a broadcast to engines needs every one of the group");
+            for member in &out {
+                self.leader.core().peer_lost(self.epoch.id(), member, &message);
+            }
+            return Err(self.failure(PublishErrorCode::NotEnoughReplicas, message, Some(first.clone()), true));
+        }
+        let gone = || "the groups of this epoch's engines are gone".to_owned();
+        let led = self.leader.engines_of(&self.epoch);
+        let led = led.ok_or_else(|| self.failure(PublishErrorCode::NotEnoughReplicas, gone(), None, true))?;
+        let (calls, update, me) = (self.calls.clone(), self.update(), self.epoch.me().clone());
+        Ok(Some(EngineStream { led, calls, update, me, silence: self.silence }))
     }
 
     /// The hellos of the stream: between GPUs, and over connections. Over a communicator every rank takes part; those that do not receive
@@ -219,8 +246,10 @@ impl Attempt<'_> {
                 let message = error.to_string();
                 if let Some(peer) = error.peer() {
                     self.table.lost(peer, &message);
-                    // A member that said no lives; of the others the coordinator must hear at once.
-                    if !matches!(error, TransportError::Refused { .. }) {
+                    // A member that said no lives; of the others the coordinator must hear at once. A broadcast to engines needs every one of
+                    // them, so there the next group is formed without one that said no.
+                    let needed = self.epoch.engines().is_some() && !self.view.feeding;
+                    if needed || !matches!(error, TransportError::Refused { .. }) {
                         self.leader.core.peer_lost(self.epoch.id(), peer, &message);
                     }
                 }

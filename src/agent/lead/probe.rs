@@ -25,6 +25,12 @@ impl Leader {
     pub async fn prove(&self, epoch: &std::sync::Arc<Epoch>, deadline: Instant) -> Result<(), Refusal> {
         let others: Vec<MemberName> = epoch.rollouts().into_iter().filter(|name| name != epoch.me()).collect();
         let over = self.core.over(epoch.id());
+        if epoch.engines().is_some() {
+            tokio::select! {
+                formed = self.form_engines(epoch, deadline) => formed?,
+                () = over.cancelled() => return Err(refusal(RefusalCode::StaleEpoch, "the epoch ended while its engines joined")),
+            }
+        }
         if epoch.communicator().is_some() {
             tokio::select! {
                 formed = self.form(epoch, deadline) => formed?,

@@ -270,7 +270,7 @@ impl Rollout {
     }
 
     /// An install was given up.
-    fn given_up(&self, reason: &str, dirty: bool, begun: Option<Switch>) {
+    pub(super) fn given_up(&self, reason: &str, dirty: bool, begun: Option<Switch>) {
         // One that was never begun changed nothing: the engine is as dirty as it was.
         let Some(switch) = begun else { return };
         self.with(|inner| inner.spoiled(format!("an install was given up: {reason}"), dirty, switch));
@@ -279,7 +279,7 @@ impl Rollout {
 }
 
 impl Inner {
-    fn spoiled(&mut self, reason: String, dirty: bool, switch: Switch) {
+    pub(super) fn spoiled(&mut self, reason: String, dirty: bool, switch: Switch) {
         self.switching = false;
         self.paused_until = if dirty { self.paused_until } else { None };
         if dirty {

@@ -30,6 +30,8 @@ pub(super) struct Probed {
     successes: u32,
     healthy: bool,
     unreachable: bool,
+    /// Its front answers and it computes nothing.
+    pub(super) wedged: bool,
     /// Its process ended, by the word of its parent: no answer of whatever listens there now counts.
     ended: bool,
     /// Whether this start was asked what it is and can do.
@@ -61,7 +63,7 @@ impl Probed {
             return;
         }
         self.failures = 0;
-        self.unreachable = false;
+        (self.unreachable, self.wedged) = (false, false);
         self.successes = self.successes.saturating_add(1);
         // The first answer of a start that was never seen counts by itself: there is nothing to recover from.
         if self.start.is_none() || self.successes >= policy.success_threshold {
@@ -76,11 +78,15 @@ impl Probed {
         }
         self.successes = 0;
         self.unreachable = unreachable;
+        // One that went away was ended; one that merely goes on saying nothing is as stuck as before.
+        self.wedged &= !unreachable;
         self.failures = self.failures.saturating_add(1);
         if self.failures >= policy.failure_threshold {
             self.healthy = false;
         }
-        self.reason = Some(reason);
+        if !self.wedged {
+            self.reason = Some(reason);
+        }
     }
 }
 
@@ -93,8 +99,10 @@ impl Rollout {
             let policy = self.policy();
             if self.switching.try_lock().is_ok() {
                 let asked = self.ask_engine(Duration::from_millis(policy.health.timeout_ms)).await;
-                if asked.is_ok() && !settled {
-                    settled = self.settle(begun).await;
+                match asked {
+                    Ok(()) if !settled => settled = self.settle(begun).await,
+                    Ok(()) => {}
+                    Err(_) => self.look_for_wedge(&policy.health).await,
                 }
             }
             self.heal(&policy).await;
@@ -136,6 +144,25 @@ impl Rollout {
             }
             Err(error) => Err(self.ill(&health, &error)),
         }
+    }
+
+    /// Tells an engine that is stuck for good from one that is merely gone: its front answers, and one token does not come.
+    async fn look_for_wedge(&self, health: &HealthPolicy) {
+        let asks = self.with(|inner| inner.engine.unhealthy() && !inner.engine.unreachable() && !inner.engine.gone() && !inner.engine.wedged);
+        // Three probes in a row had no answer; a token is given as long as all of them.
+        let patience = Duration::from_millis(health.timeout_ms).saturating_mul(health.failure_threshold.max(2));
+        if !asks || !self.engine.is_stuck(patience).await {
+            return;
+        }
+        let reason = format!(
+            "the engine is stuck: its front answers, and for {patience:?} it computed nothing (a rank that waits in a collective operation for \
+             ever); only another start of it ends that"
+        );
+        tracing::warn!(reason, "the engine is wedged");
+        self.with(|inner| {
+            inner.engine.wedged = true;
+            inner.engine.reason = Some(reason);
+        });
     }
 
     /// Asks the engine what it is and can do.
@@ -247,6 +274,7 @@ fn usual_policy() -> UpdatePolicy {
         update_timeout_ms: 600_000,
         retain_bytes: 0,
         bucket_bytes: 0,
+        delivery: crate::protocol::Delivery::default(),
         data_tls: true,
         transport: crate::protocol::TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 3_000, failure_threshold: 3, success_threshold: 1 },

@@ -49,7 +49,7 @@ impl Rollout {
             Opening::Known => self.watch_attempt(epoch, &update, None),
             Opening::Check => match self.open(epoch, &request).await {
                 Ok(receiver) => {
-                    let fed = matches!(receiver, Arriving::Device(_));
+                    let fed = matches!(receiver, Arriving::Device(_) | Arriving::Group(_));
                     if let Err(refusal) = self.with(|inner| inner.machine.opened(&update, fed)) {
                         receiver.discard("another attempt took its place");
                         return Err(refusal);
@@ -76,6 +76,7 @@ impl Rollout {
             let outcome = match receiver {
                 Arriving::Files(receiver) => self.conclude_files(receiver, request).await.map(Ok),
                 Arriving::Device(receiver) => receiver.conclude(&request).await.map(Err),
+                Arriving::Group(receiver) => receiver.conclude(&request).map(Err),
             };
             let took_ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
             if let Err(reason) = &outcome {
@@ -114,11 +115,12 @@ impl Rollout {
         self.heard_leader(update);
         if let Activating::Install(held) = self.with(|inner| inner.machine.activate(update))? {
             let fed = self.with(|inner| match inner.receiving.as_ref().map(|receiving| (&receiving.update, &receiving.receiver)) {
-                Some((of, Some(Arriving::Device(receiver)))) if of == update => Some(receiver.clone()),
-                _ => None,
+                Some((of, Some(Arriving::Device(receiver)))) if of == update => receiver.finish(held.clone()),
+                Some((of, Some(Arriving::Group(receiver)))) if of == update => receiver.finish(held.clone()),
+                _ => false,
             });
             match self.holding(&held) {
-                _ if fed.as_ref().is_some_and(|receiver| receiver.finish(held.clone())) => {}
+                _ if fed => {}
                 Some(version) => {
                     let (rollout, policy) = (self.clone(), Self::policy_of(epoch));
                     tokio::spawn(async move { rollout.switch(version, &policy).await });
@@ -158,6 +160,9 @@ impl Rollout {
         self.with(|inner| inner.staged = None);
         let internal = |what: String| refusal(RefusalCode::Internal, what);
         let layout = Arc::new(request.layout.clone());
+        if Self::takes_from_group(epoch, request) {
+            return self.open_group(epoch, request, &layout).await.map(Arriving::Group);
+        }
         let why_not = match self.takes_device(epoch, request) {
             Ok(()) => match self.open_device(epoch, request, &layout).await {
                 Ok(receiver) => return Ok(Arriving::Device(receiver)),
@@ -198,8 +203,8 @@ impl Rollout {
         if !watched {
             return;
         }
-        if let Some(receiver) = receiver {
-            self.core.expect(update.clone(), receiver.store());
+        if let Some(store) = receiver.and_then(|receiver| receiver.store()) {
+            self.core.expect(update.clone(), store);
         }
         let (rollout, update, epoch_over) = (Arc::downgrade(self), update.clone(), self.core.over(epoch.id()));
         tokio::spawn(async move {
@@ -228,7 +233,7 @@ impl Rollout {
         self.core.expect_no_more(update);
     }
 
-    fn heard_leader(&self, update: &UpdateId) {
+    pub(super) fn heard_leader(&self, update: &UpdateId) {
         let inner = crate::agent::core::lock(&self.inner);
         if let Some(receiving) = inner.receiving.as_ref().filter(|receiving| receiving.update == *update) {
             receiving.deadline.moved();
@@ -247,7 +252,7 @@ impl Inner {
         let replaced = self.receiving.as_ref().is_some_and(|receiving| {
             let of = &receiving.update;
             let later = of.epoch != update.epoch || of.version <= update.version;
-            matches!(receiving.receiver, Some(Arriving::Device(_))) && of != update && later
+            matches!(receiving.receiver, Some(Arriving::Device(_) | Arriving::Group(_))) && of != update && later
         });
         let installing = self.machine.status().is_some_and(|status| status.step == InstallStep::Installing);
         if replaced && !installing {

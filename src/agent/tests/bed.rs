@@ -163,6 +163,7 @@ impl Bed {
             update_timeout_ms: 15_000,
             retain_bytes: 64 << 20,
             bucket_bytes: 0,
+            delivery: crate::protocol::Delivery::default(),
             data_tls: true,
             transport: TransportPolicy::default(),
             health,

@@ -105,6 +105,7 @@ impl Engine for TestEngine {
             url: "http://engine".into(),
             delivery: "files".into(),
             answer_version: "none".into(),
+            groups: None,
         })
     }
 

@@ -40,6 +40,7 @@ fn prepare(id: &EpochId, pod_uid: &str, port: u16, role: Role) -> PrepareRequest
         update_timeout_ms: 1,
         retain_bytes: 0,
         bucket_bytes: 0,
+        delivery: crate::protocol::Delivery::default(),
         data_tls: false,
         transport: TransportPolicy::default(),
         health,

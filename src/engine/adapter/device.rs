@@ -15,6 +15,7 @@ use super::install::{Before, Failed, MOST_RESERVE, Steps, Terms, at, clean};
 use super::{Inner, Loading};
 use crate::engine::device::{DeviceBucket, DeviceInstall, DeviceJob, DeviceRoute, Released};
 use crate::engine::feed::{Feed, FeedJob};
+use crate::engine::group::{FromGroup, GroupServer};
 use crate::engine::http::Until;
 use crate::engine::server::Server;
 use crate::engine::{EngineError, InstallError, InstallReport};
@@ -23,6 +24,7 @@ use crate::weights::Cuts;
 
 /// What the owner of an install asks its task for.
 enum Command {
+    Open(oneshot::Sender<Result<(), InstallError>>),
     Bucket(DeviceBucket, oneshot::Sender<Result<Released, InstallError>>),
     Finish(HeldVersion, oneshot::Sender<Result<InstallReport, InstallError>>),
     Abandon(String, oneshot::Sender<bool>),
@@ -34,8 +36,11 @@ struct Handle {
     dirty: Arc<AtomicBool>,
 }
 
+/// Whose calls feed an engine from a group, and the group's name.
+type OfGroup = (Arc<dyn GroupServer>, String);
+
 /// Looks at the server and waits for the turn to change it.
-pub(super) async fn begin<S: Server>(inner: Arc<Inner<S>>, job: DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
+pub(super) async fn begin<S: Server>(inner: Arc<Inner<S>>, job: DeviceJob, group: Option<OfGroup>) -> Result<Box<dyn DeviceInstall>, InstallError> {
     let whole = Until::new(job.timeout);
     let until = whole.keeping(MOST_RESERVE.min(job.timeout / 5));
     if job.layout.cuts != Cuts::BetweenTensors {
@@ -48,7 +53,10 @@ pub(super) async fn begin<S: Server>(inner: Arc<Inner<S>>, job: DeviceJob) -> Re
     let turn = inner.turn(until).await.map_err(at("start")).map_err(clean)?;
     inner.server.accepts(job.pause, job.kv_cache).map_err(at("start")).map_err(clean)?;
     let served = inner.served_model();
-    let route = inner.server.device_route(job.pause, job.kv_cache, served.as_deref(), until).await.map_err(at("start"));
+    let route = match &group {
+        None => inner.server.device_route(job.pause, job.kv_cache, served.as_deref(), until).await.map_err(at("start")),
+        Some((server, _)) => Ok(DeviceRoute { name: "group", gpus: Vec::new(), gated: server.pauses(), why_not_faster: None }),
+    };
     let route = route.map_err(|failed| clean(inner.seen(failed)))?;
     let tensors: Vec<_> = job.layout.tensors().cloned().collect();
     let before = inner.look_at_server(&tensors, until).await.map_err(|failed| clean(inner.seen(failed)))?;
@@ -64,6 +72,7 @@ pub(super) async fn begin<S: Server>(inner: Arc<Inner<S>>, job: DeviceJob) -> Re
         inner,
         job,
         route,
+        group,
         terms,
         before,
         whole,
@@ -81,6 +90,13 @@ pub(super) async fn begin<S: Server>(inner: Arc<Inner<S>>, job: DeviceJob) -> Re
 
 #[async_trait]
 impl DeviceInstall for Handle {
+    async fn open(&mut self) -> Result<(), InstallError> {
+        let (answer, answered) = oneshot::channel();
+        let asked = self.commands.send(Command::Open(answer)).await;
+        asked.map_err(|_| self.over())?;
+        answered.await.unwrap_or_else(|_| Err(self.over()))
+    }
+
     async fn bucket(&mut self, bucket: DeviceBucket) -> Result<Released, InstallError> {
         let (answer, answered) = oneshot::channel();
         let asked = self.commands.send(Command::Bucket(bucket, answer)).await;
@@ -117,6 +133,7 @@ struct Running<S: Server> {
     inner: Arc<Inner<S>>,
     job: DeviceJob,
     route: DeviceRoute,
+    group: Option<OfGroup>,
     terms: Terms,
     before: Before,
     whole: Until,
@@ -140,6 +157,14 @@ impl<S: Server> Running<S> {
                 command = tokio::time::timeout(self.until.left(), inbox.recv()) => command.ok().flatten(),
             };
             match command {
+                Some(Command::Open(answer)) => {
+                    let opened = if self.feed.is_none() { self.open(Vec::new()).await } else { Ok(()) };
+                    let failed = opened.is_err();
+                    let _told = answer.send(opened);
+                    if failed {
+                        return;
+                    }
+                }
                 Some(Command::Bucket(bucket, answer)) => {
                     let handed = self.bucket(&bucket).await;
                     let failed = handed.is_err();
@@ -211,9 +236,19 @@ impl<S: Server> Running<S> {
             self.inner.pause(&self.terms, until).await?;
         }
         self.inner.mark(&self.terms, until).await.map_err(at("pause"))?;
-        let gpus = if self.route.gpus.is_empty() { of_bucket } else { self.route.gpus.clone() };
-        let job = FeedJob { job: &self.job, route: &self.route, gpus };
-        self.feed = Some(self.inner.server.open_feed(job, until).await.map_err(at("pause"))?);
+        self.feed = Some(match &self.group {
+            Some((server, name)) => {
+                let feed = FromGroup::open(server.as_ref(), name, self.job.layout.clone(), until).await.map_err(at("pause"))?;
+                // Whoever opened an update before us may have written into the weights.
+                self.dirty.fetch_or(feed.touched(), Ordering::AcqRel);
+                Box::new(feed)
+            }
+            None => {
+                let gpus = if self.route.gpus.is_empty() { of_bucket } else { self.route.gpus.clone() };
+                let job = FeedJob { job: &self.job, route: &self.route, gpus };
+                self.inner.server.open_feed(job, until).await.map_err(at("pause"))?
+            }
+        });
         if !self.pauses && self.job.pause == PausePolicy::Abort {
             self.inner.server.abort_all(until).await.map_err(at("pause"))?;
         }
@@ -269,7 +304,13 @@ impl<S: Server> Running<S> {
             // Nothing was touched, and nothing was held before unless by an earlier install.
             return self.before.is_half();
         }
-        tracing::warn!(engine = self.inner.server.url(), version = self.job.version, reason, "an install from GPU memory was given up");
+        tracing::warn!(engine = self.inner.server.url(), version = self.job.version, reason, "an install was given up");
+        if let Some(feed) = self.feed.as_mut().filter(|feed| !feed.touched()) {
+            feed.fail(reason, self.whole).await;
+            self.dirty.store(self.before.is_half(), Ordering::Release);
+            let failed = Failed { step: "load", source: EngineError::Cancelled };
+            return self.inner.untouched(failed, &self.terms, &self.before, self.whole).await.dirty;
+        }
         self.fail(Failed { step: "load", source: EngineError::Cancelled }).await.dirty
     }
 

@@ -30,6 +30,11 @@ impl Actor {
         Self { kind: "sglang", ..Self::new() }
     }
 
+    /// An engine of that kind.
+    pub fn of(kind: &'static str) -> Self {
+        Self { kind, ..Self::new() }
+    }
+
     /// A simulated LMDeploy on this GPU; `name` is the program by a name of its choice.
     pub fn lmdeploy(name: &Path, gpu: &str) -> Self {
         Self { kind: "lmdeploy", words: vec![name.to_string_lossy().into_owned(), "--gpu".into(), gpu.into()], ..Self::new() }

@@ -1,0 +1,79 @@
+//! An engine as a member of groups: one turn with everything else that changes it, and what it was in is left before it joins anew.
+//!
+//! Decides the order (leave, then join) and how the time is shared. An old group that cannot be left is no reason not to join: the new one has
+//! another name, and an engine that is stuck in the old one does not answer the join either, which then says so.
+
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+
+use super::{Inner, device};
+use crate::engine::group::GroupServer;
+use crate::engine::http::Until;
+use crate::engine::server::Server;
+use crate::engine::{DeviceInstall, DeviceJob, EngineError, EngineGroup, GroupJoin, GroupJoined, InstallError};
+use crate::protocol::GroupFacts;
+
+/// See [`EngineGroup`].
+pub(super) struct Member<S> {
+    pub(super) inner: Arc<Inner<S>>,
+    pub(super) server: Arc<dyn GroupServer>,
+}
+
+impl<S: Server> Member<S> {
+    fn name(&self) -> Option<String> {
+        self.inner.group.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_name(&self, name: Option<String>) {
+        *self.inner.group.lock().unwrap_or_else(PoisonError::into_inner) = name;
+    }
+
+    async fn clear(&self, until: Until) -> Result<(), EngineError> {
+        let left = self.server.leave(self.name().as_deref(), until).await;
+        if left.is_ok() {
+            self.set_name(None);
+        }
+        left
+    }
+}
+
+#[async_trait]
+impl<S: Server> EngineGroup for Member<S> {
+    async fn facts(&self, deadline: Duration) -> Result<GroupFacts, EngineError> {
+        self.server.facts(Until::new(deadline)).await
+    }
+
+    async fn join(&self, join: &GroupJoin, deadline: Duration) -> Result<GroupJoined, EngineError> {
+        let until = Until::new(deadline);
+        let _turn = self.inner.turn(until).await?;
+        let begun = Instant::now();
+        if let Err(error) = self.clear(until.at_most(deadline / 2)).await {
+            tracing::warn!(engine = self.inner.server.url(), %error, "the group before cannot be left");
+        }
+        let cleared = begun.elapsed();
+        // From here on it may be in the group, whatever it answers.
+        self.set_name(Some(join.name.clone()));
+        self.server.join(join, until).await?;
+        Ok(GroupJoined { cleared, joined: begun.elapsed().saturating_sub(cleared) })
+    }
+
+    async fn leave(&self, deadline: Duration) -> Result<(), EngineError> {
+        let until = Until::new(deadline);
+        let _turn = self.inner.turn(until).await?;
+        if self.name().is_none() {
+            return Ok(());
+        }
+        self.clear(until).await
+    }
+
+    async fn begin(&self, job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
+        let Some(name) = self.name() else {
+            let what = "the engine is in no group".to_owned();
+            let source = EngineError::Unsupported { what, next_step: "it joins with the next epoch".into() };
+            return Err(InstallError { step: "start", dirty: false, source });
+        };
+        device::begin(Arc::clone(&self.inner), job.clone(), Some((Arc::clone(&self.server), name))).await
+    }
+}

@@ -1,0 +1,117 @@
+//! LMDeploy 0.18 (PyTorch backend) in a group of its own workers: `init_weights_update_group`, flattened buckets, `finished`.
+//!
+//! Facts are from the wheel of 0.18.0 (`serve/openai/endpoints/management.py`, `pytorch/engine/model_agent/agent.py`) and were seen on the
+//! running server. Only the Ray executor knows groups; the others answer 500 to everything about them. There is no session: the last
+//! request says `finished`, without which graphs and fused layers stay stale while every reply says success.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use serde_json::{Value, json};
+
+use crate::engine::EngineError;
+use crate::engine::group::{GroupFeed, GroupJoin, GroupServer, Tensors, post_ok, store};
+use crate::engine::http::{EngineHttp, Until};
+use crate::protocol::{GroupFacts, Rendezvous, WireForm};
+
+/// A group that nobody makes: to ask for its end changes nothing.
+const NOBODYS: &str = "weightsync-is-there-a-group";
+
+/// The group calls of one server.
+pub(super) struct LmdeployGroup {
+    pub(super) http: Arc<EngineHttp>,
+}
+
+#[async_trait]
+impl GroupServer for LmdeployGroup {
+    async fn facts(&self, until: Until) -> Result<GroupFacts, EngineError> {
+        let status = self.http.get("/update_weights_from_ipc", until).await?.json()?;
+        let workers = status.field("device_uuids")?.as_array().map_or(0, Vec::len);
+        let info = self.http.get("/distserve/engine_info", until).await?.json()?;
+        let info: Value = serde_json::from_str(info.value().as_str().unwrap_or_default()).unwrap_or_default();
+        let data = info.get("dp_size").and_then(Value::as_u64).unwrap_or(1);
+        let probe = self.http.post("/destroy_weights_update_group", Some(&json!({ "group_name": NOBODYS })), until).await?;
+        let why_not = match probe.status() {
+            404 | 405 => "it has no routes for groups: use LMDeploy 0.18 or newer".to_owned(),
+            // `NotImplementedError` of the executor, or a backend that is not PyTorch.
+            500 | 501 => "its executor knows no groups: start LMDeploy with --distributed-executor-backend ray".to_owned(),
+            200 | 400 if data > 1 => format!("it has --dp {data}, and ranks of a group with data parallelism are not proven: use --dp 1"),
+            200 | 400 => String::new(),
+            _ => return Err(probe.into_status()),
+        };
+        Ok(GroupFacts {
+            rendezvous: Rendezvous::Store,
+            forms: vec![WireForm::Flattened, WireForm::PerTensor],
+            session: false,
+            draft_session: false,
+            size: u32::try_from(workers).unwrap_or(0),
+            why_not,
+        })
+    }
+
+    async fn leave(&self, name: Option<&str>, until: Until) -> Result<(), EngineError> {
+        let Some(name) = name else { return Ok(()) };
+        let reply = self.http.post("/destroy_weights_update_group", Some(&json!({ "group_name": name })), until).await?;
+        if matches!(reply.status(), 200 | 400) { Ok(()) } else { Err(reply.into_status()) }
+    }
+
+    async fn join(&self, join: &GroupJoin, until: Until) -> Result<(), EngineError> {
+        let (address, port) = store(&join.place)?;
+        let body = json!({
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": join.offset,
+            "world_size": join.world,
+            "group_name": join.name,
+            "backend": "nccl",
+        });
+        post_ok(&self.http, "/init_weights_update_group", &body, ("success", Value::Bool(true)), until).await
+    }
+
+    /// It has no pause but sleep, which costs a second; it takes buckets while it is awake, and requests are ended before and after.
+    fn pauses(&self) -> bool {
+        false
+    }
+
+    async fn open(&self, name: &str, _: Until) -> Result<Box<dyn GroupFeed>, EngineError> {
+        Ok(Box::new(Update { http: self.http.clone(), group: name.to_owned() }))
+    }
+}
+
+/// An update under way; the server knows of none.
+struct Update {
+    http: Arc<EngineHttp>,
+    group: String,
+}
+
+impl Update {
+    async fn post(&self, tensors: &Tensors, finished: bool, until: Until) -> Result<(), EngineError> {
+        let body = json!({
+            "names": tensors.names,
+            "dtypes": tensors.dtypes,
+            "shapes": tensors.shapes,
+            "group_name": self.group,
+            "load_format": "flattened_bucket",
+            "finished": finished,
+        });
+        post_ok(&self.http, "/update_weights_from_distributed", &body, ("success", Value::Bool(true)), until).await
+    }
+}
+
+#[async_trait]
+impl GroupFeed for Update {
+    fn found_open(&self) -> bool {
+        false
+    }
+
+    async fn receive(&mut self, tensors: &Tensors, until: Until) -> Result<(), EngineError> {
+        self.post(tensors, false, until).await
+    }
+
+    /// Without tensors there is no broadcast, only the last step.
+    async fn close(&mut self, until: Until) -> Result<(), EngineError> {
+        self.post(&Tensors { names: Vec::new(), dtypes: Vec::new(), shapes: Vec::new() }, true, until).await
+    }
+
+    async fn fail(&mut self, _: Until) {}
+}

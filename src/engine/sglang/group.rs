@@ -1,0 +1,140 @@
+//! SGLang 0.5.23 in a group of its own workers: `init_weights_update_group`, sessions, flattened buckets.
+//!
+//! Facts are from the wheel of 0.5.23 (`srt/entrypoints/http_server.py`, `srt/managers/scheduler_components/weight_updater.py`,
+//! `srt/managers/tokenizer_control_mixin.py`). Updates are refused outside a session, at once and without entering the broadcast; a session
+//! that a dead trainer left open refuses the next one until it is ended, and ending it finalises a half-written model. The version is never
+//! sent with a bucket: the server would record it although later buckets fail.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use serde_json::{Value, json};
+
+use super::world_size;
+use crate::engine::EngineError;
+use crate::engine::group::{GroupFeed, GroupJoin, GroupServer, Tensors, post_ok, store};
+use crate::engine::http::{EngineHttp, Until};
+use crate::protocol::{GroupFacts, Rendezvous, WireForm};
+
+/// The group calls of one server.
+pub(super) struct SglangGroup {
+    pub(super) http: Arc<EngineHttp>,
+}
+
+impl SglangGroup {
+    async fn success(&self, path: &str, body: &Value, until: Until) -> Result<(), EngineError> {
+        post_ok(&self.http, path, body, ("success", Value::Bool(true)), until).await
+    }
+}
+
+#[async_trait]
+impl GroupServer for SglangGroup {
+    async fn facts(&self, until: Until) -> Result<GroupFacts, EngineError> {
+        let info = self.http.get("/server_info", until).await?.json()?;
+        let count = |name: &str| info.value().get(name).and_then(Value::as_u64).unwrap_or(1);
+        let flag = |name: &str| info.value().get(name).and_then(Value::as_bool).unwrap_or(false);
+        let cache = info.value().get("weight_cache_mode").and_then(Value::as_str).unwrap_or("off");
+        // The route is POST only: 405 says that it is there, and nothing was begun.
+        let session = self.http.get("/begin_weight_update", until).await?.status() != 404;
+        let why_not = if !session {
+            "it has no /begin_weight_update: use SGLang 0.5.23 or newer"
+        } else if count("pp_size") > 1 {
+            "its pipeline stages would all take the same ranks (--pp-size): start it without pipeline parallelism, or set spec.delivery to Agent"
+        } else if count("dp_size") > 1 && !flag("enable_dp_attention") {
+            "it refuses updates from a group with data parallel replicas: add --enable-dp-attention, or make each replica a server"
+        } else if cache != "off" {
+            "its --weight-cache-mode refuses updates: set it to off"
+        } else {
+            ""
+        };
+        Ok(GroupFacts {
+            rendezvous: Rendezvous::Store,
+            forms: vec![WireForm::Flattened, WireForm::PerTensor],
+            session: true,
+            // `selector: all` loads what came into the draft model as well.
+            draft_session: false,
+            size: if why_not.is_empty() { u32::try_from(count("tp_size")).unwrap_or(0) } else { world_size(&info)? },
+            why_not: why_not.to_owned(),
+        })
+    }
+
+    async fn leave(&self, name: Option<&str>, until: Until) -> Result<(), EngineError> {
+        let Some(name) = name else { return Ok(()) };
+        let reply = self.http.post("/destroy_weights_update_group", Some(&json!({ "group_name": name })), until).await?;
+        // 400: it knows no such group.
+        if matches!(reply.status(), 200 | 400) { Ok(()) } else { Err(reply.into_status()) }
+    }
+
+    async fn join(&self, join: &GroupJoin, until: Until) -> Result<(), EngineError> {
+        let (address, port) = store(&join.place)?;
+        let body = json!({
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": join.offset,
+            "world_size": join.world,
+            "group_name": join.name,
+            "backend": "nccl",
+        });
+        self.success("/init_weights_update_group", &body, until).await
+    }
+
+    async fn open(&self, name: &str, until: Until) -> Result<Box<dyn GroupFeed>, EngineError> {
+        let begin = json!({ "selector": "all" });
+        let found_open = match self.success("/begin_weight_update", &begin, until).await {
+            Ok(()) => false,
+            Err(refused @ (EngineError::Status { status: 400, .. } | EngineError::NotSuccess { .. })) => {
+                // Somebody else's session: only its end lets another begin. If there was none, the first refusal says why.
+                self.success("/end_weight_update", &json!({}), until).await.map_err(|_| refused)?;
+                self.success("/begin_weight_update", &begin, until).await?;
+                true
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(Box::new(Session { server: Self { http: self.http.clone() }, group: name.to_owned(), found_open, open: true }))
+    }
+}
+
+/// An open session.
+struct Session {
+    server: SglangGroup,
+    group: String,
+    found_open: bool,
+    open: bool,
+}
+
+#[async_trait]
+impl GroupFeed for Session {
+    fn found_open(&self) -> bool {
+        self.found_open
+    }
+
+    async fn receive(&mut self, tensors: &Tensors, until: Until) -> Result<(), EngineError> {
+        let body = json!({
+            "names": tensors.names,
+            "dtypes": tensors.dtypes,
+            "shapes": tensors.shapes,
+            "group_name": self.group,
+            "flush_cache": false,
+            "abort_all_requests": false,
+            "weight_version": null,
+            "load_format": "flattened_bucket",
+            "selector": "all",
+            "torch_empty_cache": false,
+        });
+        self.server.success("/update_weights_from_distributed", &body, until).await
+    }
+
+    async fn close(&mut self, until: Until) -> Result<(), EngineError> {
+        self.server.success("/end_weight_update", &json!({}), until).await?;
+        self.open = false;
+        Ok(())
+    }
+
+    async fn fail(&mut self, until: Until) {
+        if self.open
+            && let Err(error) = self.server.success("/end_weight_update", &json!({}), until).await
+        {
+            tracing::warn!(engine = self.server.http.url(), %error, "the session of a failed update cannot be ended");
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! Engines as members of groups, against servers that keep the session rules of each kind and note every call. Whole groups with ranks that
+//! receive are in `tests/host/gpu/engines.rs`.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::{Method, StatusCode, Uri};
+use axum::response::IntoResponse;
+use serde_json::{Value, json};
+use tokio_util::sync::CancellationToken;
+
+use super::support::{SOON, adapter, held};
+use crate::engine::{DeviceBucket, DeviceInstall, DeviceJob, Engine, GroupJoin, InstallError, InstallReport};
+use crate::protocol::worker::Opaque;
+use crate::protocol::{GroupPlace, KvCachePolicy, PausePolicy, Rendezvous};
+use crate::weights::{Dtype, Layout, TensorSpec};
+
+/// What a server remembers.
+#[derive(Default)]
+struct Inside {
+    calls: Vec<(String, Value)>,
+    version: String,
+    paused: bool,
+    open: bool,
+    /// Replies instead of its own: path, how many calls pass before, status, body.
+    instead: HashMap<String, (u32, u16, Value)>,
+}
+
+#[derive(Clone, Default)]
+struct Server(Arc<Mutex<Inside>>);
+
+impl Server {
+    fn with<T>(&self, read: impl FnOnce(&mut Inside) -> T) -> T {
+        read(&mut self.0.lock().unwrap())
+    }
+
+    fn instead(&self, path: &str, after: u32, status: u16, body: Value) {
+        self.with(|inside| inside.instead.insert(path.into(), (after, status, body)));
+    }
+
+    /// Paths of POST calls that are about groups and updates.
+    fn posts(&self) -> Vec<String> {
+        let plain = ["/pause_generation", "/continue_generation", "/flush_cache", "/update_weight_version", "/pause", "/resume", "/reset_prefix_cache"];
+        self.with(|inside| inside.calls.iter().map(|(path, _)| path.clone()).filter(|path| path.starts_with('/') && !plain.contains(&path.as_str())).collect())
+    }
+
+    fn bodies(&self, path: &str) -> Vec<Value> {
+        self.with(|inside| inside.calls.iter().filter(|(called, _)| called == path).map(|(_, body)| body.clone()).collect())
+    }
+
+    async fn start(self) -> String {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let router = Router::new().fallback(answer).with_state(self);
+        tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
+        url
+    }
+}
+
+async fn answer(State(server): State<Server>, method: Method, uri: Uri, body: Bytes) -> axum::response::Response {
+    let path = uri.path().to_owned();
+    let body: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let (status, reply) = server.with(|inside| {
+        let noted = if method == Method::POST { path.clone() } else { format!("GET {path}") };
+        inside.calls.push((noted, body.clone()));
+        match inside.instead.get_mut(&path) {
+            Some((0, status, reply)) => return (*status, reply.clone()),
+            Some((after, ..)) => *after -= 1,
+            None => {}
+        }
+        inside.reply(&method, &path, &body)
+    });
+    (StatusCode::from_u16(status).unwrap(), axum::Json(reply)).into_response()
+}
+
+impl Inside {
+    fn session(&mut self, opens: bool, done: Value, refused: (u16, Value)) -> (u16, Value) {
+        if self.open == opens {
+            return refused;
+        }
+        self.open = opens;
+        (200, done)
+    }
+
+    fn reply(&mut self, method: &Method, path: &str, body: &Value) -> (u16, Value) {
+        let ok = || json!({"success": true, "message": ""});
+        let no = |why: &str| (400, json!({"success": false, "message": why}));
+        let failed = |why: &str| (500, json!({"error": {"message": why, "code": 500}}));
+        match path {
+            // SGLang 0.5.23.
+            "/server_info" => (200, json!({"version": "0.5.23", "tp_size": 2, "startup_time": 1})),
+            "/model_info" => (200, json!({"weight_version": self.version})),
+            "/update_weight_version" => {
+                self.version = body["new_version"].as_str().unwrap().to_owned();
+                (200, json!({"success": true, "new_version": self.version}))
+            }
+            "/pause_generation" | "/continue_generation" => {
+                self.paused = path == "/pause_generation";
+                (200, json!({"status": "ok"}))
+            }
+            "/ready" => (if self.paused { 503 } else { 200 }, Value::Null),
+            "/begin_weight_update" if method == Method::GET => (405, Value::Null),
+            "/begin_weight_update" => self.session(true, ok(), no("a session is open: end it first")),
+            "/end_weight_update" => self.session(false, ok(), no("no session is open")),
+            "/update_weights_from_distributed" if body.get("finished").is_none() && !self.open => no("must run between begin and end"),
+            "/init_weights_update_group" | "/destroy_weights_update_group" | "/update_weights_from_distributed" => (200, ok()),
+            // vLLM 0.32.
+            "/get_world_size" => (200, json!({"world_size": 2})),
+            "/weight_info" => (200, json!({"weight_version": self.version})),
+            "/is_paused" => (200, json!({"is_paused": self.paused})),
+            "/pause" | "/resume" => {
+                self.paused = path == "/pause";
+                (200, json!({"status": if self.paused { "paused" } else { "resumed" }}))
+            }
+            "/init_weight_transfer_engine" if body["init_info"]["nccl_unique_id_b64"] == json!("*") => failed("not valid standard base64"),
+            "/init_weight_transfer_engine" => (200, json!({"message": "Weight transfer initialized"})),
+            "/shutdown_weight_transfer_engine" if self.open => failed("Cannot release a trainer connection during a weight update"),
+            "/shutdown_weight_transfer_engine" => (200, json!({"message": "Weight transfer shut down"})),
+            "/start_weight_update" => {
+                let active = failed("start_weight_update called while a weight update is already active. Call finish_weight_update first.");
+                self.session(true, json!({"message": "Weight update started"}), active)
+            }
+            "/finish_weight_update" => self.session(false, json!({"message": "Weight update finished"}), failed("without a matching start")),
+            "/update_weights" => (200, json!({"message": "Weights updated"})),
+            "/reset_prefix_cache" => (200, json!({"success": true})),
+            "/metrics" => (404, Value::Null),
+            "/v1/models" => (200, json!({"data": [{"id": "m", "root": "m"}]})),
+            "/v1/completions" => (200, json!({"choices": [{"finish_reason": "length", "text": "a"}], "usage": {"completion_tokens": 1}})),
+            _ => (200, json!({"success": true, "status": "ok"})),
+        }
+    }
+}
+
+async fn engine(kind: &str) -> (Server, Arc<dyn Engine>) {
+    let server = Server::default();
+    server.with(|inside| inside.version = "default".into());
+    let url = server.clone().start().await;
+    (server, adapter(kind, &url, None, None))
+}
+
+fn join(epoch: u64, rendezvous: Rendezvous) -> GroupJoin {
+    let place = match rendezvous {
+        Rendezvous::Store => GroupPlace::Store { address: "10.0.0.1".into(), port: 4711 },
+        Rendezvous::UniqueId => GroupPlace::UniqueId { id: Opaque([7; 128]) },
+    };
+    GroupJoin { name: format!("weightsync-uid-1-1-{epoch}-0"), place, offset: 3, world: 5 }
+}
+
+/// Two buckets; the first has two element types.
+fn job() -> DeviceJob {
+    let tensor = |name: &str, dtype, shape: &[u64]| TensorSpec { name: name.into(), dtype, shape: shape.to_vec(), load_unit: None };
+    let tensors = vec![tensor("a", Dtype::BF16, &[3, 5]), tensor("scale", Dtype::F32, &[1]), tensor("b", Dtype::BF16, &[64])];
+    DeviceJob {
+        version: 4,
+        manifest: None,
+        layout: Arc::new(Layout::new("model", tensors, 128).unwrap().cut_between_tensors()),
+        pause: PausePolicy::Abort,
+        kv_cache: KvCachePolicy::Reset,
+        timeout: SOON,
+        silence: SOON,
+        cancel: CancellationToken::new(),
+        sockets: "/nowhere".into(),
+        sockets_in_engine: "/nowhere".into(),
+    }
+}
+
+async fn begun(engine: &Arc<dyn Engine>, rendezvous: Rendezvous) -> Box<dyn DeviceInstall> {
+    let group = engine.group().unwrap();
+    group.join(&join(1, rendezvous), SOON).await.unwrap();
+    group.begin(&job()).await.unwrap()
+}
+
+async fn received(engine: &Arc<dyn Engine>, rendezvous: Rendezvous) -> Result<InstallReport, InstallError> {
+    let mut install = begun(engine, rendezvous).await;
+    install.open().await?;
+    for bucket in job().layout.buckets() {
+        install.bucket(DeviceBucket { bucket, places: Vec::new() }).await?;
+    }
+    install.finish(held(4)).await
+}
+
+#[tokio::test]
+async fn f93_sglang_gets_a_session_one_element_type_a_bucket_and_its_version_with_the_last_step_only() {
+    let (server, engine) = engine("sglang").await;
+    assert_eq!(engine.group().unwrap().facts(SOON).await.unwrap().why_not, "");
+    received(&engine, Rendezvous::Store).await.unwrap();
+    let posts = ["/init_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed", "/update_weights_from_distributed"];
+    assert_eq!(server.posts()[..4], posts);
+    let buckets = server.bodies("/update_weights_from_distributed");
+    let sent: Vec<_> = buckets.iter().map(|body| (body["names"].clone(), body["dtypes"].clone())).collect();
+    let expected = [
+        (json!(["scale"]), json!(["float32"])),
+        (json!(["a"]), json!(["bfloat16"])),
+        (json!(["b"]), json!(["bfloat16"])),
+    ];
+    assert_eq!(sent, expected);
+    assert!(buckets.iter().all(|body| body["weight_version"].is_null() && body["flush_cache"] == json!(false)), "{buckets:?}");
+    let init = &server.bodies("/init_weights_update_group")[0];
+    assert_eq!((&init["rank_offset"], &init["world_size"], &init["master_port"]), (&json!(3), &json!(5), &json!(4711)));
+    let versions = server.bodies("/update_weight_version");
+    assert!(versions.last().unwrap()["new_version"].as_str().unwrap().starts_with("4+"), "{versions:?}");
+    assert!(!server.with(|inside| inside.paused || inside.open));
+}
+
+#[tokio::test]
+async fn vllm_joins_by_the_communicators_id_and_never_cuts_what_a_request_carries() {
+    let (server, engine) = engine("vllm").await;
+    let facts = engine.group().unwrap().facts(SOON).await.unwrap();
+    assert_eq!((facts.rendezvous, facts.size, facts.why_not.as_str()), (Rendezvous::UniqueId, 2, ""));
+    received(&engine, Rendezvous::UniqueId).await.unwrap();
+    let init = server.bodies("/init_weight_transfer_engine").pop().unwrap();
+    assert_eq!((&init["init_info"]["packed"], &init["init_info"]["rank_offset"]), (&json!(true), &json!(3)));
+    assert!(init["init_info"]["packed_buffer_size_bytes"].as_u64().unwrap() > 1 << 39);
+    assert_eq!(server.bodies("/update_weights").len(), 3);
+    assert_eq!(server.bodies("/finish_weight_update").len(), 1);
+}
+
+#[tokio::test]
+async fn f92_a_session_that_a_dead_trainer_left_open_is_closed_and_its_engine_counts_as_touched() {
+    for (kind, rendezvous) in [("sglang", Rendezvous::Store), ("vllm", Rendezvous::UniqueId)] {
+        let (server, engine) = engine(kind).await;
+        let mut install = begun(&engine, rendezvous).await;
+        server.with(|inside| inside.open = true);
+        install.open().await.unwrap();
+        assert!(install.abandon("the source went away").await, "{kind}: it may hold what somebody else sent");
+        let (open, paused, version) = server.with(|inside| (inside.open, inside.paused, inside.version.clone()));
+        assert!(!open && paused && version.starts_with("installing:"), "{kind}: {open} {paused} {version}");
+        received(&engine, rendezvous).await.unwrap();
+        assert!(!server.with(|inside| inside.paused), "{kind}");
+    }
+}
+
+#[tokio::test]
+async fn an_install_that_is_given_up_before_the_first_bucket_leaves_the_engine_as_it_was() {
+    let (server, engine) = engine("sglang").await;
+    let mut install = begun(&engine, Rendezvous::Store).await;
+    install.open().await.unwrap();
+    assert!(!install.abandon("another engine refused").await);
+    let (open, paused, version) = server.with(|inside| (inside.open, inside.paused, inside.version.clone()));
+    assert_eq!((open, paused, version.as_str()), (false, false, "default"));
+}
+
+#[tokio::test]
+async fn f50_a_bucket_that_is_refused_in_the_middle_leaves_the_engine_marked_and_paused() {
+    let (server, engine) = engine("sglang").await;
+    server.instead("/update_weights_from_distributed", 2, 400, json!({"success": false, "message": "partially updated"}));
+    let error = received(&engine, Rendezvous::Store).await.unwrap_err();
+    assert!(error.dirty && error.to_string().contains("partially updated"), "{error}");
+    let (open, paused, version) = server.with(|inside| (inside.open, inside.paused, inside.version.clone()));
+    assert!(!open && paused && version.starts_with("installing:"), "{open} {paused} {version}");
+}
+
+#[tokio::test]
+async fn f49_an_engine_that_does_not_confirm_its_last_step_holds_no_version() {
+    let (server, engine) = engine("vllm").await;
+    server.instead("/finish_weight_update", 0, 500, json!({"error": {"message": "boom"}}));
+    let error = received(&engine, Rendezvous::UniqueId).await.unwrap_err();
+    assert!(error.dirty, "{error}");
+    assert!(server.with(|inside| inside.version.starts_with("installing:")));
+}
+
+#[tokio::test]
+async fn success_must_be_the_value_true_and_nothing_like_it() {
+    for body in [json!({"success": "true"}), json!({"message": "ok"}), json!({"success": true, "error": {"code": 500}}), json!({"success": 1})] {
+        let (server, engine) = engine("sglang").await;
+        server.instead("/init_weights_update_group", 0, 200, body.clone());
+        let joined = engine.group().unwrap().join(&join(1, Rendezvous::Store), SOON).await;
+        assert!(joined.is_err(), "{body}");
+    }
+}
+
+#[tokio::test]
+async fn f27_f30_the_group_of_the_epoch_before_is_left_before_another_is_joined() {
+    for (kind, rendezvous) in [("sglang", Rendezvous::Store), ("vllm", Rendezvous::UniqueId)] {
+        let (server, engine) = engine(kind).await;
+        let group = engine.group().unwrap();
+        group.join(&join(1, rendezvous), SOON).await.unwrap();
+        server.with(|inside| inside.calls.clear());
+        group.join(&join(2, rendezvous), SOON).await.unwrap();
+        let posts = server.posts();
+        let (leave, init) = match rendezvous {
+            Rendezvous::Store => ("/destroy_weights_update_group", "/init_weights_update_group"),
+            Rendezvous::UniqueId => ("/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"),
+        };
+        assert_eq!(posts, [leave, init]);
+        if kind == "sglang" {
+            assert_eq!(server.bodies(leave)[0]["group_name"], json!("weightsync-uid-1-1-1-0"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn f60_what_stands_in_the_way_of_joining_is_named_with_the_option_that_helps() {
+    let cases = [
+        ("sglang", "/begin_weight_update", 404, json!({}), "SGLang 0.5.23 or newer"),
+        ("sglang", "/server_info", 200, json!({"version": "0.5.23", "tp_size": 2, "pp_size": 2}), "--pp-size"),
+        ("sglang", "/server_info", 200, json!({"version": "0.5.23", "tp_size": 2, "dp_size": 2}), "--enable-dp-attention"),
+        ("vllm", "/get_world_size", 404, json!({}), "VLLM_SERVER_DEV_MODE=1"),
+        ("vllm", "/init_weight_transfer_engine", 500, json!({"error": "Weight transfer not configured."}), "--weight-transfer-config"),
+        ("vllm", "/init_weight_transfer_engine", 500, json!({"error": "unexpected keyword argument"}), "vLLM 0.32 or newer"),
+        ("lmdeploy", "/destroy_weights_update_group", 500, json!({}), "--distributed-executor-backend ray"),
+        ("lmdeploy", "/destroy_weights_update_group", 404, json!({}), "LMDeploy 0.18 or newer"),
+    ];
+    for (kind, path, status, body, says) in cases {
+        let (server, engine) = engine(kind).await;
+        server.instead("/update_weights_from_ipc", 0, 200, json!({"backend": "pytorch", "device_uuids": ["GPU-a"]}));
+        server.instead("/distserve/engine_info", 0, 200, json!("{\"tp_size\": 1}"));
+        server.instead(path, 0, status, body);
+        let facts = engine.group().unwrap().facts(SOON).await.unwrap();
+        assert!(facts.why_not.contains(says), "{kind} {path}: {facts:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_stuck_engine_is_one_whose_front_answers_and_that_computes_nothing() {
+    let (_, engine) = engine("sglang").await;
+    assert!(!engine.is_stuck(Duration::from_millis(500)).await);
+    // A front that answers, before an engine that never does.
+    let hanging = |path: axum::http::Uri| async move {
+        if path.path() == "/ping" {
+            return StatusCode::OK;
+        }
+        std::future::pending().await
+    };
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let serving = tokio::spawn(async move { axum::serve(listener, Router::new().fallback(hanging)).await });
+    let engine = adapter("sglang", &url, None, None);
+    assert!(engine.is_stuck(Duration::from_millis(300)).await);
+    serving.abort();
+    let _ended = serving.await;
+    assert!(!engine.is_stuck(Duration::from_millis(300)).await, "one that is gone is not stuck");
+}

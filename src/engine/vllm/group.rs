@@ -1,0 +1,155 @@
+//! vLLM 0.32 and 0.33 in a group of its own workers: weight transfer with the backend `nccl`, joined by the communicator's id.
+//!
+//! Facts are from the wheels (`distributed/weight_transfer/nccl_common.py`, `nccl_engine.py`, `packed_tensor.py`, `v1/worker/gpu_worker.py`).
+//! A join makes the communicator at once, and a rank that is missing holds the engine for ever: whoever leads joins at the same time. An
+//! update that was left open refuses the next one, and leaving the group as well, until it is finished, which finalises a half-written model.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+
+use crate::engine::EngineError;
+use crate::engine::group::{GroupFeed, GroupJoin, GroupServer, Tensors, post_ok};
+use crate::engine::http::{EngineHttp, Until};
+use crate::protocol::{GroupFacts, GroupPlace, Rendezvous, WireForm};
+
+/// What a request carries goes in one broadcast, whatever its length: the server cuts behind the tensor that exceeds this, and makes memory
+/// for what came, not for this.
+const NEVER_CUT: u64 = 1 << 40;
+
+/// No id in base64: the server says so before it does anything.
+const NO_ID: &str = "*";
+
+/// The group calls of one server.
+pub(super) struct VllmGroup {
+    pub(super) http: Arc<EngineHttp>,
+}
+
+impl VllmGroup {
+    async fn message(&self, path: &str, body: &Value, says: &str, until: Until) -> Result<(), EngineError> {
+        post_ok(&self.http, path, body, ("message", json!(says)), until).await
+    }
+
+    async fn start(&self, until: Until) -> Result<(), EngineError> {
+        self.message("/start_weight_update", &json!({}), "Weight update started", until).await
+    }
+
+    /// The version is written by a call of its own, and last.
+    async fn finish(&self, until: Until) -> Result<(), EngineError> {
+        self.message("/finish_weight_update", &json!({ "weight_version": null }), "Weight update finished", until).await
+    }
+}
+
+#[async_trait]
+impl GroupServer for VllmGroup {
+    async fn facts(&self, until: Until) -> Result<GroupFacts, EngineError> {
+        let mut facts = GroupFacts {
+            rendezvous: Rendezvous::UniqueId,
+            forms: vec![WireForm::Packed, WireForm::PerTensor],
+            session: true,
+            draft_session: true,
+            size: 0,
+            why_not: String::new(),
+        };
+        let size = self.http.get("/get_world_size?include_dp=true", until).await?;
+        if matches!(size.status(), 404 | 405) {
+            facts.why_not = "it has no routes for weight updates: start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1".into();
+            return Ok(facts);
+        }
+        let size = size.json()?;
+        facts.size = size.field("world_size")?.as_u64().and_then(|size| u32::try_from(size).ok()).unwrap_or(0);
+        let body = json!({"init_info": {"rank_offset": 1, "world_size": 2, "nccl_unique_id_b64": NO_ID}});
+        let said = self.http.post("/init_weight_transfer_engine", Some(&body), until).await?.into_status().to_string();
+        facts.why_not = if said.contains("base64") {
+            String::new()
+        } else if said.contains("not configured") {
+            "start vLLM with --weight-transfer-config '{\"backend\": \"nccl\"}'".into()
+        } else {
+            format!("it does not take nccl_unique_id_b64: use vLLM 0.32 or newer with the weight transfer backend nccl (it said: {said})")
+        };
+        Ok(facts)
+    }
+
+    async fn leave(&self, _: Option<&str>, until: Until) -> Result<(), EngineError> {
+        let nothing = json!({});
+        let shutdown = || self.message("/shutdown_weight_transfer_engine", &nothing, "Weight transfer shut down", until);
+        match shutdown().await {
+            // "Cannot release a trainer connection during a weight update"
+            Err(EngineError::Status { status: 500, body, .. }) if body.contains("during a weight update") => {
+                self.finish(until).await?;
+                shutdown().await
+            }
+            left => left,
+        }
+    }
+
+    async fn join(&self, join: &GroupJoin, until: Until) -> Result<(), EngineError> {
+        let GroupPlace::UniqueId { id } = &join.place else {
+            return Err(EngineError::Unsupported {
+                what: "vLLM joins a group by the communicator's id, and was given a store".into(),
+                next_step: "this is a fault of the source's agent: report it".into(),
+            });
+        };
+        let body = json!({"init_info": {
+            "rank_offset": join.offset,
+            "world_size": join.world,
+            "nccl_unique_id_b64": STANDARD.encode(id.0),
+            "packed": true,
+            "packed_buffer_size_bytes": NEVER_CUT,
+            "packed_num_buffers": 2,
+        }});
+        self.message("/init_weight_transfer_engine", &body, "Weight transfer initialized", until).await
+    }
+
+    async fn open(&self, _: &str, until: Until) -> Result<Box<dyn GroupFeed>, EngineError> {
+        let found_open = match self.start(until).await {
+            Ok(()) => false,
+            Err(EngineError::Status { status: 500, body, .. }) if body.contains("already active") => {
+                self.finish(until).await?;
+                self.start(until).await?;
+                true
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(Box::new(Session { server: Self { http: self.http.clone() }, found_open, open: true }))
+    }
+}
+
+/// An open update.
+struct Session {
+    server: VllmGroup,
+    found_open: bool,
+    open: bool,
+}
+
+#[async_trait]
+impl GroupFeed for Session {
+    fn found_open(&self) -> bool {
+        self.found_open
+    }
+
+    async fn receive(&mut self, tensors: &Tensors, until: Until) -> Result<(), EngineError> {
+        let body = json!({"update_info": {"names": tensors.names, "dtype_names": tensors.dtypes, "shapes": tensors.shapes}});
+        let received = self.server.message("/update_weights", &body, "Weights updated", until).await;
+        // An update that fails in the engine is closed by it.
+        self.open &= !matches!(received, Err(EngineError::Status { status: 500, .. }));
+        received
+    }
+
+    async fn close(&mut self, until: Until) -> Result<(), EngineError> {
+        self.server.finish(until).await?;
+        self.open = false;
+        Ok(())
+    }
+
+    async fn fail(&mut self, until: Until) {
+        if self.open
+            && let Err(error) = self.server.finish(until).await
+        {
+            tracing::warn!(engine = self.server.http.url(), %error, "a failed update cannot be finished");
+        }
+    }
+}

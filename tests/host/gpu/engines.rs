@@ -1,0 +1,120 @@
+//! Whole groups that the engines join by themselves (`delivery: Engine`): engines whose ranks are workers of their own, the real agents, and a
+//! trainer that publishes.
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::bed::Machine;
+use super::joiner::{Joiner, Kind};
+use crate::model::Model;
+use crate::world::{Actor, World, installed, until};
+
+/// Rollouts whose engines joined; they are on the GPUs from 1 on.
+async fn joined(machine: &Machine, update: Value, kinds: &[Kind]) -> (World, Vec<Joiner>) {
+    let (world, engines) = started(machine, update, kinds).await;
+    world.until_ready(kinds.len()).await;
+    (world, engines)
+}
+
+async fn started(machine: &Machine, mut update: Value, kinds: &[Kind]) -> (World, Vec<Joiner>) {
+    update.as_object_mut().unwrap().insert("pause".into(), json!("Abort"));
+    let actor = |kind: &Kind| match kind {
+        Kind::Vllm => Actor::new().absent(),
+        Kind::Sglang => Actor::sglang().absent(),
+        Kind::Lmdeploy => Actor::of("lmdeploy").absent(),
+    };
+    let world = World::start_joining(machine, update, kinds.iter().map(actor)).await;
+    let mut engines = Vec::new();
+    for (number, kind) in kinds.iter().enumerate() {
+        engines.push(Joiner::start(machine, *kind, u32::try_from(number).unwrap() + 1, world.port(number)).await);
+    }
+    (world, engines)
+}
+
+/// Publishes a version and says what came of it.
+async fn publish(world: &World, version: u64) -> (Model, Value) {
+    let model = Model::large(version);
+    let checkpoint = model.save(&world.folder().join(format!("v{version}")));
+    let result = world.publish(&checkpoint, version, &[]).await.done();
+    (model, result)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f05_f06_versions_reach_engines_of_three_kinds_that_join_groups_by_themselves() {
+    let machine = Machine::new();
+    let (world, engines) = joined(&machine, json!({}), &[Kind::Vllm, Kind::Sglang, Kind::Lmdeploy]).await;
+    for version in 1..=2 {
+        let (model, result) = publish(&world, version).await;
+        assert_eq!((installed(&result).len(), &result["attempts"]), (3, &json!(1)), "{result}");
+        for (number, engine) in engines.iter().enumerate() {
+            assert!(engine.serves(&model) && engine.runs(), "version {version}, actor-{number}");
+        }
+    }
+    // A group lives as long as its epoch.
+    assert_eq!((engines[1].count("/init_weights_update_group"), engines[1].count("/end_weight_update")), (1, 2));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f94_f50_an_engine_that_refuses_a_bucket_ends_the_broadcast_at_once_and_every_engine_gets_the_version() {
+    let machine = Machine::new();
+    let (world, engines) = joined(&machine, json!({"silenceSeconds": 5}), &[Kind::Sglang, Kind::Sglang]).await;
+    engines[1].instead("/update_weights_from_distributed", (2, 1), 400, json!({"success": false, "message": "unknown group"}));
+    let (model, result) = publish(&world, 1).await;
+    assert!(result["attempts"].as_u64().unwrap() > 1, "{result}");
+    assert!(engines[0].serves(&model));
+    // The one that refused was left out of the next group, and is fed when it is back.
+    until("the engine that refused to serve", || async { engines[1].runs() && world.replicas("ready").await.len() == 2 }).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f02_f29_f31_a_source_that_is_killed_is_replaced_and_engines_join_a_group_of_another_name() {
+    let machine = Machine::new();
+    let (world, engines) = joined(&machine, json!({"silenceSeconds": 3}), &[Kind::Vllm, Kind::Sglang]).await;
+    publish(&world, 1).await;
+    world.signal("trainer", Signal::KILL).await;
+    until("the engines to join anew", || async { engines[1].count("/init_weights_update_group") >= 2 }).await;
+    assert!(engines[1].count("/destroy_weights_update_group") >= 1);
+    world.until_ready(2).await;
+    let (model, result) = publish(&world, 2).await;
+    assert_eq!(installed(&result).len(), 2, "{result}");
+    assert!(engines.iter().all(|engine| engine.serves(&model)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_whose_group_does_nothing_is_found_by_the_first_bucket_and_named() {
+    let machine = Machine::new();
+    let (mut world, engines) = joined(&machine, json!({"silenceSeconds": 10}), &[Kind::Vllm, Kind::Sglang]).await;
+    engines[1].idle(true);
+    let (model, result) = publish(&world, 1).await;
+    assert_eq!(installed(&result), ["rollouts/actor-0"], "{result}");
+    assert!(engines[0].serves(&model));
+    let why = world.told("PeerUnreachable", "rollouts/actor-1").await;
+    assert!(why.contains("its group does nothing"), "{why}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f60_an_engine_that_cannot_join_is_left_out_with_the_option_that_would_help() {
+    let machine = Machine::new();
+    let (mut world, engines) = started(&machine, json!({}), &[Kind::Vllm, Kind::Sglang]).await;
+    engines[1].instead("/begin_weight_update", (0, u32::MAX), 404, json!({"detail": "Not Found"}));
+    let why = world.told("TransportUnavailable", "rollouts/actor-1").await;
+    assert!(why.contains("SGLang 0.5.23 or newer"), "{why}");
+    until("one replica to be ready", || async { world.replicas("ready").await == ["rollouts/actor-0"] }).await;
+    let (model, result) = publish(&world, 1).await;
+    assert_eq!(installed(&result), ["rollouts/actor-0"]);
+    assert!(engines[0].serves(&model));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_whose_source_was_killed_in_a_broadcast_is_told_to_be_wedged_although_its_front_answers() {
+    let machine = Machine::new();
+    let (mut world, engines) = joined(&machine, json!({"silenceSeconds": 3, "timeoutSeconds": 10}), &[Kind::Vllm, Kind::Vllm]).await;
+    // Rank 0's worker dies when the second bucket is half sent: the first one was the all-reduce and one bucket.
+    machine.order("ncclBroadcast@0 2 vanish");
+    let model = Model::large(1);
+    let checkpoint = model.save(&world.folder().join("v1"));
+    let _outcome = world.publish(&checkpoint, 1, &[]).await;
+    let why = world.told("EngineWedged", "rollouts/actor-0").await;
+    assert!(why.contains("computed nothing"), "{why}");
+    assert!(!engines[0].serves(&model));
+}
