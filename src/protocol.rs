@@ -6,6 +6,7 @@
 mod client;
 mod control;
 mod data;
+mod engine_group;
 mod identity;
 mod ids;
 mod policy;
@@ -19,6 +20,7 @@ pub mod worker;
 pub use client::*;
 pub use control::*;
 pub use data::*;
+pub use engine_group::*;
 pub use identity::*;
 pub use ids::*;
 pub use policy::*;
