@@ -27,7 +27,7 @@ pub use policy::{
     Agent, Auto, BeforeFirstVersion, Health, Join, KvCache, Launch, Membership, NCCL_ENV, Nccl, OnWedged, Pause, Readiness, Retain, Tcp, Transport,
     Update,
 };
-pub use pool::{Engine, EngineServer, Head, Lmdeploy, OrderBy, Pool, PoolOrder, Replica, SecretKey, Sglang, Sizes, Vllm};
+pub use pool::{Engine, EngineServer, Fastdeploy, Head, Lmdeploy, OrderBy, Pool, PoolOrder, Replica, SecretKey, Sglang, Sizes, Vllm};
 pub use selector::{PodSelector, SelectorOperator, SelectorRequirement};
 pub use spec::{Delivery, Trainer, TrainerOrder, TrainerOrderBy, WeightSync, WeightSyncSpec};
 pub use status::{

@@ -12,6 +12,7 @@ mod adapter;
 mod checkpoint_engine;
 pub mod device;
 mod evidence;
+mod fastdeploy;
 mod feed;
 mod fit;
 pub mod group;
@@ -128,7 +129,7 @@ pub enum Resumed {
 /// One engine server. All calls end within the time they are given, and one that changes the engine waits for the one before it.
 #[async_trait]
 pub trait Engine: Send + Sync {
-    /// `vllm`, `sglang`, `lmdeploy`.
+    /// `vllm`, `sglang`, `lmdeploy`, `fastdeploy`.
     fn kind(&self) -> &'static str;
 
     /// Asks the server what it is and can do; refuses one that lacks what an install needs, naming the option that would help.
@@ -191,7 +192,7 @@ pub trait Engine: Send + Sync {
 /// Where an engine is and how to speak to it.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// `vllm`, `sglang`, `lmdeploy`.
+    /// `vllm`, `sglang`, `lmdeploy`, `fastdeploy`.
     pub kind: String,
     /// `http://HOST:PORT`.
     pub url: String,
@@ -211,7 +212,8 @@ pub struct EngineConfig {
 type Connect = fn(EngineConfig) -> Result<Arc<dyn Engine>, EngineError>;
 
 /// All engines. To add one: a file, and a line here.
-const ENGINES: &[(&str, Connect)] = &[("vllm", vllm::connect), ("sglang", sglang::connect), ("lmdeploy", lmdeploy::connect)];
+const ENGINES: &[(&str, Connect)] =
+    &[("vllm", vllm::connect), ("sglang", sglang::connect), ("lmdeploy", lmdeploy::connect), ("fastdeploy", fastdeploy::connect)];
 
 /// Names of all kinds of engine.
 pub fn kinds() -> impl Iterator<Item = &'static str> {

@@ -5,6 +5,7 @@
 //! checkpoint-engine 0.4.2 (`worker.py`), LMDeploy 0.18 (`utils.py`, `FlattenedTensorBucket`) and SGLang 0.5.23
 //! (`srt/weight_sync/tensor_bucket.py`) take. Never loads torch, never reads a pickle, opens no memory. The store is in [`store`].
 
+pub mod paddle;
 pub mod pickle;
 pub mod store;
 

@@ -9,7 +9,7 @@ use super::PodSelector;
 /// A pool of rollouts that are alike.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("self.replica.pods == 1 || (has(self.engine.vllm) ? self.engine.vllm.ports.size() == 1 : has(self.engine.sglang) ? self.engine.sglang.ports.size() == 1 : !has(self.engine.lmdeploy) || self.engine.lmdeploy.ports.size() == 1)")
+#[x_kube(validation = Rule::new("self.replica.pods == 1 || (has(self.engine.vllm) ? self.engine.vllm.ports.size() == 1 : has(self.engine.sglang) ? self.engine.sglang.ports.size() == 1 : has(self.engine.lmdeploy) ? self.engine.lmdeploy.ports.size() == 1 : !has(self.engine.fastdeploy) || self.engine.fastdeploy.ports.size() == 1)")
     .message("a replica of several pods has one engine port, on its head: list one port"))]
 pub struct Pool {
     /// Name of the pool, part of its members' names.
@@ -44,8 +44,8 @@ pub struct Pool {
 /// Which engine: exactly one of the fields.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("(has(self.vllm) ? 1 : 0) + (has(self.sglang) ? 1 : 0) + (has(self.lmdeploy) ? 1 : 0) == 1")
-    .message("exactly one engine must be given: vllm, sglang or lmdeploy"))]
+#[x_kube(validation = Rule::new("(has(self.vllm) ? 1 : 0) + (has(self.sglang) ? 1 : 0) + (has(self.lmdeploy) ? 1 : 0) + (has(self.fastdeploy) ? 1 : 0) == 1")
+    .message("exactly one engine must be given: vllm, sglang, lmdeploy or fastdeploy"))]
 pub struct Engine {
     /// vLLM's OpenAI server. It must be started with `VLLM_SERVER_DEV_MODE=1`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -59,6 +59,11 @@ pub struct Engine {
     /// `External`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lmdeploy: Option<Lmdeploy>,
+
+    /// FastDeploy's OpenAI server, started with `--dynamic-load-weight --load_strategy ipc_snapshot`. Its agent must be able to write into its
+    /// model directory; update.pause must be `Abort` and update.kvCache `Reset`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fastdeploy: Option<Fastdeploy>,
 }
 
 /// A vLLM server.
@@ -97,6 +102,21 @@ pub struct Sglang {
 pub struct Lmdeploy {
     /// Ports in the pod; each is a replica of its own.
     #[serde(default = "lmdeploy_ports")]
+    #[schemars(length(min = 1, max = 16), inner(range(min = 1, max = 65_535)))]
+    #[x_kube(merge_strategy = ListMerge::Set)]
+    pub ports: Vec<i32>,
+
+    /// Key of a Secret in the same namespace that holds the server's API key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api_key_secret_ref: Option<SecretKey>,
+}
+
+/// A FastDeploy server.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Fastdeploy {
+    /// Ports in the pod; each is a replica of its own.
+    #[serde(default = "fastdeploy_ports")]
     #[schemars(length(min = 1, max = 16), inner(range(min = 1, max = 65_535)))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub ports: Vec<i32>,
@@ -224,7 +244,7 @@ pub enum OrderBy {
 
 /// What is common to the servers of all engines.
 pub struct EngineServer<'a> {
-    /// `vllm`, `sglang`, `lmdeploy`.
+    /// `vllm`, `sglang`, `lmdeploy`, `fastdeploy`.
     pub kind: &'static str,
     /// Ports in the pod.
     pub ports: &'a [i32],
@@ -238,13 +258,15 @@ impl Engine {
         fn server<'a>(kind: &'static str, ports: &'a [i32], api_key: Option<&'a SecretKey>) -> EngineServer<'a> {
             EngineServer { kind, ports, api_key }
         }
-        let server = match (&self.vllm, &self.sglang, &self.lmdeploy) {
-            (Some(vllm), None, None) => server("vllm", &vllm.ports, vllm.api_key_secret_ref.as_ref()),
-            (None, Some(sglang), None) => server("sglang", &sglang.ports, sglang.api_key_secret_ref.as_ref()),
-            (None, None, Some(lmdeploy)) => server("lmdeploy", &lmdeploy.ports, lmdeploy.api_key_secret_ref.as_ref()),
-            _ => return None,
-        };
-        Some(server)
+        let servers = [
+            self.vllm.as_ref().map(|vllm| server("vllm", &vllm.ports, vllm.api_key_secret_ref.as_ref())),
+            self.sglang.as_ref().map(|sglang| server("sglang", &sglang.ports, sglang.api_key_secret_ref.as_ref())),
+            self.lmdeploy.as_ref().map(|lmdeploy| server("lmdeploy", &lmdeploy.ports, lmdeploy.api_key_secret_ref.as_ref())),
+            self.fastdeploy.as_ref().map(|fastdeploy| server("fastdeploy", &fastdeploy.ports, fastdeploy.api_key_secret_ref.as_ref())),
+        ];
+        let mut given = servers.into_iter().flatten();
+        let server = given.next()?;
+        given.next().is_none().then_some(server)
     }
 }
 
@@ -263,6 +285,12 @@ impl Default for Sglang {
 impl Default for Lmdeploy {
     fn default() -> Self {
         Self { ports: lmdeploy_ports(), api_key_secret_ref: None }
+    }
+}
+
+impl Default for Fastdeploy {
+    fn default() -> Self {
+        Self { ports: fastdeploy_ports(), api_key_secret_ref: None }
     }
 }
 
@@ -302,6 +330,10 @@ fn sglang_ports() -> Vec<i32> {
 
 fn lmdeploy_ports() -> Vec<i32> {
     vec![23_333]
+}
+
+fn fastdeploy_ports() -> Vec<i32> {
+    vec![8000]
 }
 
 fn lws_group() -> String {

@@ -79,12 +79,14 @@ use super::{PodSelector, WeightSyncStatus};
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("self.agent.launch != 'Ephemeral' || !has(self.update.retain) || self.update.retain.hostMiB == 0")
     .message("an ephemeral container's memory is the trainer's, so nothing can be retained there: remove update.retain or choose another agent.launch"))]
-#[x_kube(validation = Rule::new("self.agent.launch == 'Ephemeral' || self.rollouts.all(p, !((has(p.engine.vllm) && has(p.engine.vllm.apiKeySecretRef)) || (has(p.engine.sglang) && has(p.engine.sglang.apiKeySecretRef)) || (has(p.engine.lmdeploy) && has(p.engine.lmdeploy.apiKeySecretRef))))")
+#[x_kube(validation = Rule::new("self.agent.launch == 'Ephemeral' || self.rollouts.all(p, !((has(p.engine.vllm) && has(p.engine.vllm.apiKeySecretRef)) || (has(p.engine.sglang) && has(p.engine.sglang.apiKeySecretRef)) || (has(p.engine.lmdeploy) && has(p.engine.lmdeploy.apiKeySecretRef)) || (has(p.engine.fastdeploy) && has(p.engine.fastdeploy.apiKeySecretRef))))")
     .message("apiKeySecretRef works with agent.launch Ephemeral; an agent that was injected gets the key from the pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment"))]
 #[x_kube(validation = Rule::new("self.update.pause in ['Abort', 'External'] || !self.rollouts.exists(p, has(p.engine.lmdeploy))")
     .message("LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External"))]
 #[x_kube(validation = Rule::new("self.delivery != 'Engine' || !has(self.transport.tcp)")
     .message("delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent"))]
+#[x_kube(validation = Rule::new("(self.update.pause == 'Abort' && self.update.kvCache == 'Reset') || !self.rollouts.exists(p, has(p.engine.fastdeploy))")
+    .message("FastDeploy's pause ends requests and empties caches, and it runs by itself behind an update: set update.pause to Abort and update.kvCache to Reset"))]
 pub struct WeightSyncSpec {
     /// Releases every pod and does nothing more until it is false again. Pods go on serving what they have.
     #[serde(default)]

@@ -8,7 +8,8 @@ use std::fmt;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::{
-    Delivery, Launch, NCCL_ENV, Nccl, OrderBy, Pause, PodSelector, Pool, SelectorOperator, Sizes, TrainerOrder, TrainerOrderBy, WeightSyncSpec,
+    Delivery, KvCache, Launch, NCCL_ENV, Nccl, OrderBy, Pause, PodSelector, Pool, SelectorOperator, Sizes, TrainerOrder, TrainerOrderBy,
+    WeightSyncSpec,
 };
 
 /// One thing that is wrong with a spec.
@@ -107,7 +108,7 @@ fn check_pool(problems: &mut Problems, field: &str, pool: &Pool) {
     let container = pool.container.as_deref().is_none_or(is_dns_label);
     problems.expect(container, &format!("{field}.container"), "a container's name is made of a-z, 0-9 and -, at most 63 of them");
     let server = pool.engine.server();
-    problems.expect(server.is_some(), &format!("{field}.engine"), "exactly one engine must be given: vllm, sglang or lmdeploy");
+    problems.expect(server.is_some(), &format!("{field}.engine"), "exactly one engine must be given: vllm, sglang, lmdeploy or fastdeploy");
     if let Some(server) = server {
         let ports = format!("{field}.engine.{}.ports", server.kind);
         problems.expect((1..=16).contains(&server.ports.len()), &ports, "there must be 1 to 16 ports");
@@ -157,6 +158,12 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
         !lmdeploy || matches!(spec.update.pause, Pause::Abort | Pause::External),
         "spec.update.pause",
         "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External",
+    );
+    let fastdeploy = spec.rollouts.iter().any(|pool| pool.engine.fastdeploy.is_some());
+    problems.expect(
+        !fastdeploy || (spec.update.pause == Pause::Abort && spec.update.kv_cache == KvCache::Reset),
+        "spec.update.pause",
+        "FastDeploy's pause ends requests and empties caches, and it runs by itself behind an update: set update.pause to Abort and update.kvCache to Reset",
     );
     let transport = &spec.transport;
     problems.expect(

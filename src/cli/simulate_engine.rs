@@ -9,13 +9,13 @@ use clap::Args;
 use tokio::net::TcpListener;
 
 use crate::engine::ApiKey;
-use crate::engine::simulator::{Faults, Simulator, SimulatorOptions};
+use crate::engine::simulator::{FastdeployOptions, Faults, Simulator, SimulatorOptions};
 
 /// Arguments of `weightsync simulate-engine`.
 #[derive(Debug, Args)]
 pub struct SimulateEngineArgs {
     /// Engine whose endpoints and rules are simulated.
-    #[arg(long, value_parser = ["vllm", "sglang", "lmdeploy"])]
+    #[arg(long, value_parser = ["vllm", "sglang", "lmdeploy", "fastdeploy"])]
     pub engine: String,
     /// Checkpoint to start with: a directory with safetensors files.
     #[arg(long, value_name = "DIR")]
@@ -53,6 +53,18 @@ pub struct SimulateEngineArgs {
     /// LMDeploy only: without --enable-abort-handling.
     #[arg(long)]
     pub no_abort_handling: bool,
+    /// FastDeploy only: where weights come from.
+    #[arg(long, alias = "load_strategy", default_value = "ipc_snapshot", value_parser = ["ipc_snapshot", "ipc", "rsync"])]
+    pub load_strategy: String,
+    /// FastDeploy only: folder with a checkpoint for each version that its transfer library would bring; without it there is no such library.
+    #[arg(long, value_name = "DIR")]
+    pub checkpoint_transfer: Option<PathBuf>,
+    /// FastDeploy only: as the server takes it; `transfer_mode` (with `ipc_async`: `ipc_address`) and `gdr_release_cache` are used.
+    #[arg(long, alias = "rsync_config", value_name = "JSON", default_value = "{}")]
+    pub rsync_config: String,
+    /// FastDeploy only: with a draft model beside the main one.
+    #[arg(long)]
+    pub mtp: bool,
     /// Without checkpoint-engine beside it.
     #[arg(long)]
     pub no_checkpoint_engine: bool,
@@ -73,7 +85,19 @@ impl SimulateEngineArgs {
             Some(name) => Some(ApiKey::from_env(name)?.with_context(|| format!("the environment variable {name} is not set"))?),
             None => None,
         };
+        let config: serde_json::Value = serde_json::from_str(&self.rsync_config).context("--rsync-config is not JSON")?;
+        let text = |name: &str| config.get(name).and_then(serde_json::Value::as_str).map(str::to_owned);
+        let fastdeploy = FastdeployOptions {
+            load_strategy: self.load_strategy,
+            transfer: self.checkpoint_transfer,
+            transfer_mode: text("transfer_mode").unwrap_or_else(|| "rdma".to_owned()),
+            release_cache: config.get("gdr_release_cache").and_then(serde_json::Value::as_bool).unwrap_or(false),
+            async_ipc: text("ipc_address"),
+            mtp: self.mtp,
+            ..FastdeployOptions::default()
+        };
         let options = SimulatorOptions {
+            fastdeploy,
             served_model_name: self.served_model_name,
             world_size: self.world_size,
             max_model_len: self.max_model_len,

@@ -20,7 +20,7 @@ use super::http::Until;
 use super::server::Server;
 use super::start::StartWatch;
 use super::{
-    DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed, fit,
+    DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed,
 };
 use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
@@ -67,7 +67,7 @@ impl<S: Server> Inner<S> {
 
     /// Whether these tensors are a whole replacement for what the server was started with.
     fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError> {
-        self.served_model().map_or(Ok(()), |served| fit::check(&served, tensors))
+        self.served_model().map_or(Ok(()), |served| self.server.fits(&served, tensors))
     }
 
     /// Waits for the turn to change the engine.

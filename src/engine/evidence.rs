@@ -20,8 +20,8 @@ impl Evidence {
         let mut watched = false;
         for entry in std::fs::read_dir(directory).ok()?.flatten() {
             let path = entry.path();
-            // The file, not the directory, is watched: an engine may reach it by another path to the same mount.
-            if path.extension().is_some_and(|extension| extension == "safetensors") {
+            // The file, not the directory, is watched: an engine may reach it by another path to the same mount, or by another name.
+            if path.extension().is_some_and(|extension| extension == "safetensors" || extension == "pdparams") {
                 watched |= inotify::add_watch(&queue, &path, WatchFlags::OPEN).is_ok();
             }
         }

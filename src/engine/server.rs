@@ -3,7 +3,7 @@
 //! A server file decides paths, bodies and which reply counts as success. It never decides the order of calls or what a failure means
 //! for the replica: [`super::adapter`] does that, once for all engines.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -12,8 +12,9 @@ use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
 use super::group::GroupServer;
 use super::http::Until;
-use super::{EngineError, Holding};
+use super::{EngineError, Holding, fit};
 use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+use crate::weights::TensorSpec;
 
 /// The calls of one engine server.
 #[async_trait]
@@ -56,7 +57,18 @@ pub(super) trait Server: Send + Sync + 'static {
     /// Lets it run.
     async fn unpause(&self, until: Until) -> Result<(), EngineError>;
 
-    /// Loads all weights from a directory as the engine sees it; returns when it said so.
+    /// Whether tensors are a whole replacement for the checkpoint at `served`, which this process sees.
+    fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<(), EngineError> {
+        fit::check(served, tensors)
+    }
+
+    /// Readies what a load will read, where the engine reads from a place of its own; before anything of it is paused or touched. `from` is a
+    /// directory as this process sees it. Says where the files lie then, if not there.
+    async fn stage(&self, _from: &Path, _until: Until) -> Result<Option<PathBuf>, EngineError> {
+        Ok(None)
+    }
+
+    /// Loads all weights from a directory as the engine sees it, or what was staged; returns when it said so.
     async fn load(&self, directory: &Path, until: Until) -> Result<(), EngineError>;
 
     /// Clears what a load that failed in the middle left behind in the engine, so that the next load starts clean.

@@ -6,6 +6,7 @@
 
 mod completions;
 mod core;
+mod fastdeploy;
 mod faults;
 mod front;
 mod lmdeploy;
@@ -29,6 +30,7 @@ use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+pub use fastdeploy::FastdeployOptions;
 pub use faults::{Fault, FaultRule, Faults, LoadFault};
 
 use self::core::{Core, Kind};
@@ -40,7 +42,7 @@ use super::ApiKey;
 /// What to simulate.
 #[derive(Debug, Clone)]
 pub struct SimulatorOptions {
-    /// `vllm`, `sglang` or `lmdeploy`.
+    /// `vllm`, `sglang`, `lmdeploy` or `fastdeploy`.
     pub engine: String,
     /// Checkpoint to start with.
     pub model: PathBuf,
@@ -66,6 +68,8 @@ pub struct SimulatorOptions {
     pub abort_handling: bool,
     /// Whether checkpoint-engine is installed beside it (vLLM: and its worker extension is chosen).
     pub checkpoint_engine: bool,
+    /// How a FastDeploy was started.
+    pub fastdeploy: FastdeployOptions,
     /// What goes wrong from the start.
     pub faults: Faults,
 }
@@ -97,6 +101,7 @@ impl SimulatorOptions {
             ray: true,
             abort_handling: true,
             checkpoint_engine: true,
+            fastdeploy: FastdeployOptions::default(),
             faults: Faults::default(),
         }
     }
@@ -106,7 +111,7 @@ impl SimulatorOptions {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SimulatorError {
-    #[error("there is no simulator of the engine {engine:?}: use vllm, sglang or lmdeploy")]
+    #[error("there is no simulator of the engine {engine:?}: use vllm, sglang, lmdeploy or fastdeploy")]
     UnknownEngine { engine: String },
     #[error("the model cannot be loaded: {cause}")]
     Model { cause: String },
@@ -128,6 +133,7 @@ impl Simulator {
             "vllm" => Kind::Vllm,
             "sglang" => Kind::Sglang,
             "lmdeploy" => Kind::Lmdeploy,
+            "fastdeploy" => Kind::Fastdeploy,
             _ => return Err(SimulatorError::UnknownEngine { engine: options.engine }),
         };
         let address = listener.local_addr()?;
@@ -140,8 +146,16 @@ impl Simulator {
             abort_handling: options.abort_handling,
             checkpoint_engine: options.checkpoint_engine,
         };
-        let model = options.model.clone();
-        let opened = tokio::task::spawn_blocking(move || Served::open(&model)).await;
+        let (model, of_snapshot) = (options.model.clone(), options.fastdeploy.load_strategy == "ipc_snapshot");
+        let opened = tokio::task::spawn_blocking(move || match kind {
+            // A server that waits for a trainer's memory begins with the checkpoint that it was given, so that it can be told from others.
+            Kind::Fastdeploy if of_snapshot => {
+                let files = fastdeploy::start_from(&model)?;
+                Served::of_files(files.iter().map(PathBuf::as_path))
+            }
+            _ => Served::open(&model),
+        })
+        .await;
         let served = opened.map_err(|error| error.to_string()).and_then(|opened| opened);
         let served = served.map_err(|cause| SimulatorError::Model { cause })?;
         let stop = CancellationToken::new();
@@ -157,6 +171,7 @@ impl Simulator {
                 Kind::Vllm => vllm::guarded,
                 Kind::Sglang => sglang::guarded,
                 Kind::Lmdeploy => lmdeploy::guarded,
+                Kind::Fastdeploy => fastdeploy::guarded,
             },
             crash: stop.clone(),
         });
@@ -164,6 +179,7 @@ impl Simulator {
             Kind::Vllm => vllm::routes(options.dev_mode, gpus),
             Kind::Sglang => sglang::routes(options.health_timeout, gpus),
             Kind::Lmdeploy => lmdeploy::routes(gpus),
+            Kind::Fastdeploy => fastdeploy::routes(options.fastdeploy, gpus, options.model),
         };
         let served = tokio::spawn(front::serve(listener, front::around(routes, &front), stop.clone()));
         Ok(Self { address, stop, served: Some(served) })

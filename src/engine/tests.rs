@@ -2,10 +2,11 @@
 
 mod device;
 mod failures;
+mod fastdeploy;
 mod gpu;
 mod group;
 mod half;
 mod install;
 mod lmdeploy;
 mod parts;
-mod support;
+pub(in crate::engine) mod support;

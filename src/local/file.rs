@@ -110,7 +110,7 @@ pub struct RolloutFile {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct EngineFile {
-    /// `vllm`, `sglang` or `lmdeploy`.
+    /// `vllm`, `sglang`, `lmdeploy` or `fastdeploy`.
     pub kind: String,
     /// Its port on 127.0.0.1.
     pub port: u16,

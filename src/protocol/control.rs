@@ -159,7 +159,7 @@ pub struct HeldVersion {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EngineFacts {
-    /// `vllm`, `sglang`, `lmdeploy`.
+    /// `vllm`, `sglang`, `lmdeploy`, `fastdeploy`.
     pub kind: String,
     /// Version the server reports, or `unknown`.
     pub server_version: String,

@@ -61,7 +61,7 @@ pub struct Assignment {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EngineAssignment {
-    /// `vllm`, `sglang`, `lmdeploy`.
+    /// `vllm`, `sglang`, `lmdeploy`, `fastdeploy`.
     pub kind: String,
     /// Port on the pod's loopback.
     pub port: u16,

@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 use proptest::prelude::*;
 use serde_json::{Value as Json, json};
 
+use super::paddle;
 use super::pickle::Value;
 use super::{Device, Piece, SharedTensor, TorchError, checkpoint_engine_bucket, dtype, lmdeploy_bucket, lmdeploy_nothing, sglang_bucket};
 use crate::weights::Dtype;
@@ -105,6 +106,22 @@ fn buckets_are_read_as_each_engine_names_their_parts() {
     let metadata = read(&[bucket[1].1.clone()]).remove(0);
     assert_eq!(metadata[1]["class"], "sglang.srt.weight_sync.tensor_bucket.FlattenedTensorMetadata");
     assert_eq!((&metadata[1]["start_idx"], &metadata[1]["end_idx"]), (&json!(1088), &json!(1094)));
+}
+
+#[test]
+fn a_paddle_buffer_has_its_handle_as_latin_1_text_and_names_the_readers_device() {
+    let mut handle = [0; 64];
+    handle.iter_mut().zip(190..).for_each(|(to, number)| *to = u8::try_from(number).unwrap());
+    let buffer = paddle::SharedBuffer { handle, offset: 1 << 20, bytes: 5190, device: 3 };
+    let found = read(&[paddle::bucket(&PIECES, &buffer).unwrap()]).remove(0);
+    let bucket = &found["dict"];
+    // What `encode("latin-1")` makes of it.
+    let bytes: Vec<u8> = bucket["buffer_meta"][0].as_str().unwrap().chars().map(|c| u8::try_from(u32::from(c)).unwrap()).collect();
+    assert_eq!(bytes, handle);
+    assert_eq!(bucket["buffer_meta"].as_array().unwrap()[1..], [json!(1 << 20), json!(5190), json!(2), json!([5190]), json!([]), json!(3)]);
+    assert_eq!(bucket["params"][1]["dict"], json!({"name": "model.norm.weight", "dtype": "bfloat16", "shape": [3], "offset": 1088}));
+    let odd = [Piece { dtype: Dtype::F8_E8M0, ..PIECES[0] }];
+    assert!(matches!(paddle::bucket(&odd, &buffer), Err(TorchError::NoDtype(Dtype::F8_E8M0))));
 }
 
 #[test]

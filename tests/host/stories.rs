@@ -4,4 +4,5 @@
 mod left_out;
 mod membership;
 mod replies;
+mod snapshot;
 mod versions;

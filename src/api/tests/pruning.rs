@@ -30,11 +30,12 @@ fn trainer() -> impl Strategy<Value = Trainer> {
 
 fn engine() -> impl Strategy<Value = Engine> {
     let server = (prop::collection::vec(1..65_536, 0..3), of((TEXT, TEXT)));
-    (0..3, server).prop_map(|(kind, (ports, key))| {
+    (0..4, server).prop_map(|(kind, (ports, key))| {
         let api_key_secret_ref = key.map(|(name, key)| SecretKey { name, key });
         match kind {
             0 => Engine { vllm: Some(Vllm { ports, api_key_secret_ref }), ..Engine::default() },
             1 => Engine { sglang: Some(Sglang { ports, api_key_secret_ref }), ..Engine::default() },
+            2 => Engine { fastdeploy: Some(Fastdeploy { ports, api_key_secret_ref }), ..Engine::default() },
             _ => Engine { lmdeploy: Some(Lmdeploy { ports, api_key_secret_ref }), ..Engine::default() },
         }
     })

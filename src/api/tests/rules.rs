@@ -121,12 +121,12 @@ fn cases() -> Vec<Case> {
             &[("/spec/rollouts/0/name", json!("trainer"))],
         ),
         case(
-            "exactly one engine must be given: vllm, sglang or lmdeploy",
+            "exactly one engine must be given: vllm, sglang, lmdeploy or fastdeploy",
             &[("/spec/rollouts/0/engine", json!({"sglang": {"ports": [1]}}))],
             &[("/spec/rollouts/0/engine", json!({}))],
         ),
         case(
-            "exactly one engine must be given: vllm, sglang or lmdeploy",
+            "exactly one engine must be given: vllm, sglang, lmdeploy or fastdeploy",
             &[],
             &[("/spec/rollouts/0/engine", json!({"vllm": {}, "sglang": {}}))],
         ),
@@ -134,6 +134,11 @@ fn cases() -> Vec<Case> {
             "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External",
             &[("/spec/rollouts/0/engine", json!({"lmdeploy": {}})), ("/spec/update", json!({"pause": "Abort"}))],
             &[("/spec/rollouts/0/engine", json!({"lmdeploy": {}})), ("/spec/update", json!({"pause": "Drain"}))],
+        ),
+        case(
+            "FastDeploy's pause ends requests and empties caches, and it runs by itself behind an update: set update.pause to Abort and update.kvCache to Reset",
+            &[("/spec/rollouts/0/engine", json!({"fastdeploy": {}})), ("/spec/update", json!({"pause": "Abort"}))],
+            &[("/spec/rollouts/0/engine", json!({"fastdeploy": {}})), ("/spec/update", json!({"pause": "Abort", "kvCache": "Keep"}))],
         ),
         case(
             "a replica of several pods has one engine port, on its head: list one port",

@@ -134,7 +134,7 @@ fn typing_errors_and_broken_rules_are_named_before_anything_is_planned() {
     assert!(!report.is_fine() && report.plan.candidates.is_empty());
     let text = [SMALL.replace("vllm: {}", ""), PODS.to_owned()].concat();
     let report = plan_text(&text, &[]).remove(0);
-    assert_eq!(report.problems, ["spec.rollouts[p].engine: exactly one engine must be given: vllm, sglang or lmdeploy"]);
+    assert_eq!(report.problems, ["spec.rollouts[p].engine: exactly one engine must be given: vllm, sglang, lmdeploy or fastdeploy"]);
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! engine's weights was touched, and a failure undoes the pause. From the load to the version's text the engine may hold a mixture, and
 //! a failure leaves it paused with the mark on it. A part of the deadline is kept back for what a failure has to undo.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::{Inner, Loading};
@@ -91,6 +92,13 @@ impl<S: Server> Inner<S> {
         let _turn = self.turn(until).await.map_err(at("start")).map_err(clean)?;
         let mut steps = Steps::new();
         let before = unless_cancelled(job, "start", self.look(job, until)).await.map_err(|failed| clean(self.seen(failed)))?;
+        let staged = unless_cancelled(job, "start", async {
+            self.server.stage(&job.local_directory, until).await.map_err(at("start"))
+        });
+        let staged = match staged.await {
+            Ok(staged) => staged,
+            Err(failed) => return Err(InstallError { dirty: before.is_half(), ..clean(self.seen(failed)) }),
+        };
         // A half-updated engine is paused by us whatever the policy: it must not serve before it is whole.
         let pauses = before.is_half() || job.pause != PausePolicy::External;
         if pauses {
@@ -106,7 +114,7 @@ impl<S: Server> Inner<S> {
         steps.done("pause");
 
         let loading = Loading::new(&self.loading);
-        let loaded = self.load(job, before.is_half(), until).await;
+        let loaded = self.load(job, staged.as_deref(), before.is_half(), until).await;
         drop(loading);
         match loaded {
             Ok(()) => steps.done("load"),
@@ -171,8 +179,8 @@ impl<S: Server> Inner<S> {
     }
 
     /// Loads; a load that failed is repeated once from the same complete directory, the engine still paused.
-    async fn load(&self, job: &InstallJob, was_half: bool, until: Until) -> Result<(), EngineError> {
-        let witness = Evidence::watch(&job.local_directory);
+    async fn load(&self, job: &InstallJob, staged: Option<&Path>, was_half: bool, until: Until) -> Result<(), EngineError> {
+        let witness = Evidence::watch(staged.unwrap_or(&job.local_directory));
         if was_half {
             self.server.clear_failed_load(until).await?;
         }

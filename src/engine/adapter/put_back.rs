@@ -37,6 +37,7 @@ impl<S: Server> Inner<S> {
             self.server.pause(PausePolicy::Keep, KvCachePolicy::Reset, until).await?;
         }
         let checkpoint = self.server.startup_checkpoint(until).await?;
+        self.server.stage(Path::new(&checkpoint), until).await?;
         self.write(Holding::HalfAnUpdate(version), until).await?;
         {
             let _loading = Loading::new(&self.loading);

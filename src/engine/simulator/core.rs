@@ -24,6 +24,7 @@ pub(super) enum Kind {
     Vllm,
     Sglang,
     Lmdeploy,
+    Fastdeploy,
 }
 
 /// Who may take tokens.
@@ -244,7 +245,8 @@ impl Core {
             state.served = served;
             state.leftover = match &loaded {
                 Ok(()) => Leftover::Nothing,
-                Err(LoadError::Unreadable(_)) => Leftover::Opened,
+                // Only vLLM takes layers apart before it looks at the files.
+                Err(LoadError::Unreadable(_)) => if self.kind == Kind::Vllm { Leftover::Opened } else { Leftover::Nothing },
                 Err(LoadError::Halfway(_)) => Leftover::Halfway,
                 Err(LoadError::Misfit(_)) => Leftover::Poisoned,
             };
@@ -277,11 +279,22 @@ impl Core {
         })
     }
 
+    /// Changes the weights themselves, and what is computed from them.
+    pub(super) fn change_served<T>(&self, change: impl FnOnce(&mut Served) -> T) -> T {
+        self.change(|state| {
+            let changed = change(&mut state.served);
+            state.digest = state.served.digest();
+            changed
+        })
+    }
+
     /// The last step of an update: what was handed over is served as it is.
     pub(super) fn finalise(&self) {
         self.change(|state| {
             state.taken = 0;
-            state.digest = state.served.digest();
+            if state.faults.load != Some(LoadFault::SwallowFinish) {
+                state.digest = state.served.digest();
+            }
         });
     }
 

@@ -95,6 +95,8 @@ pub enum LoadFault {
     FailHalfway,
     /// As `FailHalfway`, once.
     FailHalfwayOnce,
+    /// Everything is read, and the engine's last step fails behind its success.
+    SwallowFinish,
 }
 
 impl Faults {

@@ -250,7 +250,10 @@ async fn flattened(state: &Lmdeploy, pickle: &[u8]) -> Result<Vec<Taken>, String
     }
     let mut cached = state.cached.lock().await;
     if let Ok(tensor) = field(&bucket, "flattened_tensor") {
-        *cached = Some(Rebuilt::from(tensor, &state.gpus.memory)?);
+        let rebuilt = Rebuilt::from(tensor, &state.gpus.memory)?;
+        // A clone is kept, and is what a later bucket without memory is read from: old bytes by then.
+        let clones = field(&bucket, "require_clone") != Ok(&Pickled::Bool(false));
+        *cached = Some(if clones { rebuilt.cloned()? } else { rebuilt });
     }
     let tensor = cached.as_ref().ok_or("flattened_tensor is not provided in weights and no cached ipc tensor is available.")?;
     let take = |item: &Pickled| {

@@ -32,15 +32,21 @@ impl GpuMemory {
         let plain = Path::new(name).components().count() == 1 && !name.starts_with('.');
         let bytes: u64 = bytes.parse().map_err(|_| invalid())?;
         let file = plain.then(|| File::open(folder.join(name)).ok()).flatten().ok_or_else(invalid)?;
-        Ok(Opened { file, bytes })
+        Ok(Opened { source: Source::File(file), bytes })
     }
 }
 
-/// Memory that was opened.
+/// Memory that was opened, or a copy that was made of it.
 #[derive(Debug)]
 pub(super) struct Opened {
-    file: File,
+    source: Source,
     bytes: u64,
+}
+
+#[derive(Debug)]
+enum Source {
+    File(File),
+    Copy(Vec<u8>),
 }
 
 impl Opened {
@@ -49,10 +55,23 @@ impl Opened {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             return Err("start + length exceeds the storage".to_owned());
         }
-        let mut read = vec![0; usize::try_from(bytes).map_err(|error| error.to_string())?];
-        self.file
-            .read_exact_at(&mut read, offset)
-            .map_err(|error| format!("CUDA error: an illegal memory access was encountered ({error})"))?;
-        Ok(read)
+        let illegal = |error: String| format!("CUDA error: an illegal memory access was encountered ({error})");
+        let length = usize::try_from(bytes).map_err(|error| error.to_string())?;
+        match &self.source {
+            Source::File(file) => {
+                let mut read = vec![0; length];
+                file.read_exact_at(&mut read, offset).map_err(|error| illegal(error.to_string()))?;
+                Ok(read)
+            }
+            Source::Copy(copy) => {
+                let start = usize::try_from(offset).map_err(|error| error.to_string())?;
+                copy.get(start..start.saturating_add(length)).map(<[u8]>::to_vec).ok_or_else(|| illegal("beyond the copy".into()))
+            }
+        }
+    }
+
+    /// The same bytes as they are now, whatever becomes of the memory.
+    pub(super) fn copy(&self) -> Result<Self, String> {
+        Ok(Self { source: Source::Copy(self.read(0, self.bytes)?), bytes: self.bytes })
     }
 }

@@ -45,12 +45,16 @@ pub(super) enum LoadError {
 impl Served {
     /// What a server starts with.
     pub(super) fn open(directory: &Path) -> Result<Self, String> {
-        let checkpoint = Checkpoint::open(directory).map_err(|error| error.to_string())?;
+        Self::of_files(std::iter::once(directory))
+    }
+
+    /// What a server starts with that reads these files.
+    pub(super) fn of_files<'a>(files: impl Iterator<Item = &'a Path>) -> Result<Self, String> {
         let mut parameters = BTreeMap::new();
-        for (index, tensor) in checkpoint.tensors().iter().enumerate() {
-            let digest = digest(&checkpoint, index, tensor.bytes)?;
-            let parameter = Parameter { dtype: tensor.spec.dtype, shape: tensor.spec.shape.clone(), digest };
-            parameters.insert(tensor.spec.name.clone(), parameter);
+        for file in files {
+            for Taken { name, dtype, shape, digest } in read_file(file)? {
+                parameters.insert(name, Parameter { dtype, shape, digest });
+            }
         }
         Ok(Self(parameters))
     }
@@ -107,6 +111,28 @@ impl Served {
         Ok(())
     }
 
+    /// No parameter holds anything.
+    pub(super) fn clear(&mut self) {
+        self.0.values_mut().for_each(|parameter| parameter.digest = 0);
+    }
+
+    /// Whether a tensor has the type and shape of its parameter; one without a parameter has both.
+    pub(super) fn matches(&self, tensor: &Taken) -> Result<(), String> {
+        let Some(parameter) = self.0.get(&tensor.name) else { return Ok(()) };
+        if parameter.dtype != tensor.dtype {
+            return Err(format!("Type mismatch for {}: {:?} vs {:?}", tensor.name, tensor.dtype, parameter.dtype));
+        }
+        if parameter.shape != tensor.shape {
+            return Err(format!("Shape mismatch for {}: {:?} vs {:?}", tensor.name, tensor.shape, parameter.shape));
+        }
+        Ok(())
+    }
+
+    /// As [`matches`](Self::matches), and there must be a parameter.
+    pub(super) fn knows(&self, tensor: &Taken) -> Result<(), String> {
+        if self.0.contains_key(&tensor.name) { self.matches(tensor) } else { Err(format!("{} not in old_state_dict", tensor.name)) }
+    }
+
     /// Digest of all that is served: names, types, shapes and bytes.
     pub(super) fn digest(&self) -> u128 {
         let mut hasher = Xxh3Default::new();
@@ -121,6 +147,17 @@ impl Served {
     pub(super) fn tensors(&self) -> BTreeMap<String, String> {
         self.0.iter().map(|(name, parameter)| (name.clone(), digest_hex(parameter.digest))).collect()
     }
+}
+
+/// Every tensor of a checkpoint. Blocks.
+pub(super) fn read_file(path: &Path) -> Result<Vec<Taken>, String> {
+    let checkpoint = Checkpoint::open(path).map_err(|error| error.to_string())?;
+    let tensors = checkpoint.tensors().iter().enumerate();
+    let taken = tensors.map(|(index, tensor)| {
+        let digest = digest(&checkpoint, index, tensor.bytes)?;
+        Ok(Taken { name: tensor.spec.name.clone(), dtype: tensor.spec.dtype, shape: tensor.spec.shape.clone(), digest })
+    });
+    taken.collect()
 }
 
 /// xxh3-128 of the bytes of one tensor, read a part at a time.

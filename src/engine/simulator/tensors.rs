@@ -57,6 +57,11 @@ impl Rebuilt {
         Ok(Self { memory: memory.open(handle)?, start: *offset, bytes, dtype })
     }
 
+    /// A clone of it in the worker's own memory.
+    pub(super) fn cloned(self) -> Result<Self, String> {
+        Ok(Self { memory: self.memory.copy()?, ..self })
+    }
+
     /// A tensor in it, from a byte on.
     pub(super) fn tensor(&self, name: &str, dtype: Dtype, shape: Vec<u64>, offset: u64) -> Result<Taken, String> {
         let bytes = dtype.tensor_bytes(&shape).map_err(|_| "a shape".to_owned())?;

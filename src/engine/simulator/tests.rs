@@ -1,5 +1,8 @@
 //! What simulated engines read is what is written for real ones.
 
+mod fastdeploy;
+mod traps;
+
 use proptest::prelude::*;
 
 use super::unpickle;

@@ -225,3 +225,14 @@ async fn a_layout_that_tears_tensors_and_a_policy_that_cannot_be_kept_are_refuse
     assert!(!error.dirty && error.to_string().contains("cannot load weights from a directory"), "{error}");
     assert!(!on.asleep().await);
 }
+
+#[tokio::test]
+async fn trap_18_a_last_step_that_fails_behind_its_success_shows_only_in_what_is_computed() {
+    let on = bench(("sglang", None, 1, "checkpoint-engine")).await;
+    on.bench.set_faults(Faults { load: Some(LoadFault::SwallowFinish), ..Faults::default() }).await;
+    on.install(2).await.unwrap();
+    assert_ne!(on.bench.digest().await, on.bench.fresh_digest(2).await, "the server said yes to everything");
+    on.bench.set_faults(Faults::default()).await;
+    on.install(3).await.unwrap();
+    assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await);
+}

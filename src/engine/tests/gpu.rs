@@ -146,8 +146,11 @@ impl GpuBench {
             let process = processes.path().join("77");
             std::fs::create_dir(&process).unwrap();
             let port = bench.simulator.address().port().to_string();
-            let line: Vec<&str> =
-                ["lmdeploy", "serve", "api_server", "/model", "--server-port", &port].iter().chain(words).copied().collect();
+            let program: &[&str] = match kind {
+                "fastdeploy" => &["python", "-m", "fastdeploy.entrypoints.openai.api_server", "--port", &port],
+                _ => &["lmdeploy", "serve", "api_server", "/model", "--server-port", &port],
+            };
+            let line: Vec<&str> = program.iter().chain(words).copied().collect();
             std::fs::write(process.join("cmdline"), line.join("\0")).unwrap();
             std::fs::write(process.join("stat"), format!("77 (a ) b) S {} 4242 0", "0 ".repeat(18).trim())).unwrap();
         }

@@ -224,3 +224,21 @@ async fn sglangs_unhealthy_flag_of_a_foreign_probe_during_the_pause_is_healed() 
     installed.unwrap();
     assert!(!bench.is_paused().await);
 }
+
+#[tokio::test]
+async fn two_updates_of_one_engine_never_meet() {
+    for kind in KINDS {
+        let bench = Bench::start_with(kind, Faults { load_ms: 50, ..Faults::default() }, |_| {}).await;
+        let (second, third) = (bench.job(2), bench.job(3));
+        let (one, other) = tokio::join!(bench.engine.install(&second), bench.engine.install(&third));
+        one.unwrap();
+        other.unwrap();
+        let loads = ["POST /collective_rpc", "POST /update_weights_from_disk"];
+        let marked: Vec<_> = bench.calls().await.into_iter().filter(|call| *call == "POST /update_weight_version" || loads.contains(&&**call)).collect();
+        // Mark, load, version; and again.
+        let is_load: Vec<_> = marked.iter().map(|call| loads.contains(&&**call)).collect();
+        assert_eq!(is_load, [false, true, false, false, true, false], "{kind}: {marked:?}");
+        let Holding::Version(held) = bench.engine.holding(SOON).await.unwrap() else { panic!("a version") };
+        assert_eq!(bench.digest().await, bench.fresh_digest(held.version).await, "{kind}");
+    }
+}

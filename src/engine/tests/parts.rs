@@ -49,7 +49,7 @@ fn the_registry_names_what_there_is() {
         assert_eq!(connect(config(kind, "http://127.0.0.1:8000")).unwrap().kind(), kind);
     }
     let error = connect(config("vlm", "http://127.0.0.1:8000")).err().unwrap().to_string();
-    assert!(error.contains("vllm, sglang, lmdeploy"), "{error}");
+    assert!(error.contains("vllm, sglang, lmdeploy, fastdeploy"), "{error}");
     for url in ["https://127.0.0.1:8000", "127.0.0.1:8000", "http://127.0.0.1:8000/v1", "http://", "http://h/?a=b"] {
         assert!(matches!(connect(config("vllm", url)), Err(EngineError::Unsupported { .. })), "{url}");
     }

@@ -40,6 +40,11 @@ impl Actor {
         Self { kind: "lmdeploy", words: vec![name.to_string_lossy().into_owned(), "--gpu".into(), gpu.into()], ..Self::new() }
     }
 
+    /// A simulated FastDeploy, with a model directory of its own.
+    pub fn fastdeploy() -> Self {
+        Self { kind: "fastdeploy", ..Self::new() }
+    }
+
     /// What goes wrong from the start.
     pub fn faults(self, faults: Value) -> Self {
         Self { faults, ..self }
@@ -63,7 +68,16 @@ impl Actor {
 
 /// The command that starts its engine, on the model of `folder`.
 pub(super) fn engine(actor: &Actor, port: u16, folder: &Path) -> Vec<String> {
-    let model = folder.join("start").to_string_lossy().into_owned();
+    let mut model = folder.join("start");
+    if actor.kind == "fastdeploy" {
+        let own = folder.join(format!("fastdeploy-{port}"));
+        // Made once: what it holds later is the server's and its agent's.
+        if std::fs::create_dir(&own).is_ok() {
+            std::fs::copy(model.join("model.safetensors"), own.join("model_state.tp0.0.pdparams")).unwrap();
+        }
+        model = own;
+    }
+    let model = model.to_string_lossy().into_owned();
     let (port, ranks, faults) = (port.to_string(), actor.ranks.to_string(), actor.faults.to_string());
     // LMDeploy that is given no name serves under the path of its model.
     let served = if actor.kind == "lmdeploy" { model.clone() } else { "model".to_owned() };

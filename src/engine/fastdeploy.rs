@@ -1,0 +1,412 @@
+//! FastDeploy 2.6 and newer, with `--dynamic-load-weight`: weights by the snapshot of its model directory (`--load_strategy ipc_snapshot`).
+//!
+//! Decides paths, bodies and which reply means success. Facts: `docs/features/weight_update.md` (25e866cc), `engine/common_engine.py`
+//! (`_control_pause`, `_control_update_weights`, the 60 s of `_call_worker`), `worker/gpu_model_runner.py` (`sleep`, `wakeup`) and
+//! `rl/dynamic_weight_manager.py` of PaddlePaddle/FastDeploy; no server was run. Four of them shape this file: a sleep or wake-up with two
+//! tags ends at the first that has nothing to do, and says success; a wake-up lets the engine run by itself; it checks neither that all
+//! parameters came nor that a name is known; and a control call that took 60 s is answered with an error while the workers go on.
+//! `POST /v1/update_weights` moves weights by `checkpoint_transfer`, a library that is not public: it is never called here.
+
+mod async_ipc;
+pub(in crate::engine) mod snapshot;
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use serde_json::{Value, json};
+
+use self::snapshot::Snapshot;
+use super::adapter::Adapter;
+use super::device::DeviceRoute;
+use super::feed::{Feed, FeedJob};
+use super::http::{EngineHttp, Reply, Until};
+use super::process::{self, EngineProcess};
+use super::record::{Record, UNKNOWN};
+use super::server::Server;
+use super::{Engine, EngineConfig, EngineError, Holding, fit};
+use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+use crate::weights::TensorSpec;
+
+const KIND: &str = "fastdeploy";
+/// `--port` when it is not given.
+const PORT: u16 = 8000;
+const NEWER: &str = "use FastDeploy 2.6 or newer";
+const START: &str = "start FastDeploy with --dynamic-load-weight --load_strategy ipc_snapshot";
+/// What the engine waits for its workers before it answers with an error (`_call_worker(control_request, 60)`).
+const WORKERS: Duration = Duration::from_secs(60);
+
+/// The adapter for a FastDeploy server.
+pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
+    let server = Fastdeploy {
+        http: Arc::new(EngineHttp::new(&config)?),
+        record: Record::new(config.record),
+        processes: config.processes,
+        model_directory: Mutex::new(config.served_model.clone()),
+        seen: Mutex::default(),
+    };
+    Ok(Arc::new(Adapter::new(server, config.served_model)))
+}
+
+struct Fastdeploy {
+    http: Arc<EngineHttp>,
+    record: Record,
+    processes: PathBuf,
+    /// As this process sees it.
+    model_directory: Mutex<Option<PathBuf>>,
+    /// Its process, as it was last found.
+    seen: Mutex<Option<EngineProcess>>,
+}
+
+/// How it gets its weights, as far as can be seen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Strategy {
+    /// From the snapshot in its model directory.
+    Snapshot,
+    /// By the message of #7472, at this address.
+    AsyncIpc { address: String, device: u64 },
+    /// Another one, by its name.
+    Other(String),
+    /// Its process cannot be seen.
+    Unseen,
+}
+
+impl Fastdeploy {
+    /// POST of a control route, which says success in so many words.
+    async fn control(&self, path: &str, until: Until) -> Result<(), EngineError> {
+        success(self.http.url(), self.http.post(path, None, until).await?)
+    }
+
+    /// Its process, where it can be seen.
+    fn process(&self) -> Option<EngineProcess> {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(process) = seen.as_ref().filter(|process| process.runs(&self.processes)) {
+            return Some(process.clone());
+        }
+        let port = self.http.port().to_string();
+        *seen = process::find(&self.processes, |process| {
+            // `python -m ...`, or the program of that name, run by itself or by its interpreter.
+            let module = process.words.iter().any(|word| word == "fastdeploy.entrypoints.openai.api_server");
+            let program = process.words.iter().take(2).any(|word| word == "fastdeploy" || word.ends_with("/fastdeploy"));
+            (module || program) && process.value("--port").map_or(port == PORT.to_string(), |named| named == port)
+        });
+        seen.clone()
+    }
+
+    fn strategy(&self) -> Strategy {
+        let Some(process) = self.process() else { return Strategy::Unseen };
+        let option = |name: &str| process.value(&format!("--{}", name.replace('_', "-"))).or_else(|| process.value(&format!("--{name}")));
+        match option("load_strategy") {
+            Some("ipc_snapshot") => Strategy::Snapshot,
+            Some(other) => {
+                // A server that carries #7472 looks like one that does not, so whoever starts it says so in the free-form configuration.
+                let config: Value = option("rsync_config").and_then(|config| serde_json::from_str(config).ok()).unwrap_or_default();
+                let text = |name: &str| config.get(name).and_then(Value::as_str);
+                match (other, text("transfer_mode"), text("ipc_address")) {
+                    ("ipc", Some("ipc_async"), Some(address)) => {
+                        let device = config.get("device").and_then(Value::as_u64).unwrap_or(0);
+                        Strategy::AsyncIpc { address: address.to_owned(), device }
+                    }
+                    _ => Strategy::Other(other.to_owned()),
+                }
+            }
+            None => Strategy::Other("none".to_owned()),
+        }
+    }
+
+    /// Where its model lies, as it says itself or as we were told.
+    async fn model_directory(&self, until: Until) -> Result<PathBuf, EngineError> {
+        let known = self.model_directory.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        let (_, root) = self.served(until).await?;
+        let root = PathBuf::from(root);
+        if !root.is_absolute() || !root.is_dir() {
+            return Err(unsupported(
+                format!("the server's model directory {} is not seen from here, and its snapshot is to be written there", root.display()),
+                "give the agent that directory (--model-dir, or a volume at the same path)",
+            ));
+        }
+        *self.model_directory.lock().unwrap_or_else(PoisonError::into_inner) = Some(root.clone());
+        Ok(root)
+    }
+
+    /// Name and directory of the model that it serves. Asleep it does not say.
+    async fn served(&self, until: Until) -> Result<(String, String), EngineError> {
+        let answer = self.http.get("/v1/models", until).await?.json()?;
+        let text = |name: &str| answer.value().pointer(&format!("/data/0/{name}")).and_then(Value::as_str).map(str::to_owned);
+        match (text("id"), text("root")) {
+            (Some(id), Some(root)) => Ok((id, root)),
+            _ => Err(answer.bad("it names no model".into())),
+        }
+    }
+
+    /// Files are moved off the threads that serve others.
+    async fn of_snapshot<T: Send + 'static>(
+        &self,
+        until: Until,
+        work: impl FnOnce(Snapshot) -> Result<T, EngineError> + Send + 'static,
+    ) -> Result<T, EngineError> {
+        let directory = self.model_directory(until).await?;
+        let timeout = EngineError::Timeout { url: directory.display().to_string(), deadline: until.total() };
+        let working = tokio::task::spawn_blocking(move || Snapshot::find(&directory).and_then(work));
+        match tokio::time::timeout(until.left(), working).await {
+            Ok(done) => done.unwrap_or(Err(EngineError::Cancelled)),
+            Err(_) => Err(timeout),
+        }
+    }
+
+    /// Whether its weights are there and its workers live.
+    async fn has_weights(&self, until: Until) -> Result<bool, EngineError> {
+        let reply = self.http.get("/health", until).await?;
+        match reply.status() {
+            200 => Ok(true),
+            304 => Ok(false),
+            _ => Err(reply.into_status()),
+        }
+    }
+}
+
+/// `{"status": "success"}` with 200. An error that says that the workers took too long is no end of their work.
+fn success(url: &str, reply: Reply) -> Result<(), EngineError> {
+    if reply.status() == 500 {
+        let error = reply.into_status();
+        return match &error {
+            EngineError::Status { body, .. } if body.contains("Timeouted") => {
+                Err(EngineError::Timeout { url: url.to_owned(), deadline: WORKERS })
+            }
+            _ => Err(error),
+        };
+    }
+    reply.json()?.must("status", &json!("success")).map(drop)
+}
+
+fn unsupported(what: String, next_step: &str) -> EngineError {
+    EngineError::Unsupported { what, next_step: next_step.to_owned() }
+}
+
+#[async_trait]
+impl Server for Fastdeploy {
+    fn kind(&self) -> &'static str {
+        KIND
+    }
+
+    fn url(&self) -> &str {
+        self.http.url()
+    }
+
+    fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError> {
+        if pause != PausePolicy::Abort {
+            let what = match pause {
+                PausePolicy::External => "FastDeploy runs by itself behind an update, so a pause of the trainer's would not hold",
+                _ => "FastDeploy's pause ends running requests",
+            };
+            return Err(unsupported(what.into(), "set spec.update.pause to Abort for this pool"));
+        }
+        if kv_cache == KvCachePolicy::Keep {
+            return Err(unsupported("FastDeploy's pause empties the caches".into(), "set spec.update.kvCache to Reset for this pool"));
+        }
+        Ok(())
+    }
+
+    fn takes_directories(&self) -> Result<(), EngineError> {
+        match self.strategy() {
+            Strategy::Snapshot | Strategy::Unseen => Ok(()),
+            Strategy::AsyncIpc { .. } => {
+                Err(unsupported("FastDeploy was started for weights from GPU memory".into(), "give its agent the engine's GPU"))
+            }
+            Strategy::Other(strategy) => Err(no_way(&strategy)),
+        }
+    }
+
+    async fn facts(&self, until: Until) -> Result<EngineFacts, EngineError> {
+        let control = self.http.get("/v1/is_paused", until).await?;
+        match control.status() {
+            401 | 403 => {
+                return Err(unsupported(
+                    format!("{} refuses the API key", self.http.url()),
+                    "give the key that the server was started with (--api-key) as the engine's apiKeySecretRef",
+                ));
+            }
+            404 | 405 => return Err(unsupported(format!("{} has no control routes", self.http.url()), NEWER)),
+            _ => paused(control)?,
+        };
+        self.has_weights(until).await?;
+        let words = self.process().map(|process| (process.has("--dynamic-load-weight"), process.value("--tensor-parallel-size").map(str::to_owned)));
+        if let Some((dynamic, ranks)) = words {
+            if !dynamic {
+                return Err(unsupported(format!("{} cannot change its weights", self.http.url()), START));
+            }
+            if ranks.as_deref().is_some_and(|ranks| ranks != "1") {
+                return Err(unsupported(
+                    format!("{} has {} ranks, each of which reads a snapshot of its own shards", self.http.url(), ranks.unwrap_or_default()),
+                    "run FastDeploy with --tensor-parallel-size 1",
+                ));
+            }
+        }
+        let delivery = match self.strategy() {
+            Strategy::Other(strategy) => return Err(no_way(&strategy)),
+            Strategy::AsyncIpc { .. } => "GPU memory: the asynchronous IPC message",
+            Strategy::Snapshot | Strategy::Unseen => {
+                self.of_snapshot(until, |_| Ok(())).await?;
+                "ipc_snapshot, a file in its model directory"
+            }
+        };
+        Ok(EngineFacts {
+            kind: KIND.to_owned(),
+            // It does not tell; its control routes came with 2.6.
+            server_version: "2.6 or newer".to_owned(),
+            size: 1,
+            url: self.http.url().to_owned(),
+            delivery: delivery.to_owned(),
+            answer_version: "none".to_owned(),
+        })
+    }
+
+    async fn front(&self, until: Until) -> Result<(), EngineError> {
+        self.has_weights(until).await.map(drop)
+    }
+
+    async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
+        self.front(until).await?;
+        Ok(self.process().map_or_else(|| UNKNOWN.to_owned(), |process| process.start))
+    }
+
+    /// The question whether it is paused goes through the engine.
+    async fn holding(&self, until: Until) -> Result<Holding, EngineError> {
+        self.is_paused(until).await?;
+        Ok(self.record.read(&self.fingerprint(until).await?))
+    }
+
+    async fn write(&self, holding: &Holding, until: Until) -> Result<(), EngineError> {
+        let start = self.fingerprint(until).await?;
+        self.record.write(&start, holding).map_err(|error| {
+            unsupported(format!("what the engine holds cannot be recorded: {error}"), "give the agent a directory that it can write to")
+        })
+    }
+
+    async fn pause(&self, _: PausePolicy, _: KvCachePolicy, until: Until) -> Result<(), EngineError> {
+        self.control("/v1/pause", until).await
+    }
+
+    async fn is_paused(&self, until: Until) -> Result<bool, EngineError> {
+        paused(self.http.get("/v1/is_paused", until).await?)
+    }
+
+    async fn unpause(&self, until: Until) -> Result<(), EngineError> {
+        self.control("/v1/resume", until).await
+    }
+
+    fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<(), EngineError> {
+        if matches!(self.strategy(), Strategy::AsyncIpc { .. }) {
+            return fit::check(served, tensors);
+        }
+        let parameters = Snapshot::find(served)?.specs()?;
+        fit::compare(&parameters, tensors, false)?;
+        let other = tensors.iter().find(|tensor| parameters.iter().any(|each| each.name == tensor.name && each.dtype != tensor.dtype));
+        match other {
+            Some(tensor) => Err(unsupported(
+                format!("{} comes as {:?}, and FastDeploy converts nothing", tensor.name, tensor.dtype),
+                "publish each tensor in the element type of the server's parameter",
+            )),
+            None => Ok(()),
+        }
+    }
+
+    async fn stage(&self, from: &Path, until: Until) -> Result<Option<PathBuf>, EngineError> {
+        let from = from.to_owned();
+        if self.model_directory(until).await? == from {
+            return Ok(None);
+        }
+        self.of_snapshot(until, move |snapshot| snapshot.stage(&from)).await.map(Some)
+    }
+
+    /// The snapshot is replaced, and read: both tags asleep one by one, then both awake in one call, because a call with two tags ends at the
+    /// first that has nothing to do. It runs by itself then, so it is paused at once, until it was looked at.
+    async fn load(&self, _: &Path, until: Until) -> Result<(), EngineError> {
+        let switched = self.of_snapshot(until, |snapshot| {
+            snapshot.switch().map_err(|cause| unsupported(format!("the snapshot cannot be replaced: {cause}"), "look at the model directory"))
+        });
+        switched.await?;
+        self.control("/v1/sleep?tags=kv_cache", until).await?;
+        self.control("/v1/sleep?tags=weight", until).await?;
+        self.control("/v1/wakeup?tags=weight,kv_cache", until).await?;
+        self.control("/v1/pause", until).await?;
+        if self.has_weights(until).await? {
+            return Ok(());
+        }
+        let body = "it said that it woke up, and its workers have no weights".to_owned();
+        Err(EngineError::NotSuccess { url: self.http.url().to_owned(), body })
+    }
+
+    async fn clear_failed_load(&self, _: Until) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    /// Pausing empties them, and sleeping frees them.
+    async fn reset_cache(&self, _: Until) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    async fn generate(&self, until: Until) -> Result<(), EngineError> {
+        let (model, _) = self.served(until).await?;
+        let body = json!({"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0});
+        let answer = self.http.post("/v1/completions", Some(&body), until).await?.json()?;
+        let generated = answer.value().pointer("/usage/completion_tokens").and_then(Value::as_u64);
+        if generated.is_some_and(|tokens| tokens > 0) { Ok(()) } else { Err(answer.bad("it generated no token".to_owned())) }
+    }
+
+    async fn abort_all(&self, until: Until) -> Result<(), EngineError> {
+        self.control("/v1/pause", until).await
+    }
+
+    /// The snapshot that was there before the first version, where it was kept.
+    async fn startup_checkpoint(&self, until: Until) -> Result<String, EngineError> {
+        let directory = self.model_directory(until).await?;
+        let kept = snapshot::kept(&directory);
+        Ok(if kept.is_dir() { kept } else { directory }.to_string_lossy().into_owned())
+    }
+
+    async fn device_route(
+        &self,
+        _: PausePolicy,
+        _: KvCachePolicy,
+        _: Option<&Path>,
+        _: Until,
+    ) -> Result<DeviceRoute, EngineError> {
+        match self.strategy() {
+            Strategy::AsyncIpc { .. } => Ok(DeviceRoute { name: "ipc_async", gpus: Vec::new(), gated: true, why_not_faster: None }),
+            Strategy::Other(strategy) => Err(no_way(&strategy)),
+            Strategy::Snapshot | Strategy::Unseen => {
+                Err(unsupported("FastDeploy with ipc_snapshot reads a file".into(), "it is fed from a directory"))
+            }
+        }
+    }
+
+    async fn open_feed(&self, job: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {
+        let Strategy::AsyncIpc { address, device } = self.strategy() else {
+            return Err(unsupported("FastDeploy was not started for weights from GPU memory".into(), START));
+        };
+        Ok(Box::new(async_ipc::AsyncIpc::open(self.http.clone(), &job, &address, device, until).await?))
+    }
+}
+
+/// `{"is_paused": bool}`, by itself or as the result of a control call.
+fn paused(reply: Reply) -> Result<bool, EngineError> {
+    let answer = reply.json()?;
+    let found = answer.value().pointer("/result/is_paused").or_else(|| answer.value().get("is_paused")).and_then(Value::as_bool);
+    found.ok_or_else(|| answer.bad("\"is_paused\" is neither true nor false".to_owned()))
+}
+
+/// Why a server that was started so cannot be fed by us.
+fn no_way(strategy: &str) -> EngineError {
+    let what = match strategy {
+        "rsync" => "FastDeploy with --load_strategy rsync gets its weights by checkpoint_transfer, a library that is not public".to_owned(),
+        "ipc" => "FastDeploy with --load_strategy ipc goes on using the trainer's memory in place, so the whole model would have to stay there".to_owned(),
+        "none" => "FastDeploy was started without a --load_strategy".to_owned(),
+        other => format!("FastDeploy's --load_strategy {other} is not known here"),
+    };
+    unsupported(what, START)
+}

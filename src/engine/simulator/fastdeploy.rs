@@ -1,0 +1,347 @@
+//! The endpoints of FastDeploy (control API of 2.6, legacy API, `load_strategy` ipc_snapshot, ipc and rsync) with their order rules, as read in
+//! `docs/features/weight_update.md`, `engine/common_engine.py`, `worker/gpu_model_runner.py` and `rl/dynamic_weight_manager.py`, and in the
+//! threads of its pull requests 7472 and 7951. No server was run.
+//!
+//! Rules kept on purpose: a control call fails with 500 and the text of the exception; `update_weights` wants a pause and does not resume; a
+//! pause ends requests with an error; sleep pauses and wake-up resumes, each by itself; a sleep or wake-up ends at the first tag that has
+//! nothing to do and says success; weights alone do not wake up under CUDA graphs while the cache sleeps; a wake-up does not look whether all
+//! parameters came; the legacy route does, and does nothing where weights are there; without weights `/health` and inference answer 304; a
+//! control call of 60 s is answered with an error while the workers go on; names that the model does not know are passed over.
+
+mod load;
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::extract::{RawQuery, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Extension, Json, Router};
+use http::StatusCode;
+use serde_json::{Value, json};
+
+use super::GpuOptions;
+use super::completions::completions;
+use super::core::Pause;
+use super::front::Front;
+
+pub(super) use self::load::start_from;
+
+/// How a simulated FastDeploy was started.
+#[derive(Debug, Clone)]
+pub struct FastdeployOptions {
+    /// `--dynamic-load-weight`.
+    pub dynamic_load_weight: bool,
+    /// `--load_strategy`: `ipc_snapshot`, `ipc` or `rsync`.
+    pub load_strategy: String,
+    /// `ENABLE_V1_KVCACHE_SCHEDULER`, which pausing needs.
+    pub v1_scheduler: bool,
+    /// `FD_ENABLE_V1_UPDATE_WEIGHTS`: the legacy routes pause and resume by themselves.
+    pub v1_update_weights: bool,
+    /// Whether CUDA graphs are captured.
+    pub graphs: bool,
+    /// Whether a draft model (MTP) runs beside the main one.
+    pub mtp: bool,
+    /// Folder with a checkpoint for each version that a trainer published by `checkpoint_transfer`. None: the library is not installed.
+    pub transfer: Option<PathBuf>,
+    /// `rsync_config.transfer_mode`: what a call without one uses.
+    pub transfer_mode: String,
+    /// `rsync_config.gdr_release_cache`: caches and graphs go while weights stream in, and are built again.
+    pub release_cache: bool,
+    /// Where the worker connects for the message of pull request 7472; none: the server does not carry it.
+    pub async_ipc: Option<String>,
+    /// What the engine waits for its workers.
+    pub worker_timeout: Duration,
+}
+
+impl Default for FastdeployOptions {
+    fn default() -> Self {
+        Self {
+            dynamic_load_weight: true,
+            load_strategy: "ipc_snapshot".to_owned(),
+            v1_scheduler: true,
+            v1_update_weights: false,
+            graphs: true,
+            mtp: false,
+            transfer: None,
+            transfer_mode: "rdma".to_owned(),
+            release_cache: false,
+            async_ipc: None,
+            worker_timeout: Duration::from_secs(60),
+        }
+    }
+}
+
+/// What is where in GPU memory.
+#[derive(Debug, Clone)]
+struct Memory {
+    weight_sleeps: bool,
+    cache_sleeps: bool,
+    graphs: bool,
+    mtp_cache: bool,
+    /// How often caches were built anew, and graphs captured anew.
+    rebuilt: u32,
+    recaptured: u32,
+    /// Parameters that hold nothing.
+    empty: BTreeSet<String>,
+    /// The version of the last `update_weights`.
+    version: Option<String>,
+}
+
+struct Fastdeploy {
+    options: FastdeployOptions,
+    gpus: GpuOptions,
+    model_directory: PathBuf,
+    memory: Mutex<Memory>,
+}
+
+impl Fastdeploy {
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `is_workers_alive` and the signal of the weights.
+    fn serves(&self) -> bool {
+        !self.memory().weight_sleeps
+    }
+}
+
+type Shared = Extension<Arc<Fastdeploy>>;
+
+/// Everything, once there is a key.
+pub(super) fn guarded(path: &str) -> bool {
+    path.starts_with("/v1")
+}
+
+/// The routes.
+pub(super) fn routes(options: FastdeployOptions, gpus: GpuOptions, model_directory: PathBuf) -> Router<Arc<Front>> {
+    let memory = Memory {
+        weight_sleeps: false,
+        cache_sleeps: false,
+        graphs: options.graphs,
+        mtp_cache: options.mtp,
+        rebuilt: 0,
+        recaptured: 0,
+        empty: BTreeSet::new(),
+        version: None,
+    };
+    let state = Arc::new(Fastdeploy { options, gpus, model_directory, memory: Mutex::new(memory) });
+    Router::new()
+        .route("/health", get(health))
+        .route("/ping", get(health).post(health))
+        .route("/v1/models", get(models))
+        .route("/v1/completions", post(complete))
+        .route("/v1/pause", post(pause))
+        .route("/v1/resume", post(resume))
+        .route("/v1/is_paused", get(is_paused))
+        .route("/v1/sleep", post(sleep))
+        .route("/v1/wakeup", post(wakeup))
+        .route("/v1/update_weights", post(update_weights))
+        .route("/clear_load_weight", get(clear_load_weight))
+        .route("/update_model_weight", get(update_model_weight))
+        .route("/simulator/memory", get(memory_report))
+        .layer(Extension(state))
+}
+
+/// The answer of a control call.
+fn control(method: &str, done: Result<Value, String>) -> Response {
+    let (code, status, message, result) = match done {
+        Ok(result) => (StatusCode::OK, "success", "Success".to_owned(), result),
+        Err(cause) => (StatusCode::INTERNAL_SERVER_ERROR, "error", format!("Failed run control method {method}: {cause}"), Value::Null),
+    };
+    (code, Json(json!({"request_id": format!("control-{method}"), "status": status, "error_message": message, "result": result}))).into_response()
+}
+
+fn bad(message: &str) -> Response {
+    (StatusCode::BAD_REQUEST, Json(json!({"request_id": "control", "status": "error", "error_message": message, "result": null}))).into_response()
+}
+
+/// A status of 304 has no body, whatever the server meant to say in it.
+fn no_weights() -> Response {
+    StatusCode::NOT_MODIFIED.into_response()
+}
+
+async fn health(Extension(state): Shared) -> Response {
+    if state.serves() { StatusCode::OK.into_response() } else { no_weights() }
+}
+
+async fn models(State(front): State<Arc<Front>>, Extension(state): Shared) -> Response {
+    if state.options.dynamic_load_weight && !state.serves() {
+        return no_weights();
+    }
+    Json(json!({"object": "list", "data": [{
+        "id": front.model, "object": "model", "created": 0, "owned_by": "FastDeploy", "root": front.model_directory, "parent": null,
+        "max_model_len": front.max_model_len, "permission": [],
+    }]}))
+    .into_response()
+}
+
+async fn complete(front: State<Arc<Front>>, Extension(state): Shared, body: Bytes) -> Response {
+    if state.options.dynamic_load_weight && !state.serves() {
+        return no_weights();
+    }
+    let answered = completions(front, body).await;
+    if answered.status() != StatusCode::OK {
+        return answered;
+    }
+    let Ok(body) = axum::body::to_bytes(answered.into_body(), usize::MAX).await else { return StatusCode::INTERNAL_SERVER_ERROR.into_response() };
+    let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
+    if answer.pointer("/choices/0/finish_reason").and_then(Value::as_str) == Some("abort") {
+        let error = json!({"message": "Request is aborted since LLM Engine is paused.", "type": "internal_error", "param": null, "code": null});
+        return (StatusCode::INTERNAL_SERVER_ERROR, Json(json!({"error": error}))).into_response();
+    }
+    Json(answer).into_response()
+}
+
+/// Ends running and waiting requests; new ones wait.
+async fn do_pause(front: &Front, state: &Fastdeploy) -> Result<(), String> {
+    if !state.options.v1_scheduler {
+        return Err("pause only supported in ENABLE_V1_KVCACHE_SCHEDULER".into());
+    }
+    front.core.change(|core| core.pause = Pause::New);
+    front.core.abort_all();
+    front.core.drained().await.map_err(|_| "worker may Hanged".to_owned())?;
+    front.core.change(|core| core.pause = Pause::All);
+    front.core.reset_cache();
+    Ok(())
+}
+
+fn do_resume(front: &Front) {
+    front.core.change(|core| core.pause = Pause::Running);
+}
+
+fn is_paused_now(front: &Front) -> bool {
+    front.core.state().pause != Pause::Running
+}
+
+async fn pause(State(front): State<Arc<Front>>, Extension(state): Shared) -> Response {
+    control("pause", do_pause(&front, &state).await.map(|()| Value::Null))
+}
+
+async fn resume(State(front): State<Arc<Front>>) -> Response {
+    do_resume(&front);
+    control("resume", Ok(Value::Null))
+}
+
+async fn is_paused(State(front): State<Arc<Front>>) -> Response {
+    control("is_paused", Ok(json!({"is_paused": is_paused_now(&front)})))
+}
+
+/// `?tags=weight,kv_cache`; both when there are none.
+fn tags(query: Option<&str>) -> Result<Vec<&str>, Box<Response>> {
+    let named = query.unwrap_or_default().split('&').find_map(|pair| pair.strip_prefix("tags=")).filter(|tags| !tags.is_empty());
+    let tags: Vec<&str> = named.map_or_else(|| vec!["weight", "kv_cache"], |tags| tags.split(',').collect());
+    match tags.iter().find(|tag| !["weight", "kv_cache"].contains(*tag)) {
+        Some(unknown) => Err(Box::new(bad(&format!("Invalid tag: {unknown}, supported tags: weight, kv_cache")))),
+        None => Ok(tags),
+    }
+}
+
+async fn sleep(State(front): State<Arc<Front>>, Extension(state): Shared, RawQuery(query): RawQuery) -> Response {
+    let tags = match tags(query.as_deref()) {
+        Ok(tags) => tags,
+        Err(refusal) => return *refusal,
+    };
+    if let Err(cause) = do_pause(&front, &state).await {
+        return control("sleep", Err(cause));
+    }
+    load::sleep(&front, &state, &tags);
+    control("sleep", Ok(json!([null])))
+}
+
+async fn wakeup(State(front): State<Arc<Front>>, Extension(state): Shared, RawQuery(query): RawQuery) -> Response {
+    let tags = match tags(query.as_deref()) {
+        Ok(tags) => tags.into_iter().map(str::to_owned).collect::<Vec<_>>(),
+        Err(refusal) => return *refusal,
+    };
+    let (behind, of) = (front.clone(), state.clone());
+    let woken = within(state.options.worker_timeout, async move { load::wakeup(&behind, &of, &tags).await }).await;
+    if woken.is_ok() {
+        do_resume(&front);
+    }
+    control("wakeup", woken.map(|()| json!([null])))
+}
+
+async fn update_weights(State(front): State<Arc<Front>>, Extension(state): Shared, body: Bytes) -> Response {
+    let body: Value = if body.is_empty() { json!({}) } else { serde_json::from_slice(&body).unwrap_or_default() };
+    let Some(fields) = body.as_object() else { return bad("request body is not a JSON object") };
+    let typed = |name: &str, fits: fn(&Value) -> bool| fields.get(name).is_none_or(|value| value.is_null() || fits(value));
+    for (name, fits, what) in [
+        ("version", Value::is_string as fn(&Value) -> bool, "a string"),
+        ("transfer_mode", Value::is_string, "a string"),
+        ("verify_checksum", Value::is_boolean, "a boolean"),
+    ] {
+        if !typed(name, fits) {
+            return bad(&format!("Invalid parameter type, expected {what} for {name}"));
+        }
+    }
+    if !is_paused_now(&front) {
+        return control("update_weights", Err("Pause LLM Engine first before calling updating weights".into()));
+    }
+    let text = |name: &str| fields.get(name).and_then(Value::as_str).map(str::to_owned);
+    let (version, mode) = (text("version"), text("transfer_mode"));
+    let verify = fields.get("verify_checksum").and_then(Value::as_bool).unwrap_or(false);
+    let (behind, of) = (front.clone(), state.clone());
+    let work = async move { load::transfer(&behind, &of, version, mode, verify).await };
+    control("update_weights", within(state.options.worker_timeout, work).await)
+}
+
+/// What the workers do goes on behind the engine's own patience.
+async fn within<T: Send + 'static>(limit: Duration, work: impl Future<Output = Result<T, String>> + Send + 'static) -> Result<T, String> {
+    let working = tokio::spawn(work);
+    match tokio::time::timeout(limit, working).await {
+        Ok(done) => done.unwrap_or_else(|error| Err(error.to_string())).map_err(|cause| format!("Call Worker error: {cause}")),
+        // The number in the text is not the one that is waited for; it is so in the source.
+        Err(_) => Err("Worker Update Weights Timeouted after 600s".into()),
+    }
+}
+
+const DISABLED: &str = "Dynamic Load Weight Disabled.";
+
+async fn clear_load_weight(State(front): State<Arc<Front>>, Extension(state): Shared) -> Response {
+    if !state.options.dynamic_load_weight {
+        return (StatusCode::NOT_FOUND, DISABLED).into_response();
+    }
+    if state.options.v1_update_weights
+        && let Err(cause) = do_pause(&front, &state).await
+    {
+        return (StatusCode::NOT_FOUND, cause).into_response();
+    }
+    // Without the new control path running requests are dropped by the workers.
+    front.core.abort_all();
+    load::sleep(&front, &state, &["weight", "kv_cache"]);
+    StatusCode::OK.into_response()
+}
+
+async fn update_model_weight(State(front): State<Arc<Front>>, Extension(state): Shared) -> Response {
+    if !state.options.dynamic_load_weight {
+        return (StatusCode::NOT_FOUND, DISABLED).into_response();
+    }
+    if state.serves() {
+        return StatusCode::OK.into_response();
+    }
+    match load::update_parameters(&front, &state).await {
+        Ok(()) => {
+            if state.options.v1_update_weights {
+                do_resume(&front);
+            }
+            StatusCode::OK.into_response()
+        }
+        Err(cause) => {
+            tracing::debug!(cause, "the simulated worker failed");
+            (StatusCode::NOT_FOUND, "Update model weight timeout").into_response()
+        }
+    }
+}
+
+/// The simulator's own: what is where in GPU memory.
+async fn memory_report(Extension(state): Shared) -> Json<Value> {
+    let memory = state.memory().clone();
+    Json(json!({
+        "weight": !memory.weight_sleeps, "kvCache": !memory.cache_sleeps, "graphs": memory.graphs, "mtpCache": memory.mtp_cache,
+        "rebuilt": memory.rebuilt, "recaptured": memory.recaptured, "empty": memory.empty, "version": memory.version,
+    }))
+}

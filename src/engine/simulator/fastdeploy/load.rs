@@ -1,0 +1,325 @@
+//! How weights leave and enter a simulated FastDeploy: sleep and wake-up, the snapshot, the library's stream, and the asynchronous message.
+//!
+//! Decides what each leaves behind when it fails in the middle, as the sources do: a snapshot and the GPU-direct stream replace parameter by
+//! parameter, the RDMA stream compares everything first; only the legacy route and the asynchronous message look for parameters that are still
+//! empty.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use serde_json::{Value, json};
+use zeromq::{RepSocket, Socket, SocketRecv, SocketSend};
+
+use super::Fastdeploy;
+use crate::engine::fastdeploy::snapshot::{is_legacy, parse};
+use crate::engine::simulator::faults::LoadFault;
+use crate::engine::simulator::front::Front;
+use crate::engine::simulator::served::read_file;
+use crate::engine::simulator::tensors::{Taken, field, number, shape, text};
+use crate::engine::simulator::unpickle;
+use crate::torch::paddle::dtype_name;
+use crate::torch::pickle::Value as Pickled;
+use crate::weights::Dtype;
+use xxhash_rust::xxh3::xxh3_128;
+
+/// The files of rank 0's snapshot in the order in which the server looks for them.
+pub(in crate::engine::simulator) fn start_from(directory: &Path) -> Result<Vec<PathBuf>, String> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(directory).map_err(|error| format!("{}: {error}", directory.display()))?.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if let Some((base, part)) = parse(&name) {
+            // Parts, then the whole file, then the legacy name.
+            found.push((part.is_none(), is_legacy(&base), part, entry.path()));
+        }
+    }
+    found.sort();
+    match found.first().cloned() {
+        Some((false, ..)) => Ok(found.into_iter().filter(|(whole, ..)| !whole).map(|(.., path)| path).collect()),
+        Some((.., path)) => Ok(vec![path]),
+        None => {
+            let shown = directory.display();
+            Err(format!("No snapshot found for model_state.tp0.0: checked {shown} (new/legacy) and /shared_ipc_meta/model_state.tp0.0.pdparams"))
+        }
+    }
+}
+
+/// Offloads; ends at the first tag that sleeps already.
+pub(super) fn sleep(front: &Front, state: &Fastdeploy, tags: &[&str]) {
+    if tags.contains(&"weight") {
+        if state.memory().weight_sleeps {
+            return;
+        }
+        let names = front.core.change_served(|served| {
+            served.clear();
+            served.tensors().into_keys().collect()
+        });
+        let mut memory = state.memory();
+        (memory.weight_sleeps, memory.graphs, memory.empty) = (true, false, names);
+    }
+    if tags.contains(&"kv_cache") {
+        if state.memory().cache_sleeps {
+            return;
+        }
+        front.core.reset_cache();
+        let mut memory = state.memory();
+        (memory.cache_sleeps, memory.mtp_cache) = (true, false);
+    }
+}
+
+/// Brings back; ends at the first tag that is awake already.
+pub(super) async fn wakeup(front: &Front, state: &Fastdeploy, tags: &[String]) -> Result<(), String> {
+    let named = |tag: &str| tags.iter().any(|each| each == tag);
+    if !named("kv_cache") && named("weight") && state.options.graphs && state.memory().cache_sleeps {
+        return Err("Waking up [weight] alone is not supported when CUDA Graph is enabled, as recapturing the graph requires the KV cache to be \
+                    rebuilt first. Please wake up [kv_cache] first."
+            .into());
+    }
+    if named("kv_cache") {
+        if !state.memory().cache_sleeps {
+            return Ok(());
+        }
+        rebuild_cache(state);
+    }
+    if named("weight") {
+        if !state.memory().weight_sleeps {
+            return Ok(());
+        }
+        reload(front, state).await?;
+        recapture(state);
+        state.memory().weight_sleeps = false;
+    }
+    Ok(())
+}
+
+fn rebuild_cache(state: &Fastdeploy) {
+    let mtp = state.options.mtp;
+    let mut memory = state.memory();
+    (memory.cache_sleeps, memory.mtp_cache) = (false, mtp);
+    memory.rebuilt += 1;
+}
+
+fn recapture(state: &Fastdeploy) {
+    if state.options.graphs {
+        let mut memory = state.memory();
+        memory.graphs = true;
+        memory.recaptured += 1;
+    }
+}
+
+/// `reload_model_weights`: by the strategy; asks for no completeness.
+async fn reload(front: &Front, state: &Fastdeploy) -> Result<(), String> {
+    match state.options.load_strategy.as_str() {
+        "ipc_snapshot" => snapshot(front, state).await,
+        "ipc" => Err("[Errno 2] No such file or directory: '/shared_ipc_meta/ipc_metas_0'".into()),
+        other => Err(format!("Unsupported strategy: {other}")),
+    }
+}
+
+/// The legacy route: by the strategy, and all parameters must be there in the end.
+pub(super) async fn update_parameters(front: &Arc<Front>, state: &Fastdeploy) -> Result<(), String> {
+    match (state.options.load_strategy.as_str(), state.options.async_ipc.as_deref()) {
+        ("ipc", Some(address)) => receive_all_buckets(front, state, address).await?,
+        _ => reload(front, state).await?,
+    }
+    rebuild_cache(state);
+    recapture(state);
+    verify(state)?;
+    state.memory().weight_sleeps = false;
+    Ok(())
+}
+
+/// `_verify_parameters("update")`.
+fn verify(state: &Fastdeploy) -> Result<(), String> {
+    match state.memory().empty.iter().next() {
+        None => Ok(()),
+        Some(name) => Err(format!("Model Parameter update verification failed: Param {name} initialized=False (expected True)")),
+    }
+}
+
+async fn snapshot(front: &Front, state: &Fastdeploy) -> Result<(), String> {
+    let fault = slow(front).await;
+    if fault == Some(LoadFault::AcknowledgeUnread) {
+        return Ok(());
+    }
+    let tensors = read(start_from(&state.model_directory)?).await?;
+    take(front, state, tensors, fault)
+}
+
+/// Time that a load takes, and what goes wrong with it.
+async fn slow(front: &Front) -> Option<LoadFault> {
+    let (wait, fault) = {
+        let mut core = front.core.state();
+        let fault = core.faults.load;
+        if fault == Some(LoadFault::FailHalfwayOnce) {
+            core.faults.load = None;
+        }
+        (core.faults.load_ms, fault)
+    };
+    tokio::time::sleep(Duration::from_millis(wait)).await;
+    fault
+}
+
+async fn read(files: Vec<PathBuf>) -> Result<Vec<Taken>, String> {
+    let reading = tokio::task::spawn_blocking(move || {
+        let mut all = Vec::new();
+        for file in files {
+            all.extend(read_file(&file)?);
+        }
+        Ok(all)
+    });
+    reading.await.map_err(|error| error.to_string())?
+}
+
+/// Parameter by parameter; one that does not match ends it where it is.
+fn take(front: &Front, state: &Fastdeploy, tensors: Vec<Taken>, fault: Option<LoadFault>) -> Result<(), String> {
+    if tensors.is_empty() {
+        return Err("No parameter found in state dict {}".into());
+    }
+    let half = tensors.len() / 2;
+    front.core.change_served(|served| {
+        for (index, tensor) in tensors.into_iter().enumerate() {
+            if index == half && matches!(fault, Some(LoadFault::FailHalfway | LoadFault::FailHalfwayOnce)) {
+                return Err("ResourceExhaustedError: Out of memory error on GPU 0".to_owned());
+            }
+            let name = tensor.name.clone();
+            served.matches(&tensor)?;
+            served.take(tensor, fault, index == 0)?;
+            state.memory().empty.remove(&name);
+        }
+        Ok(())
+    })
+}
+
+/// `update_weights_by_rdma` and `update_weights_by_gdr`: the stream of a library that is not public, played from a folder.
+pub(super) async fn transfer(
+    front: &Front,
+    state: &Fastdeploy,
+    version: Option<String>,
+    mode: Option<String>,
+    verify_checksum: bool,
+) -> Result<Value, String> {
+    let mode = mode.unwrap_or_else(|| state.options.transfer_mode.clone()).to_lowercase();
+    if !matches!(mode.as_str(), "rdma" | "gdr") {
+        return Err(format!("Unsupported weight transfer_mode: {mode}"));
+    }
+    let Some(version) = version.filter(|version| !version.is_empty()).or_else(|| step(&state.model_directory)) else {
+        return Err("rsync model version not set, please set it in 1) {model_version}/version.yaml or 2) interface arguments 'version'".into());
+    };
+    let Some(published) = &state.options.transfer else { return Err("No module named 'checkpoint_transfer'".into()) };
+    let plain = Path::new(&version).components().count() == 1 && !version.starts_with('.');
+    let checkpoint = published.join(&version);
+    if !plain || !checkpoint.is_dir() {
+        return Err(format!("version mismatch: {version} was not published"));
+    }
+    let release = mode == "gdr" && state.options.release_cache;
+    if release {
+        front.core.reset_cache();
+        let mut memory = state.memory();
+        (memory.cache_sleeps, memory.graphs, memory.mtp_cache) = (true, false, false);
+    }
+    let fault = slow(front).await;
+    let tensors = read(vec![checkpoint.join(crate::weights::safetensors::SINGLE_FILE)]).await?;
+    if mode == "rdma" {
+        front.core.change_served(|served| tensors.iter().try_for_each(|tensor| served.knows(tensor)))
+            .map_err(|_| "Invalid new_state_dict, update parameters failed".to_owned())?;
+    } else if state.options.mtp && !tensors.iter().any(|tensor| tensor.name.contains("mtp_")) {
+        return Err("No MTP weights were cached from the GDR stream for auxiliary model loading.".into());
+    }
+    let count = tensors.len();
+    take(front, state, tensors, fault)?;
+    if release {
+        rebuild_cache(state);
+        recapture(state);
+    }
+    state.memory().version = Some(version.clone());
+    let mut result = json!({"update_cost": 0.0, "total_cost": 0.0, "version": version, "rank": 0});
+    if mode == "gdr" {
+        // The stream has no checksum to compare: the wish is passed over with a warning.
+        result["transfer_mode"] = json!("gdr");
+        result["update_count"] = json!(count);
+    } else {
+        result["sync_cost"] = json!(0.0);
+        result["verified"] = json!(verify_checksum);
+    }
+    Ok(json!([result]))
+}
+
+/// `step` of `version.yaml` in the model directory.
+fn step(directory: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(directory.join("version.yaml")).ok()?;
+    text.lines().find_map(|line| line.strip_prefix("step:")).map(|step| step.trim().to_owned()).filter(|step| !step.is_empty())
+}
+
+/// The worker of the asynchronous message: connects, clones bucket after bucket, and ends with the empty message.
+async fn receive_all_buckets(front: &Arc<Front>, state: &Fastdeploy, address: &str) -> Result<(), String> {
+    let mut socket = RepSocket::new();
+    socket.connect(address).await.map_err(|error| error.to_string())?;
+    let mut first = true;
+    loop {
+        let message = socket.recv().await.map_err(|error| error.to_string())?;
+        let bytes: Vec<u8> = message.into_vec().into_iter().flatten().collect();
+        let bucket = unpickle::read(&bytes).ok_or("UnpicklingError")?;
+        let answer = match &bucket {
+            Pickled::None => verify(state),
+            bucket => match field(bucket, "error") {
+                Ok(error) => return Err(format!("the sender gave up: {error:?}")),
+                Err(_) => clone_bucket(front, state, bucket, std::mem::take(&mut first)).await,
+            },
+        };
+        let text = answer.clone().err().unwrap_or_default();
+        socket.send(Bytes::from(text).into()).await.map_err(|error| error.to_string())?;
+        if bucket == Pickled::None {
+            return answer;
+        }
+    }
+}
+
+async fn clone_bucket(front: &Arc<Front>, state: &Fastdeploy, bucket: &Pickled, first: bool) -> Result<(), String> {
+    let Pickled::List(meta) = field(bucket, "buffer_meta")? else { return Err("TypeError: buffer_meta is no list".into()) };
+    let [Pickled::Text(handle), Pickled::Int(offset), Pickled::Int(size), Pickled::Int(2), Pickled::List(dims), Pickled::List(_), Pickled::Int(device)] =
+        meta.as_slice()
+    else {
+        return Err("ValueError: buffer_meta is not the seven of a uint8 tensor".into());
+    };
+    if *dims != [Pickled::Int(*size)] {
+        return Err("ValueError: the dimensions are not those of the buffer".into());
+    }
+    if *device >= state.gpus.uuids.len() as u64 {
+        return Err(format!("OSError: device {device} is not visible"));
+    }
+    // `encode("latin-1")`.
+    let handle: Option<Vec<u8>> = handle.chars().map(|c| u8::try_from(u32::from(c)).ok()).collect();
+    let memory = state.gpus.memory.open(&handle.ok_or("UnicodeEncodeError: 'latin-1' codec can't encode character")?)?;
+    let Pickled::List(params) = field(bucket, "params")? else { return Err("TypeError: params is no list".into()) };
+    let wait = front.core.state().faults.load_ms;
+    tokio::time::sleep(Duration::from_millis(wait)).await;
+    let mut taken = Vec::new();
+    for param in params {
+        let named = text(param, "dtype")?;
+        let dtype = Dtype::ALL.into_iter().find(|dtype| dtype_name(*dtype) == Some(named)).ok_or_else(|| format!("KeyError: '{named}'"))?;
+        let shape = shape(field(param, "shape")?)?;
+        let bytes = dtype.tensor_bytes(&shape).map_err(|_| "a shape".to_owned())?;
+        let begin = number(param, "offset")?;
+        if begin.saturating_add(bytes) > *size {
+            return Err(format!("ValueError: shape {shape:?} does not fit the buffer"));
+        }
+        let read = memory.read(offset.saturating_add(begin), bytes)?;
+        taken.push(Taken { name: text(param, "name")?.to_owned(), dtype, shape, digest: xxh3_128(&read) });
+    }
+    let fault = front.core.state().faults.load;
+    let half = front.core.state().served.tensors().len() / 2;
+    front.core.change_served(|served| {
+        for (index, tensor) in taken.into_iter().enumerate() {
+            let left = state.memory().empty.len();
+            if left <= half && matches!(fault, Some(LoadFault::FailHalfway | LoadFault::FailHalfwayOnce)) {
+                return Err("ResourceExhaustedError: Out of memory error on GPU 0".to_owned());
+            }
+            let name = tensor.name.clone();
+            served.take(tensor, fault, first && index == 0)?;
+            state.memory().empty.remove(&name);
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,263 @@
+//! FastDeploy alone: its snapshot, its message from GPU memory, its refusals, and what survives its traps.
+
+use std::time::Duration;
+
+use serde_json::json;
+use tokio::time::Instant;
+
+use super::gpu::GpuBench;
+use super::support::{Bench, SNAPSHOT, SOON, adapter, held, post, until, write_checkpoint};
+use crate::engine::simulator::{Faults, LoadFault, SimulatorOptions};
+use crate::engine::{EngineError, Holding, InstallJob, Resumed};
+use crate::protocol::{KvCachePolicy, PausePolicy};
+
+async fn bench(more: impl FnOnce(&mut SimulatorOptions)) -> Bench {
+    Bench::start_with("fastdeploy", Faults::default(), more).await
+}
+
+fn job(on: &Bench, version: u64) -> InstallJob {
+    on.job_with(version, PausePolicy::Abort)
+}
+
+async fn memory(on: &Bench) -> serde_json::Value {
+    on.get("/simulator/memory").await
+}
+
+#[tokio::test]
+async fn versions_in_a_row_take_the_snapshots_place_and_are_what_fresh_servers_serve() {
+    let on = bench(|options| options.fastdeploy.mtp = true).await;
+    let facts = on.engine.probe(SOON).await.unwrap();
+    assert_eq!((facts.kind.as_str(), facts.size), ("fastdeploy", 1));
+    for version in [2, 3, 2] {
+        let before = on.complete("the same prompt", 8).await;
+        let report = on.engine.install(&job(&on, version)).await.unwrap();
+        assert_eq!(report.start, on.engine.health(SOON).await.unwrap(), "the install is no restart");
+        assert_eq!(on.digest().await, on.fresh_digest(version).await);
+        assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(version)));
+        assert_ne!(on.complete("the same prompt", 8).await, before);
+        assert!(!on.is_paused().await);
+        let (placed, from) = (on.directory(1).join(SNAPSHOT), on.directory(version).join("model.safetensors"));
+        assert_eq!(std::fs::read(placed).unwrap(), std::fs::read(from).unwrap());
+    }
+    let memory = memory(&on).await;
+    assert_eq!((&memory["rebuilt"], &memory["recaptured"]), (&json!(3), &json!(3)), "caches and graphs are built anew each time");
+    assert_eq!((&memory["graphs"], &memory["mtpCache"], &memory["empty"]), (&json!(true), &json!(true), &json!([])));
+}
+
+#[tokio::test]
+async fn a_request_that_runs_ends_with_an_error_and_one_that_comes_waits_for_the_new_weights() {
+    let on = bench(|options| options.faults.token_ms = 5).await;
+    let url = format!("{}/v1/completions", on.simulator.url());
+    let body = json!({"model": "model", "prompt": "a long one", "max_tokens": 3000});
+    let (running, ()) = tokio::join!(post(&url, &body), async {
+        until("the request", || async { on.get("/simulator/digest").await["requests"] == json!(1) }).await;
+        on.engine.install(&job(&on, 2)).await.unwrap();
+    });
+    assert_eq!(running.0, 500);
+    assert!(running.1["error"]["message"].as_str().unwrap().contains("aborted since LLM Engine is paused"), "{running:?}");
+    assert_eq!(on.digest().await, on.fresh_digest(2).await);
+}
+
+#[tokio::test]
+async fn a_load_that_fails_once_is_repeated_although_only_one_of_two_tags_sleeps_by_then() {
+    let on = bench(|options| options.faults.load = Some(LoadFault::FailHalfwayOnce)).await;
+    on.engine.install(&job(&on, 2)).await.unwrap();
+    assert_eq!(on.digest().await, on.fresh_digest(2).await);
+    assert!(memory(&on).await["empty"].as_array().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn half_an_update_is_held_until_it_is_fed_or_the_first_snapshot_is_put_back() {
+    for put_back in [false, true] {
+        let on = bench(|_| {}).await;
+        on.engine.install(&job(&on, 2)).await.unwrap();
+        on.set_faults(Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }).await;
+        let error = on.engine.install(&job(&on, 3)).await.unwrap_err();
+        assert!(error.dirty && error.step == "load", "{error}");
+        assert!(error.to_string().contains("Out of memory"), "{error}");
+        assert!(on.is_paused().await);
+        assert_eq!(on.engine.resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(held(3)));
+        on.set_faults(Faults::default()).await;
+        if put_back {
+            on.engine.put_back(SOON).await.unwrap();
+            assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Startup);
+        } else {
+            on.engine.install(&job(&on, 3)).await.unwrap();
+        }
+        let version = if put_back { 1 } else { 3 };
+        assert_eq!(on.digest().await, on.fresh_digest(version).await);
+        assert!(!on.is_paused().await);
+    }
+}
+
+#[tokio::test]
+async fn a_wake_up_that_read_nothing_is_no_success() {
+    let on = bench(|options| options.faults.load = Some(LoadFault::AcknowledgeUnread)).await;
+    let error = on.engine.install(&job(&on, 2)).await.unwrap_err();
+    assert!(error.dirty && error.to_string().contains("opened none of their files"), "{error}");
+    assert!(on.is_paused().await);
+}
+
+#[tokio::test]
+async fn f93_workers_that_take_longer_than_the_engine_waits_are_not_asked_twice() {
+    let on = bench(|options| {
+        options.fastdeploy.worker_timeout = Duration::from_millis(50);
+        options.faults.load_ms = 400;
+    })
+    .await;
+    let error = on.engine.install(&job(&on, 2)).await.unwrap_err();
+    assert!(error.dirty && matches!(error.source, EngineError::Timeout { .. }), "{error}");
+    let wakeups = on.calls().await.iter().filter(|call| *call == "POST /v1/wakeup").count();
+    assert_eq!(wakeups, 1, "a load that may still run must not be joined by a second one");
+    assert!(on.is_paused().await, "it is held, whatever the workers do meanwhile");
+    // The workers end their work behind the error.
+    let fresh = on.fresh_digest(2).await;
+    until("the workers", || async { on.digest().await == fresh }).await;
+}
+
+#[tokio::test]
+async fn what_does_not_fit_is_refused_before_anything_is_touched() {
+    let on = bench(|_| {}).await;
+    let cases: [(&[(&str, &[u64])], &str); 3] = [
+        (&[("embed.weight", &[8, 4]), ("layer.q.weight", &[4, 4]), ("norm.weight", &[4])], "lacks layer.k.weight"),
+        (
+            &[("embed.weight", &[8, 4]), ("layer.q.weight", &[4, 4]), ("layer.k.weight", &[4, 4]), ("norm.weight", &[4]), ("x", &[1])],
+            "brings the unknown x",
+        ),
+        (&[("embed.weight", &[4, 8]), ("layer.q.weight", &[4, 4]), ("layer.k.weight", &[4, 4]), ("norm.weight", &[4])], "in another shape"),
+    ];
+    for (tensors, named) in cases {
+        write_checkpoint(&on.directory(2), tensors, 2);
+        let error = on.engine.install(&job(&on, 2)).await.unwrap_err();
+        assert!(!error.dirty && error.to_string().contains(named), "{error}");
+    }
+    assert!(on.calls().await.iter().all(|call| call.starts_with("GET")), "nothing was asked for but facts");
+    let mut halves = crate::weights::safetensors::Checkpoint::open(&on.directory(1)).unwrap().specs();
+    halves[0].dtype = crate::weights::Dtype::BF16;
+    let error = on.engine.fits(&halves).unwrap_err().to_string();
+    assert!(error.contains("converts nothing"), "{error}");
+}
+
+#[tokio::test]
+async fn a_policy_that_cannot_be_kept_is_refused_with_the_setting_that_can() {
+    let on = bench(|_| {}).await;
+    for (pause, kv_cache, named) in [
+        (PausePolicy::Keep, KvCachePolicy::Reset, "pause to Abort"),
+        (PausePolicy::Drain, KvCachePolicy::Reset, "pause to Abort"),
+        (PausePolicy::External, KvCachePolicy::Reset, "runs by itself"),
+        (PausePolicy::Abort, KvCachePolicy::Keep, "kvCache to Reset"),
+    ] {
+        let error = on.engine.accepts(pause, kv_cache).unwrap_err().to_string();
+        assert!(error.contains(named), "{error}");
+    }
+    on.engine.accepts(PausePolicy::Abort, KvCachePolicy::Reset).unwrap();
+}
+
+#[tokio::test]
+async fn what_only_a_closed_library_or_shared_memory_could_do_is_refused_with_that_reason() {
+    for (words, named) in [
+        (&["--dynamic-load-weight", "--load_strategy", "rsync"][..], "checkpoint_transfer, a library that is not public"),
+        (&["--dynamic-load-weight", "--load-strategy=ipc"], "memory in place"),
+        (&["--dynamic-load-weight", "--load_strategy", "ipc", "--rsync_config", r#"{"transfer_mode": "gdr"}"#], "memory in place"),
+        (&["--dynamic-load-weight"], "without a --load_strategy"),
+        (&["--load_strategy", "ipc_snapshot"], "--dynamic-load-weight"),
+        (&["--dynamic-load-weight", "--load_strategy", "ipc_snapshot", "--tensor-parallel-size", "2"], "its own shards"),
+    ] {
+        let on = GpuBench::start("fastdeploy", 1, Some(words), |_| {}).await;
+        let refusal = on.engine.probe(SOON).await.unwrap_err().to_string();
+        assert!(refusal.contains(named), "{words:?}: {refusal}");
+        assert!(refusal.contains("start FastDeploy") || refusal.contains("run FastDeploy"), "{refusal}");
+    }
+    let none = bench(|_| {}).await;
+    let elsewhere = tempfile::TempDir::new().unwrap();
+    let blind = adapter("fastdeploy", &none.simulator.url(), None, Some(elsewhere.path().to_owned()));
+    let refusal = blind.probe(SOON).await.unwrap_err().to_string();
+    assert!(refusal.contains("holds no model_state"), "{refusal}");
+}
+
+#[tokio::test]
+async fn the_next_life_of_the_agent_finds_the_model_directory_by_what_the_server_says() {
+    let on = bench(|_| {}).await;
+    let engine = adapter("fastdeploy", &on.simulator.url(), None, None);
+    engine.probe(SOON).await.unwrap();
+    engine.install(&job(&on, 2)).await.unwrap();
+    assert_eq!(on.digest().await, on.fresh_digest(2).await);
+}
+
+#[tokio::test]
+async fn a_server_that_starts_anew_reads_a_whole_snapshot() {
+    let mut on = bench(|_| {}).await;
+    on.engine.install(&job(&on, 2)).await.unwrap();
+    on.restart().await;
+    assert_eq!(on.digest().await, on.fresh_digest(2).await, "its snapshot is the last version");
+    on.engine.install(&job(&on, 3)).await.unwrap();
+    assert_eq!(on.digest().await, on.fresh_digest(3).await);
+}
+
+/// A server that was started for the asynchronous message, and the address.
+async fn message_bench(more: impl FnOnce(&mut SimulatorOptions)) -> GpuBench {
+    let folder = std::env::temp_dir().join(format!("fd-{}", uuid::Uuid::new_v4().simple()));
+    let address = format!("ipc://{}", folder.display());
+    let config = json!({"transfer_mode": "ipc_async", "ipc_address": address}).to_string();
+    let words = ["--dynamic-load-weight", "--load_strategy", "ipc", "--rsync_config", &config];
+    GpuBench::start("fastdeploy", 1, Some(&words), |options| {
+        "ipc".clone_into(&mut options.fastdeploy.load_strategy);
+        options.fastdeploy.async_ipc = Some(address.clone());
+        more(options);
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_asynchronous_message_brings_versions_from_gpu_memory_one_bucket_at_a_time() {
+    for v1 in [false, true] {
+        let on = message_bench(|options| options.fastdeploy.v1_update_weights = v1).await;
+        on.engine.probe(SOON).await.unwrap();
+        let route = on.engine.device_route(PausePolicy::Abort, KvCachePolicy::Reset, SOON).await.unwrap();
+        assert_eq!((route.name, route.gated), ("ipc_async", true));
+        for version in [2, 3] {
+            on.install(version).await.unwrap();
+            assert_eq!(on.bench.digest().await, on.bench.fresh_digest(version).await);
+            assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(version)));
+            assert!(!on.bench.is_paused().await);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_version_that_leaves_a_parameter_empty_is_found_by_the_workers_own_look() {
+    let on = message_bench(|_| {}).await;
+    // Nobody here sees the checkpoint that the server was started with, so nobody but the worker can tell.
+    std::fs::remove_file(on.bench.directory(1).join("model.safetensors")).unwrap();
+    let rest = [("embed.weight", &[8_u64, 4][..]), ("layer.q.weight", &[4, 4]), ("layer.k.weight", &[4, 4]), ("stranger", &[8, 4])];
+    write_checkpoint(&on.bench.directory(2), &rest, 2);
+    let error = on.install(2).await.unwrap_err();
+    assert!(error.dirty && error.to_string().contains("norm.weight initialized=False"), "{error}");
+    assert!(on.bench.is_paused().await);
+    on.install(3).await.unwrap();
+    assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await);
+}
+
+#[tokio::test]
+async fn f94_a_worker_that_cannot_clone_a_bucket_says_so_and_the_server_is_held_without_weights() {
+    let on = message_bench(|options| options.faults.load = Some(LoadFault::FailHalfway)).await;
+    let begun = Instant::now();
+    let error = on.install(2).await.unwrap_err();
+    assert!(error.dirty && error.to_string().contains("Out of memory"), "{error}");
+    assert!(begun.elapsed() < SOON / 2);
+    assert!(on.bench.is_paused().await);
+    on.bench.set_faults(Faults::default()).await;
+    on.install(3).await.unwrap();
+    assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await);
+}
+
+#[tokio::test]
+async fn a_message_that_is_broken_off_leaves_the_server_held_until_it_is_fed() {
+    let on = message_bench(|_| {}).await;
+    let (version, job) = (on.version(2), on.job(2));
+    let install = version.feed_some(on.engine.as_ref(), &job, 1).await;
+    assert!(install.abandon("the stream broke").await);
+    assert!(matches!(on.engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(_)));
+    on.install(3).await.unwrap();
+    assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await);
+}
