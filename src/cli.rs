@@ -7,6 +7,7 @@
 //! `impl NameArgs { pub fn run(self) -> anyhow::Result<ExitCode> }`, a variant of [`Command`], and an arm in [`Cli::run`].
 
 mod agent;
+pub mod conformance;
 pub mod controller;
 pub mod demo;
 pub mod doctor;
@@ -45,6 +46,8 @@ pub enum Command {
     Controller(controller::ControllerArgs),
     /// Run the agent of one pod.
     Agent(Box<agent::AgentArgs>),
+    /// Test whether an inference server keeps the protocol that WeightSync relies on: a live one, or simulators.
+    Conformance(Box<conformance::ConformanceArgs>),
     /// Have one engine on this machine take a checkpoint through the memory of its GPUs.
     Feed(Box<feed::FeedArgs>),
     /// Write what is made from the program's own types: CRDs, API reference, shell completion.
@@ -79,6 +82,7 @@ impl Cli {
         match self.command {
             Command::Controller(args) => args.run(),
             Command::Agent(args) => args.run(),
+            Command::Conformance(args) => args.run(),
             Command::Feed(args) => args.run(),
             Command::Generate(args) => args.run(),
             Command::Demo(args) => args.run(),

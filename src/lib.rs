@@ -15,6 +15,7 @@
 //! | [`torch`] | what torch and engines built on it read: pickles, written and never read; the store where ranks of a group meet | `weights` |
 //! | [`engine`], [`transport`] | how one engine is fed, how bytes travel | all above |
 //! | [`agent`] | what one member does: source (leads) and rollout (installs) | all above, never `controller` |
+//! | [`conformance`] | whether an engine's server keeps the protocol that its adapter relies on | `agent` and all above it |
 //! | [`coordinator`] | carries out membership decisions towards agents | all above but `agent`, `engine`, `transport` |
 //! | [`api`] | the Kubernetes resource | `protocol`, `plan` |
 //! | [`controller`], [`local`] | the same loop on a cluster, and on one host | all above but `agent` |
@@ -23,6 +24,7 @@
 pub mod agent;
 pub mod api;
 pub mod cli;
+pub mod conformance;
 pub mod controller;
 pub mod coordinator;
 pub mod engine;

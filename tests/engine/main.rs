@@ -7,6 +7,7 @@
 
 mod adapter;
 mod client;
+mod conformance;
 mod demo;
 mod models;
 mod real;

@@ -18,6 +18,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("torch", &["weights"][..]),
         ("engine", &["protocol", "weights", "runtime", "torch", "worker"][..]),
         ("agent", &["protocol", "weights", "plan", "runtime", "torch", "transport", "engine", "worker"][..]),
+        ("conformance", &["agent", "engine", "protocol", "weights", "worker"][..]),
         ("coordinator", &["protocol", "plan", "membership", "runtime"][..]),
         ("api", &["protocol", "plan", "weights"][..]),
         ("controller", &["api", "coordinator", "membership", "plan", "protocol", "runtime", "weights"][..]),
@@ -27,6 +28,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
             &[
                 "agent",
                 "api",
+                "conformance",
                 "controller",
                 "coordinator",
                 "engine",

@@ -50,3 +50,26 @@ fn links_between_documents_lead_somewhere() {
     }
     assert!(broken.is_empty(), "{broken:#?}");
 }
+
+#[test]
+fn every_test_that_the_table_of_traps_names_is_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut code = String::new();
+    let mut folders = vec![root.join("src"), root.join("tests")];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                code += &fs::read_to_string(path).unwrap();
+            }
+        }
+    }
+    let text = read("docs/engines/traps.md");
+    let rows: Vec<_> = text.lines().filter(|line| line.starts_with("| ") && line.split('|').nth(1).unwrap().trim().parse::<u32>().is_ok()).collect();
+    assert!(rows.len() >= 27, "{} rows", rows.len());
+    let tests = rows.iter().flat_map(|row| row.split('|').nth(4).unwrap().split('`').skip(1).step_by(2));
+    let missing: Vec<_> = tests.filter(|test| !code.contains(&format!("fn {test}("))).collect();
+    assert!(missing.is_empty(), "no such tests: {missing:?}");
+}

@@ -1,0 +1,198 @@
+//! Whether an inference server keeps the protocol that its adapter relies on: a suite for the people who make the engine, and for ours.
+//!
+//! Three parts, each a list of rows: a script of calls with the statuses and fields that must come; an update by the real adapter, proven by a
+//! round trip; and the same update with one call spoiled after the other, where nobody may end up serving something else than is said. Runs
+//! against a simulator that it starts itself, or a live server, of which it asks nothing that could disturb others unless it was told that it
+//! may. Decides what each row expects; never calls an unknown outcome a success.
+
+mod bed;
+mod client;
+mod install;
+mod memory;
+mod model;
+mod negative;
+mod proxy;
+mod script;
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use self::bed::Bed;
+use crate::engine::ApiKey;
+
+/// What to test, and how far to go.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// `vllm`, `sglang`, `lmdeploy`, `fastdeploy`.
+    pub engine: String,
+    /// The server; none starts simulators.
+    pub live: Option<Live>,
+    /// Longest wait for any answer.
+    pub patience: Duration,
+    /// Wait of the cases in which a call is never answered.
+    pub silence: Duration,
+}
+
+/// A server that runs.
+#[derive(Debug, Clone)]
+pub struct Live {
+    /// `http://HOST:PORT`.
+    pub url: String,
+    /// Its key.
+    pub api_key: Option<ApiKey>,
+    /// Name under which it serves its model; asked for when it is not given.
+    pub model_name: Option<String>,
+    /// The checkpoint that it was started with, and one of another version: both as this process and as the server see them.
+    pub checkpoints: Option<(PathBuf, PathBuf)>,
+    /// UUIDs of its GPUs, for a server that is fed from their memory and does not name them.
+    pub gpus: Vec<String>,
+    /// Whether it may be paused, and its weights changed.
+    pub destructive: bool,
+}
+
+/// How a row ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Outcome {
+    /// What came is what was expected.
+    Passed,
+    /// It is not.
+    Failed,
+    /// Not tried; the row says why.
+    Skipped,
+}
+
+/// One step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Row {
+    /// `script`, `update` or `negative`, with the way by which weights go where there are several.
+    pub part: String,
+    /// What was done.
+    pub step: String,
+    /// What must come.
+    pub expected: String,
+    /// What came.
+    pub found: String,
+    /// Whether that is enough.
+    pub outcome: Outcome,
+}
+
+impl Row {
+    fn new(part: &str, step: impl Into<String>, expected: impl Into<String>, found: Result<String, String>) -> Self {
+        let outcome = if found.is_ok() { Outcome::Passed } else { Outcome::Failed };
+        let found = found.unwrap_or_else(|found| found);
+        Self { part: part.to_owned(), step: step.into(), expected: expected.into(), found, outcome }
+    }
+
+    fn skipped(part: &str, step: impl Into<String>, why: impl Into<String>) -> Self {
+        Self { part: part.to_owned(), step: step.into(), expected: "-".to_owned(), found: why.into(), outcome: Outcome::Skipped }
+    }
+}
+
+/// Everything that was found.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Report {
+    /// The kind.
+    pub engine: String,
+    /// The server; none for simulators.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub url: Option<String>,
+    /// All steps in their order.
+    pub rows: Vec<Row>,
+}
+
+impl Report {
+    /// How many rows ended so.
+    pub fn count(&self, outcome: Outcome) -> usize {
+        self.rows.iter().filter(|row| row.outcome == outcome).count()
+    }
+
+    /// Whether nothing failed and something was tried.
+    pub fn passed(&self) -> bool {
+        self.count(Outcome::Failed) == 0 && self.count(Outcome::Passed) > 0
+    }
+}
+
+/// Why the suite cannot begin.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ConformanceError {
+    #[error("there is no engine {0:?}: use one of {1}")]
+    UnknownEngine(String, String),
+    #[error("the suite's own files cannot be made: {0}")]
+    Files(#[from] std::io::Error),
+    #[error("the simulator does not start: {0}")]
+    Simulator(#[from] crate::engine::simulator::SimulatorError),
+    #[error(transparent)]
+    Engine(#[from] crate::engine::EngineError),
+    #[error("the HTTP client cannot be set up: {0}")]
+    Client(String),
+}
+
+/// A way by which weights go into an engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// From a directory.
+    Directory,
+    /// From GPU memory, over the route of this name.
+    Device(&'static str),
+    /// Whichever a live server has.
+    Any,
+}
+
+impl Way {
+    fn part(self, part: &str) -> String {
+        match self {
+            Self::Directory => format!("{part}, directory"),
+            Self::Device(name) => format!("{part}, {name}"),
+            Self::Any => part.to_owned(),
+        }
+    }
+}
+
+/// The ways of a simulated engine.
+fn ways(engine: &str) -> &'static [Way] {
+    match engine {
+        "vllm" | "sglang" => &[Way::Directory, Way::Device("checkpoint-engine")],
+        "lmdeploy" => &[Way::Device("update_weights"), Way::Device("checkpoint-engine")],
+        "fastdeploy" => &[Way::Directory, Way::Device("ipc_async")],
+        _ => &[],
+    }
+}
+
+/// Runs the suite.
+///
+/// # Errors
+///
+/// There is no such engine, or the suite itself cannot begin. What is wrong with the server is in the rows.
+pub async fn run(options: &Options) -> Result<Report, ConformanceError> {
+    if ways(&options.engine).is_empty() {
+        return Err(ConformanceError::UnknownEngine(options.engine.clone(), crate::engine::kinds().collect::<Vec<_>>().join(", ")));
+    }
+    let mut rows = Vec::new();
+    if let Some(live) = &options.live {
+        let bed = Bed::live(options, live)?;
+        rows.extend(script::play(&bed).await?);
+        let changed = install::rows(&bed, Way::Any).await?;
+        let works = changed.iter().all(|row| row.outcome != Outcome::Failed);
+        rows.extend(changed);
+        let why = "the update itself does not work";
+        rows.extend(if works { negative::live(&bed).await? } else { vec![Row::skipped("negative", "every call spoiled", why)] });
+    } else {
+        for (number, way) in ways(&options.engine).iter().enumerate() {
+            let bed = Bed::simulated(options, *way).await?;
+            if number == 0 {
+                rows.extend(script::play(&bed).await?);
+            }
+            rows.extend(install::rows(&bed, *way).await?);
+            rows.extend(negative::simulated(options, *way).await?);
+        }
+    }
+    Ok(Report { engine: options.engine.clone(), url: options.live.as_ref().map(|live| live.url.clone()), rows })
+}

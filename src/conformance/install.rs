@@ -1,0 +1,142 @@
+//! An update by the real adapter, and the proof that it happened: there and back again.
+//!
+//! Expects that the server is what the adapter says, that another version changes what it computes, and that the first version back again gives
+//! exactly what the server computed at the start: a change alone would also be seen of garbage.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+use super::bed::{Bed, held};
+use super::{ConformanceError, Row, Way};
+use crate::agent::hand_over::feed_checkpoint;
+use crate::engine::{DeviceJob, Engine, EngineError, Holding, InstallError, InstallReport, Resumed};
+use crate::protocol::{KvCachePolicy, PausePolicy};
+use crate::weights::Layout;
+use crate::weights::safetensors::Checkpoint;
+use crate::worker::{Ring, Worker, WorkerStart};
+
+/// All rows.
+pub(super) async fn rows(bed: &Bed, way: Way) -> Result<Vec<Row>, ConformanceError> {
+    let part = &way.part("update");
+    let engine = bed.adapter(&bed.url)?;
+    let engine = engine.as_ref();
+    let mut rows = Vec::new();
+    let probed = engine.probe(bed.patience).await.map(|facts| format!("{} {}, {} ranks, {}", facts.kind, facts.server_version, facts.size, facts.delivery));
+    let works = probed.is_ok();
+    rows.push(Row::new(part, "probe", "an engine that can be updated", probed.map_err(|error| error.to_string())));
+    if !works {
+        return Ok(rows);
+    }
+    let health = engine.health(bed.patience).await;
+    rows.push(Row::new(part, "health", "it lives", health.map(|start| start.0).map_err(|error| error.to_string())));
+    match bed.route(engine).await {
+        Ok(route) => {
+            let expected = match way {
+                Way::Device(name) => name.to_owned(),
+                Way::Directory | Way::Any => "a way from GPU memory".to_owned(),
+            };
+            let right = !matches!(way, Way::Device(name) if name != route.name);
+            let why = route.why_not_faster.map(|why| format!(" ({why})")).unwrap_or_default();
+            let found = format!("{}{why}", route.name);
+            rows.push(Row::new(part, "way from GPU memory", expected, if right { Ok(found) } else { Err(found) }));
+        }
+        Err(error) if matches!(way, Way::Device(_)) => rows.push(Row::new(part, "way from GPU memory", "one", Err(error.to_string()))),
+        Err(error) => rows.push(Row::skipped(part, "way from GPU memory", error.to_string())),
+    }
+    if !bed.has_versions() || !bed.destructive {
+        let why = if bed.destructive { "no checkpoints were given" } else { "it changes weights: --destructive" };
+        rows.push(Row::skipped(part, "install, and back again", why));
+        return Ok(rows);
+    }
+    rows.extend(there_and_back(bed, part, engine).await?);
+    Ok(rows)
+}
+
+async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine) -> Result<Vec<Row>, ConformanceError> {
+    let mut rows = Vec::new();
+    let first = bed.serves().await;
+    let reference = bed.reference(2).await?;
+    let mut served = vec![first.clone()];
+    for version in [2, 1, 2] {
+        let installed = bed.install(engine, version, bed.patience).await;
+        let steps = |report: InstallReport| report.steps_ms.iter().map(|(step, ms)| format!("{step} {ms} ms")).collect::<Vec<_>>().join(", ");
+        let failed = installed.is_err();
+        rows.push(Row::new(part, format!("install version {version}"), "confirmed", installed.map(steps).map_err(|error| error.to_string())));
+        if failed {
+            return Ok(rows);
+        }
+        let holding = engine.holding(bed.patience).await;
+        let holds = matches!(&holding, Ok(Holding::Version(held)) if held.version == version);
+        let found = format!("{holding:?}");
+        rows.push(Row::new(part, "what it says it holds", format!("version {version}"), if holds { Ok(format!("version {version}")) } else { Err(found) }));
+        let resumed = engine.resume(bed.patience).await;
+        let runs = matches!(resumed, Ok(Resumed::WasRunning));
+        rows.push(Row::new(part, "is it paused", "it runs", if runs { Ok("it runs".into()) } else { Err(format!("{resumed:?}")) }));
+        served.push(bed.serves().await);
+    }
+    let [first, second, back, again] = served.as_slice() else { return Ok(rows) };
+    let told = |equal: bool, same: &str, other: &str| if equal { Ok(same.to_owned()) } else { Err(other.to_owned()) };
+    let works = first.is_ok() && second.is_ok();
+    rows.push(Row::new(part, "another version computes", "something else", told(works && first != second, "something else", "the same, or nothing")));
+    rows.push(Row::new(part, "the first version back again computes", "what it did", told(works && first == back, "what it did", "something else")));
+    rows.push(Row::new(part, "the second again", "what that did", told(works && second == again, "what that did", "something else")));
+    if let Some(reference) = reference {
+        let same = second.as_ref().is_ok_and(|second| *second == reference);
+        rows.push(Row::new(part, "a fresh server on the second", "the same", told(same, "the same", "something else")));
+    }
+    Ok(rows)
+}
+
+/// Feeds a live server through the memory of its GPUs, as `weightsync feed` does.
+#[allow(clippy::too_many_arguments)]
+pub(super) async fn from_gpus(
+    engine: &dyn Engine,
+    version: u64,
+    checkpoint: Checkpoint,
+    layout: Layout,
+    (pause, kv_cache): (PausePolicy, KvCachePolicy),
+    within: Duration,
+    gpus: &[String],
+    folder: &Path,
+) -> Result<InstallReport, InstallError> {
+    let clean = |source: EngineError| InstallError { step: "start", dirty: false, source };
+    let route = engine.device_route(pause, kv_cache, within).await.map_err(clean)?;
+    let wanted = if route.gpus.is_empty() { gpus.to_vec() } else { route.gpus };
+    let own = |what: String| clean(EngineError::Unsupported { what, next_step: "give the suite a GPU of the engine (--gpu)".into() });
+    let rings = rings(&wanted, &layout, within).await.map_err(own)?;
+    let held = held(version, &layout);
+    let job = DeviceJob {
+        version,
+        manifest: None,
+        layout: Arc::new(layout),
+        pause,
+        kv_cache,
+        timeout: within,
+        silence: within,
+        cancel: CancellationToken::new(),
+        sockets: folder.join("s"),
+        sockets_in_engine: folder.join("s"),
+    };
+    let fed = feed_checkpoint(engine, &job, held, Arc::new(checkpoint), &rings, false).await;
+    let (report, _) = fed.map_err(|error| error.into_install(true))?;
+    Ok(report)
+}
+
+async fn rings(wanted: &[String], layout: &Layout, within: Duration) -> Result<Vec<Ring>, String> {
+    let slot_bytes = layout.largest_bucket().max(64).next_multiple_of(64);
+    let names: Vec<Option<&str>> = if wanted.is_empty() { vec![None] } else { wanted.iter().map(|gpu| Some(gpu.as_str())).collect() };
+    let mut rings = Vec::new();
+    for gpu in names {
+        let start = WorkerStart::own(gpu.unwrap_or("gpu")).map_err(|error| error.to_string())?;
+        let worker = Worker::start(&start).map_err(|error| error.to_string())?;
+        let (_, facts, _) = worker.open(gpu, None, within).await.map_err(|error| error.to_string())?;
+        if let Some(why) = facts.refused {
+            return Err(format!("{} cannot be used: {why}", facts.uuid));
+        }
+        rings.push(worker.ring(2, slot_bytes, within).await.map_err(|error| error.to_string())?);
+    }
+    Ok(rings)
+}

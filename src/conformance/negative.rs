@@ -1,0 +1,164 @@
+//! The same update with one call spoiled after the other: what an adapter makes of a server that dies, refuses, lies or falls silent.
+//!
+//! The law: whatever happened, the outcome, what the server says that it holds and what it really serves never contradict each other; an engine
+//! that may hold half an update is never let run; and the same version goes in afterwards. Decides nothing about which call may fail how: all
+//! are tried.
+
+use std::time::Duration;
+
+use futures::StreamExt;
+
+use super::bed::Bed;
+use super::proxy::{Proxy, Spoil};
+use super::{ConformanceError, Options, Row, Way};
+use crate::engine::{EngineError, Holding, InstallError, InstallReport, Resumed};
+
+/// Cases that run at once; each has a server of its own.
+const AT_ONCE: usize = 4;
+const EXPECTED: &str = "no lie, and the version goes in afterwards";
+
+/// What a server serves with each version.
+struct References {
+    first: String,
+    second: String,
+}
+
+/// Every call of an update, spoiled in every way; a fresh simulator for each.
+pub(super) async fn simulated(options: &Options, way: Way) -> Result<Vec<Row>, ConformanceError> {
+    let part = way.part("negative");
+    let bed = Bed::simulated(options, way).await?;
+    let (calls, references) = match learn(&bed).await? {
+        Ok(learned) => learned,
+        Err(why) => return Ok(vec![Row::new(&part, "an update through a relay", "confirmed", Err(why))]),
+    };
+    let cases = calls.iter().enumerate().flat_map(|(number, call)| Spoil::ALL.map(|spoil| (number, call.clone(), spoil)));
+    let (part, references) = (&part, &references);
+    let rows = futures::stream::iter(cases).map(|(number, call, spoil)| async move {
+        let bed = Bed::simulated(options, way).await?;
+        case(&bed, part, number, &call, spoil, references).await
+    });
+    let rows: Vec<Result<Row, ConformanceError>> = rows.buffered(AT_ONCE).collect().await;
+    rows.into_iter().collect()
+}
+
+/// The same on a live server: one case after the other, and nobody is killed.
+pub(super) async fn live(bed: &Bed) -> Result<Vec<Row>, ConformanceError> {
+    if !bed.has_versions() || !bed.destructive {
+        let why = if bed.destructive { "no checkpoints were given" } else { "it changes weights: --destructive" };
+        return Ok(vec![Row::skipped("negative", "every call spoiled", why)]);
+    }
+    let (calls, references) = match learn(bed).await? {
+        Ok(learned) => learned,
+        Err(why) => return Ok(vec![Row::new("negative", "an update through a relay", "confirmed", Err(why))]),
+    };
+    let mut rows = vec![Row::skipped("negative", "the server is killed before each call", "whoever runs a live server kills it")];
+    for (number, call) in calls.iter().enumerate() {
+        for spoil in Spoil::ALL.into_iter().filter(|spoil| *spoil != Spoil::Kill) {
+            rows.push(case(bed, "negative", number, call, spoil, &references).await?);
+        }
+    }
+    Ok(rows)
+}
+
+/// One update through the relay with nothing spoiled: its calls, and what the server serves before and after. It is back at the first then.
+async fn learn(bed: &Bed) -> Result<Result<(Vec<String>, References), String>, ConformanceError> {
+    let direct = bed.adapter(&bed.url)?;
+    if !bed.is_simulated()
+        && let Err(error) = bed.install(direct.as_ref(), 1, bed.patience).await
+    {
+        return Ok(Err(error.to_string()));
+    }
+    let first = match bed.serves().await {
+        Ok(first) => first,
+        Err(why) => return Ok(Err(why)),
+    };
+    let proxy = Proxy::start(&bed.url, bed.killer()).await?;
+    let engine = bed.adapter(&proxy.url())?;
+    // What is asked once for each start of a server is asked again for each case.
+    proxy.begin(None);
+    if let Err(error) = attempt(bed, engine.as_ref(), bed.patience).await {
+        return Ok(Err(error.to_string()));
+    }
+    let calls = proxy.seen();
+    let second = match bed.serves().await {
+        Ok(second) => second,
+        Err(why) => return Ok(Err(why)),
+    };
+    if first == second {
+        return Ok(Err("both versions are served alike, so they cannot be told apart".into()));
+    }
+    Ok(Ok((calls, References { first, second })))
+}
+
+/// Probe and install, as an agent does both.
+async fn attempt(bed: &Bed, engine: &dyn crate::engine::Engine, within: Duration) -> Result<InstallReport, InstallError> {
+    let clean = |source: EngineError| InstallError { step: "probe", dirty: false, source };
+    engine.probe(within).await.map_err(clean)?;
+    bed.install(engine, 2, within).await
+}
+
+async fn case(bed: &Bed, part: &str, number: usize, call: &str, spoil: Spoil, references: &References) -> Result<Row, ConformanceError> {
+    let step = format!("{} call {} ({call})", spoil.name(), number + 1);
+    let direct = bed.adapter(&bed.url)?;
+    if !bed.is_simulated()
+        && let Err(error) = bed.install(direct.as_ref(), 1, bed.patience).await
+    {
+        return Ok(Row::new(part, step, EXPECTED, Err(format!("the first version cannot be brought back: {error}"))));
+    }
+    let proxy = Proxy::start(&bed.url, bed.killer()).await?;
+    let engine = bed.adapter(&proxy.url())?;
+    proxy.begin(Some((number, spoil)));
+    let quiet = matches!(spoil, Spoil::Silence | Spoil::LoseReply);
+    let within = if quiet { bed.silence } else { bed.patience };
+    let outcome = attempt(bed, engine.as_ref(), within).await;
+    drop((proxy, engine));
+    let restarted = bed.revive().await?;
+    Ok(Row::new(part, step, EXPECTED, judge(bed, &outcome, restarted, references).await))
+}
+
+/// Holds the law against what is found; in words, either way.
+async fn judge(bed: &Bed, outcome: &Result<InstallReport, InstallError>, restarted: bool, references: &References) -> Result<String, String> {
+    let said = |what: &dyn std::fmt::Display| what.to_string();
+    // As the next life of an agent finds it.
+    let engine = bed.adapter(&bed.url).map_err(|error| said(&error))?;
+    let holding = engine.holding(bed.patience).await.map_err(|error| format!("it does not answer any more: {error}"))?;
+    let resumed = engine.resume(bed.patience).await.map_err(|error| format!("it cannot be resumed: {error}"))?;
+    let summary = match outcome {
+        Ok(_) => "confirmed".to_owned(),
+        Err(error) if error.dirty => format!("held: {error}"),
+        Err(error) => format!("failed: {error}"),
+    };
+    match (&holding, &resumed) {
+        (Holding::HalfAnUpdate(_), Resumed::HalfAnUpdate(_)) => {
+            if outcome.is_ok() {
+                return Err(format!("{summary}, and it is marked as half an update"));
+            }
+        }
+        (Holding::HalfAnUpdate(_), _) => return Err(format!("{summary}, and half an update was let run")),
+        (Holding::Foreign(text), _) => return Err(format!("{summary}, and it holds {text:?}")),
+        (Holding::Startup | Holding::Version(_), _) => {
+            let served = bed.serves().await?;
+            let is_second = served == references.second;
+            if !is_second && served != references.first {
+                return Err(format!("{summary}, and it serves neither version, unmarked"));
+            }
+            let second = matches!(&holding, Holding::Version(held) if held.version == 2);
+            // A server may start with the last version; one that was never restarted holds what it says.
+            if second != is_second && !(restarted && !second) {
+                return Err(format!("{summary}, and it says {holding:?} and serves the {} version", if is_second { "second" } else { "first" }));
+            }
+            if outcome.is_ok() && !is_second && !restarted {
+                return Err(format!("{summary}, and it serves the first version"));
+            }
+            if outcome.as_ref().is_err_and(|error| error.dirty) && !restarted && !second {
+                return Err(format!("{summary}, and it is not marked"));
+            }
+        }
+    }
+    bed.install(engine.as_ref(), 2, bed.patience).await.map_err(|error| format!("{summary}, and then it takes no update: {error}"))?;
+    let served = bed.serves().await?;
+    if served != references.second {
+        return Err(format!("{summary}, and then an update that was confirmed is not served"));
+    }
+    Ok(summary)
+}

@@ -1,0 +1,49 @@
+//! SGLang 0.5.23, as read in its wheel (`srt/entrypoints/http_server.py`, `srt/managers/tokenizer_manager.py`).
+
+use serde_json::json;
+
+use super::{Call, call, one_token};
+
+pub(super) fn calls(model: &str, has_key: bool) -> Vec<Call> {
+    let pause = "POST /pause_generation";
+    let resume = "POST /continue_generation";
+    let disk = "POST /update_weights_from_disk";
+    let version = "POST /update_weight_version";
+    let mut calls = vec![
+        call("GET /health", 200),
+        call("GET /ready", 200),
+        call("GET /ping", 200),
+        call("GET /server_info", 200),
+        call("GET /model_info", 200).field("/is_generation", json!(true)),
+        call("GET /pause_generation", 405),
+        call(pause, 400).body(json!({"mode": "bogus"})),
+        call(disk, 400).body(json!({})),
+        call(version, 400).body(json!({})),
+        call("POST /v1/completions", 200).body(one_token(model)),
+        call("POST /generate", 200).body(json!({"text": "x", "sampling_params": {"max_new_tokens": 1, "temperature": 0}})),
+    ];
+    for mode in ["in_place", "retract", "abort"] {
+        calls.extend([
+            call(pause, 200).body(json!({"mode": mode})).field("/status", json!("ok")).disturbs(),
+            // Only healthy and not paused.
+            call("GET /ready", 503).disturbs(),
+            call(resume, 200).body(json!({})).field("/status", json!("ok")).disturbs(),
+            call("GET /ready", 200).disturbs(),
+        ]);
+    }
+    calls.extend([
+        call("POST /flush_cache", 200).disturbs(),
+        call(version, 200).body(json!({"new_version": "7+abc", "abort_all_requests": false})).field("/success", json!(true)).disturbs(),
+        call("GET /model_info", 200).field("/weight_version", json!("7+abc")).disturbs(),
+        call(disk, 400).body(json!({"model_path": "/nonexistent"})).field("/success", json!(false)).disturbs(),
+        // A version moves only with a call that succeeds.
+        call(disk, 400).body(json!({"model_path": "/nonexistent", "weight_version": "8"})).disturbs(),
+        call("GET /model_info", 200).field("/weight_version", json!("7+abc")).disturbs(),
+        call(version, 200).body(json!({"new_version": "default", "abort_all_requests": false})).disturbs(),
+        call("POST /v1/completions", 200).body(one_token(model)).disturbs(),
+    ]);
+    if has_key {
+        calls.extend([call("GET /model_info", 401).without_key(), call("GET /ready", 200).without_key()]);
+    }
+    calls
+}

@@ -1,0 +1,49 @@
+//! The conformance suite on a live server: the real vLLM where there is one, and the simulator in its place; the same rows with the same outcome.
+
+use std::time::Duration;
+
+use weightsync::conformance::{Live, Options, Outcome, Report, run};
+use weightsync::engine::ApiKey;
+
+use super::client::KEY;
+use super::models::Models;
+use super::real::{Server, venv};
+
+async fn whole_suite(server: &mut Server, models: &Models) -> Report {
+    server.ready().await;
+    let live = Live {
+        url: server.url.clone(),
+        api_key: Some(ApiKey::new(KEY).unwrap()),
+        model_name: None,
+        checkpoints: Some((models.path("1"), models.path("2"))),
+        gpus: Vec::new(),
+        destructive: true,
+    };
+    let options = Options { engine: "vllm".into(), live: Some(live), patience: Duration::from_secs(120), silence: Duration::from_secs(3) };
+    run(&options).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_live_server_passes_the_suite_and_the_simulator_row_by_row_like_it() {
+    let venv = venv();
+    let models = Models::make(venv.as_deref());
+    // It starts while the simulator is tested.
+    let vllm = venv.map(|venv| Server::vllm(&venv, &models.path("1")));
+    let mut simulator = Server::simulator(&models.path("1"), "{}");
+    let simulated = whole_suite(&mut simulator, &models).await;
+    let mut reports = vec![simulated];
+    if let Some(mut vllm) = vllm {
+        reports.push(whole_suite(&mut vllm, &models).await);
+    }
+    // Whether there is a way from GPU memory depends on what is installed beside a server.
+    let outcomes = |report: &Report| -> Vec<_> {
+        let rows = report.rows.iter().filter(|row| row.step != "way from GPU memory");
+        rows.map(|row| (row.part.clone(), row.step.clone(), row.outcome)).collect()
+    };
+    for report in &reports {
+        let failed: Vec<_> = report.rows.iter().filter(|row| row.outcome == Outcome::Failed).collect();
+        assert!(failed.is_empty(), "{failed:#?}");
+        assert!(report.count(Outcome::Passed) > 100, "{}", report.count(Outcome::Passed));
+        assert_eq!(outcomes(report), outcomes(&reports[0]));
+    }
+}
