@@ -88,7 +88,9 @@ fn show(report: &Report, output: Output) -> anyhow::Result<()> {
         Output::Json => {
             let mut object = serde_json::to_value(report)?;
             if let Some(object) = object.as_object_mut() {
-                object.extend([("passed", passed), ("failed", failed), ("skipped", skipped)].map(|(name, count)| (name.to_owned(), count.into())));
+                object.extend(
+                    [("passed", passed), ("failed", failed), ("skipped", skipped)].map(|(name, count)| (name.to_owned(), count.into())),
+                );
             }
             println!("{object}");
         }

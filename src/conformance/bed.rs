@@ -18,9 +18,7 @@ use super::memory::Memory;
 use super::model::Model;
 use super::{ConformanceError, Live, Options, Way};
 use crate::engine::simulator::{Simulator, SimulatorOptions};
-use crate::engine::{
-    ApiKey, DeviceJob, DeviceRoute, Engine, EngineConfig, EngineError, InstallError, InstallJob, InstallReport, connect,
-};
+use crate::engine::{ApiKey, DeviceJob, DeviceRoute, Engine, EngineConfig, EngineError, InstallError, InstallJob, InstallReport, connect};
 use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::safetensors::{Checkpoint, SINGLE_FILE};
 use crate::weights::{DigestAlgorithm, Layout, Manifest};
@@ -170,7 +168,12 @@ impl Bed {
     fn write_process(&self, shown: u16) -> Result<(), ConformanceError> {
         let Some(simulated) = &self.simulated else { return Ok(()) };
         let port = shown.to_string();
-        let config = simulated.options.fastdeploy.async_ipc.as_ref().map(|address| json!({"transfer_mode": "ipc_async", "ipc_address": address}).to_string());
+        let config = simulated
+            .options
+            .fastdeploy
+            .async_ipc
+            .as_ref()
+            .map(|address| json!({"transfer_mode": "ipc_async", "ipc_address": address}).to_string());
         let words: Vec<&str> = match (self.engine.as_str(), self.way) {
             ("lmdeploy", Way::Device("update_weights")) => vec!["lmdeploy", "serve", "api_server", "model", "--server-port", &port],
             ("fastdeploy", way) => {
@@ -261,7 +264,8 @@ impl Bed {
             let digest = self.client.call("GET /simulator/digest", None, false).await?;
             return Ok(digest.json()["digest"].as_str().unwrap_or_default().to_owned());
         }
-        let body = json!({"model": self.model_name().await?, "prompt": "The quick brown fox", "max_tokens": 8, "temperature": 0, "logprobs": 1});
+        let body =
+            json!({"model": self.model_name().await?, "prompt": "The quick brown fox", "max_tokens": 8, "temperature": 0, "logprobs": 1});
         let reply = self.client.call("POST /v1/completions", Some(&body), true).await?;
         let answer = reply.json();
         let choice = answer.pointer("/choices/0").cloned().unwrap_or_default();
@@ -339,7 +343,8 @@ impl Bed {
             return engine.install(&job).await;
         }
         let Some(simulated) = &self.simulated else {
-            return super::install::from_gpus(engine, version, checkpoint, layout, (pause, kv_cache), within, &self.gpus, &self.folder.0).await;
+            return super::install::from_gpus(engine, version, checkpoint, layout, (pause, kv_cache), within, &self.gpus, &self.folder.0)
+                .await;
         };
         let sockets = self.folder.0.join("s");
         let job = DeviceJob {

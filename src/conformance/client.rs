@@ -63,7 +63,9 @@ impl Client {
         if let Some(body) = body {
             request = request.json(body);
         }
-        let said = |error: reqwest::Error| if error.is_timeout() { format!("no answer within {:?}", self.patience) } else { error.without_url().to_string() };
+        let said = |error: reqwest::Error| {
+            if error.is_timeout() { format!("no answer within {:?}", self.patience) } else { error.without_url().to_string() }
+        };
         let response = request.send().await.map_err(said)?;
         let status = response.status().as_u16();
         Ok(Reply { status, text: response.text().await.map_err(said)? })

@@ -24,7 +24,10 @@ pub(super) async fn rows(bed: &Bed, way: Way) -> Result<Vec<Row>, ConformanceErr
     let engine = bed.adapter(&bed.url)?;
     let engine = engine.as_ref();
     let mut rows = Vec::new();
-    let probed = engine.probe(bed.patience).await.map(|facts| format!("{} {}, {} ranks, {}", facts.kind, facts.server_version, facts.size, facts.delivery));
+    let probed = engine
+        .probe(bed.patience)
+        .await
+        .map(|facts| format!("{} {}, {} ranks, {}", facts.kind, facts.server_version, facts.size, facts.delivery));
     let works = probed.is_ok();
     rows.push(Row::new(part, "probe", "an engine that can be updated", probed.map_err(|error| error.to_string())));
     if !works {
@@ -62,16 +65,27 @@ async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine) -> Result<Ve
     let mut served = vec![first.clone()];
     for version in [2, 1, 2] {
         let installed = bed.install(engine, version, bed.patience).await;
-        let steps = |report: InstallReport| report.steps_ms.iter().map(|(step, ms)| format!("{step} {ms} ms")).collect::<Vec<_>>().join(", ");
+        let steps =
+            |report: InstallReport| report.steps_ms.iter().map(|(step, ms)| format!("{step} {ms} ms")).collect::<Vec<_>>().join(", ");
         let failed = installed.is_err();
-        rows.push(Row::new(part, format!("install version {version}"), "confirmed", installed.map(steps).map_err(|error| error.to_string())));
+        rows.push(Row::new(
+            part,
+            format!("install version {version}"),
+            "confirmed",
+            installed.map(steps).map_err(|error| error.to_string()),
+        ));
         if failed {
             return Ok(rows);
         }
         let holding = engine.holding(bed.patience).await;
         let holds = matches!(&holding, Ok(Holding::Version(held)) if held.version == version);
         let found = format!("{holding:?}");
-        rows.push(Row::new(part, "what it says it holds", format!("version {version}"), if holds { Ok(format!("version {version}")) } else { Err(found) }));
+        rows.push(Row::new(
+            part,
+            "what it says it holds",
+            format!("version {version}"),
+            if holds { Ok(format!("version {version}")) } else { Err(found) },
+        ));
         let resumed = engine.resume(bed.patience).await;
         let runs = matches!(resumed, Ok(Resumed::WasRunning));
         rows.push(Row::new(part, "is it paused", "it runs", if runs { Ok("it runs".into()) } else { Err(format!("{resumed:?}")) }));
@@ -80,8 +94,18 @@ async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine) -> Result<Ve
     let [first, second, back, again] = served.as_slice() else { return Ok(rows) };
     let told = |equal: bool, same: &str, other: &str| if equal { Ok(same.to_owned()) } else { Err(other.to_owned()) };
     let works = first.is_ok() && second.is_ok();
-    rows.push(Row::new(part, "another version computes", "something else", told(works && first != second, "something else", "the same, or nothing")));
-    rows.push(Row::new(part, "the first version back again computes", "what it did", told(works && first == back, "what it did", "something else")));
+    rows.push(Row::new(
+        part,
+        "another version computes",
+        "something else",
+        told(works && first != second, "something else", "the same, or nothing"),
+    ));
+    rows.push(Row::new(
+        part,
+        "the first version back again computes",
+        "what it did",
+        told(works && first == back, "what it did", "something else"),
+    ));
     rows.push(Row::new(part, "the second again", "what that did", told(works && second == again, "what that did", "something else")));
     if let Some(reference) = reference {
         let same = second.as_ref().is_ok_and(|second| *second == reference);

@@ -39,12 +39,20 @@ impl Memory {
         let own = |cause: std::io::Error| InstallError {
             step: "load",
             dirty: true,
-            source: EngineError::Unsupported { what: format!("the suite's own memory failed: {cause}"), next_step: "look at its disk".into() },
+            source: EngineError::Unsupported {
+                what: format!("the suite's own memory failed: {cause}"),
+                next_step: "look at its disk".into(),
+            },
         };
         let slot_bytes = layout.largest_bucket().next_multiple_of(64).max(64);
         let name = format!("ring-{}", uuid::Uuid::new_v4().simple());
-        let rings: Vec<(String, File)> =
-            self.gpus.iter().enumerate().map(|(number, _)| ring(&self.folder, &name, number, slot_bytes)).collect::<Result<_, _>>().map_err(own)?;
+        let rings: Vec<(String, File)> = self
+            .gpus
+            .iter()
+            .enumerate()
+            .map(|(number, _)| ring(&self.folder, &name, number, slot_bytes))
+            .collect::<Result<_, _>>()
+            .map_err(own)?;
         for bucket in layout.buckets() {
             let mut bytes = vec![0; usize::try_from(bucket.bytes).unwrap_or(0)];
             for part in layout.parts(bucket.offset, bucket.bytes) {

@@ -12,7 +12,7 @@ use crate::engine::kinds;
 use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault, Simulator, SimulatorOptions};
 
 fn options(engine: &str) -> Options {
-    Options { engine: engine.to_owned(), live: None, patience: Duration::from_secs(30), silence: Duration::from_secs(1) }
+    Options { engine: engine.to_owned(), live: None, patience: Duration::from_secs(30), silence: Duration::from_millis(700) }
 }
 
 fn failures(report: &Report) -> Vec<String> {
@@ -66,14 +66,8 @@ async fn live(engine: &str, faults: Faults, destructive: bool) -> Report {
     let mut started = SimulatorOptions::new(engine, first.clone());
     started.faults = faults;
     let server = Simulator::start(started, TcpListener::bind("127.0.0.1:0").await.unwrap()).await.unwrap();
-    let live = Live {
-        url: server.url(),
-        api_key: None,
-        model_name: None,
-        checkpoints: Some((first, second)),
-        gpus: Vec::new(),
-        destructive,
-    };
+    let live =
+        Live { url: server.url(), api_key: None, model_name: None, checkpoints: Some((first, second)), gpus: Vec::new(), destructive };
     run(&Options { live: Some(live), ..options(engine) }).await.unwrap()
 }
 
@@ -89,7 +83,8 @@ async fn a_live_server_passes_the_whole_suite_where_it_may_be_disturbed() {
 async fn a_live_server_is_not_disturbed_unless_that_is_allowed() {
     let bed = Bed::simulated(&options("vllm"), Way::Directory).await.unwrap();
     let (first, second) = bed.checkpoints().unwrap();
-    let server = Simulator::start(SimulatorOptions::new("vllm", first.clone()), TcpListener::bind("127.0.0.1:0").await.unwrap()).await.unwrap();
+    let server =
+        Simulator::start(SimulatorOptions::new("vllm", first.clone()), TcpListener::bind("127.0.0.1:0").await.unwrap()).await.unwrap();
     let live = Live {
         url: server.url(),
         api_key: None,
@@ -102,17 +97,16 @@ async fn a_live_server_is_not_disturbed_unless_that_is_allowed() {
     assert!(report.passed() && report.count(Outcome::Skipped) > 10, "{}", failures(&report).join("\n"));
     let client = super::client::Client::new(&server.url(), None, Duration::from_secs(10)).unwrap();
     let calls = client.call("GET /simulator/calls", None, false).await.unwrap().json();
-    let disturbing = |call: &str| call == "POST /resume" || (call.starts_with("POST /pause") && !call.contains("bogus") && !call.contains("perhaps"));
+    let disturbing =
+        |call: &str| call == "POST /resume" || (call.starts_with("POST /pause") && !call.contains("bogus") && !call.contains("perhaps"));
     let disturbed: Vec<_> = calls.as_array().unwrap().iter().filter_map(|call| call.as_str()).filter(|call| disturbing(call)).collect();
     assert!(disturbed.is_empty(), "{disturbed:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_lies_about_a_load_fails() {
-    for (fault, row) in [
-        (LoadFault::Corrupt, "the first version back again computes"),
-        (LoadFault::AcknowledgeUnread, "install version 2"),
-    ] {
+    for (fault, row) in [(LoadFault::Corrupt, "the first version back again computes"), (LoadFault::AcknowledgeUnread, "install version 2")]
+    {
         let report = live("vllm", Faults { load: Some(fault), ..Faults::default() }, true).await;
         assert!(failures(&report).iter().any(|failure| failure.contains(row)), "{fault:?}: {}", failures(&report).join("\n"));
         assert!(!report.passed());
@@ -124,7 +118,11 @@ async fn a_server_with_another_status_or_field_fails_in_that_row() {
     let fault = Fault::Answer { status: 200, body: serde_json::json!({"is_paused": "false"}) };
     let rule = FaultRule { path: "/is_paused".into(), after: 0, times: None, fault };
     let report = live("vllm", Faults { rules: vec![rule], ..Faults::default() }, false).await;
-    assert!(failures(&report).iter().any(|failure| failure.contains("GET /is_paused: expected 200, is_paused: false")), "{:?}", failures(&report));
+    assert!(
+        failures(&report).iter().any(|failure| failure.contains("GET /is_paused: expected 200, is_paused: false")),
+        "{:?}",
+        failures(&report)
+    );
     let unknown = run(&options("trt")).await.unwrap_err().to_string();
     assert!(unknown.contains("vllm, sglang, lmdeploy, fastdeploy"), "{unknown}");
 }

@@ -9,6 +9,7 @@
 
 mod async_ipc;
 pub(in crate::engine) mod snapshot;
+mod started;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,6 +19,7 @@ use async_trait::async_trait;
 use serde_json::{Value, json};
 
 use self::snapshot::Snapshot;
+use self::started::{START, Strategy, no_way};
 use super::adapter::Adapter;
 use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
@@ -33,7 +35,6 @@ const KIND: &str = "fastdeploy";
 /// `--port` when it is not given.
 const PORT: u16 = 8000;
 const NEWER: &str = "use FastDeploy 2.6 or newer";
-const START: &str = "start FastDeploy with --dynamic-load-weight --load_strategy ipc_snapshot";
 /// What the engine waits for its workers before it answers with an error (`_call_worker(control_request, 60)`).
 const WORKERS: Duration = Duration::from_secs(60);
 
@@ -59,19 +60,6 @@ struct Fastdeploy {
     seen: Mutex<Option<EngineProcess>>,
 }
 
-/// How it gets its weights, as far as can be seen.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Strategy {
-    /// From the snapshot in its model directory.
-    Snapshot,
-    /// By the message of #7472, at this address.
-    AsyncIpc { address: String, device: u64 },
-    /// Another one, by its name.
-    Other(String),
-    /// Its process cannot be seen.
-    Unseen,
-}
-
 impl Fastdeploy {
     /// POST of a control route, which says success in so many words.
     async fn control(&self, path: &str, until: Until) -> Result<(), EngineError> {
@@ -95,24 +83,7 @@ impl Fastdeploy {
     }
 
     fn strategy(&self) -> Strategy {
-        let Some(process) = self.process() else { return Strategy::Unseen };
-        let option = |name: &str| process.value(&format!("--{}", name.replace('_', "-"))).or_else(|| process.value(&format!("--{name}")));
-        match option("load_strategy") {
-            Some("ipc_snapshot") => Strategy::Snapshot,
-            Some(other) => {
-                // A server that carries #7472 looks like one that does not, so whoever starts it says so in the free-form configuration.
-                let config: Value = option("rsync_config").and_then(|config| serde_json::from_str(config).ok()).unwrap_or_default();
-                let text = |name: &str| config.get(name).and_then(Value::as_str);
-                match (other, text("transfer_mode"), text("ipc_address")) {
-                    ("ipc", Some("ipc_async"), Some(address)) => {
-                        let device = config.get("device").and_then(Value::as_u64).unwrap_or(0);
-                        Strategy::AsyncIpc { address: address.to_owned(), device }
-                    }
-                    _ => Strategy::Other(other.to_owned()),
-                }
-            }
-            None => Strategy::Other("none".to_owned()),
-        }
+        Strategy::of(self.process().as_ref())
     }
 
     /// Where its model lies, as it says itself or as we were told.
@@ -234,14 +205,20 @@ impl Server for Fastdeploy {
             _ => paused(control)?,
         };
         self.has_weights(until).await?;
-        let words = self.process().map(|process| (process.has("--dynamic-load-weight"), process.value("--tensor-parallel-size").map(str::to_owned)));
+        let words = self
+            .process()
+            .map(|process| (process.has("--dynamic-load-weight"), process.value("--tensor-parallel-size").map(str::to_owned)));
         if let Some((dynamic, ranks)) = words {
             if !dynamic {
                 return Err(unsupported(format!("{} cannot change its weights", self.http.url()), START));
             }
             if ranks.as_deref().is_some_and(|ranks| ranks != "1") {
                 return Err(unsupported(
-                    format!("{} has {} ranks, each of which reads a snapshot of its own shards", self.http.url(), ranks.unwrap_or_default()),
+                    format!(
+                        "{} has {} ranks, each of which reads a snapshot of its own shards",
+                        self.http.url(),
+                        ranks.unwrap_or_default()
+                    ),
                     "run FastDeploy with --tensor-parallel-size 1",
                 ));
             }
@@ -262,6 +239,7 @@ impl Server for Fastdeploy {
             url: self.http.url().to_owned(),
             delivery: delivery.to_owned(),
             answer_version: "none".to_owned(),
+            groups: None,
         })
     }
 
@@ -327,7 +305,9 @@ impl Server for Fastdeploy {
     /// first that has nothing to do. It runs by itself then, so it is paused at once, until it was looked at.
     async fn load(&self, _: &Path, until: Until) -> Result<(), EngineError> {
         let switched = self.of_snapshot(until, |snapshot| {
-            snapshot.switch().map_err(|cause| unsupported(format!("the snapshot cannot be replaced: {cause}"), "look at the model directory"))
+            snapshot
+                .switch()
+                .map_err(|cause| unsupported(format!("the snapshot cannot be replaced: {cause}"), "look at the model directory"))
         });
         switched.await?;
         self.control("/v1/sleep?tags=kv_cache", until).await?;
@@ -369,13 +349,7 @@ impl Server for Fastdeploy {
         Ok(if kept.is_dir() { kept } else { directory }.to_string_lossy().into_owned())
     }
 
-    async fn device_route(
-        &self,
-        _: PausePolicy,
-        _: KvCachePolicy,
-        _: Option<&Path>,
-        _: Until,
-    ) -> Result<DeviceRoute, EngineError> {
+    async fn device_route(&self, _: PausePolicy, _: KvCachePolicy, _: Option<&Path>, _: Until) -> Result<DeviceRoute, EngineError> {
         match self.strategy() {
             Strategy::AsyncIpc { .. } => Ok(DeviceRoute { name: "ipc_async", gpus: Vec::new(), gated: true, why_not_faster: None }),
             Strategy::Other(strategy) => Err(no_way(&strategy)),
@@ -398,15 +372,4 @@ fn paused(reply: Reply) -> Result<bool, EngineError> {
     let answer = reply.json()?;
     let found = answer.value().pointer("/result/is_paused").or_else(|| answer.value().get("is_paused")).and_then(Value::as_bool);
     found.ok_or_else(|| answer.bad("\"is_paused\" is neither true nor false".to_owned()))
-}
-
-/// Why a server that was started so cannot be fed by us.
-fn no_way(strategy: &str) -> EngineError {
-    let what = match strategy {
-        "rsync" => "FastDeploy with --load_strategy rsync gets its weights by checkpoint_transfer, a library that is not public".to_owned(),
-        "ipc" => "FastDeploy with --load_strategy ipc goes on using the trainer's memory in place, so the whole model would have to stay there".to_owned(),
-        "none" => "FastDeploy was started without a --load_strategy".to_owned(),
-        other => format!("FastDeploy's --load_strategy {other} is not known here"),
-    };
-    unsupported(what, START)
 }

@@ -67,7 +67,8 @@ fn every_test_that_the_table_of_traps_names_is_there() {
         }
     }
     let text = read("docs/engines/traps.md");
-    let rows: Vec<_> = text.lines().filter(|line| line.starts_with("| ") && line.split('|').nth(1).unwrap().trim().parse::<u32>().is_ok()).collect();
+    let rows: Vec<_> =
+        text.lines().filter(|line| line.starts_with("| ") && line.split('|').nth(1).unwrap().trim().parse::<u32>().is_ok()).collect();
     assert!(rows.len() >= 27, "{} rows", rows.len());
     let tests = rows.iter().flat_map(|row| row.split('|').nth(4).unwrap().split('`').skip(1).step_by(2));
     let missing: Vec<_> = tests.filter(|test| !code.contains(&format!("fn {test}("))).collect();

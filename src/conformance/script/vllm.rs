@@ -52,7 +52,10 @@ pub(super) fn calls(model: &str, has_key: bool) -> Vec<Call> {
     calls.extend([
         call("POST /reset_prefix_cache", 200).field("/success", json!(true)).disturbs(),
         call(rpc, 500).body(json!({"method": "reload_weights", "kwargs": {"weights_path": "/nonexistent"}})).disturbs(),
-        call(rpc, 200).body(json!({"method": "reload_weights", "kwargs": {"weights_iterator": []}})).field("/results", json!([null])).disturbs(),
+        call(rpc, 200)
+            .body(json!({"method": "reload_weights", "kwargs": {"weights_iterator": []}}))
+            .field("/results", json!([null]))
+            .disturbs(),
         call(completions, 200).body(one_token(model)).disturbs(),
     ]);
     if has_key {

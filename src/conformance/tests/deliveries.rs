@@ -30,15 +30,17 @@ const DTYPES: [Dtype; 12] = [
 fn model() -> impl Strategy<Value = Model> {
     let shape = proptest::collection::vec(0..9_u64, 0..4);
     let tensor = (proptest::sample::select(DTYPES.to_vec()), shape);
-    (proptest::collection::vec(tensor, 0..10), proptest::sample::select(DTYPES.to_vec()), any::<bool>()).prop_map(|(tensors, dtype, tied)| {
-        let named = |(index, (dtype, shape))| (format!("model.layers.{index}.weight"), dtype, shape);
-        let mut tensors: Vec<_> = tensors.into_iter().enumerate().map(named).collect();
-        tensors.push(("model.embed_tokens.weight".to_owned(), dtype, vec![17, 3]));
-        if !tied {
-            tensors.push(("lm_head.weight".to_owned(), dtype, vec![17, 3]));
-        }
-        Model { tensors, tied }
-    })
+    (proptest::collection::vec(tensor, 0..10), proptest::sample::select(DTYPES.to_vec()), any::<bool>()).prop_map(
+        |(tensors, dtype, tied)| {
+            let named = |(index, (dtype, shape))| (format!("model.layers.{index}.weight"), dtype, shape);
+            let mut tensors: Vec<_> = tensors.into_iter().enumerate().map(named).collect();
+            tensors.push(("model.embed_tokens.weight".to_owned(), dtype, vec![17, 3]));
+            if !tied {
+                tensors.push(("lm_head.weight".to_owned(), dtype, vec![17, 3]));
+            }
+            Model { tensors, tied }
+        },
+    )
 }
 
 async fn serves_the_same(model: &Model) -> Result<(), TestCaseError> {

@@ -92,9 +92,7 @@ impl<S: Server> Inner<S> {
         let _turn = self.turn(until).await.map_err(at("start")).map_err(clean)?;
         let mut steps = Steps::new();
         let before = unless_cancelled(job, "start", self.look(job, until)).await.map_err(|failed| clean(self.seen(failed)))?;
-        let staged = unless_cancelled(job, "start", async {
-            self.server.stage(&job.local_directory, until).await.map_err(at("start"))
-        });
+        let staged = unless_cancelled(job, "start", async { self.server.stage(&job.local_directory, until).await.map_err(at("start")) });
         let staged = match staged.await {
             Ok(staged) => staged,
             Err(failed) => return Err(InstallError { dirty: before.is_half(), ..clean(self.seen(failed)) }),

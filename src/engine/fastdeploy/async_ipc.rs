@@ -19,8 +19,8 @@ use crate::engine::EngineError;
 use crate::engine::device::{DeviceBucket, Released};
 use crate::engine::feed::{Feed, FeedJob, no_form, pieces};
 use crate::engine::http::{EngineHttp, Until};
-use crate::torch::paddle::{self, SharedBuffer};
 use crate::torch::Piece;
+use crate::torch::paddle::{self, SharedBuffer};
 use crate::torch::pickle::Value;
 use crate::weights::{Layout, TensorSpec};
 
@@ -54,7 +54,9 @@ impl AsyncIpc {
         device: u64,
         until: Until,
     ) -> Result<Self, EngineError> {
-        let cannot = |cause: String| unsupported(format!("no socket can be made at {address}: {cause}"), "give the server an ipc_address that the agent may bind");
+        let cannot = |cause: String| {
+            unsupported(format!("no socket can be made at {address}: {cause}"), "give the server an ipc_address that the agent may bind")
+        };
         let [gpu] = feed.gpus.as_slice() else {
             let what = format!("the agent has {} GPUs, and one rank of FastDeploy is fed so", feed.gpus.len());
             return Err(unsupported(what, "give the agent the engine's GPU and no other"));

@@ -68,12 +68,16 @@ impl Snapshot {
         let base = match bases.iter().next() {
             Some(base) if bases.len() == 1 => (*base).clone(),
             Some(_) => {
-                let what = format!("{} holds snapshots of {} ranks, and a version has one tensor of each name", directory.display(), bases.len());
+                let what =
+                    format!("{} holds snapshots of {} ranks, and a version has one tensor of each name", directory.display(), bases.len());
                 return Err(refused(what, "run FastDeploy with tensor parallel size 1, or move the weights by its own library"));
             }
             None => {
                 let what = format!("{} holds no model_state.tpRANK.GPU.pdparams", directory.display());
-                return Err(refused(what, "start FastDeploy with --dynamic-load-weight --load_strategy ipc_snapshot, and write its first snapshot"));
+                return Err(refused(
+                    what,
+                    "start FastDeploy with --dynamic-load-weight --load_strategy ipc_snapshot, and write its first snapshot",
+                ));
             }
         };
         // Part files win over the whole one, as they do in the server.

@@ -246,7 +246,13 @@ impl Core {
             state.leftover = match &loaded {
                 Ok(()) => Leftover::Nothing,
                 // Only vLLM takes layers apart before it looks at the files.
-                Err(LoadError::Unreadable(_)) => if self.kind == Kind::Vllm { Leftover::Opened } else { Leftover::Nothing },
+                Err(LoadError::Unreadable(_)) => {
+                    if self.kind == Kind::Vllm {
+                        Leftover::Opened
+                    } else {
+                        Leftover::Nothing
+                    }
+                }
                 Err(LoadError::Halfway(_)) => Leftover::Halfway,
                 Err(LoadError::Misfit(_)) => Leftover::Poisoned,
             };

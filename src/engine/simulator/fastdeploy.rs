@@ -152,11 +152,13 @@ fn control(method: &str, done: Result<Value, String>) -> Response {
         Ok(result) => (StatusCode::OK, "success", "Success".to_owned(), result),
         Err(cause) => (StatusCode::INTERNAL_SERVER_ERROR, "error", format!("Failed run control method {method}: {cause}"), Value::Null),
     };
-    (code, Json(json!({"request_id": format!("control-{method}"), "status": status, "error_message": message, "result": result}))).into_response()
+    (code, Json(json!({"request_id": format!("control-{method}"), "status": status, "error_message": message, "result": result})))
+        .into_response()
 }
 
 fn bad(message: &str) -> Response {
-    (StatusCode::BAD_REQUEST, Json(json!({"request_id": "control", "status": "error", "error_message": message, "result": null}))).into_response()
+    (StatusCode::BAD_REQUEST, Json(json!({"request_id": "control", "status": "error", "error_message": message, "result": null})))
+        .into_response()
 }
 
 /// A status of 304 has no body, whatever the server meant to say in it.
@@ -187,10 +189,13 @@ async fn complete(front: State<Arc<Front>>, Extension(state): Shared, body: Byte
     if answered.status() != StatusCode::OK {
         return answered;
     }
-    let Ok(body) = axum::body::to_bytes(answered.into_body(), usize::MAX).await else { return StatusCode::INTERNAL_SERVER_ERROR.into_response() };
+    let Ok(body) = axum::body::to_bytes(answered.into_body(), usize::MAX).await else {
+        return StatusCode::INTERNAL_SERVER_ERROR.into_response();
+    };
     let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
     if answer.pointer("/choices/0/finish_reason").and_then(Value::as_str) == Some("abort") {
-        let error = json!({"message": "Request is aborted since LLM Engine is paused.", "type": "internal_error", "param": null, "code": null});
+        let error =
+            json!({"message": "Request is aborted since LLM Engine is paused.", "type": "internal_error", "param": null, "code": null});
         return (StatusCode::INTERNAL_SERVER_ERROR, Json(json!({"error": error}))).into_response();
     }
     Json(answer).into_response()

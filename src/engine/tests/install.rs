@@ -234,7 +234,8 @@ async fn two_updates_of_one_engine_never_meet() {
         one.unwrap();
         other.unwrap();
         let loads = ["POST /collective_rpc", "POST /update_weights_from_disk"];
-        let marked: Vec<_> = bench.calls().await.into_iter().filter(|call| *call == "POST /update_weight_version" || loads.contains(&&**call)).collect();
+        let marked: Vec<_> =
+            bench.calls().await.into_iter().filter(|call| *call == "POST /update_weight_version" || loads.contains(&&**call)).collect();
         // Mark, load, version; and again.
         let is_load: Vec<_> = marked.iter().map(|call| loads.contains(&&**call)).collect();
         assert_eq!(is_load, [false, true, false, false, true, false], "{kind}: {marked:?}");

@@ -40,7 +40,9 @@ pub(in crate::engine::simulator) fn start_from(directory: &Path) -> Result<Vec<P
         Some((.., path)) => Ok(vec![path]),
         None => {
             let shown = directory.display();
-            Err(format!("No snapshot found for model_state.tp0.0: checked {shown} (new/legacy) and /shared_ipc_meta/model_state.tp0.0.pdparams"))
+            Err(format!(
+                "No snapshot found for model_state.tp0.0: checked {shown} (new/legacy) and /shared_ipc_meta/model_state.tp0.0.pdparams"
+            ))
         }
     }
 }
@@ -72,9 +74,11 @@ pub(super) fn sleep(front: &Front, state: &Fastdeploy, tags: &[&str]) {
 pub(super) async fn wakeup(front: &Front, state: &Fastdeploy, tags: &[String]) -> Result<(), String> {
     let named = |tag: &str| tags.iter().any(|each| each == tag);
     if !named("kv_cache") && named("weight") && state.options.graphs && state.memory().cache_sleeps {
-        return Err("Waking up [weight] alone is not supported when CUDA Graph is enabled, as recapturing the graph requires the KV cache to be \
+        return Err(
+            "Waking up [weight] alone is not supported when CUDA Graph is enabled, as recapturing the graph requires the KV cache to be \
                     rebuilt first. Please wake up [kv_cache] first."
-            .into());
+                .into(),
+        );
     }
     if named("kv_cache") {
         if !state.memory().cache_sleeps {
@@ -205,7 +209,9 @@ pub(super) async fn transfer(
         return Err(format!("Unsupported weight transfer_mode: {mode}"));
     }
     let Some(version) = version.filter(|version| !version.is_empty()).or_else(|| step(&state.model_directory)) else {
-        return Err("rsync model version not set, please set it in 1) {model_version}/version.yaml or 2) interface arguments 'version'".into());
+        return Err(
+            "rsync model version not set, please set it in 1) {model_version}/version.yaml or 2) interface arguments 'version'".into()
+        );
     };
     let Some(published) = &state.options.transfer else { return Err("No module named 'checkpoint_transfer'".into()) };
     let plain = Path::new(&version).components().count() == 1 && !version.starts_with('.');
@@ -222,7 +228,9 @@ pub(super) async fn transfer(
     let fault = slow(front).await;
     let tensors = read(vec![checkpoint.join(crate::weights::safetensors::SINGLE_FILE)]).await?;
     if mode == "rdma" {
-        front.core.change_served(|served| tensors.iter().try_for_each(|tensor| served.knows(tensor)))
+        front
+            .core
+            .change_served(|served| tensors.iter().try_for_each(|tensor| served.knows(tensor)))
             .map_err(|_| "Invalid new_state_dict, update parameters failed".to_owned())?;
     } else if state.options.mtp && !tensors.iter().any(|tensor| tensor.name.contains("mtp_")) {
         return Err("No MTP weights were cached from the GDR stream for auxiliary model loading.".into());
@@ -278,8 +286,15 @@ async fn receive_all_buckets(front: &Arc<Front>, state: &Fastdeploy, address: &s
 
 async fn clone_bucket(front: &Arc<Front>, state: &Fastdeploy, bucket: &Pickled, first: bool) -> Result<(), String> {
     let Pickled::List(meta) = field(bucket, "buffer_meta")? else { return Err("TypeError: buffer_meta is no list".into()) };
-    let [Pickled::Text(handle), Pickled::Int(offset), Pickled::Int(size), Pickled::Int(2), Pickled::List(dims), Pickled::List(_), Pickled::Int(device)] =
-        meta.as_slice()
+    let [
+        Pickled::Text(handle),
+        Pickled::Int(offset),
+        Pickled::Int(size),
+        Pickled::Int(2),
+        Pickled::List(dims),
+        Pickled::List(_),
+        Pickled::Int(device),
+    ] = meta.as_slice()
     else {
         return Err("ValueError: buffer_meta is not the seven of a uint8 tensor".into());
     };

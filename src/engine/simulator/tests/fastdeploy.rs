@@ -201,9 +201,22 @@ async fn the_legacy_routes_clear_and_reload_and_do_nothing_where_weights_are_the
         assert_eq!(server.call("GET /simulator/digest", None).await, before);
         // What lacks a parameter is found here, and by no wake-up.
         write_checkpoint(&server.folder.path().join("less"), &TENSORS[..3], 2);
-        std::fs::rename(server.folder.path().join("less/model.safetensors"), server.folder.path().join("model/model_state.tp0.0.pdparams")).unwrap();
-        server.play(&[("GET /clear_load_weight", None, 200, ""), ("GET /update_model_weight", None, 404, "timeout"), ("GET /health", None, 304, "")]).await;
-        server.play(&[("POST /v1/sleep?tags=kv_cache", None, 200, ""), ("POST /v1/wakeup", None, 200, "success"), ("GET /health", None, 200, "")]).await;
+        std::fs::rename(server.folder.path().join("less/model.safetensors"), server.folder.path().join("model/model_state.tp0.0.pdparams"))
+            .unwrap();
+        server
+            .play(&[
+                ("GET /clear_load_weight", None, 200, ""),
+                ("GET /update_model_weight", None, 404, "timeout"),
+                ("GET /health", None, 304, ""),
+            ])
+            .await;
+        server
+            .play(&[
+                ("POST /v1/sleep?tags=kv_cache", None, 200, ""),
+                ("POST /v1/wakeup", None, 200, "success"),
+                ("GET /health", None, 200, ""),
+            ])
+            .await;
         assert_eq!(server.memory().await["empty"], json!(["norm.weight"]), "it serves a parameter that holds nothing");
     }
     let disabled = Server::start(|options, _| options.fastdeploy.dynamic_load_weight = false).await;

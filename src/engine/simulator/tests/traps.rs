@@ -11,8 +11,8 @@ use tokio::net::TcpListener;
 
 use crate::engine::simulator::{Simulator, SimulatorOptions};
 use crate::engine::tests::support::{TENSORS, client, post, until, write_checkpoint};
-use crate::torch::{Device, Piece, SharedTensor, lmdeploy_bucket, lmdeploy_nothing};
 use crate::torch::pickle::Value as Pickled;
+use crate::torch::{Device, Piece, SharedTensor, lmdeploy_bucket, lmdeploy_nothing};
 use crate::weights::Dtype;
 use crate::weights::safetensors::Checkpoint;
 

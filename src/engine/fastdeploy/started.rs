@@ -1,0 +1,60 @@
+//! How a FastDeploy server gets its weights, as the words of its process show. Pure: asks nobody.
+
+use serde_json::Value;
+
+use super::unsupported;
+use crate::engine::EngineError;
+use crate::engine::process::EngineProcess;
+
+pub(super) const START: &str = "start FastDeploy with --dynamic-load-weight --load_strategy ipc_snapshot";
+
+/// How it gets its weights, as far as can be seen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Strategy {
+    /// From the snapshot in its model directory.
+    Snapshot,
+    /// By the message of #7472, at this address.
+    AsyncIpc { address: String, device: u64 },
+    /// Another one, by its name.
+    Other(String),
+    /// Its process cannot be seen.
+    Unseen,
+}
+
+impl Strategy {
+    /// By the words of its process.
+    pub(super) fn of(process: Option<&EngineProcess>) -> Self {
+        let Some(process) = process else { return Self::Unseen };
+        let option = |name: &str| process.value(&format!("--{}", name.replace('_', "-"))).or_else(|| process.value(&format!("--{name}")));
+        match option("load_strategy") {
+            Some("ipc_snapshot") => Self::Snapshot,
+            Some(other) => {
+                // A server that carries #7472 looks like one that does not, so whoever starts it says so in the free-form configuration.
+                let config: Value = option("rsync_config").and_then(|config| serde_json::from_str(config).ok()).unwrap_or_default();
+                let text = |name: &str| config.get(name).and_then(Value::as_str);
+                match (other, text("transfer_mode"), text("ipc_address")) {
+                    ("ipc", Some("ipc_async"), Some(address)) => {
+                        let device = config.get("device").and_then(Value::as_u64).unwrap_or(0);
+                        Self::AsyncIpc { address: address.to_owned(), device }
+                    }
+                    _ => Self::Other(other.to_owned()),
+                }
+            }
+            None => Self::Other("none".to_owned()),
+        }
+    }
+}
+
+/// Why a server that was started so cannot be fed by us.
+pub(super) fn no_way(strategy: &str) -> EngineError {
+    let what = match strategy {
+        "rsync" => "FastDeploy with --load_strategy rsync gets its weights by checkpoint_transfer, a library that is not public".to_owned(),
+        "ipc" => {
+            "FastDeploy with --load_strategy ipc goes on using the trainer's memory in place, so the whole model would have to stay there"
+                .to_owned()
+        }
+        "none" => "FastDeploy was started without a --load_strategy".to_owned(),
+        other => format!("FastDeploy's --load_strategy {other} is not known here"),
+    };
+    unsupported(what, START)
+}
