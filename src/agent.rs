@@ -6,6 +6,7 @@ pub mod client;
 pub mod core;
 pub mod enrollment;
 pub mod events;
+pub mod external;
 pub mod gpu;
 pub mod group;
 pub mod hand_over;

@@ -12,6 +12,7 @@ mod adapter;
 mod checkpoint_engine;
 pub mod device;
 mod evidence;
+mod external;
 mod fastdeploy;
 mod feed;
 mod fit;
@@ -38,6 +39,7 @@ use tokio_util::sync::CancellationToken;
 pub use group::{EngineGroup, GroupJoin, GroupJoined};
 pub(crate) use group::no_groups;
 pub use device::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, DeviceRoute, Released};
+pub use external::{External, ExternalMark, ExternalProof};
 pub use label::Holding;
 pub use secret::ApiKey;
 
@@ -187,6 +189,14 @@ pub trait Engine: Send + Sync {
 
     /// What the server itself says that it holds.
     async fn holding(&self, deadline: Duration) -> Result<Holding, EngineError>;
+
+    /// How it is marked and proven when the user's own data plane feeds it.
+    fn external(&self) -> Result<Arc<dyn External>, EngineError> {
+        Err(EngineError::Unsupported {
+            what: format!("{} cannot be watched while another data plane feeds it", self.kind()),
+            next_step: "set delivery to Agent".into(),
+        })
+    }
 }
 
 /// Where an engine is and how to speak to it.

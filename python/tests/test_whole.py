@@ -28,8 +28,9 @@ _numbers = itertools.count()
 class Group:
     """A trainer's agent and two rollouts on this host."""
 
-    def __init__(self, programs: Path, directory: Path) -> None:
+    def __init__(self, programs: Path, directory: Path, delivery: str = "Agent", update: str = "") -> None:
         self.directory = directory
+        self.ports = []
         self.name = f"whole-{os.getpid()}-{next(_numbers)}"
         program = programs / "weightsync"
         safetensors.numpy.save_file(dict(tensors(0)), directory / "model.safetensors")
@@ -38,11 +39,12 @@ class Group:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
+            self.ports.append(port)
             engine = [str(program), "simulate-engine", "--engine", "vllm", "--model", str(directory), "--port", str(port)]
             rollouts.append(f"- name: actor-{number}\n  engine: {{kind: vllm, port: {port}, command: {engine}}}\n")
         settings = f"name: {self.name}\ndirectory: {directory}/state\ntrainer: {{name: trainer}}\nrollouts:\n{''.join(rollouts)}"
         file = directory / "local.yaml"
-        file.write_text(f"{settings}update: {{minReady: 1, retainMiB: 0, bucketMiB: 1}}\n")
+        file.write_text(f"{settings}delivery: {delivery}\nupdate: {{minReady: 1, retainMiB: 0, bucketMiB: 1{update}}}\n")
         with open(directory / "local.log", "wb") as log:
             self.process = subprocess.Popen([program, "local", "-f", file], stdout=log, stderr=log)
         self.socket = f"@weightsync/{self.name}-trainer"
@@ -51,14 +53,23 @@ class Group:
         """The process of a pod's agent; the kernel knows it by the environment that it was started with."""
 
         def found() -> int | None:
-            for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}").parent.glob("*/children"):
-                for pid in child.read_text().split():
-                    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    if f"POD_NAME={pod}".encode() in environment:
-                        return int(pid)
-            return None
+            wanted = f"POD_NAME={pod}".encode()
+            return next((pid for pid in self._children() if wanted in _read(pid, "environ")), None)
 
         return until(found, f"an agent of {pod}")
+
+    def engine(self, number: int) -> int:
+        """The process of a rollout's engine."""
+
+        def found() -> int | None:
+            wanted = str(self.ports[number]).encode()
+            return next((pid for pid in self._children() if {b"simulate-engine", wanted} <= set(_read(pid, "cmdline"))), None)
+
+        return until(found, f"the engine of actor-{number}")
+
+    def _children(self) -> list[int]:
+        lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for children in lists for pid in children.read_text().split()]
 
     def wait_for_both(self, publisher: weightsync.Publisher) -> None:
         """Waits until both replicas are members."""
@@ -72,6 +83,13 @@ class Group:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGINT)
         self.process.wait(LIMIT)
+
+
+def _read(pid: int, what: str) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/{what}").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def until(probe: Callable[[], T | None], what: str) -> T:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ._source import Meta, Source
+from .epoch import Epoch, EpochReplica, Update
 from .errors import (
     AgentLost,
     Cancelled,
     Failed,
+    Fenced,
     ManifestChanged,
     NotAllowed,
     NotEnoughReplicas,
@@ -21,11 +23,15 @@ from .errors import (
 from .publisher import Publisher, PublishHandle
 from .result import Progress, Replica, Result, Roster
 from .sources import fsdp2, module, sharded, state_dict, stream
+from .topology import Topology
 
 __all__ = [
     "AgentLost",
     "Cancelled",
+    "Epoch",
+    "EpochReplica",
     "Failed",
+    "Fenced",
     "ManifestChanged",
     "Meta",
     "NotAllowed",
@@ -42,6 +48,8 @@ __all__ = [
     "SourceFailed",
     "Superseded",
     "Timeout",
+    "Topology",
+    "Update",
     "VersionNotHigher",
     "WeightSyncError",
     "fsdp2",

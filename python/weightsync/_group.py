@@ -13,6 +13,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from ._scratch import Scratch
 from .errors import RanksDisagree
 
 LONGEST_MESSAGE = 1 << 24
@@ -36,8 +37,11 @@ class Group(ABC):
         """The values (JSON) of all ranks, in their order, on all ranks."""
 
     @abstractmethod
-    def collect(self, mine: list[Any], all_parts: list[list[tuple[str, tuple[int, ...]]]]) -> list[list[Any]]:
-        """Tensors of all ranks on rank 0; `all_parts` says for each rank which (torch dtype, shape) it has. Elsewhere an empty list."""
+    def collect(self, mine: list[Any], all_parts: list[list[tuple[str, tuple[int, ...]]]], scratch: Scratch) -> list[list[Any]]:
+        """Tensors of all ranks on rank 0; `all_parts` says for each rank which (torch dtype, shape) it has. Elsewhere an empty list.
+
+        On the host, what comes is put into `scratch`.
+        """
 
 
 class Alone(Group):
@@ -53,7 +57,7 @@ class Alone(Group):
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def collect(self, mine: list[Any], all_parts: list[list[tuple[str, tuple[int, ...]]]]) -> list[list[Any]]:
+    def collect(self, mine: list[Any], all_parts: list[list[tuple[str, tuple[int, ...]]]], scratch: Scratch) -> list[list[Any]]:
         return [mine]
 
 
@@ -93,7 +97,7 @@ class Ranks(Group):
         self._do(lambda: self._dist.all_gather(all_of_them, mine, group=self._group, async_op=True))
         return [json.loads(bytes(one.cpu().tolist()).rstrip(b"\0")) for one in all_of_them]
 
-    def collect(self, mine: list[Any], all_parts: list[list[tuple[str, tuple[int, ...]]]]) -> list[list[Any]]:
+    def collect(self, mine: list[Any], all_parts: list[list[tuple[str, tuple[int, ...]]]], scratch: Scratch) -> list[list[Any]]:
         if self.rank != 0:
             first = self._dist.get_global_rank(self._group, 0)
             for part in mine:
@@ -105,7 +109,7 @@ class Ranks(Group):
             received = []
             for dtype, shape in parts:
                 kind = getattr(self._torch, dtype)
-                part = self._torch.empty(prod(shape) * kind.itemsize, dtype=self._torch.uint8, device=self._device)
+                part = scratch.take(self._torch.uint8, (prod(shape) * kind.itemsize,), self._device)
                 self._do(partial(self._dist.irecv, part, src=sender, group=self._group))
                 received.append(part.view(kind).reshape(shape))
             collected.append(received)

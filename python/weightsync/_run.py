@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from ._connection import Connection, Published
@@ -22,11 +23,9 @@ from ._offer import offer, open_offered, to_open, warn_once
 from ._ring import Ring, StreamWriter
 from ._source import Meta, Source
 from ._tensors import describe
-from .errors import Cancelled, RanksDisagree, SourceFailed, Timeout, WeightSyncError, from_plain, to_plain
+from ._together import AGAIN, FAIL, GO, WAIT, together
+from .errors import Cancelled, RanksDisagree, SourceFailed, Timeout, WeightSyncError
 from .result import Result
-
-GO, WAIT, AGAIN, FAIL = range(4)
-"""What a rank says in an agreement; the largest word of all ranks counts."""
 
 PATIENCE = 1.0
 """Seconds that rank 0 waits for its agent before it lets the other ranks know that it lives."""
@@ -357,25 +356,7 @@ class Run:
 
     def _together(self, step: Callable[[], int], failure: Exception | None = None) -> int:
         """All ranks do a step, and go on only when all can."""
-        while True:
-            word = FAIL
-            if failure is None:
-                try:
-                    word = step()
-                except Exception as raised:
-                    failure = raised
-            agreed = self.group.most(word)
-            if agreed == FAIL:
-                raise self._common(failure)
-            if agreed != WAIT:
-                return agreed
-
-    def _common(self, failure: Exception | None) -> WeightSyncError:
-        """The error of the first rank that has one."""
-        mine = _as_error(failure, self.group) if failure is not None else None
-        plain = self.group.gather(to_plain(mine) if mine is not None else None)
-        rank, first = next((rank, error) for rank, error in enumerate(plain) if error is not None)
-        return mine if mine is not None and rank == self.group.rank else from_plain(first)
+        return together(self.group, step, partial(_as_error, self.group), failure)
 
 
 def _exhaust(tensors: Iterator[tuple[str, Any]], total: int) -> Exception | None:
@@ -389,7 +370,7 @@ def _exhaust(tensors: Iterator[tuple[str, Any]], total: int) -> Exception | None
     return SourceFailed(f"the source gave {name} after the last of {total} announced tensors")
 
 
-def _as_error(failure: Exception, group: Group) -> WeightSyncError:
+def _as_error(group: Group, failure: Exception) -> WeightSyncError:
     if isinstance(failure, WeightSyncError):
         return failure
     where = f" on rank {group.rank}" if group.size > 1 else ""

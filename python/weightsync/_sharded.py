@@ -8,6 +8,7 @@ from typing import Any
 
 from ._dtypes import common_name
 from ._group import Group
+from ._scratch import Scratch
 from ._source import Meta, Source
 from ._tensors import describe, to_torch
 from .errors import SourceFailed
@@ -28,7 +29,10 @@ class Sharded(Source):
 
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
         parts = _Parts(iter(self._factory()))
+        scratch = Scratch()
         for meta in self._metas:
+            # Whoever took the tensor before copied it: a pass asks for the next one only then.
+            scratch.reset()
             error = None
             mine: list[tuple[Box, Any]] = []
             try:
@@ -47,12 +51,12 @@ class Sharded(Source):
                 [(common_name(meta.dtype), shape) for start, shape in theirs if (rank, (start, shape)) in wanted]
                 for rank, theirs in enumerate(boxes)
             ]
-            collected = group.collect(kept, shapes)
+            collected = group.collect(kept, shapes, scratch)
             if group.rank != 0:
                 yield meta.name, None
                 continue
             places = [box for rank, theirs in enumerate(boxes) for box in theirs if (rank, box) in wanted]
-            yield meta.name, _put_together(meta, places, [tensor for tensors in collected for tensor in tensors])
+            yield meta.name, _put_together(meta, places, [tensor for tensors in collected for tensor in tensors], scratch)
         parts.expect_end()
 
 
@@ -114,14 +118,14 @@ def _overlap(one: Box, other: Box) -> bool:
     )
 
 
-def _put_together(meta: Meta, places: list[Box], tensors: list[Any]) -> Any:
+def _put_together(meta: Meta, places: list[Box], tensors: list[Any], scratch: Scratch) -> Any:
     import torch
 
     if len(tensors) == 1 and places[0][1] == meta.shape:
         return tensors[0]
     # On a GPU where a part lies on one: its memory is where the tensor goes next.
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-    full = torch.empty(meta.shape, dtype=getattr(torch, common_name(meta.dtype)), device=device)
+    full = scratch.take(getattr(torch, common_name(meta.dtype)), meta.shape, device)
     for (start, shape), tensor in zip(places, tensors, strict=True):
         full[tuple(slice(at, at + length) for at, length in zip(start, shape, strict=True))] = tensor
     return full

@@ -55,6 +55,10 @@ class Timeout(WeightSyncError, TimeoutError):
     """A deadline passed; `phase` and `member` say where."""
 
 
+class Fenced(WeightSyncError):
+    """The epoch is over, or of no use any more: abort what runs in it, and go on in the next one that `Topology.watch()` gives."""
+
+
 class Superseded(WeightSyncError):
     """Another publish with `queue="latest"` took the place of this one while it waited."""
 
@@ -88,6 +92,7 @@ _BY_CODE: dict[str, type[WeightSyncError]] = {
     "VersionNotHigher": VersionNotHigher,
     "ManifestChanged": ManifestChanged,
     "Timeout": Timeout,
+    "Fenced": Fenced,
     "Superseded": Superseded,
     "Cancelled": Cancelled,
     "Invalid": Refused,

@@ -25,10 +25,15 @@ def module(model: Any, dtype: Any = None) -> Source:
 
     A parameter that has several names (tied embeddings) is published once, under its first: so do checkpoints, and engines tie it again.
     """
+    return _Named(lambda: module_tensors(model), dtype)
+
+
+def module_tensors(model: Any) -> Mapping[str, Any]:
+    """The tensors of a module as `module` publishes them: cleaned names, tied ones once."""
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
         model = model.module
     _refuse_fsdp1(model)
-    return _Named(lambda: _clean(_untied(model)), dtype)
+    return _clean(_untied(model))
 
 
 def fsdp2(model: Any, dtype: Any = None) -> Source:

@@ -10,6 +10,7 @@
 //! outcome in bounded time. It never decides about versions, epochs or members.
 
 mod connection;
+mod external;
 mod gpu;
 mod gpu_ring;
 mod host_ring;
@@ -40,6 +41,7 @@ pub use socket::{SocketError, SocketName};
 pub use users::TrainerUsers;
 
 use self::gpu_ring::GpuRings;
+use crate::agent::external::ExternalDesk;
 use crate::protocol::{CLIENT_PROTOCOL, RosterView};
 
 /// Clients that may be connected at once.
@@ -60,6 +62,8 @@ pub struct ClientServerConfig {
     pub users: TrainerUsers,
     /// What the source sends from, where weights travel between GPUs.
     pub gpu: SourceGpu,
+    /// Where trainers that drive their own data plane hear of epochs and bring versions.
+    pub external: Arc<ExternalDesk>,
 }
 
 impl ClientServerConfig {
@@ -69,7 +73,7 @@ impl ClientServerConfig {
     /// The usual ring at that socket.
     pub fn at(socket: SocketName) -> Self {
         let agent = concat!("weightsync ", env!("CARGO_PKG_VERSION")).to_owned();
-        Self { socket, agent, slots: Self::SLOTS, bucket_bytes: 0, users: TrainerUsers::These(Vec::new()), gpu: no_source_gpu() }
+        Self { socket, agent, slots: Self::SLOTS, bucket_bytes: 0, users: TrainerUsers::These(Vec::new()), gpu: no_source_gpu(), external: Arc::default() }
     }
 }
 
@@ -86,6 +90,7 @@ struct Shared {
     bucket_bytes: u64,
     gpu: SourceGpu,
     gpu_rings: Arc<GpuRings>,
+    external: Arc<ExternalDesk>,
     /// None: everybody.
     uids: Option<Vec<u32>>,
     queue: Arc<PublishQueue>,
@@ -133,8 +138,8 @@ impl ClientServer {
         let listener = listener.map_err(|source| SocketError::Io { name: config.socket.clone(), source })?;
         let uids = config.users.with_own(rustix::process::geteuid().as_raw());
         let (agent, slots, bucket_bytes) = (config.agent, config.slots.max(2), config.bucket_bytes);
-        let (gpu, gpu_rings) = (config.gpu, Arc::default());
-        Ok(Self { listener, shared: Arc::new(Shared { agent, slots, bucket_bytes, gpu, gpu_rings, uids, queue, roster }) })
+        let (gpu, gpu_rings, external) = (config.gpu, Arc::default(), config.external);
+        Ok(Self { listener, shared: Arc::new(Shared { agent, slots, bucket_bytes, gpu, gpu_rings, external, uids, queue, roster }) })
     }
 
     /// Serves until `shutdown`; then every connection is closed, and clients know that their agent is lost.

@@ -50,6 +50,8 @@ pub struct Core {
     events: Events,
     expected: Mutex<Option<Expected>>,
     current: watch::Sender<Option<HeldVersion>>,
+    /// Why the last epoch ended.
+    why_over: Mutex<String>,
 }
 
 struct Grouped {
@@ -78,6 +80,7 @@ impl Core {
             events,
             expected: Mutex::new(None),
             current: watch::Sender::new(None),
+            why_over: Mutex::default(),
         })
     }
 
@@ -138,8 +141,15 @@ impl Core {
         self.announce();
     }
 
+    /// Why the last epoch ended, for a person.
+    pub fn why_over(&self) -> String {
+        let why = lock(&self.why_over).clone();
+        if why.is_empty() { "there was none".into() } else { why }
+    }
+
     /// Takes a prepare. The epoch before it, if any, is over when this returns.
     pub fn prepare(&self, request: &PrepareRequest) -> Result<Step, Refusal> {
+        self.ends_by(|| format!("epoch {} takes its place", request.id.epoch));
         let step = self.regroup(|grouped| grouped.group.prepare(request))?;
         Ok(step)
     }
@@ -163,16 +173,19 @@ impl Core {
 
     /// Ends an epoch and all before it; true when one ended here.
     pub fn fence(&self, request: &FenceRequest) -> bool {
+        self.ends_by(|| request.reason.clone());
         self.regroup(|grouped| grouped.group.fence(request).is_some())
     }
 
     /// Leaves the group.
     pub fn release(&self, request: &ReleaseRequest) -> Result<(), Refusal> {
+        self.ends_by(|| format!("released: {}", request.reason));
         self.regroup(|grouped| grouped.group.release(request).map(|_| ()))
     }
 
     /// Leaves the group: no object claims this pod any more.
     pub fn unclaimed(&self, reason: &str) {
+        self.ends_by(|| reason.to_owned());
         self.regroup(|grouped| grouped.group.unclaimed(reason.to_owned()));
     }
 
@@ -214,6 +227,14 @@ impl Core {
     pub fn peer_lost(&self, id: &EpochId, peer: &MemberName, cause: &str) {
         tracing::warn!(epoch = %id, %peer, cause, "lost a peer");
         self.events.peer_lost(id, peer, cause);
+    }
+
+    /// Notes why the present epoch is about to end, before anybody sees that it did. A message that ends nothing leaves the word of the one
+    /// that did.
+    fn ends_by(&self, why: impl FnOnce() -> String) {
+        if self.standing.borrow().id().is_some() {
+            *lock(&self.why_over) = why();
+        }
     }
 
     fn regroup<T>(&self, change: impl FnOnce(&mut Grouped) -> T) -> T {

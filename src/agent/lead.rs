@@ -8,6 +8,7 @@ mod calls;
 mod communicator;
 mod engine_sink;
 mod engines;
+mod external;
 mod fan;
 pub mod feed;
 mod keeping;
@@ -21,6 +22,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 pub use self::attempt::{Brought, Plan, Stage};
 use self::engines::EngineGroupsLed;
+pub use self::external::ExternalPlan;
 use self::peers::Peers;
 pub use self::stream::Keep;
 use super::core::{Core, lock};

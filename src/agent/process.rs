@@ -22,6 +22,7 @@ pub use self::endpoint::EngineFactory;
 use self::endpoint::{Running, Session};
 use self::pages::Pages;
 use super::client::{ClientServer, ClientServerConfig, PublishQueue, SocketError};
+use super::external::ExternalDesk;
 use super::enrollment::{Applicant, Enrolled, EnrollmentError, enroll};
 use crate::protocol::{Assignment, Role, RosterView};
 use crate::runtime::backoff::Backoff;
@@ -107,15 +108,16 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Ag
     background.spawn(serve_plain(listener, pages.router(), Limits::default(), cancel.clone()));
     let queue: Arc<PublishQueue> = Arc::default();
     let source_gpu = watch::Sender::new(Err("the agent is in no group yet".to_owned()));
+    let external: Arc<ExternalDesk> = Arc::default();
     if settings.role == Role::Source {
         // Before anything else is there: a trainer may connect at once, and its publish waits for a group.
-        let socket = ClientServerConfig { gpu: source_gpu.subscribe(), ..settings.socket.clone() };
+        let socket = ClientServerConfig { gpu: source_gpu.subscribe(), external: external.clone(), ..settings.socket.clone() };
         let server = ClientServer::bind(socket, queue.clone(), roster.subscribe())?;
         background.spawn(server.run(cancel.clone()));
     }
     let identity = Identity::new(&settings.ca_pem)?;
     let client = ControllerClient::new(identity.clone(), settings.controller.clone());
-    let session = Session { settings, identity, client, queue, roster, source_gpu };
+    let session = Session { settings, identity, client, queue, external, roster, source_gpu };
     let outcome = sessions(&session, &pages, &cancel).await;
     drop(stop);
     while background.join_next().await.is_some() {}

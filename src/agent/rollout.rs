@@ -5,6 +5,7 @@
 
 mod companions;
 mod device;
+mod external;
 mod group;
 pub mod machine;
 pub mod readiness;
@@ -27,6 +28,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::companions::Companions;
 use self::device::DeviceReceiver;
+use self::external::Watched;
 use self::group::GroupReceiver;
 use self::machine::Machine;
 use self::readiness::Assigned;
@@ -131,6 +133,8 @@ enum Arriving {
     Device(Arc<DeviceReceiver>),
     /// Into the engine, by its own group.
     Group(Arc<GroupReceiver>),
+    /// Nowhere that we see: the user's own data plane moves this version.
+    External(Watched, HeldVersion),
 }
 
 impl Arriving {
@@ -140,6 +144,7 @@ impl Arriving {
             Self::Files(receiver) => Some(receiver.clone()),
             Self::Device(receiver) => Some(receiver.clone()),
             Self::Group(_) => None,
+            Self::External(..) => None,
         }
     }
 
@@ -148,6 +153,7 @@ impl Arriving {
             Self::Files(receiver) => receiver.discard(),
             Self::Device(receiver) => receiver.discard(reason),
             Self::Group(receiver) => receiver.discard(reason),
+            Self::External(watched, _) => watched.discard(reason),
         }
     }
 }
@@ -199,7 +205,9 @@ impl Rollout {
         let Some(member) = request.roster.member(&request.member) else { return Ok(()) };
         let policy = &request.policy;
         self.with(|inner| inner.policy = Some(policy.clone()));
-        self.engine.accepts(policy.pause, policy.kv_cache).map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
+        if policy.delivery != Delivery::External {
+            self.engine.accepts(policy.pause, policy.kv_cache).map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
+        }
         if let Some(reason) = self.with(|inner| inner.engine.known_ill().filter(|_| !inner.switching)) {
             return Err(refusal(RefusalCode::EngineRefused, reason));
         }

@@ -19,8 +19,9 @@ use super::lead::Leader;
 use super::rollout::Rollout;
 use super::source::Source;
 use crate::protocol::{
-    AbortRequest, ActivateRequest, BeginRequest, CommitRequest, EngineJoinRequest, EngineJoinResponse, EpochId, FenceRequest,
-    FinishRequest, GpuReport, JoinRequest, JoinResponse, MemberState, PrepareRequest, PrepareResponse, ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, ReleaseRequest, TransportWish, UpdateStatus,
+    AbortRequest, ActivateRequest, BeginRequest, CommitRequest, Delivery, EngineJoinRequest, EngineJoinResponse, EpochId, ExternalBegin,
+    ExternalEnd, FenceRequest, FinishRequest, GpuReport, JoinRequest, JoinResponse, MemberState, PrepareRequest, PrepareResponse,
+    ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, ReleaseRequest, TransportWish, UpdateStatus,
 };
 use crate::runtime::https::{Valid, ndjson};
 use crate::runtime::identity::PeerIdentity;
@@ -60,6 +61,8 @@ pub fn router(endpoint: Arc<Endpoint>) -> Router {
         .route("/v1/update/finish", post(finish))
         .route("/v1/update/activate", post(activate))
         .route("/v1/update/abort", post(abort))
+        .route("/v1/update/external/begin", post(begin_external))
+        .route("/v1/update/external/end", post(end_external))
         .route("/v1/update/status", get(status))
         .route("/v1/state", get(state))
         .route("/v1/events", get(events))
@@ -101,7 +104,7 @@ async fn prepare(
 async fn gpus_for(endpoint: &Endpoint, request: &PrepareRequest, within: Duration) -> GpuReport {
     let policy = &request.policy.transport;
     match endpoint.leader.gpus() {
-        Some(gpus) if policy.wish != TransportWish::Tcp => {
+        Some(gpus) if policy.wish != TransportWish::Tcp && request.policy.delivery != Delivery::External => {
             let ranks = request.roster.member(&request.member).map_or(1, |member| member.size);
             gpus.configure(policy, ranks);
             gpus.report(within).await
@@ -216,6 +219,25 @@ async fn activate(
 ) -> Result<Json<UpdateStatus>, Refusal> {
     let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
     rollout.activate(&epoch, &request).map(Json)
+}
+
+async fn begin_external(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<ExternalBegin>,
+) -> Result<Json<UpdateStatus>, Refusal> {
+    let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
+    let limit = Duration::from_millis(epoch.prepared.policy.silence_ms).saturating_mul(2);
+    on_its_own(limit, async move { rollout.begin_external(&epoch, request).await.map(Json) }).await
+}
+
+async fn end_external(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<ExternalEnd>,
+) -> Result<Json<UpdateStatus>, Refusal> {
+    let (rollout, _) = led(&endpoint, &peer, &request.update.epoch)?;
+    rollout.end_external(request).map(Json)
 }
 
 async fn abort(

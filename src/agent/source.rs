@@ -3,6 +3,7 @@
 //! [`history`] decides which numbers may be published. It never repeats an attempt within an epoch, never reports success before
 //! `minReady` engines confirmed, and keeps a copy of a version only where there is room.
 
+mod external;
 pub mod history;
 mod publish;
 pub mod retain;

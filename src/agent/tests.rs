@@ -4,6 +4,7 @@
 mod bed;
 mod engine;
 mod epochs;
+mod external;
 mod feeding;
 mod installs;
 mod machine;

@@ -67,6 +67,7 @@ impl WeightSyncSpec {
             delivery: match self.delivery {
                 super::Delivery::Agent => Delivery::Agent,
                 super::Delivery::Engine => Delivery::Engine,
+                super::Delivery::External => Delivery::External,
             },
             pause: match self.update.pause {
                 Pause::Keep => PausePolicy::Keep,

@@ -102,7 +102,9 @@ pub struct WeightSyncSpec {
 
     /// Who joins the group. `Agent`: agents join, and hand over to their engine. `Engine`: the engines' own workers join an NCCL group that
     /// the source's agent leads from a GPU; a source that dies in the middle of a broadcast can leave such an engine stuck for good
-    /// (`update.onWedged`), which `Agent` cannot.
+    /// (`update.onWedged`), which `Agent` cannot. `External`: the trainer's own data plane moves the weights (`weightsync.Topology` in its
+    /// process); epochs, ranks, deadlines, readiness and the proof behind an update are WeightSync's. `transport`, `update.retain` and
+    /// `update.kvCache` play no part then, and pausing is the trainer's business.
     #[serde(default)]
     pub delivery: Delivery,
 
@@ -139,6 +141,8 @@ pub enum Delivery {
     Agent,
     /// The engines' own workers join; the source's agent is rank 0.
     Engine,
+    /// The trainer's own data plane moves the weights; agents watch and prove.
+    External,
 }
 
 /// The trainer's pods.

@@ -4,6 +4,7 @@
 //! and within which part of the deadline. It never resumes an engine that may hold half an update, and never leaves one paused that does not.
 
 mod device;
+mod external;
 mod group;
 mod install;
 mod put_back;
@@ -20,7 +21,8 @@ use super::http::Until;
 use super::server::Server;
 use super::start::StartWatch;
 use super::{
-    DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed,
+    DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, External, Holding, InstallError, InstallJob,
+    InstallReport, Resumed,
 };
 use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
@@ -238,5 +240,9 @@ impl<S: Server> Engine for Adapter<S> {
     async fn holding(&self, deadline: Duration) -> Result<Holding, EngineError> {
         let holding = self.0.server.holding(Until::new(deadline)).await;
         holding.inspect_err(|error| self.0.start.failed(error))
+    }
+
+    fn external(&self) -> Result<Arc<dyn External>, EngineError> {
+        Ok(self.0.clone())
     }
 }

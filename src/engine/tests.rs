@@ -1,6 +1,7 @@
 //! The adapters against the simulators, over real sockets.
 
 mod device;
+mod external;
 mod failures;
 mod fastdeploy;
 mod gpu;

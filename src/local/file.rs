@@ -211,9 +211,6 @@ impl LocalFile {
         if self.delivery == Delivery::Engine && self.transport.tcp.is_some() {
             return Err("delivery: Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent".into());
         }
-        if self.delivery == Delivery::External {
-            return Err("delivery: External is not known here: use Agent or Engine".into());
-        }
         let plain = |field: &str, name: &str| {
             let good =
                 !name.is_empty() && name.len() <= 63 && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');

@@ -12,7 +12,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{GpuOffer, GpuRing, MemberName, RosterView, UpdatePhase, Version};
+use super::{GpuOffer, GpuRing, MemberName, ReplicaReport, RosterView, Topology, UpdatePhase, Version};
 use crate::weights::{Layout, TensorSpec};
 
 /// Number of this protocol; a client of another number is refused with both numbers.
@@ -111,6 +111,34 @@ pub enum ClientRequest {
     Roster {
         /// Keep sending.
         watch: bool,
+    },
+    /// Asks for every epoch from now on, the present one first (`delivery: External`).
+    WatchEpochs,
+    /// Begins a version that the trainer's own data plane brings to the replicas of an epoch.
+    External {
+        /// The epoch, as it was told on this connection.
+        epoch: u64,
+        /// Number of the version: higher than the current one, or the current one once more for replicas that lack it.
+        version: Version,
+        /// What identifies its weights, where the trainer has something: the same number with another one is refused.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        digest: Option<String>,
+        /// What engines will report as their weight version, where the data plane writes one.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        engine_version: Option<String>,
+        /// The whole update ends after this long, in ms.
+        timeout_ms: u64,
+    },
+    /// What became of one replica.
+    Report(ReplicaReport),
+    /// All that will be reported was; who was not reported failed.
+    Conclude,
+    /// The trainer's group of that epoch does not work: another epoch is wanted.
+    Broken {
+        /// The epoch.
+        epoch: u64,
+        /// Why, for a person.
+        reason: String,
     },
 }
 
@@ -238,6 +266,23 @@ pub enum ClientReply {
         /// The roster.
         roster: RosterView,
     },
+    /// An epoch was committed; the bound socket of its rendezvous comes beside this line.
+    Epoch {
+        /// The epoch.
+        topology: Topology,
+    },
+    /// The epoch is over or of no use any more: whatever the trainer runs in it is to be aborted.
+    Fenced {
+        /// Which one.
+        epoch: u64,
+        /// Why, for a person.
+        reason: String,
+    },
+    /// Every engine is marked: bytes may move.
+    Open {
+        /// The version.
+        version: Version,
+    },
 }
 
 /// A publish that reached `minReady`.
@@ -303,6 +348,8 @@ pub enum PublishErrorCode {
     BadCheckpoint,
     /// Too little memory.
     OutOfSpace,
+    /// The epoch that a trainer with its own data plane named is over.
+    Fenced,
     /// No agent listens, or it went away in the middle. Said by a client, never by an agent.
     AgentLost,
     /// Anything else.

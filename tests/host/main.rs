@@ -7,6 +7,7 @@ mod arrows;
 mod binary;
 mod demo;
 mod docs;
+mod external;
 mod gpu;
 mod model;
 mod stories;

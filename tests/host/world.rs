@@ -106,10 +106,26 @@ impl World {
         Self::start_in(Some(machine), transport, "Engine", &crate::model::Model::large(0), update, actors).await
     }
 
+    /// Starts a group whose weights travel in the trainer's own data plane.
+    pub async fn start_external(update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
+        Self::start_delivering("External", None, json!({"auto": {}}), &crate::model::Model::small(0), update, actors).await
+    }
+
     async fn start_in(
         machine: Option<&Machine>,
         transport: Value,
         delivery: &str,
+        model: &crate::model::Model,
+        update: Value,
+        actors: impl IntoIterator<Item = Actor>,
+    ) -> Self {
+        Self::start_delivering("Agent", machine, transport, model, update, actors).await
+    }
+
+    async fn start_delivering(
+        delivery: &str,
+        machine: Option<&Machine>,
+        transport: Value,
         model: &crate::model::Model,
         mut update: Value,
         actors: impl IntoIterator<Item = Actor>,
@@ -235,6 +251,13 @@ impl World {
         let url = format!("http://127.0.0.1:{}/simulator/faults", self.ports[number]);
         let answer = self.http.post(url).json(faults).send().await.unwrap();
         assert_eq!(answer.status(), 200, "{faults}");
+    }
+
+    /// Posts to an engine.
+    pub async fn post(&self, number: usize, path: &str, body: &Value) {
+        let url = format!("http://127.0.0.1:{}{path}", self.ports[number]);
+        let answer = self.http.post(url).json(body).send().await.unwrap();
+        assert_eq!(answer.status(), 200, "{path}");
     }
 
     /// Whether an engine serves exactly that model.

@@ -12,6 +12,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::codec::{FramedRead, LinesCodec, LinesCodecError};
 use tokio_util::sync::CancellationToken;
 
+use super::external::ExternalSide;
 use super::publish::{From, Publish, Running};
 use super::ring::RingOfConnection;
 use super::wire::{Outbox, Outgoing};
@@ -43,7 +44,8 @@ pub(super) async fn serve(stream: UnixStream, shared: Arc<Shared>, shutdown: Can
     let (outbox, lines) = Outbox::new();
     let mut writer = tokio::spawn(lines.write_to(write));
     let lines = FramedRead::new(read, LinesCodec::new_with_max_length(LONGEST_HELLO));
-    let mut connection = Connection { shared, outbox, running: None, ring: RingOfConnection::default(), watching: false };
+    let external = ExternalSide::new(Arc::clone(&shared.external), outbox.clone());
+    let mut connection = Connection { shared, outbox, running: None, external, ring: RingOfConnection::default(), watching: false };
     let ended = tokio::select! {
         ended = connection.talk(credentials, lines) => ended,
         written = &mut writer => Err(Refused::Io(match written {
@@ -70,6 +72,7 @@ struct Connection {
     shared: Arc<Shared>,
     outbox: Outbox,
     running: Option<Running>,
+    external: ExternalSide,
     ring: RingOfConnection,
     watching: bool,
 }
@@ -92,11 +95,12 @@ impl Connection {
                     None => return Ok(()),
                 },
                 reply = Running::next(&mut self.running) => self.pass_on(reply),
+                () = self.external.next() => {}
                 Ok(()) = roster.changed(), if self.watching => {
                     let roster = roster.borrow_and_update().clone();
                     self.outbox.say(ClientReply::Roster { roster });
                 }
-                _ = tick.tick(), if self.running.is_some() => {
+                _ = tick.tick(), if self.running.is_some() || self.external.listens() => {
                     ticks = ticks.wrapping_add(1);
                     self.tick(ticks.is_multiple_of(TICKS_PER_SIGN));
                 }
@@ -164,7 +168,15 @@ impl Connection {
                     running.activate(version).map_err(Refused::Nonsense)?;
                 }
             }
+            ClientRequest::WatchEpochs => self.external.watch(),
+            ClientRequest::External { epoch, version, digest, engine_version, timeout_ms } => {
+                self.external.begin(epoch, version, digest, engine_version, timeout_ms).map_err(Refused::Nonsense)?;
+            }
+            ClientRequest::Report(report) => self.external.report(report),
+            ClientRequest::Conclude => self.external.conclude(),
+            ClientRequest::Broken { epoch, reason } => self.external.broken(epoch, &reason),
             ClientRequest::Cancel { reason } => {
+                self.external.cancel(&reason);
                 if let Some(running) = &mut self.running {
                     running.cancel(&reason.chars().take(500).collect::<String>(), Instant::now());
                     self.shared.queue.sweep();
@@ -195,7 +207,13 @@ impl Connection {
     }
 
     fn tick(&mut self, sign_of_life: bool) {
-        let Some(running) = &mut self.running else { return };
+        self.external.tick(Instant::now());
+        let Some(running) = &mut self.running else {
+            if sign_of_life {
+                self.outbox.say(ClientReply::Alive);
+            }
+            return;
+        };
         if let Some(progress) = running.progress() {
             self.outbox.say(progress);
         } else if sign_of_life {
@@ -211,6 +229,7 @@ impl Connection {
     }
 
     fn leave(&mut self, cause: &str) {
+        self.external.leave();
         if let Some(running) = self.running.take() {
             running.left(cause);
             self.shared.queue.sweep();

@@ -1,9 +1,11 @@
-//! Lines on the socket: read with a cap on their length, written with a deadline, a memfd beside one of them.
+//! Lines on the socket: read with a cap on their length, written with a deadline, a descriptor beside some of them.
 //!
 //! Decides nothing about what a line means.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -24,6 +26,8 @@ pub(super) enum Outgoing {
     Line(ClientReply),
     /// A line with the memfd of a new ring beside it.
     WithMemory(ClientReply, Arc<HostRing>),
+    /// A line with a listening socket beside it, which is closed here behind it.
+    WithListener(ClientReply, TcpListener),
     /// Nothing follows; the socket closes. Slots that are still read keep an [`Outbox`], so its end alone would come late.
     Close,
 }
@@ -72,11 +76,8 @@ impl Lines {
             match line {
                 Outgoing::Close => break,
                 Outgoing::Line(reply) => write(&mut socket, &encode(&reply)?).await?,
-                Outgoing::WithMemory(reply, ring) => {
-                    let line = encode(&reply)?;
-                    let sent = in_time(socket.as_ref().async_io(Interest::WRITABLE, || send_with_memory(&socket, &line, &ring))).await?;
-                    write(&mut socket, line.get(sent..).unwrap_or_default()).await?;
-                }
+                Outgoing::WithMemory(reply, ring) => write_with(&mut socket, &encode(&reply)?, ring.memory().fd()).await?,
+                Outgoing::WithListener(reply, listener) => write_with(&mut socket, &encode(&reply)?, listener.as_fd()).await?,
             }
         }
         Ok(())
@@ -105,11 +106,17 @@ async fn in_time<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> 
     tokio::time::timeout(WRITE_SILENCE, step).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
+/// Writes a line with a descriptor beside it.
+async fn write_with(socket: &mut OwnedWriteHalf, line: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<()> {
+    let sent = in_time(socket.as_ref().async_io(Interest::WRITABLE, || send_with(socket, line, descriptor))).await?;
+    write(socket, line.get(sent..).unwrap_or_default()).await
+}
+
 /// Sends the beginning of a line with the descriptor beside it, and tells how many bytes left.
-fn send_with_memory(socket: &OwnedWriteHalf, line: &[u8], ring: &HostRing) -> io::Result<usize> {
+fn send_with(socket: &OwnedWriteHalf, line: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut beside = SendAncillaryBuffer::new(&mut space);
-    let descriptor = [ring.memory().fd()];
+    let descriptor = [descriptor];
     if !beside.push(SendAncillaryMessage::ScmRights(&descriptor)) {
         return Err(io::Error::other("no room for one descriptor"));
     }

@@ -87,7 +87,7 @@ impl Leader {
     pub async fn lead(&self, plan: Plan<'_>) -> Result<Brought, Failure> {
         let over = self.core.over(plan.epoch.id());
         let limit = Duration::from_millis(plan.epoch.prepared.policy.update_timeout_ms);
-        let mut attempt = Attempt::new(self, &plan);
+        let mut attempt = Attempt::new(self, Begun::of(&plan));
         let phase_of =
             |attempt: &Attempt<'_>, code, message: String, again| Failure { code, message, phase: attempt.view.phase, member: None, again };
         let outcome = tokio::select! {
@@ -121,32 +121,57 @@ pub(super) struct Attempt<'a> {
     over: bool,
 }
 
+/// What any attempt begins with.
+pub(super) struct Begun<'a> {
+    pub(super) epoch: &'a Arc<Epoch>,
+    pub(super) version: u64,
+    pub(super) attempt: u32,
+    pub(super) feeding: bool,
+    pub(super) members: Vec<MemberName>,
+    pub(super) min_ready: u32,
+    pub(super) total_bytes: u64,
+}
+
+impl<'a> Begun<'a> {
+    fn of(plan: &'a Plan<'_>) -> Self {
+        Self {
+            epoch: &plan.epoch,
+            version: plan.version,
+            attempt: plan.attempt,
+            feeding: plan.feeding,
+            members: plan.members.clone(),
+            min_ready: plan.min_ready,
+            total_bytes: plan.source.layout().total_bytes,
+        }
+    }
+}
+
 impl<'a> Attempt<'a> {
-    fn new(leader: &'a Leader, plan: &Plan<'_>) -> Self {
+    pub(super) fn new(leader: &'a Leader, begun: Begun<'_>) -> Self {
+        let Begun { epoch, version, attempt, feeding, members, min_ready, total_bytes } = begun;
         let now = Instant::now();
-        let update = UpdateId { epoch: plan.epoch.id().clone(), version: plan.version, attempt: plan.attempt };
         let mut attempt = Self {
             leader,
-            epoch: plan.epoch.clone(),
-            calls: Calls::new(leader.client.clone(), plan.epoch.clone()),
-            peers: leader.peers(&plan.epoch),
-            members: plan.members.clone(),
-            table: Table::new(&plan.members, plan.min_ready),
+            epoch: epoch.clone(),
+            calls: Calls::new(leader.client.clone(), epoch.clone()),
+            peers: leader.peers(epoch),
+            table: Table::new(&members, min_ready),
+            members,
             view: UpdateView {
-                id: update.epoch,
-                version: update.version,
-                attempt: update.attempt,
+                id: epoch.id().clone(),
+                version,
+                attempt,
                 phase: UpdatePhase::Begin,
-                total_bytes: plan.source.layout().total_bytes,
+                total_bytes,
                 members: Vec::new(),
                 phases_ms: Vec::new(),
                 failure: None,
-                feeding: plan.feeding,
+                feeding,
             },
             phase_begun: now,
             shown: now,
             unshown: false,
-            silence: Duration::from_millis(plan.epoch.prepared.policy.silence_ms),
+            silence: Duration::from_millis(epoch.prepared.policy.silence_ms),
             over: false,
         };
         attempt.set_updating(true);
@@ -227,7 +252,7 @@ impl<'a> Attempt<'a> {
         Failure { code, message, phase: self.view.phase, member, again }
     }
 
-    fn enter(&mut self, phase: UpdatePhase, stage: &mut dyn Stage) {
+    pub(super) fn enter(&mut self, phase: UpdatePhase, stage: &mut dyn Stage) {
         let took = u64::try_from(self.phase_begun.elapsed().as_millis()).unwrap_or(u64::MAX);
         // How long a trainer takes to activate is not ours to measure.
         if self.view.phase != UpdatePhase::Staged {
@@ -258,7 +283,7 @@ impl<'a> Attempt<'a> {
         self.leader.core.events().set_update(self.view.clone());
     }
 
-    fn end(&mut self, failure: Option<&Failure>) {
+    pub(super) fn end(&mut self, failure: Option<&Failure>) {
         self.over = true;
         if let Some(failure) = failure {
             tracing::warn!(version = self.view.version, attempt = self.view.attempt, failure = %failure.message, "an attempt failed");

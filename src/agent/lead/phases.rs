@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep_until};
 
 use super::attempt::{Attempt, Stage};
-use super::calls::{Answer, Following};
+use super::calls::{Answer, Answers, Following};
 use super::engine_sink::{EngineSink, EngineStream};
 use super::fan::Fan;
 use super::probe::{Opening, hello};
@@ -42,9 +42,13 @@ impl Attempt<'_> {
             manual,
             manifest_digest: known,
         };
-        let members = self.members.clone();
-        let mut answers = self.calls.to_all(&members, "/v1/update/begin", Arc::new(request), ANSWER + self.silence);
-        let mut open = members;
+        let answers = self.calls.to_all(&self.members, "/v1/update/begin", Arc::new(request), ANSWER + self.silence);
+        self.opened(answers).await
+    }
+
+    /// Waits for the answers of all members to a begin, as far as enough of them may come.
+    pub(super) async fn opened(&mut self, mut answers: Answers) -> Result<(), Failure> {
+        let mut open = self.members.clone();
         let mut grace = None;
         while !open.is_empty() {
             tokio::select! {
@@ -227,7 +231,7 @@ impl Attempt<'_> {
         }
     }
 
-    fn take(&mut self, member: &MemberName, answer: Answer) {
+    pub(super) fn take(&mut self, member: &MemberName, answer: Answer) {
         match answer {
             Answer::Status(status) => self.table.observe(member, &status),
             Answer::Refused(refusal) => self.table.refused(member, &refusal),

@@ -111,6 +111,17 @@ impl Table {
         rows.map(|row| (row.name.clone(), row.reason.clone().unwrap_or_else(|| "has not confirmed it yet".into()))).collect()
     }
 
+    /// One that refused, failed or is lost, with the reason.
+    pub fn behind_for_good(&self) -> Option<(MemberName, String)> {
+        let row = self.rows.iter().find(|row| row.out())?;
+        Some((row.name.clone(), row.reason.clone().unwrap_or_else(|| "it gave no reason".into())))
+    }
+
+    /// What a member said last of why it refused or failed.
+    pub fn reason(&self, member: &MemberName) -> Option<String> {
+        self.rows.iter().find(|row| &row.name == member)?.reason.clone()
+    }
+
     /// Whether a member's part is over, well or not.
     pub fn is_over(&self, member: &MemberName) -> bool {
         self.rows.iter().any(|row| &row.name == member && row.step.is_some_and(InstallStep::is_final))

@@ -16,6 +16,7 @@ use super::pages::Pages;
 use super::{AgentError, Settings};
 use crate::agent::client::{PublishQueue, SourceWorker};
 use crate::agent::core::{Core, Facts};
+use crate::agent::external::{ExternalDesk, epochs};
 use crate::agent::enrollment::{Announcer, AnnouncingEnded, Enrolled};
 use crate::agent::gpu::{Gpus, Share};
 use crate::agent::group::{Me, Standing};
@@ -64,6 +65,7 @@ pub(super) struct Session {
     pub(super) identity: Identity,
     pub(super) client: ControllerClient,
     pub(super) queue: Arc<PublishQueue>,
+    pub(super) external: Arc<ExternalDesk>,
     pub(super) roster: watch::Sender<RosterView>,
     /// What the trainer's socket is told of the source's GPU.
     pub(super) source_gpu: watch::Sender<Result<SourceWorker, String>>,
@@ -141,6 +143,8 @@ impl Session {
         } else {
             let source = Source::new(leader.clone(), settings.cgroups.clone());
             running.tasks.spawn(source.clone().run(self.queue.clone(), cancel.clone()));
+            running.tasks.spawn(source.clone().run_external(self.external.clone(), cancel.clone()));
+            running.tasks.spawn(epochs::keep(core.clone(), leader.clone(), self.external.clone(), cancel.clone()));
             Part::Source(source)
         };
         let shown = if number == 0 { self.roster.clone() } else { pages.more_roster() };

@@ -5,6 +5,7 @@
 //! and did not end well makes the rollout dirty, until an install in full succeeds or the engine starts anew.
 
 mod attempt;
+mod external;
 
 use self::attempt::{Attempt, Stage, wrong_phase};
 use crate::agent::group::refusal;

@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Inner, Rollout};
 use crate::agent::group::{Standing, refusal};
 use crate::engine::{EngineError, EngineStart, Holding};
-use crate::protocol::{EngineFacts, HealthPolicy, KvCachePolicy, PausePolicy, Refusal, RefusalCode, UpdatePolicy};
+use crate::protocol::{Delivery, EngineFacts, HealthPolicy, KvCachePolicy, PausePolicy, Refusal, RefusalCode, UpdatePolicy};
 
 /// How long a pause that an earlier life of this agent may have left is suffered while no group says who pauses.
 const LEFT_PAUSED: Duration = Duration::from_secs(30);
@@ -209,10 +209,11 @@ impl Rollout {
             }
             // Who pauses is said by the group; a trainer's own pause is not ours to undo.
             Ok(_) => {
+                let pauses = |policy: &UpdatePolicy| policy.pause != PausePolicy::External && policy.delivery != Delivery::External;
                 let ours = match &*self.core.standing().borrow() {
                     Standing::Idle => begun.elapsed() > LEFT_PAUSED,
-                    Standing::Prepared(prepared) => prepared.policy.pause != PausePolicy::External,
-                    Standing::Committing(epoch) | Standing::Committed(epoch) => epoch.prepared.policy.pause != PausePolicy::External,
+                    Standing::Prepared(prepared) => pauses(&prepared.policy),
+                    Standing::Committing(epoch) | Standing::Committed(epoch) => pauses(&epoch.prepared.policy),
                 };
                 let external = !ours && !matches!(&*self.core.standing().borrow(), Standing::Idle);
                 if ours && self.with(|inner| inner.machine.live().is_none()) {
@@ -239,7 +240,8 @@ impl Rollout {
         if lacks && self.core.released().is_none() {
             self.reinstall(policy).await;
         }
-        if overdue {
+        // What the user's own data plane spoiled, it repairs: nobody else loads weights there.
+        if overdue && policy.delivery != Delivery::External {
             self.put_back(limit).await;
         }
     }
@@ -274,7 +276,7 @@ fn usual_policy() -> UpdatePolicy {
         update_timeout_ms: 600_000,
         retain_bytes: 0,
         bucket_bytes: 0,
-        delivery: crate::protocol::Delivery::default(),
+        delivery: Delivery::default(),
         data_tls: true,
         transport: crate::protocol::TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 3_000, failure_threshold: 3, success_threshold: 1 },

@@ -77,6 +77,7 @@ impl Rollout {
                 Arriving::Files(receiver) => self.conclude_files(receiver, request).await.map(Ok),
                 Arriving::Device(receiver) => receiver.conclude(&request).await.map(Err),
                 Arriving::Group(receiver) => receiver.conclude(&request).map(Err),
+                Arriving::External(..) => Err("its bytes travel in the trainer's own data plane".into()),
             };
             let took_ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
             if let Err(reason) = &outcome {
@@ -186,7 +187,7 @@ impl Rollout {
     }
 
     /// Lets the stream in, and ends the attempt when its leader falls silent or its epoch is over.
-    fn watch_attempt(self: &Arc<Self>, epoch: &Epoch, update: &UpdateId, receiver: Option<Arriving>) {
+    pub(super) fn watch_attempt(self: &Arc<Self>, epoch: &Epoch, update: &UpdateId, receiver: Option<Arriving>) {
         let policy = &epoch.prepared.policy;
         let silence = Duration::from_millis(policy.silence_ms);
         let total = Duration::from_millis(policy.update_timeout_ms).saturating_add(silence);
@@ -219,7 +220,7 @@ impl Rollout {
         });
     }
 
-    fn end_attempt(&self, update: &UpdateId, reason: &str) {
+    pub(super) fn end_attempt(&self, update: &UpdateId, reason: &str) {
         let ended = self.with(|inner| {
             let ended = inner.machine.abort(update, reason);
             if ended {
@@ -240,7 +241,7 @@ impl Rollout {
         }
     }
 
-    fn answer(&self, update: &UpdateId) -> Result<UpdateStatus, Refusal> {
+    pub(super) fn answer(&self, update: &UpdateId) -> Result<UpdateStatus, Refusal> {
         let status = self.with(|inner| inner.machine.status()).filter(|status| status.update == *update);
         status.ok_or_else(|| refusal(RefusalCode::WrongPhase, format!("attempt {} was replaced by another", update.attempt)))
     }
@@ -318,6 +319,6 @@ fn check_layout(request: &BeginRequest) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn busy() -> Refusal {
+pub(super) fn busy() -> Refusal {
     refusal(RefusalCode::WrongPhase, "the engine is still being switched to another version")
 }

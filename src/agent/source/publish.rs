@@ -18,7 +18,7 @@ use crate::agent::lead::table::Failure;
 use crate::agent::lead::{Brought, Keep, Plan, Stage};
 use crate::agent::publish_job::{NotActivated, PublishJob, Reporter};
 use crate::agent::version_source::VersionSource;
-use crate::protocol::{Activation, EpochId, HeldVersion, PublishError, PublishErrorCode, PublishResult, UpdatePhase, Version};
+use crate::protocol::{Activation, Delivery, EpochId, HeldVersion, PublishError, PublishErrorCode, PublishResult, UpdatePhase, Version};
 use crate::weights::{DigestAlgorithm, Layout, Manifest};
 
 /// A publish as far as all its attempts share it.
@@ -86,6 +86,9 @@ impl Source {
         loop {
             let over = publish.failed.as_ref().map(|(id, _)| id.clone());
             let epoch = self.next_epoch(over.as_ref(), feeder).await?;
+            if epoch.prepared.policy.delivery == Delivery::External {
+                return Err(by_topology());
+            }
             if publish.attempts == 0 {
                 let current = self.current(Some(&epoch));
                 let mut history = lock(&self.history);
@@ -259,10 +262,20 @@ impl Stage for PublishStage<'_> {
     }
 }
 
-fn publish_error(failure: Failure) -> PublishError {
+pub(super) fn publish_error(failure: Failure) -> PublishError {
     let Failure { code, message, phase, member, .. } = failure;
-    let retryable = matches!(code, PublishErrorCode::NotEnoughReplicas | PublishErrorCode::Timeout | PublishErrorCode::Cancelled);
+    let retryable = matches!(
+        code,
+        PublishErrorCode::NotEnoughReplicas | PublishErrorCode::Timeout | PublishErrorCode::Cancelled | PublishErrorCode::Fenced
+    );
     PublishError { code, message, retryable, phase: Some(phase), member }
+}
+
+fn by_topology() -> PublishError {
+    let message = "the object's delivery is External: the trainer's own data plane moves the bytes (weightsync.Topology), \
+                   or set spec.delivery to Agent"
+        .into();
+    PublishError { code: PublishErrorCode::Invalid, message, retryable: false, phase: None, member: None }
 }
 
 fn cancelled() -> PublishError {

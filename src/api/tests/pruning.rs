@@ -76,7 +76,7 @@ prop_compose! {
         [period_seconds, timeout_seconds, failure_threshold, success_threshold] in [1..99, 1..99, 1..99, 1..99],
         min_ready in prop_oneof![(1..9).prop_map(IntOrString::Int), TEXT.prop_map(IntOrString::String)],
         on_wedged in prop::sample::select(vec![OnWedged::Report, OnWedged::RestartPod]),
-        delivery in prop::sample::select(vec![Delivery::Agent, Delivery::Engine]),
+        delivery in prop::sample::select(vec![Delivery::Agent, Delivery::Engine, Delivery::External]),
         join in prop::sample::select(vec![Join::Immediate, Join::NextVersion]),
         pause in prop::sample::select(vec![Pause::Keep, Pause::Drain, Pause::Abort, Pause::External]),
         kv_cache in prop::sample::select(vec![KvCache::Keep, KvCache::Reset]),

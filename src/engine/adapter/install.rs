@@ -19,7 +19,7 @@ use crate::weights::safetensors::Checkpoint;
 /// Longest time kept back for undoing.
 pub(super) const MOST_RESERVE: Duration = Duration::from_secs(10);
 /// Longest wait for the one token after the switch; the first of a fresh vLLM 0.32 took 5.5 s on an idle CPU machine and 30 s on a busy one.
-const MOST_GENERATE: Duration = Duration::from_secs(60);
+pub(super) const MOST_GENERATE: Duration = Duration::from_secs(60);
 
 /// A failed step, before it is known whether it left the engine dirty.
 pub(super) struct Failed {

@@ -1,0 +1,160 @@
+"""TRL (1.x) and any trainer of transformers: a callback that publishes the model behind optimizer steps.
+
+    trainer = GRPOTrainer(..., callbacks=[WeightSyncCallback()])
+
+With a trainer that generates with vLLM (`use_vllm=True`), `WeightSyncCallback.serve(trainer)` has the trainer's own synchronisation go
+through WeightSync: at the moment at which TRL itself would send weights, and with its own names. See docs/integrations/trl.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from transformers import TrainerCallback
+
+from .._source import Meta, Source
+from .._tensors import describe
+from ..errors import WeightSyncError
+from ..publisher import Publisher
+from ..result import Result
+from ..sources import module, stream
+
+_LOG = logging.getLogger("weightsync")
+
+
+class WeightSyncCallback(TrainerCallback):
+    """Publishes on every rank alike, behind each `every`-th optimizer step and at the end.
+
+    The version is the global step (the start-up weights are step 0, and are published with `at_start`). `publisher` is made when training
+    begins, with a gloo group of all ranks; give one to choose socket and limits. An error that may pass by itself leaves the step out with
+    a warning, because the next one publishes newer weights; `strict` raises every error.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher | None = None,
+        *,
+        every: int = 1,
+        at_start: bool = False,
+        dtype: Any = None,
+        strict: bool = False,
+        timeout: float = 600,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every {every} steps makes no sense")
+        self._publisher = publisher
+        self._ours = publisher is None
+        self._every = every
+        self._at_start = at_start
+        self._dtype = dtype
+        self._strict = strict
+        self._timeout = timeout
+        self._last: int | None = None
+        self._steps_are_theirs = False
+        self.results: list[Result] = []
+        """Of the last published versions, newest last."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self._ready()
+        if self._at_start and not self._steps_are_theirs:
+            self._publish(int(state.global_step), lambda: self._source(model))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if not self._steps_are_theirs and int(state.global_step) % self._every == 0:
+            self._publish(int(state.global_step), lambda: self._source(model))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if not self._steps_are_theirs and self._last != int(state.global_step):
+            self._publish(int(state.global_step), lambda: self._source(model))
+        if self._ours and self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def serve(self, trainer: Any) -> None:
+        """Has the trainer's `vllm_generation.sync_weights` publish instead of moving weights itself.
+
+        The names are those that TRL gives to vLLM (`_iter_named_params`, TRL 1.16: FSDP, DeepSpeed and PEFT are its business).
+        """
+        generation = trainer.vllm_generation
+        if getattr(generation, "mode", "server") != "server":
+            raise ValueError("vllm_mode is colocate: vLLM lives in the trainer's own process and has no agent beside it")
+        self._steps_are_theirs = True
+        metas: list[Meta] = []
+
+        def sync_weights() -> None:
+            self._ready()
+            if not metas:
+                # TRL walks its parameters once for the list, too.
+                metas.extend(Meta(name, *_described(tensor)) for name, tensor in generation._iter_named_params())
+            self._publish(int(trainer.state.global_step), lambda: stream(generation._iter_named_params, metas))
+
+        generation.sync_weights = sync_weights
+
+    def _ready(self) -> Publisher:
+        if self._publisher is None:
+            self._publisher = Publisher.from_env(_group())
+        return self._publisher
+
+    def _source(self, model: Any) -> Source:
+        if model is None:
+            raise ValueError("the trainer gives its callbacks no model")
+        if hasattr(model, "merge_adapter"):
+            return _merged(model)
+        return module(model, self._dtype)
+
+    def _publish(self, version: int, source: Callable[[], Source]) -> None:
+        if self._last == version:
+            return
+        try:
+            self.results.append(self._ready().publish(source(), version=version, timeout=self._timeout))
+            del self.results[:-8]
+        except WeightSyncError as error:
+            if self._strict or not error.retryable:
+                raise
+            _LOG.warning("step %d is left out: %s", version, error)
+        else:
+            self._last = version
+
+
+def _merged(model: Any) -> Source:
+    """A PEFT model as its base model with the adapters in it; they are taken out again behind each pass."""
+    metas = [Meta(name, *_described(tensor)) for name, tensor in _base(model)]
+
+    def export() -> Iterator[tuple[str, Any]]:
+        model.merge_adapter()
+        try:
+            yield from _base(model)
+        finally:
+            model.unmerge_adapter()
+
+    return stream(export, metas)
+
+
+def _base(model: Any) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters():
+        if model.prefix in name or "original_module" in name or id(parameter) in seen:
+            continue
+        if hasattr(parameter, "full_tensor"):
+            raise TypeError("adapters of a sharded model cannot be merged: publish from weightsync.stream with your own export")
+        seen.add(id(parameter))
+        name = name.removeprefix("base_model.model.").replace(".base_layer", "").replace("modules_to_save.default.", "")
+        yield name, parameter.detach()
+
+
+def _described(tensor: Any) -> tuple[str, tuple[int, ...]]:
+    dtype, shape = describe(tensor)
+    return dtype, tuple(shape)
+
+
+def _group() -> Any:
+    """All ranks, where there are several."""
+    with contextlib.suppress(ImportError):
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return dist.new_group(backend="gloo")
+    return None

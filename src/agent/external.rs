@@ -1,0 +1,175 @@
+//! What stands between a trainer that drives its own data plane and the source's agent: which epoch works, and what the trainer asks.
+//!
+//! [`epochs`] decides when an epoch is told and when it is over. This file only keeps the latest word for whoever watches, and the line of
+//! requests; like the publish queue it outlives the claims of its process.
+
+pub mod epochs;
+
+use std::sync::Arc;
+
+use tokio::sync::{Mutex, mpsc, watch};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::protocol::{ClientReply, PublishError, PublishErrorCode, PublishResult, ReplicaReport, Topology, Version};
+
+/// What a trainer that watches epochs is to know.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct EpochNews {
+    /// The epoch that works, without a port: each watcher gets a socket of its own.
+    pub present: Option<Arc<Topology>>,
+    /// Number of the last epoch that ended or is of no use any more, and why.
+    pub over: Option<(u64, String)>,
+    /// Why there will be none, while the object wants it so.
+    pub refused: Option<String>,
+}
+
+/// A version that the trainer's own data plane brings to an epoch.
+#[derive(Debug)]
+pub struct ExternalJob {
+    /// The epoch, by its number.
+    pub epoch: u64,
+    /// The version.
+    pub version: Version,
+    /// What identifies its weights, by the trainer's word.
+    pub digest: Option<String>,
+    /// What engines will report as their weight version.
+    pub engine_version: Option<String>,
+    /// The update ends here.
+    pub deadline: Instant,
+    /// Set when the trainer gave it up, or went away.
+    pub cancel: CancellationToken,
+    /// What the trainer says meanwhile.
+    pub words: mpsc::UnboundedReceiver<Word>,
+    /// Where answers go.
+    pub tell: Teller,
+}
+
+/// What a trainer says while its data plane works.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Word {
+    /// What became of one replica.
+    Report(ReplicaReport),
+    /// That was all.
+    Conclude,
+}
+
+/// What a trainer asks.
+#[derive(Debug)]
+pub enum Ask {
+    /// Leads a version.
+    Update(Box<ExternalJob>),
+    /// Another epoch, because the trainer's group in this one does not work.
+    Broken {
+        /// The epoch, by its number.
+        epoch: u64,
+        /// Why, for a person.
+        reason: String,
+    },
+}
+
+/// The agent's end of an [`ExternalJob`]: whoever asked hears exactly one outcome, also when the job is dropped.
+#[derive(Debug)]
+pub struct Teller {
+    replies: mpsc::UnboundedSender<ClientReply>,
+    over: bool,
+}
+
+impl Teller {
+    /// A teller and what it tells.
+    pub fn new() -> (Self, mpsc::UnboundedReceiver<ClientReply>) {
+        let (replies, told) = mpsc::unbounded_channel();
+        (Self { replies, over: false }, told)
+    }
+
+    /// Every engine is marked: bytes may move.
+    pub fn open(&self, version: Version) {
+        // Nobody listens any more: the cancellation says so.
+        let _gone = self.replies.send(ClientReply::Open { version });
+    }
+
+    /// How it ended.
+    pub fn end(mut self, outcome: Result<PublishResult, PublishError>) {
+        self.say(match outcome {
+            Ok(result) => ClientReply::Done { result },
+            Err(error) => ClientReply::Error { error },
+        });
+    }
+
+    fn say(&mut self, reply: ClientReply) {
+        self.over = true;
+        let _gone = self.replies.send(reply);
+    }
+}
+
+impl Drop for Teller {
+    fn drop(&mut self) {
+        if !self.over {
+            let message = "the agent stopped working on this version: bring it again in the next epoch".into();
+            let error = PublishError { code: PublishErrorCode::Internal, message, retryable: true, phase: None, member: None };
+            self.say(ClientReply::Error { error });
+        }
+    }
+}
+
+/// The meeting place of the trainer's connections and the source.
+#[derive(Debug)]
+pub struct ExternalDesk {
+    news: watch::Sender<EpochNews>,
+    asks: mpsc::UnboundedSender<Ask>,
+    asked: Mutex<mpsc::UnboundedReceiver<Ask>>,
+}
+
+impl Default for ExternalDesk {
+    fn default() -> Self {
+        let (asks, asked) = mpsc::unbounded_channel();
+        Self { news: watch::Sender::default(), asks, asked: Mutex::new(asked) }
+    }
+}
+
+impl ExternalDesk {
+    /// The latest word about epochs, now and whenever it changes.
+    pub fn news(&self) -> watch::Receiver<EpochNews> {
+        self.news.subscribe()
+    }
+
+    /// Puts a request into the line.
+    pub fn ask(&self, ask: Ask) {
+        // The receiver is ours: it is there as long as we are.
+        let _ = self.asks.send(ask);
+    }
+
+    /// The next request. May be dropped and called again.
+    pub async fn asked(&self) -> Ask {
+        match self.asked.lock().await.recv().await {
+            Some(ask) => ask,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// An epoch works.
+    fn tell(&self, topology: Topology) {
+        self.news.send_modify(|news| *news = EpochNews { present: Some(Arc::new(topology)), over: news.over.take(), refused: None });
+    }
+
+    /// The epoch is over, or of no use to the trainer any more. The first reason counts.
+    pub fn over(&self, epoch: u64, reason: &str) {
+        self.news.send_if_modified(|news| {
+            let known = news.over.as_ref().is_some_and(|(over, _)| *over >= epoch);
+            if !known {
+                news.over = Some((epoch, reason.to_owned()));
+            }
+            let present = news.present.take_if(|present| present.epoch <= epoch);
+            !known || present.is_some()
+        });
+    }
+
+    /// There will be no epoch for a trainer's own data plane.
+    fn refuse(&self, reason: &str) {
+        self.news.send_if_modified(|news| {
+            let changed = news.refused.as_deref() != Some(reason);
+            news.refused = Some(reason.to_owned());
+            changed
+        });
+    }
+}

@@ -1,0 +1,64 @@
+//! An update by the trainer's own data plane, as the rollout's state machine sees it.
+
+use crate::agent::rollout::machine::{Machine, Opening};
+use crate::engine::EngineStart;
+use crate::protocol::*;
+
+fn begin(epoch: u64, version: Version, attempt: u32, manifest: &str) -> ExternalBegin {
+    let epoch = EpochId { weightsync: "w".into(), created: 1, term: 0, epoch };
+    let held = HeldVersion { version, manifest: manifest.into() };
+    ExternalBegin { update: UpdateId { epoch, version, attempt }, held, timeout_ms: 1000 }
+}
+
+fn start() -> EngineStart {
+    EngineStart("1".into())
+}
+
+/// Brings a version to the end.
+fn bring(machine: &mut Machine, request: &ExternalBegin) {
+    assert_eq!(machine.begin_external(request), Ok(Opening::Check));
+    machine.opened(&request.update, true).unwrap();
+    assert_eq!(machine.delivered_external(&request.update, request.held.clone()), Ok(true));
+    machine.install_confirmed(request.held.clone(), start(), Vec::new());
+}
+
+#[test]
+fn nothing_is_installed_before_it_was_proven() {
+    let mut machine = Machine::default();
+    let one = begin(1, 1, 1, "a");
+    assert!(machine.delivered_external(&one.update, one.held.clone()).is_err());
+    machine.begin_external(&one).unwrap();
+    assert!(machine.delivered_external(&one.update, one.held.clone()).is_err(), "the engine is not marked yet");
+    machine.opened(&one.update, true).unwrap();
+    assert!(machine.installed().is_none());
+    assert_eq!(machine.delivered_external(&one.update, one.held.clone()), Ok(true));
+    assert_eq!(machine.delivered_external(&one.update, one.held.clone()), Ok(false), "said twice, proven once");
+    assert!(machine.installed().is_none());
+    machine.install_confirmed(one.held.clone(), start(), Vec::new());
+    assert_eq!(machine.installed().map(|installed| &installed.held), Some(&one.held));
+}
+
+#[test]
+fn the_current_version_may_come_again_and_an_older_one_or_another_one_under_its_number_may_not() {
+    let mut machine = Machine::default();
+    bring(&mut machine, &begin(1, 3, 1, "a"));
+    assert!(machine.begin_external(&begin(1, 2, 1, "b")).is_err());
+    assert!(machine.begin_external(&begin(1, 3, 2, "b")).is_err());
+    bring(&mut machine, &begin(1, 3, 3, "a"));
+    bring(&mut machine, &begin(2, 4, 1, "c"));
+}
+
+#[test]
+fn whatever_ends_it_between_mark_and_proof_leaves_the_engine_dirty_until_a_version_was_proven() {
+    let mut machine = Machine::default();
+    bring(&mut machine, &begin(1, 1, 1, "a"));
+    let two = begin(1, 2, 1, "b");
+    machine.begin_external(&two).unwrap();
+    machine.opened(&two.update, true).unwrap();
+    assert!(machine.epoch_over("fenced"));
+    machine.install_failed("fenced".into(), true, Some(start()));
+    assert!(machine.dirty().is_some() && machine.installed().is_none());
+    assert!(machine.status().unwrap().dirty);
+    bring(&mut machine, &begin(2, 2, 2, "b"));
+    assert!(machine.dirty().is_none());
+}

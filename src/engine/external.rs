@@ -1,0 +1,51 @@
+//! An engine that the user's own data plane feeds (`delivery: External`): what is marked before, and what is proven behind.
+//!
+//! No agent sees these bytes, so nothing here says that the weights are right. What can be said: that it is the same start of the engine that
+//! was marked, that the engine reports the version that the trainer announced (where it says so), and that it generates a token.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::{EngineError, EngineStart, Holding, InstallError, InstallReport};
+use crate::protocol::HeldVersion;
+
+/// An engine that was marked for an update by the user's data plane.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExternalMark {
+    /// Its start.
+    pub start: EngineStart,
+    /// What distinguishes that start, in the server's words.
+    pub(super) fingerprint: String,
+    /// What its version field held before.
+    pub(super) before: Holding,
+    /// The version that it was marked for.
+    pub version: HeldVersion,
+}
+
+/// What is to be proven.
+#[derive(Debug, Clone)]
+pub struct ExternalProof {
+    /// The engine as it was marked.
+    pub mark: ExternalMark,
+    /// What it must report as its weight version; none when the data plane writes nothing there.
+    pub engine_version: Option<String>,
+    /// The proof ends after this long.
+    pub timeout: Duration,
+}
+
+/// Marks and proves. It never pauses, resumes or loads: that is the data plane's business.
+#[async_trait]
+pub trait External: Send + Sync {
+    /// Writes the mark of a half update, before the data plane touches the engine.
+    async fn mark(&self, version: &HeldVersion, deadline: Duration) -> Result<ExternalMark, EngineError>;
+
+    /// Whether the marked start still answers. [`EngineError::Timeout`] says nothing: an engine in a collective may be busy.
+    async fn alive(&self, mark: &ExternalMark, deadline: Duration) -> Result<(), EngineError>;
+
+    /// Proves what can be proven; the engine then carries the version's text, or what the data plane wrote.
+    async fn prove(&self, proof: &ExternalProof) -> Result<InstallReport, InstallError>;
+
+    /// Takes the mark back: the data plane never touched the engine.
+    async fn take_back(&self, mark: &ExternalMark, deadline: Duration) -> Result<(), EngineError>;
+}
