@@ -36,10 +36,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
-pub use group::{EngineGroup, GroupJoin, GroupJoined};
-pub(crate) use group::no_groups;
 pub use device::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, DeviceRoute, Released};
 pub use external::{External, ExternalMark, ExternalProof};
+pub(crate) use group::no_groups;
+pub use group::{EngineGroup, GroupJoin, GroupJoined};
 pub use label::Holding;
 pub use secret::ApiKey;
 

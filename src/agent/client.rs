@@ -73,7 +73,15 @@ impl ClientServerConfig {
     /// The usual ring at that socket.
     pub fn at(socket: SocketName) -> Self {
         let agent = concat!("weightsync ", env!("CARGO_PKG_VERSION")).to_owned();
-        Self { socket, agent, slots: Self::SLOTS, bucket_bytes: 0, users: TrainerUsers::These(Vec::new()), gpu: no_source_gpu(), external: Arc::default() }
+        Self {
+            socket,
+            agent,
+            slots: Self::SLOTS,
+            bucket_bytes: 0,
+            users: TrainerUsers::These(Vec::new()),
+            gpu: no_source_gpu(),
+            external: Arc::default(),
+        }
     }
 }
 

@@ -47,7 +47,14 @@ struct Inner<S> {
 impl<S: Server> Adapter<S> {
     pub(super) fn new(server: S, served_model: Option<PathBuf>) -> Self {
         let served_model = std::sync::Mutex::new(served_model);
-        let inner = Inner { server, served_model, start: StartWatch::default(), turn: Arc::default(), group: std::sync::Mutex::default(), loading: AtomicBool::new(false) };
+        let inner = Inner {
+            server,
+            served_model,
+            start: StartWatch::default(),
+            turn: Arc::default(),
+            group: std::sync::Mutex::default(),
+            loading: AtomicBool::new(false),
+        };
         Self(Arc::new(inner))
     }
 }

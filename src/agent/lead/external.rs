@@ -16,9 +16,7 @@ use super::phases::ANSWER;
 use super::table::{Failure, Table};
 use crate::agent::external::{Teller, Word};
 use crate::agent::group::Epoch;
-use crate::protocol::{
-    ExternalBegin, ExternalEnd, ExternalOutcome, HeldVersion, MemberName, PublishErrorCode, ReplicaReport, UpdatePhase,
-};
+use crate::protocol::{ExternalBegin, ExternalEnd, ExternalOutcome, HeldVersion, MemberName, PublishErrorCode, ReplicaReport, UpdatePhase};
 use crate::weights::Manifest;
 
 /// What is to be led.
@@ -164,7 +162,13 @@ impl Attempt<'_> {
                 self.members.iter().filter(|name| reports.get(*name).is_none_or(|report| report.ok)).cloned().collect();
             let lost = |member: MemberName, cause: &str| {
                 let message = format!("{member} was lost in the middle: {cause}");
-                Failure { code: PublishErrorCode::NotEnoughReplicas, message, phase: UpdatePhase::Transfer, member: Some(member), again: true }
+                Failure {
+                    code: PublishErrorCode::NotEnoughReplicas,
+                    message,
+                    phase: UpdatePhase::Transfer,
+                    member: Some(member),
+                    again: true,
+                }
             };
             tokio::select! {
                 biased;

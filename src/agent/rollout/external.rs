@@ -248,7 +248,9 @@ impl Inner {
     /// Gives up an update that a later one replaces: it would be waited for in vain.
     fn give_way(&mut self, update: &UpdateId) {
         let replaced = self.receiving.as_ref().is_some_and(|receiving| {
-            matches!(receiving.receiver, Some(Arriving::External(..))) && receiving.update != *update && self.machine.live() == Some(&receiving.update)
+            matches!(receiving.receiver, Some(Arriving::External(..)))
+                && receiving.update != *update
+                && self.machine.live() == Some(&receiving.update)
         });
         let proving = self.machine.status().is_some_and(|status| status.step == InstallStep::Installing);
         if replaced && !proving {

@@ -148,7 +148,8 @@ impl Rollout {
 
     /// Tells an engine that is stuck for good from one that is merely gone: its front answers, and one token does not come.
     async fn look_for_wedge(&self, health: &HealthPolicy) {
-        let asks = self.with(|inner| inner.engine.unhealthy() && !inner.engine.unreachable() && !inner.engine.gone() && !inner.engine.wedged);
+        let asks =
+            self.with(|inner| inner.engine.unhealthy() && !inner.engine.unreachable() && !inner.engine.gone() && !inner.engine.wedged);
         // Three probes in a row had no answer; a token is given as long as all of them.
         let patience = Duration::from_millis(health.timeout_ms).saturating_mul(health.failure_threshold.max(2));
         if !asks || !self.engine.is_stuck(patience).await {

@@ -110,7 +110,9 @@ impl Source {
                 refuse(PublishErrorCode::Invalid, "the object's delivery is not External: its agents move the bytes".into(), false)
             }
             Some(epoch) if epoch.id().epoch == number => Ok(epoch),
-            _ => refuse(PublishErrorCode::Fenced, format!("epoch {number} is over ({}): go on in the next one", self.core.why_over()), true),
+            _ => {
+                refuse(PublishErrorCode::Fenced, format!("epoch {number} is over ({}): go on in the next one", self.core.why_over()), true)
+            }
         }
     }
 

@@ -84,7 +84,9 @@ impl<S: Server> Inner<S> {
         let bad = |what: String| ("check", EngineError::BadReply { url: self.server.url().to_owned(), what });
         match (&proof.engine_version, &found) {
             (Some(wanted), _) if ours => {
-                return Err(bad(format!("the trainer said that it would report the weight version {wanted:?}, and nothing was written there")));
+                return Err(bad(format!(
+                    "the trainer said that it would report the weight version {wanted:?}, and nothing was written there"
+                )));
             }
             (Some(wanted), found) if found.text() != *wanted => {
                 return Err(bad(format!("it reports the weight version {:?}, the trainer said {wanted:?}", found.text())));
