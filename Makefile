@@ -52,16 +52,18 @@ scripts-lint:
 	$$(tests/tools/python.sh)/shellcheck $(SCRIPTS)
 
 .PHONY: generate
-generate: ## Write the files that are made from the program's types (CRD, API reference)
+generate: ## Write the files that are made from the program's types (CRD, references of API and metrics)
 	tests/tools/generate.sh
 
 .PHONY: unit-test
-unit-test: ## Run the unit, property and model tests
+unit-test: ## Run the unit, property and model tests, and the web page in a browser
+	$(CLUSTER)/packages.sh
 	cargo test --locked --lib --bins
 	cargo test --locked --doc
 
 .PHONY: host-test
-host-test: ## Run the tests with processes on this machine
+host-test: ## Run the tests with processes on this machine, and those of what the chart renders
+	$(CLUSTER)/tools.sh
 	cargo test --locked --test host
 
 .PHONY: python-test
@@ -73,10 +75,18 @@ python-test: venv ## Check and test the Python client
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
 
 .PHONY: chart-lint
-chart-lint: ## Check the chart
+chart-lint: ## Check the chart, what it renders, and its alerts
 	$(CLUSTER)/tools.sh
 	$(BED) helm lint --strict charts/weightsync
-	$(BED) helm template weightsync charts/weightsync --kube-version 1.36.3 >/dev/null
+	deploy/render.sh | diff -u deploy/install.yaml - || { echo 'stale: make install-yaml'; exit 1; }
+	$$(tests/tools/promtool.sh) check rules charts/weightsync/files/alerts.yaml
+	$$(tests/tools/promtool.sh) test rules tests/chart/alerts-test.yaml
+
+.PHONY: install-yaml
+install-yaml: ## Write deploy/install.yaml: the chart with its defaults, for kubectl apply
+	$(CLUSTER)/tools.sh
+	deploy/render.sh >deploy/install.yaml.part
+	mv deploy/install.yaml.part deploy/install.yaml
 
 .PHONY: engine-test
 engine-test: venv ## Run the adapter against the real vLLM

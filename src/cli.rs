@@ -7,6 +7,7 @@
 //! `impl NameArgs { pub fn run(self) -> anyhow::Result<ExitCode> }`, a variant of [`Command`], and an arm in [`Cli::run`].
 
 mod agent;
+mod check;
 pub mod conformance;
 pub mod controller;
 pub mod demo;
@@ -44,6 +45,8 @@ pub struct Cli {
 pub enum Command {
     /// Run the operator in a cluster.
     Controller(controller::ControllerArgs),
+    /// Ask whether an installation works: the resource is served, and a controller is ready.
+    Check(check::CheckArgs),
     /// Run the agent of one pod.
     Agent(Box<agent::AgentArgs>),
     /// Test whether an inference server keeps the protocol that WeightSync relies on: a live one, or simulators.
@@ -81,6 +84,7 @@ impl Cli {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Controller(args) => args.run(),
+            Command::Check(args) => args.run(),
             Command::Agent(args) => args.run(),
             Command::Conformance(args) => args.run(),
             Command::Feed(args) => args.run(),

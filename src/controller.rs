@@ -12,10 +12,13 @@
 
 mod authority;
 mod calls;
+mod census;
+mod counted;
 mod decide;
 mod ephemeral;
 mod epoch_store;
 mod events;
+mod history;
 mod launch;
 mod metrics;
 mod objects;
@@ -29,6 +32,9 @@ mod stores;
 mod tests;
 mod token_review;
 mod triggers;
+mod ui;
 mod wedged;
 
+pub use metrics::DEFINITIONS as METRICS;
 pub use run::{ControllerError, Settings, run};
+pub use ui::Ui;

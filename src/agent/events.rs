@@ -76,6 +76,11 @@ impl Events {
         self.update.send_replace(Some(Arc::new(view)));
     }
 
+    /// The last view of an update, now and whenever it changes.
+    pub fn updates(&self) -> watch::Receiver<Option<Arc<UpdateView>>> {
+        self.update.subscribe()
+    }
+
     /// The last view of an update.
     pub fn update(&self) -> Option<Arc<UpdateView>> {
         self.update.borrow().clone()

@@ -5,6 +5,7 @@
 //! its pod any more it releases its engines and waits to be claimed again. It never ends because the controller is away.
 
 mod endpoint;
+mod numbers;
 mod pages;
 mod progress;
 
@@ -19,6 +20,7 @@ use tokio::time::sleep_until;
 use tokio_util::sync::CancellationToken;
 
 pub use self::endpoint::EngineFactory;
+pub use self::numbers::DEFINITIONS as METRICS;
 use self::endpoint::{Running, Session};
 use self::pages::Pages;
 use super::client::{ClientServer, ClientServerConfig, PublishQueue, SocketError};

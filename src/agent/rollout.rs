@@ -43,7 +43,7 @@ use super::group::{Epoch, refusal};
 use super::lead::feed::{Copy, Holder};
 use super::space::Cgroups;
 use crate::engine::{Engine, EngineStart};
-use crate::protocol::{Delivery, HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId, UpdatePolicy};
+use crate::protocol::{Delivery, HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId, UpdatePolicy, UpdateStatus};
 use crate::runtime::deadline::ProgressDeadline;
 use crate::transport::BucketStore;
 
@@ -281,6 +281,21 @@ impl Rollout {
     /// Bytes of the last update that arrived and were checked, and of how many.
     pub fn progress(&self) -> (u64, u64) {
         lock(&self.inner).machine.progress()
+    }
+
+    /// Where the last attempt stands; none before the first.
+    pub fn last_attempt(&self) -> Option<UpdateStatus> {
+        lock(&self.inner).machine.status()
+    }
+
+    /// A number that grows whenever [`last_attempt`](Self::last_attempt) changes.
+    pub fn attempt_changes(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
+    }
+
+    /// What kind of engine is beside it.
+    pub fn engine_kind(&self) -> &'static str {
+        self.engine.kind()
     }
 
     /// The engine's port.

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 
-use crate::controller::{self, Settings};
+use crate::controller::{self, Settings, Ui};
 use crate::runtime::logs::{self, LogFormat};
 use crate::runtime::shutdown;
 
@@ -36,9 +36,12 @@ pub struct ControllerArgs {
     /// Where agents enrol.
     #[arg(long, default_value = "[::]:8443")]
     enroll_address: SocketAddr,
-    /// Where /healthz, /readyz and /metrics are served.
+    /// Where /healthz, /readyz, /metrics, /loglevel and /ui are served.
     #[arg(long, default_value = "[::]:8080")]
     status_address: SocketAddr,
+    /// Who may see the web page /ui: nobody, peers within the pod (forwarded ports), or everybody who reaches the status port.
+    #[arg(long, env = "WEIGHTSYNC_UI", value_enum, default_value_t)]
+    ui: Ui,
     /// What is logged: a level, or `target=level` separated by commas.
     #[arg(long, env = "WEIGHTSYNC_LOG", default_value = "info")]
     log: String,
@@ -62,6 +65,7 @@ impl ControllerArgs {
             controller_url,
             enroll_address: self.enroll_address,
             status_address: self.status_address,
+            ui: self.ui,
         };
         super::block_on(async {
             let cancel = shutdown::on_signals().context("signals cannot be caught")?;

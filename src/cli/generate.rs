@@ -2,6 +2,7 @@
 //!
 //! Everything goes to standard output; the tests say which file of the repository must hold it.
 
+mod metrics;
 mod reference;
 
 use std::io::Write;
@@ -26,6 +27,8 @@ pub enum What {
     Crds,
     /// The reference of the API (`docs/reference/api.md`), to standard output.
     ApiReference,
+    /// The reference of metrics and alerts (`docs/metrics.md`), to standard output.
+    Metrics,
     /// Completion of commands and options for a shell, to standard output.
     Completion {
         /// Which shell.
@@ -39,6 +42,7 @@ impl GenerateArgs {
         let text = match self.what {
             What::Crds => crds()?.into_bytes(),
             What::ApiReference => api_reference()?.into_bytes(),
+            What::Metrics => metrics()?.into_bytes(),
             What::Completion { shell } => {
                 let mut script = Vec::new();
                 clap_complete::generate(shell, &mut super::Cli::command(), "weightsync", &mut script);
@@ -60,6 +64,11 @@ pub fn api_reference() -> anyhow::Result<String> {
     Ok(reference::render(&crate::api::schema().context("the schema cannot be read")?))
 }
 
+/// What `docs/metrics.md` must hold.
+pub fn metrics() -> anyhow::Result<String> {
+    metrics::render()
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -71,6 +80,12 @@ mod tests {
     fn the_api_reference_in_the_repository_is_the_one_that_the_types_give() {
         let there = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/api.md")).unwrap();
         assert!(there == super::api_reference().unwrap(), "stale: cargo run -- generate api-reference > docs/reference/api.md");
+    }
+
+    #[test]
+    fn the_metrics_page_in_the_repository_is_the_one_that_the_definitions_give() {
+        let there = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/metrics.md")).unwrap();
+        assert!(there == super::metrics().unwrap(), "stale: cargo run -- generate metrics > docs/metrics.md");
     }
 
     #[test]

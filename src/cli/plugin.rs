@@ -2,18 +2,29 @@
 //!
 //! Decides how things are shown. Every verb works with the rights of the person who calls it, and says which right is missing.
 
+mod agents;
 mod cluster;
+mod completion;
+mod doctor;
+mod events;
+mod forward;
 mod inject;
+mod lines;
+mod log_level;
+mod logs;
+mod pause;
 mod release;
+mod report;
 mod status;
+mod ui;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Looks after WeightSync objects: status, injection of the agent, release.
+/// Looks after WeightSync objects: what they do, why not, and what to send with a bug report.
 #[derive(Debug, Parser)]
-#[command(name = "kubectl-weightsync", bin_name = "kubectl weightsync", version, arg_required_else_help = true)]
+#[command(name = "kubectl-weightsync", bin_name = "kubectl weightsync", version, propagate_version = true, arg_required_else_help = true)]
 pub struct Plugin {
     /// What to do.
     #[command(subcommand)]
@@ -23,24 +34,55 @@ pub struct Plugin {
 /// The plugin's verbs.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
+    /// Write completion for a shell, or for kubectl itself.
+    Completion(completion::CompletionArgs),
+    /// Run `weightsync doctor` where agents are: what each pod has for moving weights.
+    Doctor(doctor::DoctorArgs),
+    /// Show what was told about an object and its pods.
+    Events(events::EventsArgs),
     /// Add the agent's sidecar to manifests: standard input to standard output.
     Inject(inject::InjectArgs),
+    /// Show or change what controllers or agents log, while they run.
+    LogLevel(log_level::LogLevelArgs),
+    /// Show the logs of an object's agents, all pods together, or the operator's.
+    Logs(logs::LogsArgs),
+    /// Suspend an object: its pods leave the group and serve what they have.
+    Pause(pause::PauseArgs),
     /// Show what a group would be made of and what an update would cost, from files, without a cluster.
     Plan(crate::cli::plan::PlanArgs),
     /// Suspend an object and wait until every pod serves on its own.
     Release(release::ReleaseArgs),
+    /// Write a zip file for a bug report, without secrets.
+    Report(report::ReportArgs),
+    /// Take a paused object up again.
+    Resume(pause::PauseArgs),
     /// Show members, ranks and versions, and why a member is out.
     Status(status::StatusArgs),
+    /// Bring the leading controller's web page to this machine.
+    Ui(ui::UiArgs),
+    /// Candidates for kubectl's completion.
+    #[command(name = "__complete", hide = true)]
+    Complete(completion::CandidatesArgs),
 }
 
 /// Reads the command line and carries it out.
 pub fn main() -> ExitCode {
     super::use_ring();
     let done = match Plugin::parse().verb {
+        Verb::Completion(args) => args.run(),
+        Verb::Doctor(args) => args.run(),
+        Verb::Events(args) => args.run(),
         Verb::Inject(args) => args.run(),
+        Verb::LogLevel(args) => args.run(),
+        Verb::Logs(args) => args.run(),
+        Verb::Pause(args) => args.run(true),
         Verb::Plan(args) => args.run(),
         Verb::Release(args) => args.run(),
+        Verb::Report(args) => args.run(),
+        Verb::Resume(args) => args.run(false),
         Verb::Status(args) => args.run(),
+        Verb::Ui(args) => args.run(),
+        Verb::Complete(args) => Ok(args.run()),
     };
     match done {
         Ok(code) => code,

@@ -37,7 +37,7 @@ impl From<ApiError> for AuthorityError {
 }
 
 /// Reads the authority from Secret `NAME-ca`, or makes it; then publishes its certificate in the ConfigMap of that name.
-pub(super) async fn load(client: &Client, calls: &Calls, namespace: &str, name: &str) -> Result<Ca, AuthorityError> {
+pub(super) async fn load(client: &Client, calls: Calls, namespace: &str, name: &str) -> Result<Ca, AuthorityError> {
     let secret_name = format!("{name}-ca");
     let ca = read_or_make(&Api::namespaced(client.clone(), namespace), calls, &secret_name).await?;
     let published: Api<ConfigMap> = Api::namespaced(client.clone(), namespace);
@@ -50,7 +50,6 @@ pub(super) async fn load(client: &Client, calls: &Calls, namespace: &str, name: 
     let params = PatchParams::apply("weightsync-controller").force();
     calls
         .run(
-            "patch",
             format!("publish the authority in ConfigMap {secret_name}"),
             published.patch(&secret_name, &params, &Patch::Apply(patch)),
         )
@@ -58,10 +57,10 @@ pub(super) async fn load(client: &Client, calls: &Calls, namespace: &str, name: 
     Ok(ca)
 }
 
-async fn read_or_make(secrets: &Api<Secret>, calls: &Calls, name: &str) -> Result<Ca, AuthorityError> {
+async fn read_or_make(secrets: &Api<Secret>, calls: Calls, name: &str) -> Result<Ca, AuthorityError> {
     let unusable = |source| AuthorityError::Unusable { secret: name.to_owned(), source };
     for _ in 0..TRIES {
-        let mut secret = calls.run("get", format!("read Secret {name}"), secrets.get(name)).await?;
+        let mut secret = calls.run(format!("read Secret {name}"), secrets.get(name)).await?;
         let data = secret.data.get_or_insert_default();
         if let (Some(certificate), Some(key)) = (text(data, CERTIFICATE), text(data, KEY)) {
             return Ca::from_pem(&certificate, &key).map_err(unusable);
@@ -69,7 +68,7 @@ async fn read_or_make(secrets: &Api<Secret>, calls: &Calls, name: &str) -> Resul
         let ca = Ca::generate().map_err(unusable)?;
         data.insert(CERTIFICATE.to_owned(), ByteString(ca.certificate_pem().as_bytes().to_vec()));
         data.insert(KEY.to_owned(), ByteString(ca.key_pem().into_bytes()));
-        match calls.run("update", format!("write Secret {name}"), secrets.replace(name, &PostParams::default(), &secret)).await {
+        match calls.run(format!("write Secret {name}"), secrets.replace(name, &PostParams::default(), &secret)).await {
             Ok(_) => {
                 tracing::info!(secret = name, "made a certificate authority");
                 return Ok(ca);

@@ -1,11 +1,9 @@
-//! Calls to the API server. Each ends within a deadline and is counted; kube itself has no read timeout, so a hung call would hang the
-//! reconcile of its object for ever.
+//! Calls to the API server. Each ends within a deadline; kube itself has no read timeout, so a hung call would hang the reconcile of its
+//! object for ever. Requests are counted below, by [`counted`](super::counted).
 
 use std::time::Duration;
 
-use tokio::time::{Instant, timeout};
-
-use super::metrics::{Answered, ControllerMetrics, Method};
+use tokio::time::timeout;
 
 /// Longest call.
 const DEADLINE: Duration = Duration::from_secs(10);
@@ -41,43 +39,23 @@ impl ApiError {
             status.is_not_found() || ((status.is_conflict() || status.is_invalid()) && status.message.to_ascii_lowercase().contains("uid"))
         })
     }
-
-    /// For metrics.
-    pub(super) fn code(&self) -> String {
-        match self {
-            Self::Timeout { .. } => "timeout".to_owned(),
-            Self::Kube { .. } => self.status().map_or_else(|| "error".to_owned(), |status| status.code.to_string()),
-        }
-    }
 }
 
 /// Runs calls.
-#[derive(Clone)]
-pub(super) struct Calls {
-    metrics: ControllerMetrics,
-}
+#[derive(Clone, Copy, Default)]
+pub(super) struct Calls;
 
 impl Calls {
-    pub(super) fn new(metrics: ControllerMetrics) -> Self {
-        Self { metrics }
-    }
-
     /// Runs one call; `what` says for people what it does.
     pub(super) async fn run<T>(
-        &self,
-        method: &'static str,
+        self,
         what: impl Into<String>,
         call: impl Future<Output = Result<T, kube::Error>>,
     ) -> Result<T, ApiError> {
-        let begun = Instant::now();
-        let outcome = match timeout(DEADLINE, call).await {
+        match timeout(DEADLINE, call).await {
             Ok(Ok(answer)) => Ok(answer),
             Ok(Err(source)) => Err(ApiError::Kube { what: what.into(), source: Box::new(source) }),
             Err(_) => Err(ApiError::Timeout { what: what.into(), deadline: DEADLINE }),
-        };
-        let code = outcome.as_ref().map_or_else(ApiError::code, |_| "200".to_owned());
-        self.metrics.requests.get_or_create(&Answered { method, code }).inc();
-        self.metrics.request_duration.get_or_create(&Method { method }).observe(begun.elapsed().as_secs_f64());
-        outcome
+        }
     }
 }

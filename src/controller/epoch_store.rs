@@ -71,7 +71,7 @@ impl KubeEpochStore {
     async fn try_once(&self, id: &EpochId) -> Result<bool, PersistError> {
         // `list` with a name is a read of one object that needs no right to `get`.
         let params = ListParams::default().fields(&format!("metadata.name={}", self.name));
-        let found = self.calls.run("list", format!("read WeightSync {}", self.name), self.api.list(&params)).await.map_err(other)?;
+        let found = self.calls.run(format!("read WeightSync {}", self.name), self.api.list(&params)).await.map_err(other)?;
         let found = found.items.into_iter().find(|object| object.metadata.uid.as_deref() == Some(&id.weightsync));
         let object = found.ok_or_else(|| other("the object is gone"))?;
         let (epoch, term) = (number(&object, "epoch"), number(&object, "term"));
@@ -92,7 +92,7 @@ impl KubeEpochStore {
         });
         let params = PatchParams::apply(MANAGER).force();
         let what = format!("write epoch {} of WeightSync {}", id.epoch, self.name);
-        match self.calls.run("patch", what, self.api.patch_status(&self.name, &params, &Patch::Apply(patch))).await {
+        match self.calls.run(what, self.api.patch_status(&self.name, &params, &Patch::Apply(patch))).await {
             Ok(_) => {
                 self.seen.fetch_max(id.epoch, Ordering::SeqCst);
                 Ok(true)

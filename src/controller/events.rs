@@ -8,6 +8,7 @@ use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
+use super::metrics::ControllerMetrics;
 use crate::coordinator::{CoordinatorEvent, EventSink};
 
 /// Name under which Events are reported.
@@ -27,19 +28,25 @@ struct Told {
 
 /// Where Events go. Clones share the queue.
 #[derive(Clone)]
-pub(super) struct Events(mpsc::Sender<Told>);
+pub(super) struct Events {
+    queue: mpsc::Sender<Told>,
+    metrics: ControllerMetrics,
+}
 
 impl Events {
     /// Starts publishing; ends when the last clone is dropped.
-    pub(super) fn start(client: Client, instance: String) -> Self {
-        let (sender, mut told) = mpsc::channel::<Told>(QUEUE);
+    pub(super) fn start(client: Client, instance: String, metrics: ControllerMetrics) -> Self {
+        let (queue, mut told) = mpsc::channel::<Told>(QUEUE);
+        let lost = metrics.events_lost.clone();
         let recorder = Recorder::new(client, Reporter { controller: REPORTER.to_owned(), instance: Some(instance) });
         tokio::spawn(async move {
             while let Some(told) = told.recv().await {
-                publish(&recorder, told).await;
+                if !publish(&recorder, told).await {
+                    lost.inc();
+                }
             }
         });
-        Self(sender)
+        Self { queue, metrics }
     }
 
     /// The Events of one object.
@@ -48,7 +55,8 @@ impl Events {
     }
 }
 
-async fn publish(recorder: &Recorder, told: Told) {
+/// Whether it was told.
+async fn publish(recorder: &Recorder, told: Told) -> bool {
     let Told { regarding, related, event } = told;
     let type_ = if event.warning { EventType::Warning } else { EventType::Normal };
     let event = Event {
@@ -59,10 +67,11 @@ async fn publish(recorder: &Recorder, told: Told) {
         secondary: related,
     };
     match timeout(DEADLINE, recorder.publish(&event, &regarding)).await {
-        Ok(Ok(())) => {}
+        Ok(Ok(())) => return true,
         Ok(Err(error)) => tracing::warn!(%error, reason = event.reason, "an Event was lost"),
         Err(_) => tracing::warn!(reason = event.reason, "an Event was lost: no answer in time"),
     }
+    false
 }
 
 fn note(event: &CoordinatorEvent) -> String {
@@ -96,8 +105,10 @@ impl ObjectEvents {
             "{}",
             event.message
         );
+        self.events.metrics.count_event(event.reason, event.warning);
         let told = Told { regarding: self.regarding.clone(), related: pod, event };
-        if self.events.0.try_send(told).is_err() {
+        if self.events.queue.try_send(told).is_err() {
+            self.events.metrics.events_lost.inc();
             tracing::warn!("too many Events wait; one was dropped");
         }
     }

@@ -1,13 +1,84 @@
-//! Numbers of the controller. Label values are closed sets: outcomes, reasons, verbs, status codes, kinds.
+//! Numbers of the controller. Label values are closed sets: outcomes, reasons, verbs, status codes, kinds, phases, transports.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
-use prometheus_client::registry::Unit;
+use prometheus_client::metrics::histogram::Histogram;
 
-use crate::runtime::metrics::Metrics;
+use crate::protocol::{Reason, TransportChoice, UpdatePhase, UpdateView};
+use crate::runtime::metrics::{Definition, Metrics, times};
+
+const RECONCILES: Definition = Definition::counter("reconcile", "Looks at objects").by(&[("outcome", "`success` or `error`")]);
+const RECONCILE_DURATION: Definition = Definition::times("reconcile_duration", "Time of a look at an object");
+const RECONCILE_ERRORS: Definition = Definition::counter("reconcile_errors", "Looks that failed")
+    .by(&[("reason", "`conflict`, `refused` by the API server, `unreachable`")]);
+const IN_FLIGHT: Definition = Definition::gauge("reconciles_in_flight", "Looks that are under way");
+const LEADER: Definition = Definition::gauge("leader", "1 while this controller leads");
+const LEASE_FAILURES: Definition = Definition::counter("lease_renew_failures", "Renewals of the lease that failed");
+const WATCH_EVENTS: Definition = Definition::counter("watch_events", "Events of watches")
+    .by(&[("kind", "`WeightSync` or `Pod`"), ("op", "`apply`, `delete`, `init`, `list`, `listed`")]);
+const WATCH_ERRORS: Definition = Definition::counter("watch_errors", "Watches that broke").by(&[
+    ("kind", "`WeightSync` or `Pod`"),
+    ("error", "`list`, `start`, `status` sent by the API server, `stream`, `version` missing"),
+]);
+const CACHED: Definition =
+    Definition::gauge("cache_objects", "Objects that are known from watches").by(&[("kind", "`WeightSync` or `Pod`")]);
+const REQUESTS: Definition = Definition::counter("api_requests", "Requests to the API server, watches and leases among them").by(&[
+    ("method", "`get`, `watch`, `post`, `put`, `patch`, `delete`"),
+    ("code", "HTTP status; `error` without an answer, `timeout` when nobody waited for it any more"),
+]);
+const REQUEST_DURATION: Definition = Definition::times("api_duration", "Time until the API server answered, retries included")
+    .by(&[("method", "`get`, `watch`, `post`, `put`, `patch`, `delete`")]);
+const SYNC_DURATION: Definition = Definition::times("sync_duration", "Time of each phase of updates that reached minReady")
+    .by(&[("phase", "`begin`, `transfer`, `verify`, `activate`")]);
+const SYNC_BYTES: Definition =
+    Definition::bytes("sync", "Bytes of versions that reached minReady, once an update").by(&[("transport", "as `status.transport.name`: `tcp` or `nccl`")]);
+const UPDATES: Definition = Definition::counter("updates", "Attempts to bring a version that ended")
+    .by(&[("kind", "`publish`, or `feed` for members that lacked the version"), ("outcome", "`done` or `failed`")]);
+const EVENTS: Definition = Definition::counter("events", "Events told about objects")
+    .by(&[("reason", "a word of the [closed list](reference/api.md#reasons)"), ("type", "`Normal` or `Warning`")]);
+const EVENTS_LOST: Definition = Definition::counter("events_lost", "Events that could not be told");
+
+/// One replica's standing and why; filled by [`census`](super::census).
+pub(super) const REPLICAS: Definition = Definition::gauge("replicas", "Replicas of all objects by where they stand, and why").by(&[
+    ("state", "`ready`, `updating`, `behind`, `dirty`, `forming`, `waiting`, `out`"),
+    ("reason", "a word of the [closed list](reference/api.md#reasons)"),
+]);
+pub(super) const PLAN_DEPTH: Definition =
+    Definition::gauge("plan_depth", "Members of the longest chain of all groups over TCP: how often a bucket is passed on");
+pub(super) const OBJECT: Definition = Definition::gauge("object_info", "1 for each object: its conditions as status shows them").by(&[
+    ("object_namespace", "its namespace"),
+    ("object", "its name"),
+    ("ready", "`True` or `False`"),
+    ("reason", "why it is ready or not, a word of the [closed list](reference/api.md#reasons)"),
+    ("degraded", "`True` or `False`"),
+    ("suspended", "`true` or `false`"),
+    ("transport", "as `status.transport.name`, or `none`"),
+]);
+
+/// Everything that a controller exposes of its own.
+pub const DEFINITIONS: &[Definition] = &[
+    RECONCILES,
+    RECONCILE_DURATION,
+    RECONCILE_ERRORS,
+    IN_FLIGHT,
+    LEADER,
+    LEASE_FAILURES,
+    WATCH_EVENTS,
+    WATCH_ERRORS,
+    CACHED,
+    REQUESTS,
+    REQUEST_DURATION,
+    SYNC_DURATION,
+    SYNC_BYTES,
+    UPDATES,
+    EVENTS,
+    EVENTS_LOST,
+    REPLICAS,
+    PLAN_DEPTH,
+    OBJECT,
+];
 
 /// How a reconcile ended.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -21,14 +92,14 @@ pub(super) struct Cause {
     pub(super) reason: &'static str,
 }
 
-/// One kind of call to the API server and its answer.
+/// One kind of request to the API server and its answer.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct Answered {
     pub(super) method: &'static str,
     pub(super) code: String,
 }
 
-/// One kind of call to the API server.
+/// One kind of request to the API server.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct Method {
     pub(super) method: &'static str,
@@ -41,32 +112,43 @@ pub(super) struct Watched {
     pub(super) op: &'static str,
 }
 
+/// A watch that broke.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct Broken {
+    pub(super) kind: &'static str,
+    pub(super) error: &'static str,
+}
+
 /// What is watched.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct Kind {
     pub(super) kind: &'static str,
 }
 
-/// Where replicas stand.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct State {
-    pub(super) state: &'static str,
-}
-
 /// A phase of updates.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct Phase {
-    pub(super) phase: String,
+struct Phase {
+    phase: &'static str,
 }
 
 /// How bytes travelled.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct Carrier {
-    pub(super) transport: &'static str,
+struct Carrier {
+    transport: &'static str,
 }
 
-fn seconds() -> Histogram {
-    Histogram::new(exponential_buckets(0.001, 2.0, 18))
+/// How an attempt ended.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Ended {
+    kind: &'static str,
+    outcome: &'static str,
+}
+
+/// An Event.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Told {
+    reason: &'static str,
+    r#type: &'static str,
 }
 
 #[derive(Clone)]
@@ -78,38 +160,65 @@ pub(super) struct ControllerMetrics {
     pub(super) leader: Gauge,
     pub(super) lease_failures: Counter,
     pub(super) watch_events: Family<Watched, Counter>,
-    pub(super) watch_errors: Family<Kind, Counter>,
+    pub(super) watch_errors: Family<Broken, Counter>,
     pub(super) cached: Family<Kind, Gauge>,
     pub(super) requests: Family<Answered, Counter>,
     pub(super) request_duration: Family<Method, Histogram>,
-    pub(super) replicas: Family<State, Gauge>,
-    pub(super) sync_duration: Family<Phase, Histogram>,
-    pub(super) sync_bytes: Family<Carrier, Counter>,
+    pub(super) events_lost: Counter,
+    sync_duration: Family<Phase, Histogram>,
+    sync_bytes: Family<Carrier, Counter>,
+    updates: Family<Ended, Counter>,
+    events: Family<Told, Counter>,
 }
 
 impl ControllerMetrics {
     pub(super) fn new(metrics: &Metrics) -> Self {
-        let by_method = || Family::new_with_constructor(seconds as fn() -> Histogram);
+        let histograms = || times as fn() -> Histogram;
         Self {
-            reconciles: metrics.register("reconcile", "Reconciles of objects", Family::default()),
-            reconcile_duration: metrics.register_with_unit("reconcile_duration", "Time of a reconcile", Unit::Seconds, seconds()),
-            reconcile_errors: metrics.register("reconcile_errors", "Reconciles that failed", Family::default()),
-            in_flight: metrics.register("reconciles_in_flight", "Reconciles that run now", Gauge::default()),
-            leader: metrics.register("leader", "1 while this controller leads", Gauge::default()),
-            lease_failures: metrics.register("lease_renew_failures", "Failed renewals of the lease", Counter::default()),
-            watch_events: metrics.register("watch_events", "Events of watches", Family::default()),
-            watch_errors: metrics.register("watch_errors", "Errors of watches", Family::default()),
-            cached: metrics.register("cache_objects", "Objects that are known from watches", Family::default()),
-            requests: metrics.register("api_requests", "Calls to the API server but watches", Family::default()),
-            request_duration: metrics.register_with_unit("api_duration", "Time of a call to the API server", Unit::Seconds, by_method()),
-            replicas: metrics.register("replicas", "Replicas of all objects by where they stand", Family::default()),
-            sync_duration: metrics.register_with_unit(
-                "sync_duration",
-                "Time of each phase of updates that reached minReady",
-                Unit::Seconds,
-                Family::new_with_constructor(seconds as fn() -> Histogram),
-            ),
-            sync_bytes: metrics.register("sync_bytes", "Bytes of versions that reached minReady", Family::default()),
+            reconciles: metrics.register(&RECONCILES, Family::default()),
+            reconcile_duration: metrics.register(&RECONCILE_DURATION, times()),
+            reconcile_errors: metrics.register(&RECONCILE_ERRORS, Family::default()),
+            in_flight: metrics.register(&IN_FLIGHT, Gauge::default()),
+            leader: metrics.register(&LEADER, Gauge::default()),
+            lease_failures: metrics.register(&LEASE_FAILURES, Counter::default()),
+            watch_events: metrics.register(&WATCH_EVENTS, Family::default()),
+            watch_errors: metrics.register(&WATCH_ERRORS, Family::default()),
+            cached: metrics.register(&CACHED, Family::default()),
+            requests: metrics.register(&REQUESTS, Family::default()),
+            request_duration: metrics.register(&REQUEST_DURATION, Family::new_with_constructor(histograms())),
+            events_lost: metrics.register(&EVENTS_LOST, Counter::default()),
+            sync_duration: metrics.register(&SYNC_DURATION, Family::new_with_constructor(histograms())),
+            sync_bytes: metrics.register(&SYNC_BYTES, Family::default()),
+            updates: metrics.register(&UPDATES, Family::default()),
+            events: metrics.register(&EVENTS, Family::default()),
         }
     }
+
+    /// Counts an attempt that ended.
+    pub(super) fn count_update(&self, update: &UpdateView, transport: Option<&TransportChoice>) {
+        let done = update.phase == UpdatePhase::Done;
+        let kind = if update.feeding { "feed" } else { "publish" };
+        self.updates.get_or_create(&Ended { kind, outcome: if done { "done" } else { "failed" } }).inc();
+        if !done {
+            return;
+        }
+        let transport = transport.map_or("tcp", TransportChoice::name);
+        self.sync_bytes.get_or_create(&Carrier { transport }).inc_by(update.total_bytes);
+        for (phase, milliseconds) in &update.phases_ms {
+            let Some(phase) = phase_word(phase) else { continue };
+            let seconds = std::time::Duration::from_millis(*milliseconds).as_secs_f64();
+            self.sync_duration.get_or_create(&Phase { phase }).observe(seconds);
+        }
+    }
+
+    /// Counts an Event.
+    pub(super) fn count_event(&self, reason: Reason, warning: bool) {
+        let told = Told { reason: reason.as_str(), r#type: if warning { "Warning" } else { "Normal" } };
+        self.events.get_or_create(&told).inc();
+    }
+}
+
+/// Phases come from agents as text: what is not of the list makes no series.
+fn phase_word(phase: &str) -> Option<&'static str> {
+    ["begin", "transfer", "verify", "activate"].into_iter().find(|known| *known == phase)
 }

@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{ObjectReference, Pod};
+use k8s_openapi::jiff::Timestamp;
 use kube::runtime::reflector::ObjectRef;
 use kube::{Client, Resource, ResourceExt};
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
@@ -17,6 +19,8 @@ use super::calls::Calls;
 use super::decide::{Decided, target_container};
 use super::epoch_store::KubeEpochStore;
 use super::events::{Events, ObjectEvents};
+use super::history::{Attempt, History};
+use super::metrics::ControllerMetrics;
 use super::pods::Pods;
 use super::readiness::{Verdict, is_gated};
 use super::stores::{Object, Scope};
@@ -42,6 +46,7 @@ pub(super) struct World {
     pub(super) directory: Directory,
     pub(super) events: Events,
     pub(super) leadership: Leadership,
+    pub(super) metrics: ControllerMetrics,
     pub(super) cancel: CancellationToken,
 }
 
@@ -59,11 +64,24 @@ struct Entry {
     seen_epoch: Arc<AtomicU64>,
     /// The status as it was last written, to write only what differs.
     written: Option<WeightSyncStatus>,
-    /// The last update that was counted.
-    counted: Option<(u64, u32)>,
+    /// The last updates.
+    history: Arc<Mutex<History>>,
     restarts: Backoff,
     restart_at: Option<Instant>,
     _forward: AbortOnDropHandle<()>,
+    _record: AbortOnDropHandle<()>,
+}
+
+/// One object as metrics and the web page show it.
+pub(super) struct Seen {
+    pub(super) namespace: String,
+    pub(super) name: String,
+    pub(super) suspended: bool,
+    /// As it was last written by this controller; else as it was found.
+    pub(super) status: Option<WeightSyncStatus>,
+    pub(super) view: MembershipView,
+    /// The last updates, the latest first.
+    pub(super) history: Vec<Attempt>,
 }
 
 /// Reference of an object in Events.
@@ -102,6 +120,7 @@ impl Objects {
             return entry.handle.view.borrow().clone();
         }
         let earlier = entries.remove(&uid);
+        let history = earlier.as_ref().map(|entry| entry.history.clone()).unwrap_or_default();
         let restored = restored(object, term, earlier.as_ref());
         let idle = |restored| Membership::new(decided.config.clone(), restored).view();
         if invalid || (earlier.is_none() && decided.refused.is_some()) {
@@ -119,18 +138,26 @@ impl Objects {
                 return view;
             }
         }
-        let entry = self.start(object, decided, restored, restarts, scope);
+        let entry = self.start(object, decided, restored, restarts, history, scope);
         self.world.directory.claim(&uid, decided.claims.clone());
         let view = entry.handle.view.borrow().clone();
         entries.insert(uid, entry);
         view
     }
 
-    fn start(&self, object: &Arc<WeightSync>, decided: &Decided, restored: Restored, restarts: Backoff, scope: &Scope) -> Entry {
+    fn start(
+        &self,
+        object: &Arc<WeightSync>,
+        decided: &Decided,
+        restored: Restored,
+        restarts: Backoff,
+        history: Arc<Mutex<History>>,
+        scope: &Scope,
+    ) -> Entry {
         let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
         tracing::info!(namespace, name, epoch = restored.epoch, term = restored.term, "following a WeightSync");
         let world = &self.world;
-        let store = KubeEpochStore::new(world.client.clone(), world.calls.clone(), world.leadership.clone(), &namespace, &name);
+        let store = KubeEpochStore::new(world.client.clone(), world.calls, world.leadership.clone(), &namespace, &name);
         let seen_epoch = store.seen.clone();
         seen_epoch.fetch_max(restored.epoch, Ordering::SeqCst);
         let context = Context {
@@ -150,16 +177,18 @@ impl Objects {
             }
             trigger.0.push(trigger.1);
         };
+        let record = record(handle.view.clone(), history.clone(), world.metrics.clone());
         Entry {
             object: object.clone(),
             triggers: scope.triggers.clone(),
             handle,
             seen_epoch,
             written: None,
-            counted: None,
+            history,
             restarts,
             restart_at: None,
             _forward: AbortOnDropHandle::new(tokio::spawn(forward)),
+            _record: AbortOnDropHandle::new(tokio::spawn(record)),
         }
     }
 
@@ -183,14 +212,19 @@ impl Objects {
         }
     }
 
-    /// Whether an update of that version and attempt is counted for the first time.
-    pub(super) fn counts_first(&self, uid: &str, update: (u64, u32)) -> bool {
-        self.lock().get_mut(uid).is_some_and(|entry| entry.counted.replace(update) != Some(update))
-    }
-
-    /// Views of all objects.
-    pub(super) fn views(&self) -> Vec<MembershipView> {
-        self.lock().values().map(|entry| entry.handle.view.borrow().clone()).collect()
+    /// All objects that are followed, by namespace and name.
+    pub(super) fn seen(&self) -> Vec<Seen> {
+        let seen = |entry: &Entry| Seen {
+            namespace: entry.object.namespace().unwrap_or_default(),
+            name: entry.object.name_any(),
+            suspended: entry.object.spec.suspend,
+            status: entry.written.clone().or_else(|| entry.object.status.clone()),
+            view: entry.handle.view.borrow().clone(),
+            history: entry.history.lock().unwrap_or_else(PoisonError::into_inner).latest(),
+        };
+        let mut all: Vec<Seen> = self.lock().values().map(seen).collect();
+        all.sort_by(|a, b| (&a.namespace, &a.name).cmp(&(&b.namespace, &b.name)));
+        all
     }
 
     /// Ends what belongs to objects that are not there any more, also those whose deletion no watch told of.
@@ -224,7 +258,7 @@ impl Objects {
             tracing::info!(namespace, name = object.name_any(), "not all agents confirmed; they find out by themselves");
         }
         self.world.directory.remove(&uid);
-        let writes = Pods::new(self.world.client.clone(), self.world.calls.clone(), &namespace);
+        let writes = Pods::new(self.world.client.clone(), self.world.calls, &namespace);
         let verdict = Verdict::serve(Reason::Released, "the WeightSync was deleted: the pod serves what it has");
         for pod in pods.iter().filter(|pod| is_gated(pod) && target_container(&object, pod).is_some()) {
             if let Err(error) = writes.set_readiness(pod, &verdict).await {
@@ -240,6 +274,26 @@ impl Objects {
         self.releases.close();
         if timeout(RELEASE, self.releases.wait()).await.is_err() {
             tracing::info!("some deleted objects were not released in time");
+        }
+    }
+}
+
+/// Keeps the last updates, and counts each that ended.
+async fn record(mut view: watch::Receiver<MembershipView>, history: Arc<Mutex<History>>, metrics: ControllerMetrics) {
+    loop {
+        let (update, transport) = {
+            let view = view.borrow_and_update();
+            (view.update.clone(), view.transport.clone())
+        };
+        if let Some(update) = update {
+            let now = u64::try_from(Timestamp::now().as_millisecond()).unwrap_or(0);
+            let ended = history.lock().unwrap_or_else(PoisonError::into_inner).note(&update, now);
+            if ended {
+                metrics.count_update(&update, transport.as_ref());
+            }
+        }
+        if view.changed().await.is_err() {
+            return;
         }
     }
 }

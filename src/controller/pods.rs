@@ -40,14 +40,14 @@ impl Pods {
         });
         let params = PatchParams::apply(MANAGER).force();
         let what = format!("set {GATE}={status} on pod {name}");
-        forgive_gone(self.calls.run("patch", what, self.api.patch_status(&name, &params, &Patch::Apply(patch))).await.map(drop))
+        forgive_gone(self.calls.run(what, self.api.patch_status(&name, &params, &Patch::Apply(patch))).await.map(drop))
     }
 
     /// Deletes a pod of this very UID. A pod that is gone meanwhile is no error.
     pub(super) async fn delete(&self, pod: &Pod) -> Result<(), ApiError> {
         let name = pod.name_any();
         let params = DeleteParams { preconditions: Some(Preconditions { uid: pod.uid(), resource_version: None }), ..DeleteParams::default() };
-        let deleted = self.calls.run("delete", format!("delete pod {name}"), self.api.delete(&name, &params)).await;
+        let deleted = self.calls.run(format!("delete pod {name}"), self.api.delete(&name, &params)).await;
         forgive_gone(deleted.map(drop))
     }
 
@@ -58,7 +58,7 @@ impl Pods {
         let patch = json!({"metadata": {"uid": pod.uid()}, "spec": {"ephemeralContainers": [container]}});
         let what = format!("add {} to pod {name}", container.name);
         let (params, patch) = (PatchParams::default(), Patch::Strategic(patch));
-        forgive_gone(self.calls.run("patch", what, self.api.patch_ephemeral_containers(&name, &params, &patch)).await.map(drop))
+        forgive_gone(self.calls.run(what, self.api.patch_ephemeral_containers(&name, &params, &patch)).await.map(drop))
     }
 }
 

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 use super::calls::{ApiError, Calls};
 use super::decide::{Decided, decide};
 use super::launch::{Launched, Launcher};
-use super::metrics::{Carrier, Cause, ControllerMetrics, Outcome, Phase};
+use super::metrics::{Cause, ControllerMetrics, Outcome};
 use super::objects::Objects;
 use super::pods::Pods;
 use super::readiness::{present, verdicts};
@@ -29,7 +29,7 @@ use super::wedged::{Wedged, wedged};
 use crate::api::{WeightSync, WeightSyncStatus};
 use crate::coordinator::{CoordinatorEvent, EventSink};
 use crate::membership::MembershipView;
-use crate::protocol::{Reason, TransportChoice, UpdatePhase};
+use crate::protocol::Reason;
 use crate::runtime::backoff::Backoff;
 use crate::runtime::lease::Leadership;
 
@@ -130,9 +130,8 @@ impl ScopeContext {
         let (namespace, uid) = (object.namespace().unwrap_or_default(), object.uid().unwrap_or_default());
         let (decided, pods) = self.decide(object);
         let view = shared.objects.follow(object, &decided, term, &self.scope);
-        self.count(&uid, &view);
 
-        let writes = Pods::new(shared.client.clone(), shared.calls.clone(), &namespace);
+        let writes = Pods::new(shared.client.clone(), shared.calls, &namespace);
         let launched = shared.launcher.launch(object, &decided, &pods, &writes, &shared.objects.events_of(object)).await;
         let gates = self.open_gates(object, &view, &pods, &writes).await;
         let (replaced, wedged) = self.replace_wedged(object, &view, &pods, &writes).await;
@@ -220,25 +219,9 @@ impl ScopeContext {
         }));
         let params = PatchParams::apply(MANAGER).force();
         let what = format!("write the status of {namespace}/{name}");
-        match self.shared.calls.run("patch", what, api.patch_status(&name, &params, &patch)).await {
+        match self.shared.calls.run(what, api.patch_status(&name, &params, &patch)).await {
             Err(error) if error.is_gone() => Ok(()),
             outcome => outcome.map(drop),
-        }
-    }
-
-    /// Counts an update that ended well, once.
-    fn count(&self, uid: &str, view: &MembershipView) {
-        let Some(update) = view.update.as_ref().filter(|update| update.phase == UpdatePhase::Done) else { return };
-        if !self.shared.objects.counts_first(uid, (update.version, update.attempt)) {
-            return;
-        }
-        let metrics = &self.shared.metrics;
-        let transport = view.transport.as_ref().map_or("tcp", TransportChoice::name);
-        metrics.sync_bytes.get_or_create(&Carrier { transport }).inc_by(update.total_bytes);
-        for (phase, milliseconds) in &update.phases_ms {
-            // Phases are a closed list of the protocol.
-            let phase = Phase { phase: phase.clone() };
-            metrics.sync_duration.get_or_create(&phase).observe(Duration::from_millis(*milliseconds).as_secs_f64());
         }
     }
 }

@@ -19,15 +19,17 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::authority::{self, AuthorityError};
 use super::calls::Calls;
+use super::census::Census;
+use super::counted::counted;
 use super::events::Events;
 use super::launch::Launcher;
-use super::metrics::{ControllerMetrics, State};
+use super::metrics::ControllerMetrics;
 use super::objects::{Objects, World};
 use super::reconcile::{ScopeContext, Shared, after_failure, reconcile};
 use super::stores::{Scope, Stores};
 use super::token_review::Tokens;
+use super::ui::{Page, Ui};
 use crate::coordinator::{Directory, Enrollment, SingleUseTokens, router};
-use crate::membership::MemberStanding;
 use crate::runtime::backoff::Backoff;
 use crate::runtime::health::{self, Health};
 use crate::runtime::https::{Access, AgentClient, Limits, serve_https, serve_plain};
@@ -43,7 +45,7 @@ const TOKENS: Duration = Duration::from_secs(600);
 const CONCURRENCY: u16 = 16;
 /// Reconciles under way have this long to end when the controller stops.
 const DRAIN: Duration = Duration::from_secs(5);
-/// How often gone objects are swept and replicas are counted.
+/// How often gone objects are swept.
 const SWEEP: Duration = Duration::from_secs(2);
 
 /// How a controller is started.
@@ -65,8 +67,10 @@ pub struct Settings {
     pub controller_url: String,
     /// Where the enrolment server listens.
     pub enroll_address: SocketAddr,
-    /// Where health and metrics are served.
+    /// Where health, metrics and the web page are served.
     pub status_address: SocketAddr,
+    /// Who may see the web page.
+    pub ui: Ui,
 }
 
 /// Why a controller ended.
@@ -121,10 +125,12 @@ pub(super) async fn run_with(
 ) -> Result<(), ControllerError> {
     let (registry, health) = (Metrics::default(), Health::default());
     let metrics = ControllerMetrics::new(&registry);
-    let calls = Calls::new(metrics.clone());
+    let (client, lease_client) = (counted(client, &metrics), counted(lease_client, &metrics));
+    let calls = Calls;
+    let page = Page::new(settings.ui, &settings.pod_name);
     let stop = CancellationToken::new();
     let _servers_end = stop.clone().drop_guard();
-    let status_pages = health::router(health.clone(), registry);
+    let status_pages = health::router(health.clone(), registry.clone()).merge(page.router());
     let status_limits = Limits { body_bytes: 1 << 10, connections: 64, ..Limits::default() };
     let _status = AbortOnDropHandle::new(tokio::spawn(serve_plain(listeners.status, status_pages, status_limits, stop.clone())));
 
@@ -133,7 +139,7 @@ pub(super) async fn run_with(
     let listed = synced.clone();
     health.ready_while("watches", move || if listed.load(Ordering::SeqCst) { Ok(()) } else { Err("not everything was listed yet".into()) });
 
-    let Some(ca) = authority_of(&settings, &client, &calls, &cancel).await? else { return Ok(()) };
+    let Some(ca) = authority_of(&settings, &client, calls, &cancel).await? else { return Ok(()) };
     let ca = Arc::new(ca);
     let identity = ca.issue(&PeerIdentity::Controller, CERTIFICATES)?;
     let _renewal = AbortOnDropHandle::new(tokio::spawn(renew(ca.clone(), identity.clone())));
@@ -141,7 +147,7 @@ pub(super) async fn run_with(
     let (directory, tokens) = (Directory::default(), SingleUseTokens::new(TOKENS));
     let enrollment = Arc::new(Enrollment {
         ca: ca.clone(),
-        verifier: Arc::new(Tokens::new(client.clone(), calls.clone(), tokens.clone())),
+        verifier: Arc::new(Tokens::new(client.clone(), calls, tokens.clone())),
         directory: directory.clone(),
         lifetime: CERTIFICATES,
     });
@@ -178,17 +184,21 @@ pub(super) async fn run_with(
         health.live_while("lease", move || if judged.term().is_some() { Ok(()) } else { Err("leads no more".into()) });
         let world = World {
             client: client.clone(),
-            calls: calls.clone(),
+            calls,
             agents: AgentClient::new(identity),
             directory: directory.clone(),
-            events: Events::start(client.clone(), settings.pod_name.clone()),
+            events: Events::start(client.clone(), settings.pod_name.clone(), metrics.clone()),
             leadership: leadership.clone(),
+            metrics: metrics.clone(),
             cancel: stop.clone(),
         };
+        let objects = Arc::new(Objects::new(world));
+        registry.collect(Census(objects.clone()));
+        page.lead(&objects);
         let shared = Arc::new(Shared {
             client,
             calls,
-            objects: Arc::new(Objects::new(world)),
+            objects,
             launcher: Launcher {
                 image: settings.agent_image,
                 pull_policy: settings.agent_image_pull_policy,
@@ -220,7 +230,7 @@ pub(super) async fn run_with(
 async fn authority_of(
     settings: &Settings,
     client: &Client,
-    calls: &Calls,
+    calls: Calls,
     cancel: &CancellationToken,
 ) -> Result<Option<Ca>, ControllerError> {
     let mut backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
@@ -326,28 +336,5 @@ async fn sweep(shared: &Arc<Shared>, scopes: &[Scope]) {
     loop {
         ticks.tick().await;
         shared.objects.sweep(scopes);
-        let mut counts: HashMap<&'static str, i64> = STATES.iter().map(|state| (*state, 0)).collect();
-        for view in shared.objects.views() {
-            for member in view.members.iter().filter(|member| member.role == crate::protocol::Role::Rollout) {
-                *counts.entry(state(member.standing)).or_default() += 1;
-            }
-        }
-        for (state, count) in counts {
-            shared.metrics.replicas.get_or_create(&State { state }).set(count);
-        }
-    }
-}
-
-const STATES: [&str; 7] = ["ready", "updating", "behind", "dirty", "forming", "waiting", "out"];
-
-fn state(standing: MemberStanding) -> &'static str {
-    match standing {
-        MemberStanding::Ready => "ready",
-        MemberStanding::Updating => "updating",
-        MemberStanding::Behind => "behind",
-        MemberStanding::Dirty => "dirty",
-        MemberStanding::Forming => "forming",
-        MemberStanding::Waiting => "waiting",
-        MemberStanding::Out => "out",
     }
 }

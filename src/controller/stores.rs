@@ -14,7 +14,7 @@ use kube::{Api, Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::metrics::{ControllerMetrics, Kind, Watched};
+use super::metrics::{Broken, ControllerMetrics, Kind, Watched};
 use super::triggers::Triggers;
 use crate::api::WeightSync;
 use crate::plan::{ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER};
@@ -109,7 +109,7 @@ impl Stores {
                         changed(&event);
                     }
                     Err(error) => {
-                        metrics.watch_errors.get_or_create(&Kind { kind }).inc();
+                        metrics.watch_errors.get_or_create(&Broken { kind, error: cause(&error) }).inc();
                         tracing::warn!(kind, %error, "the watch broke; it is opened again");
                     }
                 }
@@ -148,5 +148,16 @@ fn operation<K>(event: &Event<K>) -> &'static str {
         Event::Init => "init",
         Event::InitApply(_) => "list",
         Event::InitDone => "listed",
+    }
+}
+
+/// For metrics: how a watch broke.
+fn cause(error: &watcher::Error) -> &'static str {
+    match error {
+        watcher::Error::InitialListFailed(_) => "list",
+        watcher::Error::WatchStartFailed(_) => "start",
+        watcher::Error::WatchError(_) => "status",
+        watcher::Error::WatchFailed(_) => "stream",
+        watcher::Error::NoResourceVersion => "version",
     }
 }

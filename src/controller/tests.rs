@@ -1,9 +1,11 @@
 //! The controller: its decisions by tables, and the whole of it against an API server in memory and agents that are fake.
 
 mod api_server;
+mod browser;
 mod decisions;
 mod ephemerals;
 mod fixtures;
+mod operate;
 mod reports;
 mod tokens;
 mod whole;

@@ -35,7 +35,7 @@ impl TokenVerifier for Tokens {
         }
         let spec = TokenReviewSpec { token: Some(token.to_owned()), audiences: Some(vec![AUDIENCE.to_owned()]) };
         let review = TokenReview { spec, ..TokenReview::default() };
-        let answer = self.calls.run("create", "review an agent's token", self.reviews.create(&PostParams::default(), &review)).await;
+        let answer = self.calls.run("review an agent's token", self.reviews.create(&PostParams::default(), &review)).await;
         let review = answer.map_err(|error| Rejection { message: format!("the token cannot be checked now: {error}"), retryable: true })?;
         proven(&review.status.unwrap_or_default()).map_err(|message| Rejection { message, retryable: false })
     }

@@ -1,5 +1,6 @@
-//! `/healthz`, `/readyz` and `/metrics` of a program. Decides nothing by itself: it asks the checks that the program's parts brought.
+//! `/healthz`, `/readyz`, `/metrics` and `/loglevel` of a program. Decides nothing by itself: it asks the checks that the program's parts brought.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use axum::Router;
@@ -8,6 +9,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 
+use super::logs;
 use super::metrics::Metrics;
 
 type Check = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
@@ -46,13 +48,19 @@ fn failed(checks: &RwLock<Vec<(&'static str, Check)>>) -> Vec<String> {
     checks.iter().filter_map(|(name, check)| check().err().map(|cause| format!("{name}: {cause}"))).collect()
 }
 
-/// The three pages, for [`serve_plain`](super::https::serve_plain).
+/// Whether a peer is on the loopback interface: within the pod, or at the other end of a forwarded port.
+pub fn is_local(from: SocketAddr) -> bool {
+    from.ip().to_canonical().is_loopback()
+}
+
+/// The pages, for [`serve_plain`](super::https::serve_plain).
 pub fn router(health: Health, metrics: Metrics) -> Router {
     Router::new()
         .route("/healthz", get(|State((health, _)): State<(Health, Metrics)>| async move { page(&health.not_live()) }))
         .route("/readyz", get(|State((health, _)): State<(Health, Metrics)>| async move { page(&health.not_ready()) }))
         .route("/metrics", get(|State((_, metrics)): State<(Health, Metrics)>| async move { exposition(&metrics) }))
         .with_state((health, metrics))
+        .merge(logs::router())
 }
 
 fn page(failed: &[String]) -> Response {
@@ -66,5 +74,24 @@ fn exposition(metrics: &Metrics) -> Response {
     match metrics.text() {
         Ok(text) => ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_local;
+
+    #[test]
+    fn only_the_loopback_interface_is_local() {
+        for (address, local) in [
+            ("127.0.0.1:1", true),
+            ("[::1]:1", true),
+            ("[::ffff:127.0.0.1]:1", true),
+            ("10.0.0.1:1", false),
+            ("[::ffff:10.0.0.1]:1", false),
+            ("0.0.0.0:1", false),
+        ] {
+            assert_eq!(is_local(address.parse().unwrap()), local, "{address}");
+        }
     }
 }

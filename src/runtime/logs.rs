@@ -1,8 +1,15 @@
-//! Where log lines go: to standard error, for a person or as one JSON object a line. Standard output stays free for results.
+//! Where log lines go: to standard error, for a person or as one JSON object a line. Standard output stays free for results. What is logged
+//! may be changed while the program runs; how lines look may not.
+
+mod page;
+
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use tracing_subscriber::EnvFilter;
-use tracing_subscriber::filter::ParseError;
+use tracing_subscriber::filter::{LevelFilter, ParseError};
 use tracing_subscriber::util::{SubscriberInitExt, TryInitError};
+
+pub use page::router;
 
 /// Form of log lines.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -14,7 +21,7 @@ pub enum LogFormat {
     Json,
 }
 
-/// Why logs cannot be set up.
+/// Why logs cannot be set up or changed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum LogsError {
@@ -22,15 +29,109 @@ pub enum LogsError {
     Filter { filter: String, source: ParseError },
     #[error("logs are set up already: {0}")]
     Again(#[from] TryInitError),
+    #[error("{0}")]
+    Refused(String),
+    #[error("logs of this process are not set up by us")]
+    NotOurs,
+    #[error("the filter cannot be replaced: {0}")]
+    Replace(String),
 }
+
+/// The filter in use, and how it is replaced.
+struct Filter {
+    replace: Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync>,
+    started: String,
+    now: Mutex<String>,
+}
+
+static FILTER: OnceLock<Filter> = OnceLock::new();
 
 /// Sets up logs for the whole process; `filter` is e.g. `info` or `weightsync=debug,warn`.
 pub fn init(format: LogFormat, filter: &str) -> Result<(), LogsError> {
-    let filter = EnvFilter::try_new(filter).map_err(|source| LogsError::Filter { filter: filter.to_owned(), source })?;
-    let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    match format {
-        LogFormat::Human => logs.finish().try_init()?,
-        LogFormat::Json => logs.json().flatten_event(true).finish().try_init()?,
+    let parsed = parse(filter)?;
+    let logs = tracing_subscriber::fmt().with_writer(std::io::stderr);
+    // Lines of another shape make a subscriber of another type.
+    let replace: Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync> = match format {
+        LogFormat::Human => {
+            let logs = logs.with_env_filter(parsed).with_filter_reloading();
+            let handle = logs.reload_handle();
+            logs.finish().try_init()?;
+            Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string()))
+        }
+        LogFormat::Json => {
+            let logs = logs.json().flatten_event(true).with_env_filter(parsed).with_filter_reloading();
+            let handle = logs.reload_handle();
+            logs.finish().try_init()?;
+            Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string()))
+        }
+    };
+    // A second set-up was refused above.
+    let _ = FILTER.set(Filter { replace, started: filter.to_owned(), now: Mutex::new(filter.to_owned()) });
+    Ok(())
+}
+
+fn parse(filter: &str) -> Result<EnvFilter, LogsError> {
+    EnvFilter::try_new(filter).map_err(|source| LogsError::Filter { filter: filter.to_owned(), source })
+}
+
+/// The filter in use and the one of the start; none where logs are not set up by [`init`].
+pub fn filters() -> Option<(String, String)> {
+    let filter = FILTER.get()?;
+    Some((filter.now.lock().unwrap_or_else(PoisonError::into_inner).clone(), filter.started.clone()))
+}
+
+/// Replaces the filter; an empty one brings back that of the start. Says which one is in use now.
+pub fn change(wanted: &str) -> Result<String, LogsError> {
+    let filter = FILTER.get().ok_or(LogsError::NotOurs)?;
+    let wanted = match wanted.trim() {
+        "" => filter.started.as_str(),
+        wanted => {
+            check(wanted)?;
+            wanted
+        }
+    };
+    let parsed = parse(wanted)?;
+    let mut now = filter.now.lock().unwrap_or_else(PoisonError::into_inner);
+    (filter.replace)(parsed).map_err(LogsError::Replace)?;
+    tracing::info!(before = %now, filter = wanted, "what is logged was changed");
+    wanted.clone_into(&mut now);
+    Ok(wanted.to_owned())
+}
+
+/// Libraries print at `trace` what they send, keys and tokens among it: only our own code may be traced while it runs.
+fn check(filter: &str) -> Result<(), LogsError> {
+    if filter.contains('[') {
+        return Err(LogsError::Refused("a filter by spans or fields is taken at the start only".into()));
+    }
+    for directive in filter.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {
+        let (target, level) = match directive.split_once('=') {
+            Some((target, level)) => (target, level.parse::<LevelFilter>().unwrap_or(LevelFilter::TRACE)),
+            // One word is a level, or else a target of which everything is logged.
+            None => match directive.parse::<LevelFilter>() {
+                Ok(level) => ("", level),
+                Err(_) => (directive, LevelFilter::TRACE),
+            },
+        };
+        let ours = target == "weightsync" || target.starts_with("weightsync::");
+        if level == LevelFilter::TRACE && !ours {
+            let message = "trace is for weightsync only, because libraries print keys and tokens there: weightsync=trace,info";
+            return Err(LogsError::Refused(message.into()));
+        }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::check;
+
+    #[test]
+    fn only_our_own_code_may_be_traced_while_it_runs() {
+        for fine in ["info", "debug", "weightsync=trace,info", "weightsync::agent=trace,warn", "hyper=debug,info", "off", "3", "weightsync"] {
+            assert!(check(fine).is_ok(), "{fine}");
+        }
+        for refused in ["trace", "5", "hyper=trace,info", "hyper", "info,weightsync_not=trace", "rustls=TRACE", "weightsync[span]=info"] {
+            assert!(check(refused).is_err(), "{refused}");
+        }
+    }
 }

@@ -1,11 +1,169 @@
-//! Numbers for Prometheus. Names and labels are fixed here; no label holds an object's name in a histogram, and every label's values are
-//! a closed set, so that the number of series is bounded.
+//! Numbers for Prometheus. Names, meanings and labels are [`Definition`]s: `docs/metrics.md` is made from them, and tests hold what a program
+//! really exposes against them. No label of a histogram holds an object's name, and every label's values are a closed set, so that the
+//! number of series is bounded.
 
+pub mod process;
+
+use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncoder};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Metric, Registry, Unit};
+
+/// In front of every name.
+const PREFIX: &str = "weightsync";
+
+/// What a metric is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Only grows; its name ends in `_total`.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+    /// Times, by buckets.
+    Histogram,
+    /// Says something by its labels; its value is 1.
+    Info,
+}
+
+/// What a number counts in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum In {
+    /// Things.
+    Things,
+    /// Seconds.
+    Seconds,
+    /// Bytes.
+    Bytes,
+}
+
+/// One metric, as it is documented and exposed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Definition {
+    /// Its name without prefix, unit and suffix.
+    pub name: &'static str,
+    /// What it is.
+    pub kind: Kind,
+    /// What it counts in.
+    pub unit: In,
+    /// What it says, without a full stop.
+    pub help: &'static str,
+    /// Its labels, and what their values are.
+    pub labels: &'static [(&'static str, &'static str)],
+}
+
+impl Definition {
+    const fn new(name: &'static str, kind: Kind, unit: In, help: &'static str) -> Self {
+        Self { name, kind, unit, help, labels: &[] }
+    }
+
+    /// A counter of things.
+    pub const fn counter(name: &'static str, help: &'static str) -> Self {
+        Self::new(name, Kind::Counter, In::Things, help)
+    }
+
+    /// A counter of bytes.
+    pub const fn bytes(name: &'static str, help: &'static str) -> Self {
+        Self::new(name, Kind::Counter, In::Bytes, help)
+    }
+
+    /// A counter of seconds.
+    pub const fn seconds(name: &'static str, help: &'static str) -> Self {
+        Self::new(name, Kind::Counter, In::Seconds, help)
+    }
+
+    /// A gauge of things.
+    pub const fn gauge(name: &'static str, help: &'static str) -> Self {
+        Self::new(name, Kind::Gauge, In::Things, help)
+    }
+
+    /// A gauge that counts in something.
+    pub const fn gauge_in(name: &'static str, unit: In, help: &'static str) -> Self {
+        Self::new(name, Kind::Gauge, unit, help)
+    }
+
+    /// A histogram of times.
+    pub const fn times(name: &'static str, help: &'static str) -> Self {
+        Self::new(name, Kind::Histogram, In::Seconds, help)
+    }
+
+    /// Says something by its labels.
+    pub const fn info(name: &'static str, help: &'static str) -> Self {
+        Self::new(name, Kind::Info, In::Things, help)
+    }
+
+    /// With these labels.
+    #[must_use]
+    pub const fn by(self, labels: &'static [(&'static str, &'static str)]) -> Self {
+        Self { labels, ..self }
+    }
+
+    /// The name of its family in the exposition, without the suffixes of single series.
+    pub fn family(&self) -> String {
+        match self.unit {
+            In::Things => format!("{PREFIX}_{}", self.name),
+            In::Seconds => format!("{PREFIX}_{}_seconds", self.name),
+            In::Bytes => format!("{PREFIX}_{}_bytes", self.name),
+        }
+    }
+
+    /// The name that a query uses; a histogram's series have `_bucket`, `_sum` and `_count` behind it.
+    pub fn series(&self) -> String {
+        match self.kind {
+            Kind::Counter => format!("{}_total", self.family()),
+            Kind::Info => format!("{}_info", self.family()),
+            Kind::Gauge | Kind::Histogram => self.family(),
+        }
+    }
+
+    fn unit(&self) -> Option<Unit> {
+        match self.unit {
+            In::Things => None,
+            In::Seconds => Some(Unit::Seconds),
+            In::Bytes => Some(Unit::Bytes),
+        }
+    }
+
+    /// Begins its family in the answer of a collector, which gives the series.
+    pub fn encode<'a>(&self, encoder: &'a mut DescriptorEncoder<'_>) -> Result<MetricEncoder<'a>, std::fmt::Error> {
+        let kind = match self.kind {
+            Kind::Counter => MetricType::Counter,
+            Kind::Gauge => MetricType::Gauge,
+            Kind::Histogram => MetricType::Histogram,
+            Kind::Info => MetricType::Info,
+        };
+        // Lives as long as the answer is being written: units are few and without content of their own.
+        static UNITS: [Unit; 2] = [Unit::Seconds, Unit::Bytes];
+        let unit = match self.unit {
+            In::Things => None,
+            In::Seconds => UNITS.first(),
+            In::Bytes => UNITS.last(),
+        };
+        encoder.encode_descriptor(self.name, &self.sentence(), unit, kind)
+    }
+
+    /// One gauge series of its family.
+    pub fn gauge_series(encoder: &mut MetricEncoder<'_>, labels: &impl EncodeLabelSet, value: i64) -> std::fmt::Result {
+        encoder.encode_family(labels)?.encode_gauge(&value)
+    }
+
+    /// As the exposition says it.
+    fn sentence(&self) -> String {
+        format!("{}.", self.help)
+    }
+}
+
+/// Exposed by every program.
+pub const BUILD: Definition = Definition::info("build", "Version of the program").by(&[("version", "of the program")]);
+
+/// Buckets of times: 1 ms to 131 s, doubling.
+pub fn times() -> Histogram {
+    Histogram::new(exponential_buckets(0.001, 2.0, 18))
+}
 
 /// The registry of a program. Clones share it.
 #[derive(Clone)]
@@ -13,23 +171,21 @@ pub struct Metrics(Arc<Mutex<Registry>>);
 
 impl Default for Metrics {
     fn default() -> Self {
-        let mut registry = Registry::with_prefix("weightsync");
-        let build = Info::new(vec![("version", env!("CARGO_PKG_VERSION"))]);
-        registry.register("build", "Version of the program", build);
+        let mut registry = Registry::with_prefix(PREFIX);
+        registry.register(BUILD.name, BUILD.help, Info::new(vec![("version", env!("CARGO_PKG_VERSION"))]));
+        registry.register_collector(Box::new(process::Process::default()));
         Self(Arc::new(Mutex::new(registry)))
     }
 }
 
 impl Metrics {
-    /// Registers `metric` as `weightsync_NAME` and returns it. Counters get `_total` by themselves.
-    pub fn register<M: Metric + Clone>(&self, name: &str, help: &str, metric: M) -> M {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).register(name, help, metric.clone());
-        metric
-    }
-
-    /// Registers `metric` as `weightsync_NAME_UNIT` and returns it.
-    pub fn register_with_unit<M: Metric + Clone>(&self, name: &str, help: &str, unit: Unit, metric: M) -> M {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).register_with_unit(name, help, unit, metric.clone());
+    /// Registers `metric` under its definition and returns it.
+    pub fn register<M: Metric + Clone>(&self, definition: &Definition, metric: M) -> M {
+        let mut registry = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match definition.unit() {
+            None => registry.register(definition.name, definition.help, metric.clone()),
+            Some(unit) => registry.register_with_unit(definition.name, definition.help, unit, metric.clone()),
+        }
         metric
     }
 
@@ -47,18 +203,93 @@ impl Metrics {
     }
 }
 
+/// A table of metrics for people, in Markdown.
+pub fn table(definitions: &[Definition]) -> String {
+    let mut text = "| metric | type | labels | says |\n|---|---|---|---|\n".to_owned();
+    for definition in definitions {
+        let kind = match definition.kind {
+            Kind::Counter => "counter",
+            Kind::Gauge => "gauge",
+            Kind::Histogram => "histogram",
+            Kind::Info => "info",
+        };
+        let labels: Vec<String> = definition.labels.iter().map(|(label, values)| format!("`{label}` ({values})")).collect();
+        // Nothing is wrong with a String that is written to.
+        let _ = writeln!(text, "| `{}` | {kind} | {} | {} |", definition.series(), labels.join(", "), definition.help);
+    }
+    text
+}
+
+/// Holds an exposition against the definitions: families and labels that nobody defined. A family without a series is not exposed at all.
+pub fn differences(exposition: &str, definitions: &[Definition]) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let all = || definitions.iter().chain([&BUILD]).chain(process::DEFINITIONS);
+    for line in exposition.lines() {
+        if let Some(family) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split(' ').next()) {
+            if !all().any(|definition| definition.family() == family) {
+                wrong.push(format!("{family} is not defined"));
+            }
+            continue;
+        }
+        if line.starts_with('#') {
+            continue;
+        }
+        let (name, labels) = line.split_once('{').map_or((line, ""), |(name, rest)| (name, rest));
+        let name = name.split(' ').next().unwrap_or_default();
+        let Some(definition) = all().find(|definition| {
+            let rest = name.strip_prefix(&definition.family());
+            rest.is_some_and(|rest| ["", "_total", "_info", "_bucket", "_sum", "_count"].contains(&rest))
+        }) else {
+            wrong.push(format!("{name} is not defined"));
+            continue;
+        };
+        for (label, _) in labels.split("\",").filter_map(|pair| pair.split_once("=\"")) {
+            if label != "le" && !definition.labels.iter().any(|(known, _)| *known == label) {
+                wrong.push(format!("{name} has the label {label}, which is not defined"));
+            }
+        }
+    }
+    wrong.dedup();
+    wrong
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use prometheus_client::metrics::counter::Counter;
+    use prometheus_client::metrics::family::Family;
+
+    const LOOKS: Definition = Definition::counter("reconcile", "Looks").by(&[("outcome", "`success` or `error`")]);
+    const TIMES: Definition = Definition::times("looking", "Time of a look");
 
     #[test]
     fn a_registered_counter_appears_with_prefix_and_suffix() {
         let metrics = Metrics::default();
-        let counter: Counter = metrics.register("reconcile", "Reconciles", Counter::default());
+        let counter: Counter = metrics.register(&LOOKS, Counter::default());
+        metrics.register(&TIMES, times()).observe(0.5);
         counter.inc();
         let text = metrics.text().unwrap();
         assert!(text.contains("weightsync_reconcile_total 1\n"), "{text}");
+        assert!(text.contains("weightsync_looking_seconds_count 1\n"), "{text}");
         assert!(text.contains(concat!("weightsync_build_info{version=\"", env!("CARGO_PKG_VERSION"), "\"} 1")), "{text}");
+        assert_eq!(differences(&text, &[LOOKS, TIMES]), Vec::<String>::new());
+    }
+
+    #[test]
+    fn what_is_exposed_and_not_defined_is_found() {
+        let metrics = Metrics::default();
+        let counters: Family<Vec<(String, String)>, Counter> = metrics.register(&LOOKS, Family::default());
+        counters.get_or_create(&vec![("pod".into(), "a=\",{b".into())]).inc();
+        let found = differences(&metrics.text().unwrap(), &[LOOKS, TIMES]);
+        assert!(found.contains(&"weightsync_reconcile_total has the label pod, which is not defined".to_owned()), "{found:?}");
+        assert!(differences(&metrics.text().unwrap(), &[]).contains(&"weightsync_reconcile is not defined".to_owned()));
+    }
+
+    #[test]
+    fn the_table_names_the_series_that_queries_use() {
+        let table = table(&[LOOKS, TIMES, BUILD]);
+        assert!(table.contains("| `weightsync_reconcile_total` | counter | `outcome` (`success` or `error`) | Looks |"), "{table}");
+        assert!(table.contains("| `weightsync_looking_seconds` | histogram |  | Time of a look |"), "{table}");
+        assert!(table.contains("| `weightsync_build_info` | info |"), "{table}");
     }
 }

@@ -1,5 +1,6 @@
 //! The documentation against the code that it speaks of.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
@@ -73,4 +74,54 @@ fn every_test_that_the_table_of_traps_names_is_there() {
     let tests = rows.iter().flat_map(|row| row.split('|').nth(4).unwrap().split('`').skip(1).step_by(2));
     let missing: Vec<_> = tests.filter(|test| !code.contains(&format!("fn {test}("))).collect();
     assert!(missing.is_empty(), "no such tests: {missing:?}");
+}
+
+/// Names of all functions of the sources and tests.
+fn functions(folder: &Path, found: &mut BTreeSet<String>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            functions(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let text = fs::read_to_string(&path).unwrap();
+            let name = |rest: &str| rest.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap().to_owned();
+            found.extend(text.split("fn ").skip(1).map(name));
+        }
+    }
+}
+
+#[test]
+fn tests_that_documents_name_are_there() {
+    let mut found = BTreeSet::new();
+    for folder in ["src", "tests"] {
+        functions(&Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), &mut found);
+    }
+    let mut missing = Vec::new();
+    let mut named = 0;
+    for file in ["docs/security.md", "docs/failure-modes.md"] {
+        // Sentences, as tests are called; words of fewer parts are fields and commands.
+        let text = read(file);
+        let words = text.split('`').skip(1).step_by(2);
+        let tests = words.filter(|word| word.split('_').count() > 4 && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_'));
+        for test in tests.filter(|word| !word.starts_with("weightsync_")) {
+            named += 1;
+            if !found.contains(test) {
+                missing.push(format!("{file}: {test}"));
+            }
+        }
+    }
+    assert!(missing.is_empty(), "{missing:#?}");
+    assert!(named > 100, "{named}");
+}
+
+#[test]
+fn every_story_has_one_row_that_says_what_holds_it() {
+    let text = read("docs/failure-modes.md");
+    for story in 1..=94 {
+        let rows: Vec<&str> = text.lines().filter(|line| line.starts_with(&format!("| F{story:02} |"))).collect();
+        let [row] = rows.as_slice() else { panic!("F{story:02} has {} rows", rows.len()) };
+        let held = row.split('|').nth(3).unwrap().trim();
+        let says = ["`", "not applicable", "needs hardware", "not built"].iter().any(|way| held.starts_with(way));
+        assert!(says, "{row}");
+    }
 }

@@ -5,11 +5,14 @@
 mod agent_process;
 mod arrows;
 mod binary;
+mod chart;
 mod demo;
 mod docs;
 mod external;
 mod gpu;
 mod model;
+mod operate;
+mod plugin;
 mod stories;
 mod world;
 mod wrapped;

@@ -294,6 +294,11 @@ impl World {
         }
     }
 
+    /// Port of an agent's status pages.
+    pub fn status_port(&self, pod: &str) -> u16 {
+        self.pages(pod).and_then(|url| url.rsplit(':').next()?.parse().ok()).unwrap()
+    }
+
     /// The roster as an agent tells it; null when it does not answer.
     pub async fn roster(&self, pod: &str) -> Value {
         serde_json::from_str(&self.page(pod, "/v1/roster").await.1).unwrap_or_default()

@@ -10,5 +10,10 @@ cargo test --quiet --locked --no-run --test host
 weightsync=${CARGO_TARGET_DIR:-target}/debug/weightsync
 "$weightsync" generate crds >"$made/crds"
 "$weightsync" generate api-reference >"$made/api"
+"$weightsync" generate metrics >"$made/metrics"
+tests/cluster/tools.sh
 cp "$made/crds" crds/weightsync.yaml
 cp "$made/api" docs/reference/api.md
+cp "$made/metrics" docs/metrics.md
+deploy/render.sh >"$made/install"
+cp "$made/install" deploy/install.yaml

@@ -117,3 +117,12 @@ object.metadata.?annotations[?'weightsync.dev/inject'].orValue('sidecar')
 securityContext: Object.spec.initContainers.securityContext{allowPrivilegeEscalation: false, readOnlyRootFilesystem: true,
   capabilities: Object.spec.initContainers.securityContext.capabilities{drop: ["ALL"]}, seccompProfile: Object.spec.initContainers.securityContext.seccompProfile{type: "RuntimeDefault"}}
 {{- end -}}
+
+{{/* NetworkPolicyPeer: the namespaces that are watched. */}}
+{{- define "weightsync.watchedNamespaces" -}}
+{{- if .Values.watchNamespaces -}}
+namespaceSelector: {matchExpressions: [{key: kubernetes.io/metadata.name, operator: In, values: {{ toJson .Values.watchNamespaces }}}]}
+{{- else -}}
+namespaceSelector: {}
+{{- end -}}
+{{- end -}}

@@ -149,7 +149,11 @@ impl Session {
         };
         let shown = if number == 0 { self.roster.clone() } else { pages.more_roster() };
         running.tasks.spawn(roster::keep(core.clone(), leader.clone(), shown, cancel.clone()));
-        pages.count(&core, &mut running.tasks, cancel);
+        let rollout = match &part {
+            Part::Rollout(rollout) => Some(rollout),
+            Part::Source(_) => None,
+        };
+        pages.count(&core, rollout, &mut running.tasks, cancel);
         let control_address = control.local_addr().map_or_else(|_| String::new(), |address| address.to_string());
         let endpoint = Arc::new(Endpoint { core: core.clone(), leader, part, data_address });
         let (identity, routes, over) = (self.identity.clone(), router(endpoint.clone()), cancel.clone());

@@ -4,11 +4,17 @@ use std::fmt::{Debug, Error, Formatter};
 use std::sync::{Arc, Mutex};
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
-use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::encoding::DescriptorEncoder;
 
-use super::pages::{OfEngine, Shown};
+use super::numbers::{OfEngine, PORT};
+use super::pages::Shown;
 use crate::agent::core::lock;
+use crate::runtime::metrics::{Definition, In};
+
+pub(super) const RECEIVED: Definition =
+    Definition::gauge_in("agent_update_received", In::Bytes, "Bytes of the last update that arrived and were checked").by(PORT);
+pub(super) const TOTAL: Definition =
+    Definition::gauge_in("agent_update_total", In::Bytes, "Bytes that the last update has in all").by(PORT);
 
 /// Reads the rollouts that the pages show.
 pub(super) struct Progress(pub(super) Arc<Mutex<Shown>>);
@@ -20,17 +26,17 @@ impl Debug for Progress {
 }
 
 impl Collector for Progress {
-    fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), Error> {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), Error> {
         let of_engines: Vec<_> = lock(&self.0).rollouts.iter().map(|rollout| (rollout.port(), rollout.progress())).collect();
-        let kind = ConstGauge::new(0_u64);
-        let mut all = |name: &str, help: &str, number: fn(&(u64, u64)) -> u64| {
-            let mut encoder = encoder.encode_descriptor(name, help, None, kind.metric_type())?;
+        let mut all = |definition: Definition, number: fn(&(u64, u64)) -> u64| {
+            let mut family = definition.encode(&mut encoder)?;
             for (port, progress) in &of_engines {
-                ConstGauge::new(number(progress)).encode(encoder.encode_family(&OfEngine { port: *port })?)?;
+                let bytes = i64::try_from(number(progress)).unwrap_or(i64::MAX);
+                Definition::gauge_series(&mut family, &OfEngine { port: *port }, bytes)?;
             }
             Ok(())
         };
-        all("agent_update_received_bytes", "Bytes of the last update that arrived and were checked", |(received, _)| *received)?;
-        all("agent_update_total_bytes", "Bytes that the last update has in all", |(_, total)| *total)
+        all(RECEIVED, |(received, _)| *received)?;
+        all(TOTAL, |(_, total)| *total)
     }
 }

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
+use k8s_openapi::NamespaceResourceScope;
+use kube::api::ListParams;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Api, Client, Config, ResourceExt};
 
@@ -23,9 +25,29 @@ pub struct ClusterArgs {
     context: Option<String>,
 }
 
+/// Access to one namespace of a cluster.
+#[derive(Clone)]
+pub struct Access {
+    /// Asks the cluster.
+    pub client: Client,
+    /// The namespace that the person named, or the context's.
+    pub namespace: String,
+}
+
+impl Access {
+    /// Objects of a kind in the namespace.
+    pub fn api<K>(&self) -> Api<K>
+    where
+        K: kube::Resource<Scope = NamespaceResourceScope>,
+        K::DynamicType: Default,
+    {
+        Api::namespaced(self.client.clone(), &self.namespace)
+    }
+}
+
 impl ClusterArgs {
-    /// Access to the WeightSync objects of the namespace.
-    pub async fn weightsyncs(&self) -> anyhow::Result<Api<WeightSync>> {
+    /// Access to the namespace.
+    pub async fn access(&self) -> anyhow::Result<Access> {
         let options = KubeConfigOptions { context: self.context.clone(), ..KubeConfigOptions::default() };
         let config = match Kubeconfig::read() {
             Ok(kubeconfig) => Config::from_custom_kubeconfig(kubeconfig, &options).await.context("the kubeconfig cannot be used")?,
@@ -34,19 +56,31 @@ impl ClusterArgs {
         };
         let namespace = self.namespace.clone().unwrap_or_else(|| config.default_namespace.clone());
         let client = Client::try_from(config).context("no client for this cluster")?;
-        Ok(Api::namespaced(client, &namespace))
+        Ok(Access { client, namespace })
     }
+
+    /// Access to the WeightSync objects of the namespace.
+    pub async fn weightsyncs(&self) -> anyhow::Result<Api<WeightSync>> {
+        Ok(self.access().await?.api())
+    }
+}
+
+/// What a call answers, within [`DEADLINE`]; `what` says in an error what cannot be done, and so which right may be missing.
+pub async fn within<T, E>(what: &str, call: impl Future<Output = Result<T, E>>) -> anyhow::Result<T>
+where
+    E: std::error::Error + Send + Sync + 'static,
+{
+    let answer = tokio::time::timeout(DEADLINE, call).await.context("the cluster gave no answer within 15 s")?;
+    answer.with_context(|| what.to_owned())
 }
 
 /// One object: the named one, or the only one of the namespace.
 pub async fn find(api: &Api<WeightSync>, name: Option<&str>) -> anyhow::Result<WeightSync> {
     if let Some(name) = name {
-        let found = tokio::time::timeout(DEADLINE, api.get_opt(name)).await.context("the cluster gave no answer within 15 s")?;
-        let found = found.with_context(|| format!("WeightSync {name} cannot be read"))?;
+        let found = within(&format!("WeightSync {name} cannot be read"), api.get_opt(name)).await?;
         return found.with_context(|| format!("there is no WeightSync {name} in this namespace: kubectl get weightsyncs --all-namespaces"));
     }
-    let list = tokio::time::timeout(DEADLINE, api.list(&kube::api::ListParams::default())).await;
-    let list = list.context("the cluster gave no answer within 15 s")?.context("WeightSync objects cannot be listed")?;
+    let list = within("WeightSync objects cannot be listed", api.list(&ListParams::default())).await?;
     let names: Vec<_> = list.items.iter().map(ResourceExt::name_any).collect();
     match names.as_slice() {
         [] => bail!("there is no WeightSync in this namespace: kubectl get weightsyncs --all-namespaces"),

@@ -5,15 +5,16 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use clap::Args;
 use kube::ResourceExt;
-use kube::api::{Patch, PatchParams};
 use kube::runtime::wait::await_condition;
 use serde_json::json;
 
-use super::cluster::{ClusterArgs, DEADLINE, find};
+use super::cluster::{ClusterArgs, find};
+use super::pause::{is_released, set_suspend};
 use crate::api::WeightSync;
+use crate::cli::Output;
 
 /// Arguments of `kubectl weightsync release`.
 #[derive(Debug, Args)]
@@ -26,6 +27,9 @@ pub struct ReleaseArgs {
     /// Seconds to wait until all pods are released; 0 does not wait.
     #[arg(long, default_value_t = 60)]
     timeout: u64,
+    /// How to print it.
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
 }
 
 impl ReleaseArgs {
@@ -34,10 +38,7 @@ impl ReleaseArgs {
         crate::cli::block_on(async {
             let api = self.cluster.weightsyncs().await?;
             let name = find(&api, self.name.as_deref()).await?.name_any();
-            let patch = Patch::Merge(json!({"spec": {"suspend": true}}));
-            let patched = tokio::time::timeout(DEADLINE, api.patch(&name, &PatchParams::default(), &patch)).await;
-            let patched = patched.context("the cluster gave no answer within 15 s")?;
-            let generation = patched.with_context(|| format!("WeightSync {name} cannot be suspended"))?.metadata.generation;
+            let generation = set_suspend(&api, &name, true).await?;
             if self.timeout > 0 {
                 let done = |object: Option<&WeightSync>| object.is_none_or(|object| is_released(object, generation));
                 let waited = tokio::time::timeout(Duration::from_secs(self.timeout), await_condition(api, &name, done)).await;
@@ -45,16 +46,11 @@ impl ReleaseArgs {
                     bail!("{name} is suspended, but not all pods are released after {} s: kubectl weightsync status {name}", self.timeout);
                 }
             }
-            println!("{name} is released: its pods serve what they have; take it up again with");
-            println!("  kubectl patch weightsync {name} --type merge -p '{{\"spec\": {{\"suspend\": false}}}}'");
+            match self.output {
+                Output::Json => println!("{}", json!({"name": name, "suspend": true, "released": self.timeout > 0})),
+                Output::Human => println!("{name} is released: its pods serve what they have; `kubectl weightsync resume {name}` takes it up again"),
+            }
             Ok(ExitCode::SUCCESS)
         })
     }
-}
-
-/// The controller says so of this generation or a later one: nobody is in a group any more.
-fn is_released(object: &WeightSync, generation: Option<i64>) -> bool {
-    let Some(status) = &object.status else { return false };
-    let condition = status.conditions.iter().find(|condition| condition.type_ == "Ready");
-    status.observed_generation >= generation && condition.is_some_and(|condition| condition.reason == "Released")
 }

@@ -58,7 +58,8 @@ impl StatusArgs {
     }
 }
 
-fn is_ready(object: &WeightSync) -> bool {
+/// Whether its condition Ready is true.
+pub(super) fn is_ready(object: &WeightSync) -> bool {
     let conditions = object.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
     conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }

@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 use super::api_server::{ApiServer, Mode};
 use super::fixtures;
 use crate::controller::readiness::GATE;
+use crate::controller::Ui;
 use crate::controller::run::{ControllerError, Listeners, Settings, run_with};
 use crate::coordinator::tests::fake_agent::{FakeAgent, Pod};
 use crate::protocol::{MemberPhase, Role};
@@ -18,15 +19,19 @@ use crate::runtime::lease::{LeaseConfig, LeaseLost};
 
 const SOON: Duration = Duration::from_secs(10);
 
-struct Controller {
+pub(super) struct Controller {
     enroll: String,
-    status: String,
+    pub(super) status: String,
     cancel: CancellationToken,
     task: JoinHandle<Result<(), ControllerError>>,
 }
 
 impl Controller {
-    async fn start(server: &ApiServer) -> Self {
+    pub(super) async fn start(server: &ApiServer) -> Self {
+        Self::start_with(server, Ui::Local).await
+    }
+
+    pub(super) async fn start_with(server: &ApiServer, ui: Ui) -> Self {
         let any = "127.0.0.1:0".parse().unwrap();
         let listeners = Listeners { enroll: TcpListener::bind(any).await.unwrap(), status: TcpListener::bind(any).await.unwrap() };
         let enroll = listeners.enroll.local_addr().unwrap().to_string();
@@ -41,6 +46,7 @@ impl Controller {
             controller_url: format!("https://{enroll}"),
             enroll_address: any,
             status_address: any,
+            ui,
         };
         let lease = LeaseConfig {
             duration: Duration::from_secs(2),
@@ -53,13 +59,13 @@ impl Controller {
         Self { enroll, status, cancel, task }
     }
 
-    async fn stop(self) {
+    pub(super) async fn stop(self) {
         self.cancel.cancel();
         tokio::time::timeout(SOON, self.task).await.expect("it ends").unwrap().unwrap();
     }
 
     /// Status code and body of a status page.
-    async fn page(&self, path: &str) -> (u16, String) {
+    pub(super) async fn page(&self, path: &str) -> (u16, String) {
         let mut stream = TcpStream::connect(&self.status).await.unwrap();
         stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes()).await.unwrap();
         let mut answer = String::new();
@@ -70,7 +76,7 @@ impl Controller {
 }
 
 /// An API server with what the chart installs, one object, a trainer and two rollouts.
-fn cluster() -> ApiServer {
+pub(super) fn cluster() -> ApiServer {
     let server = ApiServer::new();
     server.put("secrets", json!({"metadata": {"name": "weightsync-ca", "namespace": "system", "uid": "s"}, "type": "Opaque"}));
     server.put("configmaps", json!({"metadata": {"name": "weightsync-ca", "namespace": "system", "uid": "c"}}));
@@ -95,7 +101,7 @@ async fn agent_with(server: &ApiServer, controller: &Controller, name: &str, ins
     FakeAgent::start(&published(server).unwrap(), &controller.enroll, &pod, instance).await
 }
 
-async fn all_agents(server: &ApiServer, controller: &Controller) -> Vec<FakeAgent> {
+pub(super) async fn all_agents(server: &ApiServer, controller: &Controller) -> Vec<FakeAgent> {
     let mut agents = Vec::new();
     for name in ["trainer-0", "actor-0", "actor-1"] {
         agents.push(agent(server, controller, name, "a").await);
@@ -115,7 +121,7 @@ fn condition(server: &ApiServer, kind: &str) -> (String, String) {
     (text("status"), text("reason"))
 }
 
-fn is_ready(server: &ApiServer) -> bool {
+pub(super) fn is_ready(server: &ApiServer) -> bool {
     condition(server, "Ready").0 == "True" && status(server)["worldSize"] == 3
 }
 

@@ -19,6 +19,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::protocol::{
     AgentEvent, AnnounceResponse, Announcement, CommitRequest, EngineFacts, EnrollRequest, EnrollResponse, EpochId, FenceRequest,
     GpuReport, Incarnation, MemberPhase, MemberState, PrepareRequest, PrepareResponse, Refusal, RefusalCode, ReleaseRequest, Role,
+    UpdateView,
 };
 use crate::runtime::https::{Access, CallError, ControllerClient, Limits, Valid, ndjson, serve_https};
 use crate::runtime::identity::Identity;
@@ -30,6 +31,8 @@ pub(crate) const HEARTBEAT: Duration = Duration::from_millis(50);
 #[derive(Clone)]
 struct Shared {
     state: watch::Sender<MemberState>,
+    /// What it says of the update that it leads.
+    update: watch::Sender<Option<UpdateView>>,
     fenced: watch::Sender<Option<EpochId>>,
     secret: watch::Sender<Option<String>>,
     /// Where it announces itself.
@@ -118,6 +121,7 @@ impl FakeAgent {
         };
         let shared = Shared {
             state: watch::Sender::new(state),
+            update: watch::Sender::new(None),
             fenced: watch::Sender::new(None),
             secret: watch::Sender::new(None),
             controller: watch::Sender::new(controller.to_owned()),
@@ -150,6 +154,11 @@ impl FakeAgent {
 
     pub(crate) fn change(&self, change: impl FnOnce(&mut MemberState)) {
         self.shared.state.send_modify(change);
+    }
+
+    /// Says how the update stands that it leads.
+    pub(crate) fn tell_update(&self, view: UpdateView) {
+        self.shared.update.send_replace(Some(view));
     }
 
     pub(crate) fn secret(&self) -> Option<String> {
@@ -296,7 +305,9 @@ async fn events(State(shared): State<Shared>) -> Response {
     let listening = Listening(shared.listeners.clone());
     let snapshots = WatchStream::new(shared.state.subscribe()).map(|state| AgentEvent::Snapshot { state: Box::new(state) });
     let heartbeats = IntervalStream::new(tokio::time::interval(HEARTBEAT)).map(|_| AgentEvent::Heartbeat);
-    let lines = futures::stream::select(snapshots, heartbeats);
+    let updates = WatchStream::new(shared.update.subscribe());
+    let updates = updates.filter_map(|update| std::future::ready(update.map(|update| AgentEvent::Update { update })));
+    let lines = futures::stream::select(snapshots, futures::stream::select(updates, heartbeats));
     let spoken = lines.then(move |line| {
         let shared = shared.clone();
         async move {

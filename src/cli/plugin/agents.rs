@@ -1,0 +1,131 @@
+//! Where agents and controllers are: which pods belong to an object, which container of a pod holds the agent, and which pods are the
+//! operator's.
+//!
+//! Pure but for the lists that it asks for.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, bail};
+use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::ListParams;
+use kube::{Api, Client, ResourceExt};
+
+use super::cluster::{Access, within};
+use crate::api::WeightSync;
+use crate::cli::inject::{AGENT_CONTAINER, CONTAINER_ANNOTATION, HOW_ANNOTATION, PROGRAM_DIR, ROLE_LABEL};
+
+/// Port of the controller's status pages.
+pub(super) const CONTROLLER_STATUS: u16 = 8080;
+
+/// How an agent runs in a pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Agent {
+    /// Its container.
+    pub(super) container: String,
+    /// The program in that container.
+    pub(super) program: String,
+    /// Whether the container's log is also that of an engine or trainer.
+    pub(super) shared_log: bool,
+}
+
+/// The agent of a pod; none where there is none that we know of.
+pub(super) fn agent_of(pod: &Pod) -> Option<Agent> {
+    let spec = pod.spec.as_ref()?;
+    let own = |container: String| Agent { container, program: "/weightsync".to_owned(), shared_log: false };
+    if spec.init_containers.iter().flatten().any(|container| container.name == AGENT_CONTAINER) {
+        return Some(own(AGENT_CONTAINER.to_owned()));
+    }
+    if pod.annotations().get(HOW_ANNOTATION).is_some_and(|how| how == "wrap") {
+        let named = pod.annotations().get(CONTAINER_ANNOTATION).cloned();
+        let container = named.or_else(|| spec.containers.first().map(|container| container.name.clone()))?;
+        return Some(Agent { container, program: format!("{PROGRAM_DIR}/weightsync"), shared_log: true });
+    }
+    // The last one: those before it have ended.
+    let ephemeral = spec.ephemeral_containers.iter().flatten().map(|container| &container.name);
+    ephemeral.filter(|name| name.starts_with(AGENT_CONTAINER)).next_back().map(|name| own(name.clone()))
+}
+
+/// Pods of an object, the trainer's first, by status; pods that opted in and are in no status yet do not belong to it.
+pub(super) fn pods_of(object: &WeightSync) -> Vec<String> {
+    let members = object.status.iter().flat_map(|status| &status.members);
+    let mut seen = BTreeSet::new();
+    members.flat_map(|member| member.pods.iter().cloned()).filter(|pod| seen.insert(pod.clone())).collect()
+}
+
+/// Pods that opted in, by name.
+pub(super) async fn opted_in(access: &Access) -> anyhow::Result<Vec<Pod>> {
+    let list = access.api::<Pod>();
+    let pods = within("pods cannot be listed", list.list(&ListParams::default().labels(ROLE_LABEL))).await?;
+    Ok(pods.items)
+}
+
+/// The operator's Deployment in a cluster.
+pub(super) struct Operator {
+    pub(super) namespace: String,
+    pub(super) name: String,
+    pub(super) deployment: Deployment,
+}
+
+/// Finds the operator; `wanted` is its namespace, where the person named it.
+pub(super) async fn operator(client: &Client, wanted: Option<&str>) -> anyhow::Result<Operator> {
+    let deployments: Api<Deployment> = match wanted {
+        Some(namespace) => Api::namespaced(client.clone(), namespace),
+        None => Api::all(client.clone()),
+    };
+    let ours = ListParams::default().labels("app.kubernetes.io/name=weightsync");
+    let what = "deployments cannot be listed (--operator-namespace asks one namespace only)";
+    let mut found = within(what, deployments.list(&ours)).await?.items;
+    let deployment = match (found.pop(), found.len()) {
+        (None, _) => bail!("no installation found: no Deployment has the label app.kubernetes.io/name=weightsync"),
+        (Some(one), 0) => one,
+        (Some(_), more) => bail!("{} installations found: choose one with --operator-namespace", more + 1),
+    };
+    let (name, namespace) = (deployment.name_any(), deployment.namespace().unwrap_or_default());
+    Ok(Operator { namespace, name, deployment })
+}
+
+impl Operator {
+    /// Its pods.
+    pub(super) async fn pods(&self, client: &Client) -> anyhow::Result<Vec<Pod>> {
+        let pods: Api<Pod> = Api::namespaced(client.clone(), &self.namespace);
+        let labels = "app.kubernetes.io/name=weightsync,app.kubernetes.io/component=controller";
+        Ok(within("the controller's pods cannot be listed", pods.list(&ListParams::default().labels(labels))).await?.items)
+    }
+
+    /// Name of the pod that leads.
+    pub(super) async fn leader(&self, client: &Client) -> anyhow::Result<String> {
+        let leases: Api<Lease> = Api::namespaced(client.clone(), &self.namespace);
+        let lease = within("the lease cannot be read", leases.get(&self.name)).await?;
+        let holder = lease.spec.and_then(|spec| spec.holder_identity).filter(|holder| !holder.is_empty());
+        holder.with_context(|| format!("nobody leads: kubectl -n {} logs deployment/{}", self.namespace, self.name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn pod(change: impl FnOnce(&mut Value)) -> Pod {
+        let mut pod = json!({"metadata": {"name": "a", "annotations": {}}, "spec": {"containers": [{"name": "engine"}, {"name": "other"}]}});
+        change(&mut pod);
+        serde_json::from_value(pod).unwrap()
+    }
+
+    #[test]
+    fn the_agent_is_found_however_it_came_into_the_pod() {
+        assert_eq!(agent_of(&pod(|_| {})), None);
+        let sidecar = agent_of(&pod(|pod| pod["spec"]["initContainers"] = json!([{"name": "x"}, {"name": "weightsync-agent"}]))).unwrap();
+        assert_eq!((sidecar.container.as_str(), sidecar.program.as_str(), sidecar.shared_log), ("weightsync-agent", "/weightsync", false));
+        let wrapped = agent_of(&pod(|pod| pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "wrap"}))).unwrap();
+        assert_eq!((wrapped.container.as_str(), wrapped.program.as_str()), ("engine", "/opt/weightsync/weightsync"));
+        assert!(wrapped.shared_log);
+        let named = json!({"weightsync.dev/inject": "wrap", "weightsync.dev/container": "other"});
+        assert_eq!(agent_of(&pod(|pod| pod["metadata"]["annotations"] = named)).unwrap().container, "other");
+        let ephemeral = json!([{"name": "weightsync-agent-1"}, {"name": "weightsync-agent-2"}, {"name": "debugger"}]);
+        assert_eq!(agent_of(&pod(|pod| pod["spec"]["ephemeralContainers"] = ephemeral)).unwrap().container, "weightsync-agent-2");
+    }
+}

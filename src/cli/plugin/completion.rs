@@ -1,0 +1,122 @@
+//! `kubectl weightsync completion SHELL`: completion of verbs and options.
+//!
+//! kubectl itself asks a program `kubectl_complete-weightsync` on the PATH for candidates: that program is `completion kubectl`, and asks
+//! this one in turn (`__complete`).
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::{Args, Command, CommandFactory, ValueEnum};
+use clap_complete::Shell;
+
+use super::Plugin;
+
+/// For whom.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum For {
+    /// A script for kubectl: save it as `kubectl_complete-weightsync` on the PATH, and make it executable.
+    Kubectl,
+    /// For `kubectl-weightsync` in bash.
+    Bash,
+    /// For `kubectl-weightsync` in elvish.
+    Elvish,
+    /// For `kubectl-weightsync` in fish.
+    Fish,
+    /// For `kubectl-weightsync` in PowerShell.
+    Powershell,
+    /// For `kubectl-weightsync` in zsh.
+    Zsh,
+}
+
+/// Arguments of `kubectl weightsync completion`.
+#[derive(Debug, Args)]
+pub struct CompletionArgs {
+    /// For whom.
+    shell: For,
+}
+
+const SCRIPT: &str = "#!/bin/sh\nexec kubectl-weightsync __complete -- \"$@\"\n";
+
+impl CompletionArgs {
+    /// Writes the script to standard output.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        let shell = match self.shell {
+            For::Kubectl => None,
+            For::Bash => Some(Shell::Bash),
+            For::Elvish => Some(Shell::Elvish),
+            For::Fish => Some(Shell::Fish),
+            For::Powershell => Some(Shell::PowerShell),
+            For::Zsh => Some(Shell::Zsh),
+        };
+        let mut script = Vec::new();
+        match shell {
+            None => script.extend_from_slice(SCRIPT.as_bytes()),
+            // The program's own name: kubectl's own completion does not look at words behind `kubectl`.
+            Some(shell) => clap_complete::generate(shell, &mut Plugin::command().bin_name("kubectl-weightsync"), "kubectl-weightsync", &mut script),
+        }
+        std::io::stdout().write_all(&script).context("standard output cannot be written")?;
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// Arguments of `kubectl-weightsync __complete`.
+#[derive(Debug, Args)]
+pub struct CandidatesArgs {
+    /// Words so far; the last one is being written.
+    #[arg(last = true)]
+    words: Vec<String>,
+}
+
+impl CandidatesArgs {
+    /// Prints candidates as kubectl reads them: one a line, then a directive (4: no file names).
+    pub fn run(self) -> ExitCode {
+        candidates(&Plugin::command(), &self.words).iter().for_each(|candidate| println!("{candidate}"));
+        println!(":4");
+        ExitCode::SUCCESS
+    }
+}
+
+fn candidates(plugin: &Command, words: &[String]) -> Vec<String> {
+    let Some((last, before)) = words.split_last() else { return Vec::new() };
+    let verb = before.iter().find_map(|word| plugin.get_subcommands().find(|verb| verb.get_name() == word));
+    let mut found: Vec<String> = match verb {
+        _ if last.starts_with('-') => {
+            let options = verb.unwrap_or(plugin).get_arguments().filter(|argument| !argument.is_hide_set());
+            options.filter_map(|argument| argument.get_long().map(|long| format!("--{long}"))).collect()
+        }
+        None => plugin.get_subcommands().filter(|verb| !verb.is_hide_set()).map(|verb| verb.get_name().to_owned()).collect(),
+        // Values of the option before, where they are a closed list.
+        Some(verb) => {
+            let option = before.last().and_then(|word| {
+                let short = word.strip_prefix('-').and_then(|rest| rest.chars().next()).filter(|c| *c != '-');
+                verb.get_arguments().find(|argument| {
+                    word.strip_prefix("--").is_some_and(|long| argument.get_long() == Some(long)) || (short.is_some() && argument.get_short() == short)
+                })
+            });
+            option.map(|argument| argument.get_possible_values().iter().map(|value| value.get_name().to_owned()).collect()).unwrap_or_default()
+        }
+    };
+    found.retain(|candidate| candidate.starts_with(last.as_str()));
+    found.sort();
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(words: &[&str]) -> Vec<String> {
+        candidates(&Plugin::command(), &words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn verbs_options_and_values_are_completed() {
+        assert_eq!(of(&["re"]), ["release", "report", "resume"]);
+        assert!(of(&[""]).contains(&"status".to_owned()) && !of(&[""]).contains(&"__complete".to_owned()));
+        assert!(of(&["status", "--o"]).contains(&"--output".to_owned()));
+        assert_eq!(of(&["status", "run", "--output", ""]), ["human", "json"]);
+        assert_eq!(of(&["status", "-o", "j"]), ["json"]);
+        assert!(of(&[]).is_empty() && of(&["status", "x"]).is_empty());
+    }
+}

@@ -1,0 +1,107 @@
+//! Numbers of all objects, taken when somebody reads them: how many replicas stand where and why, and one series an object with its
+//! conditions. What is gone has no series any more. It decides nothing.
+
+use std::collections::BTreeMap;
+use std::fmt::{Debug, Error, Formatter};
+use std::sync::Arc;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet};
+
+use super::metrics::{OBJECT, PLAN_DEPTH, REPLICAS};
+use super::objects::{Objects, Seen};
+use crate::api::ConditionType;
+use crate::membership::{MemberStanding, MembershipView};
+use crate::protocol::{Role, TransportChoice};
+use crate::runtime::metrics::Definition;
+
+/// Where a member stands, as one word.
+pub(super) fn word(standing: MemberStanding) -> &'static str {
+    match standing {
+        MemberStanding::Ready => "ready",
+        MemberStanding::Updating => "updating",
+        MemberStanding::Behind => "behind",
+        MemberStanding::Dirty => "dirty",
+        MemberStanding::Forming => "forming",
+        MemberStanding::Waiting => "waiting",
+        MemberStanding::Out => "out",
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
+struct Replica {
+    state: &'static str,
+    reason: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Object {
+    /// Not `namespace`: the scraper gives each series that of the controller's pod.
+    object_namespace: String,
+    object: String,
+    ready: String,
+    reason: String,
+    degraded: String,
+    suspended: String,
+    transport: String,
+}
+
+/// Reads the objects that this controller follows.
+pub(super) struct Census(pub(super) Arc<Objects>);
+
+impl Debug for Census {
+    fn fmt(&self, formatter: &mut Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("Census")
+    }
+}
+
+impl Collector for Census {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), Error> {
+        let seen = self.0.seen();
+        let mut replicas = REPLICAS.encode(&mut encoder)?;
+        for (replica, count) in count(seen.iter().map(|object| &object.view)) {
+            Definition::gauge_series(&mut replicas, &replica, count)?;
+        }
+        let depth = seen.iter().map(|object| depth(&object.view)).max().unwrap_or(0);
+        PLAN_DEPTH.encode(&mut encoder)?.encode_gauge(&depth)?;
+        let mut objects = OBJECT.encode(&mut encoder)?;
+        for object in &seen {
+            Definition::gauge_series(&mut objects, &describe(object), 1)?;
+        }
+        Ok(())
+    }
+}
+
+fn count<'a>(views: impl Iterator<Item = &'a MembershipView>) -> BTreeMap<Replica, i64> {
+    let mut counts = BTreeMap::new();
+    for member in views.flat_map(|view| &view.members).filter(|member| member.role == Role::Rollout) {
+        let replica = Replica { state: word(member.standing), reason: member.reason.as_str() };
+        *counts.entry(replica).or_default() += 1;
+    }
+    counts
+}
+
+/// Rollouts of a committed group whose bytes go from one to the next.
+fn depth(view: &MembershipView) -> i64 {
+    let chained = view.committed && view.transport.as_ref().is_none_or(|transport| transport.name() == "tcp");
+    let in_group = |standing| !matches!(standing, MemberStanding::Out | MemberStanding::Waiting | MemberStanding::Forming);
+    let rollouts = view.members.iter().filter(|member| member.role == Role::Rollout && in_group(member.standing)).count();
+    if chained { i64::try_from(rollouts).unwrap_or(i64::MAX) } else { 0 }
+}
+
+fn describe(object: &Seen) -> Object {
+    let condition = |kind: ConditionType| {
+        let conditions = object.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+        conditions.iter().find(|condition| condition.type_ == kind.as_str())
+    };
+    let status = |kind| condition(kind).map_or_else(|| "Unknown".to_owned(), |condition| condition.status.clone());
+    Object {
+        object_namespace: object.namespace.clone(),
+        object: object.name.clone(),
+        ready: status(ConditionType::Ready),
+        reason: condition(ConditionType::Ready).map(|condition| condition.reason.clone()).unwrap_or_default(),
+        degraded: status(ConditionType::Degraded),
+        suspended: object.suspended.to_string(),
+        transport: object.view.transport.as_ref().map_or("none", TransportChoice::name).to_owned(),
+    }
+}

@@ -1,0 +1,90 @@
+//! The last attempts to bring a version, of one object: what the web page draws, and what counts an attempt once. Bounded; nothing here is
+//! stored, a restarted controller begins anew.
+
+use std::collections::VecDeque;
+
+use serde::Serialize;
+
+use crate::protocol::{InstallStep, UpdatePhase, UpdateView};
+
+/// Attempts that are kept of one object.
+pub(super) const KEPT: usize = 20;
+/// Phases of one attempt that are kept; more than there are.
+const PHASES: usize = 8;
+/// Longest text of a failure in bytes.
+const FAILURE: usize = 512;
+
+/// One attempt.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Attempt {
+    version: u64,
+    attempt: u32,
+    epoch: u64,
+    /// Whether it brought a version to members that lacked it.
+    feeding: bool,
+    /// `Begin`, `Transfer`, `Verify`, `Staged`, `Activate`, `Done` or `Failed`.
+    phase: UpdatePhase,
+    bytes: u64,
+    /// When it was first seen here, in ms since 1970.
+    begun: u64,
+    /// Finished phases with their times in ms.
+    phases: Vec<(String, u64)>,
+    installed: usize,
+    members: usize,
+    failure: Option<String>,
+}
+
+impl Attempt {
+    fn of(update: &UpdateView, begun: u64) -> Self {
+        let installed = |step: InstallStep| step == InstallStep::Installed;
+        Self {
+            version: update.version,
+            attempt: update.attempt,
+            epoch: update.id.epoch,
+            feeding: update.feeding,
+            phase: update.phase,
+            bytes: update.total_bytes,
+            begun,
+            phases: update.phases_ms.iter().take(PHASES).cloned().collect(),
+            installed: update.members.iter().filter(|member| installed(member.step)).count(),
+            members: update.members.len(),
+            failure: update.failure.as_deref().map(|failure| super::events::cut(failure, FAILURE)),
+        }
+    }
+
+    fn is(&self, update: &UpdateView) -> bool {
+        (self.version, self.attempt, self.epoch, self.feeding) == (update.version, update.attempt, update.id.epoch, update.feeding)
+    }
+
+    fn is_over(&self) -> bool {
+        matches!(self.phase, UpdatePhase::Done | UpdatePhase::Failed)
+    }
+}
+
+/// The last attempts of one object, the latest last.
+#[derive(Debug, Default)]
+pub(super) struct History(VecDeque<Attempt>);
+
+impl History {
+    /// Takes in how an attempt stands at `now` (ms since 1970); true when it ended by that.
+    pub(super) fn note(&mut self, update: &UpdateView, now: u64) -> bool {
+        if let Some(known) = self.0.iter_mut().rev().find(|known| known.is(update)) {
+            let was_over = known.is_over();
+            *known = Attempt::of(update, known.begun);
+            return known.is_over() && !was_over;
+        }
+        let fresh = Attempt::of(update, now);
+        let over = fresh.is_over();
+        self.0.push_back(fresh);
+        while self.0.len() > KEPT {
+            self.0.pop_front();
+        }
+        over
+    }
+
+    /// The attempts, the latest first.
+    pub(super) fn latest(&self) -> Vec<Attempt> {
+        self.0.iter().rev().cloned().collect()
+    }
+}

@@ -1,0 +1,140 @@
+//! The web page of a controller, `/ui`: who is in each group, at which version, why a member is out, and how long the phases of the last
+//! updates took. Read-only, three files that are compiled in, and one JSON answer behind them.
+//!
+//! Decides who may see it. By default that is who reaches the status port from within the pod: `kubectl port-forward`, and with it the
+//! cluster's own right `pods/portforward`. Names of pods, versions and causes are nothing that every pod of a cluster should read.
+
+mod state;
+
+use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
+
+use axum::extract::{ConnectInfo, Request, State};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Redirect, Response};
+use axum::routing::get;
+use axum::{Json, Router};
+
+use super::objects::Objects;
+use crate::runtime::health::is_local;
+
+/// Who may see the web page.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Ui {
+    /// Nobody: there is none.
+    Off,
+    /// Peers on the loopback interface, as `kubectl port-forward` makes them.
+    #[default]
+    Local,
+    /// Whoever reaches the status port: for a proxy in front that asks who it is.
+    Open,
+}
+
+const INDEX: &str = include_str!("ui/index.html");
+const SCRIPT: &str = include_str!("ui/app.js");
+const STYLE: &str = include_str!("ui/style.css");
+
+/// Nothing from elsewhere, nothing inline, in no frame.
+const POLICY: &str =
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+/// The page of one controller.
+#[derive(Clone)]
+pub(super) struct Page {
+    access: Ui,
+    pod: Arc<str>,
+    objects: Arc<OnceLock<Arc<Objects>>>,
+}
+
+impl Page {
+    pub(super) fn new(access: Ui, pod: &str) -> Self {
+        Self { access, pod: pod.into(), objects: Arc::default() }
+    }
+
+    /// This controller leads: from now on it has something to show.
+    pub(super) fn lead(&self, objects: &Arc<Objects>) {
+        // A controller leads once in its life.
+        let _ = self.objects.set(objects.clone());
+    }
+
+    /// The routes; none where there is no page.
+    pub(super) fn router(&self) -> Router {
+        if self.access == Ui::Off {
+            return Router::new();
+        }
+        let text = |kind: &'static str, body: &'static str| get(move || async move { ([(header::CONTENT_TYPE, kind)], body) });
+        Router::new()
+            .route("/ui", get(|| async { Redirect::permanent("/ui/") }))
+            .route("/ui/", text("text/html; charset=utf-8", INDEX))
+            .route("/ui/app.js", text("text/javascript; charset=utf-8", SCRIPT))
+            .route("/ui/style.css", text("text/css; charset=utf-8", STYLE))
+            .route("/ui/state", get(answer))
+            .with_state(self.clone())
+            .layer(from_fn_with_state(self.access, guard))
+    }
+}
+
+/// What the page draws.
+async fn answer(State(page): State<Page>) -> Json<state::State> {
+    Json(state::State::of(&page.pod, page.objects.get().map(|objects| objects.seen())))
+}
+
+async fn guard(State(access): State<Ui>, ConnectInfo(from): ConnectInfo<SocketAddr>, request: Request, next: Next) -> Response {
+    let refused = match access {
+        Ui::Local => refusal(from, request.headers()),
+        Ui::Open | Ui::Off => None,
+    };
+    let mut response = match refused {
+        Some(message) => (StatusCode::FORBIDDEN, message).into_response(),
+        None => next.run(request).await,
+    };
+    let set = [
+        (header::CONTENT_SECURITY_POLICY, POLICY),
+        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+        (header::REFERRER_POLICY, "no-referrer"),
+        (header::CACHE_CONTROL, "no-store"),
+    ];
+    for (name, value) in set {
+        response.headers_mut().insert(name, HeaderValue::from_static(value));
+    }
+    response
+}
+
+/// Why a peer may not see the page.
+fn refusal(from: SocketAddr, headers: &HeaderMap) -> Option<&'static str> {
+    if !is_local(from) {
+        return Some("the page is shown to this pod only: kubectl port-forward, or ui.access=Open in the chart\n");
+    }
+    // A web site whose name was made to lead to this machine is asked for under that name (DNS rebinding).
+    let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
+    let name = match host.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or_default(),
+        None => host.split(':').next().unwrap_or_default(),
+    };
+    let local = name == "localhost" || name.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    (!local).then_some("the page is asked for as localhost\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderMap;
+
+    use super::refusal;
+
+    #[test]
+    fn the_page_is_for_loopback_peers_that_ask_for_localhost() {
+        let asked = |from: &str, host: &str| {
+            let headers: HeaderMap = [("host".parse().unwrap(), host.parse().unwrap())].into_iter().collect();
+            refusal(from.parse().unwrap(), &headers).is_none()
+        };
+        for host in ["localhost:8080", "localhost", "127.0.0.1:9", "[::1]:8080"] {
+            assert!(asked("127.0.0.1:5", host), "{host}");
+        }
+        for host in ["evil.example:8080", "10.0.0.7:8080", "", "localhost.evil.example"] {
+            assert!(!asked("127.0.0.1:5", host), "{host}");
+        }
+        assert!(!asked("10.0.0.7:5", "localhost:8080"));
+        assert!(refusal("127.0.0.1:5".parse().unwrap(), &HeaderMap::new()).is_some());
+    }
+}

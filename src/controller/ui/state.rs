@@ -1,0 +1,124 @@
+//! The JSON behind the web page. Bounded: so many objects, members of each, and attempts of each; counts tell of the rest.
+
+use serde::Serialize;
+
+use crate::api::{ConditionType, MAX_MEMBERS};
+use crate::controller::census::word;
+use crate::controller::history::Attempt;
+use crate::controller::objects::Seen;
+use crate::protocol::TransportChoice;
+
+/// Objects that are shown.
+const OBJECTS: usize = 200;
+
+/// Everything.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct State {
+    /// Version of the program.
+    program: &'static str,
+    /// The controller's pod.
+    pod: String,
+    /// Whether it leads; one that does not knows of no object.
+    leads: bool,
+    /// Objects in all.
+    total: usize,
+    objects: Vec<Object>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Object {
+    namespace: String,
+    name: String,
+    suspended: bool,
+    epoch: u64,
+    world_size: u32,
+    version: Option<u64>,
+    transport: Option<String>,
+    transport_reason: Option<String>,
+    ready: u32,
+    min_ready: u32,
+    total: u32,
+    conditions: Vec<Condition>,
+    members: Vec<Member>,
+    updates: Vec<Attempt>,
+}
+
+#[derive(Debug, Serialize)]
+struct Condition {
+    r#type: String,
+    status: String,
+    reason: String,
+    message: String,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Member {
+    name: String,
+    state: &'static str,
+    rank_offset: Option<u32>,
+    size: u32,
+    version: Option<u64>,
+    reason: &'static str,
+    message: String,
+}
+
+impl State {
+    /// Of a controller in `pod` that knows these objects; none before it leads.
+    pub(super) fn of(pod: &str, seen: Option<Vec<Seen>>) -> Self {
+        let leads = seen.is_some();
+        let seen = seen.unwrap_or_default();
+        Self {
+            program: env!("CARGO_PKG_VERSION"),
+            pod: pod.to_owned(),
+            leads,
+            total: seen.len(),
+            objects: seen.into_iter().take(OBJECTS).map(object).collect(),
+        }
+    }
+}
+
+fn object(seen: Seen) -> Object {
+    let conditions = seen.status.map(|status| status.conditions).unwrap_or_default();
+    let shown = |kind: &ConditionType| {
+        let condition = conditions.iter().find(|condition| condition.type_ == kind.as_str())?;
+        Some(Condition {
+            r#type: condition.type_.clone(),
+            status: condition.status.clone(),
+            reason: condition.reason.clone(),
+            message: condition.message.clone(),
+        })
+    };
+    let view = seen.view;
+    Object {
+        namespace: seen.namespace,
+        name: seen.name,
+        suspended: seen.suspended,
+        epoch: view.epoch,
+        world_size: view.world_size,
+        version: view.version.map(|held| held.version),
+        transport: view.transport.as_ref().map(|transport| TransportChoice::name(transport).to_owned()),
+        transport_reason: view.transport.map(|transport| transport.reason),
+        ready: view.ready,
+        min_ready: view.min_ready,
+        total: view.total,
+        conditions: ConditionType::ALL.iter().filter_map(shown).collect(),
+        members: view
+            .members
+            .into_iter()
+            .take(MAX_MEMBERS)
+            .map(|member| Member {
+                name: member.name.to_string(),
+                state: word(member.standing),
+                rank_offset: member.rank_offset,
+                size: member.size,
+                version: member.installed.map(|held| held.version),
+                reason: member.reason.as_str(),
+                message: member.message,
+            })
+            .collect(),
+        updates: seen.history,
+    }
+}

@@ -1,0 +1,48 @@
+//! `/loglevel` of a status port: `GET` says what is logged, `PUT` changes it (an empty body brings the start's filter back).
+//!
+//! Answers peers on the loopback interface only: whoever may forward a port of the pod, and the pod's own containers.
+
+use std::net::SocketAddr;
+
+use axum::extract::{ConnectInfo, DefaultBodyLimit};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use axum::{Json, Router};
+use serde_json::json;
+
+use super::{LogsError, change, filters};
+use crate::runtime::health::is_local;
+
+/// Longest filter in bytes.
+const LONGEST: usize = 4096;
+
+/// The page.
+pub fn router() -> Router {
+    Router::new().route("/loglevel", get(show).put(replace)).layer(DefaultBodyLimit::max(LONGEST))
+}
+
+async fn show(ConnectInfo(from): ConnectInfo<SocketAddr>) -> Response {
+    if !is_local(from) {
+        return refused();
+    }
+    match filters() {
+        Some((filter, started)) => Json(json!({"filter": filter, "started": started})).into_response(),
+        None => (StatusCode::CONFLICT, LogsError::NotOurs.to_string() + "\n").into_response(),
+    }
+}
+
+async fn replace(ConnectInfo(from): ConnectInfo<SocketAddr>, wanted: String) -> Response {
+    if !is_local(from) {
+        return refused();
+    }
+    match change(&wanted) {
+        Ok(filter) => Json(json!({"filter": filter})).into_response(),
+        Err(error @ (LogsError::NotOurs | LogsError::Again(_))) => (StatusCode::CONFLICT, error.to_string() + "\n").into_response(),
+        Err(error) => (StatusCode::UNPROCESSABLE_ENTITY, error.to_string() + "\n").into_response(),
+    }
+}
+
+fn refused() -> Response {
+    (StatusCode::FORBIDDEN, "the log level is changed from within the pod only: kubectl weightsync log-level\n").into_response()
+}

@@ -1,0 +1,75 @@
+//! What this process takes of its machine, read from `/proc/self` when somebody asks. What cannot be read is left out, never guessed.
+
+use std::fmt::Error;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
+
+use super::{Definition, In};
+
+const CPU: Definition = Definition::seconds("process_cpu", "Processor time that the process used");
+const MEMORY: Definition = Definition::gauge_in("process_resident_memory", In::Bytes, "Memory that the process has in use");
+const THREADS: Definition = Definition::gauge("process_threads", "Threads of the process");
+const FILES: Definition = Definition::gauge("process_open_files", "File descriptors that the process holds");
+
+/// What is exposed of the process.
+pub const DEFINITIONS: &[Definition] = &[CPU, MEMORY, THREADS, FILES];
+
+/// Reads `/proc/self`.
+#[derive(Debug, Default)]
+pub(super) struct Process;
+
+impl Collector for Process {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), Error> {
+        let read = |name: &str| std::fs::read_to_string(format!("/proc/self/{name}")).unwrap_or_default();
+        if let Some(seconds) = processor_seconds(&read("stat")) {
+            CPU.encode(&mut encoder)?.encode_counter::<NoLabelSet, f64, f64>(&seconds, None)?;
+        }
+        let status = read("status");
+        if let Some(kibibytes) = field(&status, "VmRSS") {
+            MEMORY.encode(&mut encoder)?.encode_gauge(&kibibytes.saturating_mul(1024))?;
+        }
+        if let Some(threads) = field(&status, "Threads") {
+            THREADS.encode(&mut encoder)?.encode_gauge(&threads)?;
+        }
+        if let Ok(files) = std::fs::read_dir("/proc/self/fd") {
+            // The listing holds one itself.
+            FILES.encode(&mut encoder)?.encode_gauge(&i64::try_from(files.count().saturating_sub(1)).unwrap_or(i64::MAX))?;
+        }
+        Ok(())
+    }
+}
+
+/// Ticks of a second in `/proc`: USER_HZ, part of Linux' interface to programs on all machines that this is built for.
+const TICKS: f64 = 100.0;
+
+/// Fields 14 and 15 (utime, stime) of proc(5) `stat`; the third is the one behind the name.
+fn processor_seconds(stat: &str) -> Option<f64> {
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(14 - 3);
+    let mut ticks = || fields.next()?.parse::<u32>().ok();
+    Some((f64::from(ticks()?) + f64::from(ticks()?)) / TICKS)
+}
+
+/// A number of proc(5) `status`.
+fn field(status: &str, name: &str) -> Option<i64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{field, processor_seconds};
+
+    #[test]
+    fn a_name_with_blanks_and_parentheses_moves_no_field() {
+        let line = "1 (a ) b) S 1 1 1 0 -1 4194560 9 0 0 0 150 50 0 0 20 0 7 0 100 9999 3 18446744073709551615";
+        assert_eq!(processor_seconds(line), Some(2.0));
+        assert_eq!(processor_seconds("nonsense"), None);
+    }
+
+    #[test]
+    fn numbers_of_the_status_are_found_by_name() {
+        let status = "Name:\tVmRSS\nVmRSS:\t    1234 kB\nThreads:\t7\n";
+        assert_eq!((field(status, "VmRSS"), field(status, "Threads"), field(status, "Missing")), (Some(1234), Some(7), None));
+    }
+}
