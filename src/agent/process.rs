@@ -20,8 +20,8 @@ use tokio::time::sleep_until;
 use tokio_util::sync::CancellationToken;
 
 pub use self::endpoint::EngineFactory;
-pub use self::numbers::DEFINITIONS as METRICS;
 use self::endpoint::{Running, Session};
+pub use self::numbers::DEFINITIONS as METRICS;
 use self::pages::Pages;
 use super::client::{ClientServer, ClientServerConfig, PublishQueue, SocketError};
 use super::enrollment::{Applicant, Enrolled, EnrollmentError, enroll};

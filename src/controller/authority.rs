@@ -49,10 +49,7 @@ pub(super) async fn load(client: &Client, calls: Calls, namespace: &str, name: &
     });
     let params = PatchParams::apply("weightsync-controller").force();
     calls
-        .run(
-            format!("publish the authority in ConfigMap {secret_name}"),
-            published.patch(&secret_name, &params, &Patch::Apply(patch)),
-        )
+        .run(format!("publish the authority in ConfigMap {secret_name}"), published.patch(&secret_name, &params, &Patch::Apply(patch)))
         .await?;
     Ok(ca)
 }

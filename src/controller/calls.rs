@@ -47,11 +47,7 @@ pub(super) struct Calls;
 
 impl Calls {
     /// Runs one call; `what` says for people what it does.
-    pub(super) async fn run<T>(
-        self,
-        what: impl Into<String>,
-        call: impl Future<Output = Result<T, kube::Error>>,
-    ) -> Result<T, ApiError> {
+    pub(super) async fn run<T>(self, what: impl Into<String>, call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, ApiError> {
         match timeout(DEADLINE, call).await {
             Ok(Ok(answer)) => Ok(answer),
             Ok(Err(source)) => Err(ApiError::Kube { what: what.into(), source: Box::new(source) }),

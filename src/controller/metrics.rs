@@ -18,10 +18,8 @@ const LEADER: Definition = Definition::gauge("leader", "1 while this controller 
 const LEASE_FAILURES: Definition = Definition::counter("lease_renew_failures", "Renewals of the lease that failed");
 const WATCH_EVENTS: Definition = Definition::counter("watch_events", "Events of watches")
     .by(&[("kind", "`WeightSync` or `Pod`"), ("op", "`apply`, `delete`, `init`, `list`, `listed`")]);
-const WATCH_ERRORS: Definition = Definition::counter("watch_errors", "Watches that broke").by(&[
-    ("kind", "`WeightSync` or `Pod`"),
-    ("error", "`list`, `start`, `status` sent by the API server, `stream`, `version` missing"),
-]);
+const WATCH_ERRORS: Definition = Definition::counter("watch_errors", "Watches that broke")
+    .by(&[("kind", "`WeightSync` or `Pod`"), ("error", "`list`, `start`, `status` sent by the API server, `stream`, `version` missing")]);
 const CACHED: Definition =
     Definition::gauge("cache_objects", "Objects that are known from watches").by(&[("kind", "`WeightSync` or `Pod`")]);
 const REQUESTS: Definition = Definition::counter("api_requests", "Requests to the API server, watches and leases among them").by(&[
@@ -32,8 +30,8 @@ const REQUEST_DURATION: Definition = Definition::times("api_duration", "Time unt
     .by(&[("method", "`get`, `watch`, `post`, `put`, `patch`, `delete`")]);
 const SYNC_DURATION: Definition = Definition::times("sync_duration", "Time of each phase of updates that reached minReady")
     .by(&[("phase", "`begin`, `transfer`, `verify`, `activate`")]);
-const SYNC_BYTES: Definition =
-    Definition::bytes("sync", "Bytes of versions that reached minReady, once an update").by(&[("transport", "as `status.transport.name`: `tcp` or `nccl`")]);
+const SYNC_BYTES: Definition = Definition::bytes("sync", "Bytes of versions that reached minReady, once an update")
+    .by(&[("transport", "as `status.transport.name`: `tcp` or `nccl`")]);
 const UPDATES: Definition = Definition::counter("updates", "Attempts to bring a version that ended")
     .by(&[("kind", "`publish`, or `feed` for members that lacked the version"), ("outcome", "`done` or `failed`")]);
 const EVENTS: Definition = Definition::counter("events", "Events told about objects")

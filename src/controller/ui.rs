@@ -36,8 +36,7 @@ const SCRIPT: &str = include_str!("ui/app.js");
 const STYLE: &str = include_str!("ui/style.css");
 
 /// Nothing from elsewhere, nothing inline, in no frame.
-const POLICY: &str =
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 /// The page of one controller.
 #[derive(Clone)]

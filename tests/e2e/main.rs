@@ -14,5 +14,6 @@ mod http;
 mod injection;
 mod invalid;
 mod node;
+mod operate;
 mod versions;
 mod wrap;

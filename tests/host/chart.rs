@@ -83,15 +83,21 @@ fn the_defaults_need_nothing_that_a_cluster_may_lack() {
     let crd = named(&objects, "CustomResourceDefinition", "weightsyncs.weightsync.dev");
     assert_eq!(crd["metadata"]["annotations"]["helm.sh/resource-policy"], "keep");
     let free = render(&json!({"crds": {"keep": false}}));
-    assert!(named(&free, "CustomResourceDefinition", "weightsyncs.weightsync.dev")["metadata"]["annotations"]["helm.sh/resource-policy"].is_null());
+    assert!(
+        named(&free, "CustomResourceDefinition", "weightsyncs.weightsync.dev")["metadata"]["annotations"]["helm.sh/resource-policy"]
+            .is_null()
+    );
     assert!(of(&render(&json!({"crds": {"enabled": false}})), "CustomResourceDefinition").is_empty());
 }
 
 #[test]
 fn containers_of_the_chart_are_confined() {
     let objects = render(&everything());
-    let specs: Vec<&Value> =
-        objects.iter().filter_map(|object| object.pointer("/spec/template/spec").or(object.pointer("/spec"))).filter(|spec| spec["containers"].is_array()).collect();
+    let specs: Vec<&Value> = objects
+        .iter()
+        .filter_map(|object| object.pointer("/spec/template/spec").or(object.pointer("/spec")))
+        .filter(|spec| spec["containers"].is_array())
+        .collect();
     assert_eq!(specs.len(), 2, "the controller and the check");
     for spec in specs {
         assert_eq!(spec["securityContext"]["runAsNonRoot"], true);
@@ -139,7 +145,10 @@ fn no_rule_of_the_controller_is_wider_than_it_must_be() {
                 }
                 let touches = |resource: &str| words("resources").contains(&json!(resource));
                 assert!(!(touches("secrets") || touches("configmaps")) || !words("resourceNames").is_empty(), "{rule}");
-                assert!(!touches("pods") || words("verbs").iter().all(|verb| ["list", "watch"].contains(&verb.as_str().unwrap())), "{rule}");
+                assert!(
+                    !touches("pods") || words("verbs").iter().all(|verb| ["list", "watch"].contains(&verb.as_str().unwrap())),
+                    "{rule}"
+                );
             }
         }
     }
@@ -184,7 +193,9 @@ fn network_policies_let_in_who_must_and_nobody_else() {
     assert_eq!(controller["spec"]["policyTypes"], json!(["Ingress", "Egress"]));
     let ports: Vec<&Value> = controller["spec"]["ingress"].as_array().unwrap().iter().map(|rule| &rule["ports"][0]["port"]).collect();
     assert_eq!(ports, [&json!("enroll"), &json!("status"), &json!("status")]);
-    assert!(controller["spec"]["ingress"].as_array().unwrap().iter().all(|rule| rule["from"].as_array().is_some_and(|from| !from.is_empty())));
+    assert!(
+        controller["spec"]["ingress"].as_array().unwrap().iter().all(|rule| rule["from"].as_array().is_some_and(|from| !from.is_empty()))
+    );
     let api = controller["spec"]["egress"].as_array().unwrap().iter().find(|rule| rule["ports"][0]["port"] == 443).unwrap();
     assert_eq!(api["ports"].as_array().unwrap().len(), 2);
     let agents = named(&objects, "NetworkPolicy", "ws-weightsync-agents");

@@ -5,7 +5,7 @@ use weightsync::agent::process::METRICS;
 use weightsync::runtime::metrics::differences;
 
 use crate::model::Model;
-use crate::world::{Actor, World, unavailable, spoiled, until};
+use crate::world::{Actor, World, spoiled, unavailable, until};
 
 /// Value of a series, by the beginning of its line.
 fn value(text: &str, series: &str) -> Option<f64> {

@@ -50,7 +50,9 @@ async fn cluster() -> Api {
     api.put(RUN, object());
     api.list(OBJECTS, &[object()]);
     let trainer = pod("t-0", &json!([{"name": "weightsync-agent", "image": "ours:1"}]), &json!({}));
-    let rollout = pod("a-0", &json!([{"name": "weightsync-program", "image": "ours:1"}]), &json!({"weightsync.dev/inject": "wrap"}));
+    let mut rollout = pod("a-0", &json!([{"name": "weightsync-program", "image": "ours:1"}]), &json!({"weightsync.dev/inject": "wrap"}));
+    let command = ["/opt/weightsync/weightsync", "run", "--", "vllm", "serve", "--api-key", "planted-engine-key"];
+    rollout["spec"]["containers"][0]["command"] = json!(command);
     api.put("/api/v1/namespaces/rl/pods/t-0", trainer.clone());
     api.put("/api/v1/namespaces/rl/pods/a-0", rollout.clone());
     api.list("/api/v1/namespaces/rl/pods", &[trainer, rollout]);
@@ -67,9 +69,7 @@ async fn cluster() -> Api {
             event("GroupFormed", "Normal", "2026-01-01T00:00:01.000000Z", "epoch 1"),
         ],
     );
-    let line = |second: u32, message: &str| {
-        json!({"timestamp": format!("2026-01-01T00:00:{second:02}.000000Z"), "level": "INFO", "message": message, "target": "weightsync"})
-    };
+    let line = |second: u32, message: &str| json!({"timestamp": format!("2026-01-01T00:00:{second:02}.000000Z"), "level": "INFO", "message": message, "target": "weightsync"});
     api.log("t-0/weightsync-agent", &format!("{}\n{}\n", line(1, "first"), line(3, "asked with planted-engine-key")));
     api.log("a-0/engine", &format!("INFO: Uvicorn running with planted-hugging-face\n{}\n", line(2, "second")));
     api
@@ -106,8 +106,12 @@ async fn logs_of_all_agents_come_in_the_order_of_time_without_the_engines_lines(
     let api = cluster().await;
     let text = said(&api, &["logs", "run"]).await;
     let lines: Vec<&str> = text.lines().collect();
-    assert_eq!(lines, ["t-0 00:00:01.000 INFO  first", "a-0 00:00:02.000 INFO  second", "t-0 00:00:03.000 INFO  asked with planted-engine-key"]);
-    let json: Vec<Value> = said(&api, &["logs", "--output", "json"]).await.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(
+        lines,
+        ["t-0 00:00:01.000 INFO  first", "a-0 00:00:02.000 INFO  second", "t-0 00:00:03.000 INFO  asked with planted-engine-key"]
+    );
+    let json: Vec<Value> =
+        said(&api, &["logs", "--output", "json"]).await.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!((&json[1]["pod"], &json[1]["message"]), (&json!("a-0"), &json!("second")));
     assert_eq!(said(&api, &["logs", "--pod", "a-0"]).await.lines().count(), 1);
 }
@@ -138,7 +142,10 @@ async fn doctor_is_run_where_each_agent_is() {
     let error = reports[1]["error"].as_str().unwrap();
     assert!(error.contains("exit code 127") && error.contains("no such program"), "{error}");
     let asked = api.asked().join("\n");
-    assert!(asked.contains("pods/t-0/exec") && asked.contains("container=weightsync-agent") && asked.contains("command=%2Fweightsync&"), "{asked}");
+    assert!(
+        asked.contains("pods/t-0/exec") && asked.contains("container=weightsync-agent") && asked.contains("command=%2Fweightsync&"),
+        "{asked}"
+    );
     assert!(asked.contains("container=engine") && asked.contains("command=%2Fopt%2Fweightsync%2Fweightsync"), "{asked}");
 }
 

@@ -25,21 +25,18 @@ use crate::runtime::metrics::{Definition, Metrics, times};
 /// The label of gauges.
 pub(super) const PORT: &[(&str, &str)] = &[("port", "of the engine; 0 for a source")];
 
-const EPOCH: Definition = Definition::gauge("agent_epoch", "Number of the epoch that the endpoint prepared or committed, 0 for none").by(PORT);
+const EPOCH: Definition =
+    Definition::gauge("agent_epoch", "Number of the epoch that the endpoint prepared or committed, 0 for none").by(PORT);
 const VERSION: Definition = Definition::gauge("agent_installed_version", "Version that the engine confirmed, 0 for none").by(PORT);
 const HEALTHY: Definition = Definition::gauge("agent_engine_healthy", "1 when the engine passes its probes").by(PORT);
 const PAUSED: Definition = Definition::gauge("agent_engine_paused", "1 while the engine may be paused by this agent").by(PORT);
 const DIRTY: Definition =
     Definition::gauge("agent_engine_dirty", "1 while the engine may hold half an update, and does not serve").by(PORT);
 const CHANGES: Definition = Definition::counter("agent_state_changes", "Changes of the endpoint's state").by(PORT);
-const TRANSFERS: Definition = Definition::times("agent_transfer_duration", "Time in which a version's bytes travelled").by(&[
-    ("transport", "as `status.transport.name`"),
-    ("role", "`source` (or whoever feeds) or `rollout`"),
-]);
-const BYTES: Definition = Definition::bytes("agent_transferred", "Bytes of versions that were sent, or arrived and were checked").by(&[
-    ("transport", "as `status.transport.name`"),
-    ("role", "`source` (or whoever feeds) or `rollout`"),
-]);
+const TRANSFERS: Definition = Definition::times("agent_transfer_duration", "Time in which a version's bytes travelled")
+    .by(&[("transport", "as `status.transport.name`"), ("role", "`source` (or whoever feeds) or `rollout`")]);
+const BYTES: Definition = Definition::bytes("agent_transferred", "Bytes of versions that were sent, or arrived and were checked")
+    .by(&[("transport", "as `status.transport.name`"), ("role", "`source` (or whoever feeds) or `rollout`")]);
 const PAUSES: Definition = Definition::times(
     "agent_engine_pause_duration",
     "Time from the call that pauses an engine until it runs again, of installs that went well",
@@ -49,10 +46,8 @@ const STEPS: Definition = Definition::times("agent_step_duration", "Time of each
     .by(&[("step", "`receive`, `verify`, `pause`, `load`, `check`, `resume`")]);
 const PHASES: Definition = Definition::times("agent_phase_duration", "Time of each phase of updates that this agent led")
     .by(&[("phase", "`begin`, `transfer`, `verify`, `activate`")]);
-const UPDATES: Definition = Definition::counter("agent_updates", "Attempts in which the endpoint had a part, by how they ended").by(&[
-    ("role", "`source`, `feeder` or `rollout`"),
-    ("outcome", "`done`, `failed`, or `refused` before a byte moved"),
-]);
+const UPDATES: Definition = Definition::counter("agent_updates", "Attempts in which the endpoint had a part, by how they ended")
+    .by(&[("role", "`source`, `feeder` or `rollout`"), ("outcome", "`done`, `failed`, or `refused` before a byte moved")]);
 
 /// Everything that an agent exposes of its own.
 pub const DEFINITIONS: &[Definition] = &[

@@ -71,7 +71,8 @@ mod tests {
             let rest = &query[at..];
             let end = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(rest.len());
             let labels = rest[end..].strip_prefix('{').and_then(|rest| rest.split('}').next()).unwrap_or_default();
-            let labels = labels.split(',').filter_map(|pair| pair.split(['=', '!']).next()).map(str::trim).filter(|label| !label.is_empty());
+            let labels =
+                labels.split(',').filter_map(|pair| pair.split(['=', '!']).next()).map(str::trim).filter(|label| !label.is_empty());
             found.push((rest[..end].to_owned(), labels.map(str::to_owned).collect()));
         }
         found
@@ -89,7 +90,8 @@ mod tests {
                 };
                 let definition = all().find(is).unwrap_or_else(|| panic!("{series} is not exposed: {query}"));
                 for label in labels {
-                    let known = definition.labels.iter().any(|(known, _)| *known == label) || ["le", "namespace", "pod"].contains(&label.as_str());
+                    let known =
+                        definition.labels.iter().any(|(known, _)| *known == label) || ["le", "namespace", "pod"].contains(&label.as_str());
                     assert!(known, "{series} has no label {label}: {query}");
                 }
             }

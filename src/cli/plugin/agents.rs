@@ -14,7 +14,7 @@ use kube::{Api, Client, ResourceExt};
 
 use super::cluster::{Access, within};
 use crate::api::WeightSync;
-use crate::cli::inject::{AGENT_CONTAINER, CONTAINER_ANNOTATION, HOW_ANNOTATION, PROGRAM_DIR, ROLE_LABEL};
+use crate::cli::inject::{AGENT_CONTAINER, ROLE_LABEL};
 
 /// Port of the controller's status pages.
 pub(super) const CONTROLLER_STATUS: u16 = 8080;
@@ -37,10 +37,15 @@ pub(super) fn agent_of(pod: &Pod) -> Option<Agent> {
     if spec.init_containers.iter().flatten().any(|container| container.name == AGENT_CONTAINER) {
         return Some(own(AGENT_CONTAINER.to_owned()));
     }
-    if pod.annotations().get(HOW_ANNOTATION).is_some_and(|how| how == "wrap") {
-        let named = pod.annotations().get(CONTAINER_ANNOTATION).cloned();
-        let container = named.or_else(|| spec.containers.first().map(|container| container.name.clone()))?;
-        return Some(Agent { container, program: format!("{PROGRAM_DIR}/weightsync"), shared_log: true });
+    // `Wrap`, and whoever starts it by a command of their own: the program is what the container runs.
+    let runs = spec.containers.iter().find_map(|container| {
+        let command = container.command.as_deref().unwrap_or_default();
+        let (program, verb) = (command.first()?, command.get(1)?);
+        let ours = program.rsplit('/').next() == Some("weightsync") && (verb == "run" || verb == "agent");
+        ours.then(|| Agent { container: container.name.clone(), program: program.clone(), shared_log: verb == "run" })
+    });
+    if runs.is_some() {
+        return runs;
     }
     // The last one: those before it have ended.
     let ephemeral = spec.ephemeral_containers.iter().flatten().map(|container| &container.name);
@@ -110,7 +115,8 @@ mod tests {
     use super::*;
 
     fn pod(change: impl FnOnce(&mut Value)) -> Pod {
-        let mut pod = json!({"metadata": {"name": "a", "annotations": {}}, "spec": {"containers": [{"name": "engine"}, {"name": "other"}]}});
+        let mut pod =
+            json!({"metadata": {"name": "a", "annotations": {}}, "spec": {"containers": [{"name": "engine"}, {"name": "other"}]}});
         change(&mut pod);
         serde_json::from_value(pod).unwrap()
     }
@@ -120,11 +126,13 @@ mod tests {
         assert_eq!(agent_of(&pod(|_| {})), None);
         let sidecar = agent_of(&pod(|pod| pod["spec"]["initContainers"] = json!([{"name": "x"}, {"name": "weightsync-agent"}]))).unwrap();
         assert_eq!((sidecar.container.as_str(), sidecar.program.as_str(), sidecar.shared_log), ("weightsync-agent", "/weightsync", false));
-        let wrapped = agent_of(&pod(|pod| pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "wrap"}))).unwrap();
-        assert_eq!((wrapped.container.as_str(), wrapped.program.as_str()), ("engine", "/opt/weightsync/weightsync"));
+        let command = json!(["/opt/weightsync/weightsync", "run", "--", "vllm", "serve"]);
+        let wrapped = agent_of(&pod(|pod| pod["spec"]["containers"][1]["command"] = command)).unwrap();
+        assert_eq!((wrapped.container.as_str(), wrapped.program.as_str()), ("other", "/opt/weightsync/weightsync"));
         assert!(wrapped.shared_log);
-        let named = json!({"weightsync.dev/inject": "wrap", "weightsync.dev/container": "other"});
-        assert_eq!(agent_of(&pod(|pod| pod["metadata"]["annotations"] = named)).unwrap().container, "other");
+        let alone = agent_of(&pod(|pod| pod["spec"]["containers"][0]["command"] = json!(["/weightsync", "agent"]))).unwrap();
+        assert!(!alone.shared_log);
+        assert_eq!(agent_of(&pod(|pod| pod["spec"]["containers"][0]["command"] = json!(["vllm", "run"]))), None);
         let ephemeral = json!([{"name": "weightsync-agent-1"}, {"name": "weightsync-agent-2"}, {"name": "debugger"}]);
         assert_eq!(agent_of(&pod(|pod| pod["spec"]["ephemeralContainers"] = ephemeral)).unwrap().container, "weightsync-agent-2");
     }

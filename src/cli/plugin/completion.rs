@@ -53,7 +53,9 @@ impl CompletionArgs {
         match shell {
             None => script.extend_from_slice(SCRIPT.as_bytes()),
             // The program's own name: kubectl's own completion does not look at words behind `kubectl`.
-            Some(shell) => clap_complete::generate(shell, &mut Plugin::command().bin_name("kubectl-weightsync"), "kubectl-weightsync", &mut script),
+            Some(shell) => {
+                clap_complete::generate(shell, &mut Plugin::command().bin_name("kubectl-weightsync"), "kubectl-weightsync", &mut script)
+            }
         }
         std::io::stdout().write_all(&script).context("standard output cannot be written")?;
         Ok(ExitCode::SUCCESS)
@@ -91,10 +93,13 @@ fn candidates(plugin: &Command, words: &[String]) -> Vec<String> {
             let option = before.last().and_then(|word| {
                 let short = word.strip_prefix('-').and_then(|rest| rest.chars().next()).filter(|c| *c != '-');
                 verb.get_arguments().find(|argument| {
-                    word.strip_prefix("--").is_some_and(|long| argument.get_long() == Some(long)) || (short.is_some() && argument.get_short() == short)
+                    word.strip_prefix("--").is_some_and(|long| argument.get_long() == Some(long))
+                        || (short.is_some() && argument.get_short() == short)
                 })
             });
-            option.map(|argument| argument.get_possible_values().iter().map(|value| value.get_name().to_owned()).collect()).unwrap_or_default()
+            option
+                .map(|argument| argument.get_possible_values().iter().map(|value| value.get_name().to_owned()).collect())
+                .unwrap_or_default()
         }
     };
     found.retain(|candidate| candidate.starts_with(last.as_str()));

@@ -79,7 +79,11 @@ impl LogsArgs {
             if wanted.is_empty() {
                 bail!("there is no agent to read: kubectl weightsync status names the members");
             }
-            if self.follow { self.stream(&access, wanted).await? } else { self.all(&access, wanted).await? }
+            if self.follow {
+                self.stream(&access, wanted).await?
+            } else {
+                self.all(&access, wanted).await?
+            }
             Ok(ExitCode::SUCCESS)
         })
     }

@@ -8,9 +8,10 @@ use tokio::net::TcpStream;
 
 use super::api_server::ApiServer;
 use super::whole::{Controller, all_agents, cluster, is_ready};
+use crate::controller::history::{History, KEPT};
 use crate::controller::{METRICS, Ui};
 use crate::coordinator::tests::fake_agent::FakeAgent;
-use crate::protocol::{InstallStep, MemberName, MemberProgress, UpdatePhase, UpdateView};
+use crate::protocol::{EpochId, InstallStep, MemberName, MemberProgress, UpdatePhase, UpdateView};
 use crate::runtime::metrics::differences;
 
 const SOON: Duration = Duration::from_secs(20);
@@ -98,7 +99,7 @@ async fn every_series_of_a_controller_is_defined_and_counts_what_happened() {
         r#"weightsync_updates_total{kind="publish",outcome="failed"} 1"#,
         r#"weightsync_sync_bytes_total{transport="tcp"} 1500000"#,
         r#"weightsync_sync_duration_seconds_count{phase="transfer"} 1"#,
-        r#"weightsync_events_total{reason="GroupFormed",type="Normal"} 1"#,
+        r#"weightsync_events_total{reason="GroupFormed",type="Normal"} 2"#,
         r#"weightsync_plan_depth 2"#,
         r#"weightsync_object_info{object_namespace="default",object="ws",ready="True""#,
         r#"weightsync_replicas{state="ready","#,
@@ -138,7 +139,9 @@ async fn the_page_shows_members_with_reasons_and_the_phases_of_the_last_updates(
         let (code, head, body) = ask(&controller.status, "127.0.0.1:8080", path).await;
         assert_eq!(code, 200, "{path}");
         assert!(head.contains(kind) && !body.is_empty(), "{head}");
-        for header in ["content-security-policy: default-src 'none'; script-src 'self'", "x-content-type-options: nosniff", "cache-control: no-store"] {
+        for header in
+            ["content-security-policy: default-src 'none'; script-src 'self'", "x-content-type-options: nosniff", "cache-control: no-store"]
+        {
             assert!(head.contains(header), "{header} is not in {head}");
         }
         // The policy allows nothing inline, and nothing from elsewhere.
@@ -161,4 +164,28 @@ async fn there_is_no_page_where_it_is_off() {
     assert_eq!(ask(&open.status, "weightsync.example", "/ui/state").await.0, 200);
     controller.stop().await;
     open.stop().await;
+}
+
+#[test]
+fn the_history_is_bounded_and_counts_each_attempt_once() {
+    let view = |attempt, phase| UpdateView {
+        id: EpochId { weightsync: "w".into(), created: 1, term: 0, epoch: 3 },
+        version: 1,
+        attempt,
+        phase,
+        total_bytes: 1,
+        members: Vec::new(),
+        phases_ms: (0..100).map(|phase| (phase.to_string(), 1)).collect(),
+        failure: Some("é".repeat(10_000)),
+        feeding: false,
+    };
+    let mut history = History::default();
+    assert!(!history.note(&view(1, UpdatePhase::Begin), 5));
+    assert!(history.note(&view(1, UpdatePhase::Failed), 9), "it ended by that");
+    assert!(!history.note(&view(1, UpdatePhase::Failed), 10), "it had ended before");
+    let ended = (2..100).filter(|attempt| history.note(&view(*attempt, UpdatePhase::Done), 11)).count();
+    assert_eq!(ended, 98);
+    let latest = serde_json::to_value(history.latest()).unwrap();
+    assert_eq!((latest.as_array().unwrap().len(), &latest[0]["attempt"]), (KEPT, &99.into()));
+    assert!(latest.to_string().len() < KEPT * 2048, "{}", latest.to_string().len());
 }

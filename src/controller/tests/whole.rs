@@ -10,8 +10,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::api_server::{ApiServer, Mode};
 use super::fixtures;
-use crate::controller::readiness::GATE;
 use crate::controller::Ui;
+use crate::controller::readiness::GATE;
 use crate::controller::run::{ControllerError, Listeners, Settings, run_with};
 use crate::coordinator::tests::fake_agent::{FakeAgent, Pod};
 use crate::protocol::{MemberPhase, Role};

@@ -66,7 +66,8 @@ impl Api {
                 let state = served.clone();
                 tokio::spawn(async move {
                     let service = hyper::service::service_fn(move |request| answer(state.clone(), request));
-                    let _ = hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).with_upgrades().await;
+                    let _ =
+                        hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).with_upgrades().await;
                 });
             }
         });
@@ -132,9 +133,13 @@ async fn answer(state: Arc<Mutex<State>>, mut request: Request<Incoming>) -> Res
             let (pod, way, port) = ((*pod).to_owned(), (*way).to_owned(), parameter("ports").unwrap_or_default());
             let key = request.headers().get(SEC_WEBSOCKET_KEY).unwrap().as_bytes().to_vec();
             let upgrade = hyper::upgrade::on(&mut request);
-            tokio::spawn(async move { if way == "exec" { exec(&state, &pod, upgrade).await } else { forward(&state, &pod, &port, upgrade).await } });
-            let switched = Response::builder().status(StatusCode::SWITCHING_PROTOCOLS).header(UPGRADE, "websocket").header(CONNECTION, "Upgrade");
-            let switched = switched.header(SEC_WEBSOCKET_ACCEPT, derive_accept_key(&key)).header(SEC_WEBSOCKET_PROTOCOL, "v4.channel.k8s.io");
+            tokio::spawn(async move {
+                if way == "exec" { exec(&state, &pod, upgrade).await } else { forward(&state, &pod, &port, upgrade).await }
+            });
+            let switched =
+                Response::builder().status(StatusCode::SWITCHING_PROTOCOLS).header(UPGRADE, "websocket").header(CONNECTION, "Upgrade");
+            let switched =
+                switched.header(SEC_WEBSOCKET_ACCEPT, derive_accept_key(&key)).header(SEC_WEBSOCKET_PROTOCOL, "v4.channel.k8s.io");
             Ok(switched.body(Full::default()).unwrap())
         }
         ("GET", _) => {

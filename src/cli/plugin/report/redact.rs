@@ -6,6 +6,8 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
+use crate::cli::inject::API_KEY_ANNOTATION;
+
 /// In the place of what was taken out.
 const OUT: &str = "[REDACTED]";
 
@@ -15,8 +17,7 @@ const HARMLESS: [&str; 9] = ["NCCL_", "CUDA_VISIBLE", "NVIDIA_", "VLLM_SERVER", 
 const OUR_SECRETS: [&str; 2] = ["WEIGHTSYNC_TOKEN", "WEIGHTSYNC_ENGINE_API_KEY"];
 
 /// Parts of names behind which a secret stands.
-const SECRET_WORDS: [&str; 9] =
-    ["token", "secret", "password", "passwd", "api-key", "api_key", "apikey", "credential", "authorization"];
+const SECRET_WORDS: [&str; 9] = ["token", "secret", "password", "passwd", "api-key", "api_key", "apikey", "credential", "authorization"];
 /// Words in front of a secret in the middle of a text.
 const SCHEMES: [&str; 2] = ["Bearer ", "Basic "];
 /// A value shorter than this is too common to be looked for everywhere.
@@ -50,7 +51,7 @@ impl Redactor {
                     match inner {
                         Value::Array(words) if name == "args" || name == "command" => self.arguments(words),
                         // References to Secrets are names; the API server fills no value in.
-                        Value::String(text) if is_secret(name) && !name.ends_with("Name") => self.out(text),
+                        Value::String(text) if is_secret(name) && !name.ends_with("Name") && name != API_KEY_ANNOTATION => self.out(text),
                         inner => self.walk(inner),
                     }
                 }
