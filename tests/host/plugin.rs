@@ -197,7 +197,7 @@ async fn a_report_holds_what_helps_and_no_planted_secret() {
         let mut file = archive.by_index(at).unwrap();
         let mut text = String::new();
         std::io::Read::read_to_string(&mut file, &mut text).unwrap();
-        files.insert(file.name().to_owned(), text);
+        files.insert(file.name().unwrap().into_owned(), text);
     }
     let names: Vec<&str> = files.keys().map(String::as_str).collect();
     let wanted = ["report.json", "objects/run.json", "events/run.json", "pods/a-0.json", "pods/t-0.json", "operator/deployment.json"];
