@@ -65,7 +65,7 @@ async fn the_plugins_verbs_work_on_a_cluster() {
         let written: Value =
             serde_json::from_str(&verb(&cluster, &["report", "run", "--file", file.to_str().unwrap(), "-o", "json"], 0).await).unwrap();
         let names: Vec<String> =
-            zip::ZipArchive::new(std::fs::File::open(&file).unwrap()).unwrap().file_names().map(str::to_owned).collect();
+            zip::ZipArchive::new(std::fs::File::open(&file).unwrap()).unwrap().file_names().map(|name| name.unwrap().into_owned()).collect();
         for wanted in ["objects/run.json", "metrics/sim-0.txt", "logs/sim-1-engine.log", "operator/metrics.txt", "operator/state.json"] {
             assert!(names.iter().any(|name| name == wanted), "{wanted} is not among {names:?}; {written}");
         }
