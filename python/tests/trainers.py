@@ -25,14 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import weightsync
 
-SCENARIO, RANK, RENDEZVOUS, SOCKET, PACKAGES, FOLDER = (
-    sys.argv[1],
-    int(sys.argv[2]),
-    sys.argv[3],
-    sys.argv[4],
-    sys.argv[5],
-    Path(sys.argv[6]),
-)
+SCENARIO, RANK, RENDEZVOUS, SOCKET, FOLDER = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5])
 LIMIT = 60
 STAND_INS = {
     "verl": (
@@ -123,12 +116,13 @@ def megatron() -> dict[str, Any]:
         tensor_model_parallel_size=2,
         expert_model_parallel_size=2,
         expert_tensor_parallel_size=1,
-        sequence_parallel=True,
         use_cpu_initialization=True,
         pipeline_dtype=torch.float32,
     )
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
-    model = GPTModel(config, spec, vocab_size=128, max_sequence_length=64, share_embeddings_and_output_weights=False)
+    model = GPTModel(
+        config, spec, vocab_size=128, max_sequence_length=64, share_embeddings_and_output_weights=False, position_embedding_type="rope"
+    )
     parameters = dict(model.named_parameters())
     for number, tensor in enumerate(parameters.values()):
         torch.manual_seed(1000 * RANK + number)
@@ -239,9 +233,6 @@ def xtuner() -> dict[str, Any]:
 
 def trl() -> dict[str, Any]:
     """A real training loop of transformers with the callback, and TRL's own list of names behind `serve`."""
-    stand_in_for("trl")
-    from trl.generation.vllm_generation import VLLMGeneration
-
     from weightsync.integrations.trl import WeightSyncCallback
 
     torch.manual_seed(5)
@@ -256,6 +247,10 @@ def trl() -> dict[str, Any]:
     )
     transformers.Trainer(model=model, args=settings, train_dataset=rows, callbacks=[callback]).train()
     torch.save(model.state_dict(), FOLDER / "trained.pt")
+    # Behind the training: transformers would take the stand-ins for the real data sets.
+    stand_in_for("trl")
+    from trl.generation.vllm_generation import VLLMGeneration
+
     generation = object.__new__(VLLMGeneration)
     generation.mode, generation.model = "server", model
     generation._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: __import__("contextlib").nullcontext())
@@ -271,7 +266,6 @@ def trl() -> dict[str, Any]:
 
 
 def main() -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", WORLD_SIZE="2", RANK=str(RANK))
     if SCENARIO != "trl":
         dist.init_process_group("gloo", init_method=f"file://{RENDEZVOUS}", rank=RANK, world_size=2)
     seen = globals()[SCENARIO]()

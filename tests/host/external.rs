@@ -15,7 +15,8 @@ use crate::world::{Actor, SOON, World, until};
 struct Trainer(Option<TrainerClient>);
 
 impl Trainer {
-    fn connect(world: &World) -> Self {
+    async fn connect(world: &World, replicas: usize) -> Self {
+        world.until_ready(replicas).await;
         let mut client = TrainerClient::connect(&world.socket.parse().unwrap(), "a test").unwrap();
         client.say(&ClientRequest::WatchEpochs).unwrap();
         Self(Some(client))
@@ -89,7 +90,7 @@ async fn feed(world: &World, number: usize, version: u64) -> Model {
 #[tokio::test(flavor = "multi_thread")]
 async fn f21_the_port_of_an_epoch_is_bound_before_it_is_told_and_refuses_when_its_trainer_is_gone() {
     let world = World::start_external(json!({}), [Actor::new(), Actor::new()]).await;
-    let mut trainer = Trainer::connect(&world);
+    let mut trainer = Trainer::connect(&world, 2).await;
     let epoch = trainer.epoch(2).await;
     let address = format!("{}:{}", epoch.address, epoch.port);
     assert!(TcpListener::bind(&address).is_err(), "nobody else can take it");
@@ -103,7 +104,7 @@ async fn f21_the_port_of_an_epoch_is_bound_before_it_is_told_and_refuses_when_it
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rollout_that_is_killed_while_the_trainers_own_data_plane_feeds_it_is_told_and_the_next_epoch_does_the_update() {
     let world = World::start_external(json!({}), [Actor::new(), Actor::new()]).await;
-    let mut trainer = Trainer::connect(&world);
+    let mut trainer = Trainer::connect(&world, 2).await;
     let first = trainer.epoch(2).await;
     trainer.begin(&first, 1);
     trainer.open().await;
@@ -145,7 +146,7 @@ async fn a_rollout_that_is_killed_while_the_trainers_own_data_plane_feeds_it_is_
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pod_is_not_ready_while_it_may_hold_half_of_what_the_data_plane_brought() {
     let world = World::start_external(json!({}), [Actor::new()]).await;
-    let mut trainer = Trainer::connect(&world);
+    let mut trainer = Trainer::connect(&world, 1).await;
     let epoch = trainer.epoch(1).await;
     trainer.begin(&epoch, 1);
     trainer.open().await;
