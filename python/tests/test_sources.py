@@ -11,6 +11,7 @@ from conftest import LIMIT, Agent
 
 import weightsync
 from weightsync._dtypes import dtype_name
+from weightsync._scratch import Scratch
 from weightsync.sources import as_source
 
 ONES = torch.ones(4)
@@ -119,3 +120,19 @@ def test_parts_that_do_not_make_the_tensor_are_named(publisher: weightsync.Publi
 def test_arguments_that_make_no_sense_are_refused(publisher: weightsync.Publisher, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"version|timeout|queue"):
         publisher.publish_async({"a": ONES}, **{"version": 1, **wrong})
+
+
+def test_memory_for_what_is_gathered_is_allocated_once_and_used_again() -> None:
+    scratch = Scratch()
+    places = []
+    for _ in range(3):
+        scratch.reset()
+        first = scratch.take(torch.float32, (300,), "cpu")
+        second = scratch.take(torch.bfloat16, (7, 5), "cpu")
+        first.fill_(1.0)
+        second.fill_(2.0)
+        assert (first.shape, second.shape) == ((300,), (7, 5))
+        assert float(first.sum()) == 300.0, "two rooms do not overlap"
+        places.append((first.data_ptr(), second.data_ptr()))
+    assert places[1] == places[2]
+    assert scratch.take(torch.float32, (0, 3), "cpu").shape == (0, 3)

@@ -31,6 +31,9 @@ def test_a_wheel_installs_into_a_fresh_environment_and_runs_the_program(programs
     # An empty environment: PYTHONPATH would put the source tree before what is installed.
     asked = subprocess.run([fresh / "weightsync", "--version"], check=True, capture_output=True, text=True, timeout=LIMIT, env={})
     assert asked.stdout.split() == ["weightsync", wheel.name.split("-")[1]]
+    # Neither torch nor numpy is there.
+    modules = ", ".join(f"weightsync.integrations.{name}" for name in ("fsdp2", "megatron", "xtuner"))
+    subprocess.run([fresh / "python", "-c", f"import weightsync, {modules}"], check=True, timeout=LIMIT, env={})
     code = "import weightsync, importlib.resources as r; print(r.files('weightsync').joinpath('py.typed').is_file())"
     typed = subprocess.run([fresh / "python", "-c", code], check=True, capture_output=True, text=True, timeout=LIMIT, env={})
     assert typed.stdout.strip() == "True"
