@@ -69,6 +69,13 @@ class Plane:
     def _call(self, url: str | None, method: str, arguments: list[Any]) -> Future[Any]:
         return self._calls.submit(post, url, "/collective_rpc", {"method": method, "args": arguments})
 
+    def abort(self) -> None:
+        """Ends the trainer's part of the group: gloo has no abort, but whoever waits for rank 0 hears that its connections closed.
+
+        A worker that waits on is what a wedged engine is: its front answers, and it computes nothing.
+        """
+        self._group = None
+
     def bring(self, update: weightsync.Update, tensors: dict[str, torch.Tensor], between: Any = None) -> None:
         """Broadcasts all tensors; `between` is called in the middle."""
         metas = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()]
