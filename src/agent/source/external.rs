@@ -57,6 +57,9 @@ impl Source {
             Ok(begun) => begun,
             Err(error) => return tell.end(Err(error)),
         };
+        if cancel.is_cancelled() {
+            return tell.end(Err(given_up()));
+        }
         tracing::info!(version, epoch, "the trainer's own data plane begins a version");
         let plan = ExternalPlan {
             epoch: of.clone(),
@@ -68,14 +71,17 @@ impl Source {
             words: &mut words,
             tell: &tell,
         };
+        // The leader first: an attempt that began tells the coordinator how it ended, also when it is given up at once.
         let outcome = tokio::select! {
             biased;
-            () = cancel.cancelled() => Err(given_up()),
-            // The leader ends it in time, and says what was under way; this ends the wait for a leader that does not.
+            // It ends in time by itself, and says what was under way; this ends the wait for one that does not.
             outcome = timeout_at(deadline + LATE, self.leader.lead_external(plan)) => match outcome {
                 Ok(outcome) => outcome.map_err(publish_error),
-                Err(_) => Err(PublishError { code: PublishErrorCode::Timeout, message: "the update did not end in time".into(), ..given_up() }),
+                Err(_) => {
+                    Err(PublishError { code: PublishErrorCode::Timeout, message: "the update did not end in time".into(), ..given_up() })
+                }
             },
+            () = cancel.cancelled() => Err(given_up()),
         };
         match outcome {
             Ok(brought) => {
