@@ -91,7 +91,18 @@ fn calls(engine: &str, model: &str, has_key: bool) -> Vec<Call> {
     calls.into_iter().chain([call("GET /a-route-that-is-not-there", 404)]).collect()
 }
 
-/// Plays the script.
+/// The calls of a kind about groups that its own workers join: order rules and refusals, for which no group is needed. The first one is refused
+/// whatever the server is in, so that it tells whether there are such routes at all.
+fn group_calls(engine: &str) -> Vec<Call> {
+    match engine {
+        "vllm" => vllm::group_calls(),
+        "sglang" => sglang::group_calls(),
+        "lmdeploy" => lmdeploy::group_calls(),
+        _ => Vec::new(),
+    }
+}
+
+/// Plays both scripts.
 pub(super) async fn play(bed: &Bed) -> Result<Vec<Row>, ConformanceError> {
     let model = match bed.model_name().await {
         Ok(model) => model,
@@ -104,6 +115,22 @@ pub(super) async fn play(bed: &Bed) -> Result<Vec<Row>, ConformanceError> {
             continue;
         }
         rows.push(Row::new("script", call.step(), call.expected(), answer(bed, &call).await));
+    }
+    let calls = group_calls(&bed.engine);
+    if let Some(first) = calls.first() {
+        let part = "script, groups";
+        let there = bed.client.call(&first.call, first.body.as_ref(), true).await;
+        if there.is_ok_and(|reply| matches!(reply.status, 404 | 405)) {
+            rows.push(Row::skipped(part, first.step(), "the server has no such routes: it joins no group by itself"));
+            return Ok(rows);
+        }
+        for call in &calls {
+            rows.push(if call.disturbs && !bed.destructive {
+                Row::skipped(part, call.step(), "it disturbs the server: --destructive")
+            } else {
+                Row::new(part, call.step(), call.expected(), answer(bed, call).await)
+            });
+        }
     }
     Ok(rows)
 }

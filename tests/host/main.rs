@@ -6,6 +6,7 @@ mod agent_process;
 mod arrows;
 mod binary;
 mod chart;
+mod conformance;
 mod demo;
 mod docs;
 mod external;

@@ -38,3 +38,14 @@ pub(super) fn calls(model: &str, has_key: bool) -> Vec<Call> {
     }
     calls
 }
+
+/// Groups of the Ray executor; there is no session.
+pub(super) fn group_calls() -> Vec<Call> {
+    let refused = |each: &str| call(each, 400).field("/success", json!(false));
+    vec![
+        call("POST /init_weights_update_group", 422).body(json!({})),
+        refused("POST /update_weights_from_distributed")
+            .body(json!({"names": ["x"], "dtypes": ["bfloat16"], "shapes": [[1]], "group_name": "nobodys"})),
+        call("GET /health", 200),
+    ]
+}

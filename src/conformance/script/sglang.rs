@@ -47,3 +47,22 @@ pub(super) fn calls(model: &str, has_key: bool) -> Vec<Call> {
     }
     calls
 }
+
+/// Sessions: an update outside one is refused at once, without a word to the group.
+pub(super) fn group_calls() -> Vec<Call> {
+    let refused = |each: &str| call(each, 400).field("/success", json!(false));
+    let update = json!({"names": ["x"], "dtypes": ["bfloat16"], "shapes": [[1]], "group_name": "nobodys"});
+    vec![
+        call("POST /init_weights_update_group", 400).body(json!({})),
+        refused("POST /destroy_weights_update_group").body(json!({"group_name": "nobodys"})),
+        refused("POST /end_weight_update").body(json!({})),
+        call("POST /begin_weight_update", 400).body(json!({"selector": "nonsense"})),
+        refused("POST /update_weights_from_distributed").body(update.clone()).disturbs(),
+        call("POST /begin_weight_update", 200).body(json!({})).field("/success", json!(true)).disturbs(),
+        refused("POST /begin_weight_update").body(json!({})).disturbs(),
+        // A group that nobody joined.
+        refused("POST /update_weights_from_distributed").body(update).disturbs(),
+        call("POST /end_weight_update", 200).body(json!({})).field("/success", json!(true)).disturbs(),
+        refused("POST /end_weight_update").body(json!({})).disturbs(),
+    ]
+}

@@ -63,3 +63,14 @@ pub(super) fn calls(model: &str, has_key: bool) -> Vec<Call> {
     }
     calls
 }
+
+/// Refusals that are the same with and without `--weight-transfer-config`.
+pub(super) fn group_calls() -> Vec<Call> {
+    let init = "POST /init_weight_transfer_engine";
+    vec![
+        call(init, 500).body(json!({"init_info": {"nonsense": 1}})),
+        call(init, 500).body(json!({"init_info": {}})),
+        call("POST /update_weights", 500).body(json!({"update_info": {"names": [], "dtype_names": [], "shapes": []}})),
+        call("GET /health", 200),
+    ]
+}
