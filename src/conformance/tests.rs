@@ -76,7 +76,10 @@ async fn a_live_server_passes_the_whole_suite_where_it_may_be_disturbed() {
     let report = live("vllm", Faults::default(), true).await;
     assert!(failures(&report).is_empty(), "{}", failures(&report).join("\n"));
     assert!(report.rows.iter().any(|row| row.part == "negative" && row.outcome == Outcome::Passed));
-    assert_eq!(report.count(Outcome::Skipped), 1, "the kill");
+    // Nobody kills it, and what is installed beside it decides about the rest.
+    let may_be_skipped = |part: &str, step: &str| part == "script, groups" || step == "way from GPU memory" || step.contains("is killed");
+    let skipped = report.rows.iter().filter(|row| row.outcome == Outcome::Skipped && !may_be_skipped(&row.part, &row.step));
+    assert_eq!(skipped.count(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
