@@ -19,7 +19,7 @@ async fn whole_suite(server: &mut Server, models: &Models) -> Report {
         gpus: Vec::new(),
         destructive: true,
     };
-    let options = Options { engine: "vllm".into(), live: Some(live), patience: Duration::from_secs(120), silence: Duration::from_secs(3) };
+    let options = Options { engine: "vllm".into(), live: Some(live), patience: Duration::from_secs(120), silence: Duration::from_secs(2) };
     run(&options).await.unwrap()
 }
 
