@@ -119,7 +119,7 @@ impl World {
         update: Value,
         actors: impl IntoIterator<Item = Actor>,
     ) -> Self {
-        Self::start_delivering("Agent", machine, transport, model, update, actors).await
+        Self::start_delivering(delivery, machine, transport, model, update, actors).await
     }
 
     async fn start_delivering(
