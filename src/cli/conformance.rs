@@ -25,22 +25,22 @@ pub struct ConformanceArgs {
     #[arg(long, conflicts_with = "url")]
     pub simulator: bool,
     /// Environment variable that holds the server's API key.
-    #[arg(long, value_name = "VARIABLE", requires = "url")]
+    #[arg(long, value_name = "VARIABLE", conflicts_with = "simulator")]
     pub api_key_env: Option<String>,
     /// Name under which it serves its model, where it is not the one that it names first.
-    #[arg(long, value_name = "NAME", requires = "url")]
+    #[arg(long, value_name = "NAME", conflicts_with = "simulator")]
     pub served_model_name: Option<String>,
     /// The checkpoint that the server was started with, under the path by which the server knows it too.
-    #[arg(long, value_name = "DIR", requires = "other")]
+    #[arg(long, value_name = "DIR", requires = "other", conflicts_with = "simulator")]
     pub model: Option<PathBuf>,
     /// A checkpoint of another version of the same model, likewise.
     #[arg(long, value_name = "DIR", requires = "model")]
     pub other: Option<PathBuf>,
     /// UUID of the GPU of the next worker rank, for a server that is fed from GPU memory and does not name its GPUs.
-    #[arg(long = "gpu", value_name = "UUID", requires = "url")]
+    #[arg(long = "gpu", value_name = "UUID", conflicts_with = "simulator")]
     pub gpus: Vec<String>,
     /// Pause the live server, end its requests, and change its weights.
-    #[arg(long, requires = "url")]
+    #[arg(long, conflicts_with = "simulator")]
     pub destructive: bool,
     /// Longest wait for an answer, in seconds.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
