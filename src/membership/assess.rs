@@ -119,6 +119,11 @@ impl Membership {
             return Err(Outcast::new(Reason::SizeMismatch, message));
         }
         let pods = candidate.pods.iter().map(|pod| pod.uid.clone()).collect();
+        // It does not come back by itself: that it backs off as well is not what a person must know.
+        if state.wedged {
+            let message = state.reason.clone().unwrap_or_else(|| "its front answers, and it computes nothing".to_owned());
+            return Err(Outcast::new(Reason::EngineWedged, message));
+        }
         if let Some(strike) = self.backoff.holding_off(self.now, name, &pods) {
             let message = format!("{}: {} (failure {} in a row)", strike.reason, strike.message, strike.count);
             return Err(Outcast { reason: Reason::BackingOff, message, retry_at: Some(strike.until) });
@@ -136,8 +141,7 @@ impl Membership {
             }
             // Of a member in a group it is always an engine's failure, and counts as one: else it would join and leave for ever.
             let message = state.reason.clone().unwrap_or_else(|| "its engine does not answer its probes".to_owned());
-            let reason = if state.wedged { Reason::EngineWedged } else { Reason::EngineUnhealthy };
-            return Err(Outcast::new(reason, message));
+            return Err(Outcast::new(Reason::EngineUnhealthy, message));
         }
         Ok(life.clone())
     }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Feeds a real, unmodified LMDeploy 0.18.0 from GPU memory, on a machine with two GPUs, and compares what it says with fresh servers.
 #
-#   tests/gpu/lmdeploy.sh WEIGHTSYNC SITE.tar.xz OUT [PART...]      parts: engine (default), moe, group
+#   tests/gpu/lmdeploy.sh WEIGHTSYNC SITE.tar.xz OUT [PART...]      parts: engine (default), moe, group, joined
 #
 # WEIGHTSYNC is the built program; SITE holds LMDeploy and what it needs beside the machine's own Python 3.12 and torch (an archive that
 # is unpacked into a folder of PYTHONPATH). Raw results go to OUT as lines of JSON. Exit code 1 when anything is not as it must be.

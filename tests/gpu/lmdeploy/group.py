@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,9 @@ def uuids() -> list[str]:
 class Group:
     """`weightsync local`: an agent for the trainer on GPU 1, one for the engine on GPU 0."""
 
-    def __init__(self, args: argparse.Namespace, server: Server, name: str, model: Path, bucket_mib: int) -> None:
+    def __init__(
+        self, args: argparse.Namespace, server: Server, name: str, model: Path, bucket_mib: int, *, delivery: str = "Agent"
+    ) -> None:
         gpus = uuids()
         port = int(server.url.rsplit(":", 1)[1])
         file = args.work / f"{name}.json"
@@ -37,7 +40,11 @@ class Group:
             "name": name,
             "directory": str(args.work / f"{name}-state"),
             "trainer": {"name": "trainer", "gpu": gpus[1]},
-            "rollouts": [{"name": "actor", "engine": {"kind": "lmdeploy", "port": port}, "gpus": [gpus[0]]}],
+            # An engine that joins by itself has an agent without a GPU.
+            "rollouts": [
+                {"name": "actor", "engine": {"kind": "lmdeploy", "port": port}, "gpus": [gpus[0]] if delivery == "Agent" else []}
+            ],
+            "delivery": delivery,
             "update": {"pause": "Abort", "kvCache": "Reset", "retainMiB": args.retain_mib, "silenceSeconds": 20},
             "transport": {"nccl": {"bucketMiB": bucket_mib, "buffers": 3}},
         }
@@ -62,6 +69,17 @@ class Group:
 
     def logs(self) -> str:
         return "\n".join(log.read_text() for log in sorted(self.state.glob("*.log")))
+
+    def kill_source(self) -> None:
+        """SIGKILL to the trainer's agent, and so to rank 0."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (folder / "environ").read_bytes().split(b"\0")
+                parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            if b"POD_NAME=trainer" in environment and parent == self.process.pid:
+                os.kill(int(folder.name), signal.SIGKILL)
 
     def stop(self) -> None:
         self.process.terminate()
@@ -124,3 +142,36 @@ def run(args: argparse.Namespace, results: Any) -> None:
             if group is not None:
                 group.stop()
             server.stop()
+
+
+def joined(args: argparse.Namespace, results: Any) -> None:
+    """`delivery: Engine`: the engine's own workers join; text against a fresh server, and again after rank 0 was killed, ten times."""
+    versions = [models.write(args.work / f"joined-{seed}", models.DENSE, seed) for seed in (1, 2, 3)]
+    texts = []
+    for number in (1, 2):
+        fresh = Server(versions[number], 1, 23520 + number, args.out / f"joined-fresh-{number}.log", graphs=True, ray=False)
+        try:
+            fresh.ready()
+            texts.append(fresh.says())
+        finally:
+            fresh.stop()
+    server = Server(versions[0], 0, 23333, args.out / "joined.log", graphs=True, ray=True)
+    group = None
+    try:
+        server.ready()
+        group = Group(args, server, "joined", versions[0], 1024, delivery="Engine")
+        told = publish(args, group, "dense", [3, 2, 3, 2, 3, 2], 1)
+        results.check("joined", server.says() == texts[0], versions=told)
+        whole = [each["s"] * 1e3 for each in told[1:]]
+        results.note("joined whole step", ms=statistics.median(whole), runs=told)
+        for turn in range(10):
+            group.kill_source()
+            begun = time.monotonic()
+            told = publish(args, group, "dense", [2 + (turn + 1) % 2], 10 + turn)
+            took = time.monotonic() - begun
+            results.check("after a kill", server.says() == texts[(turn + 1) % 2], turn=turn, s=took, versions=told)
+        (args.out / "joined-agents.log").write_text(group.logs())
+    finally:
+        if group is not None:
+            group.stop()
+        server.stop()

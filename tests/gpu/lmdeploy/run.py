@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--retain-mib", type=int, default=8192)
-    parser.add_argument("parts", nargs="+", choices=["engine", "moe", "group"])
+    parser.add_argument("parts", nargs="+", choices=["engine", "moe", "group", "joined"])
     args = parser.parse_args()
     results = Results(args.out)
     for part in args.parts:
@@ -132,6 +132,8 @@ def main() -> None:
                 engine(args, results, models.DENSE, "dense", graphs=True)
             elif part == "moe":
                 engine(args, results, models.EXPERTS, "experts", graphs=True)
+            elif part == "joined":
+                group.joined(args, results)
             else:
                 group.run(args, results)
         except Exception as error:
