@@ -1,10 +1,11 @@
 //! The leader's end of a stream that engines receive by themselves: has every engine enter a bucket, broadcasts it, and watches both.
 //!
 //! Decides when a bucket went well (every engine answered success *and* our own broadcasts ended) and who is at fault otherwise. An answer and a
-//! collective are watched together: an engine that refuses does so without entering the broadcast, so its refusal aborts the group at
-//! once, and an engine that says success while nothing was broadcast has a group that does nothing. One bucket is under way at a time, so that
+//! collective are watched together: an engine that refuses does so without entering the broadcast, so its refusal aborts its group at
+//! once (other groups end the bucket first, which spares their engines a broadcast without an end), and an engine that says success while nothing was broadcast has a group that does nothing. One bucket is under way at a time, so that
 //! no engine is asked for two things at once; the next one is read and digested meanwhile. The first bucket thereby proves the group.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -96,12 +97,16 @@ impl EngineSink {
     }
 }
 
-/// What is known of one bucket while it is under way.
+/// What is known of one bucket while it is under way. A group that fails is aborted at once; the others end this bucket first, because an engine
+/// that is left in a broadcast may never come out of it.
 struct Round {
-    /// Groups whose broadcasts have not ended, by number.
-    sending: Vec<usize>,
+    /// Groups that have not ended, by number: whether our broadcasts are under way, and who has not answered.
+    open: BTreeMap<usize, (bool, Vec<MemberName>)>,
     /// Who said that it received.
     received: Vec<MemberName>,
+    /// Groups whose broadcast failed here, why, and until when somebody else may be named.
+    broken: Vec<(Instant, usize, StreamFailure)>,
+    failure: Option<StreamFailure>,
 }
 
 impl EngineStream {
@@ -143,48 +148,41 @@ impl EngineStream {
                 (Some(number), sent.await)
             }));
         }
-        let mut round = Round { sending: (0..self.led.groups.len()).collect(), received: Vec::new() };
+        let mut round = Round::new(&self.led.groups);
         let mut too_late: Option<Instant> = None;
-        while !asked.is_empty() || !sending.is_empty() {
+        while round.is_open() {
             tokio::select! {
                 biased;
                 why = self.led.breaks() => return Err(StreamFailure::Communicator { cause: why }),
                 Some(answer) = asked.join_next() => match answer {
-                    Ok((member, Ok(_))) => round.received.push(member),
-                    Ok((member, Err(error))) => return Err(failed_call(&member, error)),
+                    Ok((member, Ok(_))) => round.received(member),
+                    Ok((member, Err(error))) => {
+                        let group = self.led.groups.iter().position(|group| group.plan.offset(&member).is_some());
+                        round.fails(&self.led, group, failed_call(&member, error));
+                    }
                     Err(ended) => return Err(StreamFailure::Communicator { cause: ended.to_string() }),
                 },
-                Some((group, sent)) = sending.next() => match sent {
-                    Ok(()) => round.sending.retain(|number| Some(*number) != group),
-                    Err(error) => return Err(self.refused_or(&mut asked, &error).await),
+                Some((group, sent)) = sending.next() => match (group, sent) {
+                    (Some(group), Ok(())) => round.sent(group),
+                    (None, Ok(())) => {}
+                    (None, Err(error)) => round.fails(&self.led, None, self.blame(&error)),
+                    // An engine that refused at the same time is the cause, and says so in a moment.
+                    (Some(group), Err(error)) => round.broken.push((Instant::now() + GRACE, group, self.blame(&error))),
                 },
-                () = at(too_late) => if let Some(member) = round.idle(&self.led.groups) {
-                    return Err(did_nothing(member, sequence));
+                () = at(round.broken.first().map(|(until, ..)| *until)) => {
+                    let (_, group, why) = round.broken.remove(0);
+                    round.fails(&self.led, Some(group), why);
+                },
+                () = at(too_late) => if let Some((group, member)) = round.idle(&self.led.groups) {
+                    let why = did_nothing(&member, sequence);
+                    round.fails(&self.led, Some(group), why);
                 },
             }
             // Only as long as somebody is under suspicion.
             too_late = round.idle(&self.led.groups).and_then(|_| too_late.or_else(|| Some(Instant::now() + AFTER_SUCCESS)));
         }
         drop(held);
-        Ok(())
-    }
-
-    /// Our own part failed. An engine that refused at the same time is the cause, and says so in a moment.
-    async fn refused_or(
-        &self,
-        asked: &mut JoinSet<(MemberName, Result<ReceiveResponse, CallError>)>,
-        error: &WorkerError,
-    ) -> StreamFailure {
-        let refused = async {
-            while let Some(answer) = asked.join_next().await {
-                if let Ok((member, Err(error))) = answer {
-                    return Some(failed_call(&member, error));
-                }
-            }
-            None
-        };
-        let named = tokio::time::timeout(GRACE, refused).await.ok().flatten();
-        named.unwrap_or_else(|| self.blame(error))
+        round.failure.map_or(Ok(()), Err)
     }
 
     fn blame(&self, error: &WorkerError) -> StreamFailure {
@@ -196,15 +194,54 @@ impl EngineStream {
 }
 
 impl Round {
-    /// An engine that says that it received what was not broadcast. To make a communicator is a rendezvous of all ranks, and nobody can have
-    /// received in one that does not stand; where it stands, a short bucket may be there before the others entered.
-    fn idle(&self, groups: &[Arc<Led>]) -> Option<&MemberName> {
-        self.sending.iter().find_map(|number| {
+    fn new(groups: &[Arc<Led>]) -> Self {
+        let members = |group: &Arc<Led>| (true, group.plan.members.iter().map(|(name, _)| name.clone()).collect());
+        Self { open: groups.iter().map(members).enumerate().collect(), received: Vec::new(), broken: Vec::new(), failure: None }
+    }
+
+    fn is_open(&self) -> bool {
+        !self.open.is_empty()
+    }
+
+    fn received(&mut self, member: MemberName) {
+        for (_, waiting) in self.open.values_mut() {
+            waiting.retain(|name| *name != member);
+        }
+        self.received.push(member);
+        self.close();
+    }
+
+    fn sent(&mut self, group: usize) {
+        if let Some((sending, _)) = self.open.get_mut(&group) {
+            *sending = false;
+        }
+        self.close();
+    }
+
+    fn close(&mut self) {
+        self.open.retain(|_, (sending, waiting)| *sending || !waiting.is_empty());
+    }
+
+    /// The first reason stays. Without a group it is about all of them.
+    fn fails(&mut self, led: &EngineGroupsLed, group: Option<usize>, why: StreamFailure) {
+        let failed: Vec<usize> = group.map_or_else(|| self.open.keys().copied().collect(), |group| vec![group]);
+        let open: Vec<usize> = failed.into_iter().filter(|group| self.open.remove(group).is_some()).collect();
+        // What a group that failed says later is a consequence.
+        if !open.is_empty() {
+            self.failure.get_or_insert(why);
+        }
+        for group in open {
+            led.abort(group);
+        }
+    }
+
+    /// A group with an engine that says that it received what was not broadcast. To make a communicator is a rendezvous of all ranks, and
+    /// nobody can have received in one that does not stand; where it stands, a short bucket may be there before the others entered.
+    fn idle(&self, groups: &[Arc<Led>]) -> Option<(usize, MemberName)> {
+        self.open.iter().filter(|(_, (sending, _))| *sending).find_map(|(number, (_, waiting))| {
             let group = groups.get(*number)?;
-            let mut members = group.plan.members.iter().map(|(name, _)| name);
             let first = self.received.iter().find(|member| group.plan.offset(member).is_some())?;
-            let all = members.all(|member| self.received.contains(member));
-            (all || !group.stands()).then_some(first)
+            (waiting.is_empty() || !group.stands()).then(|| (*number, first.clone()))
         })
     }
 }

@@ -98,6 +98,13 @@ impl EngineGroupsLed {
         why.unwrap_or_else(|| "it was given up".into())
     }
 
+    /// Aborts one of them, whatever it is doing. The others can still end what they are at.
+    pub(super) fn abort(&self, group: usize) {
+        if let Some(group) = self.groups.get(group) {
+            drop(group.worker.abort(group.number, ABORT));
+        }
+    }
+
     /// Ends all of them: aborted, whatever is under way. The first reason stays. The returned future is the end of the aborts; they are asked
     /// for when this returns.
     pub(super) fn break_off(&self, why: &str) -> impl Future<Output = ()> + Send + use<> {

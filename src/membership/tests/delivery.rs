@@ -78,3 +78,16 @@ fn names_of_groups_are_those_of_one_object_and_one_epoch() {
     assert_eq!(different.len(), names.len());
     assert!(names.iter().all(|name| !name.contains('/')), "torch joins keys with it");
 }
+
+#[test]
+fn a_wedged_engine_is_named_as_that_and_not_as_ill() {
+    let mut desk = formed(gpu(0), &[Some(can(Rendezvous::Store)), Some(can(Rendezvous::Store))]);
+    let decisions = desk.tell(2, |state| {
+        (state.healthy, state.wedged, state.phase) = (false, true, MemberPhase::EngineDown);
+        state.reason = Some("its front answers".to_owned());
+    });
+    desk.obey(decisions);
+    assert!(desk.reasons().contains(&Reason::EngineWedged), "{:?}", desk.reasons());
+    let member = desk.member(2);
+    assert!(member.wedged && member.reason == Reason::EngineWedged, "{member:?}");
+}

@@ -55,14 +55,14 @@ async fn f05_f06_versions_reach_engines_of_three_kinds_that_join_groups_by_thems
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn f94_f50_an_engine_that_refuses_a_bucket_ends_the_broadcast_at_once_and_every_engine_gets_the_version() {
+async fn f94_f50_an_engine_that_refuses_a_bucket_ends_its_broadcast_at_once_and_harms_no_other_group() {
     let machine = Machine::new();
-    let (world, engines) = joined(&machine, json!({"silenceSeconds": 5}), &[Kind::Sglang, Kind::Sglang]).await;
+    let (world, engines) = joined(&machine, json!({"silenceSeconds": 5}), &[Kind::Vllm, Kind::Sglang]).await;
     engines[1].instead("/update_weights_from_distributed", (2, 1), 400, json!({"success": false, "message": "unknown group"}));
     let (model, result) = publish(&world, 1).await;
     assert!(result["attempts"].as_u64().unwrap() > 1, "{result}");
-    assert!(engines[0].serves(&model));
-    // The one that refused was left out of the next group, and is fed when it is back.
+    assert!(engines[0].serves(&model) && engines[0].runs());
+    // The one that refused was left out of the next group, and gets the version when it is back.
     until("the engine that refused to serve", || async { engines[1].runs() && world.replicas("ready").await.len() == 2 }).await;
 }
 
@@ -117,4 +117,14 @@ async fn an_engine_whose_source_was_killed_in_a_broadcast_is_told_to_be_wedged_a
     let why = world.told("EngineWedged", "rollouts/actor-0").await;
     assert!(why.contains("computed nothing"), "{why}");
     assert!(!engines[0].serves(&model));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_whose_rank_dies_in_a_broadcast_is_left_out_and_the_others_get_the_version() {
+    let machine = Machine::new();
+    let (world, engines) = joined(&machine, json!({"silenceSeconds": 3}), &[Kind::Sglang, Kind::Lmdeploy]).await;
+    machine.order("ncclBroadcast@2 3 vanish");
+    let (model, result) = publish(&world, 1).await;
+    assert_eq!(installed(&result), ["rollouts/actor-0"], "{result}");
+    assert!(engines[0].serves(&model) && !engines[1].serves(&model));
 }
