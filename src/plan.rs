@@ -21,8 +21,8 @@ use serde::{Deserialize, Serialize};
 use crate::protocol::{MemberName, PodRef, Role};
 
 mod compute;
-mod explain;
 mod engine_groups;
+mod explain;
 mod gpu_memory;
 mod input;
 mod order;

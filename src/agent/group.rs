@@ -7,8 +7,8 @@
 use std::sync::Arc;
 
 use crate::protocol::{
-    CommitRequest, CommunicatorPlan, EngineGroups, EpochId, FenceRequest, HeldVersion, Incarnation, MemberAddress, MemberName, PrepareRequest, Refusal,
-    RefusalCode, ReleaseRequest, Role, RosterMember,
+    CommitRequest, CommunicatorPlan, EngineGroups, EpochId, FenceRequest, HeldVersion, Incarnation, MemberAddress, MemberName,
+    PrepareRequest, Refusal, RefusalCode, ReleaseRequest, Role, RosterMember,
 };
 use crate::weights::DigestAlgorithm;
 

@@ -215,7 +215,9 @@ impl Rollout {
             Some(facts) => facts,
             None => self.probe(Duration::from_millis(request.deadline_ms / 2)).await?,
         };
-        if policy.delivery == Delivery::Engine {
+        // What a start can do does not change: an engine that is still busy with the epoch before is not asked for it once more.
+        let knows = facts.groups.as_ref().is_some_and(|groups| groups.why_not.is_empty());
+        if policy.delivery == Delivery::Engine && !knows {
             self.ask_group(Duration::from_millis(request.deadline_ms / 2)).await?;
         }
         if facts.size != member.size {
@@ -362,7 +364,9 @@ impl Inner {
         facts.updating = self.machine.live().is_some();
         facts.dirty = self.machine.dirty().is_some();
         facts.engine_down = self.engine.gone() || self.engine.unhealthy() && !self.switching;
-        facts.reason = self.machine.dirty().map(|dirty| dirty.reason.clone()).or_else(|| self.engine.reason.clone());
+        let wedged = self.engine.reason.clone().filter(|_| facts.wedged);
+        let dirty = || self.machine.dirty().map(|dirty| dirty.reason.clone());
+        facts.reason = wedged.or_else(dirty).or_else(|| self.engine.reason.clone());
     }
 }
 

@@ -122,12 +122,7 @@ pub(super) struct FromGroup {
 
 impl FromGroup {
     /// Everything that cannot be sent is refused here, before anything is.
-    pub(super) async fn open(
-        server: &dyn GroupServer,
-        name: &str,
-        layout: Arc<Layout>,
-        until: Until,
-    ) -> Result<Self, EngineError> {
+    pub(super) async fn open(server: &dyn GroupServer, name: &str, layout: Arc<Layout>, until: Until) -> Result<Self, EngineError> {
         for bucket in layout.buckets() {
             for wire in layout.wire(&bucket).map_err(|error| unsendable(&error))? {
                 Tensors::of(&layout, &wire)?;

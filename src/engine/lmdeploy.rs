@@ -20,8 +20,8 @@ use serde_json::{Value, json};
 
 use super::adapter::Adapter;
 use super::device::DeviceRoute;
-use super::group::GroupServer;
 use super::feed::{Feed, FeedJob};
+use super::group::GroupServer;
 use super::http::{Answer, EngineHttp, Reply, Until};
 use super::process::{self, EngineProcess};
 use super::record::{Record, UNKNOWN};

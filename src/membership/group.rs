@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use crate::plan::Candidate;
-use crate::protocol::{EpochId, GpuReport, GroupFacts, HeldVersion, Incarnation, MemberName, Reason, Role, Roster, TransportChoice, UpdatePolicy};
+use crate::protocol::{
+    EpochId, GpuReport, GroupFacts, HeldVersion, Incarnation, MemberName, Reason, Role, Roster, TransportChoice, UpdatePolicy,
+};
 
 use super::assess::Eligible;
 
@@ -152,7 +154,8 @@ impl Round {
     /// What prepared members have, in the order of their ranks.
     pub(super) fn facts(&self) -> Vec<super::transport::Prepared<'_>> {
         let known = self.roster.members.iter().filter_map(|member| Some((member, self.prepared.get(&member.name)?)));
-        let facts = known.map(|(member, Prepared { gpus, groups, .. })| super::transport::Prepared { member, gpus, groups: groups.as_ref() });
+        let facts =
+            known.map(|(member, Prepared { gpus, groups, .. })| super::transport::Prepared { member, gpus, groups: groups.as_ref() });
         facts.collect()
     }
 

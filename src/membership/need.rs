@@ -61,9 +61,7 @@ impl Membership {
             | Reason::AgentRestarted
             | Reason::EngineUnhealthy
             | Reason::EngineWedged
-            | Reason::GroupFenced => {
-                Weight::Loss
-            }
+            | Reason::GroupFenced => Weight::Loss,
             Reason::UpdateStuck => Weight::Failure,
             // Held against it already, or nobody's fault.
             Reason::BackingOff => return,
@@ -125,6 +123,15 @@ impl Membership {
         let by_itself: Vec<_> = by_itself.into_iter().map(|((_, name), (_, cause))| (name.clone(), cause.clone())).collect();
         group.reports.retain(|(reporter, peer), _| reporter != peer);
         lost.extend(by_itself.into_iter().map(|(name, cause)| (name, Reason::GpuWorkerLost, cause)));
+        // Of engines that joined by themselves the source alone speaks, and the next group must not be formed with one that refused: its others
+        // would wait for it in a broadcast once more.
+        if group.transport.engines.is_some() {
+            let sources: Vec<_> =
+                group.roster.members.iter().filter(|member| member.role == Role::Source).map(|member| &member.name).collect();
+            let by_source: Vec<_> = group.reports.iter().filter(|((reporter, _), _)| sources.contains(&reporter)).collect();
+            lost.extend(by_source.into_iter().map(|((_, peer), (_, cause))| (peer.clone(), Reason::PeerUnreachable, cause.clone())));
+            group.reports.clear();
+        }
         let settled = group.reports.values().map(|(at, _)| at.saturating_add(SETTLE_MS)).min();
         match settled {
             Some(at) if now >= at => {

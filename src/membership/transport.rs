@@ -41,9 +41,8 @@ fn between_engines(members: &[Prepared<'_>]) -> Result<TransportChoice, InTheWay
         return Ok(TransportChoice::tcp("delivery Engine: without the source nothing is broadcast"));
     };
     let rollouts = members.iter().filter(|prepared| prepared.member.role == Role::Rollout);
-    let joiners: Vec<Joiner<'_>> = rollouts
-        .map(|Prepared { member, gpus, groups }| Joiner { name: &member.name, size: member.size, facts: *groups, gpus })
-        .collect();
+    let joiners: Vec<Joiner<'_>> =
+        rollouts.map(|Prepared { member, gpus, groups }| Joiner { name: &member.name, size: member.size, facts: *groups, gpus }).collect();
     let engines = engine_groups((&source.member.name, source.gpus), &joiners)?;
     let ranks: Vec<String> = engines.groups.iter().map(|group| group.world().to_string()).collect();
     let reason = format!("delivery Engine: the engines join; ranks of each group, with the source's: {}", ranks.join(", "));

@@ -91,10 +91,16 @@ impl Rollout {
     }
 
     /// Brings the engine into a group of a committing epoch; what it was in before is left first.
-    pub async fn join_group(&self, epoch: &Epoch, request: &EngineJoinRequest, within: Duration) -> Result<EngineJoinResponse, Refusal> {
+    pub async fn join_group(
+        self: &Arc<Self>,
+        epoch: &Epoch,
+        request: &EngineJoinRequest,
+        within: Duration,
+    ) -> Result<EngineJoinResponse, Refusal> {
         let of_plan = epoch.engines().and_then(|plan| plan.of(epoch.me())).map(|(_, group)| (group.offset(epoch.me()), group.world()));
         if of_plan != Some((Some(request.offset), request.world)) {
-            let message = format!("rank {} of {} is not the place that the epoch's plan gives to {}", request.offset, request.world, epoch.me());
+            let message =
+                format!("rank {} of {} is not the place that the epoch's plan gives to {}", request.offset, request.world, epoch.me());
             return Err(refusal(RefusalCode::Invalid, message));
         }
         let refused = |what: String| refusal(RefusalCode::EngineRefused, what);
@@ -102,6 +108,8 @@ impl Rollout {
         let Ok(_switching) = timeout(within, self.switching.lock()).await else {
             return Err(refused("the engine is still being switched to another version".into()));
         };
+        // One that is stuck would not answer the join either, and the others would wait for it as long as a commit may take.
+        self.ask_engine(Duration::from_millis(epoch.prepared.policy.health.timeout_ms).min(within)).await?;
         let join = GroupJoin { name: request.group.clone(), place: request.place.clone(), offset: request.offset, world: request.world };
         let joined = group.join(&join, within.saturating_sub(TO_ANSWER)).await.map_err(|error| refused(error.to_string()))?;
         let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);

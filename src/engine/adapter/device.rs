@@ -40,7 +40,11 @@ struct Handle {
 type OfGroup = (Arc<dyn GroupServer>, String);
 
 /// Looks at the server and waits for the turn to change it.
-pub(super) async fn begin<S: Server>(inner: Arc<Inner<S>>, job: DeviceJob, group: Option<OfGroup>) -> Result<Box<dyn DeviceInstall>, InstallError> {
+pub(super) async fn begin<S: Server>(
+    inner: Arc<Inner<S>>,
+    job: DeviceJob,
+    group: Option<OfGroup>,
+) -> Result<Box<dyn DeviceInstall>, InstallError> {
     let whole = Until::new(job.timeout);
     let until = whole.keeping(MOST_RESERVE.min(job.timeout / 5));
     if job.layout.cuts != Cuts::BetweenTensors {
@@ -316,19 +320,21 @@ impl<S: Server> Running<S> {
 
     /// The engine may hold a mixture: frees its workers, and sees that it is held.
     async fn fail(&mut self, failed: Failed) -> InstallError {
+        // An engine that is stuck in a collective answers nothing: others wait for the end of this to give it up.
+        let until = self.whole.at_most(self.job.silence);
         if let Some(feed) = &mut self.feed {
-            feed.fail(&failed.source.to_string(), self.whole).await;
+            feed.fail(&failed.source.to_string(), until).await;
         } else {
             return InstallError { dirty: self.before.is_half(), ..clean(failed) };
         }
         // One that started anew in the middle holds no half update.
-        match self.inner.carries_the_mark(&self.terms, &self.before, self.whole).await {
+        match self.inner.carries_the_mark(&self.terms, &self.before, until).await {
             Ok(false) => {
                 self.dirty.store(false, Ordering::Release);
                 let error = clean(self.inner.seen(failed));
                 InstallError { source: EngineError::Restarted, ..error }
             }
-            Ok(true) | Err(_) => self.inner.dirty(failed, self.whole).await,
+            Ok(true) | Err(_) => self.inner.dirty(failed, until).await,
         }
     }
 }

@@ -44,8 +44,23 @@ impl Server {
 
     /// Paths of POST calls that are about groups and updates.
     fn posts(&self) -> Vec<String> {
-        let plain = ["/pause_generation", "/continue_generation", "/flush_cache", "/update_weight_version", "/pause", "/resume", "/reset_prefix_cache"];
-        self.with(|inside| inside.calls.iter().map(|(path, _)| path.clone()).filter(|path| path.starts_with('/') && !plain.contains(&path.as_str())).collect())
+        let plain = [
+            "/pause_generation",
+            "/continue_generation",
+            "/flush_cache",
+            "/update_weight_version",
+            "/pause",
+            "/resume",
+            "/reset_prefix_cache",
+        ];
+        self.with(|inside| {
+            inside
+                .calls
+                .iter()
+                .map(|(path, _)| path.clone())
+                .filter(|path| path.starts_with('/') && !plain.contains(&path.as_str()))
+                .collect()
+        })
     }
 
     fn bodies(&self, path: &str) -> Vec<Value> {
@@ -124,7 +139,9 @@ impl Inside {
                 let active = failed("start_weight_update called while a weight update is already active. Call finish_weight_update first.");
                 self.session(true, json!({"message": "Weight update started"}), active)
             }
-            "/finish_weight_update" => self.session(false, json!({"message": "Weight update finished"}), failed("without a matching start")),
+            "/finish_weight_update" => {
+                self.session(false, json!({"message": "Weight update finished"}), failed("without a matching start"))
+            }
             "/update_weights" => (200, json!({"message": "Weights updated"})),
             "/reset_prefix_cache" => (200, json!({"success": true})),
             "/metrics" => (404, Value::Null),
@@ -188,15 +205,12 @@ async fn f93_sglang_gets_a_session_one_element_type_a_bucket_and_its_version_wit
     let (server, engine) = engine("sglang").await;
     assert_eq!(engine.group().unwrap().facts(SOON).await.unwrap().why_not, "");
     received(&engine, Rendezvous::Store).await.unwrap();
-    let posts = ["/init_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed", "/update_weights_from_distributed"];
+    let posts =
+        ["/init_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed", "/update_weights_from_distributed"];
     assert_eq!(server.posts()[..4], posts);
     let buckets = server.bodies("/update_weights_from_distributed");
     let sent: Vec<_> = buckets.iter().map(|body| (body["names"].clone(), body["dtypes"].clone())).collect();
-    let expected = [
-        (json!(["scale"]), json!(["float32"])),
-        (json!(["a"]), json!(["bfloat16"])),
-        (json!(["b"]), json!(["bfloat16"])),
-    ];
+    let expected = [(json!(["scale"]), json!(["float32"])), (json!(["a"]), json!(["bfloat16"])), (json!(["b"]), json!(["bfloat16"]))];
     assert_eq!(sent, expected);
     assert!(buckets.iter().all(|body| body["weight_version"].is_null() && body["flush_cache"] == json!(false)), "{buckets:?}");
     let init = &server.bodies("/init_weights_update_group")[0];
@@ -265,7 +279,9 @@ async fn f49_an_engine_that_does_not_confirm_its_last_step_holds_no_version() {
 
 #[tokio::test]
 async fn success_must_be_the_value_true_and_nothing_like_it() {
-    for body in [json!({"success": "true"}), json!({"message": "ok"}), json!({"success": true, "error": {"code": 500}}), json!({"success": 1})] {
+    for body in
+        [json!({"success": "true"}), json!({"message": "ok"}), json!({"success": true, "error": {"code": 500}}), json!({"success": 1})]
+    {
         let (server, engine) = engine("sglang").await;
         server.instead("/init_weights_update_group", 0, 200, body.clone());
         let joined = engine.group().unwrap().join(&join(1, Rendezvous::Store), SOON).await;

@@ -1,7 +1,7 @@
 //! Groups that engines join by themselves: who is in them, by what prepared members say.
 
 use super::desk::*;
-use crate::membership::{Decision, MembershipConfig, Restored};
+use crate::membership::{Decision, MembershipConfig, Observation, Restored};
 use crate::protocol::*;
 
 fn gpu(number: usize) -> GpuReport {
@@ -90,4 +90,14 @@ fn a_wedged_engine_is_named_as_that_and_not_as_ill() {
     assert!(desk.reasons().contains(&Reason::EngineWedged), "{:?}", desk.reasons());
     let member = desk.member(2);
     assert!(member.wedged && member.reason == Reason::EngineWedged, "{member:?}");
+}
+
+#[test]
+fn f94_an_engine_that_its_source_says_refused_is_left_out_of_the_next_group_at_once() {
+    let mut desk = formed(gpu(0), &[Some(can(Rendezvous::Store)), Some(can(Rendezvous::Store))]);
+    let (from, id) = (life(0, 1), desk.id());
+    let decisions = desk.see(Observation::PeerLost { from, id, peer: name(2), cause: "unknown group".to_owned() });
+    desk.obey(decisions);
+    assert_eq!(desk.event(Reason::PeerUnreachable), Some((Some(name(2)), "unknown group".to_owned())));
+    assert_eq!(commits(&desk).pop().unwrap().engines.unwrap().members(), [name(1)]);
 }

@@ -22,27 +22,19 @@ fn facts(rendezvous: Rendezvous, size: u32) -> GroupFacts {
 fn joined(joiners: &[(u32, GroupFacts)]) -> Result<Vec<(Rendezvous, Vec<(MemberName, u32)>)>, Vec<(MemberName, String)>> {
     let names: Vec<MemberName> = (0..joiners.len()).map(name).collect();
     let none = GpuReport::default();
-    let joiners: Vec<Joiner<'_>> = joiners
-        .iter()
-        .zip(&names)
-        .map(|((size, facts), name)| Joiner { name, size: *size, facts: Some(facts), gpus: &none })
-        .collect();
+    let joiners: Vec<Joiner<'_>> =
+        joiners.iter().zip(&names).map(|((size, facts), name)| Joiner { name, size: *size, facts: Some(facts), gpus: &none }).collect();
     let source = MemberName("trainer/t".into());
     let planned = engine_groups((&source, &gpus(&["GPU-0"])), &joiners);
-    planned.map(|plan| plan.groups.into_iter().map(|group| (group.rendezvous, group.members)).collect()).map_err(|out| out.into_iter().collect())
+    planned
+        .map(|plan| plan.groups.into_iter().map(|group| (group.rendezvous, group.members)).collect())
+        .map_err(|out| out.into_iter().collect())
 }
 
 #[test]
 fn engines_that_find_rank_0_in_the_same_way_share_a_group_and_others_have_their_own() {
-    let groups = joined(&[
-        (2, facts(Rendezvous::Store, 2)),
-        (4, facts(Rendezvous::UniqueId, 4)),
-        (1, facts(Rendezvous::Store, 1)),
-    ]);
-    let expected = [
-        (Rendezvous::Store, vec![(name(0), 2), (name(2), 1)]),
-        (Rendezvous::UniqueId, vec![(name(1), 4)]),
-    ];
+    let groups = joined(&[(2, facts(Rendezvous::Store, 2)), (4, facts(Rendezvous::UniqueId, 4)), (1, facts(Rendezvous::Store, 1))]);
+    let expected = [(Rendezvous::Store, vec![(name(0), 2), (name(2), 1)]), (Rendezvous::UniqueId, vec![(name(1), 4)])];
     assert_eq!(groups.unwrap(), expected);
 }
 

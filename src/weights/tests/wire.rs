@@ -21,13 +21,14 @@ fn neighbours_without_a_gap_are_sent_from_where_they_lie() {
 
 #[test]
 fn a_gap_or_another_element_type_is_packed_away() {
-    let tensors = vec![spec("a", Dtype::BF16, &[3]), spec("scale", Dtype::F32, &[1]), spec("none", Dtype::BF16, &[0]), spec("b", Dtype::BF16, &[5])];
+    let tensors =
+        vec![spec("a", Dtype::BF16, &[3]), spec("scale", Dtype::F32, &[1]), spec("none", Dtype::BF16, &[0]), spec("b", Dtype::BF16, &[5])];
     let layout = layout(tensors, 1 << 20);
     let wire = layout.wire(&layout.bucket(0).unwrap()).unwrap();
-    assert_eq!(wire.iter().map(|wire| (wire.dtype, wire.tensors.clone(), wire.bytes)).collect::<Vec<_>>(), [
-        (Dtype::F32, vec![1], 4),
-        (Dtype::BF16, vec![0, 3], 16),
-    ]);
+    assert_eq!(
+        wire.iter().map(|wire| (wire.dtype, wire.tensors.clone(), wire.bytes)).collect::<Vec<_>>(),
+        [(Dtype::F32, vec![1], 4), (Dtype::BF16, vec![0, 3], 16),]
+    );
     assert_eq!(wire[1].runs, [(0, 6), (128, 10)]);
 }
 

@@ -208,7 +208,15 @@ impl Server {
         std::mem::drop(stream);
         match begun_with {
             Ok(state) => {
-                let joining = Joining { id, group: into, begun, end, proof: Proof::Broadcast, old: Some(communicator), state: State::Revoking(Vec::new()) };
+                let joining = Joining {
+                    id,
+                    group: into,
+                    begun,
+                    end,
+                    proof: Proof::Broadcast,
+                    old: Some(communicator),
+                    state: State::Revoking(Vec::new()),
+                };
                 self.go_on(joining, state);
             }
             Err(error) => {

@@ -4,6 +4,7 @@
 //! serves changes with the last step of an update, never before.
 
 use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use base64::Engine as _;
 use serde_json::{Value, json};
 use weightsync::protocol::worker::{NcclId, Opaque, Proof};
 use weightsync::torch::store::{Client, nccl_id_keys};
+use weightsync::weights::safetensors::Checkpoint;
 use weightsync::weights::{digest_hex, tensor_digest};
 use weightsync::worker::Broadcast;
 
@@ -131,7 +133,9 @@ fn failed(why: &str) -> Reply {
 }
 
 async fn answer(State(shared): State<Arc<Shared>>, method: Method, uri: Uri, body: Bytes) -> Response {
-    let path = uri.path().to_owned();
+    // LMDeploy wakes in parts; it serves when its cache is back.
+    let half_awake = uri.path() == "/wakeup" && !uri.query().unwrap_or_default().contains("kv_cache");
+    let path = if half_awake { "/wakeup-weights" } else { uri.path() }.to_owned();
     let body: Value = serde_json::from_slice(&body).unwrap_or_default();
     let instead = shared.with(|inside| {
         inside.calls.push(path.clone());
@@ -144,11 +148,16 @@ async fn answer(State(shared): State<Arc<Shared>>, method: Method, uri: Uri, bod
         Some((*status, reply.clone()))
     });
     if path == "/metrics" {
+        // Text, and the start of a process that is never started anew.
         return "process_start_time_seconds 1.5\n".into_response();
     }
     let (status, reply) = match instead {
         Some(reply) => reply,
-        None => shared.reply(&method, &path, &body).await,
+        None => {
+            // An engine goes on with what it was asked for when nobody waits for it any more.
+            let carried_out = tokio::spawn(async move { shared.reply(&method, &path, &body).await });
+            carried_out.await.unwrap()
+        }
     };
     (StatusCode::from_u16(status).unwrap(), axum::Json(reply)).into_response()
 }
@@ -184,8 +193,25 @@ impl Shared {
             "/begin_weight_update" | "/start_weight_update" => self.open(true),
             "/end_weight_update" | "/finish_weight_update" => self.open(false),
             "/update_weights_from_distributed" | "/update_weights" => self.update(&mut core, body).await,
+            "/update_weights_from_disk" => self.load(body["model_path"].as_str(), json!({"success": true})),
+            "/collective_rpc" => self.load(body["kwargs"]["weights_path"].as_str(), json!({"results": [null]})),
             _ => self.plain(path, body),
         }
+    }
+
+    /// Serves what lies in a directory; without one, what it served before.
+    fn load(&self, directory: Option<&str>, done: Value) -> Reply {
+        if let Some(directory) = directory {
+            let checkpoint = Checkpoint::open(Path::new(directory)).unwrap();
+            let tensors = checkpoint.tensors().iter().enumerate().map(|(number, tensor)| {
+                let mut bytes = vec![0; usize::try_from(tensor.bytes).unwrap()];
+                checkpoint.read_tensor(number, 0, &mut bytes).unwrap();
+                (tensor.spec.name.clone(), digest_hex(tensor_digest(&bytes)))
+            });
+            let serves = tensors.collect();
+            self.with(|inside| inside.serves = serves);
+        }
+        (200, done)
     }
 
     /// What the HTTP front answers by itself.
@@ -208,7 +234,7 @@ impl Shared {
     fn plain(&self, path: &str, body: &Value) -> Reply {
         self.with(|inside| match path {
             "/server_info" => (200, json!({"version": "0.5.23", "tp_size": 1, "startup_time": 1})),
-            "/update_weights_from_ipc" => (200, json!({"backend": "pytorch", "device_uuids": ["GPU-x"], "worker_ranks": [0], "sleeping_tags": []})),
+            "/update_weights_from_ipc" => (200, json!({"backend": "pytorch", "device_uuids": ["GPU-x"], "worker_ranks": [0], "sleeping_tags": if inside.paused { vec!["kv_cache"] } else { vec![] }})),
             "/model_info" | "/weight_info" => (200, json!({"weight_version": inside.version})),
             "/update_weight_version" => {
                 body["new_version"].as_str().unwrap().clone_into(&mut inside.version);
@@ -223,6 +249,10 @@ impl Shared {
                 inside.paused = false;
                 (200, json!({"status": if path == "/resume" { "resumed" } else { "ok" }}))
             }
+            "/sleep" | "/wakeup" => {
+                inside.paused = path == "/sleep";
+                (200, Value::Null)
+            }
             "/v1/completions" => {
                 let logprobs = json!({"token_logprobs": [-0.5], "tokens": ["a"], "top_logprobs": [{"a": -0.5}], "text_offset": [0]});
                 let choice = json!({"finish_reason": "length", "text": "a", "logprobs": logprobs, "index": 0});
@@ -236,7 +266,11 @@ impl Shared {
     fn open(&self, opens: bool) -> Reply {
         self.with(|inside| {
             if inside.open == opens {
-                return if self.kind == Kind::Vllm { failed("is already active") } else { (400, json!({"success": false, "message": "no"})) };
+                return if self.kind == Kind::Vllm {
+                    failed("is already active")
+                } else {
+                    (400, json!({"success": false, "message": "no"}))
+                };
             }
             inside.open = opens;
             if !opens {
