@@ -41,9 +41,10 @@ pub struct PackedBucket {
 }
 
 /// Memory that is read until a broadcast ended.
+#[allow(dead_code, reason = "held, never read")]
 pub struct Held {
-    _lent: Option<DevicePayload>,
-    _slot: Option<Slot>,
+    lent: Option<DevicePayload>,
+    slot: Option<Slot>,
 }
 
 /// Packs for one worker. Its slots are made when the first is needed.
@@ -71,7 +72,7 @@ impl Packer {
             Payload::Device(device) => Some(device.clone()),
             Payload::Host(_) => None,
         };
-        let mut packed = PackedBucket { broadcasts: Vec::new(), copies: Vec::new(), held: Held { _lent: lent, _slot: None } };
+        let mut packed = PackedBucket { broadcasts: Vec::new(), copies: Vec::new(), held: Held { lent, slot: None } };
         let mut at = 0_u64;
         for wire in wire {
             if let (Payload::Device(device), Some(offset)) = (payload, wire.in_place()) {
@@ -79,9 +80,9 @@ impl Packer {
                 packed.broadcasts.push(Packed { span, bytes: wire.bytes, after });
                 continue;
             }
-            let slot = match &packed.held._slot {
+            let slot = match &packed.held.slot {
                 Some(slot) => slot.clone(),
-                None => packed.held._slot.insert(self.slot(within).await?).clone(),
+                None => packed.held.slot.insert(self.slot(within).await?).clone(),
             };
             match payload {
                 Payload::Device(device) => {
