@@ -131,6 +131,11 @@ fn cases() -> Vec<Case> {
             &[("/spec/rollouts/0/engine", json!({"vllm": {}, "sglang": {}}))],
         ),
         case(
+            "delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent",
+            &[("/spec/delivery", json!("Engine")), ("/spec/transport", json!({"nccl": {}}))],
+            &[("/spec/delivery", json!("Engine")), ("/spec/transport", json!({"tcp": {}}))],
+        ),
+        case(
             "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External",
             &[("/spec/rollouts/0/engine", json!({"lmdeploy": {}})), ("/spec/update", json!({"pause": "Abort"}))],
             &[("/spec/rollouts/0/engine", json!({"lmdeploy": {}})), ("/spec/update", json!({"pause": "Drain"}))],
