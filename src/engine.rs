@@ -17,6 +17,8 @@ mod fastdeploy;
 mod feed;
 mod fit;
 pub mod group;
+pub mod host;
+mod host_feed;
 mod http;
 pub mod label;
 mod lmdeploy;
@@ -40,6 +42,7 @@ pub use device::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, DeviceRout
 pub use external::{External, ExternalMark, ExternalProof};
 pub(crate) use group::no_groups;
 pub use group::{EngineGroup, GroupJoin, GroupJoined};
+pub use host::{HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTensor};
 pub use label::Holding;
 pub use secret::ApiKey;
 
@@ -99,7 +102,7 @@ pub struct InstallJob {
 pub struct InstallReport {
     /// The start of the engine that holds the version.
     pub start: EngineStart,
-    /// Times of finished steps in ms: `pause`, `load`, `check`, `resume`.
+    /// Times of finished steps in ms: `stage` (before the pause), `pause`, `load`, `check`, `resume`, `probe`.
     pub steps_ms: Vec<(String, u64)>,
 }
 
@@ -107,7 +110,7 @@ pub struct InstallReport {
 #[derive(Debug, thiserror::Error)]
 #[error("{step}: {source}")]
 pub struct InstallError {
-    /// The step that failed: `start`, `pause`, `load`, `check`, `resume`, `probe`. After `resume` the engine holds the version and is
+    /// The step that failed: `start`, `stage`, `pause`, `load`, `check`, `resume`, `probe`. After `resume` the engine holds the version and is
     /// still paused: [`Engine::resume`] is safe then.
     pub step: &'static str,
     /// Whether the engine may hold a mixture: it stays paused until it is fed in full ([`Engine::install`] again) or put back
@@ -177,6 +180,18 @@ pub trait Engine: Send + Sync {
     /// nobody else changes the engine.
     async fn begin_device(&self, _job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
         Err(InstallError { step: "start", dirty: false, source: server::no_device_route(self.kind()) })
+    }
+
+    /// Whether its workers read weights from shared memory of the host, asked before a byte moves: the name of the way, for status and logs;
+    /// else why not.
+    async fn host_route(&self, _deadline: Duration) -> Result<&'static str, EngineError> {
+        Err(server::no_host_route(self.kind()))
+    }
+
+    /// Begins an install from shared memory. The engine serves on until it begins to load; until the install is finished, abandoned or
+    /// dropped, nobody else changes it.
+    async fn begin_host(&self, _job: &HostJob) -> Result<Box<dyn HostInstall>, InstallError> {
+        Err(InstallError { step: "start", dirty: false, source: server::no_host_route(self.kind()) })
     }
 
     /// Undoes a pause that an earlier life of the agent left behind, when the engine holds no half update.

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use futures::future::BoxFuture;
 
 use crate::protocol::worker::Part;
 use crate::protocol::{BucketHeader, DataHello, MemberName, Refusal, StreamFailure};
@@ -254,12 +255,21 @@ pub struct DeviceBucket {
     pub shares: Vec<u64>,
 }
 
+/// Most bytes that a transport writes into a store after it was told that there is room.
+pub const MOST_AT_ONCE: u64 = 1 << 20;
+
 /// Takes what arrives; implemented by the agent. Calls come in order from one task, and may block for a memory copy only: a call that
 /// blocks longer than the silence of the hello makes this member the silent one. After an `Err`, and after `end`, nothing follows.
 pub trait BucketStore: Send + Sync {
     /// A part of a bucket, at its place in the stream of the layout, while the bucket still arrives; a few hundred KiB at most.
     /// Its bytes are proven only when `complete` follows for its bucket.
     fn write(&self, offset: u64, part: &[u8]) -> Result<(), Refusal>;
+
+    /// Returns when the next [`MOST_AT_ONCE`] bytes can be written; a transport asks before it gives more, and lets its sender wait meanwhile.
+    /// A store that must not wait for ever says no to what comes instead.
+    fn room(&self) -> BoxFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
 
     /// What it wants of payloads that travel between GPUs; the same during a stream.
     fn wants(&self) -> Wants {

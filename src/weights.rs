@@ -15,8 +15,8 @@ mod wire;
 
 pub use coverage::{Coverage, CoverageError};
 pub use digest::{
-    BLOCK_BYTES, BlockHasher, BucketHasher, DigestPart, TensorHasher, TensorHasherError, bucket_digest, digest_hex, parse_digest_hex,
-    tensor_digest,
+    BLOCK_BYTES, BlockHasher, BucketHasher, DigestPart, PartHasher, TensorHasher, TensorHasherError, bucket_digest, digest_hex,
+    parse_digest_hex, tensor_digest,
 };
 pub use dtype::{Dtype, SizeError};
 pub use gsum::{Gsum64, gsum64, gsum64_from};

@@ -5,6 +5,7 @@
 //! ends. The engine's state is the adapter's business.
 
 mod checkpoint;
+mod memory;
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,6 +13,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 
 pub use checkpoint::{FeedError, feed_checkpoint};
+pub use memory::{MemoryFeed, feed_memory};
 
 use crate::engine::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, Engine, EngineError, InstallError, InstallReport, Released};
 use crate::protocol::HeldVersion;

@@ -3,16 +3,20 @@
 //! The decisions are in [`machine`] (what follows in an update) and [`readiness`] (whether the pod may serve); this room carries them out.
 //! It never resumes an engine that may hold half an update, and never calls a version installed that the engine's present start did not confirm.
 
+mod arriving;
 mod companions;
 mod device;
 mod external;
 mod group;
 pub mod machine;
+mod memory;
 pub mod readiness;
 mod receive;
+pub(super) mod ring;
 mod supervise;
 mod switch;
 mod through_gpus;
+mod through_memory;
 mod update;
 mod version;
 pub mod version_dir;
@@ -26,13 +30,10 @@ use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use self::arriving::Arriving;
 use self::companions::Companions;
-use self::device::DeviceReceiver;
-use self::external::Watched;
-use self::group::GroupReceiver;
 use self::machine::Machine;
 use self::readiness::Assigned;
-use self::receive::Receiver;
 use self::supervise::Probed;
 pub use self::update::LONG_POLL;
 pub use self::version::Version;
@@ -45,7 +46,6 @@ use super::space::Cgroups;
 use crate::engine::{Engine, EngineStart};
 use crate::protocol::{Delivery, HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId, UpdatePolicy, UpdateStatus};
 use crate::runtime::deadline::ProgressDeadline;
-use crate::transport::BucketStore;
 
 /// Longest time that an engine may take to leave a group for good.
 const LEAVE: Duration = Duration::from_secs(10);
@@ -122,40 +122,6 @@ struct Receiving {
     receiver: Option<Arriving>,
     deadline: ProgressDeadline,
     over: CancellationToken,
-}
-
-/// Where an attempt's buckets go.
-#[derive(Clone)]
-enum Arriving {
-    /// Into the files of a version.
-    Files(Arc<Receiver>),
-    /// Into the engine, from GPU memory.
-    Device(Arc<DeviceReceiver>),
-    /// Into the engine, by its own group.
-    Group(Arc<GroupReceiver>),
-    /// Nowhere that we see: the user's own data plane moves this version.
-    External(Watched, HeldVersion),
-}
-
-impl Arriving {
-    /// Who takes what comes over the data path; none where nothing does.
-    fn store(&self) -> Option<Arc<dyn BucketStore>> {
-        match self {
-            Self::Files(receiver) => Some(receiver.clone()),
-            Self::Device(receiver) => Some(receiver.clone()),
-            Self::Group(_) => None,
-            Self::External(..) => None,
-        }
-    }
-
-    fn discard(&self, reason: &str) {
-        match self {
-            Self::Files(receiver) => receiver.discard(),
-            Self::Device(receiver) => receiver.discard(reason),
-            Self::Group(receiver) => receiver.discard(reason),
-            Self::External(watched, _) => watched.discard(reason),
-        }
-    }
 }
 
 impl Rollout {

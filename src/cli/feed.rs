@@ -1,11 +1,12 @@
-//! `weightsync feed`: has one engine on this machine take a checkpoint, through the memory of its GPUs. No group, no trainer, no agent.
+//! `weightsync feed`: has one engine on this machine take a checkpoint: through the memory of its GPUs, shared memory, or the directory itself.
+//! No group, no trainer, no agent.
 //!
 //! For hosts without a cluster, and to see what one engine takes on which way and how long each step lasts.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
@@ -13,8 +14,8 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use super::Output;
-use crate::agent::hand_over::feed_checkpoint;
-use crate::engine::{ApiKey, DeviceJob, EngineConfig, connect};
+use crate::agent::hand_over::{MemoryFeed, feed_checkpoint, feed_memory};
+use crate::engine::{ApiKey, DeviceJob, Engine, EngineConfig, EngineError, InstallJob, connect};
 use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::safetensors::Checkpoint;
 use crate::weights::{DigestAlgorithm, Layout, Manifest, TensorHasher};
@@ -31,6 +32,19 @@ pub enum Pause {
     Abort,
     /// Somebody else sees to them.
     External,
+}
+
+/// The way into the engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Way {
+    /// The first of the others that the engine has.
+    Auto,
+    /// The memory of its GPUs.
+    Device,
+    /// Memory that this process shares with the engine's workers.
+    Memory,
+    /// The checkpoint's directory, which the engine must see under the same path.
+    Directory,
 }
 
 /// Arguments of `weightsync feed`.
@@ -55,6 +69,12 @@ pub struct FeedArgs {
     /// UUID of the GPU of its next worker rank, given once for each; may be left out where the engine names them or one GPU is visible.
     #[arg(long = "gpu", value_name = "UUID")]
     pub gpus: Vec<String>,
+    /// Way into the engine.
+    #[arg(long, value_enum, default_value_t = Way::Auto)]
+    pub way: Way,
+    /// Most shared memory, in MiB; all of the checkpoint when it is not given. At least two of the longest tensor are taken.
+    #[arg(long, value_name = "MIB")]
+    pub memory_mib: Option<u64>,
     /// Length of a bucket, in MiB.
     #[arg(long, default_value_t = 256)]
     pub bucket_mib: u64,
@@ -110,6 +130,10 @@ impl FeedArgs {
         })?;
         engine.probe(within).await?;
         let (pause, kv_cache) = self.policies();
+        let way = self.choose(engine.as_ref(), within).await?;
+        if way != Way::Device {
+            return self.through_host(engine.as_ref(), way, within).await;
+        }
         let route = engine.device_route(pause, kv_cache, within).await?;
         let checkpoint = Arc::new(Checkpoint::open(&self.checkpoint)?);
         let layout = Arc::new(Layout::new("model", checkpoint.specs(), self.bucket_mib << 20)?.cut_between_tensors());
@@ -137,6 +161,71 @@ impl FeedArgs {
         }
         let _gone = std::fs::remove_dir(&sockets);
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// The way that is meant.
+    async fn choose(&self, engine: &dyn Engine, within: Duration) -> anyhow::Result<Way> {
+        if self.way != Way::Auto {
+            return Ok(self.way);
+        }
+        let (pause, kv_cache) = self.policies();
+        let unless = |error| match error {
+            error @ EngineError::Unsupported { .. } => Ok(error),
+            error => Err(error),
+        };
+        let Err(device) = engine.device_route(pause, kv_cache, within).await.map_err(unless) else { return Ok(Way::Device) };
+        let Err(memory) = engine.host_route(within).await.map_err(unless) else { return Ok(Way::Memory) };
+        let (device, memory) = (device?, memory?);
+        match engine.takes_directories() {
+            Ok(()) => Ok(Way::Directory),
+            Err(directory) => bail!("{directory}; by GPU memory: {device}; by shared memory: {memory}"),
+        }
+    }
+
+    /// By shared memory or a directory.
+    async fn through_host(&self, engine: &dyn Engine, way: Way, within: Duration) -> anyhow::Result<ExitCode> {
+        let checkpoint = Arc::new(Checkpoint::open(&self.checkpoint)?);
+        let layout = Arc::new(Layout::new("model", checkpoint.specs(), self.bucket_mib << 20)?.cut_between_tensors());
+        let digests = digests(&checkpoint, &layout)?;
+        let directory = self.checkpoint.canonicalize()?;
+        let (pause, kv_cache) = self.policies();
+        for version in self.number..self.number.saturating_add(self.repeat) {
+            let manifest = Manifest::new(version, Layout::clone(&layout), DigestAlgorithm::Xxh3_128, &digests)?;
+            let version = HeldVersion { version, manifest: manifest.digest() };
+            let number = version.version;
+            let (name, memory, report, took) = if way == Way::Memory {
+                let memory = self.memory_mib.map(|mib| mib << 20);
+                let feed = MemoryFeed { version, layout: layout.clone(), memory, pause, kv_cache, timeout: within };
+                let fed = feed_memory(engine, &feed, checkpoint.clone()).await;
+                let (report, memory, took) = fed.with_context(|| format!("version {number} is not installed"))?;
+                ("shared memory", memory, report, took)
+            } else {
+                let cancel = CancellationToken::new();
+                let (directory, local_directory) = (directory.clone(), directory.clone());
+                let job = InstallJob { version, directory, local_directory, pause, kv_cache, timeout: within, cancel };
+                let begun = Instant::now();
+                let report = engine.install(&job).await.with_context(|| format!("version {number} is not installed"))?;
+                ("directory", layout.total_bytes, report, begun.elapsed())
+            };
+            self.show_host(number, &layout, (name, memory), &report.steps_ms, took);
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn show_host(&self, version: u64, layout: &Layout, (way, memory): (&str, u64), steps: &[(String, u64)], took: Duration) {
+        let ms = took.as_secs_f64() * 1e3;
+        if self.output == Output::Json {
+            let steps: serde_json::Map<_, _> = steps.iter().map(|(step, ms)| (step.clone(), json!(ms))).collect();
+            let buckets = layout.bucket_count();
+            let bytes = layout.total_bytes;
+            println!(
+                "{}",
+                json!({"version": version, "route": way, "bytes": bytes, "buckets": buckets, "memory": memory, "ms": ms, "stepsMs": steps})
+            );
+            return;
+        }
+        let steps: Vec<_> = steps.iter().map(|(step, ms)| format!("{step} {ms}")).collect();
+        println!("version {version}: {} bytes by {way} of {memory} bytes in {ms:.1} ms ({} ms)", layout.total_bytes, steps.join(", "));
     }
 
     fn policies(&self) -> (PausePolicy, KvCachePolicy) {

@@ -9,7 +9,7 @@ use clap::Args;
 use tokio::net::TcpListener;
 
 use crate::engine::ApiKey;
-use crate::engine::simulator::{FastdeployOptions, Faults, Simulator, SimulatorOptions};
+use crate::engine::simulator::{FastdeployOptions, Faults, Simulator, SimulatorOptions, WeightTransfer};
 
 /// Arguments of `weightsync simulate-engine`.
 #[derive(Debug, Args)]
@@ -47,7 +47,7 @@ pub struct SimulateEngineArgs {
     /// Folder of the stand-in GPU driver, in whose memory buckets are found.
     #[arg(long, value_name = "DIR", env = "FAKEGPU_DIR")]
     pub fake_gpu: Option<PathBuf>,
-    /// LMDeploy only: without the Ray executor.
+    /// LMDeploy and vLLM only: without the Ray executor.
     #[arg(long)]
     pub no_ray: bool,
     /// LMDeploy only: without --enable-abort-handling.
@@ -68,6 +68,9 @@ pub struct SimulateEngineArgs {
     /// Without checkpoint-engine beside it.
     #[arg(long)]
     pub no_checkpoint_engine: bool,
+    /// vLLM only: started with WeightSync's own weight-transfer back end.
+    #[arg(long)]
+    pub weightsync_backend: bool,
     /// What goes wrong, as JSON, e.g. '{"loadMs":200,"rules":[{"path":"/pause","fault":{"kind":"hang"}}]}'. Can be changed later by
     /// POST /simulator/faults.
     #[arg(long, value_name = "JSON", value_parser = parse_faults, default_value = "{}")]
@@ -108,6 +111,7 @@ impl SimulateEngineArgs {
             ray: !self.no_ray,
             abort_handling: !self.no_abort_handling,
             checkpoint_engine: !self.no_checkpoint_engine,
+            weight_transfer: self.weightsync_backend.then(WeightTransfer::weightsync),
             faults: self.faults,
             ..SimulatorOptions::new(&self.engine, self.model)
         };

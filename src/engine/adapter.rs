@@ -6,6 +6,7 @@
 mod device;
 mod external;
 mod group;
+mod host;
 mod install;
 mod put_back;
 
@@ -21,8 +22,8 @@ use super::http::Until;
 use super::server::Server;
 use super::start::StartWatch;
 use super::{
-    DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, External, Holding, InstallError, InstallJob,
-    InstallReport, Resumed,
+    DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, External, Holding, HostInstall, HostJob,
+    InstallError, InstallJob, InstallReport, Resumed,
 };
 use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
@@ -231,6 +232,14 @@ impl<S: Server> Engine for Adapter<S> {
 
     async fn begin_device(&self, job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
         device::begin(Arc::clone(&self.0), job.clone(), None).await
+    }
+
+    async fn host_route(&self, deadline: Duration) -> Result<&'static str, EngineError> {
+        self.0.server.host_route(Until::new(deadline)).await
+    }
+
+    async fn begin_host(&self, job: &HostJob) -> Result<Box<dyn HostInstall>, InstallError> {
+        host::begin(Arc::clone(&self.0), job.clone()).await
     }
 
     async fn resume(&self, deadline: Duration) -> Result<Resumed, EngineError> {

@@ -11,6 +11,8 @@ use async_trait::async_trait;
 use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
 use super::group::GroupServer;
+use super::host::HostJob;
+use super::host_feed::HostFeed;
 use super::http::Until;
 use super::{EngineError, Holding, fit};
 use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
@@ -107,6 +109,24 @@ pub(super) trait Server: Send + Sync + 'static {
     /// leaves it so.
     async fn open_feed(&self, _job: FeedJob<'_>, _until: Until) -> Result<Box<dyn Feed>, EngineError> {
         Err(no_device_route(self.kind()))
+    }
+
+    /// Whether its workers read weights from shared memory of the host: the name of the way.
+    async fn host_route(&self, _until: Until) -> Result<&'static str, EngineError> {
+        Err(no_host_route(self.kind()))
+    }
+
+    /// Has the workers connect. Nothing of the server is changed yet, and an error here leaves it so.
+    async fn open_host_feed(&self, _job: &HostJob, _until: Until) -> Result<Box<dyn HostFeed>, EngineError> {
+        Err(no_host_route(self.kind()))
+    }
+}
+
+/// The refusal of a server whose workers do not read shared memory.
+pub(super) fn no_host_route(kind: &str) -> EngineError {
+    EngineError::Unsupported {
+        what: format!("the workers of {kind} do not read weights from shared memory as it was started"),
+        next_step: "it is fed from a directory".into(),
     }
 }
 

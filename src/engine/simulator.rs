@@ -4,10 +4,12 @@
 //! A simulator really reads the directories that it is told to load, and everything it serves is computed from those bytes, so an update
 //! that did not happen, happened by half, or was corrupted shows in its answers and in `GET /simulator/digest`.
 
+mod backend;
 mod completions;
 mod core;
 mod fastdeploy;
 mod faults;
+mod feed;
 mod front;
 mod lmdeploy;
 mod memory;
@@ -21,6 +23,7 @@ mod unpickle;
 mod vllm;
 mod worker;
 
+use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -30,6 +33,7 @@ use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+pub use backend::WeightTransfer;
 pub use fastdeploy::FastdeployOptions;
 pub use faults::{Fault, FaultRule, Faults, LoadFault};
 
@@ -62,7 +66,7 @@ pub struct SimulatorOptions {
     pub gpus: Vec<String>,
     /// Folder in which the stand-in driver of the tests keeps GPU memory; without it no memory of another process can be opened.
     pub gpu_memory: Option<PathBuf>,
-    /// LMDeploy's `--distributed-executor-backend ray`.
+    /// LMDeploy's and vLLM's `--distributed-executor-backend ray`.
     pub ray: bool,
     /// LMDeploy's `--enable-abort-handling`.
     pub abort_handling: bool,
@@ -70,6 +74,8 @@ pub struct SimulatorOptions {
     pub checkpoint_engine: bool,
     /// How a FastDeploy was started.
     pub fastdeploy: FastdeployOptions,
+    /// vLLM's `--weight-transfer-config`.
+    pub weight_transfer: Option<WeightTransfer>,
     /// What goes wrong from the start.
     pub faults: Faults,
 }
@@ -102,6 +108,7 @@ impl SimulatorOptions {
             abort_handling: true,
             checkpoint_engine: true,
             fastdeploy: FastdeployOptions::default(),
+            weight_transfer: None,
             faults: Faults::default(),
         }
     }
@@ -175,8 +182,11 @@ impl Simulator {
             },
             crash: stop.clone(),
         });
+        if kind == Kind::Vllm && !gpus.ray {
+            front.core.change(|state| state.late = Some(VecDeque::new()));
+        }
         let routes = match kind {
-            Kind::Vllm => vllm::routes(options.dev_mode, gpus),
+            Kind::Vllm => vllm::routes(options.dev_mode, gpus, options.weight_transfer),
             Kind::Sglang => sglang::routes(options.health_timeout, gpus),
             Kind::Lmdeploy => lmdeploy::routes(gpus),
             Kind::Fastdeploy => fastdeploy::routes(options.fastdeploy, gpus, options.model),

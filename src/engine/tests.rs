@@ -7,6 +7,7 @@ mod fastdeploy;
 mod gpu;
 mod group;
 mod half;
+mod host;
 mod install;
 mod lmdeploy;
 mod parts;

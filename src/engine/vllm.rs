@@ -1,26 +1,31 @@
-//! vLLM 0.32, unmodified, with `VLLM_SERVER_DEV_MODE=1`: weights by `reload_weights` from a directory.
+//! vLLM 0.32 with `VLLM_SERVER_DEV_MODE=1`: weights by `reload_weights` from a directory, or by our own back end where it was started with it.
 //!
 //! Decides paths, bodies and which reply means success. All facts are from the wheel of 0.32.0 (`entrypoints/rl/online/api_router.py`,
 //! `entrypoints/serve/dev`) and were seen on the running server (`tests/engine`). Two of them shape this file: after a reload that failed
 //! in the middle the next one replays what the first had buffered and fails or loads a mixture, until an empty reload closes it
 //! (`model_executor/model_loader/reload/layerwise.py`); and `/health` says 200 while the engine core is stuck.
 
+mod backend;
 mod group;
+mod workers;
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use serde_json::{Value, json};
 
+use self::backend::Backend;
 use super::adapter::Adapter;
 use super::checkpoint_engine::Call;
 use super::device::DeviceRoute;
 use super::feed::{self, CheckpointEngine, Feed, FeedJob};
 use super::group::GroupServer;
+use super::host::HostJob;
+use super::host_feed::HostFeed;
 use super::http::{Answer, EngineHttp, Reply, Until};
-use super::server::Server;
+use super::server::{Server, no_host_route};
 use super::{Engine, EngineConfig, EngineError, Holding};
 use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
 
@@ -30,12 +35,16 @@ const CACHE_RETRY: Duration = Duration::from_millis(50);
 
 /// The adapter for a vLLM server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
-    let server = Vllm { http: Arc::new(EngineHttp::new(&config)?) };
+    let server = Vllm { http: Arc::new(EngineHttp::new(&config)?), backend: Mutex::default(), late: Mutex::default() };
     Ok(Arc::new(Adapter::new(server, config.served_model)))
 }
 
 struct Vllm {
     http: Arc<EngineHttp>,
+    /// Whether a start of the server, by its fingerprint, has our back end.
+    backend: Mutex<Option<(String, bool)>>,
+    /// A start of the server whose workers' replies are late.
+    late: Mutex<Option<String>>,
 }
 
 impl Vllm {
@@ -48,9 +57,26 @@ impl Vllm {
         self.http.post(path, body, until).await?.json()?.must(success.0, &success.1).map(drop)
     }
 
-    /// The workers' own reload.
+    /// The workers' own reload. vLLM 0.32 reads the replies of workers one after the other and stops at the first failure, so from then on
+    /// those of the others are taken for replies to later calls (`v1/executor/multiproc_executor.py`; seen): of several ranks no success is
+    /// believed behind a failure, until the server starts anew.
     async fn reload_weights(&self, arguments: Value, until: Until) -> Result<(), EngineError> {
-        of_all_workers(&self.http, &json!({"method": "reload_weights", "kwargs": arguments}), until).await
+        let late = self.late.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(late) = late
+            && self.fingerprint(until).await? == late
+        {
+            let what = "behind a call that failed, vLLM takes the replies of its workers for those to later calls".to_owned();
+            return Err(unsupported(
+                what,
+                "restart the server, or start it with WeightSync's back end, whose workers answer for themselves",
+            ));
+        }
+        let done = of_all_workers(&self.http, &json!({"method": "reload_weights", "kwargs": arguments}), until).await;
+        if matches!(done, Err(EngineError::Status { status: 500, .. })) && self.size(until).await? > 1 {
+            let start = self.fingerprint(until).await?;
+            *self.late.lock().unwrap_or_else(PoisonError::into_inner) = Some(start);
+        }
+        done
     }
 
     /// Name and path of the model that the server serves (`/v1/models`; adapters have a parent).
@@ -70,6 +96,24 @@ impl Vllm {
             (Some(id), Some(root)) => Ok((id, root)),
             _ => Err(answer.bad("it names no model".to_owned())),
         }
+    }
+
+    /// Whether the server was started with our own back end; asked once for each start, because others log a refusal as an error.
+    async fn has_backend(&self, until: Until) -> Result<bool, EngineError> {
+        let start = self.fingerprint(until).await?;
+        let known = self.backend.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some((_, there)) = known.filter(|(of, _)| *of == start && start != "unknown") {
+            return Ok(there);
+        }
+        let there = backend::is_there(&self.http, until).await?;
+        *self.backend.lock().unwrap_or_else(PoisonError::into_inner) = Some((start, there));
+        Ok(there)
+    }
+
+    async fn size(&self, until: Until) -> Result<u32, EngineError> {
+        let size = self.needed(self.http.get("/get_world_size?include_dp=true", until).await?, NEWER)?.json()?;
+        let ranks = size.field("world_size")?.as_u64().and_then(|ranks| u32::try_from(ranks).ok()).filter(|ranks| *ranks > 0);
+        ranks.ok_or_else(|| size.bad("its world size is no count of ranks".to_owned()))
     }
 
     /// A route that only a server with weight updates has.
@@ -95,7 +139,11 @@ fn unsupported(what: String, next_step: &str) -> EngineError {
 
 const DEV_MODE: &str = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment";
 const NEWER: &str = "use vLLM 0.32 or newer";
+/// The way in by our own back end, for status and logs.
+const BACKEND: &str = "shared memory: weightsync in vLLM's workers";
 const DIRECTORY: &str = "it is fed from a directory";
+/// The class of checkpoint-engine 0.4.2 whose methods a server's workers get.
+const EXTENSION_CLASS: &str = "checkpoint_engine.worker.VllmColocateWorkerExtension";
 /// Method of checkpoint-engine 0.4.2's `VllmColocateWorkerExtension`.
 const EXTENSION: &str = "update_weights_from_ipc";
 
@@ -125,14 +173,14 @@ impl Server for Vllm {
             return Err(probe.into_status());
         }
         self.needed(self.http.get("/weight_info", until).await?, NEWER)?.json()?.string("weight_version")?;
-        let size = self.needed(self.http.get("/get_world_size?include_dp=true", until).await?, NEWER)?.json()?;
-        let ranks = size.field("world_size")?.as_u64().and_then(|ranks| u32::try_from(ranks).ok()).filter(|ranks| *ranks > 0);
+        let size = self.size(until).await?;
+        let delivery = if self.has_backend(until).await? { BACKEND } else { "reload_weights from a directory" };
         Ok(EngineFacts {
             kind: KIND.to_owned(),
             server_version,
-            size: ranks.ok_or_else(|| size.bad("its world size is no count of ranks".to_owned()))?,
+            size,
             url: self.http.url().to_owned(),
-            delivery: "reload_weights from a directory".to_owned(),
+            delivery: delivery.to_owned(),
             // `weight_versions` spans on /inference/v1/generate.
             answer_version: "token".to_owned(),
             groups: None,
@@ -250,10 +298,13 @@ impl Server for Vllm {
         if pause == PausePolicy::External {
             return Err(unsupported("without a pause vLLM computes with half of the buckets".into(), DIRECTORY));
         }
-        // Without the addresses that it needs, the method says so and does nothing.
-        let probe = self.http.post("/collective_rpc", Some(&json!({"method": EXTENSION})), until).await?;
-        let said = probe.into_status().to_string();
-        if !said.contains("missing") || !said.contains("zmq_handles") {
+        // Asked of its configuration: a call that its workers refuse would spoil their replies to later ones.
+        let info = self.http.get("/server_info?config_format=json", until).await?;
+        let extension = match info.status() {
+            200 => info.json()?.value().pointer("/vllm_config/parallel_config/worker_extension_cls").cloned(),
+            _ => None,
+        };
+        if extension.as_ref().and_then(Value::as_str) != Some(EXTENSION_CLASS) {
             let next = "start vLLM with --worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension";
             return Err(unsupported("vLLM was not started with checkpoint-engine's workers".into(), next));
         }
@@ -270,5 +321,22 @@ impl Server for Vllm {
             Box::pin(async move { of_all_workers(&http, &json!({"method": EXTENSION, "args": [Value::Object(handles)]}), whole).await })
         };
         Ok(Box::new(CheckpointEngine::open(self.http.url(), &job, call).await?))
+    }
+
+    async fn host_route(&self, until: Until) -> Result<&'static str, EngineError> {
+        if self.has_backend(until).await? { Ok(BACKEND) } else { Err(no_host_route(KIND)) }
+    }
+
+    async fn open_host_feed(&self, job: &HostJob, until: Until) -> Result<Box<dyn HostFeed>, EngineError> {
+        self.host_route(until).await?;
+        let ranks = self.size(until).await?;
+        let opened = Backend::open(self.http.clone(), job, ranks, until).await;
+        if matches!(opened, Err(EngineError::Unsupported { .. })) {
+            // Asked again only when it starts anew.
+            if let Some((_, there)) = self.backend.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+                *there = false;
+            }
+        }
+        Ok(Box::new(opened?))
     }
 }

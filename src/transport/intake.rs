@@ -5,6 +5,8 @@
 
 use std::sync::Arc;
 
+use futures::future::BoxFuture;
+
 use super::{BucketStore, DeviceBucket};
 use crate::protocol::{BucketHeader, MemberName, Refusal, RefusalCode, StreamFailure};
 use crate::weights::BucketHasher;
@@ -39,6 +41,12 @@ enum State {
 impl Intake {
     pub(super) fn new(me: MemberName, store: Arc<dyn BucketStore>) -> Self {
         Self { me, store, hasher: BucketHasher::new(), open: None, state: State::Running }
+    }
+
+    /// Waits until the store has room for what one read may bring.
+    pub(super) fn room(&self) -> BoxFuture<'static, ()> {
+        let store = self.store.clone();
+        Box::pin(async move { store.room().await })
     }
 
     /// Whether every bucket came and the store took the end.

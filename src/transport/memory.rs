@@ -15,7 +15,7 @@ use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::intake::Intake;
-use super::{Admission, BucketSink, Payload, Transport, TransportError};
+use super::{Admission, BucketSink, MOST_AT_ONCE, Payload, Transport, TransportError};
 use crate::protocol::{BucketHeader, DataHello, MemberName, StreamFailure};
 
 /// Where members of one process find each other by name.
@@ -92,7 +92,12 @@ async fn member(opening: Opening, admission: Arc<dyn Admission>) {
     while let Some(Step { work, done }) = steps.recv().await {
         let outcome = match work {
             Work::Bucket(header, data, digest) => {
-                intake.head(header).and_then(|()| intake.part(&data)).and_then(|()| intake.digest(digest))
+                let mut taken = intake.head(header);
+                for part in data.chunks(usize::try_from(MOST_AT_ONCE).unwrap_or(usize::MAX)) {
+                    intake.room().await;
+                    taken = taken.and_then(|()| intake.part(part));
+                }
+                taken.and_then(|()| intake.digest(digest))
             }
             Work::End => intake.end(),
             Work::Broken(failure) => {

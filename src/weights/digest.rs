@@ -139,6 +139,27 @@ impl Layout {
     }
 }
 
+/// The digest of one thing that comes in parts, by the algorithm of a manifest.
+#[derive(Clone)]
+pub struct PartHasher(Running);
+
+impl PartHasher {
+    /// Nothing hashed yet.
+    pub fn new(algorithm: DigestAlgorithm) -> Self {
+        Self(Running::new(algorithm))
+    }
+
+    /// Takes the next part, of any length.
+    pub fn update(&mut self, part: &[u8]) {
+        self.0.update(part);
+    }
+
+    /// The digest of all parts; ready for the next thing.
+    pub fn take(&mut self) -> u128 {
+        self.0.take()
+    }
+}
+
 /// A digest that is being computed, by either algorithm.
 #[derive(Clone)]
 enum Running {
@@ -147,6 +168,13 @@ enum Running {
 }
 
 impl Running {
+    fn new(algorithm: DigestAlgorithm) -> Self {
+        match algorithm {
+            DigestAlgorithm::Xxh3_128 => Self::Xxh3(Box::default()),
+            DigestAlgorithm::Gsum64 => Self::Gsum(Gsum64::new()),
+        }
+    }
+
     fn update(&mut self, part: &[u8]) {
         match self {
             Self::Xxh3(hasher) => hasher.update(part),
@@ -186,11 +214,12 @@ pub enum TensorHasherError {
 impl TensorHasher {
     /// Nothing fed yet.
     pub fn new(layout: Arc<Layout>, algorithm: DigestAlgorithm) -> Self {
-        let hasher = match algorithm {
-            DigestAlgorithm::Xxh3_128 => Running::Xxh3(Box::default()),
-            DigestAlgorithm::Gsum64 => Running::Gsum(Gsum64::new()),
-        };
-        Self { layout, position: 0, hasher, done: Vec::new() }
+        Self { layout, position: 0, hasher: Running::new(algorithm), done: Vec::new() }
+    }
+
+    /// The digests of the tensors that ended, in layout order.
+    pub fn ended(&self) -> &[u128] {
+        &self.done
     }
 
     /// Bytes fed so far.

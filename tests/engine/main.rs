@@ -6,9 +6,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 mod adapter;
+mod backend;
 mod client;
 mod conformance;
 mod demo;
+mod feeder;
 mod models;
 mod real;
 mod script;

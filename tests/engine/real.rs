@@ -29,6 +29,22 @@ pub struct Server {
 impl Server {
     /// The real vLLM 0.32 on a checkpoint; call [`ready`](Self::ready) before use.
     pub fn vllm(venv: &Path, model: &Path) -> Self {
+        Self::real(venv, model, |_| {})
+    }
+
+    /// The same with WeightSync's own back end, whose package lies in that folder, and so many ranks.
+    pub fn vllm_with_backend(venv: &Path, model: &Path, packages: &Path, ranks: u32) -> Self {
+        Self::real(venv, model, |command| {
+            command.env("PYTHONPATH", packages).args(["--weight-transfer-config", r#"{"backend": "weightsync"}"#]);
+            if ranks > 1 {
+                let ranks = ranks.to_string();
+                command.args(["--tensor-parallel-size", &ranks, "--distributed-executor-backend", "mp"]);
+                command.env("VLLM_ENABLE_V1_MULTIPROCESSING", "1");
+            }
+        })
+    }
+
+    fn real(venv: &Path, model: &Path, more: impl FnOnce(&mut Command)) -> Self {
         let mut command = Command::new(venv.join("bin/vllm"));
         let port = free_port();
         command.arg("serve").arg(model).args(["--served-model-name", "m", "--host", "127.0.0.1", "--port", &port.to_string()]);
@@ -61,16 +77,29 @@ impl Server {
         ] {
             command.env(name, value);
         }
+        more(&mut command);
         Self::start(command, port)
     }
 
     /// The simulator on a checkpoint.
     pub fn simulator(model: &Path, faults: &str) -> Self {
+        Self::simulated(model, faults, |_| {})
+    }
+
+    /// The same with WeightSync's own back end.
+    pub fn simulator_with_backend(model: &Path, faults: &str, ranks: u32) -> Self {
+        Self::simulated(model, faults, |command| {
+            command.args(["--weightsync-backend", "--no-ray", "--world-size", &ranks.to_string()]);
+        })
+    }
+
+    fn simulated(model: &Path, faults: &str, more: impl FnOnce(&mut Command)) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_weightsync"));
         let port = free_port();
         command.args(["simulate-engine", "--engine", "vllm", "--served-model-name", "m", "--port", &port.to_string()]);
         command.args(["--max-model-len", "512", "--api-key-env", "SIMULATOR_KEY", "--faults", faults]).arg("--model").arg(model);
         command.env("SIMULATOR_KEY", KEY);
+        more(&mut command);
         Self::start(command, port)
     }
 

@@ -4,6 +4,7 @@
 
 mod agent_process;
 mod arrows;
+mod backend;
 mod binary;
 mod chart;
 mod conformance;

@@ -46,8 +46,18 @@ impl Rollout {
         };
         let switch = self.begin_switch(limit);
         self.with(|inner| inner.touched = Some(version.clone()));
-        tracing::info!(version = version.held.version, directory = %job.directory.display(), "the engine is being switched");
+        let route = self.memory_route().await;
+        tracing::info!(version = version.held.version, directory = %job.directory.display(), route, "the engine is being switched");
         let installed = async {
+            if route.is_some() {
+                match self.install_through_memory(&version, policy).await {
+                    // Nothing was touched, and there is another way.
+                    Err(InstallError { step: "start", dirty: false, source: error @ EngineError::Unsupported { .. } }) => {
+                        tracing::warn!(%error, "the version does not go into the engine by shared memory");
+                    }
+                    done => return done,
+                }
+            }
             match self.engine.takes_directories() {
                 Ok(()) => self.engine.install(&job).await,
                 Err(_) => self.install_through_gpus(&version, policy).await,

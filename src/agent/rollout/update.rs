@@ -49,7 +49,7 @@ impl Rollout {
             Opening::Known => self.watch_attempt(epoch, &update, None),
             Opening::Check => match self.open(epoch, &request).await {
                 Ok(receiver) => {
-                    let fed = matches!(receiver, Arriving::Device(_) | Arriving::Group(_));
+                    let fed = receiver.feeds();
                     if let Err(refusal) = self.with(|inner| inner.machine.opened(&update, fed)) {
                         receiver.discard("another attempt took its place");
                         return Err(refusal);
@@ -78,6 +78,7 @@ impl Rollout {
                 Arriving::Device(receiver) => receiver.conclude(&request).await.map(Err),
                 Arriving::Group(receiver) => receiver.conclude(&request).map(Err),
                 Arriving::External(..) => Err("its bytes travel in the trainer's own data plane".into()),
+                Arriving::Memory(receiver) => receiver.conclude(&request).await.map(Err),
             };
             let took_ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
             if let Err(reason) = &outcome {
@@ -116,12 +117,11 @@ impl Rollout {
         self.heard_leader(update);
         if let Activating::Install(held) = self.with(|inner| inner.machine.activate(update))? {
             let fed = self.with(|inner| match inner.receiving.as_ref().map(|receiving| (&receiving.update, &receiving.receiver)) {
-                Some((of, Some(Arriving::Device(receiver)))) if of == update => receiver.finish(held.clone()),
-                Some((of, Some(Arriving::Group(receiver)))) if of == update => receiver.finish(held.clone()),
-                _ => false,
+                Some((of, Some(receiver))) if of == update => Some(receiver.clone()),
+                _ => None,
             });
             match self.holding(&held) {
-                _ if fed => {}
+                _ if fed.as_ref().is_some_and(|receiver| receiver.finish(&held)) => {}
                 Some(version) => {
                     let (rollout, policy) = (self.clone(), Self::policy_of(epoch));
                     tokio::spawn(async move { rollout.switch(version, &policy).await });
@@ -177,8 +177,15 @@ impl Rollout {
         tracing::info!(why_not, "the version is put into files and not handed over from GPU memory as it comes");
         let plan = SafetensorsPlan::new(&layout, None).map_err(|error| refusal(RefusalCode::Invalid, error.to_string()))?;
         let wanted = plan.total_bytes().saturating_add(self.companions.bytes());
-        check_directory(self.dir.path(), wanted, &self.cgroups)
-            .map_err(|error| refusal(RefusalCode::OutOfSpace, format!("{error} (version {})", request.update.version)))?;
+        if let Err(error) = check_directory(self.dir.path(), wanted, &self.cgroups) {
+            return match self.open_memory(epoch, request, &layout).await {
+                Ok(receiver) => Ok(Arriving::Memory(receiver)),
+                Err(why) => {
+                    let what = format!("{error} (version {}); and not without files: {why}", request.update.version);
+                    Err(refusal(RefusalCode::OutOfSpace, what))
+                }
+            };
+        }
         let dir = self.dir.version(request.update.version, request.update.attempt).map_err(|error| internal(error.to_string()))?;
         let listener = Box::new(Weak::clone(&Arc::downgrade(self)));
         let receiver = Receiver::create(request.update.clone(), layout, request.algorithm, plan, dir, listener)
@@ -253,7 +260,7 @@ impl Inner {
         let replaced = self.receiving.as_ref().is_some_and(|receiving| {
             let of = &receiving.update;
             let later = of.epoch != update.epoch || of.version <= update.version;
-            matches!(receiving.receiver, Some(Arriving::Device(_) | Arriving::Group(_))) && of != update && later
+            receiving.receiver.as_ref().is_some_and(Arriving::feeds) && of != update && later
         });
         let installing = self.machine.status().is_some_and(|status| status.step == InstallStep::Installing);
         if replaced && !installing {

@@ -13,10 +13,14 @@ use bytes::Bytes;
 
 use super::version_dir::VersionDir;
 use crate::agent::version_source::{SourceError, VersionSource};
+use crate::engine::{HostBucket, HostDigest, HostMemory, HostTensor};
 use crate::protocol::HeldVersion;
 use crate::transport::Payload;
 use crate::weights::safetensors::SafetensorsPlan;
-use crate::weights::{Bucket, Layout, Manifest, TensorHasher};
+use crate::weights::{Bucket, DigestAlgorithm, EntryPart, Layout, Manifest, PartHasher, TensorHasher, parse_digest_hex};
+
+/// Bytes that are read at once to be hashed.
+const PART: u64 = 1 << 20;
 
 /// A version in a directory; the directory is removed with it.
 #[derive(Debug)]
@@ -46,6 +50,51 @@ impl Version {
         }
         let digests = hasher.finish().map_err(|error| error.to_string())?;
         self.manifest.compare(&digests).map_err(|error| error.to_string())
+    }
+
+    /// Its one file, as memory that can be shared.
+    pub(super) fn memory(&self) -> Result<HostMemory, String> {
+        let [file] = self.files.as_slice() else { return Err(format!("the version lies in {} files", self.files.len())) };
+        let bytes = file.metadata().map_err(|error| error.to_string())?.len();
+        HostMemory::of(file, bytes).map_err(|error| format!("the version's file cannot be shared: {error}"))
+    }
+
+    /// The whole tensors of a part of the stream, where they lie in the file. Blocks while it hashes, where the manifest's own digests will
+    /// not do: each tensor is compared with the manifest then, so that what is told is of the bytes that were received.
+    pub(super) fn host_bucket(&self, bucket: &Bucket, digest: HostDigest) -> Result<HostBucket, String> {
+        let mut tensors = Vec::new();
+        for part in self.layout.parts(bucket.offset, bucket.bytes) {
+            let stream = part.entry.offset;
+            let place = self.plan.segments(&self.layout, stream, part.entry.bytes).next();
+            let offset = place.filter(|place| place.bytes == part.entry.bytes).ok_or("a tensor is torn")?.file_offset;
+            let digest = self.digest_as(&part, offset, digest)?;
+            tensors.push(HostTensor { spec: part.entry.tensor.clone(), offset, bytes: part.entry.bytes, digest });
+        }
+        Ok(HostBucket { sequence: bucket.sequence, copy: false, tensors })
+    }
+
+    fn digest_as(&self, part: &EntryPart<'_>, offset: u64, digest: HostDigest) -> Result<String, String> {
+        let name = &part.entry.tensor.name;
+        let known = self.manifest.tensor_digests.get(part.index).ok_or("the manifest has too few digests")?;
+        if digest == HostDigest::Xxh3_128 && self.manifest.algorithm == DigestAlgorithm::Xxh3_128 {
+            return Ok(known.clone());
+        }
+        let file = self.files.first().ok_or("the version has no file")?;
+        let (mut own, mut told) = (PartHasher::new(self.manifest.algorithm), digest.hasher());
+        let mut buffer = vec![0; usize::try_from(part.entry.bytes.min(PART)).unwrap_or_default()];
+        let mut at = 0;
+        while at < part.entry.bytes {
+            let length = usize::try_from((part.entry.bytes - at).min(PART)).unwrap_or_default();
+            let piece = buffer.get_mut(..length).unwrap_or_default();
+            file.read_exact_at(piece, offset + at).map_err(|error| format!("tensor {name} cannot be read back: {error}"))?;
+            own.update(piece);
+            told.update(piece);
+            at += length as u64;
+        }
+        if Some(own.take()) != parse_digest_hex(known) {
+            return Err(format!("tensor {name} is not what was received"));
+        }
+        Ok(told.finish())
     }
 
     /// Reads it as a stream, from the first byte.

@@ -140,14 +140,16 @@ impl BucketSink for CorruptingSink {
 
 /// Everything that a group needs.
 pub struct Bed {
-    ca: Ca,
-    client: AgentClient,
+    pub ca: Ca,
+    pub client: AgentClient,
     pub versions: tempfile::TempDir,
     pub policy: UpdatePolicy,
     pub epoch: u64,
     pub current: Option<HeldVersion>,
     pub corrupt: Arc<std::sync::atomic::AtomicBool>,
-    pods: u32,
+    /// Of rollouts.
+    pub cgroups: Cgroups,
+    pub pods: u32,
 }
 
 impl Bed {
@@ -168,7 +170,8 @@ impl Bed {
             transport: TransportPolicy::default(),
             health,
         };
-        Self { ca, client, versions: tempfile::tempdir().unwrap(), policy, epoch: 0, current: None, corrupt: Arc::default(), pods: 0 }
+        let (versions, cgroups) = (tempfile::tempdir().unwrap(), unlimited());
+        Self { ca, client, versions, policy, epoch: 0, current: None, corrupt: Arc::default(), cgroups, pods: 0 }
     }
 
     pub fn source(&mut self) -> Member {
@@ -197,7 +200,8 @@ impl Bed {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let place = self.versions.path().to_owned();
         let corrupt = (role == Role::Source).then(|| self.corrupt.clone());
-        let (start, cancel) = (Start { identity, incarnation, role, engine, place, corrupt }, CancellationToken::new());
+        let (start, cancel) =
+            (Start { identity, incarnation, role, engine, place, corrupt, cgroups: self.cgroups.clone() }, CancellationToken::new());
         let (name_of, token) = (name.clone(), cancel.clone());
         let (told, hear) = std::sync::mpsc::channel();
         runtime.spawn(async move {
@@ -315,6 +319,7 @@ struct Start {
     engine: TestEngine,
     place: PathBuf,
     corrupt: Option<Arc<std::sync::atomic::AtomicBool>>,
+    cgroups: Cgroups,
 }
 
 impl Start {
@@ -330,11 +335,10 @@ impl Start {
             None => Arc::new(tcp),
         };
         let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport);
-        let cgroups = Cgroups::at(PathBuf::from("/nonexistent"), String::new());
         let queue: Arc<PublishQueue> = Arc::default();
         let part = match self.role {
             Role::Source => {
-                let source = Source::new(leader.clone(), cgroups);
+                let source = Source::new(leader.clone(), unlimited());
                 tokio::spawn(source.clone().run(queue.clone(), cancel.clone()));
                 Part::Source(source)
             }
@@ -344,7 +348,7 @@ impl Start {
                 // A killed process lets its lock go at once; a killed runtime of this process ends its tasks a little later.
                 let started = async {
                     loop {
-                        match Rollout::start(core.clone(), engine.clone(), places.clone(), cgroups.clone()) {
+                        match Rollout::start(core.clone(), engine.clone(), places.clone(), self.cgroups.clone()) {
                             Ok(rollout) => return rollout,
                             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
                         }
@@ -372,6 +376,10 @@ impl Start {
         tokio::spawn(serve_https(control, self.identity, Access::Group, router(endpoint), limits, cancel.clone()));
         Member { name, core, part, queue, engine: self.engine, roster, address, role: self.role, cancel, runtime: None }
     }
+}
+
+fn unlimited() -> Cgroups {
+    Cgroups::at(PathBuf::from("/nonexistent"), String::new())
 }
 
 fn data_tls(identity: &Identity, core: &Arc<Core>) -> DataTls {

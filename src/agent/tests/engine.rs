@@ -6,8 +6,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
+use super::workers::Workers;
 use crate::agent::core::lock;
-use crate::engine::{Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed};
+use crate::engine::{
+    Engine, EngineError, EngineStart, Holding, HostDigest, HostInstall, HostJob, InstallError, InstallJob, InstallReport, Resumed,
+};
 use crate::protocol::{EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::safetensors::Checkpoint;
 use crate::weights::{TensorSpec, digest_hex, tensor_digest};
@@ -42,6 +45,10 @@ pub struct Inside {
     pub put_back: u32,
     /// A tensor that its start-up weights have.
     pub needs: Option<String>,
+    /// Its workers read shared memory, and check this digest.
+    pub memory: Option<HostDigest>,
+    /// Lengths of the memories that were shared with them.
+    pub shared: Vec<u64>,
 }
 
 /// The engine.
@@ -161,6 +168,17 @@ impl Engine for TestEngine {
             inside.directory = Some(job.directory.clone());
         });
         Ok(InstallReport { start: EngineStart(start.to_string()), steps_ms: vec![("load".into(), 1)] })
+    }
+
+    async fn host_route(&self, _deadline: Duration) -> Result<&'static str, EngineError> {
+        self.answer()?;
+        let without = EngineError::Unsupported { what: "it has no workers that read memory".into(), next_step: "use files".into() };
+        self.get(|inside| inside.memory).map(|_| "shared memory").ok_or(without)
+    }
+
+    async fn begin_host(&self, job: &HostJob) -> Result<Box<dyn HostInstall>, InstallError> {
+        let digest = self.get(|inside| inside.memory).expect("it has this way");
+        Ok(Box::new(Workers::begin(self, job, digest)))
     }
 
     async fn resume(&self, _deadline: Duration) -> Result<Resumed, EngineError> {

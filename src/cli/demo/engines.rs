@@ -62,8 +62,20 @@ pub fn command(args: &DemoArgs, program: &Path, model: &Path, port: u16, gpu: Op
         ("DO_NOT_TRACK", "1"),
     ];
     let environment = environment.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
-    let words = words.into_iter().chain(limits).chain(memory).map(str::to_owned);
+    let backend = ["--weight-transfer-config", r#"{"backend": "weightsync"}"#];
+    let backend = backend.into_iter().filter(|_| has_backend(venv(args)));
+    let words = words.into_iter().chain(limits).chain(memory).chain(backend).map(str::to_owned);
     (std::iter::once(vllm).chain(words).collect(), environment)
+}
+
+/// Whether WeightSync's package is installed beside vLLM.
+fn has_backend(venv: &Path) -> bool {
+    let folders = |path: &Path| std::fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
+    let is_ours = |path: PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        name.starts_with("weightsync-") && name.ends_with(".dist-info")
+    };
+    folders(&venv.join("lib")).any(|python| folders(&python.join("site-packages")).any(is_ours))
 }
 
 /// The virtual environment that `--python` names: its folder, or its interpreter.

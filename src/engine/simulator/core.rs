@@ -3,7 +3,7 @@
 //! Decides when a request may take its next token, what a pause does to it, when a cache can be emptied, and what a failed load leaves
 //! behind. The rules are those of vLLM 0.32 (`v1/engine/core.py`) and SGLang 0.5.23 (`srt/managers/scheduler.py`), where they differ by [`Kind`].
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -67,6 +67,8 @@ pub(super) struct State {
     pub(super) pause: Pause,
     /// The core broke down; the server will end.
     pub(super) dead: bool,
+    /// Replies of the second worker that nobody has read, for an executor that loses its place in them.
+    pub(super) late: Option<VecDeque<Result<(), String>>>,
     /// Calls so far, `METHOD /path?query`, the simulator's own left out.
     pub(super) calls: Vec<String>,
     digest: u128,
@@ -107,6 +109,7 @@ impl Core {
             version: "default".to_owned(),
             pause: Pause::Running,
             dead: false,
+            late: None,
             calls: Vec::new(),
             digest,
             leftover: Leftover::Nothing,
@@ -302,6 +305,17 @@ impl Core {
                 state.digest = state.served.digest();
             }
         });
+    }
+
+    /// The start of a session that reloads layer by layer: nothing can be computed until they are put together.
+    pub(super) fn take_apart(&self) {
+        self.change(|state| state.leftover = Leftover::Opened);
+    }
+
+    /// The end of such a session, whatever it brought.
+    pub(super) fn put_together(&self) {
+        self.change(|state| state.leftover = Leftover::Nothing);
+        self.finalise();
     }
 
     /// vLLM's reload of an empty list: takes back what a failed load left open, unless a tensor that fits nowhere is in the way.

@@ -16,6 +16,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::GpuOptions;
+use super::backend::{self, WeightTransfer};
 use super::completions::completions;
 use super::core::{Dead, Pause};
 use super::front::Front;
@@ -26,7 +27,8 @@ pub(super) fn guarded(path: &str) -> bool {
 }
 
 /// The routes; those for weights only in dev mode.
-pub(super) fn routes(dev_mode: bool, gpus: GpuOptions) -> Router<Arc<Front>> {
+pub(super) fn routes(dev_mode: bool, gpus: GpuOptions, transfer: Option<WeightTransfer>) -> Router<Arc<Front>> {
+    let info = server_info(&gpus, transfer.as_ref());
     let always = Router::new()
         .route("/health", get(health))
         .route("/version", get(|| async { Json(json!({"version": "0.32.0"})) }))
@@ -45,7 +47,10 @@ pub(super) fn routes(dev_mode: bool, gpus: GpuOptions) -> Router<Arc<Front>> {
         .route("/update_weight_version", post(update_weight_version))
         .route("/get_world_size", get(get_world_size))
         .route("/reset_prefix_cache", post(reset_prefix_cache))
+        .route("/reset_encoder_cache", post(|| async { StatusCode::OK }))
         .route("/collective_rpc", post(collective_rpc))
+        .route("/server_info", get(|| async { Json(info) }))
+        .merge(backend::routes(transfer.as_ref()))
         .layer(Extension(gpus))
 }
 
@@ -61,6 +66,20 @@ fn invalid(param: &str, message: &str) -> Response {
 
 fn failed(message: &str) -> Response {
     error(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", None, message)
+}
+
+/// A worker failed with a call.
+pub(super) fn worker_failed(cause: &str) -> Response {
+    failed(&format!(
+        "Call to collective_rpc method failed: Worker failed with error '{cause}', please check the stack trace above for the root cause"
+    ))
+}
+
+/// What the development route says of the server's configuration, as far as anybody asks.
+fn server_info(gpus: &GpuOptions, transfer: Option<&WeightTransfer>) -> Value {
+    let extension = if gpus.checkpoint_engine { "checkpoint_engine.worker.VllmColocateWorkerExtension" } else { "" };
+    let transfer = transfer.map(|transfer| json!({"backend": transfer.backend}));
+    json!({"vllm_config": {"weight_transfer_config": transfer, "parallel_config": {"worker_extension_cls": extension}}})
 }
 
 pub(super) fn dead(_: Dead) -> Response {
@@ -208,10 +227,9 @@ async fn collective_rpc(State(front): State<Arc<Front>>, Extension(gpus): Extens
     let Ok(body) = serde_json::from_slice::<Value>(&body) else { return bad("JSON decode error: Expecting value") };
     let Some(body) = body.as_object() else { return bad("Request body must be a JSON object") };
     let Some(method) = body.get("method").and_then(Value::as_str) else { return bad("Missing 'method' in request body") };
-    let worker = |cause: &str| {
-        failed(&format!(
-            "Call to collective_rpc method failed: Worker failed with error '{cause}', please check the stack trace above for the root cause"
-        ))
+    let worker = |cause: &str| match front.core.replied(front.world_size(), Err(cause)) {
+        Ok(()) => results(&front),
+        Err(cause) => worker_failed(&cause),
     };
     let _turn = match front.core.turn().await {
         Ok(turn) => turn,
@@ -224,7 +242,7 @@ async fn collective_rpc(State(front): State<Arc<Front>>, Extension(gpus): Extens
             return worker(what);
         }
         return match super::lmdeploy::run_workers(&front, &gpus, handles, None).await {
-            Ok(()) => Json(json!({"results": vec![Value::Null; front.world_size() as usize]})).into_response(),
+            Ok(()) => all_replied(&front),
             Err(cause) => worker(&cause),
         };
     }
@@ -244,8 +262,20 @@ async fn collective_rpc(State(front): State<Arc<Front>>, Extension(gpus): Extens
         (None, None) => front.core.load(PathBuf::from(&front.model_directory)).await,
     };
     match loaded {
-        Ok(()) => Json(json!({"results": vec![Value::Null; front.world_size() as usize]})).into_response(),
+        Ok(()) => all_replied(&front),
         Err(cause) => worker(&cause.to_string()),
+    }
+}
+
+fn results(front: &Front) -> Response {
+    Json(json!({"results": vec![Value::Null; front.world_size() as usize]})).into_response()
+}
+
+/// The reply to a call that every worker took well.
+fn all_replied(front: &Front) -> Response {
+    match front.core.replied(front.world_size(), Ok(())) {
+        Ok(()) => results(front),
+        Err(cause) => worker_failed(&cause),
     }
 }
 

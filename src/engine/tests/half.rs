@@ -24,6 +24,19 @@ async fn another_life_of_the_agent_finds_half_an_update_and_does_not_resume_it()
 }
 
 #[tokio::test]
+async fn behind_a_load_that_failed_on_two_ranks_no_success_is_believed_until_the_server_starts_anew() {
+    let mut bench = Bench::start_with("vllm", Faults::default(), |options| (options.world_size, options.ray) = (2, false)).await;
+    bench.set_faults(Faults { load: Some(LoadFault::FailHalfwayOnce), ..Faults::default() }).await;
+    for _ in 0..2 {
+        let failed = bench.engine.install(&bench.job(2)).await.unwrap_err();
+        assert!(failed.dirty && failed.to_string().contains("restart the server"), "{failed}");
+    }
+    bench.restart().await;
+    bench.engine.install(&bench.job(2)).await.unwrap();
+    assert_eq!(bench.digest().await, bench.fresh_digest(2).await);
+}
+
+#[tokio::test]
 async fn an_engine_that_cannot_be_fed_is_put_back_to_the_weights_it_started_with() {
     let bench = half_updated().await;
     bench.engine.put_back(SOON).await.unwrap();

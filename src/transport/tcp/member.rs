@@ -192,6 +192,8 @@ impl Session {
         self.admit().await;
         // Behind the end, a member before that goes away is no failure any more.
         let mut listening = true;
+        // The member before is not read while the store has no room: it waits then, and hears all the while that this one lives.
+        let (mut has_room, mut room) = (false, self.intake.room());
         while !(chain_done && self.intake.ended()) {
             tokio::select! {
                 biased;
@@ -208,14 +210,18 @@ impl Session {
                     self.upstream.say(Frame::Alive).await;
                     self.downstream.iter().for_each(Downstream::alive);
                 }
-                arrived = self.inlet.next(), if listening => match arrived {
-                    Ok(Arrived::Bytes(length)) => self.take(length)?,
-                    Ok(Arrived::Event(event)) => self.event(event)?,
-                    Ok(Arrived::Lane) => self.admit().await,
-                    // Behind the end nothing more is awaited of the member before.
-                    Err(Over::Closed(_) | Over::Silent) if self.intake.ended() || self.end_came => listening = false,
-                    Err(over) => return Err(self.over(over)),
-                },
+                () = &mut room, if !has_room => has_room = true,
+                arrived = self.inlet.next(), if listening && has_room => {
+                    match arrived {
+                        Ok(Arrived::Bytes(length)) => self.take(length)?,
+                        Ok(Arrived::Event(event)) => self.event(event)?,
+                        Ok(Arrived::Lane) => self.admit().await,
+                        // Behind the end nothing more is awaited of the member before.
+                        Err(Over::Closed(_) | Over::Silent) if self.intake.ended() || self.end_came => listening = false,
+                        Err(over) => return Err(self.over(over)),
+                    }
+                    (has_room, room) = (false, self.intake.room());
+                }
                 // Behind what is read: heads that wait would hold up the broadcasts of all.
                 carried = carried(&mut self.carrier) => self.carried(carried)?,
             }

@@ -25,6 +25,11 @@ impl Actor {
         Self { kind: "vllm", faults: json!({}), ranks: 1, said: 1, absent: false, gpu: None, words: Vec::new() }
     }
 
+    /// Started with WeightSync's own weight-transfer back end.
+    pub fn with_backend(self) -> Self {
+        Self { words: vec![PROGRAM.to_owned(), "--weightsync-backend".to_owned()], ..self }
+    }
+
     /// A simulated SGLang.
     pub fn sglang() -> Self {
         Self { kind: "sglang", ..Self::new() }

@@ -1,0 +1,221 @@
+"""One worker's end of a feed: the buckets of a version in shared memory, told by the agent beside the engine, checked and handed over.
+
+A thread takes what the agent says and checks every tensor's digest over the shared bytes while the engine still serves; the engine's own
+thread takes what was checked, in order, when it loads. Decides whether what was told is a whole version. It never maps memory so that a
+loader which writes into what it is given changes it for others, never says that a place may be used again before nobody looks into it
+(an engine may keep views of tensors until a whole layer is there), and never reads pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ._dtypes import BITS, byte_length, common_name
+from ._socket import Wire
+from .errors import Failed, WeightSyncError
+
+PROTOCOL = 1
+"""Version of the lines on the socket; the agent says which one it speaks."""
+
+FIRST_WORD = 60.0
+"""Seconds until the agent must say what the memory is; later it says itself how long it may be silent."""
+
+Digester = Callable[[memoryview], str]
+
+
+def digesters() -> dict[str, Digester]:
+    """Digests that can be computed here, by the names that agents know: `blake3` comes with vLLM, `xxh3-128` with the package xxhash."""
+    found: dict[str, Digester] = {}
+    with contextlib.suppress(ImportError):
+        xxhash = importlib.import_module("xxhash")
+        found["xxh3-128"] = lambda data: str(xxhash.xxh3_128_hexdigest(data))
+    with contextlib.suppress(ImportError):
+        blake3 = importlib.import_module("blake3")
+        found["blake3"] = lambda data: str(blake3.blake3(data).hexdigest())
+    return found
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in the shared memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that the agent told of together. `copy`: their place is used again as soon as they were taken."""
+
+    sequence: int
+    copy: bool
+    tensors: tuple[Tensor, ...]
+
+
+class Feed:
+    """A connection to the agent for one version, and the thread that listens on it."""
+
+    def __init__(self, socket: str, token: str, rank: int, ranks: int, device: str, active: bool = False) -> None:
+        self.token = token
+        self._digesters = digesters()
+        self._wire = Wire(socket.removeprefix("@"))
+        self._saying = threading.Lock()
+        self._arrived: queue.SimpleQueue[Bucket | BaseException | None] = queue.SimpleQueue()
+        self._memory: mmap.mmap | None = None
+        self._length = 0
+        self._whole = False
+        hello = {"token": token, "protocol": PROTOCOL, "rank": rank, "ranks": ranks, "device": device, "open": active}
+        self._say({"hello": {**hello, "digests": sorted(self._digesters)}})
+        threading.Thread(target=self._listen, name="weightsync-feed", daemon=True).start()
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        """Every tensor of the version as (name, torch tensor), in the order of the buckets; waits for those that are still to come.
+
+        A tensor of a bucket that is not copied looks into the shared memory, which stays as it is for as long as anything looks into it.
+        Raises what went wrong: a digest that differs, an agent that is gone or silent.
+        """
+        while True:
+            bucket = self._arrived.get()
+            if bucket is None:
+                self._whole = True
+                return
+            if isinstance(bucket, BaseException):
+                raise bucket
+            for tensor in bucket.tensors:
+                yield tensor.name, self._tensor(tensor, bucket.copy)
+            self._say({"taken": bucket.sequence})
+
+    def must_be_whole(self) -> None:
+        """Raises unless every bucket was taken: a loader may stop early and say nothing."""
+        if not self._whole:
+            raise Failed("the model stopped taking tensors before the end of the version")
+
+    def did(self, step: str) -> None:
+        """Says that a step of the session was taken. An agent that is gone is not told."""
+        with contextlib.suppress(WeightSyncError):
+            self._say({"did": step})
+
+    def failed(self, why: str) -> None:
+        """Says that this worker cannot go on."""
+        with contextlib.suppress(WeightSyncError):
+            self._say({"failed": why})
+
+    def close(self) -> None:
+        """Ends the connection. What looks into the memory keeps it."""
+        self._wire.close()
+        self._memory = None
+
+    def _listen(self) -> None:
+        try:
+            silence = self._open(self._next("memory", FIRST_WORD))
+            expected = 0
+            while True:
+                message = self._next(None, silence)
+                match message["event"]:
+                    case "alive":
+                        continue
+                    case "bucket":
+                        bucket = _bucket(message, self._length)
+                        if bucket.sequence != expected:
+                            raise Failed(f"bucket {bucket.sequence} was told of, {expected} was expected")
+                        self._check(bucket)
+                        self._say({"verified": expected})
+                        self._arrived.put(bucket)
+                        expected += 1
+                    case "end":
+                        if message.get("buckets") != expected:
+                            raise Failed(f"{message.get('buckets')} buckets are said to be all, {expected} were told of")
+                        self._arrived.put(None)
+                        return
+                    case event:
+                        raise Failed(f"the agent said {event!r}, which means nothing here")
+        except Exception as error:
+            self.failed(str(error))
+            self._arrived.put(error)
+
+    def _next(self, event: str | None, within: float) -> dict[str, Any]:
+        message = self._wire.receive(within)
+        if message is None:
+            raise Failed(f"the agent said nothing for {within:g} s")
+        if event is not None and message["event"] != event:
+            raise Failed(f"the agent said {message['event']!r}, {event!r} was expected")
+        return message
+
+    def _open(self, message: Mapping[str, Any]) -> float:
+        if message.get("digest") not in self._digesters:
+            raise Failed(f"digests are said to be {message.get('digest')!r}, which cannot be computed here")
+        self._digest = self._digesters[message["digest"]]
+        if not self._wire.descriptors:
+            raise Failed("no memory came beside its description")
+        descriptor = self._wire.descriptors.popleft()
+        try:
+            length = int(message["bytes"])
+            size = os.fstat(descriptor).st_size
+            if size < length:
+                raise Failed(f"the shared memory has {size} bytes, {length} were announced")
+            # Private: a loader that changes in place what it is given changes its own copy of the page, not what other ranks read.
+            self._memory = mmap.mmap(descriptor, length, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) if length else None
+            self._length = length
+        finally:
+            os.close(descriptor)
+        if self._memory is not None:
+            with contextlib.suppress(OSError):
+                self._memory.madvise(mmap.MADV_DONTFORK)
+        return float(message["silence"])
+
+    def _check(self, bucket: Bucket) -> None:
+        memory = self._memory
+        if memory is None:
+            raise Failed("the feed was closed")
+        with memoryview(memory) as view:
+            for tensor in bucket.tensors:
+                with view[tensor.offset : tensor.offset + tensor.length] as part:
+                    computed = self._digest(part)
+                if computed != tensor.digest:
+                    raise Failed(f"tensor {tensor.name} is not what the agent says: its digest is {computed}, not {tensor.digest}")
+
+    def _tensor(self, tensor: Tensor, copy: bool) -> Any:
+        torch = importlib.import_module("torch")
+        dtype = getattr(torch, common_name(tensor.dtype))
+        if self._memory is None:
+            raise Failed("the feed was closed")
+        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=tensor.length, offset=tensor.offset)
+        if copy or tensor.offset % (BITS[tensor.dtype] // 8):
+            # The place of a copied one is used again; a misaligned one cannot be read as its type where it lies.
+            flat = flat.clone()
+        return flat.view(dtype).view(tensor.shape)
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        with self._saying:
+            self._wire.send(message)
+
+
+def _bucket(message: Mapping[str, Any], memory: int) -> Bucket:
+    """Reads a bucket; refuses one that does not lie in the memory or whose lengths are not those of its types and shapes."""
+    try:
+        tensors = tuple(
+            Tensor(str(name), str(dtype), tuple(map(int, shape)), int(offset), int(length), str(digest))
+            for name, dtype, shape, offset, length, digest in message["tensors"]
+        )
+        bucket = Bucket(int(message["sequence"]), bool(message["copy"]), tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Failed(f"the agent described a bucket that makes no sense: {error}") from error
+    for tensor in tensors:
+        known = tensor.dtype in BITS and min(tensor.shape, default=1) > 0
+        if not known or tensor.length != byte_length(tensor.dtype, tensor.shape):
+            raise Failed(f"tensor {tensor.name}: {tensor.length} bytes are no {tensor.dtype} of the shape {list(tensor.shape)}")
+        if tensor.offset < 0 or tensor.offset + tensor.length > memory:
+            raise Failed(f"tensor {tensor.name} does not lie in the shared memory")
+    return bucket

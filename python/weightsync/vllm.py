@@ -1,0 +1,160 @@
+"""WeightSync's weight-transfer back end for vLLM 0.32 or newer: buckets from the agent beside the server, by shared memory, no pickle.
+
+vLLM finds it by itself where this package is installed (entry point group `vllm.general_plugins`), and uses it when the server is started
+with `--weight-transfer-config '{"backend": "weightsync"}'`. The agent drives a session: init (each worker connects to the agent), start,
+one update that takes the whole version while it comes, finish. Decides what a session that did not end well leaves behind: no layer taken
+apart, and no word of success. It never sets the version; the agent does, with its last step.
+
+What became of each step is said on the agent's socket, by every rank for itself, and nothing here raises: vLLM reads the replies of workers
+one after the other and stops at the first failure, so that those of the other ranks are taken for replies to later calls, for good
+(`v1/executor/multiproc_executor.py` of 0.32: after one failed call of two ranks, every reply of the second is that to the call before).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from ._feed import PROTOCOL, Feed
+
+BACKEND = "weightsync"
+
+# Below vLLM's own logger: other names are not shown by its set-up.
+logger = init_logger("vllm.weightsync")
+
+
+def register() -> None:
+    """Makes the back end known; vLLM calls it in every process, and may do so twice."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, WeightSyncTransferEngine)
+
+
+@dataclass
+class WeightSyncInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where the agent listens for one version."""
+
+    protocol: int
+    """Version of the lines on the socket."""
+    socket: str
+    """Abstract name, without its leading NUL."""
+    token: str
+    """What the worker shows, and what the update must name."""
+
+
+@dataclass
+class WeightSyncUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which version is to be taken: that of the last init."""
+
+    token: str
+
+
+class WeightSyncTransferEngine(WeightTransferEngine[WeightSyncInitInfo, WeightSyncUpdateInfo]):  # type: ignore[misc]
+    """The part of the back end in one worker."""
+
+    init_info_cls = WeightSyncInitInfo
+    update_info_cls = WeightSyncUpdateInfo
+    supports_draft_weight_update = False
+
+    _feed: Feed | None = None
+    _open = False
+    """Whether vLLM counts a session as active: from start to finish."""
+    _whole = False
+    """Whether the session has loaded a whole version."""
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> WeightSyncInitInfo:
+        """Takes what is there: a field that is missing or wrong shows when the agent waits for this worker."""
+        protocol, socket, token = (init_dict.get(name) for name in ("protocol", "socket", "token"))
+        return WeightSyncInitInfo(protocol if isinstance(protocol, int) else 0, str(socket or ""), str(token or ""))
+
+    def init_transfer_engine(self, init_info: WeightSyncInitInfo) -> None:
+        """Connects to the agent; buckets are checked from now on, and loaded when the update says so."""
+        if init_info.protocol != PROTOCOL:
+            logger.error("the agent speaks version %d of the protocol, this package %d: install the same", init_info.protocol, PROTOCOL)
+            return
+        self.shutdown()
+        config = self.parallel_config
+        rank = config.data_parallel_index * config.world_size + config.rank
+        ranks = config.data_parallel_size * config.world_size
+        try:
+            self._feed = Feed(init_info.socket, init_info.token, rank, ranks, self.device.type, self._open)
+        except Exception:
+            logger.exception("no agent can be reached for a weight update")
+
+    def start_weight_update(self) -> None:
+        """Takes layers apart. The engine must be paused from now on until the session ends."""
+        with self._reported("started"):
+            self._put_layers_back()
+            self._open, self._whole = True, False
+            initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Takes the whole version; returns when the model has taken its last tensor, or when that failed."""
+        with self._reported("updated"):
+            self.receive_weights(WeightSyncUpdateInfo(str(update_info.get("token"))))
+
+    def receive_weights(self, update_info: WeightSyncUpdateInfo) -> None:
+        """Loads what the agent tells of, bucket by bucket."""
+        feed = self._feed
+        if feed is None or feed.token != update_info.token:
+            raise RuntimeError("no agent feeds this worker, or another one than the update says")
+        self.model.load_weights(feed.tensors())
+        feed.must_be_whole()
+        self._whole = True
+
+    def finish_weight_update(self) -> None:
+        """The last step: post-processing, and every layer whole again. Without a whole version layers get back what they had."""
+        whole, self._open, self._whole = self._whole, False, False
+        if not whole:
+            self._put_layers_back()
+            self._say("ended")
+            return
+        with self._reported("finished"):
+            finalize_layerwise_reload(self.model, self.model_config)
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Lets the agent and its memory go."""
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
+
+    @contextlib.contextmanager
+    def _reported(self, step: str) -> Iterator[None]:
+        """Says that a step was taken, or why not; what a failed one took apart is put together."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("a weight update failed")
+            self._whole = False
+            with contextlib.suppress(Exception):
+                self._put_layers_back()
+            if self._feed is not None:
+                self._feed.failed(str(error) or type(error).__name__)
+        else:
+            self._say(step)
+
+    def _say(self, step: str) -> None:
+        if self._feed is not None:
+            self._feed.did(step)
+
+    def _put_layers_back(self) -> None:
+        """Gives layers that a session took apart the tensors back that they compute with, and drops what was kept for them.
+
+        Otherwise the next session would replay the tensors of this one, which are gone or of another version.
+        """
+        infos = [info for info in map(get_layerwise_info, self.model.modules()) if info.can_load()]
+        if not infos:
+            return
+        for info in infos:
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        logger.warning("a weight update did not end: %d layers get back what they had", len(infos))
+        finalize_layerwise_reload(self.model, self.model_config)

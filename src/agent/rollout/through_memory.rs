@@ -1,0 +1,80 @@
+//! Has an engine whose workers read shared memory take a version that lies in files: the files themselves are what it shares.
+//!
+//! No path is needed that both can see, no byte is copied, and the workers check every tensor's digest while the engine still serves. The
+//! version stays where it is, to feed others and an engine that starts anew. Decides only how a version is told; the order of calls is the
+//! adapter's.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::spawn_blocking;
+use tokio_util::sync::CancellationToken;
+
+use super::{Rollout, Version};
+use crate::engine::{EngineError, HostJob, HostMemory, InstallError, InstallReport};
+use crate::protocol::{HeldVersion, UpdatePolicy};
+use crate::weights::Layout;
+
+/// Longest time to ask a server which ways it has.
+const ASK: Duration = Duration::from_secs(5);
+
+impl Rollout {
+    /// The name of the way by shared memory, where this start of the engine has it.
+    pub(super) async fn memory_route(&self) -> Option<&'static str> {
+        match self.engine.host_route(ASK).await {
+            Ok(route) => Some(route),
+            Err(EngineError::Unsupported { .. }) => None,
+            Err(error) => {
+                tracing::warn!(%error, "the engine cannot be asked whether its workers read shared memory");
+                None
+            }
+        }
+    }
+
+    /// What an install from shared memory is about.
+    pub(super) fn host_job(&self, held: (u64, Option<String>), layout: Arc<Layout>, memory: HostMemory, policy: &UpdatePolicy) -> HostJob {
+        let (version, manifest) = held;
+        HostJob {
+            version,
+            manifest,
+            layout,
+            memory: Arc::new(memory),
+            pause: policy.pause,
+            kv_cache: policy.kv_cache,
+            timeout: Duration::from_millis(policy.update_timeout_ms),
+            silence: Duration::from_millis(policy.silence_ms),
+            cancel: CancellationToken::new(),
+        }
+    }
+
+    /// Has the engine take the files of a version.
+    pub(super) async fn install_through_memory(
+        &self,
+        version: &Arc<Version>,
+        policy: &UpdatePolicy,
+    ) -> Result<InstallReport, InstallError> {
+        let cannot = |dirty, what: String| InstallError {
+            step: "start",
+            dirty,
+            source: EngineError::Unsupported { what, next_step: "it is fed from a directory".into() },
+        };
+        let memory = version.memory().map_err(|what| cannot(false, what))?;
+        let HeldVersion { version: number, manifest } = version.held.clone();
+        let job = self.host_job((number, Some(manifest)), version.layout.clone(), memory, policy);
+        let mut install = self.engine.begin_host(&job).await?;
+        let digest = install.digest();
+        let cut = Arc::new(Layout::clone(&version.layout).cut_between_tensors());
+        for bucket in cut.buckets() {
+            let version = version.clone();
+            let told = spawn_blocking(move || version.host_bucket(&bucket, digest)).await;
+            match told.unwrap_or_else(|ended| Err(ended.to_string())) {
+                Ok(bucket) => install.bucket(bucket).await?,
+                Err(what) => {
+                    let dirty = install.abandon(&what).await;
+                    return Err(cannot(dirty, what));
+                }
+            }
+        }
+        install.finish(version.held.clone()).await
+    }
+}

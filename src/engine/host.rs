@@ -1,0 +1,163 @@
+//! Feeding an engine from shared host memory: its own workers read the buckets where the agent has them.
+//!
+//! The third way into an engine beside a directory ([`super::Engine::install`]) and GPU memory ([`super::device`]), under the same rules.
+//! Workers check digests over the very bytes that they load, and do so while the engine still serves: it is paused from the moment that it
+//! begins to load. Decides nothing about who may be fed so, or how much memory is shared; the adapters and the agent say that.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio_util::sync::CancellationToken;
+
+use super::{InstallError, InstallReport};
+use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use crate::weights::{BlockHasher, Layout, TensorSpec, digest_hex};
+
+/// Memory that the agent shares with the workers of an engine. Workers map it privately: they never change it.
+#[derive(Debug)]
+pub struct HostMemory {
+    /// A memfd, or a file whose bytes stay as they are until the install ended.
+    pub file: OwnedFd,
+    /// Its length in bytes.
+    pub bytes: u64,
+}
+
+impl HostMemory {
+    /// The first `bytes` bytes of a file, opened anew for reading only: whoever gets it cannot change what others read.
+    pub fn of(file: &impl AsRawFd, bytes: u64) -> std::io::Result<Self> {
+        let opened = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+        Ok(Self { file: opened.into(), bytes })
+    }
+}
+
+/// How the digest of a tensor is written that a worker checks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HostDigest {
+    /// xxh3-128, 32 hex digits: the manifest's own, for a worker that has the package xxhash.
+    Xxh3_128,
+    /// blake3, 64 hex digits: every worker of vLLM has it.
+    Blake3,
+}
+
+impl HostDigest {
+    /// Its name on the wire.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Xxh3_128 => "xxh3-128",
+            Self::Blake3 => "blake3",
+        }
+    }
+
+    /// The digest of a tensor's bytes.
+    pub fn of(self, bytes: &[u8]) -> String {
+        let mut hasher = self.hasher();
+        hasher.update(bytes);
+        hasher.finish()
+    }
+
+    /// For bytes that come in parts.
+    pub fn hasher(self) -> HostHasher {
+        match self {
+            Self::Xxh3_128 => HostHasher::Xxh3(Box::default()),
+            Self::Blake3 => HostHasher::Blake3(Box::default()),
+        }
+    }
+}
+
+/// A digest for workers that is being computed.
+pub enum HostHasher {
+    /// xxh3-128.
+    Xxh3(Box<BlockHasher>),
+    /// blake3.
+    Blake3(Box<blake3::Hasher>),
+}
+
+impl HostHasher {
+    /// Takes the next part, of any length.
+    pub fn update(&mut self, part: &[u8]) {
+        match self {
+            Self::Xxh3(hasher) => hasher.update(part),
+            Self::Blake3(hasher) => drop(hasher.update(part)),
+        }
+    }
+
+    /// The digest of all parts, as workers write it.
+    pub fn finish(self) -> String {
+        match self {
+            Self::Xxh3(mut hasher) => digest_hex(hasher.take()),
+            Self::Blake3(hasher) => hasher.finalize().to_hex().to_string(),
+        }
+    }
+}
+
+/// A version that will come as buckets in shared memory.
+#[derive(Debug, Clone)]
+pub struct HostJob {
+    /// Number of the version.
+    pub version: u64,
+    /// Digest of its manifest, where it is known before the bytes are.
+    pub manifest: Option<String>,
+    /// Its tensors.
+    pub layout: Arc<Layout>,
+    /// Where they will lie.
+    pub memory: Arc<HostMemory>,
+    /// What happens to running requests.
+    pub pause: PausePolicy,
+    /// What happens to the KV and prefix cache.
+    pub kv_cache: KvCachePolicy,
+    /// The whole install ends after this long.
+    pub timeout: Duration,
+    /// One bucket, and the engine's last step, must not take longer.
+    pub silence: Duration,
+    /// Gives the install up: dirty from the moment that the engine began to load.
+    pub cancel: CancellationToken,
+}
+
+/// A whole tensor in the shared memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostTensor {
+    /// Name, type and shape.
+    pub spec: TensorSpec,
+    /// First byte in the memory.
+    pub offset: u64,
+    /// Length in bytes, at least 1.
+    pub bytes: u64,
+    /// Its digest, as [`HostInstall::digest`] says.
+    pub digest: String,
+}
+
+/// Tensors that arrived whole and were checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostBucket {
+    /// 0, 1, 2, ... in the order in which they are handed over.
+    pub sequence: u32,
+    /// Workers copy the tensors when they take them, and the place may be used again then. Else it must stay as it is until the install
+    /// ended: vLLM keeps views of tensors until all of a layer is there.
+    pub copy: bool,
+    /// The tensors.
+    pub tensors: Vec<HostTensor>,
+}
+
+/// An install that is under way. Dropping it is giving it up: the engine is then held as after [`abandon`](Self::abandon).
+#[async_trait]
+pub trait HostInstall: Send {
+    /// How the digests of buckets must be written: all workers can compute it.
+    fn digest(&self) -> HostDigest;
+
+    /// Tells the workers of a bucket. The engine goes on serving, and the workers check it meanwhile. After an error the install is over, and
+    /// what the error says of the engine is final.
+    async fn bucket(&mut self, bucket: HostBucket) -> Result<(), InstallError>;
+
+    /// Has the engine load what it was told of, and returns when the next bucket was taken by every worker: how many were by now. The first
+    /// call pauses and marks the engine.
+    async fn taken(&mut self, more_than: u32) -> Result<u32, InstallError>;
+
+    /// All was told of and is what the manifest says: the engine takes its last step and runs. Errors as of [`super::Engine::install`].
+    async fn finish(self: Box<Self>, version: HeldVersion) -> Result<InstallReport, InstallError>;
+
+    /// Gives it up: whether the engine may hold a mixture by this. It stays paused then, marked; else it runs as before.
+    async fn abandon(self: Box<Self>, reason: &str) -> bool;
+}

@@ -1,0 +1,212 @@
+//! vLLM 0.32 with WeightSync's own back end in it: the four routes of a weight-transfer session, and what the workers do behind them
+//! (`python/weightsync/vllm.py` and `_feed.py`).
+//!
+//! Rules kept on purpose: a session must be started and can be started once; while it is open nothing can be computed; our back end fails no
+//! call but says on its socket what became of it; and a tensor that is not copied is read when all of its layer is there, not when it is
+//! handed over (layerwise reload keeps views), so a place that is used again too early gives other weights with status 200.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use axum::{Extension, Json, Router};
+use futures::future::join_all;
+use serde_json::{Value, json};
+
+use super::core::Core;
+use super::feed::{Arrived, Feed, Place};
+use super::front::Front;
+use super::vllm::{dead, worker_failed};
+
+/// What a simulated vLLM was started with for weight transfer.
+#[derive(Debug, Clone)]
+pub struct WeightTransfer {
+    /// `backend` of `--weight-transfer-config`; only `weightsync` is simulated.
+    pub backend: String,
+    /// Digests that its workers can compute.
+    pub digests: Vec<String>,
+}
+
+impl WeightTransfer {
+    /// Our back end, whose workers have what vLLM brings.
+    pub fn weightsync() -> Self {
+        Self { backend: "weightsync".to_owned(), digests: vec!["blake3".to_owned()] }
+    }
+}
+
+/// The session of all workers.
+#[derive(Default)]
+struct Session {
+    token: String,
+    feeds: Vec<Feed>,
+    /// Between start and finish.
+    open: bool,
+    /// A whole version was loaded.
+    whole: bool,
+}
+
+/// What the routes share.
+#[derive(Clone)]
+struct Backend {
+    digests: Vec<String>,
+    session: Arc<Mutex<Session>>,
+}
+
+impl Backend {
+    fn session(&self) -> MutexGuard<'_, Session> {
+        self.session.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The routes of weight transfer; without a back end they are there and refuse.
+pub(super) fn routes(transfer: Option<&WeightTransfer>) -> Router<Arc<Front>> {
+    let ours = transfer.filter(|transfer| transfer.backend == "weightsync");
+    let backend = ours.map(|transfer| Backend { digests: transfer.digests.clone(), session: Arc::default() });
+    Router::new()
+        .route("/init_weight_transfer_engine", post(init))
+        .route("/start_weight_update", post(start))
+        .route("/update_weights", post(update))
+        .route("/finish_weight_update", post(finish))
+        .layer(Extension(backend))
+}
+
+impl Core {
+    /// What a call of all workers is answered with, when each of them did what the first one did. The multiprocess executor of vLLM 0.32 reads
+    /// the replies of workers one after the other and stops at the first failure, so from then on those of the others are taken for replies to
+    /// later calls.
+    pub(super) fn replied(&self, ranks: u32, first: Result<(), &str>) -> Result<(), String> {
+        let mut state = self.state();
+        let Some(late) = state.late.as_mut().filter(|_| ranks > 1) else { return first.map_err(str::to_owned) };
+        late.push_back(first.map_err(str::to_owned));
+        first.map_err(str::to_owned)?;
+        late.pop_front().unwrap_or(Ok(()))
+    }
+}
+
+/// The reply of all workers to a call that the first one took so.
+fn reply(front: &Front, outcome: Result<(), &str>, message: &str) -> Response {
+    match front.core.replied(front.world_size(), outcome) {
+        Ok(()) => Json(json!({"message": message})).into_response(),
+        Err(cause) => worker_failed(&cause),
+    }
+}
+
+const NOT_CONFIGURED: &str = "Weight transfer not configured. Please set weight_transfer_config to enable weight transfer.";
+
+async fn init(State(front): State<Arc<Front>>, Extension(backend): Extension<Option<Backend>>, body: Bytes) -> Response {
+    const DONE: &str = "Weight transfer initialized";
+    let _turn = match front.core.turn().await {
+        Ok(turn) => turn,
+        Err(error) => return dead(error),
+    };
+    let Some(backend) = backend else { return reply(&front, Err(NOT_CONFIGURED), DONE) };
+    let info = serde_json::from_slice::<Value>(&body).unwrap_or_default();
+    let field = |name: &str| info.pointer(&format!("/init_info/{name}")).and_then(Value::as_str).unwrap_or_default().to_owned();
+    let mut session = backend.session();
+    session.feeds.clear();
+    if info.pointer("/init_info/protocol") == Some(&json!(1)) {
+        let (socket, token, ranks) = (field("socket"), field("token"), front.world_size);
+        let feeds = (0..ranks).map(|rank| Feed::connect(&socket, &token, (rank, ranks), &backend.digests, session.open));
+        // A worker that cannot connect is missed by whoever waits for it.
+        session.feeds = feeds.filter_map(Result::ok).collect();
+        session.token = token;
+    }
+    reply(&front, Ok(()), DONE)
+}
+
+async fn start(State(front): State<Arc<Front>>, Extension(backend): Extension<Option<Backend>>) -> Response {
+    const DONE: &str = "Weight update started";
+    let _turn = match front.core.turn().await {
+        Ok(turn) => turn,
+        Err(error) => return dead(error),
+    };
+    let Some(backend) = backend else { return reply(&front, Err(NOT_CONFIGURED), DONE) };
+    let mut session = backend.session();
+    if session.open {
+        let refused = "start_weight_update called while a weight update is already active. Call finish_weight_update first.";
+        return reply(&front, Err(refused), DONE);
+    }
+    (session.open, session.whole) = (true, false);
+    front.core.take_apart();
+    session.feeds.iter().for_each(|feed| feed.did("started"));
+    reply(&front, Ok(()), DONE)
+}
+
+async fn update(State(front): State<Arc<Front>>, Extension(backend): Extension<Option<Backend>>, body: Bytes) -> Response {
+    const DONE: &str = "Weights updated";
+    let _turn = match front.core.turn().await {
+        Ok(turn) => turn,
+        Err(error) => return dead(error),
+    };
+    let Some(backend) = backend else { return reply(&front, Err(NOT_CONFIGURED), DONE) };
+    let info = serde_json::from_slice::<Value>(&body).unwrap_or_default();
+    let token = info.pointer("/update_info/token").and_then(Value::as_str).unwrap_or_default();
+    let mut feeds = {
+        let mut session = backend.session();
+        if !session.open {
+            return reply(&front, Err("start_weight_update must be called before update_weights."), DONE);
+        }
+        if session.token == token { std::mem::take(&mut session.feeds) } else { Vec::new() }
+    };
+    let ranks = feeds.iter_mut().enumerate().map(|(rank, feed)| take(&front, rank, feed));
+    let taken: Vec<Result<(), String>> = join_all(ranks).await;
+    let mut session = backend.session();
+    session.whole = !taken.is_empty() && taken.iter().all(Result::is_ok);
+    if !session.whole {
+        front.core.put_together();
+    }
+    for (feed, taken) in feeds.iter().zip(taken) {
+        match taken {
+            Ok(()) => feed.did("updated"),
+            // Whoever is gone is not told.
+            Err(cause) => drop(feed.say(&json!({"failed": cause}))),
+        }
+    }
+    session.feeds = feeds;
+    reply(&front, Ok(()), DONE)
+}
+
+/// One worker takes its feed; the first one's weights are those that are served.
+async fn take(front: &Front, rank: usize, feed: &mut Feed) -> Result<(), String> {
+    let mut views = Vec::new();
+    loop {
+        match feed.next().await {
+            Arrived::Bucket(bucket) => {
+                let (copied, kept): (Vec<Place>, Vec<Place>) = bucket.tensors.into_iter().partition(|_| bucket.copy);
+                let copied = copied.iter().map(|place| feed.read(place)).collect::<Result<Vec<_>, _>>()?;
+                views.extend(kept);
+                if rank == 0 {
+                    front.core.take(copied).await?;
+                }
+                feed.say(&json!({"taken": bucket.sequence}))?;
+            }
+            Arrived::End => break,
+            Arrived::Failed(cause) => return Err(cause),
+        }
+    }
+    let read = views.iter().map(|place| feed.read(place)).collect::<Result<Vec<_>, _>>()?;
+    if rank == 0 { front.core.take(read).await } else { Ok(()) }
+}
+
+async fn finish(State(front): State<Arc<Front>>, Extension(backend): Extension<Option<Backend>>) -> Response {
+    const DONE: &str = "Weight update finished";
+    let _turn = match front.core.turn().await {
+        Ok(turn) => turn,
+        Err(error) => return dead(error),
+    };
+    let Some(backend) = backend else { return reply(&front, Err(NOT_CONFIGURED), DONE) };
+    let mut session = backend.session();
+    if !session.open {
+        return reply(&front, Err("finish_weight_update called without a matching start_weight_update."), DONE);
+    }
+    front.core.put_together();
+    let step = if session.whole { "finished" } else { "ended" };
+    session.feeds.iter().for_each(|feed| feed.did(step));
+    if session.whole {
+        session.feeds.clear();
+    }
+    (session.open, session.whole) = (false, false);
+    reply(&front, Ok(()), DONE)
+}

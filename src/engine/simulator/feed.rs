@@ -1,0 +1,214 @@
+//! One simulated worker on the socket of its agent (`python/weightsync/_feed.py`): takes what it is told, checks every digest over the bytes
+//! that it finds, and hands it on in order.
+//!
+//! Decides whether what it was told makes sense, as the real one does. It reads the shared memory each time that it is asked, so a place that
+//! was used again shows.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+
+use super::tensors::Taken;
+use crate::weights::{Dtype, digest_hex, tensor_digest};
+
+/// Longest wait for the first line.
+const FIRST_WORD: Duration = Duration::from_secs(60);
+
+/// A tensor in the shared memory: name, type, shape, first byte, length, digest.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct Place(String, String, Vec<u64>, u64, u64, String);
+
+/// Tensors that were told of together.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct Told {
+    pub(super) sequence: u32,
+    pub(super) copy: bool,
+    pub(super) tensors: Vec<Place>,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "event", rename_all = "camelCase")]
+enum Line {
+    Memory { digest: String, silence: f64 },
+    Bucket(Told),
+    End { buckets: u32 },
+    Alive,
+}
+
+/// What a feed brings.
+pub(super) enum Arrived {
+    Bucket(Told),
+    End,
+    Failed(String),
+}
+
+/// One worker's connection.
+pub(super) struct Feed {
+    arrived: mpsc::UnboundedReceiver<Arrived>,
+    memory: Arc<OnceLock<File>>,
+    socket: UnixStream,
+}
+
+impl Drop for Feed {
+    fn drop(&mut self) {
+        // The thread that listens has a descriptor of its own.
+        let _closed = self.socket.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+impl Feed {
+    /// Connects and says hello; buckets are checked from now on.
+    pub(super) fn connect(socket: &str, token: &str, (rank, ranks): (u32, u32), digests: &[String], open: bool) -> Result<Self, String> {
+        let address = SocketAddr::from_abstract_name(socket.as_bytes());
+        let socket = address.and_then(|address| UnixStream::connect_addr(&address));
+        let socket = socket.map_err(|error| format!("no agent answers: {error}"))?;
+        let hello = json!({"token": token, "protocol": 1, "rank": rank, "ranks": ranks, "device": "cpu", "digests": digests, "open": open});
+        say(&socket, &json!({"hello": hello}))?;
+        let listening = socket.try_clone().map_err(|error| error.to_string())?;
+        let (to_engine, arrived) = mpsc::unbounded_channel();
+        let memory = Arc::new(OnceLock::new());
+        let seen = memory.clone();
+        std::thread::spawn(move || {
+            let listener = Listener { socket: listening, heard: Vec::new(), descriptors: VecDeque::new(), memory: seen };
+            if let Err(cause) = listener.run(&to_engine) {
+                let _gone = to_engine.send(Arrived::Failed(cause));
+            }
+        });
+        Ok(Self { arrived, memory, socket })
+    }
+
+    /// What comes next; waits for it.
+    pub(super) async fn next(&mut self) -> Arrived {
+        self.arrived.recv().await.unwrap_or_else(|| Arrived::Failed("the agent went away".into()))
+    }
+
+    /// What lies there now.
+    pub(super) fn read(&self, place: &Place) -> Result<Taken, String> {
+        let bytes = self.memory.get().map(|memory| read(memory, place)).unwrap_or_else(|| Err("there is no memory".into()))?;
+        let Place(name, dtype, shape, ..) = place;
+        let dtype = Dtype::ALL.into_iter().find(|known| known.name() == dtype).ok_or_else(|| format!("no type {dtype}"))?;
+        Ok(Taken { name: name.clone(), dtype, shape: shape.clone(), digest: tensor_digest(&bytes) })
+    }
+
+    /// Says that a step of the session was taken; whoever is gone is not told.
+    pub(super) fn did(&self, step: &str) {
+        let _told = self.say(&json!({"did": step}));
+    }
+
+    /// Says something to the agent.
+    pub(super) fn say(&self, what: &Value) -> Result<(), String> {
+        say(&self.socket, what)
+    }
+}
+
+fn say(mut socket: &UnixStream, what: &Value) -> Result<(), String> {
+    socket.write_all(format!("{what}\n").as_bytes()).map_err(|error| format!("the agent went away: {error}"))
+}
+
+fn read(memory: &File, place: &Place) -> Result<Vec<u8>, String> {
+    let Place(name, _, _, offset, bytes, _) = place;
+    let mut read = vec![0; usize::try_from(*bytes).map_err(|error| error.to_string())?];
+    let done = memory.read_exact_at(&mut read, *offset);
+    done.map_err(|error| format!("tensor {name} does not lie in the shared memory: {error}"))?;
+    Ok(read)
+}
+
+/// The thread that listens.
+struct Listener {
+    socket: UnixStream,
+    heard: Vec<u8>,
+    descriptors: VecDeque<OwnedFd>,
+    memory: Arc<OnceLock<File>>,
+}
+
+impl Listener {
+    fn run(mut self, to_engine: &mpsc::UnboundedSender<Arrived>) -> Result<(), String> {
+        let outcome = self.listen(to_engine);
+        if let Err(cause) = &outcome {
+            // Whoever is gone is not told.
+            let _told = say(&self.socket, &json!({"failed": cause}));
+        }
+        outcome
+    }
+
+    fn listen(&mut self, to_engine: &mpsc::UnboundedSender<Arrived>) -> Result<(), String> {
+        self.within(FIRST_WORD)?;
+        let Line::Memory { digest, silence } = self.line()? else { return Err("the agent did not begin with the memory".into()) };
+        self.within(Duration::try_from_secs_f64(silence).map_err(|error| error.to_string())?)?;
+        let file = self.descriptors.pop_front().ok_or("no memory came beside its description")?;
+        let memory = self.memory.clone();
+        let memory = memory.get_or_init(|| File::from(file));
+        let mut expected = 0;
+        loop {
+            match self.line()? {
+                Line::Alive => {}
+                Line::Memory { .. } => return Err("the agent described the memory twice".into()),
+                Line::Bucket(bucket) => {
+                    if bucket.sequence != expected {
+                        return Err(format!("bucket {} was told of, {expected} was expected", bucket.sequence));
+                    }
+                    for place in &bucket.tensors {
+                        check(memory, place, &digest)?;
+                    }
+                    say(&self.socket, &json!({"verified": expected}))?;
+                    let _gone = to_engine.send(Arrived::Bucket(bucket));
+                    expected += 1;
+                }
+                Line::End { buckets } if buckets == expected => {
+                    let _gone = to_engine.send(Arrived::End);
+                    return Ok(());
+                }
+                Line::End { buckets } => return Err(format!("{buckets} buckets are said to be all, {expected} were told of")),
+            }
+        }
+    }
+
+    fn within(&self, silence: Duration) -> Result<(), String> {
+        self.socket.set_read_timeout(Some(silence)).map_err(|error| error.to_string())
+    }
+
+    fn line(&mut self) -> Result<Line, String> {
+        loop {
+            if let Some(end) = self.heard.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.heard.drain(..=end).collect();
+                return serde_json::from_slice(&line).map_err(|error| format!("the agent said something that means nothing here: {error}"));
+            }
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+            let mut beside = RecvAncillaryBuffer::new(&mut space);
+            let mut part = vec![0; 64 << 10];
+            let received = rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut part)], &mut beside, RecvFlags::CMSG_CLOEXEC);
+            let received = received.map_err(|error| format!("the agent went away: {error}"))?.bytes;
+            for message in beside.drain() {
+                if let RecvAncillaryMessage::ScmRights(rights) = message {
+                    self.descriptors.extend(rights);
+                }
+            }
+            if received == 0 {
+                return Err("the agent closed the connection".into());
+            }
+            self.heard.extend_from_slice(part.get(..received).unwrap_or_default());
+        }
+    }
+}
+
+fn check(memory: &File, place: &Place, digest: &str) -> Result<(), String> {
+    let bytes = read(memory, place)?;
+    let computed = match digest {
+        "blake3" => blake3::hash(&bytes).to_hex().to_string(),
+        _ => digest_hex(tensor_digest(&bytes)),
+    };
+    let Place(name, .., said) = place;
+    if computed == *said { Ok(()) } else { Err(format!("tensor {name} is not what the agent says: its digest is {computed}, not {said}")) }
+}

@@ -1,0 +1,192 @@
+//! vLLM with WeightSync's own back end in it: rings of every size, a digest that differs, and an agent that is killed in the middle.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use tempfile::TempDir;
+use weightsync::engine::{ApiKey, Engine, EngineConfig, Holding, Resumed, connect};
+
+use super::client::{Client, KEY};
+use super::feeder::{Feeder, Ring, held};
+use super::models::Models;
+use super::real::{Server, venv};
+
+/// Long enough for any call that works, on a busy machine too.
+const SOON: Duration = Duration::from_secs(60);
+
+fn adapter(server: &Server, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
+    let api_key = Some(ApiKey::new(KEY).unwrap());
+    let config =
+        EngineConfig { kind: "vllm".into(), url: server.url.clone(), api_key, served_model, record: None, processes: "/proc".into() };
+    connect(config).unwrap()
+}
+
+/// The package as pip installs it, with its entry point, in a folder of its own: the environment belongs to others too.
+fn installed(venv: &std::path::Path) -> PathBuf {
+    static INSTALLED: OnceLock<TempDir> = OnceLock::new();
+    let folder = INSTALLED.get_or_init(|| {
+        let folder = TempDir::new().unwrap();
+        let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("python");
+        let copy = folder.path().join("source");
+        std::fs::create_dir(&copy).unwrap();
+        let copied = Command::new("cp").arg("-r").args([source.join("pyproject.toml"), source.join("weightsync")]).arg(&copy).status();
+        assert!(copied.unwrap().success());
+        let mut pip = Command::new(venv.join("bin/python"));
+        pip.args(["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target"]);
+        let done = pip.arg(folder.path().join("packages")).arg(&copy).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        folder
+    });
+    folder.path().join("packages")
+}
+
+fn start(models: &Models, name: &str, ranks: u32) -> Server {
+    match venv() {
+        Some(venv) => Server::vllm_with_backend(&venv, &models.path(name), &installed(&venv), ranks),
+        None => Server::simulator_with_backend(&models.path(name), r#"{"tokenMs":10}"#, ranks),
+    }
+}
+
+fn fresh(models: &Models, name: &str) -> Server {
+    match venv() {
+        Some(venv) => Server::vllm(&venv, &models.path(name)),
+        None => Server::simulator(&models.path(name), r#"{"tokenMs":10}"#),
+    }
+}
+
+/// Longer than a block of the prefix cache (128 tokens on CPU), so that a stale cache would be used.
+fn prompt() -> String {
+    "The quick brown fox jumps over the lazy dog, and the trainer sends its weights to every rollout. ".repeat(8)
+}
+
+async fn answer(client: &Client) -> (String, Vec<f64>) {
+    client.complete(&prompt(), 16).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_version_through_a_ring_of_any_size_answers_as_a_fresh_server_on_its_checkpoint() {
+    let models = Models::make(venv().as_deref());
+    let (mut other, mut server) = (fresh(&models, "2"), start(&models, "1", 1));
+    let second = answer(&other.ready().await).await;
+    drop(other);
+    let client = server.ready().await;
+    let engine = adapter(&server, Some(models.path("1")));
+    let first = answer(&client).await;
+    assert_ne!(first, second);
+    let facts = engine.probe(SOON).await.unwrap();
+    assert!(facts.delivery.contains("weightsync"), "{}", facts.delivery);
+
+    let rings = [Ring::OneTensor, Ring::Tensors(2), Ring::Tensors(5), Ring::WholeModel, Ring::OneTensor, Ring::WholeModel];
+    for (number, ring) in rings.into_iter().enumerate() {
+        let (name, expected) = if number % 2 == 0 { ("2", &second) } else { ("1", &first) };
+        let version = number as u64 + 2;
+        let report = Feeder::feed(&engine, &models.path(name), version, ring, SOON).await.unwrap();
+        assert_eq!(report.start, engine.health(SOON).await.unwrap());
+        assert_eq!(answer(&client).await, *expected, "{ring:?}");
+        assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Version(held(version, &models.path(name).display().to_string())));
+    }
+
+    // A request that is kept through the load ends, and the engine served while the workers were told.
+    let mut feeder = Feeder::begin(&engine, &models.path("2"), 20, Ring::WholeModel, SOON).await.unwrap();
+    feeder.tell(usize::MAX).await.unwrap();
+    assert_eq!(answer(&client).await, first);
+    let (kept, done) = tokio::join!(client.complete("A request that is kept", 60), async {
+        client.busy().await;
+        feeder.finish().await
+    });
+    done.unwrap();
+    assert_eq!(kept.1.len(), 60);
+    assert_eq!(answer(&client).await, second);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_wrong_digest_is_refused_and_an_engine_left_in_the_middle_stays_paused_until_it_is_fed() {
+    let models = Models::make(venv().as_deref());
+    let mut server = start(&models, "1", 1);
+    let client = server.ready().await;
+    let engine = adapter(&server, Some(models.path("1")));
+    let first = answer(&client).await;
+    Feeder::feed(&engine, &models.path("2"), 2, Ring::WholeModel, SOON).await.unwrap();
+    let second = answer(&client).await;
+
+    // Before the engine loads anything: it serves on.
+    let mut feeder = Feeder::begin(&engine, &models.path("3"), 3, Ring::WholeModel, SOON).await.unwrap();
+    feeder.tell(2).await.unwrap();
+    let refused = match feeder.lie().await {
+        Ok(()) => feeder.finish().await.unwrap_err(),
+        Err(refused) => refused,
+    };
+    assert!(!refused.dirty && refused.to_string().contains("is not what the agent says"), "{refused}");
+    assert_eq!(answer(&client).await, second);
+
+    // While it loads: it is held, and says so.
+    let mut feeder = Feeder::begin(&engine, &models.path("3"), 4, Ring::OneTensor, SOON).await.unwrap();
+    feeder.tell(4).await.unwrap();
+    let refused = match feeder.lie().await {
+        Ok(()) => feeder.finish().await.unwrap_err(),
+        Err(refused) => refused,
+    };
+    assert!(refused.dirty && refused.to_string().contains("is not what the agent says"), "{refused}");
+    let half = held(4, &models.path("3").display().to_string());
+    assert_eq!(engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(half.clone()));
+    assert_eq!(adapter(&server, None).resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(half));
+    Feeder::feed(&engine, &models.path("2"), 5, Ring::Tensors(2), SOON).await.unwrap();
+    assert_eq!(answer(&client).await, second);
+
+    // An agent that is killed in the middle says nothing more to anybody.
+    let (model, killed) = (models.path("3"), adapter(&server, None));
+    let agent = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let fed = agent.spawn(async move {
+        let mut feeder = Feeder::begin(&killed, &model, 6, Ring::OneTensor, SOON).await.unwrap();
+        feeder.tell(5).await.unwrap();
+        feeder
+    });
+    let feeder = fed.await.unwrap();
+    agent.shutdown_background();
+    drop(feeder);
+    let half = held(6, &models.path("3").display().to_string());
+    assert_eq!(engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(half));
+    // Its successor feeds it in full.
+    Feeder::feed(&engine, &models.path("2"), 7, Ring::Tensors(3), SOON).await.unwrap();
+    assert_eq!(answer(&client).await, second);
+
+    // One that cannot be fed goes back to what the server started with.
+    let mut feeder = Feeder::begin(&engine, &models.path("3"), 8, Ring::OneTensor, SOON).await.unwrap();
+    feeder.tell(3).await.unwrap();
+    drop(feeder);
+    engine.put_back(2 * SOON).await.unwrap();
+    assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Startup);
+    assert_eq!(answer(&client).await, first);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_ranks_take_a_version_each_and_are_believed_by_their_own_word_when_the_servers_replies_are_late() {
+    let models = Models::make(venv().as_deref());
+    let mut server = start(&models, "1", 2);
+    let client = server.ready().await;
+    let engine = adapter(&server, Some(models.path("1")));
+    assert_eq!(engine.probe(SOON).await.unwrap().size, 2);
+    let first = answer(&client).await;
+    // Two ranks round otherwise than one: what the server's own reload gives is what must come.
+    let reload = serde_json::json!({"method": "reload_weights", "kwargs": {"weights_path": models.path("2")}});
+    assert_eq!(client.post("/collective_rpc", &reload).await.status, Some(200));
+    client.post("/reset_prefix_cache", &serde_json::Value::Null).await;
+    let second = answer(&client).await;
+    assert_ne!(first, second);
+
+    for (version, name, ring) in [(2, "1", Ring::OneTensor), (3, "2", Ring::Tensors(3)), (4, "1", Ring::WholeModel)] {
+        Feeder::feed(&engine, &models.path(name), version, ring, SOON).await.unwrap();
+        assert_eq!(answer(&client).await, if name == "1" { first.clone() } else { second.clone() }, "{ring:?}");
+    }
+    // Behind a call that fails, the second rank's replies are those to the calls before.
+    let nonsense = serde_json::json!({"method": "nonsense"});
+    for _ in 0..3 {
+        assert_eq!(client.post("/collective_rpc", &nonsense).await.status, Some(500));
+    }
+    for (version, name, ring) in [(5, "2", Ring::OneTensor), (6, "1", Ring::WholeModel), (7, "2", Ring::WholeModel)] {
+        Feeder::feed(&engine, &models.path(name), version, ring, SOON).await.unwrap();
+        assert_eq!(answer(&client).await, if name == "1" { first.clone() } else { second.clone() }, "{ring:?}");
+    }
+}
