@@ -142,7 +142,9 @@ impl MemoryReceiver {
     fn take(&self, offset: u64, part: &[u8]) -> Result<(), Refusal> {
         let mut arriving = lock(&self.arriving);
         let Some(arriving) = arriving.as_mut() else {
-            return Err(refusal(RefusalCode::WrongPhase, "the attempt is over here"));
+            let why = lock(&self.failed).clone();
+            let over = || refusal(RefusalCode::WrongPhase, "the attempt is over here");
+            return Err(why.map_or_else(over, |why| refusal(RefusalCode::EngineRefused, why)));
         };
         let invalid = |what: String| refusal(RefusalCode::Invalid, what);
         if offset != arriving.hasher.position() {
