@@ -46,7 +46,8 @@ impl Pods {
     /// Deletes a pod of this very UID. A pod that is gone meanwhile is no error.
     pub(super) async fn delete(&self, pod: &Pod) -> Result<(), ApiError> {
         let name = pod.name_any();
-        let params = DeleteParams { preconditions: Some(Preconditions { uid: pod.uid(), resource_version: None }), ..DeleteParams::default() };
+        let params =
+            DeleteParams { preconditions: Some(Preconditions { uid: pod.uid(), resource_version: None }), ..DeleteParams::default() };
         let deleted = self.calls.run(format!("delete pod {name}"), self.api.delete(&name, &params)).await;
         forgive_gone(deleted.map(drop))
     }
