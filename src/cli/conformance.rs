@@ -108,7 +108,9 @@ fn show(report: &Report, output: Output) -> anyhow::Result<()> {
                 [outcome.to_owned(), row.part.clone(), cut(&row.step), cut(&row.expected), found]
             });
             let table: Vec<[String; 5]> = std::iter::once(head).chain(rows).collect();
-            columns(&table).iter().for_each(|line| println!("{line}"));
+            for line in columns(&table) {
+                println!("{line}");
+            }
             println!("{}: {passed} passed, {failed} failed, {skipped} skipped", report.engine);
         }
     }

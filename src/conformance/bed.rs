@@ -262,7 +262,7 @@ impl Bed {
     pub(super) async fn serves(&self) -> Result<String, String> {
         if self.simulated.is_some() {
             let digest = self.client.call("GET /simulator/digest", None, false).await?;
-            return Ok(digest.json()["digest"].as_str().unwrap_or_default().to_owned());
+            return Ok(digest.json().get("digest").and_then(Value::as_str).unwrap_or_default().to_owned());
         }
         let body =
             json!({"model": self.model_name().await?, "prompt": "The quick brown fox", "max_tokens": 8, "temperature": 0, "logprobs": 1});
@@ -270,10 +270,10 @@ impl Bed {
         let answer = reply.json();
         let choice = answer.pointer("/choices/0").cloned().unwrap_or_default();
         let probabilities = choice.pointer("/logprobs/token_logprobs").cloned().unwrap_or_default();
-        if reply.status != 200 || choice.get("text").is_none() {
-            return Err(format!("a completion was answered with {}: {}", reply.status, reply.shown()));
+        match choice.get("text") {
+            Some(text) if reply.status == 200 => Ok(json!([text, probabilities]).to_string()),
+            _ => Err(format!("a completion was answered with {}: {}", reply.status, reply.shown())),
         }
-        Ok(json!([choice["text"], probabilities]).to_string())
     }
 
     /// What a server serves that never held anything but this version; only simulators are started for that.
@@ -286,7 +286,7 @@ impl Bed {
         let fresh = Simulator::start(options, TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?).await?;
         let client = Client::new(&fresh.url(), None, self.patience)?;
         let digest = client.call("GET /simulator/digest", None, false).await.map_err(ConformanceError::Client)?;
-        Ok(digest.json()["digest"].as_str().map(str::to_owned))
+        Ok(digest.json().get("digest").and_then(Value::as_str).map(str::to_owned))
     }
 
     /// The name of its model.

@@ -273,7 +273,8 @@ impl Membership {
                     return true;
                 }
             };
-            round.phase = Phase::Committing { asked: BTreeSet::new(), waves, current: self.version.clone(), feeder, transport };
+            round.phase =
+                Phase::Committing { asked: BTreeSet::new(), waves, current: self.version.clone(), feeder, transport: Box::new(transport) };
             round.deadline = self.now.saturating_add(self.config.commit_deadline_ms);
         }
         let wave = match &mut round.phase {
@@ -313,7 +314,7 @@ impl Membership {
                 addresses: addresses.clone(),
                 current: current.clone(),
                 feeder: feeder.clone(),
-                transport: transport.clone(),
+                transport: transport.as_ref().clone(),
                 secret: String::new(),
                 deadline_ms: self.config.commit_deadline_ms,
             };
@@ -324,7 +325,7 @@ impl Membership {
 
     fn commit_group(&mut self, round: Round) {
         let (feeder, transport) = match round.phase {
-            Phase::Committing { feeder, transport, .. } => (feeder, transport),
+            Phase::Committing { feeder, transport, .. } => (feeder, *transport),
             Phase::Preparing => (None, TransportChoice::default()),
         };
         let (epoch, world) = (round.id.epoch, round.roster.world_size);

@@ -133,7 +133,7 @@ pub(super) enum Phase {
         waves: VecDeque<Vec<MemberName>>,
         current: Option<HeldVersion>,
         feeder: Option<MemberName>,
-        transport: TransportChoice,
+        transport: Box<TransportChoice>,
     },
 }
 

@@ -136,12 +136,10 @@ impl Definition {
             Kind::Histogram => MetricType::Histogram,
             Kind::Info => MetricType::Info,
         };
-        // Lives as long as the answer is being written: units are few and without content of their own.
-        static UNITS: [Unit; 2] = [Unit::Seconds, Unit::Bytes];
         let unit = match self.unit {
             In::Things => None,
-            In::Seconds => UNITS.first(),
-            In::Bytes => UNITS.last(),
+            In::Seconds => Some(&Unit::Seconds),
+            In::Bytes => Some(&Unit::Bytes),
         };
         encoder.encode_descriptor(self.name, &self.sentence(), unit, kind)
     }
@@ -173,7 +171,7 @@ impl Default for Metrics {
     fn default() -> Self {
         let mut registry = Registry::with_prefix(PREFIX);
         registry.register(BUILD.name, BUILD.help, Info::new(vec![("version", env!("CARGO_PKG_VERSION"))]));
-        registry.register_collector(Box::new(process::Process::default()));
+        registry.register_collector(Box::new(process::Process));
         Self(Arc::new(Mutex::new(registry)))
     }
 }

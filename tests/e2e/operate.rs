@@ -64,8 +64,11 @@ async fn the_plugins_verbs_work_on_a_cluster() {
         let file: PathBuf = folder.path().join("report.zip");
         let written: Value =
             serde_json::from_str(&verb(&cluster, &["report", "run", "--file", file.to_str().unwrap(), "-o", "json"], 0).await).unwrap();
-        let names: Vec<String> =
-            zip::ZipArchive::new(std::fs::File::open(&file).unwrap()).unwrap().file_names().map(|name| name.unwrap().into_owned()).collect();
+        let names: Vec<String> = zip::ZipArchive::new(std::fs::File::open(&file).unwrap())
+            .unwrap()
+            .file_names()
+            .map(|name| name.unwrap().into_owned())
+            .collect();
         for wanted in ["objects/run.json", "metrics/sim-0.txt", "logs/sim-1-engine.log", "operator/metrics.txt", "operator/state.json"] {
             assert!(names.iter().any(|name| name == wanted), "{wanted} is not among {names:?}; {written}");
         }

@@ -66,14 +66,12 @@ pub async fn feed_memory(
     let (mut ring, mut taken) = (Ring::new(bytes), 0);
     for bucket in layout.buckets() {
         let start = loop {
-            match ring.take(bucket.bytes.next_multiple_of(64).min(bytes)) {
-                Some(start) => break start,
-                None => {
-                    let now = install.taken(taken).await?;
-                    (taken..now).for_each(|_| ring.give_back());
-                    taken = now;
-                }
+            if let Some(start) = ring.take(bucket.bytes.next_multiple_of(64).min(bytes)) {
+                break start;
             }
+            let now = install.taken(taken).await?;
+            (taken..now).for_each(|_| ring.give_back());
+            taken = now;
         };
         let (layout, checkpoint, copy) = (layout.clone(), checkpoint.clone(), bytes < all);
         let filled = spawn_blocking(move || {

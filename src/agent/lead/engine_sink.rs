@@ -30,6 +30,9 @@ const AFTER_SUCCESS: Duration = Duration::from_secs(2);
 /// What an agent may take beyond the time that its engine has.
 const ANSWER: Duration = Duration::from_secs(2);
 
+/// What was sent, and into which group; none: it was copied into its place.
+type Sent = BoxFuture<'static, (Option<usize>, Result<(), WorkerError>)>;
+
 /// What all of a stream is about.
 #[derive(Clone)]
 pub(super) struct EngineStream {
@@ -129,7 +132,7 @@ impl EngineStream {
         let PackedBucket { broadcasts, copies, held } = packed;
         let within = self.silence.saturating_sub(GRACE).max(self.silence / 2);
         let mut asked = self.ask_all(Receive::Bucket(sequence), self.silence);
-        let mut sending: FuturesUnordered<BoxFuture<'static, (Option<usize>, Result<(), WorkerError>)>> = FuturesUnordered::new();
+        let mut sending: FuturesUnordered<Sent> = FuturesUnordered::new();
         sending.push(Box::pin(async move { (None, try_join_all(copies).await.map(drop)) }));
         for (number, group) in self.led.groups.iter().enumerate() {
             let (group, worker) = (group.clone(), self.led.worker.clone());

@@ -259,18 +259,14 @@ impl Led {
     /// A group with a store: every rank of every engine said hello there. Else: the communicator stands.
     async fn prove(&self, deadline: Instant) -> Result<(), Refusal> {
         let within = deadline.saturating_duration_since(Instant::now());
-        match &self.store {
-            Some(store) => {
-                let ranks = usize::try_from(self.plan.world().saturating_sub(1)).unwrap_or(usize::MAX);
-                let all = store.wait_for_clients(ranks, within).await;
-                all.map_err(|error| refusal(RefusalCode::PeerUnreachable, error.to_string()))
-            }
-            None => {
-                let within = within.saturating_sub(crate::worker::GRACE + Duration::from_millis(200)).max(Duration::from_millis(100));
-                let made = self.communicate(within).await;
-                made.map_err(|error| refusal(RefusalCode::PeerUnreachable, format!("the communicator cannot be made: {error}")))
-            }
+        if let Some(store) = &self.store {
+            let ranks = usize::try_from(self.plan.world().saturating_sub(1)).unwrap_or(usize::MAX);
+            let all = store.wait_for_clients(ranks, within).await;
+            return all.map_err(|error| refusal(RefusalCode::PeerUnreachable, error.to_string()));
         }
+        let within = within.saturating_sub(crate::worker::GRACE + Duration::from_millis(200)).max(Duration::from_millis(100));
+        let made = self.communicate(within).await;
+        made.map_err(|error| refusal(RefusalCode::PeerUnreachable, format!("the communicator cannot be made: {error}")))
     }
 }
 

@@ -66,7 +66,7 @@ impl Rollout {
             return Err(refusal(RefusalCode::Invalid, "the group's delivery is not External: its agents move the bytes"));
         }
         let update = request.update.clone();
-        let health = policy.health.clone();
+        let health = policy.health;
         let silence = Duration::from_millis(policy.silence_ms);
         self.with(|inner| inner.give_way(&update));
         // What is being proven or given up comes to its end first.

@@ -32,7 +32,7 @@ impl Rollout {
     }
 
     /// What an install from shared memory is about.
-    pub(super) fn host_job(&self, held: (u64, Option<String>), layout: Arc<Layout>, memory: HostMemory, policy: &UpdatePolicy) -> HostJob {
+    pub(super) fn host_job(held: (u64, Option<String>), layout: Arc<Layout>, memory: HostMemory, policy: &UpdatePolicy) -> HostJob {
         let (version, manifest) = held;
         HostJob {
             version,
@@ -60,7 +60,7 @@ impl Rollout {
         };
         let memory = version.memory().map_err(|what| cannot(false, what))?;
         let HeldVersion { version: number, manifest } = version.held.clone();
-        let job = self.host_job((number, Some(manifest)), version.layout.clone(), memory, policy);
+        let job = Self::host_job((number, Some(manifest)), version.layout.clone(), memory, policy);
         let mut install = self.engine.begin_host(&job).await?;
         let digest = install.digest();
         let cut = Arc::new(Layout::clone(&version.layout).cut_between_tensors());

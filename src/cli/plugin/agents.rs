@@ -49,7 +49,7 @@ pub(super) fn agent_of(pod: &Pod) -> Option<Agent> {
     }
     // The last one: those before it have ended.
     let ephemeral = spec.ephemeral_containers.iter().flatten().map(|container| &container.name);
-    ephemeral.filter(|name| name.starts_with(AGENT_CONTAINER)).next_back().map(|name| own(name.clone()))
+    ephemeral.rev().find(|name| name.starts_with(AGENT_CONTAINER)).map(|name| own(name.clone()))
 }
 
 /// Pods of an object, the trainer's first, by status; pods that opted in and are in no status yet do not belong to it.

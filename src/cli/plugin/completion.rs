@@ -54,7 +54,7 @@ impl CompletionArgs {
             None => script.extend_from_slice(SCRIPT.as_bytes()),
             // The program's own name: kubectl's own completion does not look at words behind `kubectl`.
             Some(shell) => {
-                clap_complete::generate(shell, &mut Plugin::command().bin_name("kubectl-weightsync"), "kubectl-weightsync", &mut script)
+                clap_complete::generate(shell, &mut Plugin::command().bin_name("kubectl-weightsync"), "kubectl-weightsync", &mut script);
             }
         }
         std::io::stdout().write_all(&script).context("standard output cannot be written")?;
@@ -73,7 +73,9 @@ pub struct CandidatesArgs {
 impl CandidatesArgs {
     /// Prints candidates as kubectl reads them: one a line, then a directive (4: no file names).
     pub fn run(self) -> ExitCode {
-        candidates(&Plugin::command(), &self.words).iter().for_each(|candidate| println!("{candidate}"));
+        for candidate in candidates(&Plugin::command(), &self.words) {
+            println!("{candidate}");
+        }
         println!(":4");
         ExitCode::SUCCESS
     }

@@ -82,7 +82,9 @@ impl LogLevelArgs {
                 let row = |(pod, answer): &(String, anyhow::Result<String>)| {
                     [pod.clone(), answer.as_ref().map_or_else(|error| format!("error: {error:#}"), Clone::clone)]
                 };
-                columns(&answers.iter().map(row).collect::<Vec<_>>()).iter().for_each(|line| println!("{line}"));
+                for line in columns(&answers.iter().map(row).collect::<Vec<_>>()) {
+                    println!("{line}");
+                }
             }
             Output::Json => {
                 let row = |(pod, answer): &(String, anyhow::Result<String>)| match answer {

@@ -80,9 +80,9 @@ impl LogsArgs {
                 bail!("there is no agent to read: kubectl weightsync status names the members");
             }
             if self.follow {
-                self.stream(&access, wanted).await?
+                self.stream(&access, wanted).await?;
             } else {
-                self.all(&access, wanted).await?
+                self.all(&access, wanted).await?;
             }
             Ok(ExitCode::SUCCESS)
         })
@@ -116,7 +116,9 @@ impl LogsArgs {
             keyed.push((last.clone(), container, raw, line));
         }
         keyed.sort_by(|a, b| a.0.cmp(&b.0));
-        keyed.iter().for_each(|(_, container, raw, line)| self.print(&container.pod, raw, line));
+        for (_, container, raw, line) in &keyed {
+            self.print(&container.pod, raw, line);
+        }
         Ok(())
     }
 

@@ -49,7 +49,7 @@ impl ReleaseArgs {
             match self.output {
                 Output::Json => println!("{}", json!({"name": name, "suspend": true, "released": self.timeout > 0})),
                 Output::Human => {
-                    println!("{name} is released: its pods serve what they have; `kubectl weightsync resume {name}` takes it up again")
+                    println!("{name} is released: its pods serve what they have; `kubectl weightsync resume {name}` takes it up again");
                 }
             }
             Ok(ExitCode::SUCCESS)

@@ -100,13 +100,13 @@ async fn every_series_of_a_controller_is_defined_and_counts_what_happened() {
         r#"weightsync_sync_bytes_total{transport="tcp"} 1500000"#,
         r#"weightsync_sync_duration_seconds_count{phase="transfer"} 1"#,
         r#"weightsync_events_total{reason="GroupFormed",type="Normal"} 2"#,
-        r#"weightsync_plan_depth 2"#,
+        "weightsync_plan_depth 2",
         r#"weightsync_object_info{object_namespace="default",object="ws",ready="True""#,
         r#"weightsync_replicas{state="ready","#,
         r#"weightsync_api_requests_total{method="watch",code="200"}"#,
         r#"weightsync_api_requests_total{method="put",code="200"}"#,
         r#"weightsync_api_duration_seconds_count{method="patch"}"#,
-        r#"weightsync_leader 1"#,
+        "weightsync_leader 1",
     ] {
         assert!(text.contains(line), "{line} is not in {text}");
     }

@@ -240,18 +240,15 @@ impl<S: Server> Running<S> {
             self.inner.pause(&self.terms, until).await?;
         }
         self.inner.mark(&self.terms, until).await.map_err(at("pause"))?;
-        self.feed = Some(match &self.group {
-            Some((server, name)) => {
-                let feed = FromGroup::open(server.as_ref(), name, self.job.layout.clone(), until).await.map_err(at("pause"))?;
-                // Whoever opened an update before us may have written into the weights.
-                self.dirty.fetch_or(feed.touched(), Ordering::AcqRel);
-                Box::new(feed)
-            }
-            None => {
-                let gpus = if self.route.gpus.is_empty() { of_bucket } else { self.route.gpus.clone() };
-                let job = FeedJob { job: &self.job, route: &self.route, gpus };
-                self.inner.server.open_feed(job, until).await.map_err(at("pause"))?
-            }
+        self.feed = Some(if let Some((server, name)) = &self.group {
+            let feed = FromGroup::open(server.as_ref(), name, self.job.layout.clone(), until).await.map_err(at("pause"))?;
+            // Whoever opened an update before us may have written into the weights.
+            self.dirty.fetch_or(feed.touched(), Ordering::AcqRel);
+            Box::new(feed)
+        } else {
+            let gpus = if self.route.gpus.is_empty() { of_bucket } else { self.route.gpus.clone() };
+            let job = FeedJob { job: &self.job, route: &self.route, gpus };
+            self.inner.server.open_feed(job, until).await.map_err(at("pause"))?
         });
         if !self.pauses && self.job.pause == PausePolicy::Abort {
             self.inner.server.abort_all(until).await.map_err(at("pause"))?;

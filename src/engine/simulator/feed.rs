@@ -96,7 +96,7 @@ impl Feed {
 
     /// What lies there now.
     pub(super) fn read(&self, place: &Place) -> Result<Taken, String> {
-        let bytes = self.memory.get().map(|memory| read(memory, place)).unwrap_or_else(|| Err("there is no memory".into()))?;
+        let bytes = self.memory.get().map_or_else(|| Err("there is no memory".into()), |memory| read(memory, place))?;
         let Place(name, dtype, shape, ..) = place;
         let dtype = Dtype::ALL.into_iter().find(|known| known.name() == dtype).ok_or_else(|| format!("no type {dtype}"))?;
         Ok(Taken { name: name.clone(), dtype, shape: shape.clone(), digest: tensor_digest(&bytes) })

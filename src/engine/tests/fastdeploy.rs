@@ -117,8 +117,9 @@ async fn f93_workers_that_take_longer_than_the_engine_waits_are_not_asked_twice(
 
 #[tokio::test]
 async fn what_does_not_fit_is_refused_before_anything_is_touched() {
+    type Tensors<'a> = &'a [(&'a str, &'a [u64])];
     let on = bench(|_| {}).await;
-    let cases: [(&[(&str, &[u64])], &str); 3] = [
+    let cases: [(Tensors, &str); 3] = [
         (&[("embed.weight", &[8, 4]), ("layer.q.weight", &[4, 4]), ("norm.weight", &[4])], "lacks layer.k.weight"),
         (
             &[("embed.weight", &[8, 4]), ("layer.q.weight", &[4, 4]), ("layer.k.weight", &[4, 4]), ("norm.weight", &[4]), ("x", &[1])],

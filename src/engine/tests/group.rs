@@ -146,7 +146,10 @@ impl Inside {
             "/reset_prefix_cache" => (200, json!({"success": true})),
             "/metrics" => (404, Value::Null),
             "/v1/models" => (200, json!({"data": [{"id": "m", "root": "m"}]})),
-            "/v1/completions" => (200, json!({"choices": [{"finish_reason": "length", "text": "a", "logprobs": {"token_logprobs": [-0.5]}}], "usage": {"completion_tokens": 1}})),
+            "/v1/completions" => (
+                200,
+                json!({"choices": [{"finish_reason": "length", "text": "a", "logprobs": {"token_logprobs": [-0.5]}}], "usage": {"completion_tokens": 1}}),
+            ),
             _ => (200, json!({"success": true, "status": "ok"})),
         }
     }

@@ -81,14 +81,14 @@ async fn bench(more: impl FnOnce(&mut SimulatorOptions)) -> Bench {
     Bench::start_with("vllm", Faults::default(), with).await
 }
 
-fn digests(names: &[&str]) -> Option<WeightTransfer> {
-    Some(WeightTransfer { digests: names.iter().map(|name| (*name).to_owned()).collect(), ..WeightTransfer::weightsync() })
+fn digests(names: &[&str]) -> WeightTransfer {
+    WeightTransfer { digests: names.iter().map(|name| (*name).to_owned()).collect(), ..WeightTransfer::weightsync() }
 }
 
 #[tokio::test]
 async fn all_ranks_check_and_take_a_version_while_the_engine_serves_until_the_last_bucket_is_checked() {
     for names in [&["blake3"][..], &["xxh3-128", "blake3"]] {
-        let bench = bench(|options| (options.world_size, options.weight_transfer) = (2, digests(names))).await;
+        let bench = bench(|options| (options.world_size, options.weight_transfer) = (2, Some(digests(names)))).await;
         let before = bench.digest().await;
         let version = Version::of(&bench, 2);
         let mut install = bench.engine.begin_host(&version.job()).await.unwrap();
@@ -150,7 +150,7 @@ async fn a_server_without_the_back_end_is_not_tried_and_keeps_its_other_ways() {
 
 #[tokio::test]
 async fn workers_that_can_compute_no_digest_and_ranks_that_do_not_come_are_named() {
-    let blind = bench(|options| options.weight_transfer = digests(&["sha1"])).await;
+    let blind = bench(|options| options.weight_transfer = Some(digests(&["sha1"]))).await;
     let refused = Version::of(&blind, 2).install(&blind).await.unwrap_err();
     assert!(!refused.dirty && refused.to_string().contains("no digest"), "{refused}");
     assert!(!blind.is_paused().await);

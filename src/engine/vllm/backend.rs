@@ -113,7 +113,7 @@ impl HostFeed for Backend {
     }
 
     async fn bucket(&mut self, bucket: &HostBucket, until: Until) -> Result<(), EngineError> {
-        let told = self.workers.tell(self.workers.line(bucket));
+        let told = self.workers.tell(Workers::line(bucket));
         self.watching(until, told).await?;
         self.told = bucket.sequence.saturating_add(1);
         Ok(())

@@ -138,7 +138,7 @@ impl Workers {
     }
 
     /// The line that tells of a bucket.
-    pub(super) fn line(&self, bucket: &HostBucket) -> String {
+    pub(super) fn line(bucket: &HostBucket) -> String {
         let tensor = |tensor: &crate::engine::HostTensor| {
             json!([tensor.spec.name, tensor.spec.dtype.name(), tensor.spec.shape, tensor.offset, tensor.bytes, tensor.digest])
         };

@@ -18,8 +18,11 @@ fn facts(rendezvous: Rendezvous, size: u32) -> GroupFacts {
     GroupFacts { rendezvous, forms: vec![WireForm::Flattened], session: true, draft_session: false, size, why_not: String::new() }
 }
 
+/// Kind of a group, and its members with their sizes.
+type Joined = (Rendezvous, Vec<(MemberName, u32)>);
+
 /// Joins these, each of its size by the roster, and gives kind and members of every group.
-fn joined(joiners: &[(u32, GroupFacts)]) -> Result<Vec<(Rendezvous, Vec<(MemberName, u32)>)>, Vec<(MemberName, String)>> {
+fn joined(joiners: &[(u32, GroupFacts)]) -> Result<Vec<Joined>, Vec<(MemberName, String)>> {
     let names: Vec<MemberName> = (0..joiners.len()).map(name).collect();
     let none = GpuReport::default();
     let joiners: Vec<Joiner<'_>> =

@@ -52,10 +52,12 @@ impl Client {
         Request::Validate(MAGIC).write(&mut message);
         Request::Ping(nonce).write(&mut message);
         let within = self.within;
-        let echoed: [u8; 4] = self.limited(what, within, async |socket| {
-            socket.write_all(&message).await?;
-            array(socket).await
-        }).await?;
+        let echoed: [u8; 4] = self
+            .limited(what, within, async |socket| {
+                socket.write_all(&message).await?;
+                array(socket).await
+            })
+            .await?;
         if u32::from_le_bytes(echoed) == nonce { Ok(()) } else { Err(StoreError::Nonsense { what }) }
     }
 

@@ -116,7 +116,7 @@ impl Server {
 
     /// Waits until that many ranks have said hello.
     pub async fn wait_for_clients(&self, clients: usize, within: Duration) -> Result<(), StoreError> {
-        self.wait_until(clients, within, |table| table.hellos()).await
+        self.wait_until(clients, within, Table::hellos).await
     }
 
     /// Waits until that many clients asked for one of the keys, each of which was [`set`](Self::set); a client that asks for two of them

@@ -122,7 +122,9 @@ impl Table {
             }
             Request::Check(keys) => reply.push(if keys.iter().all(|key| self.is_there(key)) { READY } else { NOT_READY }),
             Request::Wait(keys) => {
-                keys.iter().for_each(|key| self.note_reader(key, client));
+                for key in keys {
+                    self.note_reader(key, client);
+                }
                 if !self.wait(client, keys)? {
                     reply.push(STOP_WAITING);
                 }
@@ -225,7 +227,9 @@ impl Table {
     /// Sets a value; one that does not fit leaves the old one.
     fn put(&mut self, key: &[u8], value: Vec<u8>) -> Result<(), Refusal> {
         let old = self.values.get(key).map(|old| key.len() + old.len());
-        old.into_iter().for_each(|bytes| self.free(bytes));
+        if let Some(bytes) = old {
+            self.free(bytes);
+        }
         if let Err(full) = self.take_room(key.len() + value.len()) {
             if let Some(bytes) = old {
                 self.entries += 1;

@@ -156,11 +156,15 @@ impl Request<'_> {
         let keys = |code: u8, keys: &[&[u8]], out: &mut Vec<u8>| {
             out.push(code);
             out.extend((keys.len() as u64).to_le_bytes());
-            keys.iter().for_each(|key| write_bytes(key, out));
+            for key in keys {
+                write_bytes(key, out);
+            }
         };
         let blobs = |code: u8, blobs: &[&[u8]], out: &mut Vec<u8>| {
             out.push(code);
-            blobs.iter().for_each(|blob| write_bytes(blob, out));
+            for blob in blobs {
+                write_bytes(blob, out);
+            }
         };
         match self {
             Self::Validate(magic) => out.extend([0].into_iter().chain(magic.to_le_bytes())),

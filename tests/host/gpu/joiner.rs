@@ -151,13 +151,12 @@ async fn answer(State(shared): State<Arc<Shared>>, method: Method, uri: Uri, bod
         // Text, and the start of a process that is never started anew.
         return "process_start_time_seconds 1.5\n".into_response();
     }
-    let (status, reply) = match instead {
-        Some(reply) => reply,
-        None => {
-            // An engine goes on with what it was asked for when nobody waits for it any more.
-            let carried_out = tokio::spawn(async move { shared.reply(&method, &path, &body).await });
-            carried_out.await.unwrap()
-        }
+    let (status, reply) = if let Some(reply) = instead {
+        reply
+    } else {
+        // An engine goes on with what it was asked for when nobody waits for it any more.
+        let carried_out = tokio::spawn(async move { shared.reply(&method, &path, &body).await });
+        carried_out.await.unwrap()
     };
     (StatusCode::from_u16(status).unwrap(), axum::Json(reply)).into_response()
 }

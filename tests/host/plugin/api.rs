@@ -167,15 +167,12 @@ async fn exec(state: &Mutex<State>, pod: &str, upgrade: OnUpgrade) {
     let mut socket = websocket(upgrade).await;
     let said = state.lock().unwrap().said.get(pod).cloned().flatten();
     let on = |channel: u8, text: &str| Message::binary([&[channel], text.as_bytes()].concat());
-    let ended = match &said {
-        Some(text) => {
-            socket.send(on(1, text)).await.unwrap();
-            json!({"metadata": {}, "status": "Success"})
-        }
-        None => {
-            socket.send(on(2, "no such program")).await.unwrap();
-            json!({"metadata": {}, "status": "Failure", "message": "command terminated with exit code 127"})
-        }
+    let ended = if let Some(text) = &said {
+        socket.send(on(1, text)).await.unwrap();
+        json!({"metadata": {}, "status": "Success"})
+    } else {
+        socket.send(on(2, "no such program")).await.unwrap();
+        json!({"metadata": {}, "status": "Failure", "message": "command terminated with exit code 127"})
     };
     socket.send(on(3, &ended.to_string())).await.unwrap();
     let _ = socket.close(None).await;

@@ -50,7 +50,7 @@ impl Rollout {
         let shared = HostMemory::of(&memory.fd(), length as u64).map_err(|error| format!("the memory cannot be shared: {error}"))?;
         let policy = Self::policy_of(epoch);
         let held = (request.update.version, request.manifest_digest.clone());
-        let job = self.host_job(held, layout.clone(), shared, &policy);
+        let job = Self::host_job(held, layout.clone(), shared, &policy);
         let install = self.engine.begin_host(&job).await.map_err(|error| error.to_string())?;
         let (orders, inbox) = mpsc::unbounded_channel();
         let arriving = Arriving {

@@ -43,7 +43,7 @@ impl Redactor {
     fn walk(&mut self, value: &mut Value) {
         match value {
             Value::Object(object) => {
-                self.metadata(object);
+                Self::metadata(object);
                 self.variable(object);
                 for (name, inner) in object.iter_mut() {
                     match inner {
@@ -60,7 +60,7 @@ impl Redactor {
     }
 
     /// What was applied holds everything once more; who wrote which field says nothing.
-    fn metadata(&mut self, object: &mut Map<String, Value>) {
+    fn metadata(object: &mut Map<String, Value>) {
         object.remove("managedFields");
         if let Some(annotations) = object.get_mut("annotations").and_then(Value::as_object_mut) {
             annotations.remove("kubectl.kubernetes.io/last-applied-configuration");

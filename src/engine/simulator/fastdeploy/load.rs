@@ -242,16 +242,12 @@ pub(super) async fn transfer(
         recapture(state);
     }
     state.memory().version = Some(version.clone());
-    let mut result = json!({"update_cost": 0.0, "total_cost": 0.0, "version": version, "rank": 0});
-    if mode == "gdr" {
-        // The stream has no checksum to compare: the wish is passed over with a warning.
-        result["transfer_mode"] = json!("gdr");
-        result["update_count"] = json!(count);
+    // The stream has no checksum to compare: there the wish is passed over with a warning.
+    Ok(json!([if mode == "gdr" {
+        json!({"update_cost": 0.0, "total_cost": 0.0, "version": version, "rank": 0, "transfer_mode": "gdr", "update_count": count})
     } else {
-        result["sync_cost"] = json!(0.0);
-        result["verified"] = json!(verify_checksum);
-    }
-    Ok(json!([result]))
+        json!({"update_cost": 0.0, "total_cost": 0.0, "version": version, "rank": 0, "sync_cost": 0.0, "verified": verify_checksum})
+    }]))
 }
 
 /// `step` of `version.yaml` in the model directory.

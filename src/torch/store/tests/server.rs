@@ -86,7 +86,8 @@ async fn values_numbers_and_waits_go_over_the_wire() {
     assert!(matches!(late, StoreError::Silent { .. }), "{late}");
     // The wait was taken back, so the connection still answers what it is asked.
     let (waited, set) = tokio::join!(two.wait("/late", AMPLE), one.set("/late", b""));
-    (waited.unwrap(), set.unwrap());
+    waited.unwrap();
+    set.unwrap();
     assert_eq!(server.get("/k").as_deref(), Some(b"w".as_slice()));
     let large = vec![3; super::super::MAX_VALUE];
     one.set("/large", &large).await.unwrap();
