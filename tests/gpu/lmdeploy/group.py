@@ -41,9 +41,7 @@ class Group:
             "directory": str(args.work / f"{name}-state"),
             "trainer": {"name": "trainer", "gpu": gpus[1]},
             # An engine that joins by itself has an agent without a GPU.
-            "rollouts": [
-                {"name": "actor", "engine": {"kind": "lmdeploy", "port": port}, "gpus": [gpus[0]] if delivery == "Agent" else []}
-            ],
+            "rollouts": [{"name": "actor", "engine": {"kind": "lmdeploy", "port": port}, "gpus": [gpus[0]] if delivery == "Agent" else []}],
             "delivery": delivery,
             "update": {"pause": "Abort", "kvCache": "Reset", "retainMiB": args.retain_mib, "silenceSeconds": 20},
             "transport": {"nccl": {"bucketMiB": bucket_mib, "buffers": 3}},
