@@ -1,5 +1,6 @@
 //! The operator's tools on a cluster: the plugin's verbs through the real API server, its metrics, and the chart's own check.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
@@ -23,6 +24,13 @@ async fn verb(cluster: &Cluster, words: &[&str], code: i32) -> String {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert_eq!(output.status.code(), Some(code), "{words:?}: {}{}", text(&output.stdout), text(&output.stderr));
     text(&output.stdout)
+}
+
+/// What each pod said that it logs now.
+async fn filters(cluster: &Cluster, words: &[&str]) -> BTreeMap<String, String> {
+    let said: Value = serde_json::from_str(&verb(cluster, &[words, &["-o", "json"]].concat(), 0).await).unwrap();
+    let text = |row: &Value, key: &str| row[key].as_str().unwrap_or_else(|| panic!("no {key} in {said}")).to_owned();
+    said.as_array().unwrap().iter().map(|row| (text(row, "pod"), text(row, "filter"))).collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -53,8 +61,14 @@ async fn the_plugins_verbs_work_on_a_cluster() {
             doctor.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()).filter(|said| said["report"].is_object()).count(),
             2
         );
-        assert!(verb(&cluster, &["log-level", "weightsync=debug,info", "--of", "run"], 0).await.contains("sim-1  weightsync=debug,info"));
-        assert!(verb(&cluster, &["log-level", "--reset", "--of", "run"], 0).await.contains("sim-0  info"));
+        assert_eq!(
+            filters(&cluster, &["log-level", "weightsync=debug,info", "--of", "run"]).await,
+            ["trainer-0", "sim-0", "sim-1"].map(|pod| (pod.to_owned(), "weightsync=debug,info".to_owned())).into()
+        );
+        assert_eq!(
+            filters(&cluster, &["log-level", "--reset", "--of", "run"]).await,
+            ["trainer-0", "sim-0", "sim-1"].map(|pod| (pod.to_owned(), "info".to_owned())).into()
+        );
         assert!(verb(&cluster, &["log-level"], 0).await.contains("weightsync"));
 
         let metrics = get(&cluster, "sim-0", STATUS_PORT, "/metrics").await.1;
