@@ -15,3 +15,4 @@ mod models;
 mod real;
 mod script;
 mod shape;
+mod store;
