@@ -1,10 +1,11 @@
-//! What a loss costs, and what agents take, on one host with simulated engines.
+//! What a loss costs, what agents take, and how fast ranks of torch meet, on one host with simulated engines.
 //!
-//! `cargo bench --bench host` runs all; `-- recovery` and `-- memory` run one. Every agent and engine is a process of the built program.
+//! `cargo bench --bench host` runs the first two; `-- recovery`, `-- memory` and `-- rendezvous` (which needs torch) run one. Every agent and engine is a process of the built program.
 //! It changes nothing on the machine but folders under the temporary directory and `/dev/shm`, which it removes.
 
 mod memory;
 mod recovery;
+mod rendezvous;
 #[path = "../transport/report.rs"]
 #[allow(dead_code)]
 mod report;
@@ -33,6 +34,8 @@ enum Command {
     Recovery(recovery::Settings),
     /// Memory of agents: their own, shared, and directories of versions.
     Memory(memory::Settings),
+    /// Clients of the real torch at our store and at torch's own.
+    Rendezvous(rendezvous::Settings),
 }
 
 fn main() -> Result<()> {
@@ -41,6 +44,7 @@ fn main() -> Result<()> {
     match arguments.command {
         Some(Command::Recovery(settings)) => recovery::measure(&settings, &mut report)?,
         Some(Command::Memory(settings)) => memory::measure(&settings, &mut report)?,
+        Some(Command::Rendezvous(settings)) => rendezvous::measure(&settings, &mut report)?,
         None => {
             recovery::measure(&recovery::Settings::default(), &mut report)?;
             memory::measure(&memory::Settings::default(), &mut report)?;
