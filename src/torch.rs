@@ -5,15 +5,17 @@
 //! checkpoint-engine 0.4.2 (`worker.py`), LMDeploy 0.18 (`utils.py`, `FlattenedTensorBucket`) and SGLang 0.5.23
 //! (`srt/weight_sync/tensor_bucket.py`) take. Never loads torch, never reads a pickle, opens no memory. The store is in [`store`].
 
+pub mod counter;
 pub mod paddle;
 pub mod pickle;
 pub mod store;
 
+use self::counter::Counter;
 use self::pickle::Value;
 use crate::weights::Dtype;
 
 /// The name of a counter file that does not exist. Readers count their uses down in it where it is there and pass over it where it is not
-/// (torch 2.9 and 2.15): nobody waits for it here, because each route has a word of its own for "read".
+/// (torch 2.9 and 2.15): for routes that have a word of their own for "read".
 const NO_COUNTER: &[u8] = b"/weightsync_no_counter";
 
 /// The GPU on which a reader opens a tensor.
@@ -40,6 +42,9 @@ pub struct SharedTensor {
     pub dtype: Dtype,
     /// Who says which GPU it is.
     pub device: Device,
+    /// What the reader counts down when it has let the tensor go. Where the reader still holds a tensor on the same handle and offset it
+    /// counts at once, before it has read anything.
+    pub counter: Option<Counter>,
 }
 
 /// Where a tensor lies in a bucket.
@@ -107,6 +112,10 @@ impl SharedTensor {
             Device::Readers => Value::Int(0),
             Device::Uuid(uuid) => Value::text(uuid.strip_prefix("GPU-").unwrap_or(uuid)),
         };
+        let (counter, slot) = match &self.counter {
+            Some(counter) => (counter.name.as_bytes().to_vec(), counter.slot),
+            None => (NO_COUNTER.to_vec(), 0),
+        };
         Ok(vec![
             Value::Global("torch", "Tensor"),
             size(&[self.elements]),
@@ -119,8 +128,8 @@ impl SharedTensor {
             Value::Int(self.storage_bytes),
             Value::Int(self.storage_offset),
             Value::Bool(false),
-            Value::Bytes(NO_COUNTER.to_vec()),
-            Value::Int(0),
+            Value::Bytes(counter),
+            Value::Int(slot),
             // Nothing to wait for: what is named here was complete before it was named.
             Value::Bytes(Vec::new()),
             Value::Bool(false),

@@ -3,13 +3,14 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
 use tokio::net::TcpListener;
 
 use crate::engine::ApiKey;
-use crate::engine::simulator::{FastdeployOptions, Faults, Simulator, SimulatorOptions, WeightTransfer};
+use crate::engine::simulator::{FastdeployOptions, Faults, GroupOptions, Simulator, SimulatorOptions, WeightTransfer};
 
 /// Arguments of `weightsync simulate-engine`.
 #[derive(Debug, Args)]
@@ -71,6 +72,18 @@ pub struct SimulateEngineArgs {
     /// vLLM only: started with WeightSync's own weight-transfer back end.
     #[arg(long)]
     pub weightsync_backend: bool,
+    /// vLLM only: a backend of its own for --weight-transfer-config.
+    #[arg(long, value_parser = ["nccl", "ipc"], conflicts_with = "weightsync_backend")]
+    pub weight_transfer: Option<String>,
+    /// NCCL's library for the groups that its ranks join, beside the stand-in GPU driver.
+    #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_NCCL")]
+    pub nccl: Option<PathBuf>,
+    /// Version of torch that the engine pretends to have, where groups differ by it: 2.15 makes groups of nccl2.
+    #[arg(long, value_name = "MAJOR.MINOR", value_parser = parse_version)]
+    pub torch: Option<(u32, u32)>,
+    /// How long the engine's torch tries a store and waits in a broadcast, in seconds.
+    #[arg(long, value_name = "SECONDS", default_value_t = 1800)]
+    pub group_timeout: u64,
     /// What goes wrong, as JSON, e.g. '{"loadMs":200,"rules":[{"path":"/pause","fault":{"kind":"hang"}}]}'. Can be changed later by
     /// POST /simulator/faults.
     #[arg(long, value_name = "JSON", value_parser = parse_faults, default_value = "{}")]
@@ -79,6 +92,11 @@ pub struct SimulateEngineArgs {
 
 fn parse_faults(text: &str) -> Result<Faults, String> {
     serde_json::from_str(text).map_err(|error| error.to_string())
+}
+
+fn parse_version(text: &str) -> Result<(u32, u32), String> {
+    let parts = text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+    parts.ok_or_else(|| format!("{text} is no version like 2.15"))
 }
 
 impl SimulateEngineArgs {
@@ -99,8 +117,20 @@ impl SimulateEngineArgs {
             mtp: self.mtp,
             ..FastdeployOptions::default()
         };
+        // Ranks have GPUs only where the stand-in driver is.
+        let groups = self.fake_gpu.as_ref().map(|_| {
+            let own = std::env::current_exe().context("this program's own file is not known")?;
+            let defaults = GroupOptions::new(&self.engine, own);
+            let torch = self.torch.unwrap_or(defaults.torch);
+            Ok::<_, anyhow::Error>(GroupOptions { nccl: self.nccl, patience: Duration::from_secs(self.group_timeout), torch, ..defaults })
+        });
         let options = SimulatorOptions {
             fastdeploy,
+            groups: groups.transpose()?,
+            weight_transfer: match self.weight_transfer {
+                Some(backend) => Some(WeightTransfer::of(&backend)),
+                None => self.weightsync_backend.then(WeightTransfer::weightsync),
+            },
             served_model_name: self.served_model_name,
             world_size: self.world_size,
             max_model_len: self.max_model_len,
@@ -111,7 +141,6 @@ impl SimulateEngineArgs {
             ray: !self.no_ray,
             abort_handling: !self.no_abort_handling,
             checkpoint_engine: !self.no_checkpoint_engine,
-            weight_transfer: self.weightsync_backend.then(WeightTransfer::weightsync),
             faults: self.faults,
             ..SimulatorOptions::new(&self.engine, self.model)
         };

@@ -119,6 +119,7 @@ impl ParameterServer {
                     elements: *bytes,
                     dtype: Dtype::U8,
                     device: Device::Readers,
+                    counter: None,
                 };
                 let tensors: Vec<Value> =
                     memory.iter().map(|each| shared(each).unbuilt()).collect::<Result<_, _>>().map_err(|error| no_form(&error))?;

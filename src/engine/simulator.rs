@@ -11,6 +11,8 @@ mod fastdeploy;
 mod faults;
 mod feed;
 mod front;
+mod group;
+mod ipc;
 mod lmdeploy;
 mod memory;
 mod model;
@@ -36,9 +38,13 @@ use tokio_util::sync::CancellationToken;
 pub use backend::WeightTransfer;
 pub use fastdeploy::FastdeployOptions;
 pub use faults::{Fault, FaultRule, Faults, LoadFault};
+pub use group::GroupOptions;
 
 use self::core::{Core, Kind};
 use self::front::Front;
+use self::group::Ranks;
+use self::group::sglang::SglangGroups;
+use self::group::torch::TorchGroups;
 use self::memory::GpuMemory;
 use self::served::Served;
 use super::ApiKey;
@@ -76,6 +82,8 @@ pub struct SimulatorOptions {
     pub fastdeploy: FastdeployOptions,
     /// vLLM's `--weight-transfer-config`.
     pub weight_transfer: Option<WeightTransfer>,
+    /// How its ranks join groups; without it they have no GPU to join one with.
+    pub groups: Option<GroupOptions>,
     /// What goes wrong from the start.
     pub faults: Faults,
 }
@@ -109,6 +117,7 @@ impl SimulatorOptions {
             checkpoint_engine: true,
             fastdeploy: FastdeployOptions::default(),
             weight_transfer: None,
+            groups: None,
             faults: Faults::default(),
         }
     }
@@ -163,6 +172,7 @@ impl Simulator {
             _ => Served::open(&model),
         })
         .await;
+        let ranks = Ranks::new(options.groups, gpus.uuids.clone(), gpus.memory.clone());
         let served = opened.map_err(|error| error.to_string()).and_then(|opened| opened);
         let served = served.map_err(|cause| SimulatorError::Model { cause })?;
         let stop = CancellationToken::new();
@@ -186,10 +196,10 @@ impl Simulator {
             front.core.change(|state| state.late = Some(VecDeque::new()));
         }
         let routes = match kind {
-            Kind::Vllm => vllm::routes(options.dev_mode, gpus, options.weight_transfer),
-            Kind::Sglang => sglang::routes(options.health_timeout, gpus),
-            Kind::Lmdeploy => lmdeploy::routes(gpus),
             Kind::Fastdeploy => fastdeploy::routes(options.fastdeploy, gpus, options.model),
+            Kind::Vllm => vllm::routes(options.dev_mode, gpus, options.weight_transfer, ranks),
+            Kind::Sglang => sglang::routes(options.health_timeout, gpus, SglangGroups::new(TorchGroups::new(ranks))),
+            Kind::Lmdeploy => lmdeploy::routes(gpus, TorchGroups::new(ranks)),
         };
         let served = tokio::spawn(front::serve(listener, front::around(routes, &front), stop.clone()));
         Ok(Self { address, stop, served: Some(served) })

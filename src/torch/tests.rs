@@ -36,6 +36,7 @@ fn tensor() -> SharedTensor {
         elements: 1 << 31,
         dtype: Dtype::BF16,
         device: Device::Uuid("GPU-1234".into()),
+        counter: Some(super::counter::Counter { name: "/weightsync-7".into(), slot: 300 }),
     }
 }
 
@@ -77,6 +78,7 @@ fn a_shared_tensor_has_the_fifteen_arguments_of_torch() {
     assert_eq!(arguments[4]["global"], "torch.storage.TypedStorage");
     assert_eq!(arguments[5], json!({"dtype": "torch.bfloat16"}));
     assert_eq!(arguments[6], "1234");
+    assert_eq!((&arguments[11], &arguments[12]), (&json!({"bytes": "2f77656967687473796e632d37"}), &json!(300)));
     assert_eq!(arguments[7]["bytes"].as_str().unwrap().len(), 128);
     assert_eq!((arguments[8].as_u64(), arguments[9].as_u64()), (Some(5 << 30), Some(1 << 32)));
     assert_eq!((&arguments[10], &arguments[13], &arguments[14]), (&json!(false), &json!({"bytes": ""}), &json!(false)));

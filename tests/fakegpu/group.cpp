@@ -5,7 +5,9 @@
 #include <cstring>
 #include <vector>
 
+#include <fcntl.h>
 #include <linux/futex.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -33,8 +35,16 @@ Group::Group(std::string name, int world, int rank, int version, Device *device)
     : name(std::move(name)), world(world), rank(rank), version_(version), device_(device) {}
 
 Group::~Group() {
+  leave();
   for (auto &[file, at] : mapped_) munmap(at.first, at.second);
   if (board_) munmap(board_, sizeof(Board));
+}
+
+void Group::leave() {
+  if (held_ < 0) return;
+  unlink((path_of(name) + "." + std::to_string(rank)).c_str());
+  close(held_);
+  held_ = -1;
 }
 
 void Group::ring() {
@@ -71,6 +81,9 @@ int Group::join(const std::atomic<bool> &stop) {
   } else {
     seat.version = version_;
     snprintf(seat.uuid, sizeof seat.uuid, "%s", device_->uuid_text.c_str());
+    // The lock ends with the process, however it ends.
+    held_ = open((path_of(name) + "." + std::to_string(rank)).c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
+    if (held_ >= 0) flock(held_, LOCK_EX);
     seat.taken = getpid();
   }
   if (!board_->world.compare_exchange_strong(unsaid, world) && unsaid != world) {

@@ -60,6 +60,8 @@ class Group {
   ~Group();
   // Takes the seat and waits for all others: a result.
   int join(const std::atomic<bool> &stop);
+  // Gives the seat's lock up: for those who wait for a rank that leaves.
+  void leave();
   // Moves the bytes of root's span into everybody's. False when stopped.
   bool broadcast(const Span &span, int root, const DataFault &fault, const std::atomic<bool> &stop);
   // Sums the floats of everybody's span into everybody's. False when stopped.
@@ -80,6 +82,7 @@ class Group {
   const int version_;
   Device *const device_;
   Board *board_ = nullptr;
+  int held_ = -1;  // the seat's file, locked as long as the rank has the communicator
   uint64_t collectives_ = 0;
   std::map<std::string, std::pair<char *, size_t>> mapped_;
 };

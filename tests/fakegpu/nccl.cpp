@@ -276,6 +276,7 @@ FAKE_API int ncclCommAbort(void *handle) {
   auto comm = comm_of(handle, "ncclCommAbort");
   remove(handle);
   stop_work(comm);
+  comm->group.leave();
   nap(setting("FAKEGPU_NCCL_ABORT_MS", 0) * 1000);
   return NCCL_SUCCESS;
 }
@@ -286,6 +287,7 @@ FAKE_API int ncclCommDestroy(void *handle) {
   auto comm = comm_of(handle, "ncclCommDestroy");
   while (comm->busy) nap(200);
   remove(handle);
+  comm->group.leave();
   return NCCL_SUCCESS;
 }
 

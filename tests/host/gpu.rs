@@ -16,3 +16,4 @@ mod libraries;
 mod recovery;
 mod rules;
 mod sharing;
+mod simulated;

@@ -34,7 +34,8 @@ impl Model {
         Self { tensors, ..self }
     }
 
-    fn bytes(&self, number: usize) -> Vec<u8> {
+    /// Bytes of a tensor.
+    pub fn bytes(&self, number: usize) -> Vec<u8> {
         let (_, length) = self.tensors[number];
         let mut state = (self.seed << 32 | number as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         let mut bytes = Vec::with_capacity(usize::try_from(length * 4).unwrap());

@@ -50,6 +50,7 @@ impl Tensors {
             elements: bucket.bucket.bytes / (dtype.bits() / 8).max(1),
             dtype,
             device: Device::Readers,
+            counter: None,
         };
         let event = place.event.map(|event| event.0);
         let value = lmdeploy_bucket(pieces, &tensor, event, event.is_none()).map_err(|error| no_form(&error))?;

@@ -23,7 +23,7 @@ use super::vllm::{dead, worker_failed};
 /// What a simulated vLLM was started with for weight transfer.
 #[derive(Debug, Clone)]
 pub struct WeightTransfer {
-    /// `backend` of `--weight-transfer-config`; only `weightsync` is simulated.
+    /// `backend` of `--weight-transfer-config`: `weightsync`, or vLLM's own `nccl` or `ipc`.
     pub backend: String,
     /// Digests that its workers can compute.
     pub digests: Vec<String>,
@@ -33,6 +33,11 @@ impl WeightTransfer {
     /// Our back end, whose workers have what vLLM brings.
     pub fn weightsync() -> Self {
         Self { backend: "weightsync".to_owned(), digests: vec!["blake3".to_owned()] }
+    }
+
+    /// One of vLLM's own, `nccl` or `ipc`.
+    pub fn of(backend: &str) -> Self {
+        Self { backend: backend.to_owned(), digests: Vec::new() }
     }
 }
 

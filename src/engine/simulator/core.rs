@@ -309,7 +309,7 @@ impl Core {
 
     /// The start of a session that reloads layer by layer: nothing can be computed until they are put together.
     pub(super) fn take_apart(&self) {
-        self.change(|state| state.leftover = Leftover::Opened);
+        self.change(|state| (state.taken, state.leftover) = (0, Leftover::Opened));
     }
 
     /// The end of such a session, whatever it brought.

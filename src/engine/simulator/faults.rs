@@ -13,6 +13,12 @@ pub struct Faults {
     pub rules: Vec<FaultRule>,
     /// A lie about loading.
     pub load: Option<LoadFault>,
+    /// Rank on which `load` happens. SGLang tells of errors on rank 0 alone.
+    pub load_rank: u32,
+    /// How far SGLang's device is behind its answers, in ms, where a tensor is read out of our memory; 20 at least.
+    pub behind_ms: u64,
+    /// The engine has a `/dev/shm` of its own: it tells nobody by torch's counters that it has read a tensor.
+    pub blind_to_counters: bool,
     /// World size to report instead of the true one.
     pub world_size: Option<u32>,
     /// Time that a load takes on top, in ms.

@@ -24,6 +24,7 @@ use serde_json::{Value, json};
 use super::completions::completions;
 use super::core::Pause;
 use super::front::Front;
+use super::group::torch::TorchGroups;
 use super::tensors::{Rebuilt, Taken, element, field, number, shape, text};
 use super::{GpuOptions, unpickle, worker};
 use crate::torch::pickle::Value as Pickled;
@@ -57,9 +58,11 @@ struct Lmdeploy {
 type Shared = Extension<Arc<Lmdeploy>>;
 
 /// The routes.
-pub(super) fn routes(gpus: GpuOptions) -> Router<Arc<Front>> {
+pub(super) fn routes(gpus: GpuOptions, groups: TorchGroups) -> Router<Arc<Front>> {
+    let groups = super::group::lmdeploy::routes(groups, gpus.ray);
     let state = Arc::new(Lmdeploy { sleep: Sleep::default(), gpus, cached: tokio::sync::Mutex::new(None) });
     Router::new()
+        .merge(groups)
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .route("/openapi.json", get(openapi))
@@ -91,11 +94,11 @@ async fn before(Extension(state): Shared, request: Request, next: Next) -> Respo
     next.run(request).await
 }
 
-fn bad(message: &str) -> Response {
+pub(super) fn bad(message: &str) -> Response {
     (StatusCode::BAD_REQUEST, Json(json!({"object": "error", "message": message, "code": 400}))).into_response()
 }
 
-fn failed() -> Response {
+pub(super) fn failed() -> Response {
     (StatusCode::INTERNAL_SERVER_ERROR, "Internal Server Error").into_response()
 }
 
@@ -114,6 +117,9 @@ async fn openapi() -> Json<Value> {
     Json(json!({"openapi": "3.1.0", "info": {"title": "FastAPI", "version": "0.1.0"}, "components": {"schemas": {
         "UpdateParamsRequest": fields(&["serialized_named_tensors", "load_format", "finished"]),
         "UpdateWeightsFromIPCRequest": fields(&["zmq_handles"]),
+        "InitWeightsUpdateGroupRequest": fields(&["master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"]),
+        "UpdateWeightsFromDistributedRequest": fields(&["names", "dtypes", "shapes", "group_name", "load_format", "finished"]),
+        "DestroyWeightsUpdateGroupRequest": fields(&["group_name"]),
         "UpdateWeightsFromIPCStatus": fields(&["ready", "message", "backend", "device_type", "checkpoint_engine_version", "is_sleeping",
             "sleeping_tags", "device_uuids", "worker_ranks"]),
     }}}))

@@ -18,6 +18,11 @@ impl GpuMemory {
         Self { folder }
     }
 
+    /// Folder in which ranks of a group hold their seats (tests/fakegpu/group.cpp).
+    pub(super) fn groups(&self) -> Option<PathBuf> {
+        Some(self.folder.as_deref()?.parent()?.join("groups"))
+    }
+
     /// Opens what a handle names; with two bytes of torch in front or without.
     pub(super) fn open(&self, handle: &[u8]) -> Result<Opened, String> {
         let invalid = || "CUDA error: invalid argument".to_owned();

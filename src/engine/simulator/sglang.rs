@@ -22,6 +22,7 @@ use super::GpuOptions;
 use super::completions::completions;
 use super::core::Pause;
 use super::front::Front;
+use super::group::sglang::SglangGroups;
 use super::served::LoadError;
 
 /// Paths that stay open when a key is set (`srt/utils/auth.py`).
@@ -36,9 +37,14 @@ struct Flags {
     health_timeout: Duration,
 }
 
+/// The tokenizer's `is_pause_cond`: whoever pauses or goes on waits for an update that runs while the server is paused.
+#[derive(Clone, Default)]
+pub(super) struct PauseCondition(pub(super) Arc<tokio::sync::Mutex<()>>);
+
 /// The routes.
-pub(super) fn routes(health_timeout: Duration, gpus: GpuOptions) -> Router<Arc<Front>> {
+pub(super) fn routes(health_timeout: Duration, gpus: GpuOptions, groups: Arc<SglangGroups>) -> Router<Arc<Front>> {
     Router::new()
+        .merge(super::group::sglang::routes(groups))
         .route("/health", get(health))
         .route("/health_generate", get(health))
         .route("/ready", get(ready))
@@ -54,21 +60,22 @@ pub(super) fn routes(health_timeout: Duration, gpus: GpuOptions) -> Router<Arc<F
         .route("/generate", post(generate))
         .route("/v1/completions", post(completions))
         .layer(Extension(gpus))
+        .layer(Extension(PauseCondition::default()))
         .layer(Extension(Arc::new(Flags { unhealthy: AtomicBool::new(false), health_timeout })))
 }
 
-fn bad_request(message: &str) -> Response {
+pub(super) fn bad_request(message: &str) -> Response {
     let body = json!({"object": "error", "message": message, "type": "Bad Request", "param": null, "code": 400});
     (StatusCode::BAD_REQUEST, Json(body)).into_response()
 }
 
 /// The scheduler is gone: SGLang ends the whole process tree.
-async fn gone(front: &Front) -> Response {
+pub(super) async fn gone(front: &Front) -> Response {
     front.crash.cancel();
     std::future::pending().await
 }
 
-fn object(body: &[u8]) -> Result<serde_json::Map<String, Value>, Box<Response>> {
+pub(super) fn object(body: &[u8]) -> Result<serde_json::Map<String, Value>, Box<Response>> {
     serde_json::from_slice(body).map_err(|_| Box::new(bad_request("JSON decode error")))
 }
 
@@ -106,7 +113,7 @@ async fn model_info(State(front): State<Arc<Front>>) -> Json<Value> {
     }))
 }
 
-async fn pause_generation(State(front): State<Arc<Front>>, body: Bytes) -> Response {
+async fn pause_generation(State(front): State<Arc<Front>>, Extension(condition): Extension<PauseCondition>, body: Bytes) -> Response {
     let body = match object(&body) {
         Ok(body) => body,
         Err(refusal) => return *refusal,
@@ -117,7 +124,10 @@ async fn pause_generation(State(front): State<Arc<Front>>, body: Bytes) -> Respo
         "retract" | "in_place" => Pause::All,
         _ => return bad_request("mode must be abort, retract or in_place"),
     };
-    front.core.change(|state| state.pause = to);
+    {
+        let _condition = condition.0.lock().await;
+        front.core.change(|state| state.pause = to);
+    }
     match mode.as_str() {
         "abort" => {
             front.core.abort_all();
@@ -131,10 +141,11 @@ async fn pause_generation(State(front): State<Arc<Front>>, body: Bytes) -> Respo
     Json(json!({"message": "Generation paused successfully.", "status": "ok"})).into_response()
 }
 
-async fn continue_generation(State(front): State<Arc<Front>>, body: Bytes) -> Response {
+async fn continue_generation(State(front): State<Arc<Front>>, Extension(condition): Extension<PauseCondition>, body: Bytes) -> Response {
     if let Err(refusal) = object(&body) {
         return *refusal;
     }
+    let _condition = condition.0.lock().await;
     front.core.change(|state| state.pause = Pause::Running);
     Json(json!({"message": "Generation continued successfully.", "status": "ok"})).into_response()
 }

@@ -39,8 +39,13 @@ impl Rebuilt {
             Value::Call(function, arguments) if is_rebuild(function) => arguments,
             _ => return Err("not a tensor".into()),
         };
+        Self::from_arguments(arguments, memory)
+    }
+
+    /// The arguments of `rebuild_cuda_tensor` alone.
+    pub(super) fn from_arguments(arguments: &[Value], memory: &GpuMemory) -> Result<Self, String> {
         let [_, Value::Call(_, size), _, Value::Int(0), _, dtype, _, Value::Bytes(handle), Value::Int(storage), Value::Int(offset), ..] =
-            arguments.as_slice()
+            arguments
         else {
             return Err("rebuild_cuda_tensor() takes other arguments".into());
         };

@@ -20,6 +20,8 @@ use super::backend::{self, WeightTransfer};
 use super::completions::completions;
 use super::core::{Dead, Pause};
 use super::front::Front;
+use super::group::vllm::Transfer;
+use super::group::{self, Ranks};
 
 /// What guards `/v1` and nothing else (`entrypoints/serve/middleware/authenticate.py`).
 pub(super) fn guarded(path: &str) -> bool {
@@ -27,8 +29,12 @@ pub(super) fn guarded(path: &str) -> bool {
 }
 
 /// The routes; those for weights only in dev mode.
-pub(super) fn routes(dev_mode: bool, gpus: GpuOptions, transfer: Option<WeightTransfer>) -> Router<Arc<Front>> {
+pub(super) fn routes(dev_mode: bool, gpus: GpuOptions, transfer: Option<WeightTransfer>, ranks: Arc<Ranks>) -> Router<Arc<Front>> {
     let info = server_info(&gpus, transfer.as_ref());
+    let session = match &transfer {
+        Some(vllms) if ["nccl", "ipc"].contains(&vllms.backend.as_str()) => group::vllm::routes(Transfer::new(ranks, &vllms.backend)),
+        ours => backend::routes(ours.as_ref()),
+    };
     let always = Router::new()
         .route("/health", get(health))
         .route("/version", get(|| async { Json(json!({"version": "0.32.0"})) }))
@@ -50,7 +56,7 @@ pub(super) fn routes(dev_mode: bool, gpus: GpuOptions, transfer: Option<WeightTr
         .route("/reset_encoder_cache", post(|| async { StatusCode::OK }))
         .route("/collective_rpc", post(collective_rpc))
         .route("/server_info", get(|| async { Json(info) }))
-        .merge(backend::routes(transfer.as_ref()))
+        .merge(session)
         .layer(Extension(gpus))
 }
 
@@ -60,11 +66,11 @@ pub(super) fn error(status: StatusCode, kind: &str, param: Option<&str>, message
     (status, Json(json!({"error": error}))).into_response()
 }
 
-fn invalid(param: &str, message: &str) -> Response {
+pub(super) fn invalid(param: &str, message: &str) -> Response {
     error(StatusCode::BAD_REQUEST, "Bad Request", Some(param), &format!("1 validation error:\n  {message}"))
 }
 
-fn failed(message: &str) -> Response {
+pub(super) fn failed(message: &str) -> Response {
     error(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", None, message)
 }
 

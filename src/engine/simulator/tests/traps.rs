@@ -77,6 +77,7 @@ impl Server {
             elements: offset / 4,
             dtype: Dtype::F32,
             device: Device::Readers,
+            counter: None,
         };
         let piece = |(spec, offset, bytes): &(crate::weights::TensorSpec, u64, u64)| (spec.clone(), *offset, *bytes);
         let owned: Vec<_> = pieces.iter().map(piece).collect();
