@@ -29,6 +29,7 @@ mod server;
 mod sglang;
 pub mod simulator;
 mod start;
+mod unproven;
 mod vllm;
 
 use std::path::PathBuf;
@@ -231,6 +232,8 @@ pub struct EngineConfig {
     pub record: Option<PathBuf>,
     /// Where processes are seen: `/proc`, or the place at which another process namespace's is mounted.
     pub processes: PathBuf,
+    /// Whether ways from GPU memory may be used that were never seen on a GPU: SGLang's `update_weights_from_tensor`, vLLM's `ipc` backend.
+    pub unproven_routes: bool,
 }
 
 /// How the adapter of one kind is made.

@@ -181,6 +181,7 @@ impl AgentArgs {
             Some(path) => Some(ApiKey::from_file(path)?),
             None => ApiKey::from_env("WEIGHTSYNC_ENGINE_API_KEY")?,
         };
+        let unproven_routes = unproven_routes();
         let (host, served_model, versions) = (self.engine_host.clone(), self.model_dir.clone(), self.version_dir.clone());
         Ok(Arc::new(move |engine: &EngineAssignment| {
             crate::engine::connect(EngineConfig {
@@ -190,9 +191,15 @@ impl AgentArgs {
                 served_model: served_model.clone(),
                 record: Some(versions.join(format!("engine-{}.json", engine.port))),
                 processes: "/proc".into(),
+                unproven_routes,
             })
         }))
     }
+}
+
+/// Whether `WEIGHTSYNC_UNPROVEN_ROUTES=1` allows ways from GPU memory that were never seen on a GPU.
+pub(super) fn unproven_routes() -> bool {
+    std::env::var_os("WEIGHTSYNC_UNPROVEN_ROUTES").is_some_and(|value| value == "1")
 }
 
 /// `HOST:PORT` of a URL or of such a text itself.

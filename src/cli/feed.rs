@@ -127,6 +127,7 @@ impl FeedArgs {
             served_model: self.model.clone(),
             record: None,
             processes: "/proc".into(),
+            unproven_routes: super::agent::unproven_routes(),
         })?;
         engine.probe(within).await?;
         let (pause, kv_cache) = self.policies();

@@ -205,6 +205,7 @@ impl Bed {
             served_model: self.model.clone(),
             record: Some(self.record.clone()),
             processes: self.processes.clone(),
+            unproven_routes: false,
         })?)
     }
 

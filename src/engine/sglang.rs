@@ -6,6 +6,7 @@
 //! The version goes in by a call of its own and last, never with the load, and the cache is flushed by a call of its own as well.
 
 mod group;
+mod tensors;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -31,12 +32,13 @@ const CACHE_RETRY: Duration = Duration::from_millis(50);
 
 /// The adapter for an SGLang server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
-    let server = Sglang { http: Arc::new(EngineHttp::new(&config)?) };
+    let server = Sglang { http: Arc::new(EngineHttp::new(&config)?), unproven_routes: config.unproven_routes };
     Ok(Arc::new(Adapter::new(server, config.served_model)))
 }
 
 struct Sglang {
     http: Arc<EngineHttp>,
+    unproven_routes: bool,
 }
 
 impl Sglang {
@@ -212,7 +214,7 @@ impl Server for Sglang {
         self.server_info(until).await?.string("model_path")
     }
 
-    /// checkpoint-engine, where it is installed beside the server: `/update_weights_from_ipc`, which needs no session. A server with a
+    /// [`tensors`] where that is allowed, else checkpoint-engine, where it is installed beside the server: `/update_weights_from_ipc`, which needs no session. A server with a
     /// draft model would run the whole protocol a second time on the same address, with buckets that are gone by then
     /// (`srt/checkpoint_engine/checkpoint_engine_worker.py`).
     async fn device_route(
@@ -237,14 +239,20 @@ impl Server for Sglang {
         if pause == PausePolicy::External {
             return Err(refuse("without a pause SGLang waits for its running requests and lets new ones wait"));
         }
-        Ok(DeviceRoute { name: "checkpoint-engine", gpus: Vec::new(), gated: true, why_not_faster: None })
+        let tensors = tensors::UNPROVEN.allowed(&info.string("version")?, self.unproven_routes).is_ok();
+        let name = if tensors { tensors::WAY } else { "checkpoint-engine" };
+        Ok(DeviceRoute { name, gpus: Vec::new(), gated: true, why_not_faster: None })
     }
 
     fn groups(&self) -> Option<Arc<dyn GroupServer>> {
         Some(Arc::new(group::SglangGroup { http: self.http.clone() }))
     }
 
-    async fn open_feed(&self, job: FeedJob<'_>, _: Until) -> Result<Box<dyn Feed>, EngineError> {
+    async fn open_feed(&self, job: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {
+        if job.route.name == tensors::WAY {
+            let ranks = world_size(&self.server_info(until).await?)?;
+            return Ok(Box::new(tensors::Tensors::new(self.http.clone(), job.job.layout.clone(), job.gpus, ranks)?));
+        }
         let (http, whole) = (self.http.clone(), Until::new(job.job.timeout));
         let call = move |handles| -> Call {
             Box::pin(async move {

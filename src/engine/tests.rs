@@ -12,3 +12,4 @@ mod install;
 mod lmdeploy;
 mod parts;
 pub(in crate::engine) mod support;
+mod unproven;

@@ -6,6 +6,7 @@
 //! (`model_executor/model_loader/reload/layerwise.py`); and `/health` says 200 while the engine core is stuck.
 
 mod backend;
+mod buckets;
 mod group;
 mod workers;
 
@@ -35,12 +36,18 @@ const CACHE_RETRY: Duration = Duration::from_millis(50);
 
 /// The adapter for a vLLM server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
-    let server = Vllm { http: Arc::new(EngineHttp::new(&config)?), backend: Mutex::default(), late: Mutex::default() };
+    let server = Vllm {
+        http: Arc::new(EngineHttp::new(&config)?),
+        unproven_routes: config.unproven_routes,
+        backend: Mutex::default(),
+        late: Mutex::default(),
+    };
     Ok(Arc::new(Adapter::new(server, config.served_model)))
 }
 
 struct Vllm {
     http: Arc<EngineHttp>,
+    unproven_routes: bool,
     /// Whether a start of the server, by its fingerprint, has our back end.
     backend: Mutex<Option<(String, bool)>>,
     /// A start of the server whose workers' replies are late.
@@ -300,11 +307,19 @@ impl Server for Vllm {
         }
         // Asked of its configuration: a call that its workers refuse would spoil their replies to later ones.
         let info = self.http.get("/server_info?config_format=json", until).await?;
-        let extension = match info.status() {
-            200 => info.json()?.value().pointer("/vllm_config/parallel_config/worker_extension_cls").cloned(),
-            _ => None,
-        };
-        if extension.as_ref().and_then(Value::as_str) != Some(EXTENSION_CLASS) {
+        let info = if info.status() == 200 { info.json()?.value().clone() } else { Value::Null };
+        let configured = |pointer: &str| info.pointer(pointer).and_then(Value::as_str);
+        if configured("/vllm_config/parallel_config/worker_extension_cls") != Some(EXTENSION_CLASS) {
+            if configured("/vllm_config/weight_transfer_config/backend") == Some(buckets::WAY) {
+                let version = self.get("/version", until).await?.string("version")?;
+                buckets::UNPROVEN.allowed(&version, self.unproven_routes).map_err(|why| unsupported(why, DIRECTORY))?;
+                let ranks = self.get("/get_world_size?include_dp=true", until).await?;
+                if ranks.value().get("world_size") != Some(&json!(1)) {
+                    // The others' words to a call that one refuses would be taken for those to a later call.
+                    return Err(unsupported("the ipc backend is used with one worker only".into(), DIRECTORY));
+                }
+                return Ok(DeviceRoute { name: buckets::WAY, gpus: Vec::new(), gated: true, why_not_faster: None });
+            }
             let next = "start vLLM with --worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension";
             return Err(unsupported("vLLM was not started with checkpoint-engine's workers".into(), next));
         }
@@ -315,7 +330,11 @@ impl Server for Vllm {
         Some(Arc::new(group::VllmGroup { http: self.http.clone() }))
     }
 
-    async fn open_feed(&self, job: FeedJob<'_>, _: Until) -> Result<Box<dyn Feed>, EngineError> {
+    async fn open_feed(&self, job: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {
+        if job.route.name == buckets::WAY {
+            buckets::agree(&self.http, until).await?;
+            return Ok(Box::new(buckets::Buckets::new(self.http.clone(), job.job.layout.clone())));
+        }
         let (http, whole) = (self.http.clone(), Until::new(job.job.timeout));
         let call = move |handles| -> Call {
             Box::pin(async move { of_all_workers(&http, &json!({"method": EXTENSION, "args": [Value::Object(handles)]}), whole).await })

@@ -17,8 +17,15 @@ const SOON: Duration = Duration::from_secs(60);
 
 fn adapter(server: &Server, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
     let api_key = Some(ApiKey::new(KEY).unwrap());
-    let config =
-        EngineConfig { kind: "vllm".into(), url: server.url.clone(), api_key, served_model, record: None, processes: "/proc".into() };
+    let config = EngineConfig {
+        kind: "vllm".into(),
+        url: server.url.clone(),
+        api_key,
+        served_model,
+        record: None,
+        processes: "/proc".into(),
+        unproven_routes: false,
+    };
     connect(config).unwrap()
 }
 

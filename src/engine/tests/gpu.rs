@@ -166,6 +166,7 @@ impl GpuBench {
             served_model: Some(bench.directory(1)),
             record,
             processes: processes.path().to_owned(),
+            unproven_routes: false,
         };
         connect(config).unwrap()
     }

@@ -44,6 +44,7 @@ fn the_registry_names_what_there_is() {
         served_model: None,
         record: None,
         processes: "/proc".into(),
+        unproven_routes: false,
     };
     for kind in kinds() {
         assert_eq!(connect(config(kind, "http://127.0.0.1:8000")).unwrap().kind(), kind);

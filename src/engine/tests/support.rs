@@ -164,8 +164,15 @@ impl Bench {
 
 /// The adapter of a kind.
 pub(in crate::engine) fn adapter(kind: &str, url: &str, api_key: Option<ApiKey>, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
-    let config =
-        EngineConfig { kind: kind.to_owned(), url: url.to_owned(), api_key, served_model, record: None, processes: "/proc".into() };
+    let config = EngineConfig {
+        kind: kind.to_owned(),
+        url: url.to_owned(),
+        api_key,
+        served_model,
+        record: None,
+        processes: "/proc".into(),
+        unproven_routes: false,
+    };
     connect(config).unwrap()
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
-use weightsync::engine::simulator::{GroupOptions, Simulator, SimulatorOptions};
+use weightsync::engine::simulator::{GroupOptions, Simulator, SimulatorOptions, WeightTransfer};
 use weightsync::protocol::worker::{NcclId, Proof};
 use weightsync::torch::store::{Server, nccl_id_keys};
 
@@ -59,6 +59,7 @@ impl Bed {
             nccl: Some(machine.nccl()),
             ..GroupOptions::new(engine, PROGRAM.into())
         });
+        options.weight_transfer = (engine == "vllm").then(|| WeightTransfer::of("nccl"));
         change(&mut options);
         let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let engine = Simulator::start(options, listener).await.unwrap();

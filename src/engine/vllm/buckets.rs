@@ -1,0 +1,149 @@
+//! vLLM's weight transfer with the `ipc` backend, packed: buckets in our own memory, named by handle, copied by the server before it answers.
+//!
+//! Facts are from the wheel of 0.32.0 (`distributed/weight_transfer/ipc_engine.py`, `packed_tensor.py`, `base.py`): a packed buffer is cloned
+//! and the device synchronised within the call, so that its answer means "read"; unpacked tensors are kept unread until the end, which a
+//! ring of slots does not survive, so they are never used. Packed tensors lie back to back: where a bucket has a gap, it goes in two calls.
+//! Its own unrestricted `pickle.loads` of our message is what `VLLM_ALLOW_INSECURE_SERIALIZATION=1` allows; nothing is unpickled here.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+
+use crate::engine::EngineError;
+use crate::engine::device::{DeviceBucket, Released};
+use crate::engine::feed::{Feed, no_form, pieces};
+use crate::engine::http::{EngineHttp, Until};
+use crate::engine::unproven::Unproven;
+use crate::torch::pickle::Value as Pickled;
+use crate::torch::{Device, Piece, SharedTensor, dtype_name};
+use crate::weights::{Dtype, Layout};
+
+/// Name of the way.
+pub(super) const WAY: &str = "ipc";
+
+/// Nobody has seen it on a GPU.
+pub(super) const UNPROVEN: Unproven = Unproven { engine: "vLLM", way: "the ipc backend", read: &["0.32.0", "0.33.0"] };
+
+/// Says that buckets will come packed; a server with another backend refuses, and nothing is changed.
+pub(super) async fn agree(http: &EngineHttp, until: Until) -> Result<(), EngineError> {
+    done(http, "/init_weight_transfer_engine", &json!({"init_info": {"packed": true}}), "Weight transfer initialized", until).await
+}
+
+async fn done(http: &EngineHttp, path: &str, body: &Value, says: &str, until: Until) -> Result<(), EngineError> {
+    http.post(path, Some(body), until).await?.json()?.must("message", &json!(says)).map(drop)
+}
+
+/// A server that is fed so.
+pub(super) struct Buckets {
+    http: Arc<EngineHttp>,
+    layout: Arc<Layout>,
+    started: bool,
+}
+
+impl Buckets {
+    pub(super) fn new(http: Arc<EngineHttp>, layout: Arc<Layout>) -> Self {
+        Self { http, layout, started: false }
+    }
+
+    /// Opens the session; one that a dead trainer left open is ended first (F92), which the mark on the engine accounts for.
+    async fn start(&mut self, until: Until) -> Result<(), EngineError> {
+        let start = || done(&self.http, "/start_weight_update", &Value::Null, "Weight update started", until);
+        let started = match start().await {
+            Err(EngineError::Status { status: 500, .. }) => {
+                finish(&self.http, until).await?;
+                start().await
+            }
+            other => other,
+        };
+        self.started = true;
+        started
+    }
+
+    fn update(bucket: &DeviceBucket, run: &[Piece<'_>]) -> Result<Value, EngineError> {
+        let (Some(first), Some(last)) = (run.first(), run.last()) else { return Ok(Value::Null) };
+        let bytes = last.offset + last.bytes - first.offset;
+        let handle = |place: &crate::engine::device::DevicePlace| {
+            let tensor = SharedTensor {
+                handle: place.handle.0,
+                storage_offset: place.offset + first.offset,
+                storage_bytes: bytes,
+                elements: bytes,
+                dtype: Dtype::U8,
+                device: Device::Readers,
+                counter: None,
+            };
+            let uuid = place.gpu.strip_prefix("GPU-").unwrap_or(&place.gpu);
+            Ok((Pickled::text(uuid), Pickled::Tuple(tensor.arguments().map_err(|error| no_form(&error))?)))
+        };
+        let handles = bucket.places.iter().map(handle).collect::<Result<Vec<_>, EngineError>>()?;
+        let dtype = |piece: &Piece<'_>| {
+            let none = || no_form(&crate::torch::TorchError::NoDtype(piece.dtype));
+            dtype_name(piece.dtype).ok_or_else(none)
+        };
+        Ok(json!({"update_info": {
+            "names": run.iter().map(|piece| piece.name).collect::<Vec<_>>(),
+            "dtype_names": run.iter().map(dtype).collect::<Result<Vec<_>, EngineError>>()?,
+            "shapes": run.iter().map(|piece| piece.shape).collect::<Vec<_>>(),
+            "tensor_sizes": run.iter().map(|piece| piece.bytes).collect::<Vec<_>>(),
+            "ipc_handles_pickled": STANDARD.encode(Pickled::Dict(handles).pickle()),
+        }}))
+    }
+}
+
+async fn finish(http: &EngineHttp, until: Until) -> Result<(), EngineError> {
+    done(http, "/finish_weight_update", &json!({"weight_version": null}), "Weight update finished", until).await
+}
+
+/// Whether a piece follows another without a gap, at a place where torch can view it.
+fn follows(first: u64, before: &Piece<'_>, piece: &Piece<'_>) -> bool {
+    piece.offset == before.offset + before.bytes && (piece.offset - first).is_multiple_of((piece.dtype.bits() / 8).max(1))
+}
+
+/// Pieces cut where they do not follow each other.
+pub(super) fn runs<'a>(pieces: &'a [Piece<'a>]) -> Vec<&'a [Piece<'a>]> {
+    let mut first = pieces.first().map_or(0, |piece| piece.offset);
+    pieces
+        .chunk_by(move |before, piece| {
+            let follows = follows(first, before, piece);
+            if !follows {
+                first = piece.offset;
+            }
+            follows
+        })
+        .collect()
+}
+
+#[async_trait]
+impl Feed for Buckets {
+    async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError> {
+        if !self.started {
+            self.start(until).await?;
+        }
+        let all = pieces(&self.layout, bucket);
+        let updates = runs(&all).into_iter().map(|run| Self::update(bucket, run)).collect::<Result<Vec<_>, _>>()?;
+        for update in updates {
+            done(&self.http, "/update_weights", &update, "Weights updated", until).await?;
+        }
+        Ok(Released::Now)
+    }
+
+    fn touched(&self) -> bool {
+        self.started
+    }
+
+    async fn close(&mut self, until: Until) -> Result<(), EngineError> {
+        finish(&self.http, until).await
+    }
+
+    /// An error has ended the session already, as a rule; one that is open would refuse the next.
+    async fn fail(&mut self, _: &str, until: Until) {
+        if self.started
+            && let Err(error) = finish(&self.http, until).await
+        {
+            tracing::debug!(engine = self.http.url(), %error, "the session of a failed update had ended");
+        }
+    }
+}
