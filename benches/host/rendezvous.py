@@ -1,8 +1,8 @@
 """Times of clients of the real torch at two stores: rendezvous.py CLIENTS ROUNDS PORT, which is that of the store under test.
 
-Torch's own server runs in a process of its own, as the other one does. Each round, every client is a thread that connects, says hello, reads
-the id of the group and waits for a key that the last one to say hello sets; the two stores take turns. Prints one JSON object with the
-seconds of each round.
+Torch's own server runs in a process of its own, as the other one does. Each round, every client is a thread that connects, says
+hello, reads the id of the group and waits for a key that the last one to say hello sets; the two stores take turns. Prints one JSON
+object with the seconds of each round.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
     ports = {"ours": port, "torch": int(torchs.stdout.readline())}
     seconds: dict[str, list[float]] = {name: [] for name in ports}
     try:
-        for name, at in ports.items():
+        for at in ports.values():
             dist.TCPStore("127.0.0.1", at, is_master=False, timeout=TIMEOUT).set("id", "i" * 128)
             round_of(at, clients, 0)  # the first one finds cold caches
         for number in range(1, rounds + 1):

@@ -1,8 +1,8 @@
 """What the real torch does with the store at 127.0.0.1:PORT, as one JSON value a line.
 
-    store.py api PORT            every call of a client
-    store.py keys PORT GROUP     reads the id of a group where torch's own prefixes put it
-    store.py gloo PORT RANK WORLD GROUP     a default group, a second group as engines make it, and collectives in both
+store.py api PORT            every call of a client
+store.py keys PORT GROUP     reads the id of a group where torch's own prefixes put it
+store.py gloo PORT RANK WORLD GROUP     a default group, a second group as engines make it, and collectives in both
 """
 
 from __future__ import annotations

@@ -44,6 +44,6 @@ proptest! {
 }
 
 #[test]
-fn a_global_that_is_not_ours_is_refused() {
+fn f89_a_global_that_is_not_ours_is_refused_and_runs_nothing() {
     assert_eq!(unpickle::read(b"\x80\x03cos\nsystem\n(X\x02\x00\x00\x00lstR."), None);
 }

@@ -53,14 +53,19 @@ pub(in super::super) async fn update(
     }
     let (held, given) = (Arc::clone(&front), Value::Object(body.clone()));
     let within = Arc::clone(&front);
-    detached(&front, in_session(held, state, pause, body, "update_weights_from_tensor", move |state| begin_to_read(within, state, given)))
-        .await
+    detached(
+        &front,
+        in_session(held, state, pause, body, "update_weights_from_tensor", move |state| {
+            std::future::ready(begin_to_read(within, &state, &given))
+        }),
+    )
+    .await
 }
 
 /// Opens what every rank is told of, and leaves the reading to the device.
-async fn begin_to_read(front: Arc<Front>, state: Arc<SglangGroups>, body: Value) -> Result<Vec<Taken>, Trouble> {
+fn begin_to_read(front: Arc<Front>, state: &SglangGroups, body: &Value) -> Result<Vec<Taken>, Trouble> {
     let counted = !front.core.state().faults.blind_to_counters;
-    let named = named(state.ranks(), &body, counted).map_err(Trouble::Dead)?;
+    let named = named(state.ranks(), body, counted).map_err(Trouble::Dead)?;
     let reading = tokio::spawn(async move {
         let behind = Duration::from_millis(front.core.state().faults.behind_ms).max(BEHIND);
         tokio::time::sleep(behind).await;

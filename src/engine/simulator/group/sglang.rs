@@ -251,7 +251,7 @@ async fn load(front: &Arc<Front>, state: &SglangGroups, body: &Map<String, Value
         return said(false, message);
     }
     if let Some(version) = version {
-        message.push_str(&format!(" Weight version updated to {version}."));
+        message = format!("{message} Weight version updated to {version}.");
     }
     said(true, message)
 }
