@@ -105,6 +105,13 @@ impl GroupServer for VllmGroup {
                 self.start(until).await?;
                 true
             }
+            // Whether it began is not known. It counts as begun: layers may be taken apart, and a request would end the engine's core.
+            Err(
+                EngineError::Timeout { .. }
+                | EngineError::Unreachable { .. }
+                | EngineError::NotSuccess { .. }
+                | EngineError::BadReply { .. },
+            ) => true,
             Err(error) => return Err(error),
         };
         Ok(Box::new(Session { server: Self { http: self.http.clone() }, found_open, open: true }))
