@@ -8,9 +8,10 @@ mod external;
 mod group;
 mod host;
 mod install;
+mod last_group;
 mod put_back;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -18,6 +19,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::{Mutex, OwnedMutexGuard};
 
+use self::last_group::LastGroup;
 use super::http::Until;
 use super::server::Server;
 use super::start::StartWatch;
@@ -39,21 +41,22 @@ struct Inner<S> {
     start: StartWatch,
     /// Held by whoever changes the engine: two installs, or an install and a resume, must not meet.
     turn: Arc<Mutex<()>>,
-    /// Name of the group that it was last brought into.
-    group: std::sync::Mutex<Option<String>>,
+    /// The group that it was last brought into.
+    group: LastGroup,
     /// True while the engine core may be too busy to answer because of us.
     loading: AtomicBool,
 }
 
 impl<S: Server> Adapter<S> {
-    pub(super) fn new(server: S, served_model: Option<PathBuf>) -> Self {
+    /// `record` is the place of its record; what else is kept beside it.
+    pub(super) fn new(server: S, served_model: Option<PathBuf>, record: Option<&Path>) -> Self {
         let served_model = std::sync::Mutex::new(served_model);
         let inner = Inner {
             server,
             served_model,
             start: StartWatch::default(),
             turn: Arc::default(),
-            group: std::sync::Mutex::default(),
+            group: LastGroup::new(record.map(|record| record.with_extension("group"))),
             loading: AtomicBool::new(false),
         };
         Self(Arc::new(inner))
@@ -142,7 +145,11 @@ impl<S: Server> Inner<S> {
         }
         let asked = match self.server.is_paused(until).await {
             Ok(false) => self.server.generate(until).await,
-            Ok(true) => self.server.fingerprint(until).await.map(drop),
+            // Which of the two goes by way of the engine differs: SGLang's scheduler tells the start, vLLM's core what it holds.
+            Ok(true) => match self.server.fingerprint(until).await {
+                Ok(_) => self.server.holding(until).await.map(drop),
+                Err(error) => Err(error),
+            },
             Err(error) => Err(error),
         };
         matches!(asked, Err(EngineError::Timeout { .. }))

@@ -47,7 +47,7 @@ pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineErr
         model_directory: Mutex::new(config.served_model.clone()),
         seen: Mutex::default(),
     };
-    Ok(Arc::new(Adapter::new(server, config.served_model)))
+    Ok(Arc::new(Adapter::new(server, config.served_model, None)))
 }
 
 struct Fastdeploy {

@@ -41,13 +41,13 @@ pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineErr
     let http = Arc::new(EngineHttp::new(&config)?);
     let server = Lmdeploy {
         http,
-        record: Record::new(config.record),
+        record: Record::new(config.record.clone()),
         processes: config.processes,
         seen: Mutex::default(),
         probed: Mutex::default(),
         token: Mutex::new(None),
     };
-    Ok(Arc::new(Adapter::new(server, config.served_model)))
+    Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref())))
 }
 
 struct Lmdeploy {

@@ -33,7 +33,7 @@ const CACHE_RETRY: Duration = Duration::from_millis(50);
 /// The adapter for an SGLang server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let server = Sglang { http: Arc::new(EngineHttp::new(&config)?), unproven_routes: config.unproven_routes };
-    Ok(Arc::new(Adapter::new(server, config.served_model)))
+    Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref())))
 }
 
 struct Sglang {

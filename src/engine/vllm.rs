@@ -42,7 +42,7 @@ pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineErr
         backend: Mutex::default(),
         late: Mutex::default(),
     };
-    Ok(Arc::new(Adapter::new(server, config.served_model)))
+    Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref())))
 }
 
 struct Vllm {

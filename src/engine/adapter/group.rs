@@ -3,7 +3,7 @@
 //! Decides the order (leave, then join) and how the time is shared. An old group that cannot be left is no reason not to join: the new one has
 //! another name, and an engine that is stuck in the old one does not answer the join either, which then says so.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -22,18 +22,10 @@ pub(super) struct Member<S> {
 }
 
 impl<S: Server> Member<S> {
-    fn name(&self) -> Option<String> {
-        self.inner.group.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn set_name(&self, name: Option<String>) {
-        *self.inner.group.lock().unwrap_or_else(PoisonError::into_inner) = name;
-    }
-
     async fn clear(&self, until: Until) -> Result<(), EngineError> {
-        let left = self.server.leave(self.name().as_deref(), until).await;
+        let left = self.server.leave(self.inner.group.get().as_deref(), until).await;
         if left.is_ok() {
-            self.set_name(None);
+            self.inner.group.set(None);
         }
         left
     }
@@ -54,7 +46,7 @@ impl<S: Server> EngineGroup for Member<S> {
         }
         let cleared = begun.elapsed();
         // From here on it may be in the group, whatever it answers.
-        self.set_name(Some(join.name.clone()));
+        self.inner.group.set(Some(join.name.clone()));
         self.server.join(join, until).await?;
         Ok(GroupJoined { cleared, joined: begun.elapsed().saturating_sub(cleared) })
     }
@@ -62,14 +54,14 @@ impl<S: Server> EngineGroup for Member<S> {
     async fn leave(&self, deadline: Duration) -> Result<(), EngineError> {
         let until = Until::new(deadline);
         let _turn = self.inner.turn(until).await?;
-        if self.name().is_none() {
+        if self.inner.group.get().is_none() {
             return Ok(());
         }
         self.clear(until).await
     }
 
     async fn begin(&self, job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
-        let Some(name) = self.name() else {
+        let Some(name) = self.inner.group.get() else {
             let what = "the engine is in no group".to_owned();
             let source = EngineError::Unsupported { what, next_step: "it joins with the next epoch".into() };
             return Err(InstallError { step: "start", dirty: false, source });

@@ -13,7 +13,7 @@ use axum::response::IntoResponse;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
-use super::support::{SOON, adapter, held};
+use super::support::{SOON, adapter, held, recorded};
 use crate::engine::{DeviceBucket, DeviceInstall, DeviceJob, Engine, GroupJoin, InstallError, InstallReport};
 use crate::protocol::worker::Opaque;
 use crate::protocol::{GroupPlace, KvCachePolicy, PausePolicy, Rendezvous};
@@ -310,6 +310,29 @@ async fn f27_f30_the_group_of_the_epoch_before_is_left_before_another_is_joined(
             assert_eq!(server.bodies(leave)[0]["group_name"], json!("weightsync-uid-1-1-1-0"));
         }
     }
+}
+
+#[tokio::test]
+async fn the_next_life_of_an_agent_leaves_the_group_that_the_one_before_joined() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = folder.path().join("engine-1.json");
+    let server = Server::default();
+    server.with(|inside| "default".clone_into(&mut inside.version));
+    let url = server.clone().start().await;
+    let life = || recorded("sglang", &url, record.clone());
+    life().group().unwrap().join(&join(1, Rendezvous::Store), SOON).await.unwrap();
+    life().group().unwrap().join(&join(2, Rendezvous::Store), SOON).await.unwrap();
+    let third = life();
+    third.group().unwrap().leave(SOON).await.unwrap();
+    let left: Vec<_> = server.bodies("/destroy_weights_update_group").iter().map(|body| body["group_name"].clone()).collect();
+    assert_eq!(left, ["weightsync-uid-1-1-1-0", "weightsync-uid-1-1-2-0"]);
+    // What was left is not left again, by whomever.
+    life().group().unwrap().leave(SOON).await.unwrap();
+    assert_eq!(server.bodies("/destroy_weights_update_group").len(), 2);
+    // Bytes that are no name are none.
+    std::fs::write(record.with_extension("group"), "a\nb").unwrap();
+    life().group().unwrap().leave(SOON).await.unwrap();
+    assert_eq!(server.bodies("/destroy_weights_update_group").len(), 2);
 }
 
 #[tokio::test]

@@ -164,16 +164,24 @@ impl Bench {
 
 /// The adapter of a kind.
 pub(in crate::engine) fn adapter(kind: &str, url: &str, api_key: Option<ApiKey>, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
-    let config = EngineConfig {
+    connect(EngineConfig { api_key, served_model, ..config(kind, url) }).unwrap()
+}
+
+/// The adapter of a kind, with a record in this file.
+pub(in crate::engine) fn recorded(kind: &str, url: &str, record: PathBuf) -> Arc<dyn Engine> {
+    connect(EngineConfig { record: Some(record), ..config(kind, url) }).unwrap()
+}
+
+fn config(kind: &str, url: &str) -> EngineConfig {
+    EngineConfig {
         kind: kind.to_owned(),
         url: url.to_owned(),
-        api_key,
-        served_model,
+        api_key: None,
+        served_model: None,
         record: None,
         processes: "/proc".into(),
         unproven_routes: false,
-    };
-    connect(config).unwrap()
+    }
 }
 
 /// A version with a digest that follows from its number.

@@ -1,0 +1,42 @@
+//! The name of the group that an engine was last brought into. It outlives the agent where there is a place for a file: an engine that is not
+//! told to leave keeps the communicator, and its memory, until it ends. Decides nothing: a name that is lost costs that memory and no more.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+
+/// Longest name that is believed; ours have a few dozen bytes.
+const MOST: usize = 512;
+
+/// See there.
+pub(super) struct LastGroup {
+    file: Option<PathBuf>,
+    name: Mutex<Option<String>>,
+}
+
+impl LastGroup {
+    /// As the agent's life before left it.
+    pub(super) fn new(file: Option<PathBuf>) -> Self {
+        let left = file.as_deref().and_then(|file| std::fs::read_to_string(file).ok());
+        let name = left.filter(|name| !name.is_empty() && name.len() <= MOST && name.chars().all(|c| c.is_ascii_graphic()));
+        Self { file, name: Mutex::new(name) }
+    }
+
+    pub(super) fn get(&self) -> Option<String> {
+        self.name.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn set(&self, name: Option<String>) {
+        let mut known = self.name.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = &self.file {
+            let noted = match &name {
+                Some(name) => std::fs::write(file, name),
+                None if file.exists() => std::fs::remove_file(file),
+                None => Ok(()),
+            };
+            if let Err(error) = noted {
+                tracing::warn!(file = %file.display(), %error, "the engine's group cannot be noted: a later life of this agent cannot leave it");
+            }
+        }
+        *known = name;
+    }
+}
