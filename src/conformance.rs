@@ -7,21 +7,25 @@
 
 mod bed;
 mod client;
+mod folder;
 mod install;
 mod memory;
 mod model;
 mod negative;
 mod proxy;
 mod script;
+mod source;
 #[cfg(test)]
 mod tests;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
 
 use self::bed::Bed;
+pub use self::source::Sources;
 use crate::engine::ApiKey;
 
 /// What to test, and how far to go.
@@ -35,6 +39,10 @@ pub struct Options {
     pub patience: Duration,
     /// Wait of the cases in which a call is never answered.
     pub silence: Duration,
+    /// Rank 0 of the groups that the server's own workers join; without it no group is formed.
+    pub sources: Option<Arc<Sources>>,
+    /// Leave out everything but such groups.
+    pub only_groups: bool,
 }
 
 /// A server that runs.
@@ -133,6 +141,8 @@ pub enum ConformanceError {
     Engine(#[from] crate::engine::EngineError),
     #[error("the HTTP client cannot be set up: {0}")]
     Client(String),
+    #[error("no rank 0 for groups: {0}")]
+    Source(String),
 }
 
 /// A way by which weights go into an engine.
@@ -142,6 +152,8 @@ enum Way {
     Directory,
     /// From GPU memory, over the route of this name.
     Device(&'static str),
+    /// By a group that its own workers join.
+    Group,
     /// Whichever a live server has.
     Any,
 }
@@ -151,6 +163,7 @@ impl Way {
         match self {
             Self::Directory => format!("{part}, directory"),
             Self::Device(name) => format!("{part}, {name}"),
+            Self::Group => format!("{part}, group"),
             Self::Any => part.to_owned(),
         }
     }
@@ -166,6 +179,11 @@ fn ways(engine: &str) -> &'static [Way] {
     }
 }
 
+/// Whether its own workers can join groups.
+fn joins(engine: &str) -> bool {
+    engine != "fastdeploy"
+}
+
 /// Runs the suite.
 ///
 /// # Errors
@@ -176,23 +194,34 @@ pub async fn run(options: &Options) -> Result<Report, ConformanceError> {
         return Err(ConformanceError::UnknownEngine(options.engine.clone(), crate::engine::kinds().collect::<Vec<_>>().join(", ")));
     }
     let mut rows = Vec::new();
-    if let Some(live) = &options.live {
-        let bed = Bed::live(options, live)?;
-        rows.extend(script::play(&bed).await?);
-        let changed = install::rows(&bed, Way::Any).await?;
+    let joins = joins(&options.engine);
+    let groups = (joins && options.sources.is_some()).then_some(Way::Group);
+    let others = match &options.live {
+        _ if options.only_groups => &[][..],
+        Some(_) => &[Way::Any],
+        None => ways(&options.engine),
+    };
+    for (number, way) in others.iter().copied().chain(groups).enumerate() {
+        let bed = match &options.live {
+            Some(live) => Bed::live(options, live, way)?,
+            None => Bed::simulated(options, way).await?,
+        };
+        if number == 0 && !options.only_groups {
+            rows.extend(script::play(&bed).await?);
+        }
+        let changed = install::rows(&bed, way).await?;
         let works = changed.iter().all(|row| row.outcome != Outcome::Failed);
         rows.extend(changed);
-        let why = "the update itself does not work";
-        rows.extend(if works { negative::live(&bed).await? } else { vec![Row::skipped("negative", "every call spoiled", why)] });
-    } else {
-        for (number, way) in ways(&options.engine).iter().enumerate() {
-            let bed = Bed::simulated(options, *way).await?;
-            if number == 0 {
-                rows.extend(script::play(&bed).await?);
-            }
-            rows.extend(install::rows(&bed, *way).await?);
-            rows.extend(negative::simulated(options, *way).await?);
-        }
+        rows.extend(match &options.live {
+            None => negative::simulated(options, way).await?,
+            Some(_) if works => negative::live(&bed).await?,
+            Some(_) => vec![Row::skipped(&way.part("negative"), "every call spoiled", "the update itself does not work")],
+        });
+    }
+    if groups.is_none() && (options.only_groups || (joins && options.live.is_none())) {
+        let no_gpu = "it needs a GPU for rank 0: --source-gpu, or for simulators FAKEGPU_DIR, the folder of the stand-in driver";
+        let why = if joins { no_gpu } else { "this kind of engine joins none" };
+        rows.push(Row::skipped(&Way::Group.part("update"), "join, receive, leave", why));
     }
     Ok(Report { engine: options.engine.clone(), url: options.live.as_ref().map(|live| live.url.clone()), rows })
 }

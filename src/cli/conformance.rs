@@ -5,12 +5,20 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use super::Output;
 use super::text::columns;
-use crate::conformance::{Live, Options, Outcome, Report, run};
+use crate::conformance::{Live, Options, Outcome, Report, Sources, run};
 use crate::engine::ApiKey;
+use crate::worker::WorkerStart;
+
+/// Ways by which weights go into a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Only {
+    /// Groups that its own workers join.
+    Group,
+}
 
 /// Arguments of `weightsync conformance`.
 #[derive(Debug, Args)]
@@ -39,6 +47,18 @@ pub struct ConformanceArgs {
     /// UUID of the GPU of the next worker rank, for a server that is fed from GPU memory and does not name its GPUs.
     #[arg(long = "gpu", value_name = "UUID", conflicts_with = "simulator")]
     pub gpus: Vec<String>,
+    /// UUID of a GPU of this machine that leads groups which the live server's own workers join; it must be none of the server's.
+    #[arg(long, value_name = "UUID", conflicts_with = "simulator")]
+    pub source_gpu: Option<String>,
+    /// NCCL's library for groups, where the right one is not found by itself: of the server's version.
+    #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_NCCL")]
+    pub nccl: Option<PathBuf>,
+    /// Folder of the stand-in GPU driver, for groups of simulators.
+    #[arg(long, value_name = "DIR", env = "FAKEGPU_DIR", hide = true)]
+    pub fake_gpu: Option<PathBuf>,
+    /// Leave out everything but these ways of the server: groups that its own workers join.
+    #[arg(long, value_enum)]
+    pub only: Option<Only>,
     /// Pause the live server, end its requests, and change its weights.
     #[arg(long, conflicts_with = "simulator")]
     pub destructive: bool,
@@ -57,16 +77,20 @@ impl ConformanceArgs {
     /// Runs it; exit code 1 when a row failed.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let output = self.output;
-        let options = self.options()?;
-        let report = super::block_on(async move { Ok(run(&options).await?) })?;
+        let report = super::block_on(async move { Ok(run(&self.options().await?).await?) })?;
         show(&report, output)?;
         Ok(if report.passed() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 
-    fn options(self) -> anyhow::Result<Options> {
+    async fn options(self) -> anyhow::Result<Options> {
         let api_key = match &self.api_key_env {
             Some(name) => Some(ApiKey::from_env(name)?.with_context(|| format!("the environment variable {name} is not set"))?),
             None => None,
+        };
+        let sources = match (&self.source_gpu, &self.fake_gpu) {
+            (None, None) => None,
+            (None, Some(_)) if !self.simulator => None,
+            (gpu, stand_in) => Some(Sources::find(WorkerStart::own("rank 0")?, self.nccl, gpu.as_deref(), stand_in.clone()).await?),
         };
         let live = self.url.map(|url| Live {
             url: url.trim_end_matches('/').to_owned(),
@@ -77,7 +101,7 @@ impl ConformanceArgs {
             destructive: self.destructive,
         });
         let (patience, silence) = (Duration::from_secs(self.timeout), Duration::from_secs(self.silence));
-        Ok(Options { engine: self.engine, live, patience, silence })
+        Ok(Options { engine: self.engine, live, patience, silence, sources, only_groups: self.only.is_some() })
     }
 }
 

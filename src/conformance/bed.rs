@@ -14,9 +14,10 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use super::client::Client;
+use super::folder::Folder;
 use super::memory::Memory;
 use super::model::Model;
-use super::{ConformanceError, Live, Options, Way};
+use super::{ConformanceError, Live, Options, Sources, Way};
 use crate::engine::simulator::{Simulator, SimulatorOptions};
 use crate::engine::{ApiKey, DeviceJob, DeviceRoute, Engine, EngineConfig, EngineError, InstallError, InstallJob, InstallReport, connect};
 use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
@@ -25,28 +26,11 @@ use crate::weights::{DigestAlgorithm, Layout, Manifest};
 
 /// Bucket of a simulated server's small model, in bytes: several buckets, none of which holds half of it.
 const SMALL_BUCKET: u64 = 256;
+/// The same for groups, where each call is spoiled in one way more.
+const GROUP_BUCKET: u64 = 512;
 const LIVE_BUCKET: u64 = 64 << 20;
 /// Key of the simulators.
 const KEY: &str = "conformance-key";
-
-/// A folder of the suite's own, removed with it.
-pub(super) struct Folder(PathBuf);
-
-impl Folder {
-    fn make() -> std::io::Result<Self> {
-        // Short, because the path of a socket is.
-        let name: String = uuid::Uuid::new_v4().simple().to_string().chars().take(12).collect();
-        let path = std::env::temp_dir().join(format!("ws-{name}"));
-        std::fs::create_dir_all(&path)?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _left = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 /// What is simulated, and where it runs now.
 struct Simulated {
@@ -76,13 +60,15 @@ pub(super) struct Bed {
     processes: PathBuf,
     record: PathBuf,
     simulated: Option<Simulated>,
+    /// Rank 0 of its groups.
+    sources: Option<Arc<Sources>>,
     way: Way,
     folder: Folder,
 }
 
 impl Bed {
     /// For a server that runs.
-    pub(super) fn live(options: &Options, live: &Live) -> Result<Self, ConformanceError> {
+    pub(super) fn live(options: &Options, live: &Live, way: Way) -> Result<Self, ConformanceError> {
         let folder = Folder::make()?;
         Ok(Self {
             engine: options.engine.clone(),
@@ -99,7 +85,8 @@ impl Bed {
             processes: "/proc".into(),
             record: folder.0.join("record.json"),
             simulated: None,
-            way: Way::Any,
+            sources: options.sources.as_ref().map(|sources| sources.share()),
+            way,
             folder,
         })
     }
@@ -129,6 +116,9 @@ impl Bed {
         options.api_key = Some(key.clone());
         options.gpus = vec![gpu.clone()];
         options.gpu_memory = Some(at("memory"));
+        if let (Way::Group, Some(sources)) = (way, &of.sources) {
+            sources.lend_gpus(&mut options);
+        }
         if way == Way::Device("ipc_async") {
             "ipc".clone_into(&mut options.fastdeploy.load_strategy);
             options.fastdeploy.async_ipc = Some(format!("ipc://{}", at("fd").display()));
@@ -157,6 +147,7 @@ impl Bed {
                 started: AtomicU64::new(1000),
                 memory: Memory::new(at("memory"), vec![gpu]),
             }),
+            sources: of.sources.as_ref().map(|sources| sources.share()),
             way,
             folder,
         };
@@ -209,6 +200,11 @@ impl Bed {
         })?)
     }
 
+    /// The name of a part of the suite on the way that this is for.
+    pub(super) fn part(&self, part: &str) -> String {
+        self.way.part(part)
+    }
+
     pub(super) fn has_versions(&self) -> bool {
         self.versions.is_some()
     }
@@ -231,6 +227,27 @@ impl Bed {
                 drop(running.lock().unwrap_or_else(PoisonError::into_inner).take());
             }
         })
+    }
+
+    /// What ends rank 0 of an update that is under way.
+    pub(super) fn source_killer(&self) -> Box<dyn Fn() + Send + Sync> {
+        let sources = self.sources.clone();
+        Box::new(move || sources.iter().for_each(|sources| sources.kill()))
+    }
+
+    /// Ends a simulated server whatever it is at, and starts another in its place; says whether it could.
+    pub(super) async fn restart(&self) -> Result<bool, ConformanceError> {
+        let Some(simulated) = &self.simulated else { return Ok(false) };
+        let left = simulated.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(left) = left {
+            left.stop().await;
+        }
+        self.revive().await
+    }
+
+    /// Whether it receives in a group of its own workers, in which it can get stuck.
+    pub(super) fn joins(&self) -> bool {
+        self.way == Way::Group
     }
 
     /// Starts a server that was killed or ended by itself; says whether it was gone.
@@ -328,13 +345,17 @@ impl Bed {
         };
         let directory = self.directory(version).ok_or_else(|| refuse("there is no checkpoint to install".into()))?;
         let checkpoint = Checkpoint::open(&directory).map_err(|error| refuse(error.to_string()))?;
-        let bucket = if self.simulated.is_some() { SMALL_BUCKET } else { LIVE_BUCKET };
+        let bucket = match (&self.simulated, self.way) {
+            (None, _) => LIVE_BUCKET,
+            (Some(_), Way::Group) => GROUP_BUCKET,
+            (Some(_), _) => SMALL_BUCKET,
+        };
         let layout = Layout::new("model", checkpoint.specs(), bucket).map_err(|error| refuse(error.to_string()))?.cut_between_tensors();
         let held = held(version, &layout);
         let (pause, kv_cache) = Self::policy(engine);
         let directory_way = match self.way {
             Way::Directory => true,
-            Way::Device(_) => false,
+            Way::Device(_) | Way::Group => false,
             Way::Any => engine.takes_directories().is_ok(),
         };
         let cancel = CancellationToken::new();
@@ -343,15 +364,11 @@ impl Bed {
             let job = InstallJob { version: held, directory, local_directory, pause, kv_cache, timeout: within, cancel };
             return engine.install(&job).await;
         }
-        let Some(simulated) = &self.simulated else {
-            return super::install::from_gpus(engine, version, checkpoint, layout, (pause, kv_cache), within, &self.gpus, &self.folder.0)
-                .await;
-        };
         let sockets = self.folder.0.join("s");
         let job = DeviceJob {
             version,
             manifest: None,
-            layout: Arc::new(layout.clone()),
+            layout: Arc::new(layout),
             pause,
             kv_cache,
             timeout: within,
@@ -360,8 +377,15 @@ impl Bed {
             sockets_in_engine: sockets.clone(),
             sockets,
         };
+        if let (Way::Group, Some(sources)) = (self.way, &self.sources) {
+            let address = super::source::toward(&self.url).await.map_err(|error| refuse(error.to_string()))?;
+            return sources.update(engine, &job, held, &checkpoint, address).await;
+        }
+        let Some(simulated) = &self.simulated else {
+            return super::install::from_gpus(engine, job, held, checkpoint, &self.gpus).await;
+        };
         let install = engine.begin_device(&job).await?;
-        simulated.memory.feed(install, &layout, &checkpoint, held).await
+        simulated.memory.feed(install, &job.layout, &checkpoint, held).await
     }
 }
 

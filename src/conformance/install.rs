@@ -3,17 +3,15 @@
 //! Expects that the server is what the adapter says, that another version changes what it computes, and that the first version back again gives
 //! exactly what the server computed at the start: a change alone would also be seen of garbage.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio_util::sync::CancellationToken;
-
-use super::bed::{Bed, held};
+use super::bed::Bed;
+use super::source::LEAVE;
 use super::{ConformanceError, Row, Way};
 use crate::agent::hand_over::feed_checkpoint;
 use crate::engine::{DeviceJob, Engine, EngineError, Holding, InstallError, InstallReport, Resumed};
-use crate::protocol::{KvCachePolicy, PausePolicy};
+use crate::protocol::HeldVersion;
 use crate::weights::Layout;
 use crate::weights::safetensors::Checkpoint;
 use crate::worker::{Ring, Worker, WorkerStart};
@@ -35,11 +33,15 @@ pub(super) async fn rows(bed: &Bed, way: Way) -> Result<Vec<Row>, ConformanceErr
     }
     let health = engine.health(bed.patience).await;
     rows.push(Row::new(part, "health", "it lives", health.map(|start| start.0).map_err(|error| error.to_string())));
+    if way == Way::Group {
+        rows.push(Row::new(part, "can its workers join a group", "yes", joins(bed, engine).await));
+    }
     match bed.route(engine).await {
+        _ if way == Way::Group => {}
         Ok(route) => {
             let expected = match way {
                 Way::Device(name) => name.to_owned(),
-                Way::Directory | Way::Any => "a way from GPU memory".to_owned(),
+                Way::Directory | Way::Group | Way::Any => "a way from GPU memory".to_owned(),
             };
             let right = !matches!(way, Way::Device(name) if name != route.name);
             let why = route.why_not_faster.map(|why| format!(" ({why})")).unwrap_or_default();
@@ -54,11 +56,18 @@ pub(super) async fn rows(bed: &Bed, way: Way) -> Result<Vec<Row>, ConformanceErr
         rows.push(Row::skipped(part, "install, and back again", why));
         return Ok(rows);
     }
-    rows.extend(there_and_back(bed, part, engine).await?);
+    rows.extend(there_and_back(bed, part, engine, way).await?);
     Ok(rows)
 }
 
-async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine) -> Result<Vec<Row>, ConformanceError> {
+async fn joins(bed: &Bed, engine: &dyn Engine) -> Result<String, String> {
+    let group = engine.group().ok_or_else(|| "this kind of engine joins none".to_owned())?;
+    let facts = group.facts(bed.patience).await.map_err(|error| error.to_string())?;
+    let found = format!("{} ranks, {:?}", facts.size, facts.rendezvous);
+    if facts.why_not.is_empty() { Ok(found) } else { Err(facts.why_not) }
+}
+
+async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine, way: Way) -> Result<Vec<Row>, ConformanceError> {
     let mut rows = Vec::new();
     let first = bed.serves().await;
     let reference = bed.reference(2).await?;
@@ -68,6 +77,7 @@ async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine) -> Result<Ve
         let steps =
             |report: InstallReport| report.steps_ms.iter().map(|(step, ms)| format!("{step} {ms} ms")).collect::<Vec<_>>().join(", ");
         let failed = installed.is_err();
+        let left = installed.as_ref().is_ok_and(|report| report.steps_ms.iter().any(|(step, _)| step == LEAVE));
         rows.push(Row::new(
             part,
             format!("install version {version}"),
@@ -76,6 +86,10 @@ async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine) -> Result<Ve
         ));
         if failed {
             return Ok(rows);
+        }
+        if way == Way::Group {
+            let found = if left { Ok("it left".to_owned()) } else { Err("it did not, though rank 0 had aborted".to_owned()) };
+            rows.push(Row::new(part, "leave the group", "it leaves", found));
         }
         let holding = engine.holding(bed.patience).await;
         let holds = matches!(&holding, Ok(Holding::Version(held)) if held.version == version);
@@ -115,35 +129,18 @@ async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine) -> Result<Ve
 }
 
 /// Feeds a live server through the memory of its GPUs, as `weightsync feed` does.
-#[allow(clippy::too_many_arguments)]
 pub(super) async fn from_gpus(
     engine: &dyn Engine,
-    version: u64,
+    job: DeviceJob,
+    held: HeldVersion,
     checkpoint: Checkpoint,
-    layout: Layout,
-    (pause, kv_cache): (PausePolicy, KvCachePolicy),
-    within: Duration,
     gpus: &[String],
-    folder: &Path,
 ) -> Result<InstallReport, InstallError> {
     let clean = |source: EngineError| InstallError { step: "start", dirty: false, source };
-    let route = engine.device_route(pause, kv_cache, within).await.map_err(clean)?;
+    let route = engine.device_route(job.pause, job.kv_cache, job.timeout).await.map_err(clean)?;
     let wanted = if route.gpus.is_empty() { gpus.to_vec() } else { route.gpus };
     let own = |what: String| clean(EngineError::Unsupported { what, next_step: "give the suite a GPU of the engine (--gpu)".into() });
-    let rings = rings(&wanted, &layout, within).await.map_err(own)?;
-    let held = held(version, &layout);
-    let job = DeviceJob {
-        version,
-        manifest: None,
-        layout: Arc::new(layout),
-        pause,
-        kv_cache,
-        timeout: within,
-        silence: within,
-        cancel: CancellationToken::new(),
-        sockets: folder.join("s"),
-        sockets_in_engine: folder.join("s"),
-    };
+    let rings = rings(&wanted, &job.layout, job.timeout).await.map_err(own)?;
     let fed = feed_checkpoint(engine, &job, held, Arc::new(checkpoint), &rings, false).await;
     let (report, _) = fed.map_err(|error| error.into_install(true))?;
     Ok(report)

@@ -1,8 +1,9 @@
 //! The same update with one call spoiled after the other: what an adapter makes of a server that dies, refuses, lies or falls silent.
 //!
 //! The law: whatever happened, nobody says a version that is not served; an engine that may hold half an update is marked and never let run; what
-//! runs serves one whole version; and the same version goes in afterwards. In doubt a server may be taken for one that started anew: it is fed
-//! once more then. Decides nothing about which call may fail how: all are tried.
+//! runs serves one whole version; and the same version goes in afterwards (where a server is stuck in a broadcast: once it was started anew).
+//! In doubt a server may be taken for one that started anew: it is fed once more then. Decides nothing about which call may fail how: all are
+//! tried.
 
 use std::time::Duration;
 
@@ -15,6 +16,10 @@ use crate::engine::{EngineError, Holding, InstallError, InstallReport, Resumed};
 
 /// Cases that run at once; each has a server of its own.
 const AT_ONCE: usize = 8;
+/// The same where each has GPU workers as well.
+const GROUPS_AT_ONCE: usize = 5;
+/// A server that computes no token for so long is stuck.
+const STUCK: Duration = Duration::from_secs(5);
 const EXPECTED: &str = "no lie, and the version goes in afterwards";
 
 /// What a server serves with each version.
@@ -31,30 +36,38 @@ pub(super) async fn simulated(options: &Options, way: Way) -> Result<Vec<Row>, C
         Ok(learned) => learned,
         Err(why) => return Ok(vec![Row::new(&part, "an update through a relay", "confirmed", Err(why))]),
     };
-    let cases = calls.iter().enumerate().flat_map(|(number, call)| Spoil::ALL.map(|spoil| (number, call.clone(), spoil)));
+    // A simulated LMDeploy goes to sleep, and wakes, although its workers are stuck: whether it is stuck cannot be seen there.
+    let of_groups = (bed.joins() && bed.engine != "lmdeploy").then_some(Spoil::KillSource);
+    let spoils: Vec<Spoil> = Spoil::ALL.into_iter().chain(of_groups).collect();
+    let cases = calls.iter().enumerate().flat_map(|(number, call)| spoils.iter().map(move |spoil| (number, call.clone(), *spoil)));
     let (part, references) = (&part, &references);
     let rows = futures::stream::iter(cases).map(|(number, call, spoil)| async move {
         let bed = Bed::simulated(options, way).await?;
         case(&bed, part, number, &call, spoil, references).await
     });
-    let rows: Vec<Result<Row, ConformanceError>> = rows.buffered(AT_ONCE).collect().await;
+    let rows: Vec<Result<Row, ConformanceError>> = rows.buffered(if bed.joins() { GROUPS_AT_ONCE } else { AT_ONCE }).collect().await;
     rows.into_iter().collect()
 }
 
 /// The same on a live server: one case after the other, and nobody is killed.
 pub(super) async fn live(bed: &Bed) -> Result<Vec<Row>, ConformanceError> {
+    let part = &bed.part("negative");
     if !bed.has_versions() || !bed.destructive {
         let why = if bed.destructive { "no checkpoints were given" } else { "it changes weights: --destructive" };
-        return Ok(vec![Row::skipped("negative", "every call spoiled", why)]);
+        return Ok(vec![Row::skipped(part, "every call spoiled", why)]);
     }
     let (calls, references) = match learn(bed).await? {
         Ok(learned) => learned,
-        Err(why) => return Ok(vec![Row::new("negative", "an update through a relay", "confirmed", Err(why))]),
+        Err(why) => return Ok(vec![Row::new(part, "an update through a relay", "confirmed", Err(why))]),
     };
-    let mut rows = vec![Row::skipped("negative", "the server is killed before each call", "whoever runs a live server kills it")];
+    let mut rows = vec![Row::skipped(part, "the server is killed before each call", "whoever runs a live server kills it")];
+    if bed.joins() {
+        let why = "a rank 0 that gives up in the middle of a broadcast may leave a live server stuck for good";
+        rows.push(Row::skipped(part, "no answer to each call", why));
+    }
     for (number, call) in calls.iter().enumerate() {
-        for spoil in Spoil::ALL.into_iter().filter(|spoil| *spoil != Spoil::Kill) {
-            rows.push(case(bed, "negative", number, call, spoil, &references).await?);
+        for spoil in Spoil::ALL.into_iter().filter(|spoil| *spoil != Spoil::Kill && !(bed.joins() && spoil.is_quiet())) {
+            rows.push(case(bed, part, number, call, spoil, &references).await?);
         }
     }
     Ok(rows)
@@ -105,10 +118,11 @@ async fn case(bed: &Bed, part: &str, number: usize, call: &str, spoil: Spoil, re
     {
         return Ok(Row::new(part, step, EXPECTED, Err(format!("the first version cannot be brought back: {error}"))));
     }
-    let proxy = Proxy::start(&bed.url, bed.killer()).await?;
+    let kill = if spoil == Spoil::KillSource { bed.source_killer() } else { bed.killer() };
+    let proxy = Proxy::start(&bed.url, kill).await?;
     let engine = bed.adapter(&proxy.url())?;
     proxy.begin(Some((number, spoil)));
-    let quiet = matches!(spoil, Spoil::Silence | Spoil::LoseReply);
+    let quiet = spoil.is_quiet();
     let within = if quiet { bed.silence } else { bed.patience };
     let outcome = attempt(bed, engine.as_ref(), within).await;
     drop((proxy, engine));
@@ -120,12 +134,19 @@ async fn case(bed: &Bed, part: &str, number: usize, call: &str, spoil: Spoil, re
 async fn judge(
     bed: &Bed,
     outcome: &Result<InstallReport, InstallError>,
-    restarted: bool,
+    mut restarted: bool,
     references: &References,
 ) -> Result<String, String> {
     let said = |what: &dyn std::fmt::Display| what.to_string();
     // As the next life of an agent finds it.
     let engine = bed.adapter(&bed.url).map_err(|error| said(&error))?;
+    // Rank 0 gave up while the server was already in the broadcast: that is found, and nothing but another start helps.
+    if bed.joins() && outcome.is_err() && engine.is_stuck(STUCK).await {
+        restarted = bed.restart().await.map_err(|error| said(&error))?;
+        if !restarted {
+            return Err("it is stuck in a broadcast whose rank 0 is gone: start it anew".to_owned());
+        }
+    }
     let holding = engine.holding(bed.patience).await.map_err(|error| format!("it does not answer any more: {error}"))?;
     let resumed = engine.resume(bed.patience).await.map_err(|error| format!("it cannot be resumed: {error}"))?;
     let summary = match outcome {

@@ -30,10 +30,18 @@ pub(super) enum Spoil {
     Silence,
     /// Carried out, never answered.
     LoseReply,
+    /// Rank 0 of its group dies before it; carried out.
+    KillSource,
 }
 
 impl Spoil {
+    /// What can happen to any call.
     pub(super) const ALL: [Self; 5] = [Self::Kill, Self::Refuse, Self::Lie, Self::Silence, Self::LoseReply];
+
+    /// Whether the call may never be answered.
+    pub(super) fn is_quiet(self) -> bool {
+        matches!(self, Self::Silence | Self::LoseReply | Self::KillSource)
+    }
 
     /// In a row.
     pub(super) fn name(self) -> &'static str {
@@ -43,6 +51,7 @@ impl Spoil {
             Self::Lie => "200 with an error inside instead of",
             Self::Silence => "no answer, nothing done for",
             Self::LoseReply => "no answer, but done for",
+            Self::KillSource => "rank 0 is killed before",
         }
     }
 }
@@ -76,7 +85,7 @@ pub(super) struct Proxy {
 }
 
 impl Proxy {
-    /// Relays to `target`; `kill` ends the server there.
+    /// Relays to `target`; `kill` ends the server there, or the source.
     pub(super) async fn start(target: &str, kill: Kill) -> Result<Self, ConformanceError> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let address = listener.local_addr()?;
@@ -128,6 +137,10 @@ async fn pass(State(relay): State<Arc<Relay>>, request: Request) -> Response {
             axum::Json(json!({"success": true, "status": "success", "results": [null], "error": error})).into_response()
         }
         Some(Spoil::Silence) => std::future::pending().await,
+        Some(Spoil::KillSource) => {
+            (relay.kill)();
+            forward(&relay, request).await
+        }
         Some(Spoil::LoseReply) => {
             let _lost = forward(&relay, request).await;
             std::future::pending().await

@@ -12,7 +12,14 @@ use crate::engine::kinds;
 use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault, Simulator, SimulatorOptions};
 
 fn options(engine: &str) -> Options {
-    Options { engine: engine.to_owned(), live: None, patience: Duration::from_secs(30), silence: Duration::from_millis(700) }
+    Options {
+        engine: engine.to_owned(),
+        live: None,
+        patience: Duration::from_secs(30),
+        silence: Duration::from_millis(700),
+        sources: None,
+        only_groups: false,
+    }
 }
 
 fn failures(report: &Report) -> Vec<String> {

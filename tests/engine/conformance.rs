@@ -19,7 +19,8 @@ async fn whole_suite(server: &mut Server, models: &Models) -> Report {
         gpus: Vec::new(),
         destructive: true,
     };
-    let options = Options { engine: "vllm".into(), live: Some(live), patience: Duration::from_secs(120), silence: Duration::from_secs(2) };
+    let (patience, silence) = (Duration::from_secs(120), Duration::from_secs(2));
+    let options = Options { engine: "vllm".into(), live: Some(live), patience, silence, sources: None, only_groups: false };
     run(&options).await.unwrap()
 }
 

@@ -18,7 +18,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("torch", &["weights"][..]),
         ("engine", &["protocol", "weights", "runtime", "torch", "worker"][..]),
         ("agent", &["protocol", "weights", "plan", "runtime", "torch", "transport", "engine", "worker"][..]),
-        ("conformance", &["agent", "engine", "protocol", "weights", "worker"][..]),
+        ("conformance", &["agent", "engine", "protocol", "torch", "transport", "weights", "worker"][..]),
         ("coordinator", &["protocol", "plan", "membership", "runtime"][..]),
         ("api", &["protocol", "plan", "weights"][..]),
         ("controller", &["api", "coordinator", "membership", "plan", "protocol", "runtime", "weights"][..]),

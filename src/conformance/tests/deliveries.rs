@@ -46,7 +46,8 @@ fn model() -> impl Strategy<Value = Model> {
 async fn serves_the_same(model: &Model) -> Result<(), TestCaseError> {
     let mut references = Vec::new();
     for engine in kinds() {
-        let options = Options { engine: engine.to_owned(), live: None, patience: Duration::from_secs(60), silence: Duration::from_secs(1) };
+        let (patience, silence) = (Duration::from_secs(60), Duration::from_secs(1));
+        let options = Options { engine: engine.to_owned(), live: None, patience, silence, sources: None, only_groups: false };
         for way in ways(engine) {
             let bed = Bed::simulated_with(&options, *way, model).await.unwrap();
             let adapter = bed.adapter(&bed.url).unwrap();
