@@ -68,6 +68,10 @@ pub enum DemoEngine {
     Simulated,
     /// Simulators that keep SGLang's rules.
     SimulatedSglang,
+    /// Simulators that keep LMDeploy's rules. They take weights from GPU memory alone: `--gpu`, on the stand-in driver.
+    SimulatedLmdeploy,
+    /// Simulators that keep FastDeploy's rules.
+    SimulatedFastdeploy,
     /// Real vLLM servers on CPU.
     Vllm,
 }
@@ -80,6 +84,18 @@ pub enum DemoFault {
     Kill,
     /// Its processes are frozen (SIGSTOP): every connection stays, and nothing is said any more.
     Freeze,
+}
+
+impl DemoEngine {
+    /// Whose rules hold.
+    fn kind(self) -> &'static str {
+        match self {
+            Self::Simulated | Self::Vllm => "vllm",
+            Self::SimulatedSglang => "sglang",
+            Self::SimulatedLmdeploy => "lmdeploy",
+            Self::SimulatedFastdeploy => "fastdeploy",
+        }
+    }
 }
 
 impl DemoFault {
@@ -104,6 +120,9 @@ impl DemoArgs {
         }
         if self.gpu.is_some() && self.engine == DemoEngine::Vllm {
             bail!("--gpu needs simulated engines: the demo starts vLLM on processors");
+        }
+        if self.engine == DemoEngine::SimulatedLmdeploy && (self.gpu.is_none() || std::env::var_os("FAKEGPU_DIR").is_none()) {
+            bail!("simulated LMDeploy servers read weights in the memory of the stand-in GPU driver: set FAKEGPU_DIR, and give --gpu");
         }
         logs::init(LogFormat::Human, &self.log)?;
         super::block_on(story::tell(self))

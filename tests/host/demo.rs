@@ -66,6 +66,19 @@ async fn the_demo_runs_with_simulated_sglang_servers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_demo_runs_with_simulated_fastdeploy_servers() {
+    let output = demo(5, &["--engine", "simulated-fastdeploy"]).await;
+    assert_good(5, &output);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn simulated_lmdeploy_servers_without_gpus_are_refused_with_what_is_missing() {
+    let output = demo(6, &["--engine", "simulated-lmdeploy"]).await;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(1) && said.contains("--gpu"), "{said}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_interrupted_demo_leaves_no_process_and_no_folder_behind() {
     let mut command = Command::new(PROGRAM);
     command.args(["demo", "--megabytes", "8"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);

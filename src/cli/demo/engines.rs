@@ -32,13 +32,24 @@ pub async fn make_checkpoints(venv: &Path, folder: &Path, seeds: &[u64]) -> anyh
     Ok(())
 }
 
+/// A model directory of one FastDeploy server's own, whose snapshot it writes and its agent replaces.
+pub fn make_snapshot(checkpoint: &Path, own: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(own).with_context(|| format!("{} cannot be made", own.display()))?;
+    for (from, to) in [("model.safetensors", "model_state.tp0.0.pdparams"), ("config.json", "config.json")] {
+        let from = checkpoint.join(from);
+        std::fs::copy(&from, own.join(to)).with_context(|| format!("{} cannot be copied", from.display()))?;
+    }
+    Ok(())
+}
+
 /// Command and environment of one rollout's engine, on that GPU if it has one.
 pub fn command(args: &DemoArgs, program: &Path, model: &Path, port: u16, gpu: Option<&String>) -> (Vec<String>, BTreeMap<String, String>) {
     let (model, port) = (model.to_string_lossy().into_owned(), port.to_string());
     if args.engine != DemoEngine::Vllm {
-        let kind = if args.engine == DemoEngine::SimulatedSglang { "sglang" } else { "vllm" };
         let program = program.to_string_lossy().into_owned();
-        let words = ["simulate-engine", "--engine", kind, "--port", &port, "--model", &model];
+        // LMDeploy that is given no name serves under the path of its model.
+        let name = if args.engine == DemoEngine::SimulatedLmdeploy { model.as_str() } else { "model" };
+        let words = ["simulate-engine", "--engine", args.engine.kind(), "--port", &port, "--model", &model, "--served-model-name", name];
         let gpu = gpu.into_iter().flat_map(|gpu| ["--gpu".to_owned(), gpu.clone()]);
         return (std::iter::once(program).chain(words.map(str::to_owned)).chain(gpu).collect(), BTreeMap::new());
     }

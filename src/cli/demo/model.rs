@@ -18,6 +18,9 @@ pub enum Weights {
     Checkpoint(Checkpoint),
 }
 
+/// Length in bytes of the longest of [`tensors`].
+pub const LONGEST_TENSOR: u64 = 1024 * 512 * 2;
+
 /// Tensors of a toy transformer of about `mebibytes` MiB.
 pub fn tensors(mebibytes: u32) -> Vec<TensorSpec> {
     let spec = |name: String, dtype, shape: &[u64]| TensorSpec { name, dtype, shape: shape.to_vec(), load_unit: None };

@@ -9,9 +9,9 @@ use anyhow::{Context, anyhow, ensure};
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
-use super::engines::{Fresh, command, make_checkpoints, venv};
+use super::engines::{Fresh, command, make_checkpoints, make_snapshot, venv};
 use super::kill::{Kill, Killed, noticed};
-use super::model::{Weights, tensors};
+use super::model::{LONGEST_TENSOR, Weights, tensors};
 use super::show::{Outcome, Published, Screen};
 use super::verify::Verifier;
 use super::{DemoArgs, DemoEngine};
@@ -19,7 +19,9 @@ use crate::agent::client::SocketName;
 use crate::agent::client::trainer::TrainerClient;
 use crate::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
 use crate::membership::{GroupStage, MembershipView};
-use crate::protocol::{Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, Role, TransportPolicy, TransportWish};
+use crate::protocol::{
+    Activation, ClientRequest, EngineAssignment, PausePolicy, PublishResult, QueuePolicy, Role, TransportPolicy, TransportWish,
+};
 use crate::runtime::shutdown;
 use crate::weights::safetensors::Checkpoint;
 
@@ -82,6 +84,11 @@ async fn run(mut args: DemoArgs, folder: &Path, versions: &Path, stop: &Cancella
     let mut replicas = Vec::new();
     for number in 0..args.rollouts() {
         replicas.push(Replica { name: format!("actor-{number}"), port: free_port().context("no port on 127.0.0.1")? });
+    }
+    if args.engine == DemoEngine::SimulatedFastdeploy {
+        for replica in &replicas {
+            make_snapshot(&folder.join("v0"), &folder.join(&replica.name))?;
+        }
     }
     let spec = group_spec(&args, folder, versions, &replicas, &gpus)?;
     let socket = format!("@weightsync/{}-trainer", spec.name).parse().map_err(|error| anyhow!("{error}"))?;
@@ -308,7 +315,12 @@ async fn make_weights(args: &DemoArgs, folder: &Path, screen: &Screen) -> anyhow
 
 /// Enough buckets that an update has a middle.
 fn bucket_bytes(args: &DemoArgs) -> u64 {
-    if args.engine == DemoEngine::Vllm { 128 << 10 } else { (u64::from(args.megabytes) << 20) / 64 }
+    match args.engine {
+        DemoEngine::Vllm => 128 << 10,
+        // Buckets hold whole tensors there.
+        DemoEngine::SimulatedLmdeploy => (u64::from(args.megabytes) << 20).div_ceil(64).max(LONGEST_TENSOR),
+        _ => (u64::from(args.megabytes) << 20) / 64,
+    }
 }
 
 fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Replica], gpus: &[String]) -> anyhow::Result<GroupSpec> {
@@ -317,9 +329,9 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
     let gpu = |place: usize| gpus.get(place).cloned().into_iter().collect();
     let trainer = PodSpec { name: "trainer".into(), role: Role::Source, size: 1, gpus: gpu(0), engine: None };
     let rollouts = replicas.iter().zip(1..).map(|(replica, place)| {
-        let (command, environment) = command(args, &program, &folder.join("v0"), replica.port, gpus.get(place));
-        let kind = if args.engine == DemoEngine::SimulatedSglang { "sglang" } else { "vllm" };
-        let assignment = EngineAssignment { kind: kind.into(), port: replica.port };
+        let model = folder.join(if args.engine == DemoEngine::SimulatedFastdeploy { &replica.name } else { "v0" });
+        let (command, environment) = command(args, &program, &model, replica.port, gpus.get(place));
+        let assignment = EngineAssignment { kind: args.engine.kind().into(), port: replica.port };
         PodSpec {
             name: replica.name.clone(),
             role: Role::Rollout,
@@ -330,6 +342,10 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
     });
     let update = UpdateFile { health_period_milliseconds: 500, ..UpdateFile::default() };
     let mut policy = update.policy();
+    if matches!(args.engine, DemoEngine::SimulatedLmdeploy | DemoEngine::SimulatedFastdeploy) {
+        // Their pauses keep no request.
+        policy.pause = PausePolicy::Abort;
+    }
     policy.bucket_bytes = bucket_bytes(args);
     policy.transport = match gpus {
         [] => TransportPolicy { wish: TransportWish::Tcp, ..TransportPolicy::default() },

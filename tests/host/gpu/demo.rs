@@ -39,6 +39,15 @@ async fn the_demo_moves_weights_between_gpus_and_survives_a_kill() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_demo_runs_with_simulated_lmdeploy_servers_that_read_the_memory_of_their_gpus() {
+    let machine = Machine::new();
+    let output = demo(&machine, &["--gpu", "3", "--engine", "simulated-lmdeploy"]).await;
+    assert!(output.status.success(), "{}", said(&output));
+    let outcome: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&outcome["transport"], &outcome["verified"], &outcome["replicas"]), (&"nccl".into(), &true.into(), &2.into()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_demo_says_how_many_gpus_it_needs_and_sees() {
     let machine = Machine::new().with("FAKEGPU_COUNT", 2);
     let output = demo(&machine, &["--gpu"]).await;
