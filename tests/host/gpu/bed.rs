@@ -82,6 +82,11 @@ impl Machine {
         place.into_iter().chain(self.settings.iter().cloned()).collect()
     }
 
+    /// Where the stand-in keeps what it knows.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
     /// NCCL's library.
     pub fn nccl(&self) -> PathBuf {
         self.libraries.join("libnccl.so.2")

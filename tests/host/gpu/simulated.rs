@@ -1,5 +1,6 @@
 //! Simulated engines as members of groups: their ranks are workers on the stand-in driver, rank 0 is one of ours, and the store is our own.
 
+mod adapters;
 mod lmdeploy;
 mod sglang;
 mod vllm;
@@ -33,7 +34,7 @@ struct Bed {
     zero: Member,
     http: reqwest::Client,
     store: Server,
-    _checkpoint: tempfile::TempDir,
+    checkpoint: tempfile::TempDir,
 }
 
 /// Status and body.
@@ -68,7 +69,7 @@ impl Bed {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder().no_proxy().build().unwrap();
         let store = Server::bind((Ipv4Addr::LOCALHOST, 0).into(), |_| true, &CancellationToken::new()).await.unwrap();
-        Self { machine, engine, ranks, zero, http, store, _checkpoint: checkpoint }
+        Self { machine, engine, ranks, zero, http, store, checkpoint }
     }
 
     fn world(&self) -> u32 {

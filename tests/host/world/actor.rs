@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::PROGRAM;
+use crate::gpu::bed::uuid;
 
 /// A rollout of a world.
 #[derive(Clone)]
@@ -28,6 +29,15 @@ impl Actor {
     /// Started with WeightSync's own weight-transfer back end.
     pub fn with_backend(self) -> Self {
         Self { words: vec![PROGRAM.to_owned(), "--weightsync-backend".to_owned()], ..self }
+    }
+
+    /// With one rank on each of these GPUs of its machine, and able to join groups with them.
+    pub fn joining(self, gpus: &[u32]) -> Self {
+        let transfer = if self.kind == "vllm" { &["--weight-transfer", "nccl"][..] } else { &[] };
+        let own = gpus.iter().flat_map(|gpu| ["--gpu".to_owned(), uuid(*gpu)]);
+        let words = std::iter::once(PROGRAM.to_owned()).chain(transfer.iter().map(|word| (*word).to_owned())).chain(own).collect();
+        let ranks = u32::try_from(gpus.len()).unwrap();
+        Self { words, gpu: gpus.first().copied(), ranks, said: ranks, ..self }
     }
 
     /// A simulated SGLang.
