@@ -20,7 +20,7 @@ wheel: build ## Build the Python wheel, with the program in it, into python/dist
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test host-test chart-lint python-test engine-test e2e
+	@tests/stages.sh lint unit-test host-test chaos-test chart-lint python-test engine-test e2e
 
 .PHONY: lint
 lint: fmt-check clippy doc deny scripts-lint ## Check style, lints, docs and dependencies (unit tests check generated files)
@@ -66,11 +66,25 @@ host-test: ## Run the tests with processes on this machine, and those of what th
 	$(CLUSTER)/tools.sh
 	cargo test --locked --test host
 
+.PHONY: chaos-test
+chaos-test: ## Play faults on processes of this machine, each kind in each phase at least once (a few minutes; as root)
+	$(CLUSTER)/packages.sh
+	cargo test --locked --test chaos
+
+.PHONY: chaos
+chaos: ## Play 1,000 random faults, each kind in each phase at least five times; WEIGHTSYNC_CHAOS_SEED replays a run
+	$(CLUSTER)/packages.sh
+	WEIGHTSYNC_CHAOS_FAULTS=1000 WEIGHTSYNC_CHAOS_ROUNDS=5 cargo test --locked --test chaos every_fault
+
+.PHONY: fuzz
+fuzz: ## Read spoiled messages, headers, frames, engines' answers and objects for long (an hour; unit tests do it for seconds)
+	PROPTEST_CASES=$${CASES:-20000} cargo test --locked --lib -- fuzz:: hostile:: frames:: wire:: pruning:: worker::
+
 .PHONY: python-test
 python-test: venv ## Check and test the Python client
 	$$(tests/tools/python.sh)/ruff check python tests
 	cd python; $$(../tests/tools/python.sh)/mypy weightsync build_wheel.py
-	$$(tests/tools/python.sh)/mypy tests/engine tests/e2e tests/cluster/image.py tests/cluster/node
+	$$(tests/tools/python.sh)/mypy tests/chaos tests/engine tests/e2e tests/cluster/image.py tests/cluster/node
 	cargo build --locked --bin weightsync --example trainer_socket
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
 

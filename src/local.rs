@@ -9,6 +9,7 @@ mod group;
 mod pod;
 mod port;
 mod process;
+mod restarts;
 mod store;
 mod supervisor;
 

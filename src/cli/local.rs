@@ -1,5 +1,6 @@
 //! `weightsync local -f FILE`: a group of processes on this host, until it is told to stop.
 
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -104,6 +105,7 @@ fn group_spec(file: &LocalFile, base: &Path) -> anyhow::Result<GroupSpec> {
     });
     Ok(GroupSpec {
         name: file.name.clone(),
+        address: Ipv4Addr::LOCALHOST.into(),
         pods: std::iter::once(trainer).chain(rollouts).collect(),
         versions: file.versions.clone().unwrap_or_else(|| PathBuf::from(format!("/dev/shm/weightsync-{}", file.name))),
         directory,

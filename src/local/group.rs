@@ -1,5 +1,6 @@
 //! A group on one host: starts the supervisor and the coordinator, and is the handle by which a command talks to both.
 
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -33,6 +34,8 @@ const EVENTS: usize = 256;
 pub struct GroupSpec {
     /// Name of the group.
     pub name: String,
+    /// Where agents announce themselves: an address of this host that all of them can reach.
+    pub address: IpAddr,
     /// Folder for logs and the epoch; must exist.
     pub directory: PathBuf,
     /// Folder in memory for versions.
@@ -90,7 +93,7 @@ impl Group {
         let epoch = store.read()?;
         let ca = Arc::new(Ca::generate()?);
         let identity = ca.issue(&PeerIdentity::Controller, LIFETIME)?;
-        let listener = TcpListener::bind("127.0.0.1:0").await.map_err(io("no port on 127.0.0.1"))?;
+        let listener = TcpListener::bind(SocketAddr::new(spec.address, 0)).await.map_err(io(&format!("no port on {}", spec.address)))?;
         let address = listener.local_addr().map_err(io("no address"))?;
         let cancel = CancellationToken::new();
         let (directory, tokens) = (Directory::default(), SingleUseTokens::new(TOKEN_LIFETIME));

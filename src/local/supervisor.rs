@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::Instant;
 
 use rustix::process::Signal;
 use tokio::sync::{mpsc, oneshot};
@@ -13,10 +13,10 @@ use tokio_util::sync::CancellationToken;
 use super::group::GroupSpec;
 use super::pod::{EngineProgram, PodSpec};
 use super::process::{Process, Start, tail};
+use super::restarts::Restarts;
 use crate::coordinator::{CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
 use crate::plan::Candidate;
 use crate::protocol::{Assignment, HeldVersion, PodRef, Role};
-use crate::runtime::backoff::Backoff;
 use crate::runtime::identity::Ca;
 
 /// What the supervisor is told.
@@ -45,8 +45,14 @@ struct Pod {
     alive: bool,
     agent: Option<Process>,
     engine: Option<Process>,
-    agent_backoff: Backoff,
-    engine_backoff: Backoff,
+    agent_restarts: Restarts,
+    engine_restarts: Restarts,
+}
+
+impl Pod {
+    fn restarts(&mut self, part: Part) -> &mut Restarts {
+        if part == Part::Agent { &mut self.agent_restarts } else { &mut self.engine_restarts }
+    }
 }
 
 pub(super) struct Supervisor {
@@ -78,10 +84,6 @@ fn engine(engine: &EngineProgram) -> Option<Child> {
     Some(Child { program: program.clone(), arguments: arguments.to_vec(), environment, input: None })
 }
 
-fn backoff() -> Backoff {
-    Backoff::new(Duration::from_millis(200), Duration::from_secs(30))
-}
-
 impl Supervisor {
     #[allow(clippy::too_many_arguments)]
     pub(super) fn new(
@@ -100,8 +102,8 @@ impl Supervisor {
             alive: true,
             agent: None,
             engine: None,
-            agent_backoff: backoff(),
-            engine_backoff: backoff(),
+            agent_restarts: Restarts::new(),
+            engine_restarts: Restarts::new(),
         };
         let pods = spec.pods.iter().map(pod).collect();
         Self { spec, weightsync, controller, ca, tokens, directory, coordinator, orders, pods, current: None }
@@ -208,6 +210,7 @@ impl Supervisor {
             Ok(process) => {
                 tracing::debug!(pod = %pod.spec.name, ?part, pid = process.id(), "started");
                 *(if part == Part::Agent { &mut pod.agent } else { &mut pod.engine }) = Some(process);
+                pod.restarts(part).started(Instant::now());
             }
             Err(error) => {
                 tracing::error!(pod = %pod.spec.name, ?part, %program, %error, "cannot be started");
@@ -260,7 +263,7 @@ impl Supervisor {
 
     fn later(&mut self, index: usize, part: Part) {
         let Some(pod) = self.pods.get_mut(index) else { return };
-        let wait = if part == Part::Agent { pod.agent_backoff.failed() } else { pod.engine_backoff.failed() };
+        let wait = pod.restarts(part).ended(Instant::now());
         let (orders, life) = (self.orders.clone(), pod.life);
         tokio::spawn(async move {
             tokio::time::sleep(wait).await;
@@ -283,7 +286,7 @@ impl Supervisor {
         let Some(index) = self.pods.iter().position(|pod| pod.spec.name == name) else { return false };
         if let Some(pod) = self.pods.get_mut(index) {
             (pod.agent, pod.engine, pod.alive, pod.life) = (None, None, true, pod.life + 1);
-            (pod.agent_backoff, pod.engine_backoff) = (backoff(), backoff());
+            (pod.agent_restarts, pod.engine_restarts) = (Restarts::new(), Restarts::new());
         }
         self.tell();
         self.start(index, Part::Engine);

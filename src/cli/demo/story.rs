@@ -1,5 +1,6 @@
 //! The order of the demo's events: start, first version to all, second version with a kill in the middle, rejoin, third version to all.
 
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, PoisonError};
@@ -354,6 +355,7 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
     };
     Ok(GroupSpec {
         name: format!("demo-{}", std::process::id()),
+        address: Ipv4Addr::LOCALHOST.into(),
         directory: folder.to_owned(),
         versions: versions.to_owned(),
         pods: std::iter::once(trainer).chain(rollouts).collect(),

@@ -1,0 +1,374 @@
+//! A world: the group that `weightsync local` runs, each pod with a link, a small disk and a clock of its own, and a trainer's process.
+//!
+//! Starts and ends things, and tells what is so; what goes wrong is `fault`'s business, what may not be `checks`'.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use rustix::process::Pid;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::net::TcpListener;
+use tokio::sync::{broadcast, watch};
+use tokio::time::{Instant, timeout};
+use weightsync::coordinator::CoordinatorEvent;
+use weightsync::engine::simulator::{Simulator, SimulatorOptions};
+use weightsync::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile};
+use weightsync::membership::{GroupStage, MemberStanding, MembershipView};
+use weightsync::protocol::{EngineAssignment, Reason, Role, TransportPolicy, TransportWish};
+
+use crate::checks::Watcher;
+use crate::model::Model;
+use crate::net::{ENGINE, HERE, Link, must};
+use crate::plan::{ROLLOUTS, TENSORS};
+use crate::trainer::{Outcome, Trainer};
+use crate::{clock, processes};
+
+/// The program under test.
+const PROGRAM: &str = env!("CARGO_BIN_EXE_weightsync");
+/// What engines are, in the order of the rollouts.
+const KINDS: [&str; ROLLOUTS] = ["vllm", "sglang", "vllm"];
+/// The longest update, by the rules of the group.
+pub const UPDATE: Duration = Duration::from_secs(15);
+/// A process that was killed runs again within this.
+const AGAIN: Duration = Duration::from_secs(15);
+/// Every engine takes this long to load, so that an install has a middle.
+const LOAD_MS: u64 = 250;
+
+/// Something that events or status said.
+#[derive(Debug, Clone)]
+pub struct Said {
+    pub at: Instant,
+    pub member: Option<String>,
+    pub reason: Reason,
+    pub message: String,
+    /// A warning, or a row of status of a member that is not as it should be.
+    pub warning: bool,
+}
+
+/// All of it, in order.
+pub type Told = Arc<Mutex<Vec<Said>>>;
+
+pub struct Bed {
+    pub group: Group,
+    pub links: Vec<Link>,
+    pub trainer: Trainer,
+    pub told: Told,
+    pub watcher: Watcher,
+    pub http: reqwest::Client,
+    name: String,
+    folder: TempDir,
+    models: BTreeMap<u64, Value>,
+    last: u64,
+}
+
+/// Name of a pod: 0 is the source.
+pub fn pod(number: usize) -> String {
+    if number == 0 { "trainer".to_owned() } else { format!("actor-{}", number - 1) }
+}
+
+/// Its name in the roster.
+pub fn member(number: usize) -> String {
+    if number == 0 { "trainer/trainer".to_owned() } else { format!("rollouts/{}", pod(number)) }
+}
+
+/// 2 MiB in as many tensors and buckets.
+fn model(version: u64) -> Model {
+    Model::of(version, (0..TENSORS).map(|layer| (format!("model.layers.{layer}.mlp.weight"), 64 << 10)))
+}
+
+/// What engines load with, faults aside.
+pub fn usual() -> Value {
+    json!({"loadMs": LOAD_MS})
+}
+
+impl Bed {
+    /// Starts world `number` and publishes its first version.
+    pub async fn start(number: usize, shim: &Path) -> Result<Self, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let name = format!("chaos-{number}");
+        let links: Vec<Link> = (0..=ROLLOUTS).map(|pod| Link::new(number, pod)).collect();
+        let (state, versions) = (folder.path().join("state"), folder.path().join("versions"));
+        small_disk(&state, 8);
+        for number in 0..=ROLLOUTS {
+            small_disk(&versions.join(pod(number)), 16);
+            clock::set(&folder.path().join(format!("{}.clock", pod(number))), 0);
+        }
+        let start = model(0).save(&folder.path().join("start"));
+        let update = UpdateFile {
+            silence_seconds: 3,
+            timeout_seconds: u32::try_from(UPDATE.as_secs()).unwrap(),
+            health_period_milliseconds: 200,
+            retain_mib: 64,
+            debounce_milliseconds: 100,
+            ..UpdateFile::default()
+        };
+        let mut policy = update.policy();
+        policy.bucket_bytes = 256 << 10;
+        policy.transport = TransportPolicy { wish: TransportWish::Tcp, ..TransportPolicy::default() };
+        let spec = GroupSpec {
+            name: name.clone(),
+            address: HERE.into(),
+            directory: state,
+            versions,
+            pods: (0..=ROLLOUTS).map(|number| pod_spec(number, &name, &links[number], &start)).collect(),
+            policy,
+            debounce: Duration::from_millis(u64::from(update.debounce_milliseconds)),
+            program: agent_program(folder.path(), shim, &links),
+        };
+        let group = Group::start(spec).await.map_err(|error| error.to_string())?;
+        let told = Told::default();
+        tokio::spawn(keep_events(group.events(), Arc::clone(&told)));
+        tokio::spawn(keep_rows(group.view(), Arc::clone(&told)));
+        let trainer = Trainer::start(&links[0], &format!("@weightsync/{name}-trainer"), &folder.path().join("trainer.log")).await;
+        let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(2)).build().unwrap();
+        let watcher = Watcher::new();
+        let mut bed = Self { group, links, trainer, told, watcher, http, name, folder, models: BTreeMap::new(), last: 0 };
+        bed.add(0).await;
+        bed.watcher.start(&bed.group, &bed.links, &bed.http);
+        bed.until("the group to form", Duration::from_secs(60), |view| view.ready as usize == ROLLOUTS).await?;
+        let version = bed.next_version().await;
+        bed.publish(version, None).await;
+        match bed.trainer.outcome(version).await? {
+            Outcome::Published { installed, .. } if installed.len() == ROLLOUTS => {}
+            other => return Err(format!("the first version was not published: {other:?}")),
+        }
+        bed.whole(Duration::from_secs(20)).await?;
+        Ok(bed)
+    }
+
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Disk of the coordinator's epoch and of all logs.
+    pub fn state(&self) -> PathBuf {
+        self.folder.path().join("state")
+    }
+
+    /// Where versions are put for an engine.
+    pub fn memory(&self, number: usize) -> PathBuf {
+        self.folder.path().join("versions").join(pod(number))
+    }
+
+    /// What the coordinator knows now.
+    pub fn view(&self) -> MembershipView {
+        self.group.view().borrow().clone()
+    }
+
+    /// Version that counts now.
+    pub fn version(&self) -> u64 {
+        self.view().version.map_or(0, |held| held.version)
+    }
+
+    /// Makes the next version's checkpoint.
+    pub async fn next_version(&mut self) -> u64 {
+        self.last += 1;
+        self.add(self.last).await;
+        self.last
+    }
+
+    /// Makes a checkpoint, and learns from an engine that never had another one what it answers.
+    async fn add(&mut self, version: u64) {
+        let folder = self.folder.path().join(if version == 0 { "start".to_owned() } else { format!("v{version}") });
+        let model = model(version);
+        model.save(&folder);
+        self.models.insert(version, model.digests());
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let reference = Simulator::start(SimulatorOptions::new("vllm", folder), listener).await.unwrap();
+        let answer = crate::checks::answer(&self.http, &reference.url()).await.expect("a reference engine answers");
+        self.watcher.knows(answer, version);
+        reference.stop().await;
+    }
+
+    /// Tells the trainer to publish.
+    pub async fn publish(&mut self, version: u64, gate: Option<usize>) {
+        let path = self.folder.path().join(format!("v{version}"));
+        self.trainer.publish(version, &path, gate).await;
+    }
+
+    /// Waits until the coordinator's view is so.
+    pub async fn until(&self, what: &str, deadline: Duration, so: impl Fn(&MembershipView) -> bool) -> Result<MembershipView, String> {
+        let mut view = self.group.view();
+        match timeout(deadline, view.wait_for(|view| so(view))).await {
+            Ok(Ok(view)) => return Ok(view.clone()),
+            Ok(Err(_)) => return Err(format!("waited for {what}: the coordinator ended")),
+            Err(_) => {}
+        }
+        let view = self.view();
+        let rows = view.members.iter().map(|row| format!("{} {:?} {}: {}", row.name, row.standing, row.reason, row.message));
+        let rows: Vec<String> = rows.collect();
+        Err(format!("waited {deadline:?} for {what}: stage {:?}, version {:?}, {}", view.stage, view.version, rows.join("; ")))
+    }
+
+    /// Waits until everybody is in the group and serves the current version, and asks the engines themselves.
+    pub async fn whole(&self, deadline: Duration) -> Result<(), String> {
+        let until = Instant::now() + deadline;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let view = self.until("everybody to be ready", left, is_whole).await?;
+            let version = view.version.as_ref().map_or(0, |held| held.version);
+            let mut wrong = Vec::new();
+            for number in 1..=ROLLOUTS {
+                match self.serves(number).await {
+                    Some(found) if found == version => {}
+                    found => wrong.push(format!("{} serves {found:?}", pod(number))),
+                }
+            }
+            // A view is older than an answer: only what stays wrong is wrong.
+            if wrong.is_empty() {
+                return Ok(());
+            }
+            if Instant::now() > until {
+                return Err(format!("all are told of as ready at version {version}, but {}", wrong.join(", ")));
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// The version whose every tensor an engine serves, byte for byte; none for any mixture, and when it does not answer.
+    pub async fn serves(&self, number: usize) -> Option<u64> {
+        let url = format!("http://{}:{ENGINE}/simulator/digest", self.links[number].address);
+        let digest: Value = self.http.get(url).send().await.ok()?.json().await.ok()?;
+        self.models.iter().find(|(_, tensors)| digest["tensors"] == **tensors).map(|(version, _)| *version)
+    }
+
+    /// Replaces what goes wrong in an engine; nothing happens to one that is gone.
+    pub async fn spoil(&self, number: usize, faults: &Value) {
+        let url = format!("http://{}:{ENGINE}/simulator/faults", self.links[number].address);
+        let _ = self.http.post(url).json(faults).send().await;
+    }
+
+    /// The process of a pod's agent, once it runs.
+    pub async fn agent(&self, number: usize) -> Result<Pid, String> {
+        processes::until_child(&self.agent_variable(number), AGAIN, None).await
+    }
+
+    /// The process that took the place of that one.
+    pub async fn next_agent(&self, number: usize, before: Pid) -> Result<Pid, String> {
+        processes::until_child(&self.agent_variable(number), AGAIN, Some(before)).await
+    }
+
+    /// The trainer's process knows the socket of its agent as well; the UID of a pod is its agent's alone.
+    fn agent_variable(&self, number: usize) -> String {
+        format!("POD_UID={}-{}-1", self.name, pod(number))
+    }
+
+    /// The process of a pod's engine, once it runs.
+    pub async fn engine(&self, number: usize) -> Result<Pid, String> {
+        processes::until_child(&format!("WEIGHTSYNC_CHAOS_ENGINE={}-{}", self.name, pod(number)), AGAIN, None).await
+    }
+
+    /// The ends of all logs.
+    pub fn evidence(&self) -> String {
+        let mut text = String::new();
+        for said in self.told.lock().unwrap().iter().rev().take(60).rev() {
+            let ago = said.at.elapsed().as_millis();
+            let _ = writeln!(text, "{ago} ms ago: {} {}: {}", said.reason, said.member.as_deref().unwrap_or_default(), said.message);
+        }
+        let logs = std::fs::read_dir(self.state()).into_iter().flatten().flatten().map(|entry| entry.path());
+        let logs = logs.chain([self.folder.path().join("trainer.log")]);
+        for log in logs.filter(|log| log.extension().is_some_and(|extension| extension == "log")) {
+            let lines = std::fs::read_to_string(&log).unwrap_or_default();
+            let lines: Vec<&str> = lines.lines().collect();
+            let end = lines[lines.len().saturating_sub(40)..].join("\n");
+            let _ = writeln!(text, "--- {}\n{end}", log.file_name().unwrap().display());
+        }
+        text
+    }
+
+    /// Ends everything in good order.
+    pub async fn stop(self) {
+        self.group.stop().await;
+        for number in 0..=ROLLOUTS {
+            let _ = std::process::Command::new("umount").arg("-l").arg(self.memory(number)).status();
+        }
+        let _ = std::process::Command::new("umount").arg("-l").arg(self.state()).status();
+    }
+}
+
+async fn keep_events(mut events: broadcast::Receiver<CoordinatorEvent>, told: Told) {
+    while let Ok(CoordinatorEvent { reason, message, member, warning }) = events.recv().await {
+        let member = member.map(|member| member.0);
+        told.lock().unwrap().push(Said { at: Instant::now(), member, reason, message, warning });
+    }
+}
+
+/// What status says of members that are not as they should be, each time that it says something else.
+async fn keep_rows(mut view: watch::Receiver<MembershipView>, told: Told) {
+    let mut before = BTreeSet::new();
+    loop {
+        let mut rows = BTreeSet::new();
+        {
+            let view = view.borrow_and_update();
+            for row in &view.members {
+                if !matches!(row.standing, MemberStanding::Ready | MemberStanding::Updating | MemberStanding::Forming) {
+                    rows.insert((Some(row.name.0.clone()), row.reason, row.message.clone()));
+                }
+            }
+            for row in &view.degraded {
+                rows.insert((row.member.as_ref().map(|member| member.0.clone()), row.reason, row.message.clone()));
+            }
+        }
+        for (member, reason, message) in rows.difference(&before) {
+            let (member, message) = (member.clone(), message.clone());
+            told.lock().unwrap().push(Said { at: Instant::now(), member, reason: *reason, message, warning: true });
+        }
+        before = rows;
+        if view.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Everybody is in a committed group, and every rollout serves the current version.
+fn is_whole(view: &MembershipView) -> bool {
+    let ready = |row: &weightsync::membership::MemberView| row.standing == MemberStanding::Ready && !row.dirty;
+    view.stage == GroupStage::Committed && view.ready as usize == ROLLOUTS && view.members.iter().all(ready)
+}
+
+fn small_disk(folder: &Path, mebibytes: u32) {
+    std::fs::create_dir_all(folder).unwrap();
+    must(&["mount", "-t", "tmpfs", "-o", &format!("size={mebibytes}m,mode=0755"), "tmpfs", folder.to_str().unwrap()]);
+}
+
+/// The program that is started as an agent: enters its pod's namespace, under its pod's clock.
+fn agent_program(folder: &Path, shim: &Path, links: &[Link]) -> PathBuf {
+    let cases = links
+        .iter()
+        .enumerate()
+        .map(|(number, link)| format!("{}) address={} namespace={};;\n", pod(number), link.address, link.path().display()));
+    let script = format!(
+        "#!/bin/sh\ncase $POD_NAME in\n{}esac\n\
+         export POD_IP=$address WEIGHTSYNC_STATUS_ADDRESS=$address:{} WEIGHTSYNC_LOG=info\n\
+         export LD_PRELOAD={} WEIGHTSYNC_TEST_CLOCK={}/$POD_NAME.clock\n\
+         exec nsenter --net=$namespace {PROGRAM} \"$@\"\n",
+        cases.collect::<String>(),
+        crate::net::STATUS,
+        shim.display(),
+        folder.display(),
+    );
+    let path = folder.join("agent");
+    std::fs::write(&path, script).unwrap();
+    must(&["chmod", "755", path.to_str().unwrap()]);
+    path
+}
+
+fn pod_spec(number: usize, group: &str, link: &Link, start: &Path) -> PodSpec {
+    let engine = (number > 0).then(|| {
+        let kind = KINDS[number - 1];
+        let (net, port, model, faults) = (format!("--net={}", link.path().display()), ENGINE.to_string(), start.display(), usual());
+        let words = [PROGRAM, "simulate-engine", "--engine", kind, "--host", "0.0.0.0", "--port", &port, "--model", &model.to_string()];
+        let command = ["nsenter", &net].into_iter().chain(words).chain(["--faults", &faults.to_string()]).map(str::to_owned).collect();
+        EngineProgram {
+            assignment: EngineAssignment { kind: kind.to_owned(), port: ENGINE },
+            command,
+            environment: BTreeMap::from([("WEIGHTSYNC_CHAOS_ENGINE".to_owned(), format!("{group}-{}", pod(number)))]),
+        }
+    });
+    let role = if number == 0 { Role::Source } else { Role::Rollout };
+    PodSpec { name: pod(number), role, size: 1, gpus: Vec::new(), engine }
+}

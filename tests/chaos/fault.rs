@@ -1,0 +1,168 @@
+//! How each fault is played, and how it ends. Decides nothing about when.
+
+use std::io::Write;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal};
+use serde_json::{Value, json};
+
+use crate::bed::{Bed, pod, usual};
+use crate::clock;
+use crate::plan::{Fault, Strike};
+use crate::processes::signal;
+
+/// A fault that is ready to happen: whatever takes time was done.
+pub struct Armed {
+    process: Option<Pid>,
+}
+
+/// Name of the file that takes the room of others.
+const BALLAST: &str = "ballast";
+
+/// Finds the process that is hit.
+pub async fn arm(bed: &Bed, strike: &Strike) -> Result<Armed, String> {
+    let process = match strike.fault {
+        Fault::KillAgent | Fault::KillSource | Fault::StopAgent | Fault::StopSource | Fault::HalfOpen => {
+            Some(bed.agent(strike.victim).await?)
+        }
+        Fault::KillEngine => Some(bed.engine(strike.victim).await?),
+        Fault::SlowEngine if slowness(strike.variant).is_none() => Some(bed.engine(strike.victim).await?),
+        _ => None,
+    };
+    Ok(Armed { process })
+}
+
+/// Plays it, and says what was done.
+pub async fn strike(bed: &Bed, strike: &Strike, armed: &Armed) -> Result<String, String> {
+    let (link, name) = (&bed.links[strike.victim], pod(strike.victim));
+    let send = |kind: Signal| armed.process.map_or(Err("no process".to_owned()), |pid| signal(pid, kind));
+    Ok(match strike.fault {
+        Fault::KillAgent | Fault::KillSource => {
+            send(Signal::KILL)?;
+            format!("killed the agent of {name}")
+        }
+        Fault::KillEngine => {
+            send(Signal::KILL)?;
+            format!("killed the engine of {name}")
+        }
+        Fault::StopAgent | Fault::StopSource => {
+            send(Signal::STOP)?;
+            format!("stopped the agent of {name}")
+        }
+        Fault::Reset => {
+            link.reset();
+            format!("reset the connections of {name}")
+        }
+        Fault::HalfOpen => {
+            link.cut();
+            send(Signal::KILL)?;
+            format!("killed the agent of {name} behind a dead link")
+        }
+        Fault::Blackhole => {
+            link.cut();
+            format!("cut the link of {name}")
+        }
+        Fault::SlowLink => {
+            link.slow();
+            format!("slowed the link of {name}")
+        }
+        Fault::FullDisk => {
+            fill(&bed.state());
+            "filled the disk of the epoch and the logs".to_owned()
+        }
+        Fault::FullMemory => {
+            fill(&bed.memory(strike.victim));
+            format!("filled the memory of {name}")
+        }
+        Fault::ClockJump => {
+            let (nanoseconds, what) = clock::jump(strike.variant);
+            clock::set(&bed.folder().join(format!("{name}.clock")), nanoseconds);
+            format!("set the clock of {name} {what}")
+        }
+        Fault::SlowEngine => match slowness(strike.variant) {
+            Some((faults, what)) => {
+                bed.spoil(strike.victim, &faults).await;
+                format!("engine of {name}: {what}")
+            }
+            None => {
+                send(Signal::STOP)?;
+                format!("stopped the engine of {name}")
+            }
+        },
+        Fault::LyingEngine => {
+            let (faults, what) = lie(strike.variant);
+            bed.spoil(strike.victim, &faults).await;
+            format!("engine of {name}: {what}")
+        }
+    })
+}
+
+/// Ends it. What is killed is started again by the group itself.
+pub async fn heal(bed: &Bed, strike: &Strike, armed: &Armed) -> Result<(), String> {
+    match strike.fault {
+        Fault::KillAgent | Fault::KillSource | Fault::KillEngine | Fault::Reset => {}
+        Fault::StopAgent | Fault::StopSource => armed.process.map_or(Ok(()), |pid| signal(pid, Signal::CONT))?,
+        Fault::HalfOpen => {
+            // Its successor runs already when the link works again, so that its peers hold connections to nobody.
+            if let Some(before) = armed.process {
+                bed.next_agent(strike.victim, before).await?;
+            }
+            bed.links[strike.victim].mend();
+        }
+        Fault::Blackhole | Fault::SlowLink => bed.links[strike.victim].mend(),
+        Fault::FullDisk => remove(&bed.state()),
+        Fault::FullMemory => remove(&bed.memory(strike.victim)),
+        Fault::ClockJump => clock::set(&bed.folder().join(format!("{}.clock", pod(strike.victim))), 0),
+        Fault::SlowEngine | Fault::LyingEngine => {
+            if let Some(pid) = armed.process {
+                // It may have been started again meanwhile.
+                let _ = signal(pid, Signal::CONT);
+            }
+            bed.spoil(strike.victim, &usual()).await;
+        }
+    }
+    Ok(())
+}
+
+/// Slow in one way or the other; none: it stands still.
+fn slowness(variant: u64) -> Option<(Value, &'static str)> {
+    match variant % 3 {
+        0 => Some((json!({"loadMs": 2_500}), "a load takes 2.5 s")),
+        1 => Some((json!({"loadMs": 250, "rules": [{"path": "*", "fault": {"kind": "slow", "ms": 700}}]}), "every answer takes 0.7 s")),
+        _ => None,
+    }
+}
+
+/// Lies about loads. What an engine does to bytes that it really read nobody outside can see: no checksum of its own is in these engines.
+fn lie(variant: u64) -> (Value, &'static str) {
+    let answers = |body: Value| {
+        let rule = |path: &str| json!({"path": path, "fault": {"kind": "answer", "status": 200, "body": body}});
+        json!({"loadMs": 250, "rules": [rule("/collective_rpc"), rule("/update_weights_from_disk")]})
+    };
+    match variant % 3 {
+        0 => (json!({"loadMs": 250, "load": "acknowledgeUnread"}), "says that it loaded, and read nothing"),
+        1 => (answers(json!({"success": false, "message": "it did not work"})), "answers 200 without success"),
+        _ => (
+            answers(json!({"success": true, "results": [null], "error": {"message": "it did not work"}})),
+            "answers 200 with an error inside",
+        ),
+    }
+}
+
+/// How long a fault is left alone before the others must have noticed it, where they must: three heartbeats, and what follows.
+pub fn noticed_within(fault: Fault) -> Option<Duration> {
+    matches!(fault, Fault::StopAgent | Fault::StopSource | Fault::Blackhole).then_some(Duration::from_secs(10))
+}
+
+/// Takes all room there is.
+fn fill(folder: &Path) {
+    let mut file = std::fs::File::create(folder.join(BALLAST)).unwrap();
+    for piece in [vec![0; 256 << 10], vec![0; 4 << 10]] {
+        while file.write_all(&piece).is_ok() {}
+    }
+}
+
+fn remove(folder: &Path) {
+    let _ = std::fs::remove_file(folder.join(BALLAST));
+}

@@ -1,0 +1,114 @@
+//! Links between pods: each pod has a network namespace with one address, behind a pair of virtual interfaces whose other end is here.
+//!
+//! Everything that pods send each other passes through here, where it can be lost or slowed. Engines and status pages stay reachable
+//! for the test whatever a link does. All of it goes with this process's own network namespace.
+
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+/// Where the coordinator listens.
+pub const HERE: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
+/// Port of every engine; each has a namespace of its own.
+pub const ENGINE: u16 = 8000;
+/// Port of every agent's status pages.
+pub const STATUS: u16 = 9000;
+
+/// Runs a command that must work.
+pub fn must(words: &[&str]) {
+    let output = Command::new(words[0]).args(&words[1..]).stdin(Stdio::null()).output();
+    let output = output.unwrap_or_else(|error| panic!("{}: {error}", words[0]));
+    assert!(output.status.success(), "{}: {}", words.join(" "), String::from_utf8_lossy(&output.stderr));
+}
+
+/// Makes this namespace the middle of all links.
+pub fn set_up() {
+    must(&["mount", "-t", "tmpfs", "tmpfs", "/run"]);
+    must(&["ip", "link", "set", "lo", "up"]);
+    must(&["ip", "address", "add", &format!("{HERE}/32"), "dev", "lo"]);
+    std::fs::write("/proc/sys/net/ipv4/ip_forward", "1").unwrap();
+    // What a dead link still carries: what the test itself asks of engines and status pages.
+    let rules = format!(
+        "add table inet chaos
+         add set inet chaos dead {{ type ifname; }}
+         add chain inet chaos from {{ type filter hook prerouting priority 0; }}
+         add chain inet chaos to {{ type filter hook postrouting priority 0; }}
+         add rule inet chaos from tcp sport {{ {ENGINE}, {STATUS} }} accept
+         add rule inet chaos to tcp dport {{ {ENGINE}, {STATUS} }} accept
+         add rule inet chaos from iifname @dead drop
+         add rule inet chaos to oifname @dead drop"
+    );
+    for rule in rules.lines() {
+        must(&["nft", rule.trim()]);
+    }
+}
+
+/// The link of one pod.
+pub struct Link {
+    /// Name of its namespace.
+    namespace: String,
+    /// Our end.
+    interface: String,
+    pub address: Ipv4Addr,
+}
+
+impl Link {
+    /// The link of pod `pod` of world `world`.
+    pub fn new(world: usize, pod: usize) -> Self {
+        let (namespace, interface) = (format!("w{world}p{pod}"), format!("h{world}p{pod}"));
+        let address = Ipv4Addr::new(10, 77, u8::try_from(1 + world % 250).unwrap(), u8::try_from(10 + pod).unwrap());
+        must(&["ip", "netns", "add", &namespace]);
+        must(&["ip", "link", "add", &interface, "type", "veth", "peer", "name", "eth0", "netns", &namespace]);
+        must(&["ip", "link", "set", &interface, "up"]);
+        let inside = |words: &[&str]| must(&[&["ip", "-n", namespace.as_str()], words].concat());
+        inside(&["link", "set", "lo", "up"]);
+        inside(&["address", "add", &format!("{address}/32"), "dev", "eth0"]);
+        inside(&["link", "set", "eth0", "up"]);
+        inside(&["route", "add", &HERE.to_string(), "dev", "eth0"]);
+        inside(&["route", "add", "default", "via", &HERE.to_string()]);
+        must(&["ip", "route", "add", &format!("{address}/32"), "dev", &interface, "src", &HERE.to_string()]);
+        Self { namespace, interface, address }
+    }
+
+    /// The namespace as a file.
+    pub fn path(&self) -> PathBuf {
+        PathBuf::from("/run/netns").join(&self.namespace)
+    }
+
+    /// Loses everything, in both directions.
+    pub fn cut(&self) {
+        must(&["nft", &format!("add element inet chaos dead {{ {} }}", self.interface)]);
+    }
+
+    /// Carries everything again, at full speed.
+    pub fn mend(&self) {
+        // Neither need be so: whatever was done to the link is undone.
+        for words in [
+            vec!["nft".to_owned(), format!("delete element inet chaos dead {{ {} }}", self.interface)],
+            ["tc", "qdisc", "del", "dev", &self.interface, "root"].map(str::to_owned).to_vec(),
+            ["tc", "-n", &self.namespace, "qdisc", "del", "dev", "eth0", "root"].map(str::to_owned).to_vec(),
+        ] {
+            let _ = Command::new(&words[0]).args(&words[1..]).stdin(Stdio::null()).stderr(Stdio::null()).status();
+        }
+    }
+
+    /// Carries 8 Mbit/s in each direction.
+    pub fn slow(&self) {
+        let limit = ["root", "tbf", "rate", "8mbit", "burst", "32kb", "latency", "300ms"];
+        must(&[&["tc", "qdisc", "replace", "dev", self.interface.as_str()][..], &limit].concat());
+        must(&[&["tc", "-n", self.namespace.as_str(), "qdisc", "replace", "dev", "eth0"][..], &limit].concat());
+    }
+
+    /// Resets every connection of the pod but those to engines and status pages.
+    pub fn reset(&self) {
+        let filter = format!("( dst 10.77.0.0/16 and sport != :{ENGINE} and sport != :{STATUS} )");
+        must(&["ip", "netns", "exec", &self.namespace, "ss", "--kill", "--tcp", "--no-header", &filter]);
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.mend();
+        let _ = Command::new("ip").args(["netns", "del", &self.namespace]).stderr(Stdio::null()).status();
+    }
+}

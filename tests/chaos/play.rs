@@ -1,0 +1,278 @@
+//! One strike from a whole group to a whole group: reach the phase, let the fault happen, see what comes of it, end it, and see everybody
+//! well again and taking the next version. Every wait has a deadline; what is not as it must be is an error that says so.
+
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tokio::time::{Instant, sleep, timeout};
+use weightsync::membership::{GroupStage, MemberStanding, MembershipView};
+use weightsync::protocol::{Reason, UpdatePhase};
+
+use crate::bed::{Bed, Said, UPDATE, member, pod};
+use crate::fault::{self, Armed};
+use crate::plan::{Fault, Phase, ROLLOUTS, Strike};
+use crate::processes::signal;
+use crate::trainer::Outcome;
+
+/// A phase that was provoked comes within this.
+const REACHED: Duration = Duration::from_secs(20);
+/// Everybody is well again within this: a member that failed before waits for up to 8 s, an engine of a busy machine for some more.
+const WHOLE: Duration = Duration::from_secs(45);
+
+/// What happened.
+#[derive(Debug, Clone)]
+pub struct Record {
+    /// Whether the phase still ran when the fault had happened.
+    pub hit: bool,
+    /// From the fault until a warning named the victim, if one did.
+    pub noticed: Option<Duration>,
+    /// From the fault until the others served the version that was published, where a publish ran.
+    pub served: Option<Duration>,
+    /// From the end of the fault until everybody was well.
+    pub whole: Duration,
+    /// The words by which it was told of.
+    pub reasons: Vec<Reason>,
+    /// Answers of engines that were looked at.
+    pub answers: u64,
+}
+
+/// The fault as it happened.
+struct Struck {
+    hit: bool,
+    at: Instant,
+    /// A publish that runs.
+    version: Option<u64>,
+    /// Its outcome, where it is known already.
+    outcome: Option<Outcome>,
+}
+
+pub async fn play(bed: &mut Bed, strike: &Strike) -> Result<Record, String> {
+    let before = bed.version();
+    bed.watcher.floor(before);
+    let told = bed.told.lock().unwrap().len();
+    let mut armed = fault::arm(bed, strike).await?;
+    let mut struck = match strike.phase {
+        Phase::Publish | Phase::Transfer => at_gate(bed, strike, &armed).await?,
+        Phase::Install => installing(bed, strike, &armed).await?,
+        Phase::Prepare | Phase::Commit => forming(bed, strike, &armed).await?,
+        Phase::Join => joining(bed, strike, &mut armed).await?,
+    };
+    let mut served = None;
+    if let Some(version) = struck.version {
+        finish(bed, strike, &mut struck, version, before).await?;
+        served = matches!(struck.outcome, Some(Outcome::Published { .. })).then(|| struck.at.elapsed());
+    }
+    live_with(bed, strike, &mut struck).await?;
+    fault::heal(bed, strike, &armed).await?;
+    let healed = Instant::now();
+    bed.whole(WHOLE).await?;
+    let whole = healed.elapsed();
+    let reasons = named(bed, strike, &struck, told)?;
+    let noticed = first_naming(bed, strike, told).map(|at| at.saturating_duration_since(struck.at));
+    publish_to_all(bed).await?;
+    bed.trainer.untouched()?;
+    match bed.watcher.violations() {
+        none if none.is_empty() => Ok(Record { hit: struck.hit, noticed, served, whole, reasons, answers: bed.watcher.answers() }),
+        some => Err(some.join("; ")),
+    }
+}
+
+/// Publish, transfer: the trainer stands before a tensor while the fault happens, so the phase cannot pass.
+async fn at_gate(bed: &mut Bed, strike: &Strike, armed: &Armed) -> Result<Struck, String> {
+    let version = bed.next_version().await;
+    let gate = if strike.phase == Phase::Publish { 0 } else { strike.gate };
+    bed.publish(version, Some(gate)).await;
+    if let Some(outcome) = bed.trainer.at_gate(version).await? {
+        return Err(format!("a publish ended before its tensor {gate} was read: {outcome:?}"));
+    }
+    let at = Instant::now();
+    fault::strike(bed, strike, armed).await?;
+    bed.trainer.go().await;
+    Ok(Struck { hit: true, at, version: Some(version), outcome: None })
+}
+
+/// Install: everything is delivered, engines load.
+async fn installing(bed: &mut Bed, strike: &Strike, armed: &Armed) -> Result<Struck, String> {
+    let version = bed.next_version().await;
+    bed.publish(version, None).await;
+    let installs = |view: &MembershipView| {
+        let update = view.update.as_ref();
+        update.is_some_and(|update| update.version == version && matches!(update.phase, UpdatePhase::Verify | UpdatePhase::Activate))
+    };
+    bed.until("engines to be switched", REACHED, installs).await?;
+    sleep(Duration::from_millis(strike.delay_ms)).await;
+    let at = Instant::now();
+    fault::strike(bed, strike, armed).await?;
+    Ok(Struck { hit: installs(&bed.view()), at, version: Some(version), outcome: None })
+}
+
+/// Prepare, commit: another rollout's agent is lost, so a group forms.
+async fn forming(bed: &mut Bed, strike: &Strike, armed: &Armed) -> Result<Struck, String> {
+    let (epoch, other) = (bed.view().epoch, bed.agent(strike.other).await?);
+    let stage = if strike.phase == Phase::Prepare { GroupStage::Preparing } else { GroupStage::Committing };
+    let forms = |view: &MembershipView| view.epoch > epoch && view.stage == stage;
+    signal(other, Signal::KILL)?;
+    let reached = bed.until("a group to form", REACHED, forms).await?.epoch;
+    let at = Instant::now();
+    fault::strike(bed, strike, armed).await?;
+    let view = bed.view();
+    Ok(Struck { hit: view.stage == stage && view.epoch == reached, at, version: None, outcome: None })
+}
+
+/// Join: an engine starts anew and is fed.
+async fn joining(bed: &mut Bed, strike: &Strike, armed: &mut Armed) -> Result<Struck, String> {
+    let (current, engine) = (bed.version(), bed.engine(strike.other).await?);
+    let fed = |view: &MembershipView| {
+        let runs = |phase| matches!(phase, UpdatePhase::Begin | UpdatePhase::Transfer | UpdatePhase::Verify | UpdatePhase::Activate);
+        view.update.as_ref().is_some_and(|update| update.feeding && update.version == current && runs(update.phase))
+    };
+    // One that ended is not one that runs: the view keeps the last update.
+    let id = bed.view().update.map(|update| (update.id.epoch, update.attempt));
+    signal(engine, Signal::KILL)?;
+    let anew = |view: &MembershipView| fed(view) && view.update.as_ref().map(|update| (update.id.epoch, update.attempt)) != id;
+    bed.until("a rollout to be fed", REACHED, anew).await?;
+    sleep(Duration::from_millis(strike.delay_ms)).await;
+    // The engine that is hit is the one that joins: its process is another one now.
+    *armed = fault::arm(bed, strike).await?;
+    let at = Instant::now();
+    fault::strike(bed, strike, armed).await?;
+    Ok(Struck { hit: fed(&bed.view()), at, version: None, outcome: None })
+}
+
+/// The outcome of a publish that met the fault, and whether it is allowed.
+async fn finish(bed: &mut Bed, strike: &Strike, struck: &mut Struck, version: u64, before: u64) -> Result<(), String> {
+    let outcome = bed.trainer.outcome(version).await?;
+    let limit = UPDATE + Duration::from_secs(8);
+    if struck.at.elapsed() > limit {
+        return Err(format!("the publish of version {version} ended after {:?}: {outcome:?}", struck.at.elapsed()));
+    }
+    match &outcome {
+        Outcome::Published { installed, .. } => {
+            // Whoever is named serves it, unless the fault hit it: then it may be gone again.
+            for number in (1..=ROLLOUTS).filter(|number| installed.contains(&member(*number)) && *number != strike.victim) {
+                let found = bed.serves(number).await;
+                if found.is_none_or(|found| found < version) {
+                    return Err(format!("{} is said to serve version {version}, and serves {found:?}", pod(number)));
+                }
+            }
+        }
+        Outcome::Failed { kind, message } => {
+            if strike.victim != 0 {
+                return Err(format!("a publish failed because of one rollout ({kind}): {message}"));
+            }
+            // With its agent gone the trainer cannot know: the version may have moved, and is served by everybody in the end then.
+            if kind != "AgentLost" && bed.version() != before {
+                return Err(format!("version {version} failed ({kind}: {message}), and the group is at {}", bed.version()));
+            }
+        }
+    }
+    struck.outcome = Some(outcome);
+    Ok(())
+}
+
+/// What a fault that lasts must not stop, and by whom it must be noticed.
+async fn live_with(bed: &mut Bed, strike: &Strike, struck: &mut Struck) -> Result<(), String> {
+    let victim = member(strike.victim);
+    if let Some(deadline) = fault::noticed_within(strike.fault) {
+        let gone = |view: &MembershipView| {
+            let row = view.members.iter().find(|row| row.name.0 == victim);
+            row.is_none_or(|row| matches!(row.standing, MemberStanding::Out | MemberStanding::Waiting))
+        };
+        bed.until(&format!("{victim} to be missed"), deadline, gone).await?;
+        if strike.victim != 0 && struck.version.is_none() {
+            others_go_on(bed, strike, struck).await?;
+        }
+        return Ok(());
+    }
+    match strike.fault {
+        Fault::FullDisk => {
+            // Nothing of an update is written there, but every new group is.
+            let other = bed.agent(strike.other).await?;
+            signal(other, Signal::KILL)?;
+            let waits = |view: &MembershipView| {
+                view.stage == GroupStage::Persisting && view.degraded.iter().any(|row| row.reason == Reason::PersistFailed)
+            };
+            bed.until("a group that cannot be written to be told of", Duration::from_secs(15), waits).await?;
+        }
+        Fault::SlowLink | Fault::FullMemory | Fault::SlowEngine | Fault::LyingEngine | Fault::ClockJump if struck.version.is_none() => {
+            others_go_on(bed, strike, struck).await?;
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// A version is published while the fault lasts: the others get it.
+async fn others_go_on(bed: &mut Bed, strike: &Strike, struck: &mut Struck) -> Result<(), String> {
+    let (before, version) = (bed.version(), bed.next_version().await);
+    bed.publish(version, None).await;
+    let begun = Instant::now();
+    let mut late = Struck { hit: struck.hit, at: begun, version: Some(version), outcome: None };
+    finish(bed, strike, &mut late, version, before).await?;
+    struck.outcome = late.outcome;
+    Ok(())
+}
+
+/// The next version reaches everybody.
+async fn publish_to_all(bed: &mut Bed) -> Result<(), String> {
+    let version = bed.next_version().await;
+    bed.publish(version, None).await;
+    match bed.trainer.outcome(version).await? {
+        Outcome::Published { installed, .. } if installed.len() == ROLLOUTS => {}
+        other => return Err(format!("the version after the fault did not reach everybody: {other:?}")),
+    }
+    bed.whole(Duration::from_secs(10)).await
+}
+
+/// When the victim was first named.
+fn first_naming(bed: &Bed, strike: &Strike, told: usize) -> Option<Instant> {
+    let events = bed.told.lock().unwrap();
+    events.iter().skip(told).find(|said| names(strike, said)).map(|said| said.at)
+}
+
+fn names(strike: &Strike, said: &Said) -> bool {
+    let victim = member(strike.victim);
+    said.warning && (said.member.as_ref() == Some(&victim) || said.message.contains(&victim))
+}
+
+/// Where somebody felt the fault, status says who and why.
+fn named(bed: &Bed, strike: &Strike, struck: &Struck, told: usize) -> Result<Vec<Reason>, String> {
+    let events = bed.told.lock().unwrap();
+    let since: Vec<&Said> = events.iter().skip(told).collect();
+    let mut reasons: Vec<Reason> = since.iter().filter(|said| names(strike, said)).map(|said| said.reason).collect();
+    reasons.sort_unstable();
+    reasons.dedup();
+    let victim = member(strike.victim);
+    let (felt, said) = match &struck.outcome {
+        Some(Outcome::Published { behind, attempts, .. }) => {
+            (*attempts > 1 || !behind.is_empty(), behind.iter().any(|(member, why)| *member == victim && !why.is_empty()))
+        }
+        // The trainer hears that its agent is gone, which names the source.
+        Some(Outcome::Failed { kind, message }) => (true, kind == "AgentLost" && strike.victim == 0 || message.contains(&victim)),
+        None => (false, false),
+    };
+    let must = matches!(
+        strike.fault,
+        Fault::KillAgent
+            | Fault::KillSource
+            | Fault::StopAgent
+            | Fault::StopSource
+            | Fault::HalfOpen
+            | Fault::Blackhole
+            | Fault::KillEngine
+    );
+    if (must || felt) && reasons.is_empty() && !said && strike.fault != Fault::FullDisk {
+        let told: Vec<String> = since.iter().map(|said| format!("{}: {}", said.reason, said.message)).collect();
+        return Err(format!("nobody said what happened to {victim} ({:?}); told was: {}", struck.outcome, told.join(" | ")));
+    }
+    if strike.fault == Fault::FullDisk {
+        reasons.push(Reason::PersistFailed);
+    }
+    Ok(reasons)
+}
+
+/// [`play`], with an end: what takes longer than everything in it together hangs.
+pub async fn play_bounded(bed: &mut Bed, strike: &Strike) -> Result<Record, String> {
+    const HANGS: Duration = Duration::from_secs(240);
+    timeout(HANGS, play(bed, strike)).await.unwrap_or_else(|_| Err(format!("it hangs: no end within {HANGS:?}")))
+}
