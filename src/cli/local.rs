@@ -1,5 +1,6 @@
 //! `weightsync local -f FILE`: a group of processes on this host, until it is told to stop.
 
+use std::io::Write;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -65,10 +66,12 @@ impl LocalArgs {
     }
 
     fn tell(&self, object: &serde_json::Value, line: impl FnOnce() -> String) {
-        match self.output {
-            Output::Human => println!("{}", line()),
-            Output::Json => println!("{object}"),
-        }
+        let line = match self.output {
+            Output::Human => line(),
+            Output::Json => object.to_string(),
+        };
+        // Nobody reads it any more, or the disk is full: the group goes on.
+        let _ = writeln!(std::io::stdout(), "{line}");
     }
 }
 

@@ -49,7 +49,8 @@ static FILTER: OnceLock<Filter> = OnceLock::new();
 /// Sets up logs for the whole process; `filter` is e.g. `info` or `weightsync=debug,warn`.
 pub fn init(format: LogFormat, filter: &str) -> Result<(), LogsError> {
     let parsed = parse(filter)?;
-    let logs = tracing_subscriber::fmt().with_writer(std::io::stderr);
+    // A line that cannot be written (the disk is full) is lost. To say so would be one more line, and panic in whatever was logging.
+    let logs = tracing_subscriber::fmt().with_writer(std::io::stderr).log_internal_errors(false);
     // Lines of another shape make a subscriber of another type.
     let replace: Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync> = match format {
         LogFormat::Human => {

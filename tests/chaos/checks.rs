@@ -20,7 +20,7 @@ const EVERY: Duration = Duration::from_millis(250);
 /// Deadlines of a prepare and of a commit (`MembershipConfig`), and what a busy machine adds.
 const STEPS: [(GroupStage, Duration); 2] =
     [(GroupStage::Preparing, Duration::from_secs(5)), (GroupStage::Committing, Duration::from_secs(10))];
-const BUSY: Duration = Duration::from_secs(3);
+const BUSY: Duration = Duration::from_secs(5);
 
 #[derive(Default)]
 struct Seen {

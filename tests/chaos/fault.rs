@@ -9,12 +9,14 @@ use serde_json::{Value, json};
 
 use crate::bed::{Bed, pod, usual};
 use crate::clock;
+use crate::net::Charge;
 use crate::plan::{Fault, Strike};
 use crate::processes::signal;
 
 /// A fault that is ready to happen: whatever takes time was done.
 pub struct Armed {
     process: Option<Pid>,
+    charge: Option<Charge>,
 }
 
 /// Name of the file that takes the room of others.
@@ -30,12 +32,22 @@ pub async fn arm(bed: &Bed, strike: &Strike) -> Result<Armed, String> {
         Fault::SlowEngine if slowness(strike.variant).is_none() => Some(bed.engine(strike.victim).await?),
         _ => None,
     };
-    Ok(Armed { process })
+    let link = &bed.links[strike.victim];
+    let charge = match strike.fault {
+        Fault::HalfOpen | Fault::Blackhole => Some(link.cut()),
+        Fault::SlowLink => Some(link.slow()),
+        Fault::Reset => Some(link.reset()),
+        _ => None,
+    };
+    Ok(Armed { process, charge })
 }
 
 /// Plays it, and says what was done.
-pub async fn strike(bed: &Bed, strike: &Strike, armed: &Armed) -> Result<String, String> {
-    let (link, name) = (&bed.links[strike.victim], pod(strike.victim));
+pub async fn strike(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<String, String> {
+    let name = pod(strike.victim);
+    if let Some(charge) = armed.charge.take() {
+        charge.fire();
+    }
     let send = |kind: Signal| armed.process.map_or(Err("no process".to_owned()), |pid| signal(pid, kind));
     Ok(match strike.fault {
         Fault::KillAgent | Fault::KillSource => {
@@ -50,23 +62,13 @@ pub async fn strike(bed: &Bed, strike: &Strike, armed: &Armed) -> Result<String,
             send(Signal::STOP)?;
             format!("stopped the agent of {name}")
         }
-        Fault::Reset => {
-            link.reset();
-            format!("reset the connections of {name}")
-        }
+        Fault::Reset => format!("reset the connections of {name}"),
         Fault::HalfOpen => {
-            link.cut();
             send(Signal::KILL)?;
             format!("killed the agent of {name} behind a dead link")
         }
-        Fault::Blackhole => {
-            link.cut();
-            format!("cut the link of {name}")
-        }
-        Fault::SlowLink => {
-            link.slow();
-            format!("slowed the link of {name}")
-        }
+        Fault::Blackhole => format!("cut the link of {name}"),
+        Fault::SlowLink => format!("slowed the link of {name}"),
         Fault::FullDisk => {
             fill(&bed.state());
             "filled the disk of the epoch and the logs".to_owned()
@@ -152,7 +154,7 @@ fn lie(variant: u64) -> (Value, &'static str) {
 
 /// How long a fault is left alone before the others must have noticed it, where they must: three heartbeats, and what follows.
 pub fn noticed_within(fault: Fault) -> Option<Duration> {
-    matches!(fault, Fault::StopAgent | Fault::StopSource | Fault::Blackhole).then_some(Duration::from_secs(10))
+    matches!(fault, Fault::StopAgent | Fault::StopSource | Fault::Blackhole).then_some(Duration::from_secs(15))
 }
 
 /// Takes all room there is.

@@ -3,9 +3,10 @@
 //! Everything that pods send each other passes through here, where it can be lost or slowed. Engines and status pages stay reachable
 //! for the test whatever a link does. All of it goes with this process's own network namespace.
 
+use std::io::Write;
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 /// Where the coordinator listens.
 pub const HERE: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
@@ -43,6 +44,53 @@ pub fn set_up() {
     }
 }
 
+/// Something done to a link that waits for its moment: the programs that do it were started, because a phase may be over in less time than
+/// that takes.
+pub struct Charge(Vec<Waiting>);
+
+impl Charge {
+    fn new(programs: Vec<Waiting>) -> Self {
+        Self(programs)
+    }
+
+    /// Does it; returns when it is done.
+    pub fn fire(mut self) {
+        for program in &mut self.0 {
+            program.say();
+        }
+        for mut program in std::mem::take(&mut self.0) {
+            let status = program.child.wait().unwrap();
+            assert!(status.success(), "{}: {status}", program.words);
+        }
+    }
+}
+
+/// A program that does what it reads.
+struct Waiting {
+    child: Child,
+    words: String,
+}
+
+impl Waiting {
+    fn start(command: &[&str], words: &str) -> Self {
+        let mut program = Command::new(command[0]);
+        let child = program.args(&command[1..]).stdin(Stdio::piped()).spawn().unwrap_or_else(|error| panic!("{}: {error}", command[0]));
+        Self { child, words: words.to_owned() }
+    }
+
+    fn say(&mut self) {
+        self.child.stdin.take().unwrap().write_all(format!("{}\n", self.words).as_bytes()).unwrap();
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        // One that was not fired reads nothing, and does nothing.
+        drop(self.child.stdin.take());
+        let _ = self.child.wait();
+    }
+}
+
 /// The link of one pod.
 pub struct Link {
     /// Name of its namespace.
@@ -75,9 +123,9 @@ impl Link {
         PathBuf::from("/run/netns").join(&self.namespace)
     }
 
-    /// Loses everything, in both directions.
-    pub fn cut(&self) {
-        must(&["nft", &format!("add element inet chaos dead {{ {} }}", self.interface)]);
+    /// Loses everything, in both directions, from when it is fired.
+    pub fn cut(&self) -> Charge {
+        Charge::new(vec![Waiting::start(&["nft", "-f", "-"], &format!("add element inet chaos dead {{ {} }}", self.interface))])
     }
 
     /// Carries everything again, at full speed.
@@ -92,17 +140,20 @@ impl Link {
         }
     }
 
-    /// Carries 8 Mbit/s in each direction.
-    pub fn slow(&self) {
-        let limit = ["root", "tbf", "rate", "8mbit", "burst", "32kb", "latency", "300ms"];
-        must(&[&["tc", "qdisc", "replace", "dev", self.interface.as_str()][..], &limit].concat());
-        must(&[&["tc", "-n", self.namespace.as_str(), "qdisc", "replace", "dev", "eth0"][..], &limit].concat());
+    /// Carries 8 Mbit/s in each direction, from when it is fired.
+    pub fn slow(&self) -> Charge {
+        let limit = |interface: &str| format!("qdisc replace dev {interface} root tbf rate 8mbit burst 32kb latency 300ms");
+        Charge::new(vec![
+            Waiting::start(&["tc", "-batch", "-"], &limit(&self.interface)),
+            Waiting::start(&["tc", "-n", &self.namespace, "-batch", "-"], &limit("eth0")),
+        ])
     }
 
-    /// Resets every connection of the pod but those to engines and status pages.
-    pub fn reset(&self) {
+    /// Resets every connection of the pod but those to engines and status pages, when it is fired.
+    pub fn reset(&self) -> Charge {
         let filter = format!("( dst 10.77.0.0/16 and sport != :{ENGINE} and sport != :{STATUS} )");
-        must(&["ip", "netns", "exec", &self.namespace, "ss", "--kill", "--tcp", "--no-header", &filter]);
+        let shell = format!("read -r go && exec ss --kill --tcp --no-header '{filter}' >/dev/null");
+        Charge::new(vec![Waiting::start(&["ip", "netns", "exec", &self.namespace, "sh", "-c", &shell], "go")])
     }
 }
 

@@ -13,10 +13,10 @@ use crate::play::{Record, play_bounded};
 use crate::report::{Played, print};
 use crate::{clock, net};
 
-/// Strikes of one world. A member that failed often waits longer each time, and should: a new world forgets that.
+/// Faults of one world. A member that failed often waits longer each time, and should: a new world forgets that.
 const OF_A_WORLD: usize = 4;
 /// Times that a strike is tried whose phase was over before the fault had happened.
-const TRIES: usize = 5;
+const TRIES: usize = 8;
 
 /// What the environment asks for.
 struct Asked {
@@ -85,21 +85,30 @@ pub fn run() {
 
 /// Plays some strikes in one world; one that went wrong costs the world, and the next strike has another.
 async fn play_piece(piece: &[Strike], names: &AtomicUsize, shim: &std::path::Path, played: &Mutex<Vec<Played>>) {
-    let mut world: Option<Bed> = None;
+    let (mut world, mut faults): (Option<Bed>, usize) = (None, 0);
     for strike in piece {
         let mut records: Vec<Record> = Vec::new();
         let mut failure = None;
         while failure.is_none() && records.len() < TRIES && !records.last().is_some_and(|record| record.hit) {
+            if faults == OF_A_WORLD
+                && let Some(spent) = world.take()
+            {
+                spent.stop().await;
+            }
             let mut bed = match world.take() {
                 Some(bed) => bed,
                 None => match Bed::start(names.fetch_add(1, Ordering::Relaxed), shim).await {
-                    Ok(bed) => bed,
+                    Ok(bed) => {
+                        faults = 0;
+                        bed
+                    }
                     Err(error) => {
                         failure = Some(format!("a world did not start: {error}"));
                         break;
                     }
                 },
             };
+            faults += 1;
             match play_bounded(&mut bed, strike).await {
                 Ok(record) => {
                     records.push(record);

@@ -4,6 +4,7 @@
 //! once, and a new group can be joined meanwhile.
 
 use std::collections::{HashMap, VecDeque};
+use std::io::Write;
 use std::sync::Arc;
 
 use super::joining::Joining;
@@ -166,7 +167,7 @@ impl Server {
         };
         self.aside(abort, move |server, done| {
             if let Err(error) = &done {
-                eprintln!("group {group} could not be aborted as it should: {error}");
+                let _ = writeln!(std::io::stderr(), "group {group} could not be aborted as it should: {error}");
             }
             let Some(gpu) = server.gpu.as_mut() else { return };
             let at = gpu.groups.aborting.iter().position(|(aborting, _)| *aborting == group);

@@ -3,7 +3,7 @@
 //! The end of the agent is the end of this process, at once and without exit handlers.
 
 use std::collections::VecDeque;
-use std::io::IoSliceMut;
+use std::io::{IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::Sender;
@@ -39,7 +39,7 @@ pub(super) fn read(socket: &OwnedFd, to_loop: &Sender<Heard>) {
                 }
                 Ok(None) => break,
                 Err(error) => {
-                    eprintln!("the agent talks nonsense: {error}");
+                    let _ = writeln!(std::io::stderr(), "the agent talks nonsense: {error}");
                     end();
                 }
             }
@@ -76,7 +76,7 @@ impl Replies {
         let frame = match encode_worker_frame(reply) {
             Ok(frame) => frame,
             Err(error) => {
-                eprintln!("an answer cannot be written: {error}");
+                let _ = writeln!(std::io::stderr(), "an answer cannot be written: {error}");
                 return;
             }
         };
