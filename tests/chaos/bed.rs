@@ -179,8 +179,14 @@ impl Bed {
         self.models.insert(version, model.digests());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let reference = Simulator::start(SimulatorOptions::new("vllm", folder), listener).await.unwrap();
-        let answer = crate::checks::answer(&self.http, &reference.url()).await.expect("a reference engine answers");
-        self.watcher.knows(answer, version);
+        let answers = async {
+            loop {
+                if let Some(answer) = crate::checks::answer(&self.http, &reference.url()).await {
+                    return answer;
+                }
+            }
+        };
+        self.watcher.knows(timeout(AGAIN, answers).await.expect("a reference engine answers"), version);
         reference.stop().await;
     }
 

@@ -28,7 +28,7 @@ def say(**event: Any) -> None:
         print(json.dumps(event), flush=True)
 
 
-def tensors_of(path: Path) -> list[tuple[str, memoryview]]:
+def tensors_of(path: Path) -> list[tuple[str, memoryview[float]]]:
     """The float32 tensors of a safetensors file, in the order of their bytes."""
     data = memoryview(path.read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")
@@ -42,7 +42,7 @@ def publish(publisher: weightsync.Publisher, version: int, path: str, gate: int 
     tensors = tensors_of(Path(path) / "model.safetensors")
     waits = [gate is not None]
 
-    def read() -> Iterator[tuple[str, memoryview]]:
+    def read() -> Iterator[tuple[str, memoryview[float]]]:
         for number, tensor in enumerate(tensors):
             if waits[0] and number == gate:
                 waits[0] = False
