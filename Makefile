@@ -20,7 +20,7 @@ wheel: build ## Build the Python wheel, with the program in it, into python/dist
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test host-test chaos-test chart-lint python-test engine-test e2e
+	@tests/stages.sh lint unit-test host-test chart-lint python-test engine-test e2e
 
 .PHONY: lint
 lint: fmt-check clippy doc deny scripts-lint ## Check style, lints, docs and dependencies (unit tests check generated files)

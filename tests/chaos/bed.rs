@@ -34,7 +34,7 @@ const KINDS: [&str; ROLLOUTS] = ["vllm", "sglang", "vllm"];
 /// The longest update, by the rules of the group.
 pub const UPDATE: Duration = Duration::from_secs(15);
 /// A process that was killed runs again within this.
-const AGAIN: Duration = Duration::from_secs(15);
+const AGAIN: Duration = Duration::from_secs(40);
 /// Every engine takes this long to load, so that an install has a middle.
 const LOAD_MS: u64 = 250;
 

@@ -32,6 +32,10 @@ pub async fn arm(bed: &Bed, strike: &Strike) -> Result<Armed, String> {
         Fault::SlowEngine if slowness(strike.variant).is_none() => Some(bed.engine(strike.victim).await?),
         _ => None,
     };
+    if strike.fault == Fault::FullDisk {
+        // Logs go on for a moment.
+        nearly_fill(&bed.state(), 256 << 10);
+    }
     let link = &bed.links[strike.victim];
     let charge = match strike.fault {
         Fault::HalfOpen | Fault::Blackhole => Some(link.cut()),
@@ -157,10 +161,18 @@ pub fn noticed_within(fault: Fault) -> Option<Duration> {
     matches!(fault, Fault::StopAgent | Fault::StopSource | Fault::Blackhole).then_some(Duration::from_secs(15))
 }
 
+/// Takes all room there is but so much, beforehand: the rest is taken in no time then.
+fn nearly_fill(folder: &Path, left: u64) {
+    let found = rustix::fs::statvfs(folder).unwrap();
+    let free = found.f_bavail * found.f_frsize;
+    let bytes = usize::try_from(free.saturating_sub(left)).unwrap();
+    std::fs::write(folder.join(BALLAST), vec![0; bytes]).unwrap();
+}
+
 /// Takes all room there is.
 fn fill(folder: &Path) {
-    let mut file = std::fs::File::create(folder.join(BALLAST)).unwrap();
-    for piece in [vec![0; 256 << 10], vec![0; 4 << 10]] {
+    let mut file = std::fs::OpenOptions::new().create(true).append(true).open(folder.join(BALLAST)).unwrap();
+    for piece in [vec![0; 64 << 10], vec![0; 4 << 10]] {
         while file.write_all(&piece).is_ok() {}
     }
 }

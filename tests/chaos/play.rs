@@ -198,13 +198,15 @@ async fn live_with(bed: &mut Bed, strike: &Strike, struck: &mut Struck) -> Resul
     }
     match strike.fault {
         Fault::FullDisk => {
-            // Nothing of an update is written there, but every new group is.
-            let other = bed.agent(strike.other).await?;
-            signal(other, Signal::KILL)?;
+            // Nothing of an update is written there, but every new group is. Where a group formed without it, the other one comes back by
+            // itself.
+            if !matches!(strike.phase, Phase::Prepare | Phase::Commit) {
+                signal(bed.agent(strike.other).await?, Signal::KILL)?;
+            }
             let waits = |view: &MembershipView| {
                 view.stage == GroupStage::Persisting && view.degraded.iter().any(|row| row.reason == Reason::PersistFailed)
             };
-            bed.until("a group that cannot be written to be told of", Duration::from_secs(15), waits).await?;
+            bed.until("a group that cannot be written to be told of", WHOLE, waits).await?;
         }
         Fault::SlowLink | Fault::FullMemory | Fault::SlowEngine | Fault::LyingEngine | Fault::ClockJump if struck.version.is_none() => {
             others_go_on(bed, strike, struck).await?;
