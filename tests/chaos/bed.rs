@@ -134,7 +134,7 @@ impl Bed {
         bed.publish(version, None).await;
         match bed.trainer.outcome(version).await? {
             Outcome::Published { .. } => {}
-            other => return Err(format!("the first version was not published: {other:?}")),
+            other @ Outcome::Failed { .. } => return Err(format!("the first version was not published: {other:?}")),
         }
         bed.whole(Duration::from_secs(45)).await?;
         Ok(bed)

@@ -86,16 +86,15 @@ pub async fn strike(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<Str
             clock::set(&bed.folder().join(format!("{name}.clock")), nanoseconds);
             format!("set the clock of {name} {what}")
         }
-        Fault::SlowEngine => match slowness(strike.variant) {
-            Some((faults, what)) => {
+        Fault::SlowEngine => {
+            if let Some((faults, what)) = slowness(strike.variant) {
                 bed.spoil(strike.victim, &faults).await;
                 format!("engine of {name}: {what}")
-            }
-            None => {
+            } else {
                 send(Signal::STOP)?;
                 format!("stopped the engine of {name}")
             }
-        },
+        }
         Fault::LyingEngine => {
             let (faults, what) = lie(strike.variant);
             bed.spoil(strike.victim, &faults).await;

@@ -233,7 +233,7 @@ async fn publish_to_all(bed: &mut Bed) -> Result<(), String> {
     bed.publish(version, None).await;
     match bed.trainer.outcome(version).await? {
         Outcome::Published { .. } => {}
-        other => return Err(format!("the version after the fault was not published: {other:?}")),
+        other @ Outcome::Failed { .. } => return Err(format!("the version after the fault was not published: {other:?}")),
     }
     bed.whole(WHOLE).await?;
     if bed.version() == version { Ok(()) } else { Err(format!("version {version} was published, the group is at {}", bed.version())) }
