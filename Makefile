@@ -76,10 +76,6 @@ chaos: ## Play 1,000 random faults, each kind in each phase at least five times;
 	$(CLUSTER)/packages.sh
 	WEIGHTSYNC_CHAOS_FAULTS=1000 WEIGHTSYNC_CHAOS_ROUNDS=5 cargo test --locked --test chaos every_fault
 
-.PHONY: fuzz
-fuzz: ## Read spoiled messages, headers, frames, engines' answers and objects for long (an hour; unit tests do it for seconds)
-	PROPTEST_CASES=$${CASES:-20000} cargo test --locked --lib -- fuzz:: hostile:: frames:: wire:: pruning:: worker::
-
 .PHONY: python-test
 python-test: venv ## Check and test the Python client
 	$$(tests/tools/python.sh)/ruff check python tests

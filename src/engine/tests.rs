@@ -4,7 +4,6 @@ mod device;
 mod external;
 mod failures;
 mod fastdeploy;
-mod fuzz;
 mod gpu;
 mod group;
 mod half;
