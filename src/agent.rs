@@ -16,6 +16,7 @@ pub mod publish_job;
 pub mod rollout;
 pub mod roster;
 pub mod server;
+pub mod shelf;
 pub mod source;
 pub mod space;
 pub mod surroundings;

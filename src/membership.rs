@@ -7,7 +7,7 @@
 //! each step the same questions are asked in the same order, so a message that was lost costs time and nothing else.
 //!
 //! 1. `agents`: who can be spoken with, and which life speaks for a member.
-//! 2. `version`: which version enough replicas hold.
+//! 2. `version`: which version enough replicas hold; `target`: which one the spec asks for.
 //! 3. `assess`: who could be in a group, and why the others could not.
 //! 4. `need`: whether the group is as it should be; if not, why, and when a new one is due.
 //! 5. `forming`: the new epoch is written, prepared, committed.
@@ -29,6 +29,7 @@ mod need;
 mod observation;
 mod observe;
 mod report;
+mod target;
 #[cfg(test)]
 mod tests;
 mod transport;
@@ -75,6 +76,10 @@ pub struct Membership {
     /// Epochs up to this one are over.
     over: u64,
     version: Option<HeldVersion>,
+    /// The highest version that ever counted; above `version` once the group went back.
+    highest: u64,
+    /// The version that the spec names, once somebody was found to keep it.
+    target: Option<HeldVersion>,
     /// Whether the plan was ever seen.
     planned: bool,
     candidates: Vec<Arc<Candidate>>,
@@ -124,7 +129,9 @@ impl Membership {
             had_epoch: restored.epoch > 0,
             epoch: restored.epoch,
             over: 0,
+            highest: restored.version.as_ref().map_or(0, |held| held.version).max(restored.highest),
             version: restored.version,
+            target: None,
             planned: false,
             candidates: Vec::new(),
             left_out: Vec::new(),
@@ -224,6 +231,7 @@ impl Membership {
             self.wake_at(at);
         }
         self.learn_version();
+        self.learn_target();
         if self.suspended || self.deleted {
             self.let_go();
             return self.assess();

@@ -117,6 +117,7 @@ def test_latest_takes_the_place_of_what_waits(start_agent: Callable[..., Agent])
     [
         ("NotEnoughReplicas", weightsync.NotEnoughReplicas),
         ("ManifestChanged", weightsync.ManifestChanged),
+        ("VersionPinned", weightsync.VersionPinned),
         ("Timeout", weightsync.Timeout),
         ("Invalid", weightsync.Refused),
         ("OutOfSpace", weightsync.Failed),

@@ -18,6 +18,7 @@ from .errors import (
     Superseded,
     Timeout,
     VersionNotHigher,
+    VersionPinned,
     WeightSyncError,
 )
 from .publisher import Publisher, PublishHandle
@@ -51,6 +52,7 @@ __all__ = [
     "Topology",
     "Update",
     "VersionNotHigher",
+    "VersionPinned",
     "WeightSyncError",
     "fsdp2",
     "module",

@@ -43,6 +43,10 @@ class VersionNotHigher(WeightSyncError):
     """The number is not higher than one that was published before. Numbers may be skipped, never go back."""
 
 
+class VersionPinned(WeightSyncError):
+    """`spec.targetVersion` holds the group at a version: publish again once it is cleared."""
+
+
 class ManifestChanged(WeightSyncError):
     """A number whose publish failed was used again with other tensors."""
 
@@ -91,6 +95,7 @@ _BY_CODE: dict[str, type[WeightSyncError]] = {
     "NotEnoughReplicas": NotEnoughReplicas,
     "VersionNotHigher": VersionNotHigher,
     "ManifestChanged": ManifestChanged,
+    "VersionPinned": VersionPinned,
     "Timeout": Timeout,
     "Fenced": Fenced,
     "Superseded": Superseded,

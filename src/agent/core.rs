@@ -21,6 +21,8 @@ use crate::transport::{Admission, BucketStore, Wants};
 pub struct Facts {
     /// Kept complete and verified.
     pub retained: Option<HeldVersion>,
+    /// Kept as well, the last used first.
+    pub earlier: Vec<HeldVersion>,
     /// Confirmed by the engine's present start; for a source, the last version that reached `minReady`.
     pub installed: Option<HeldVersion>,
     /// The engine.
@@ -364,6 +366,11 @@ fn state(group: &Group, facts: &Facts) -> MemberState {
         },
         roster_digest: prepared.map(|prepared| prepared.roster.digest()),
         retained: facts.retained.clone(),
+        earlier: facts.earlier.clone(),
+        returned: match standing {
+            Standing::Committing(epoch) | Standing::Committed(epoch) => epoch.returned(),
+            Standing::Idle | Standing::Prepared(_) => None,
+        },
         installed: facts.installed.clone(),
         engine: facts.engine.clone(),
         healthy: facts.healthy,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::protocol::{
     CommitRequest, CommunicatorPlan, EngineGroups, EpochId, FenceRequest, HeldVersion, Incarnation, MemberAddress, MemberName,
-    PrepareRequest, Refusal, RefusalCode, ReleaseRequest, Role, RosterMember,
+    PrepareRequest, Refusal, RefusalCode, ReleaseRequest, Returned, Role, RosterMember,
 };
 use crate::weights::DigestAlgorithm;
 
@@ -86,6 +86,16 @@ impl Epoch {
     /// The version that every rollout should hold.
     pub fn current(&self) -> Option<&HeldVersion> {
         self.commit.current.as_ref()
+    }
+
+    /// Set when the group went back to that version, or is held at it.
+    pub fn returned(&self) -> Option<Returned> {
+        self.commit.returned
+    }
+
+    /// Whether a member of the group that serves that version is to be taken back from it.
+    pub fn left(&self, version: u64) -> bool {
+        self.commit.returned.is_some_and(|returned| returned.left(version))
     }
 
     /// How digests of versions that are published in this group are computed.

@@ -16,7 +16,9 @@ pub mod peers;
 mod phases;
 mod probe;
 mod stream;
+mod switching;
 pub mod table;
+pub mod waves;
 
 use std::sync::{Arc, Mutex, OnceLock};
 

@@ -7,6 +7,7 @@ mod arriving;
 mod companions;
 mod device;
 mod external;
+mod going_back;
 mod group;
 pub mod machine;
 mod memory;
@@ -42,9 +43,10 @@ use super::core::{Core, lock};
 use super::gpu::Gpus;
 use super::group::{Epoch, refusal};
 use super::lead::feed::{Copy, Holder};
+use super::shelf::Shelf;
 use super::space::Cgroups;
 use crate::engine::{Engine, EngineStart};
-use crate::protocol::{Delivery, HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId, UpdatePolicy, UpdateStatus};
+use crate::protocol::{Delivery, EpochId, HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId, UpdatePolicy, UpdateStatus};
 use crate::runtime::deadline::ProgressDeadline;
 
 /// Longest time that an engine may take to leave a group for good.
@@ -99,6 +101,11 @@ struct Inner {
     receiving: Option<Receiving>,
     /// What the engine was last switched to, where it lies in files.
     kept: Option<Arc<Version>>,
+    /// What it was switched to before, kept to go back.
+    earlier: Shelf<Version>,
+    /// The epoch in which this rollout, which feeds the others, went back first or tried to; and whether it is at it.
+    went_back: Option<EpochId>,
+    going_back: bool,
     /// What the engine was last switched to.
     last: Option<HeldVersion>,
     /// A start of the engine that cannot be fed from GPU memory although it said so, and why.
@@ -238,6 +245,7 @@ impl Rollout {
                 current: current.as_ref(),
                 last: inner.last.as_ref(),
                 installed: inner.machine.installed(),
+                awaits: inner.machine.awaits_its_turn().filter(|_| inner.policy.as_ref().is_some_and(|policy| policy.max_unavailable > 0)),
                 dirty: inner.machine.dirty().map(|dirty| dirty.reason.as_str()),
                 switching: inner.switching,
                 start: inner.engine.start.as_ref(),
@@ -299,7 +307,7 @@ impl Rollout {
 
 impl Inner {
     fn held(&self) -> impl Iterator<Item = &Arc<Version>> {
-        self.kept.iter().chain(&self.staged)
+        self.kept.iter().chain(&self.staged).chain(self.earlier.all())
     }
 
     fn stop_receiving(&mut self, reason: &str) {
@@ -322,12 +330,13 @@ impl Inner {
     fn show(&self, facts: &mut super::core::Facts, current: Option<&HeldVersion>) {
         let of_group = self.held().find(|version| current.is_some_and(|current| same_version(&version.held, current)));
         facts.retained = of_group.or(self.kept.as_ref()).or(self.staged.as_ref()).map(|version| version.held.clone());
+        facts.earlier = self.held().map(|version| version.held.clone()).filter(|held| Some(held) != facts.retained.as_ref()).collect();
         facts.installed = self.machine.installed().map(|installed| installed.held.clone());
         facts.engine.clone_from(&self.engine.facts);
         facts.healthy = !self.engine.unhealthy();
         facts.wedged = self.engine.wedged && self.engine.unhealthy() && !self.engine.gone();
         facts.paused_until = self.paused_until;
-        facts.updating = self.machine.live().is_some();
+        facts.updating = self.machine.live().is_some() || self.going_back;
         facts.dirty = self.machine.dirty().is_some();
         facts.engine_down = self.engine.gone() || self.engine.unhealthy() && !self.switching;
         let wedged = self.engine.reason.clone().filter(|_| facts.wedged);
@@ -340,6 +349,9 @@ impl Inner {
 impl Holder for Rollout {
     fn to_feed(&self, epoch: &Epoch) -> Option<Copy> {
         let current = epoch.current().filter(|_| epoch.feeds())?;
+        if self.goes_first(epoch, current) {
+            return None;
+        }
         let version = self.holding(current)?;
         Some(Copy { held: version.held.clone(), algorithm: version.manifest.algorithm, source: version.source() })
     }

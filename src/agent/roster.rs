@@ -19,19 +19,29 @@ use crate::protocol::{HeldVersion, MemberName, MemberPhase, MemberState, Role, R
 /// The roster by what is known now. An agent that leads nobody knows of itself only.
 pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeMap<MemberName, Peer>, own: &MemberState) -> RosterView {
     let mut replicas = Vec::new();
+    // As in any update, those that were not taken back yet serve until enough were.
+    let mine = |member: &MemberName| own.member.as_ref() == Some(member);
+    let serving = |member: &MemberName| if mine(member) { Some(own) } else { peers.get(member)?.state.as_ref() };
+    let going_back = epoch.filter(|epoch| {
+        let there = |name: &MemberName| {
+            let installed = serving(name).and_then(|state| state.installed.as_ref());
+            installed.zip(current).is_some_and(|(installed, current)| same_version(installed, current))
+        };
+        let reached = epoch.rollouts().iter().filter(|name| there(name)).count();
+        epoch.returned().is_some() && reached < usize::try_from(epoch.prepared.policy.min_ready.max(1)).unwrap_or(usize::MAX)
+    });
     let members = epoch.map(|epoch| epoch.prepared.roster.members.as_slice()).unwrap_or_default();
     for member in members.iter().filter(|member| member.role == Role::Rollout) {
-        let mine = own.member.as_ref() == Some(&member.name);
         let peer = peers.get(&member.name);
-        if !mine && peer.is_none() {
+        if !mine(&member.name) && peer.is_none() {
             continue;
         }
         let lost = peer.is_some_and(|peer| peer.lost.is_some());
-        let state = if mine { Some(own) } else { peer.and_then(|peer| peer.state.as_ref()) };
+        let state = serving(&member.name);
         replicas.push(RosterReplica {
             name: member.name.clone(),
             url: epoch.and_then(|epoch| epoch.address(&member.name)).and_then(|address| address.engine_url.clone()),
-            state: word(state.filter(|_| !lost), current).to_owned(),
+            state: word(state.filter(|_| !lost), current, going_back).to_owned(),
             version: state.and_then(|state| state.installed.as_ref()).map(|installed| installed.version),
             rank_offset: member.rank_offset,
             size: member.size,
@@ -40,7 +50,7 @@ pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeM
     RosterView { epoch: epoch.map(|epoch| epoch.id().epoch), version: current.map(|current| current.version), replicas }
 }
 
-fn word(state: Option<&MemberState>, current: Option<&HeldVersion>) -> &'static str {
+fn word(state: Option<&MemberState>, current: Option<&HeldVersion>, going_back: Option<&Epoch>) -> &'static str {
     let Some(state) = state else { return "out" };
     match (state.phase, &state.installed, current) {
         (MemberPhase::Dirty, ..) => "dirty",
@@ -49,6 +59,7 @@ fn word(state: Option<&MemberState>, current: Option<&HeldVersion>) -> &'static 
         (MemberPhase::Ready, _, _) if !state.healthy => "out",
         (MemberPhase::Ready, _, None) => "ready",
         (MemberPhase::Ready, Some(installed), Some(current)) if same_version(installed, current) => "ready",
+        (MemberPhase::Ready, Some(installed), _) if going_back.is_some_and(|epoch| epoch.left(installed.version)) => "ready",
         (MemberPhase::Ready, ..) => "behind",
     }
 }

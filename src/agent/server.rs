@@ -172,6 +172,9 @@ async fn commit(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid
                 return Err(refusal(RefusalCode::StaleEpoch, format!("epoch {} ended while it was committed", epoch.id())));
             }
             tracing::info!(epoch = %epoch.id(), members = epoch.prepared.roster.members.len(), "committed");
+            if let (Some(_), Part::Rollout(rollout)) = (epoch.returned(), &endpoint.part) {
+                rollout.look_now();
+            }
         }
         Ok(Json(MemberState::clone(&endpoint.core.events().state())))
     })

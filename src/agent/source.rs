@@ -21,7 +21,7 @@ use super::core::{Core, lock};
 use super::group::Epoch;
 use super::lead::Leader;
 use super::lead::feed::{Copy, Feeder, Holder};
-use super::rollout::same_version;
+use super::shelf::Shelf;
 use super::space::Cgroups;
 use crate::protocol::HeldVersion;
 
@@ -32,7 +32,7 @@ pub struct Source {
     attempts: Arc<Attempts>,
     cgroups: Cgroups,
     history: Mutex<History>,
-    retained: Mutex<Option<Arc<Retained>>>,
+    retained: Mutex<Shelf<Retained>>,
 }
 
 impl Source {
@@ -64,21 +64,31 @@ impl Source {
     /// The version that every rollout should hold: the group's, or one that was published since.
     fn current(&self, epoch: Option<&Epoch>) -> Option<HeldVersion> {
         let told = epoch.map_or_else(|| self.core.current(), |epoch| epoch.current().cloned());
-        let done = lock(&self.history).done().cloned();
+        let mut history = lock(&self.history);
+        if let (Some(returned), Some(to)) = (epoch.and_then(Epoch::returned), &told) {
+            history.went_back(to, returned.from);
+        }
+        let done = history.done().cloned();
         match (done, told) {
             (Some(done), Some(told)) => Some(if done.version >= told.version { done } else { told }),
             (done, told) => done.or(told),
         }
     }
 
-    fn retained(&self) -> Option<Arc<Retained>> {
-        lock(&self.retained).clone()
+    fn retained(&self, wanted: &HeldVersion) -> Option<Arc<Retained>> {
+        lock(&self.retained).find(wanted).cloned()
     }
 
-    fn retain(&self, retained: Option<Arc<Retained>>) {
-        let held = retained.as_ref().map(|retained| retained.held.clone());
-        *lock(&self.retained) = retained;
-        self.core.set_facts(|facts| facts.retained = held);
+    /// Changes what is kept, and says so.
+    fn reshelve<T>(&self, change: impl FnOnce(&mut Shelf<Retained>) -> T) -> T {
+        let mut shelf = lock(&self.retained);
+        let outcome = change(&mut shelf);
+        let mut kept = shelf.all().map(|retained| retained.held.clone());
+        let newest = kept.next();
+        let earlier: Vec<HeldVersion> = kept.collect();
+        drop(shelf);
+        self.core.set_facts(|facts| (facts.retained, facts.earlier) = (newest, earlier));
+        outcome
     }
 }
 
@@ -86,7 +96,7 @@ impl Holder for Source {
     fn to_feed(&self, epoch: &Epoch) -> Option<Copy> {
         let target = self.current(Some(epoch))?;
         let ours = epoch.current().is_none_or(|current| target.version > current.version);
-        let retained = self.retained().filter(|retained| same_version(&retained.held, &target))?;
+        let retained = self.retained(&target)?;
         // Of the group's version, the coordinator chose who feeds; of one that came since, only the source can know.
         if !ours && !epoch.feeds() {
             return None;

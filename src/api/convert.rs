@@ -21,6 +21,20 @@ fn millis(seconds: i32) -> u64 {
     u64::try_from(seconds).unwrap_or(0) * 1000
 }
 
+/// A number, or a share of `total`.
+fn share(wanted: &IntOrString, total: u32, divide: fn(u64, u64) -> u64) -> u32 {
+    match wanted {
+        IntOrString::Int(number) => count(*number),
+        IntOrString::String(text) => match text.strip_suffix('%') {
+            Some(percent) => {
+                let percent: u64 = percent.parse().unwrap_or(100);
+                u32::try_from(divide(u64::from(total) * percent, 100)).unwrap_or(u32::MAX)
+            }
+            None => text.parse().unwrap_or(u32::MAX),
+        },
+    }
+}
+
 impl WeightSync {
     /// Identity and age, as the plan compares them.
     pub fn plan_ref(&self) -> WeightSyncRef {
@@ -42,17 +56,12 @@ impl WeightSyncSpec {
 
     /// Replicas that must hold a version for it to count, of `total`: at least one.
     pub fn min_ready(&self, total: u32) -> u32 {
-        let wanted = match &self.membership.min_ready {
-            IntOrString::Int(number) => count(*number),
-            IntOrString::String(text) => match text.strip_suffix('%') {
-                Some(percent) => {
-                    let percent: u64 = percent.parse().unwrap_or(100);
-                    u32::try_from((u64::from(total) * percent).div_ceil(100)).unwrap_or(u32::MAX)
-                }
-                None => text.parse().unwrap_or(u32::MAX),
-            },
-        };
-        wanted.max(1)
+        share(&self.membership.min_ready, total, u64::div_ceil).max(1)
+    }
+
+    /// Replicas of `total` that may be out of service at once because of an update; 0 for all.
+    pub fn max_unavailable(&self, total: u32) -> u32 {
+        self.membership.max_unavailable.as_ref().map_or(0, |most| share(most, total, |count, whole| count / whole).max(1))
     }
 
     /// The rules of updates for a group with `total` replicas.
@@ -80,9 +89,11 @@ impl WeightSyncSpec {
                 KvCache::Reset => KvCachePolicy::Reset,
             },
             min_ready: self.min_ready(total),
+            max_unavailable: self.max_unavailable(total),
             silence_ms: millis(self.update.silence_seconds),
             update_timeout_ms: millis(self.update.timeout_seconds),
             retain_bytes: u64::try_from(retain_mib).unwrap_or(0).saturating_mul(1 << 20),
+            keep: count(self.membership.keep),
             bucket_bytes: u64::from(count(tcp.bucket_mib.unwrap_or(0))) << 20,
             data_tls: tcp.tls,
             transport: self.transport_policy(),
@@ -108,6 +119,11 @@ impl WeightSyncSpec {
             slots: count(nccl.buffers.unwrap_or(0)),
             environment: nccl.env,
         }
+    }
+
+    /// The version that the group is to go back to.
+    pub fn target(&self) -> Option<u64> {
+        self.target_version.and_then(|version| u64::try_from(version).ok())
     }
 
     /// How long a join waits for others, in ms.

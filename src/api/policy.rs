@@ -137,6 +137,23 @@ pub struct Membership {
         .message("minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\""))]
     pub min_ready: IntOrString,
 
+    /// Replicas that may be out of service at once because of an update: a number, or a share of all replicas such as `25%`, rounded down, at
+    /// least one. The others serve what they have until their turn comes, with the new version complete beside them (so it needs engines
+    /// that load from files; it is not for `delivery: Engine` and `External`). A replica whose switch fails keeps its place: a version
+    /// that no engine takes costs that many replicas, and its publish fails. From the moment that `minReady` replicas serve a version, those
+    /// that are behind and not about to be switched are not ready: let `minReady` be most of them. If left out, all switch at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("string(self).matches('^([1-9][0-9]{0,4}|([1-9][0-9]?|100)%)$')")
+        .message("maxUnavailable must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\""))]
+    pub max_unavailable: Option<IntOrString>,
+
+    /// Versions that are kept in the fleet, the current one counted, so that `targetVersion` can name an earlier one. Each agent keeps what
+    /// fits into `update.retain` and into its pod's memory (rollouts whose engine loads from files, and the source); the version that was
+    /// not used for longest goes first.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 16))]
+    pub keep: i32,
+
     /// When a replica that is not in the group may enter it: `Immediate`, or with the `NextVersion`.
     #[serde(default)]
     pub join: Join,
@@ -181,7 +198,7 @@ pub struct Update {
     #[schemars(range(min = 1, max = 3600))]
     pub silence_seconds: i32,
 
-    /// What the source keeps to retry and to feed joiners. If left out: up to 64 GiB, and nothing in an ephemeral container. Free memory
+    /// What the source keeps to retry and to feed joiners, and every agent to go back (`membership.keep`). If left out: up to 64 GiB, and nothing in an ephemeral container. Free memory
     /// and the limit of the container are looked at as well.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retain: Option<Retain>,
@@ -226,8 +243,9 @@ pub enum KvCache {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Retain {
-    /// Host memory in MiB for kept versions. During an update these are two, where both fit; else the older one is dropped first. A
-    /// version that does not fit is not kept. 0 keeps nothing: joiners are fed by rollouts that hold the version.
+    /// Host memory in MiB for kept versions, in each agent. During an update the source keeps one more than `membership.keep`, where all fit;
+    /// else the oldest is dropped first. A rollout counts the versions that its engine held before. A version that does not fit is not
+    /// kept. 0 keeps nothing: joiners are fed by rollouts that hold the version.
     #[serde(rename = "hostMiB")]
     #[schemars(range(min = 0, max = 67_108_864))]
     pub host_mib: i64,
@@ -294,7 +312,7 @@ impl Default for Health {
 
 impl Default for Membership {
     fn default() -> Self {
-        Self { min_ready: one_replica(), join: Join::default(), debounce_seconds: one() }
+        Self { min_ready: one_replica(), max_unavailable: None, keep: one(), join: Join::default(), debounce_seconds: one() }
     }
 }
 

@@ -83,6 +83,8 @@ use super::{PodSelector, WeightSyncStatus};
     .message("apiKeySecretRef works with agent.launch Ephemeral; an agent that was injected gets the key from the pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment"))]
 #[x_kube(validation = Rule::new("self.update.pause in ['Abort', 'External'] || !self.rollouts.exists(p, has(p.engine.lmdeploy))")
     .message("LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External"))]
+#[x_kube(validation = Rule::new("self.delivery == 'Agent' || !has(self.membership.maxUnavailable)")
+    .message("only with delivery Agent does a version lie complete before engines switch: remove membership.maxUnavailable, or set delivery to Agent"))]
 #[x_kube(validation = Rule::new("self.delivery != 'Engine' || !has(self.transport.tcp)")
     .message("delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent"))]
 #[x_kube(validation = Rule::new("(self.update.pause == 'Abort' && self.update.kvCache == 'Reset') || !self.rollouts.exists(p, has(p.engine.fastdeploy))")
@@ -91,6 +93,14 @@ pub struct WeightSyncSpec {
     /// Releases every pod and does nothing more until it is false again. Pods go on serving what they have.
     #[serde(default)]
     pub suspend: bool,
+
+    /// The version that the group goes back to, and is held at: one that somebody keeps (`membership.keep`, `status.members[].retained`).
+    /// Every replica is taken there, verified, without the trainer; a publish is refused meanwhile (`VersionPinned`). If it is taken away
+    /// again, the group stays where it is until a version with a higher number than every one before is published. Where nobody keeps the
+    /// version, everything stays as it is, with the condition `Degraded` and reason `TargetVersionMissing`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
+    pub target_version: Option<i64>,
 
     /// The trainer: an ordered set of pods, of which the first is the source.
     pub trainer: Trainer,

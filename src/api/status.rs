@@ -49,6 +49,10 @@ pub struct WeightSyncStatus {
     #[schemars(length(max = 64))]
     pub manifest: Option<String>,
 
+    /// The highest version that was ever served, where `version` is an earlier one that `targetVersion` named: a publish must be higher.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rolled_back_from: Option<i64>,
+
     /// The latest update.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_update: Option<LastUpdate>,
@@ -228,6 +232,12 @@ pub struct MemberStatus {
     /// The version that its engine serves, as far as it was confirmed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<i64>,
+
+    /// Versions that its agent keeps complete and verified: what `targetVersion` can name. At most 32.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub retained: Vec<i64>,
 
     /// Until when at most its engine is paused by us.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -195,6 +195,24 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
         "spec.membership.minReady",
         "minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
     );
+    problems.expect(
+        match &spec.membership.max_unavailable {
+            None => true,
+            Some(IntOrString::Int(number)) => (1..=99_999).contains(number),
+            Some(IntOrString::String(text)) => is_count_or_percentage(text),
+        },
+        "spec.membership.maxUnavailable",
+        "maxUnavailable must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
+    );
+    problems.expect(
+        spec.delivery == Delivery::Agent || spec.membership.max_unavailable.is_none(),
+        "spec.delivery",
+        "only with delivery Agent does a version lie complete before engines switch: remove membership.maxUnavailable, or set delivery to Agent",
+    );
+    problems.range("spec.membership.keep", spec.membership.keep.into(), 1, 16);
+    if let Some(version) = spec.target_version {
+        problems.range("spec.targetVersion", version, 0, 9_007_199_254_740_991);
+    }
     problems.range("spec.membership.debounceSeconds", spec.membership.debounce_seconds.into(), 0, 600);
     let update = &spec.update;
     problems.range("spec.update.timeoutSeconds", update.timeout_seconds.into(), 1, 86_400);

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use anyhow::{Context, anyhow};
 use clap::Args;
 use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::broadcast::error::RecvError;
 
 use super::Output;
@@ -38,10 +39,28 @@ impl LocalArgs {
         let text = std::fs::read_to_string(&self.filename).with_context(|| format!("{} cannot be read", self.filename.display()))?;
         let file = LocalFile::parse(&text).map_err(|error| anyhow!("{}: {error}", self.filename.display()))?;
         let base = self.filename.parent().unwrap_or(Path::new("."));
-        super::block_on(self.supervise(group_spec(&file, base)?))
+        let spec = group_spec(&file, base)?;
+        super::block_on(self.supervise(spec, &file))
     }
 
-    async fn supervise(&self, spec: GroupSpec) -> anyhow::Result<ExitCode> {
+    /// Reads the file again: the target version counts at once, everything else with the next start.
+    async fn reload(&self, group: &Group, began_with: &LocalFile) {
+        let read = tokio::fs::read_to_string(&self.filename).await.map_err(|error| error.to_string());
+        let (event, message) = match read.and_then(|text| LocalFile::parse(&text)) {
+            Ok(file) => {
+                group.set_target(file.target_version).await;
+                let target = file.target_version.map_or_else(|| "none".to_owned(), |version| version.to_string());
+                let other = LocalFile { target_version: began_with.target_version, ..file } != *began_with;
+                let rest = if other { "; what else changed counts after a restart" } else { "" };
+                ("reloaded", format!("target version: {target}{rest}"))
+            }
+            Err(error) => ("unreadable", format!("{} is not taken: {error}", self.filename.display())),
+        };
+        self.tell(&json!({"event": event, "message": message}), || message.clone());
+    }
+
+    async fn supervise(&self, spec: GroupSpec, file: &LocalFile) -> anyhow::Result<ExitCode> {
+        let mut hangup = signal(SignalKind::hangup()).context("signals cannot be awaited")?;
         let stop = shutdown::on_signals().context("signals cannot be awaited")?;
         let socket = spec.pods.first().map(|trainer| format!("@weightsync/{}-{}", spec.name, trainer.name)).unwrap_or_default();
         let logs = spec.directory.display().to_string();
@@ -53,6 +72,7 @@ impl LocalArgs {
         loop {
             tokio::select! {
                 () = stop.cancelled() => break,
+                Some(()) = hangup.recv() => self.reload(&group, file).await,
                 event = events.recv() => match event {
                     Ok(event) => self.tell(&as_json(&event), || as_line(&event)),
                     Err(RecvError::Lagged(_)) => {}
@@ -113,6 +133,7 @@ fn group_spec(file: &LocalFile, base: &Path) -> anyhow::Result<GroupSpec> {
         versions: file.versions.clone().unwrap_or_else(|| PathBuf::from(format!("/dev/shm/weightsync-{}", file.name))),
         directory,
         policy: file.policy(),
+        target: file.target_version,
         debounce: std::time::Duration::from_millis(u64::from(file.update.debounce_milliseconds)),
         program: std::env::current_exe().context("this program's own path is unknown")?,
     })

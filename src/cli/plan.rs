@@ -167,6 +167,7 @@ impl PlanArgs {
             ring_buckets: u64::from(ClientServerConfig::SLOTS),
             receive_bytes: (options.receive_buffer * options.receive_buffers) as u64,
             retain_bytes: policy.retain_bytes,
+            keep: u64::from(policy.keep),
             gpu_ring: ring,
         };
         if let Some(path) = &self.checkpoint {

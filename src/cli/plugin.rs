@@ -15,6 +15,7 @@ mod logs;
 mod pause;
 mod release;
 mod report;
+mod rollback;
 mod status;
 mod ui;
 
@@ -56,6 +57,8 @@ pub enum Verb {
     Report(report::ReportArgs),
     /// Take a paused object up again.
     Resume(pause::PauseArgs),
+    /// Take an object back to a version that is kept, and hold it there; or let it go on.
+    Rollback(rollback::RollbackArgs),
     /// Show members, ranks and versions, and why a member is out.
     Status(status::StatusArgs),
     /// Bring the leading controller's web page to this machine.
@@ -80,6 +83,7 @@ pub fn main() -> ExitCode {
         Verb::Release(args) => args.run(),
         Verb::Report(args) => args.run(),
         Verb::Resume(args) => args.run(false),
+        Verb::Rollback(args) => args.run(),
         Verb::Status(args) => args.run(),
         Verb::Ui(args) => args.run(),
         Verb::Complete(args) => Ok(args.run()),

@@ -312,5 +312,8 @@ fn restored(object: &WeightSync, term: u64, earlier: Option<&Entry>) -> Restored
     });
     let seen = earlier.map_or(0, |entry| entry.seen_epoch.load(Ordering::SeqCst).max(entry.handle.view.borrow().epoch));
     let earlier_version = earlier.and_then(|entry| entry.handle.view.borrow().version.clone());
-    Restored { term, epoch: unsigned(status.and_then(|status| status.epoch)).unwrap_or(0).max(seen), version: earlier_version.or(version) }
+    let highest = unsigned(status.and_then(|status| status.rolled_back_from)).unwrap_or(0);
+    let left = earlier.and_then(|entry| entry.handle.view.borrow().returned).map_or(0, |returned| returned.from);
+    let epoch = unsigned(status.and_then(|status| status.epoch)).unwrap_or(0).max(seen);
+    Restored { term, epoch, version: earlier_version.or(version), highest: highest.max(left) }
 }

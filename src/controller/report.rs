@@ -22,6 +22,9 @@ const TRANSPORT_REASON: usize = 1024;
 /// Pods of one member that are listed.
 const MAX_PODS: usize = 16;
 
+/// Kept versions of one member that are listed.
+const MAX_RETAINED: usize = 32;
+
 /// Whether something is so, and why.
 struct Judgement(Option<bool>, Reason, String);
 
@@ -52,6 +55,9 @@ pub(super) fn status(facts: &Facts<'_>, before: &[Condition], now: Timestamp) ->
             .map(|transport| TransportStatus { name: transport.name().to_owned(), reason: cut(&transport.reason, TRANSPORT_REASON) }),
         version: held.map(|held| signed_long(held.version)),
         manifest: held.map(|held| held.manifest.clone()).filter(|manifest| !manifest.is_empty()),
+        rolled_back_from: held
+            .and_then(|held| view.returned.filter(|returned| returned.from > held.version && view.wanted == view.version))
+            .map(|returned| signed_long(returned.from)),
         last_update: view.update.as_ref().map(last_update),
         replicas: Some(ReplicaCount::new(view.ready, decided.replicas.max(view.ready))),
         members: view.members.iter().take(MAX_MEMBERS).map(member).collect(),
@@ -174,8 +180,18 @@ fn progressing(view: &MembershipView) -> Judgement {
             Judgement(Some(true), Reason::GroupForming, format!("epoch {} is being formed", view.epoch))
         }
         _ => match view.update.as_ref().filter(|update| runs(update)) {
+            _ if view.wanted.is_some() && view.wanted != view.version => {
+                let wanted = view.wanted.as_ref().map_or(0, |held| held.version);
+                Judgement(Some(true), Reason::RollingBack, format!("members are taken to version {wanted}, as targetVersion asks"))
+            }
             Some(update) => Judgement(Some(true), Reason::Updating, format!("version {} is on its way", update.version)),
-            None => Judgement(Some(false), Reason::AsWanted, "nothing is under way".into()),
+            None => match view.returned.filter(|returned| returned.pinned) {
+                Some(returned) => {
+                    let message = format!("held at version {}, as targetVersion asks: nothing is published", returned.to);
+                    Judgement(Some(false), Reason::RolledBack, message)
+                }
+                None => Judgement(Some(false), Reason::AsWanted, "nothing is under way".into()),
+            },
         },
     }
 }
@@ -288,6 +304,7 @@ fn member(member: &MemberView) -> MemberStatus {
             MemberStanding::Out => MemberStateName::Out,
         },
         version: member.installed.as_ref().map(|held| signed_long(held.version)),
+        retained: member.keeps.iter().take(MAX_RETAINED).map(|held| signed_long(held.version)).collect(),
         paused_until: member
             .paused_until
             .and_then(|until| Timestamp::from_millisecond(signed_long(until)).ok())

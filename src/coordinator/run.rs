@@ -240,7 +240,9 @@ impl Coordinator {
 
     fn publish(&self) {
         let view = self.membership.view();
-        self.context.directory.set_current(&self.applied.config.weightsync, view.version.as_ref());
+        // Readiness follows once enough replicas went back: until then those that have not serve on.
+        let returned = view.returned.filter(|_| view.wanted == view.version);
+        self.context.directory.set_current(&self.applied.config.weightsync, view.wanted.as_ref(), returned);
         self.view.send_if_modified(|shown| {
             let differs = *shown != view;
             *shown = view;

@@ -34,6 +34,9 @@ pub struct LocalFile {
     /// Who joins the group.
     #[serde(default)]
     pub delivery: Delivery,
+    /// The version that the group goes back to and is held at: one that somebody keeps (`update.keep`).
+    #[serde(default)]
+    pub target_version: Option<u64>,
 }
 
 /// How bytes travel: at most one of the fields; `auto` without any.
@@ -128,6 +131,8 @@ pub struct EngineFile {
 pub struct UpdateFile {
     /// Replicas that must hold a version for it to count.
     pub min_ready: u32,
+    /// Replicas that may be out of service at once because of an update; 0 for all.
+    pub max_unavailable: u32,
     /// What happens to running requests.
     pub pause: PausePolicy,
     /// What happens to the KV and prefix cache.
@@ -136,9 +141,11 @@ pub struct UpdateFile {
     pub timeout_seconds: u32,
     /// A wait with no byte moving ends after this long.
     pub silence_seconds: u32,
-    /// Memory in MiB that the source may keep to retry and to feed joiners.
+    /// Memory in MiB that the source may keep to retry and to feed joiners, and each rollout for earlier versions.
     #[serde(rename = "retainMiB")]
     pub retain_mib: u32,
+    /// Versions that are kept, the current one counted, to go back to; within `retainMiB` in each agent.
+    pub keep: u32,
     /// Size of a bucket in MiB; 0 chooses by the model's size.
     #[serde(rename = "bucketMiB")]
     pub bucket_mib: u32,
@@ -154,11 +161,13 @@ impl Default for UpdateFile {
     fn default() -> Self {
         Self {
             min_ready: 1,
+            max_unavailable: 0,
             pause: PausePolicy::default(),
             kv_cache: KvCachePolicy::default(),
             timeout_seconds: 300,
             silence_seconds: 5,
             retain_mib: 4096,
+            keep: 1,
             bucket_mib: 0,
             tls: false,
             debounce_milliseconds: 200,
@@ -182,9 +191,11 @@ impl UpdateFile {
             pause: self.pause,
             kv_cache: self.kv_cache,
             min_ready: self.min_ready,
+            max_unavailable: self.max_unavailable,
             silence_ms: ms(self.silence_seconds),
             update_timeout_ms: ms(self.timeout_seconds),
             retain_bytes: bytes(self.retain_mib),
+            keep: self.keep,
             bucket_bytes: bytes(self.bucket_mib),
             data_tls: self.tls,
             transport: TransportPolicy::default(),
@@ -210,6 +221,9 @@ impl LocalFile {
         self.transport.check()?;
         if self.delivery == Delivery::Engine && self.transport.tcp.is_some() {
             return Err("delivery: Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent".into());
+        }
+        if self.delivery != Delivery::Agent && self.update.max_unavailable > 0 {
+            return Err("delivery: only with Agent does a version lie complete before engines switch: remove update.maxUnavailable".into());
         }
         let plain = |field: &str, name: &str| {
             let good =
@@ -240,6 +254,9 @@ impl LocalFile {
         }
         if self.update.timeout_seconds == 0 || self.update.silence_seconds == 0 || self.update.health_period_milliseconds == 0 {
             return Err("update: timeoutSeconds, silenceSeconds and healthPeriodMilliseconds must be at least 1".into());
+        }
+        if !(1..=16).contains(&self.update.keep) {
+            return Err(format!("update.keep: {} must be 1 to 16", self.update.keep));
         }
         Ok(())
     }
@@ -277,6 +294,7 @@ update: {minReady: 2, pause: Drain}
             ("minReady: 2", "minReady: 3", "minReady"),
             ("directory: state", "direktory: state", "direktory"),
             ("pause: Drain", "pause: Never", "Never"),
+            ("pause: Drain", "keep: 0", "update.keep"),
             ("update:", "transport: {auto: {}, tcp: {}}\nupdate:", "exactly one"),
             ("update:", "transport: {nccl: {buffers: 1}}\nupdate:", "buffers"),
             ("update:", "transport: {nccl: {env: {LD_PRELOAD: x}}}\nupdate:", "LD_PRELOAD"),

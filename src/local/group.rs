@@ -18,7 +18,7 @@ use crate::coordinator::{
     Context, Coordinator, CoordinatorEvent, Directory, Enrollment, EventSink, PersistError, SingleUseTokens, Timing, Wanted, router,
 };
 use crate::membership::{MembershipConfig, MembershipView, Restored};
-use crate::protocol::UpdatePolicy;
+use crate::protocol::{UpdatePolicy, Version};
 use crate::runtime::https::{Access, AgentClient, Limits, serve_https};
 use crate::runtime::identity::{Ca, IdentityError, PeerIdentity};
 
@@ -46,6 +46,8 @@ pub struct GroupSpec {
     pub policy: UpdatePolicy,
     /// How long a joining replica waits for others.
     pub debounce: Duration,
+    /// The version that the group goes back to and is held at.
+    pub target: Option<Version>,
     /// The program that is started as an agent: this one.
     pub program: PathBuf,
 }
@@ -107,6 +109,7 @@ impl Group {
         let created = u64::try_from(created.as_millis()).unwrap_or(u64::MAX);
         let weightsync = format!("local-{}-{created}", spec.name);
         let mut rules = MembershipConfig::new(weightsync.clone(), created, spec.policy.clone());
+        rules.target = spec.target;
         rules.debounce_ms = u64::try_from(spec.debounce.as_millis()).unwrap_or(u64::MAX);
         let wanted = Wanted { config: rules, members: None, suspend: false, delete: false };
         let (events, _) = broadcast::channel(EVENTS);
@@ -152,6 +155,11 @@ impl Group {
     /// Starts a killed or frozen pod anew: same name, another pod; false when there is no such pod.
     pub async fn replace(&self, pod: &str) -> bool {
         self.order(|done| Order::Replace { pod: pod.to_owned(), done }).await.unwrap_or(false)
+    }
+
+    /// Has the group go back to a version and hold it, or lets it go on; false when the group is ending.
+    pub async fn set_target(&self, target: Option<Version>) -> bool {
+        self.order(|done| Order::Target { target, done }).await.unwrap_or(false)
     }
 
     async fn order(&self, order: impl FnOnce(oneshot::Sender<bool>) -> Order) -> Option<bool> {

@@ -16,7 +16,7 @@ use super::process::{Process, Start, tail};
 use super::restarts::Restarts;
 use crate::coordinator::{CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
 use crate::plan::Candidate;
-use crate::protocol::{Assignment, HeldVersion, PodRef, Role};
+use crate::protocol::{Assignment, HeldVersion, PodRef, Role, Version};
 use crate::runtime::identity::Ca;
 
 /// What the supervisor is told.
@@ -25,6 +25,8 @@ pub(super) enum Order {
     Signal { pod: String, signal: Signal, done: oneshot::Sender<bool> },
     /// Start a dead pod anew.
     Replace { pod: String, done: oneshot::Sender<bool> },
+    /// Have the group go back to a version, or go on.
+    Target { target: Option<Version>, done: oneshot::Sender<bool> },
     /// A process ended.
     Exited { pod: usize, part: Part, life: u64, how: String },
     /// The wait before a restart is over.
@@ -137,6 +139,10 @@ impl Supervisor {
                 Some(Order::Replace { pod, done }) => {
                     let _ = done.send(self.replace(&pod));
                 }
+                Some(Order::Target { target, done }) => {
+                    self.coordinator.change(|wanted| wanted.config.target = target);
+                    let _ = done.send(true);
+                }
                 Some(Order::Exited { pod, part, life, how }) => self.exited(pod, part, life, &how),
                 Some(Order::Restart { pod, part, life }) if self.pods.get(pod).is_some_and(|pod| pod.alive && pod.life == life) => {
                     self.start(pod, part);
@@ -171,7 +177,10 @@ impl Supervisor {
             let uid = self.uid(pod);
             let engines = pod.spec.engine.iter().map(|engine| engine.assignment.clone()).collect();
             let current = self.current.clone();
-            claims.insert(uid.clone(), Assignment { role: pod.spec.role, engines, serve_before_first_version: true, current });
+            claims.insert(
+                uid.clone(),
+                Assignment { role: pod.spec.role, engines, serve_before_first_version: true, current, returned: None },
+            );
             candidates.push(Candidate {
                 name: pod.spec.member(),
                 role: pod.spec.role,

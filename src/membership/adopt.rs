@@ -25,6 +25,7 @@ impl Membership {
             return false;
         }
         let transport = assessment.eligible.iter().find_map(|member| self.agents.get(&member.life)?.state.as_ref()?.transport.clone());
+        let returned = assessment.eligible.iter().find_map(|member| self.agents.get(&member.life)?.state.as_ref()?.returned);
         let mut states = assessment.eligible.iter().filter_map(|member| self.agents.get(&member.life)?.state.as_ref());
         let Some(id) = states.clone().next().and_then(|state| state.epoch.clone()) else { return false };
         if id.weightsync != self.config.weightsync || id.epoch <= self.over {
@@ -52,7 +53,7 @@ impl Membership {
         self.epoch = self.epoch.max(id.epoch);
         self.event(Reason::GroupAdopted, message, None, false);
         let mut group = Group::new(id, roster, candidates, lives, self.config.policy.clone(), self.now);
-        group.transport = transport.unwrap_or_default();
+        (group.returned, group.transport) = (returned, transport.unwrap_or_default());
         self.enter(group);
         true
     }

@@ -1,6 +1,6 @@
 //! What membership is told before it starts: the rules of one object and what was known of it before. Holds values only.
 
-use crate::protocol::{HeldVersion, UpdatePolicy};
+use crate::protocol::{HeldVersion, UpdatePolicy, Version};
 
 /// When a member that is not in the group may enter it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -35,6 +35,8 @@ pub struct MembershipConfig {
     pub policy: UpdatePolicy,
     /// When members may join.
     pub join: JoinPolicy,
+    /// The version that the group is to go back to, and to be held at; the newest without it.
+    pub target: Option<Version>,
     /// How long a join waits for others, and the least time between a group and the next one that a join causes.
     pub debounce_ms: u64,
     /// Members answer a prepare within this long.
@@ -67,6 +69,7 @@ impl MembershipConfig {
             created,
             policy,
             join: JoinPolicy::default(),
+            target: None,
             debounce_ms: 1_000,
             prepare_deadline_ms: 5_000,
             commit_deadline_ms: 10_000,
@@ -91,4 +94,6 @@ pub struct Restored {
     /// The last version that reached `minReady`, from status. Where only the number is known, `manifest` is empty and the first member
     /// that reports the number completes it.
     pub version: Option<HeldVersion>,
+    /// The highest version that ever reached `minReady`, where the group went back from it; 0 where it did not.
+    pub highest: Version,
 }

@@ -74,7 +74,7 @@ impl Membership {
                 && group.lives.len() == assessment.eligible.len()
                 && assessment.eligible.iter().all(|member| group.lives.get(&member.candidate.name) == Some(&member.life))
         });
-        let still_wanted = !same || matches!(why, Reason::UpdateFailed | Reason::BeingFed | Reason::PolicyChanged);
+        let still_wanted = !same || matches!(why, Reason::UpdateFailed | Reason::BeingFed | Reason::PolicyChanged | Reason::TargetChanged);
         if !still_wanted || !self.is_viable(&assessment.eligible) {
             return;
         }
@@ -273,8 +273,14 @@ impl Membership {
                     return true;
                 }
             };
-            round.phase =
-                Phase::Committing { asked: BTreeSet::new(), waves, current: self.version.clone(), feeder, transport: Box::new(transport) };
+            round.phase = Phase::Committing {
+                asked: BTreeSet::new(),
+                waves,
+                current: self.wanted().cloned(),
+                returned: self.returned(),
+                feeder,
+                transport: Box::new(transport),
+            };
             round.deadline = self.now.saturating_add(self.config.commit_deadline_ms);
         }
         let wave = match &mut round.phase {
@@ -307,12 +313,13 @@ impl Membership {
         }
         let lives: Vec<(MemberName, Incarnation)> =
             wave.into_iter().filter_map(|name| round.life(&name).cloned().map(|life| (name, life))).collect();
-        let Phase::Committing { asked, current, feeder, transport, .. } = &mut round.phase else { return };
+        let Phase::Committing { asked, current, returned, feeder, transport, .. } = &mut round.phase else { return };
         for (name, to) in lives {
             let request = CommitRequest {
                 id: round.id.clone(),
                 addresses: addresses.clone(),
                 current: current.clone(),
+                returned: *returned,
                 feeder: feeder.clone(),
                 transport: transport.as_ref().clone(),
                 secret: String::new(),
@@ -324,9 +331,9 @@ impl Membership {
     }
 
     fn commit_group(&mut self, round: Round) {
-        let (feeder, transport) = match round.phase {
-            Phase::Committing { feeder, transport, .. } => (feeder, *transport),
-            Phase::Preparing => (None, TransportChoice::default()),
+        let (feeder, returned, transport) = match round.phase {
+            Phase::Committing { feeder, returned, transport, .. } => (feeder, returned, *transport),
+            Phase::Preparing => (None, None, TransportChoice::default()),
         };
         let (epoch, world) = (round.id.epoch, round.roster.world_size);
         let message = format!("epoch {epoch}: {} members, world size {world}, over {}", round.members.len(), transport.name());
@@ -338,7 +345,7 @@ impl Membership {
         let lives = round.members.iter().map(|member| (member.candidate.name.clone(), member.life.clone())).collect();
         let candidates = round.members.into_iter().map(|member| member.candidate).collect();
         let mut group = Group::new(round.id, round.roster, candidates, lives, round.policy, self.now);
-        (group.feeder, group.transport) = (feeder, transport);
+        (group.feeder, group.returned, group.transport) = (feeder, returned, transport);
         self.enter(group);
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::plan::Candidate;
 use crate::protocol::{
-    EpochId, GpuReport, GroupFacts, HeldVersion, Incarnation, MemberName, Reason, Role, Roster, TransportChoice, UpdatePolicy,
+    EpochId, GpuReport, GroupFacts, HeldVersion, Incarnation, MemberName, Reason, Returned, Role, Roster, TransportChoice, UpdatePolicy,
 };
 
 use super::assess::Eligible;
@@ -20,6 +20,8 @@ pub(super) struct Group {
     /// The life of each member that prepared it.
     pub lives: BTreeMap<MemberName, Incarnation>,
     pub feeder: Option<MemberName>,
+    /// What its members were told of going back.
+    pub returned: Option<Returned>,
     pub transport: TransportChoice,
     /// The rules its members were sent; assumed to be the present ones for a group that was taken over.
     pub policy: UpdatePolicy,
@@ -49,6 +51,7 @@ impl Group {
             candidates,
             lives,
             feeder: None,
+            returned: None,
             transport: TransportChoice::default(),
             policy,
             committed_at,
@@ -132,6 +135,7 @@ pub(super) enum Phase {
         /// Those that come after them.
         waves: VecDeque<Vec<MemberName>>,
         current: Option<HeldVersion>,
+        returned: Option<Returned>,
         feeder: Option<MemberName>,
         transport: Box<TransportChoice>,
     },

@@ -25,7 +25,9 @@ impl Membership {
             return true;
         }
         let Some(feeder) = self.choose_feeder(members.iter().map(|member| (&member.candidate.name, &member.life))) else { return false };
-        rollouts.filter(|member| member.candidate.name != feeder).any(|member| self.life_lacks(&member.life))
+        // Who is to go back does so from what it keeps itself, by the word of a group only.
+        let alone = self.returned().is_some();
+        rollouts.filter(|member| alone || member.candidate.name != feeder).any(|member| self.life_lacks(&member.life))
     }
 
     pub(super) fn life_lacks(&self, life: &Incarnation) -> bool {
@@ -185,6 +187,10 @@ impl Membership {
         let Some(group) = &self.group else { return self.need_first(assessment) };
         if let Some((reason, _)) = group.lost.values().next() {
             return Some(*reason);
+        }
+        // A person asks for another version than the one that is brought: what runs is not waited for.
+        if self.is_told_otherwise(group.returned) {
+            return Some(Reason::TargetChanged);
         }
         let id = group.id.clone();
         let busy_until = self.busy_until();

@@ -33,6 +33,8 @@ impl Membership {
             committed: self.group.is_some(),
             world_size: roster.map_or(0, |roster| roster.world_size),
             version: self.version.clone(),
+            wanted: self.wanted().cloned(),
+            returned: self.returned(),
             feeder: match self.group.as_ref().and_then(|group| group.feeder.clone()) {
                 Some(feeder) => Some(feeder),
                 None => members_in.and_then(|members| self.choose_feeder(members)),
@@ -141,7 +143,7 @@ impl Membership {
             rank_offset: self.roster().and_then(|roster| roster.member(name)).map(|member| member.rank_offset),
             size: candidate.size,
             standing,
-            held: state.and_then(|state| state.retained.clone()),
+            keeps: state.map_or_else(Vec::new, |state| state.keeps().cloned().collect()),
             dirty,
             wedged: state.is_some_and(|state| state.wedged),
             installed: state.filter(|_| !dirty).and_then(|state| state.installed.clone()),
@@ -162,7 +164,7 @@ impl Membership {
             rank_offset: None,
             size: 0,
             standing: MemberStanding::Out,
-            held: None,
+            keeps: Vec::new(),
             dirty: false,
             wedged: false,
             installed: None,
@@ -203,8 +205,13 @@ impl Membership {
             return (MemberStanding::Out, Reason::AgentMissing, String::new());
         };
         let updating = self.in_update(&candidate.name, agent);
-        let current = self.version.as_ref().map_or_else(String::new, |current| format!("version {}", current.version));
-        if self.lacks(state) {
+        let named = |held: &crate::protocol::HeldVersion| format!("version {}", held.version);
+        let current = self.wanted().map_or_else(String::new, named);
+        let number = self.version.as_ref().map_or(0, |version| version.version);
+        let dirty = state.phase == MemberPhase::Dirty;
+        // Switched in turn, the last ones serve what they have until then.
+        let turn = !dirty && self.updates.awaits_its_turn(self.now, &group.id, &group.policy, &candidate.name, number);
+        if self.is_behind(state) && !turn {
             let standing = if state.phase == MemberPhase::Dirty { MemberStanding::Dirty } else { MemberStanding::Behind };
             if updating {
                 return (standing, Reason::BeingFed, format!("{current} is being brought to it"));
@@ -225,7 +232,10 @@ impl Membership {
         let message = match (candidate.role, current.is_empty()) {
             (Role::Source, _) => format!("leads epoch {}", group.id.epoch),
             (Role::Rollout, true) => "in the group; there is no version yet".to_owned(),
-            (Role::Rollout, false) => format!("serves {current}"),
+            (Role::Rollout, false) => match &state.installed {
+                Some(installed) if self.lacks(state) => format!("serves {} until it is taken to {current}", named(installed)),
+                _ => format!("serves {current}"),
+            },
         };
         (MemberStanding::Ready, Reason::MemberReady, message)
     }
@@ -285,6 +295,9 @@ impl Membership {
         }
         if !has(Role::Rollout) {
             add(Reason::NoRollout, None, "no rollout can take part".to_owned());
+        }
+        if let Some(message) = self.target_missing() {
+            add(Reason::TargetVersionMissing, None, message);
         }
         let min_ready = self.config.policy.min_ready;
         if ready < min_ready && self.group.is_some() {

@@ -123,6 +123,16 @@ impl Updates {
             })
     }
 
+    /// Whether a member holds that version complete, in a running update of this epoch, and its turn to be switched comes.
+    pub(super) fn awaits_its_turn(&self, now: u64, id: &EpochId, policy: &UpdatePolicy, member: &MemberName, version: u64) -> bool {
+        let running = self.running_until(now, id, policy).is_some() && policy.max_unavailable > 0;
+        let of = |track: &&Track| &track.view.id == id && track.view.version == version && track.view.phase == UpdatePhase::Activate;
+        running
+            && self.tracks.values().filter(of).any(|track| {
+                track.view.members.iter().any(|progress| &progress.member == member && progress.step == InstallStep::Delivered)
+            })
+    }
+
     /// When the failed update of this epoch deserves a new one.
     pub(super) fn retry_at(&self, id: &EpochId) -> Option<u64> {
         self.retry.as_ref().filter(|(failed_in, _)| failed_in == id).map(|(_, at)| *at)

@@ -1,7 +1,7 @@
 //! Which version is current, who lacks it, and who can feed it.
 //!
 //! The version moves when enough replicas say that their engines confirmed it, or when a source, which waits for the same, says so. A
-//! leader's progress never moves it, and it never goes back.
+//! leader's progress never moves it, and it goes back only to the version that the spec names (`target.rs`).
 
 use std::collections::BTreeMap;
 
@@ -38,34 +38,45 @@ impl Membership {
         {
             reached = Some(HeldVersion { version, manifest: format!("m{version}") });
         }
-        if let Some(reached) = reached.filter(|reached| self.version.as_ref().is_none_or(|current| reached.version > current.version)) {
+        if let Some(reached) = reached.filter(|reached| self.version.is_none() || reached.version > self.highest) {
             let message = format!("version {} is served by at least {min_ready} replicas", reached.version);
+            self.highest = reached.version;
             self.version = Some(reached);
             self.event(Reason::VersionReached, message, None, false);
         }
     }
 
-    /// Whether a replica does not serve the current version (or anything newer) completely.
+    /// Whether a replica is to be brought the version that everybody should hold.
     pub(super) fn lacks(&self, state: &MemberState) -> bool {
+        self.wanted().map_or_else(|| self.is_dirty(state), |wanted| self.does_not_serve(state, wanted))
+    }
+
+    /// Whether a replica serves neither the version that counts nor the one that the group goes back to.
+    pub(super) fn is_behind(&self, state: &MemberState) -> bool {
+        self.lacks(state) && self.version.as_ref().is_none_or(|version| self.does_not_serve(state, version))
+    }
+
+    fn is_dirty(&self, state: &MemberState) -> bool {
+        state.role == Role::Rollout && state.phase == MemberPhase::Dirty && !self.switch.is(Mutation::DirtyCountsAsReady)
+    }
+
+    /// Whether a replica serves that version, or anything newer that the group did not go back from, not completely.
+    fn does_not_serve(&self, state: &MemberState, wanted: &HeldVersion) -> bool {
         if state.role == Role::Source {
             return false;
         }
-        if state.phase == MemberPhase::Dirty && !self.switch.is(Mutation::DirtyCountsAsReady) {
-            return true;
-        }
-        let Some(current) = &self.version else { return false };
-        state.installed.as_ref().is_none_or(|installed| {
-            installed.version < current.version
-                || installed.version == current.version && !current.manifest.is_empty() && installed.manifest != current.manifest
-        })
+        self.is_dirty(state)
+            || state.installed.as_ref().is_none_or(|installed| {
+                installed.version < wanted.version
+                    || installed.version == wanted.version && !wanted.manifest.is_empty() && installed.manifest != wanted.manifest
+                    || installed.version > wanted.version && installed.version <= self.highest
+            })
     }
 
-    /// Whether a member keeps the current version, complete and verified.
+    /// Whether a member keeps the version that everybody should hold, complete and verified.
     fn retains(&self, state: &MemberState) -> bool {
-        let Some(current) = &self.version else { return false };
-        state.retained.as_ref().is_some_and(|retained| {
-            retained.version == current.version && (current.manifest.is_empty() || retained.manifest == current.manifest)
-        })
+        let Some(wanted) = self.wanted() else { return false };
+        state.keeps().any(|kept| kept.version == wanted.version && (wanted.manifest.is_empty() || kept.manifest == wanted.manifest))
     }
 
     /// Who feeds the others: the source where it retains the version, else a rollout that does: best one that serves it too, and one whose

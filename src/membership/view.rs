@@ -1,6 +1,6 @@
 //! What status shows of membership. Holds values only; `report.rs` fills them.
 
-use crate::protocol::{EpochId, HeldVersion, Incarnation, MemberName, PodRef, Reason, Role, TransportChoice, UpdateView};
+use crate::protocol::{EpochId, HeldVersion, Incarnation, MemberName, PodRef, Reason, Returned, Role, TransportChoice, UpdateView};
 
 /// Where the group stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,8 +62,8 @@ pub struct MemberView {
     pub size: u32,
     /// Where it stands.
     pub standing: MemberStanding,
-    /// What it keeps, complete and verified (delivered).
-    pub held: Option<HeldVersion>,
+    /// What it keeps, complete and verified (delivered), the current version first where it is among them.
+    pub keeps: Vec<HeldVersion>,
     /// Whether it may hold half an update, wherever it stands: it must not serve until it is fed in full.
     pub dirty: bool,
     /// Whether its engine computes nothing any more although its front answers, by its agent's word.
@@ -103,6 +103,8 @@ impl MembershipView {
             committed: false,
             world_size: 0,
             version: None,
+            wanted: None,
+            returned: None,
             feeder: None,
             transport: None,
             update: None,
@@ -131,6 +133,10 @@ pub struct MembershipView {
     pub world_size: u32,
     /// The last version that reached `minReady`.
     pub version: Option<HeldVersion>,
+    /// The version that every rollout should hold: another one than `version` while the group goes back.
+    pub wanted: Option<HeldVersion>,
+    /// What members are told of going back, or of being held at a version.
+    pub returned: Option<Returned>,
     /// Who feeds members that lack it.
     pub feeder: Option<MemberName>,
     /// How bytes travel in the committed group.

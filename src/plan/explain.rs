@@ -24,6 +24,8 @@ pub struct ModelFacts {
     pub receive_bytes: u64,
     /// Bytes that a source may keep to retry and to feed joiners.
     pub retain_bytes: u64,
+    /// Versions that are kept, the current one counted.
+    pub keep: u64,
     /// The ring on each GPU, where buckets travel between GPUs: then no host memory holds bytes on their way.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu_ring: Option<GpuRing>,
@@ -33,6 +35,11 @@ impl ModelFacts {
     /// Buckets of a version.
     pub fn buckets(&self) -> u64 {
         self.bytes.div_ceil(self.bucket_bytes.max(1))
+    }
+
+    /// Whole versions that fit into so many bytes.
+    fn copies_in(&self, limit: u64) -> u64 {
+        limit.checked_div(self.bytes).unwrap_or(0)
     }
 }
 
@@ -52,11 +59,11 @@ pub struct Bandwidth {
 pub struct MemberMemory {
     /// Bytes on their way: the ring of a source, the receive buffers of a rollout.
     pub in_flight: u64,
-    /// Source: copies kept to retry and to feed joiners. Both versions where the limit allows, else the new one, else none.
+    /// Source: copies kept to retry, to feed joiners and to go back: those that are kept and the one that arrives, as far as the limit allows.
     pub retained: u64,
     /// Whether the kept copies are pinned: registered with the driver, so that a GPU copies from and to them.
     pub pinned: bool,
-    /// Rollout: directories with versions, the one that serves and the one that arrives; with a ring on the GPU only where the engine loads
+    /// Rollout: directories with versions, the one that serves, the one that arrives and earlier ones that are kept; with a ring on the GPU only where the engine loads
     /// from files.
     pub versions: u64,
     /// Memory of each of its GPUs.
@@ -141,18 +148,21 @@ pub fn explain(roster: &Roster, model: Option<ModelFacts>, links: &[Bandwidth]) 
 }
 
 fn memory(role: Role, model: &ModelFacts) -> MemberMemory {
-    let both = model.bytes.saturating_mul(2);
     let gpu = model.gpu_ring.as_ref().map(GpuNeed::of);
     match role {
         Role::Source => {
             let ring = model.bucket_bytes.saturating_mul(model.ring_buckets.min(model.buckets()));
-            let retained = [both, model.bytes].into_iter().find(|bytes| *bytes <= model.retain_bytes).unwrap_or(0);
+            // While one arrives there is one more than are kept.
+            let copies = model.copies_in(model.retain_bytes).min(model.keep.saturating_add(1));
+            let retained = model.bytes.saturating_mul(copies);
             let in_flight = if gpu.is_some() { 0 } else { ring };
             MemberMemory { in_flight, retained, pinned: gpu.is_some() && retained > 0, versions: 0, gpu }
         }
         Role::Rollout => {
             let in_flight = if gpu.is_some() { 0 } else { model.receive_bytes.min(model.bytes) };
-            MemberMemory { in_flight, versions: both, gpu, ..MemberMemory::default() }
+            let earlier = model.copies_in(model.retain_bytes).min(model.keep.saturating_sub(1));
+            let versions = model.bytes.saturating_mul(earlier.saturating_add(2));
+            MemberMemory { in_flight, versions, gpu, ..MemberMemory::default() }
         }
     }
 }

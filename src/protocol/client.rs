@@ -334,6 +334,8 @@ pub enum PublishErrorCode {
     VersionNotHigher,
     /// A failed number was used again with another manifest.
     ManifestChanged,
+    /// `spec.targetVersion` holds the group at a version: nothing is published until it is cleared.
+    VersionPinned,
     /// A deadline passed.
     Timeout,
     /// Another publish replaced it (`queue: latest`).

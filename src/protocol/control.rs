@@ -72,6 +72,9 @@ pub struct CommitRequest {
     /// this one to members that lack it, and they are not ready until it did; a source refuses to publish a number that is not higher.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub current: Option<HeldVersion>,
+    /// Set when `current` is not the highest version that the group ever held, or is held by the spec: see [`Returned`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub returned: Option<Returned>,
     /// Who feeds members that lack the current version: the source, or a rollout that holds it. None: nobody retains it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub feeder: Option<MemberName>,
@@ -82,6 +85,28 @@ pub struct CommitRequest {
     pub secret: String,
     /// Answer within this long.
     pub deadline_ms: u64,
+}
+
+/// A group that went back to an earlier version, goes back to it, or is held at one.
+///
+/// Whoever serves a version above `to` and up to `from` is brought `to`; a number up to `from` is never published again, because other
+/// weights had it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Returned {
+    /// The version that every rollout should hold.
+    pub to: Version,
+    /// The highest version that the group ever held; `to` itself when it is only held there.
+    pub from: Version,
+    /// Whether `spec.targetVersion` holds the group at `to`: nothing is published meanwhile.
+    pub pinned: bool,
+}
+
+impl Returned {
+    /// Whether the group went back from that version.
+    pub fn left(&self, version: Version) -> bool {
+        self.to < version && version <= self.from
+    }
 }
 
 /// Ends an epoch: the receiver aborts all that carries it or an older one, and refuses it from now on.
@@ -218,6 +243,12 @@ pub struct MemberState {
     /// Complete and verified, kept to retry or to feed others (delivered).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retained: Option<HeldVersion>,
+    /// Earlier versions that are kept complete and verified as well, the last used first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub earlier: Vec<HeldVersion>,
+    /// What its epoch says about going back; a controller that takes a running group over learns from it what the group knows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub returned: Option<Returned>,
     /// Confirmed by the engine's present start (installed); for a source, the last version that reached `minReady`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub installed: Option<HeldVersion>,
@@ -235,6 +266,13 @@ pub struct MemberState {
     /// Why it is dirty, unhealthy or idle, for a person.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+}
+
+impl MemberState {
+    /// Everything that it keeps complete and verified.
+    pub fn keeps(&self) -> impl Iterator<Item = &HeldVersion> {
+        self.retained.iter().chain(&self.earlier)
+    }
 }
 
 /// One line of the event stream.

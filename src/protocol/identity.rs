@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{HeldVersion, Incarnation, Role};
+use super::{HeldVersion, Incarnation, Returned, Role};
 
 /// `POST /v1/agents/enroll` at the controller, over TLS with the server's certificate checked; asks for a certificate.
 #[derive(Clone, Serialize, Deserialize)]
@@ -55,6 +55,10 @@ pub struct Assignment {
     /// serve before the first version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub current: Option<HeldVersion>,
+    /// Set once at least `minReady` replicas serve the version that the group went back to: from then on nobody else is ready with a version
+    /// that was left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub returned: Option<Returned>,
 }
 
 /// One engine server beside an agent.

@@ -19,12 +19,18 @@ pub struct UpdatePolicy {
     pub kv_cache: KvCachePolicy,
     /// Replicas that must hold a version for it to count.
     pub min_ready: u32,
+    /// Replicas that may be out of service at once because of an update; 0 for all.
+    #[serde(default)]
+    pub max_unavailable: u32,
     /// A wait with no byte moving ends after this long.
     pub silence_ms: u64,
     /// An update ends after this long even if bytes move; also the longest that an engine stays paused by us.
     pub update_timeout_ms: u64,
-    /// Bytes of host memory that a source may keep to retry and to feed joiners; 0 keeps nothing.
+    /// Bytes of host memory that a source may keep to retry and to feed joiners, and a rollout for earlier versions; 0 keeps nothing.
     pub retain_bytes: u64,
+    /// Versions that are kept, the current one counted; 1 keeps no earlier one.
+    #[serde(default = "one")]
+    pub keep: u32,
     /// Length of a bucket in bytes; 0 lets the source choose by the size of the model.
     pub bucket_bytes: u64,
     /// Whether the data path uses TLS; without it, members prove themselves by the epoch's secret.
@@ -34,6 +40,10 @@ pub struct UpdatePolicy {
     pub transport: TransportPolicy,
     /// Health probes of the engine.
     pub health: HealthPolicy,
+}
+
+fn one() -> u32 {
+    1
 }
 
 /// Who joins the group.

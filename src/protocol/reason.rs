@@ -67,6 +67,14 @@ reasons! {
     BeingFed,
     /// The number of the version that at least minReady replicas serve rose.
     VersionReached,
+    /// `spec.targetVersion` changed which version the group should hold; a new epoch carries that to the members.
+    TargetChanged,
+    /// Members are brought the version that `spec.targetVersion` names.
+    RollingBack,
+    /// At least minReady replicas serve the earlier version that `spec.targetVersion` names.
+    RolledBack,
+    /// Nobody keeps the version that `spec.targetVersion` names; the message lists those that are kept.
+    TargetVersionMissing,
     /// The rules of the group changed; a new epoch carries them to the members.
     PolicyChanged,
     /// No agent has announced itself for the member.

@@ -139,6 +139,7 @@ impl Operator {
             engines: vec![EngineAssignment { kind: "idle".into(), port: 8000 }],
             serve_before_first_version,
             current: None,
+            returned: None,
         };
         self.claim_with(object, pods, &assignment, None)
     }
@@ -159,6 +160,8 @@ impl Operator {
             silence_ms: 5_000,
             update_timeout_ms: 10_000,
             retain_bytes: 0,
+            keep: 1,
+            max_unavailable: 0,
             bucket_bytes: 0,
             delivery: weightsync::protocol::Delivery::default(),
             data_tls: true,

@@ -130,6 +130,26 @@ async fn pause_and_resume_change_the_spec_and_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn rollback_names_a_version_that_is_kept_and_clear_takes_it_away() {
+    let api = cluster().await;
+    let mut kept = object();
+    kept["status"]["version"] = json!(7);
+    kept["status"]["members"][1]["retained"] = json!([7, 5]);
+    api.put(RUN, kept);
+    let missing = run(&api, &["rollback", "run", "--to", "6"]).await;
+    let error = String::from_utf8_lossy(&missing.stderr).into_owned();
+    assert!(!missing.status.success() && error.contains("nobody keeps version 6") && error.contains("5, 7"), "{error}");
+    assert_eq!(api.get(RUN)["spec"]["targetVersion"], json!(null), "nothing was changed");
+    let answer: Value = serde_json::from_str(&said(&api, &["rollback", "run", "--timeout", "0", "-o", "json"]).await).unwrap();
+    assert_eq!(answer, json!({"name": "run", "targetVersion": 5, "from": 7, "done": false}));
+    assert_eq!(api.get(RUN)["spec"]["targetVersion"], json!(5));
+    assert!(said(&api, &["rollback", "run", "--clear"]).await.contains("held no longer"));
+    assert_eq!(api.get(RUN)["spec"]["targetVersion"], json!(null));
+    let both = run(&api, &["rollback", "run", "--clear", "--to", "5"]).await;
+    assert!(!both.status.success());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn doctor_is_run_where_each_agent_is() {
     let api = cluster().await;
     api.says("t-0", Some("{\"gpus\": []}\n"));

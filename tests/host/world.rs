@@ -3,6 +3,7 @@
 //! Every wait ends; when a test fails, what the group said and the ends of all logs are printed. Nothing outlives a world.
 
 mod actor;
+mod processes;
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -18,6 +19,7 @@ use tokio::sync::watch;
 
 pub use self::actor::Actor;
 use self::actor::engine;
+use self::processes::{agent_of, children};
 use crate::gpu::bed::{Machine, uuid};
 
 /// The program under test.
@@ -187,6 +189,20 @@ impl World {
     /// Folder for files of the test.
     pub fn folder(&self) -> &Path {
         self.folder.path()
+    }
+
+    /// Writes a target version into the group's file, or takes it away, and has it read again.
+    pub async fn target(&mut self, target: Option<u64>) {
+        let path = self.folder.path().join("group.yaml");
+        let mut file: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        file["targetVersion"] = json!(target);
+        std::fs::write(&path, file.to_string()).unwrap();
+        let reloads = |events: &Vec<Value>| events.iter().filter(|event| event["event"] == "reloaded").count();
+        let before = reloads(&self.events.borrow());
+        let local = Pid::from_raw(i32::try_from(self.local.id().unwrap()).unwrap()).unwrap();
+        kill_process(local, Signal::HUP).unwrap();
+        let waited = tokio::time::timeout(SOON, self.events.wait_for(|events| reloads(events) > before)).await;
+        assert!(waited.is_ok(), "the file is read again");
     }
 
     /// Port of an engine.
@@ -364,27 +380,6 @@ impl Drop for World {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
-}
-
-/// Children of a process, with their environment.
-fn children(parent: u32) -> Vec<(Pid, Vec<u8>)> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
-        let Ok(stat) = std::fs::read_to_string(entry.path().join("stat")) else { continue };
-        // The name of a process may hold anything; behind its last parenthesis stand state and parent.
-        let ppid = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1)?.parse::<u32>().ok());
-        if ppid == Some(parent) {
-            found.push((Pid::from_raw(pid).unwrap(), std::fs::read(entry.path().join("environ")).unwrap_or_default()));
-        }
-    }
-    found
-}
-
-fn agent_of(local: u32, pod: &str) -> Option<Pid> {
-    let variable = format!("POD_NAME={pod}");
-    let of_pod = |environment: &[u8]| environment.split(|byte| *byte == 0).any(|entry| entry == variable.as_bytes());
-    children(local).into_iter().find(|(_, environment)| of_pod(environment)).map(|(pid, _)| pid)
 }
 
 /// Waits for a condition.

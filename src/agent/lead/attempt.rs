@@ -18,7 +18,7 @@ use super::table::{Failure, Table};
 use crate::agent::core::Core;
 use crate::agent::group::Epoch;
 use crate::agent::version_source::VersionSource;
-use crate::protocol::{ActivateRequest, FinishRequest, HeldVersion, MemberName, PublishErrorCode, Role, UpdateId, UpdatePhase, UpdateView};
+use crate::protocol::{FinishRequest, HeldVersion, MemberName, PublishErrorCode, Role, UpdateId, UpdatePhase, UpdateView};
 use crate::weights::{DigestAlgorithm, Layout, Manifest};
 
 /// Least time between two views while bytes move.
@@ -235,9 +235,7 @@ impl<'a> Attempt<'a> {
         stage.staged().await?;
 
         self.enter(UpdatePhase::Activate, stage);
-        let delivered = self.table.delivered();
-        self.tell(&delivered, "/v1/update/activate", ActivateRequest { update }, ANSWER).await;
-        self.settle(&mut following, stage, Table::after_activate).await?;
+        self.switch(&mut following, stage, update).await?;
         self.enter(UpdatePhase::Done, stage);
         Ok(Brought {
             held,

@@ -1,7 +1,7 @@
 //! Brings the group's current version to rollouts that lack it: joiners, engines that started anew, replicas that were left behind.
 //!
 //! Decides who lacks it, by what members say of themselves, and when one that failed is tried again: each backs off alone. It never lowers
-//! a member's version while somebody else may be publishing.
+//! a member's version while somebody else may be publishing, unless the group went back from that version.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -121,7 +121,10 @@ impl Feeder {
             let there = state.epoch.as_ref() == Some(epoch.id()) && matches!(state.phase, MemberPhase::Ready | MemberPhase::Dirty);
             let lacks = match &state.installed {
                 None => true,
-                Some(installed) => !same_version(installed, held) && (may_lower || installed.version <= held.version),
+                Some(installed) => {
+                    let lowers = may_lower || installed.version <= held.version || epoch.left(installed.version);
+                    !same_version(installed, held) && lowers
+                }
             };
             if there && !lacks {
                 held_off.remove(name);

@@ -171,7 +171,7 @@ impl Attempt<'_> {
         &mut self,
         following: &mut Following,
         stage: &mut dyn Stage,
-        verdict: fn(&Table) -> Verdict,
+        verdict: impl Fn(&Table) -> Verdict + Send + Sync,
     ) -> Result<(), Failure> {
         let peers = self.peers.clone();
         // Every change extends the wait; when enough succeeded, silence of the others ends it as well, and they are behind.

@@ -100,6 +100,18 @@ impl Table {
         self.with(|row| row.step == Some(InstallStep::Delivered))
     }
 
+    /// Where a member stands; none before it answered.
+    pub fn step(&self, member: &MemberName) -> Option<InstallStep> {
+        self.rows.iter().find(|row| &row.name == member)?.step
+    }
+
+    /// A member is not switched in this attempt.
+    pub fn passed_over(&mut self, member: &MemberName, why: &str) {
+        let Some(row) = self.row(member).filter(|row| row.step == Some(InstallStep::Delivered)) else { return };
+        row.step = Some(InstallStep::Failed);
+        row.reason = Some(why.to_owned());
+    }
+
     /// Those whose engine confirmed the version.
     pub fn installed(&self) -> Vec<MemberName> {
         self.with(|row| row.step == Some(InstallStep::Installed))

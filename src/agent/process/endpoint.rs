@@ -235,6 +235,7 @@ impl Running {
                 known: true,
                 serve_before_first_version: assignment.serve_before_first_version,
                 current: assignment.current.clone(),
+                returned: assignment.returned,
             });
         }
     }

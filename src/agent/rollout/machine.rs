@@ -84,6 +84,14 @@ impl Machine {
         self.attempt.as_ref().filter(|attempt| attempt.live()).map(|attempt| &attempt.update)
     }
 
+    /// The version that is complete here and whose switch the leader has not asked for yet.
+    pub fn awaits_its_turn(&self) -> Option<&HeldVersion> {
+        match self.attempt.as_ref().map(|attempt| &attempt.stage) {
+            Some(Stage::Delivered(held)) => Some(held),
+            _ => None,
+        }
+    }
+
     /// Bytes of the last attempt that arrived and were checked, and of how many; zeros before the first.
     pub fn progress(&self) -> (u64, u64) {
         self.attempt.as_ref().map_or((0, 0), |attempt| (attempt.bytes, attempt.total_bytes))

@@ -6,7 +6,7 @@
 use super::machine::Installed;
 use super::same_version;
 use crate::engine::EngineStart;
-use crate::protocol::HeldVersion;
+use crate::protocol::{HeldVersion, Returned};
 
 /// What the controller wants of this rollout; nothing is known before it said so.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -17,6 +17,8 @@ pub struct Assigned {
     pub serve_before_first_version: bool,
     /// The version that every rollout should hold.
     pub current: Option<HeldVersion>,
+    /// Set once the group went back to an earlier version.
+    pub returned: Option<Returned>,
 }
 
 /// What is known of one rollout.
@@ -34,6 +36,8 @@ pub struct Seen<'a> {
     pub installed: Option<&'a Installed>,
     /// Why it may hold a mixture.
     pub dirty: Option<&'a str>,
+    /// The version that lies here complete and whose turn to be switched to comes: until then the engine serves what it has.
+    pub awaits: Option<&'a HeldVersion>,
     /// Whether the engine is being switched by us: it may not answer then.
     pub switching: bool,
     /// The engine's present start.
@@ -55,13 +59,18 @@ pub fn ready(seen: &Seen<'_>) -> Result<(), String> {
     }
     match (seen.installed, seen.current) {
         (Some(installed), _) if seen.start != Some(&installed.start) => Err("the engine started anew and holds no version yet".into()),
-        (Some(installed), Some(current)) if installed.held.version < current.version => {
+        (Some(installed), Some(current))
+            if installed.held.version < current.version && !seen.awaits.is_some_and(|held| same_version(held, current)) =>
+        {
             Err(format!("the engine holds version {}, the group is at {}", installed.held.version, current.version))
         }
         (Some(installed), Some(current)) if installed.held.version == current.version && !same_version(&installed.held, current) => {
             Err(format!("the engine holds other weights under the number {} than the group", current.version))
         }
-        (Some(_), _) => Ok(()),
+        (Some(installed), _) => match seen.assigned.returned.filter(|returned| returned.left(installed.held.version)) {
+            Some(returned) => Err(format!("the engine holds version {}, the group went back to {}", installed.held.version, returned.to)),
+            None => Ok(()),
+        },
         (None, Some(current)) => Err(format!("the engine does not hold version {} yet", current.version)),
         (None, None) if seen.last.is_some() => Err("the engine started anew and holds no version yet".into()),
         (None, None) if !seen.assigned.known => Err("the controller has not said yet whether there is a version".into()),

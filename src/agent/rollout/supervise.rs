@@ -114,6 +114,11 @@ impl Rollout {
         }
     }
 
+    /// Looks at the engine now, and does what is due: another epoch may want it at another version.
+    pub fn look_now(&self) {
+        self.probe_now.notify_one();
+    }
+
     /// The engine's process ended, as its parent saw: nothing is waited for, and an attempt under way is over.
     pub fn engine_ended(&self, reason: &str) {
         self.with(|inner| {
@@ -231,7 +236,7 @@ impl Rollout {
         let limit = Duration::from_millis(policy.update_timeout_ms);
         let (lacks, overdue) = self.with(|inner| {
             let lacks = inner.engine.healthy
-                && inner.kept.is_some()
+                && inner.installed_once().next().is_some()
                 && inner.machine.installed().is_none()
                 && inner.machine.dirty().is_none()
                 && inner.machine.live().is_none();
@@ -241,6 +246,7 @@ impl Rollout {
         if lacks && self.core.released().is_none() {
             self.reinstall(policy).await;
         }
+        self.go_back(policy).await;
         // What the user's own data plane spoiled, it repairs: nobody else loads weights there.
         if overdue && policy.delivery != Delivery::External {
             self.put_back(limit).await;
@@ -276,6 +282,8 @@ fn usual_policy() -> UpdatePolicy {
         silence_ms: 30_000,
         update_timeout_ms: 600_000,
         retain_bytes: 0,
+        keep: 1,
+        max_unavailable: 0,
         bucket_bytes: 0,
         delivery: Delivery::default(),
         data_tls: true,

@@ -30,10 +30,39 @@ impl Rollout {
     /// Switches the engine. Ends when the engine confirmed or failed.
     pub(super) async fn switch(self: &Arc<Self>, version: Arc<Version>, policy: &UpdatePolicy) {
         let _switching = self.switching.lock().await;
+        // Long after it was received: what lay here unused is read once more.
+        if self.with(|inner| inner.earlier.find(&version.held).is_some())
+            && let Err(reason) = self.check_kept(&version).await
+        {
+            self.with(|inner| {
+                inner.machine.install_failed(
+                    format!("the kept copy of version {} is damaged: {reason}", version.held.version),
+                    false,
+                    None,
+                );
+                inner.stop_receiving("its copy is damaged");
+            });
+            return;
+        }
         self.switch_locked(version, policy).await;
     }
 
-    async fn switch_locked(self: &Arc<Self>, version: Arc<Version>, policy: &UpdatePolicy) {
+    /// Hashes a kept copy again; one that is damaged is dropped.
+    pub(super) async fn check_kept(&self, version: &Arc<Version>) -> Result<(), String> {
+        let checked = version.clone();
+        let check = tokio::task::spawn_blocking(move || checked.check());
+        let checked = check.await.unwrap_or_else(|ended| Err(ended.to_string()));
+        if let Err(reason) = &checked {
+            tracing::warn!(version = version.held.version, reason, "a kept copy is damaged and is dropped");
+            self.with(|inner| {
+                inner.kept = inner.kept.take().filter(|kept| !Arc::ptr_eq(kept, version));
+                inner.earlier.remove(&version.held);
+            });
+        }
+        checked
+    }
+
+    pub(super) async fn switch_locked(self: &Arc<Self>, version: Arc<Version>, policy: &UpdatePolicy) {
         let limit = Duration::from_millis(policy.update_timeout_ms);
         let job = InstallJob {
             version: version.held.clone(),
@@ -103,7 +132,7 @@ impl Rollout {
                     inner.engine.start = Some(report.start.clone());
                     inner.machine.install_confirmed(held.clone(), report.start, report.steps_ms);
                     inner.last = Some(held.clone());
-                    inner.kept = files.cloned();
+                    inner.shelve(files);
                     inner.staged = inner.staged.take().filter(|staged| files.is_some_and(|files| !Arc::ptr_eq(staged, files)));
                     inner.stop_receiving("it is installed");
                     false
@@ -153,21 +182,21 @@ impl Rollout {
     /// Installs what lies here into an engine that started anew, when it is what the group should hold. Nobody else is needed for that.
     pub(super) async fn reinstall(self: &Arc<Self>, policy: &UpdatePolicy) {
         let _switching = self.switching.lock().await;
-        let current = self.core.current();
+        let (current, epoch) = (self.core.current(), self.core.epoch());
         let wanted = self.with(|inner| {
             let idle = inner.machine.live().is_none() && inner.machine.installed().is_none() && inner.machine.dirty().is_none();
-            inner.kept.clone().filter(|kept| {
-                let of_group =
-                    current.as_ref().is_none_or(|current| same_version(&kept.held, current) || kept.held.version > current.version);
-                idle && of_group
-            })
+            let of_group =
+                current.as_ref().and_then(|current| inner.installed_once().find(|held| same_version(&held.held, current)).cloned());
+            let newest = || {
+                inner.kept.clone().filter(|kept| {
+                    current.as_ref().is_none_or(|current| kept.held.version > current.version)
+                        && epoch.as_ref().is_none_or(|epoch| !epoch.left(kept.held.version))
+                })
+            };
+            of_group.or_else(newest).filter(|_| idle)
         });
         let Some(version) = wanted else { return };
-        let checked = version.clone();
-        let check = tokio::task::spawn_blocking(move || checked.check());
-        if let Err(reason) = check.await.unwrap_or_else(|ended| Err(ended.to_string())) {
-            tracing::warn!(version = version.held.version, reason, "the kept copy is damaged and is dropped");
-            self.with(|inner| inner.kept = None);
+        if self.check_kept(&version).await.is_err() {
             return;
         }
         tracing::info!(version = version.held.version, "the engine started anew and gets the kept copy");

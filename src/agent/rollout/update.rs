@@ -12,7 +12,6 @@ use super::machine::{Activating, Finishing, Opening};
 use super::receive::{Listener, Receiver};
 use super::{Arriving, Inner, Receiving, Rollout, Version};
 use crate::agent::group::{Epoch, refusal};
-use crate::agent::space::check_directory;
 use crate::protocol::{
     AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, MemberName, Refusal, RefusalCode, UpdateId,
     UpdateStatus,
@@ -161,10 +160,17 @@ impl Rollout {
         self.with(|inner| inner.staged = None);
         let internal = |what: String| refusal(RefusalCode::Internal, what);
         let layout = Arc::new(request.layout.clone());
-        if Self::takes_from_group(epoch, request) {
+        // Taken as it comes, a version pauses the engine while it travels; the object counts on it being paused for the switch only.
+        let staged_only = epoch.prepared.policy.max_unavailable > 0 && self.with(|inner| inner.machine.installed().is_some());
+        if staged_only && let Err(error) = self.takes_files() {
+            let what = format!("{error}; membership.maxUnavailable needs versions that lie complete before an engine is switched");
+            return Err(refusal(RefusalCode::EngineRefused, what));
+        }
+        if !staged_only && Self::takes_from_group(epoch, request) {
             return self.open_group(epoch, request, &layout).await.map(Arriving::Group);
         }
         let why_not = match self.takes_device(epoch, request) {
+            Ok(()) if staged_only => "membership.maxUnavailable wants engines paused for the switch only".to_owned(),
             Ok(()) => match self.open_device(epoch, request, &layout).await {
                 Ok(receiver) => return Ok(Arriving::Device(receiver)),
                 Err(refusal) => refusal.message,
@@ -177,12 +183,16 @@ impl Rollout {
         tracing::info!(why_not, "the version is put into files and not handed over from GPU memory as it comes");
         let plan = SafetensorsPlan::new(&layout, None).map_err(|error| refusal(RefusalCode::Invalid, error.to_string()))?;
         let wanted = plan.total_bytes().saturating_add(self.companions.bytes());
-        if let Err(error) = check_directory(self.dir.path(), wanted, &self.cgroups) {
+        if let Err(error) = self.make_room(wanted) {
+            let out_of_space = |what: String| Err(refusal(RefusalCode::OutOfSpace, what));
+            if staged_only {
+                return out_of_space(format!("{error} (version {}); membership.maxUnavailable needs them", request.update.version));
+            }
             return match self.open_memory(epoch, request, &layout).await {
                 Ok(receiver) => Ok(Arriving::Memory(receiver)),
                 Err(why) => {
                     let what = format!("{error} (version {}); and not without files: {why}", request.update.version);
-                    Err(refusal(RefusalCode::OutOfSpace, what))
+                    out_of_space(what)
                 }
             };
         }

@@ -12,6 +12,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use super::version_dir::VersionDir;
+use crate::agent::shelf::Shelved;
 use crate::agent::version_source::{SourceError, VersionSource};
 use crate::engine::{HostBucket, HostDigest, HostMemory, HostTensor};
 use crate::protocol::HeldVersion;
@@ -118,6 +119,16 @@ impl Version {
             })?;
         }
         Ok(bytes)
+    }
+}
+
+impl Shelved for Version {
+    fn held(&self) -> &HeldVersion {
+        &self.held
+    }
+
+    fn memory(&self) -> u64 {
+        self.plan.total_bytes()
     }
 }
 

@@ -14,7 +14,7 @@ use crate::agent::core::lock;
 use crate::agent::external::{Ask, ExternalDesk, ExternalJob};
 use crate::agent::group::Epoch;
 use crate::agent::lead::ExternalPlan;
-use crate::agent::source::publish::publish_error;
+use crate::agent::source::publish::{pinned, publish_error};
 use crate::protocol::{Delivery, HeldVersion, PublishError, PublishErrorCode, PublishResult, external_manifest};
 
 /// What the leader may take beyond the deadline to say how it ended.
@@ -138,6 +138,9 @@ impl Source {
         if let Some(current) = current.as_ref().filter(|current| current.version == held.version) {
             let same = current.manifest.is_empty() || current.manifest == held.manifest;
             return if same { Ok(true) } else { Err(changed(&current.manifest)) };
+        }
+        if let Some(returned) = epoch.returned().filter(|returned| returned.pinned) {
+            return Err(pinned(returned.to));
         }
         let mut history = lock(&self.history);
         if let Some(must) = history.admit(held.version, current.as_ref())?.filter(|must| *must != held.manifest) {

@@ -9,6 +9,8 @@ use crate::weights::DigestAlgorithm;
 #[derive(Debug, Default)]
 pub struct History {
     done: Option<HeldVersion>,
+    /// The version that the group went back to, and the highest number that it held before.
+    went_back: Option<(Version, Version)>,
     failed: Option<(Version, Option<String>)>,
     /// How the manifest of the version that failed was computed.
     algorithm: Option<DigestAlgorithm>,
@@ -27,6 +29,11 @@ impl History {
         let not_higher = |what: String| {
             Err(PublishError { code: PublishErrorCode::VersionNotHigher, message: what, retryable: false, phase: None, member: None })
         };
+        if let Some((to, from)) = self.went_back.filter(|(to, from)| version <= *from && to < from) {
+            return not_higher(format!(
+                "version {version} is not higher than {from}, which the group held before it went back to {to}: give new weights a new number"
+            ));
+        }
         if let Some(held) = held.filter(|held| version <= *held) {
             return not_higher(format!(
                 "version {version} is not higher than {held}, which the group holds: give new weights a new number"
@@ -44,6 +51,16 @@ impl History {
     /// the very same weights.
     pub fn algorithm(&self, version: Version) -> Option<DigestAlgorithm> {
         self.algorithm.filter(|_| self.failed.as_ref().is_some_and(|(failed, manifest)| *failed == version && manifest.is_some()))
+    }
+
+    /// The group went back to a version, from numbers up to `from`. What was published here since counts all the same.
+    pub fn went_back(&mut self, to: &HeldVersion, from: Version) {
+        if self.done.as_ref().is_none_or(|done| done.version <= from) {
+            self.done = Some(to.clone());
+        }
+        if self.went_back.is_none_or(|(_, before)| before <= from) {
+            self.went_back = Some((to.version, from));
+        }
     }
 
     /// A version is being tried.

@@ -89,6 +89,9 @@ impl Source {
             if epoch.prepared.policy.delivery == Delivery::External {
                 return Err(by_topology());
             }
+            if let Some(returned) = epoch.returned().filter(|returned| returned.pinned) {
+                return Err(pinned(returned.to));
+            }
             if publish.attempts == 0 {
                 let current = self.current(Some(&epoch));
                 let mut history = lock(&self.history);
@@ -171,20 +174,31 @@ impl Source {
         outcome
     }
 
-    /// Whether the bytes of this attempt are kept in memory while they are sent. The copy of the version before gives way.
+    /// Whether the bytes of this attempt are kept in memory while they are sent. Copies of versions before give way, the oldest first.
     fn keeper(&self, epoch: &Epoch, publish: &Publish, layout: &Layout) -> Option<Arc<Keeper>> {
         if publish.source.another().is_some() {
             return None;
         }
         let limit = epoch.prepared.policy.retain_bytes;
-        let kept = self.retained().map_or(0, |retained| retained.memory());
-        let fit = fits(layout.total_bytes, kept, limit, &self.cgroups).or_else(|reason| {
-            if kept == 0 || layout.total_bytes > limit {
-                return Err(reason);
+        let current = self.current(Some(epoch));
+        let fit = self.reshelve(|shelf| {
+            if let Some(current) = &current {
+                shelf.touch(current);
             }
-            tracing::info!(reason, "the copy of the version before is dropped: until this one is there, rollouts feed joiners");
-            self.retain(None);
-            fits(layout.total_bytes, 0, limit, &self.cgroups)
+            loop {
+                let reason = match fits(layout.total_bytes, shelf.memory(), limit, &self.cgroups) {
+                    Ok(()) => return Ok(()),
+                    Err(reason) => reason,
+                };
+                let old = if layout.total_bytes > limit { None } else { shelf.make_room() };
+                let Some(old) = old else { return Err(reason) };
+                let version = old.held.version;
+                tracing::info!(
+                    reason,
+                    version,
+                    "the copy of an earlier version is dropped: until this one is there, rollouts feed joiners"
+                );
+            }
         });
         match fit {
             Ok(()) => {
@@ -208,7 +222,16 @@ impl Source {
             let reader = publish.source.another()?;
             Some(Arc::new(Retained::elsewhere(brought.held.clone(), publish.algorithm.unwrap_or_default(), reader)))
         });
-        self.retain(copy);
+        let policy = &epoch.prepared.policy;
+        let keep = usize::try_from(policy.keep.max(1)).unwrap_or(usize::MAX);
+        self.reshelve(|shelf| {
+            // Without a copy of this version there is room for one less of those before.
+            let whole = if copy.is_some() { keep } else { keep - 1 };
+            if let Some(copy) = copy {
+                shelf.put(copy);
+            }
+            shelf.trim(whole, policy.retain_bytes)
+        });
         self.core.set_facts(|facts| facts.installed = Some(brought.held.clone()));
         PublishResult {
             version: publish.version,
@@ -269,6 +292,15 @@ pub(super) fn publish_error(failure: Failure) -> PublishError {
         PublishErrorCode::NotEnoughReplicas | PublishErrorCode::Timeout | PublishErrorCode::Cancelled | PublishErrorCode::Fenced
     );
     PublishError { code, message, retryable, phase: Some(phase), member }
+}
+
+/// Nothing is published while the spec holds the group at a version.
+pub(super) fn pinned(version: Version) -> PublishError {
+    let message = format!(
+        "spec.targetVersion holds the group at version {version}: publish again once it is cleared \
+         (kubectl weightsync rollback NAME --clear)"
+    );
+    PublishError { code: PublishErrorCode::VersionPinned, message, retryable: true, phase: None, member: None }
 }
 
 fn by_topology() -> PublishError {

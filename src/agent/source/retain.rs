@@ -1,4 +1,4 @@
-//! The copy of a version that a source keeps, to try again and to feed joiners.
+//! The copies of versions that a source keeps, to try again, to feed joiners and to go back.
 //!
 //! Decides whether there is room for one: within the limit that the object states, and within the memory of the pod, asked before it is
 //! used. A copy of bytes that stay where they are (a checkpoint) takes no memory.
@@ -13,6 +13,7 @@ use tokio::time::timeout;
 
 use crate::agent::core::lock;
 use crate::agent::lead::Keep;
+use crate::agent::shelf::Shelved;
 use crate::agent::space::Cgroups;
 use crate::agent::version_source::{SourceError, VersionSource};
 use crate::protocol::HeldVersion;
@@ -53,9 +54,14 @@ impl Retained {
             Copy::Elsewhere(reader) => lock(reader).another(),
         }
     }
+}
 
-    /// Memory that it takes, in bytes.
-    pub fn memory(&self) -> u64 {
+impl Shelved for Retained {
+    fn held(&self) -> &HeldVersion {
+        &self.held
+    }
+
+    fn memory(&self) -> u64 {
         match &self.copy {
             Copy::Memory { layout, .. } => layout.total_bytes,
             Copy::Elsewhere(_) => 0,

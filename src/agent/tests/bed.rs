@@ -146,6 +146,7 @@ pub struct Bed {
     pub policy: UpdatePolicy,
     pub epoch: u64,
     pub current: Option<HeldVersion>,
+    pub returned: Option<Returned>,
     pub corrupt: Arc<std::sync::atomic::AtomicBool>,
     /// Of rollouts.
     pub cgroups: Cgroups,
@@ -164,6 +165,8 @@ impl Bed {
             silence_ms: 3_000,
             update_timeout_ms: 15_000,
             retain_bytes: 64 << 20,
+            keep: 1,
+            max_unavailable: 0,
             bucket_bytes: 0,
             delivery: crate::protocol::Delivery::default(),
             data_tls: true,
@@ -171,7 +174,7 @@ impl Bed {
             health,
         };
         let (versions, cgroups) = (tempfile::tempdir().unwrap(), unlimited());
-        Self { ca, client, versions, policy, epoch: 0, current: None, corrupt: Arc::default(), cgroups, pods: 0 }
+        Self { ca, client, versions, policy, epoch: 0, current: None, returned: None, corrupt: Arc::default(), cgroups, pods: 0 }
     }
 
     pub fn source(&mut self) -> Member {
@@ -297,6 +300,7 @@ impl Bed {
             id: self.id(),
             addresses: members.iter().map(|member| member.address.clone()).collect(),
             current: self.current.clone(),
+            returned: self.returned,
             feeder: feeder.map(|feeder| feeder.name.clone()),
             transport: TransportChoice::default(),
             secret: format!("secret of {}", self.epoch),
@@ -355,7 +359,7 @@ impl Start {
                     }
                 };
                 let rollout = tokio::time::timeout(SOON, started).await.expect("its directory is free");
-                rollout.assign(Assigned { known: true, serve_before_first_version: true, current: None });
+                rollout.assign(Assigned { known: true, serve_before_first_version: true, current: None, returned: None });
                 tokio::spawn(rollout.clone().supervise(cancel.clone()));
                 let feeder = Feeder::new(leader.clone(), rollout.clone(), Arc::<Attempts>::default());
                 tokio::spawn(async move { feeder.run().await });

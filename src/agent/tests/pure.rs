@@ -39,6 +39,8 @@ fn prepare(id: &EpochId, pod_uid: &str, port: u16, role: Role) -> PrepareRequest
         silence_ms: 1,
         update_timeout_ms: 1,
         retain_bytes: 0,
+        keep: 1,
+        max_unavailable: 0,
         bucket_bytes: 0,
         delivery: crate::protocol::Delivery::default(),
         data_tls: false,
@@ -61,6 +63,7 @@ fn commit(id: &EpochId, instance: &str) -> CommitRequest {
         id: id.clone(),
         addresses: vec![address],
         current: None,
+        returned: None,
         feeder: None,
         transport: TransportChoice::default(),
         secret: "s".into(),
@@ -233,7 +236,7 @@ fn numbers_grow_and_a_failed_one_comes_back_with_its_own_manifest_only() {
 
 #[test]
 fn readiness_is_a_table() {
-    let known = Assigned { known: true, serve_before_first_version: true, current: None };
+    let known = Assigned { known: true, serve_before_first_version: true, current: None, returned: None };
     let hold = Assigned { serve_before_first_version: false, ..known.clone() };
     let unknown = Assigned::default();
     let (one, two) = (EngineStart("1".into()), EngineStart("2".into()));
@@ -245,6 +248,7 @@ fn readiness_is_a_table() {
         current: None,
         last: None,
         installed: None,
+        awaits: None,
         dirty: None,
         switching: false,
         start: Some(&one),
@@ -263,6 +267,12 @@ fn readiness_is_a_table() {
         ("installed, only the number known", Seen { installed: Some(&installed), current: Some(&only_number), ..base }, true),
         ("installed, newer than the group", Seen { installed: Some(&installed), current: Some(&v1), ..base }, true),
         ("behind", Seen { installed: Some(&installed), current: Some(&v3), ..base }, false),
+        ("behind, and its turn to switch comes", Seen { installed: Some(&installed), current: Some(&v3), awaits: Some(&v3), ..base }, true),
+        (
+            "behind, and another version lies here",
+            Seen { installed: Some(&installed), current: Some(&v3), awaits: Some(&v1), ..base },
+            false,
+        ),
         ("other weights, same number", Seen { installed: Some(&installed), current: Some(&other), ..base }, false),
         ("by another start", Seen { installed: Some(&installed), current: Some(&v2), start: Some(&two), ..base }, false),
         ("unhealthy", Seen { installed: Some(&installed), unhealthy: true, ..base }, false),

@@ -52,6 +52,16 @@ fn min_ready_is_a_number_or_a_share_rounded_up_and_never_nothing() {
 }
 
 #[test]
+fn max_unavailable_is_a_number_or_a_share_rounded_down_and_all_without_it() {
+    let of = |most: Value, total| object(json!({"membership": {"maxUnavailable": most}})).spec.update_policy(total).max_unavailable;
+    assert_eq!((of(json!(3), 2), of(json!("2"), 4)), (3, 2));
+    for (share, total, expected) in [("50%", 5, 2), ("1%", 3, 1), ("100%", 7, 7), ("25%", 0, 1)] {
+        assert_eq!(of(json!(share), total), expected, "{share} of {total}");
+    }
+    assert_eq!(object(json!({})).spec.update_policy(4).max_unavailable, 0);
+}
+
+#[test]
 fn policies_are_carried_over_in_the_agents_units() {
     let spec = object(json!({
         "transport": {"tcp": {"tls": false, "bucketMiB": 32}},
@@ -66,6 +76,14 @@ fn policies_are_carried_over_in_the_agents_units() {
     assert_eq!((policy.bucket_bytes, policy.data_tls), (32 << 20, false));
     assert_eq!(spec.debounce_ms(), 7000);
     assert!(!spec.serve_before_first_version());
+}
+
+#[test]
+fn the_version_to_go_back_to_and_how_many_are_kept_are_carried_over() {
+    let spec = object(json!({"targetVersion": 41, "membership": {"keep": 3}})).spec;
+    assert_eq!((spec.target(), spec.update_policy(1).keep), (Some(41), 3));
+    let spec = object(json!({})).spec;
+    assert_eq!((spec.target(), spec.update_policy(1).keep), (None, 1));
 }
 
 #[test]

@@ -82,16 +82,19 @@ prop_compose! {
         kv_cache in prop::sample::select(vec![KvCache::Keep, KvCache::Reset]),
         retain in of(0_i64..99),
         launch in prop::sample::select(vec![Launch::Sidecar, Launch::Wrap, Launch::Ephemeral, Launch::External]),
+        target_version in of(0_i64..9),
+        max_unavailable in of(prop_oneof![(1..9).prop_map(IntOrString::Int), TEXT.prop_map(IntOrString::String)]),
         before in prop::sample::select(vec![BeforeFirstVersion::Serve, BeforeFirstVersion::Hold]),
     ) -> WeightSyncSpec {
         WeightSyncSpec {
             suspend,
+            target_version,
             trainer,
             rollouts,
             delivery,
             transport,
             health: Health { period_seconds, timeout_seconds, failure_threshold, success_threshold },
-            membership: Membership { min_ready, join, debounce_seconds: period_seconds },
+            membership: Membership { min_ready, max_unavailable, keep: success_threshold, join, debounce_seconds: period_seconds },
             update: Update {
                 pause,
                 kv_cache,
@@ -114,10 +117,11 @@ prop_compose! {
         state in prop::sample::select(vec![MemberStateName::Ready, MemberStateName::Out, MemberStateName::Dirty]),
         version in of(0_i64..9),
         paused in of(0_i64..9),
+        retained in prop::collection::vec(0_i64..9, 0..3),
         message in "[a-z]{0,4}",
     ) -> MemberStatus {
         let paused_until = paused.map(|seconds| Time(Timestamp::from_second(seconds).unwrap()));
-        MemberStatus { name, pods, rank_offset, size: 1, state, version, paused_until, reason: "MemberReady".to_owned(), message }
+        MemberStatus { name, pods, rank_offset, size: 1, state, version, retained, paused_until, reason: "MemberReady".to_owned(), message }
     }
 }
 
@@ -152,6 +156,7 @@ prop_compose! {
             transport: transport.map(|(name, reason)| TransportStatus { name, reason }),
             version,
             manifest,
+            rolled_back_from: term,
             last_update: update.map(|(state, failure, feeding, phases)| LastUpdate {
                 version: 3,
                 attempt: 1,

@@ -207,6 +207,21 @@ fn cases() -> Vec<Case> {
             &[("/spec/membership/minReady", json!(-1))],
         ),
         case(
+            "maxUnavailable must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
+            &[("/spec/membership/maxUnavailable", json!("25%"))],
+            &[("/spec/membership/maxUnavailable", json!("0%"))],
+        ),
+        case(
+            "maxUnavailable must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\"",
+            &[("/spec/membership/maxUnavailable", json!(1))],
+            &[("/spec/membership/maxUnavailable", json!(0))],
+        ),
+        case(
+            "only with delivery Agent does a version lie complete before engines switch: remove membership.maxUnavailable, or set delivery to Agent",
+            &[("/spec/delivery", json!("Agent")), ("/spec/membership/maxUnavailable", json!(1))],
+            &[("/spec/delivery", json!("External")), ("/spec/membership/maxUnavailable", json!(1))],
+        ),
+        case(
             "update.silenceSeconds must not be longer than update.timeoutSeconds",
             &[("/spec/update", json!({"timeoutSeconds": 10, "silenceSeconds": 10}))],
             &[("/spec/update", json!({"timeoutSeconds": 9}))],

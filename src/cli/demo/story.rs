@@ -360,6 +360,7 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
         versions: versions.to_owned(),
         pods: std::iter::once(trainer).chain(rollouts).collect(),
         policy,
+        target: None,
         debounce: Duration::from_millis(u64::from(update.debounce_milliseconds)),
         program,
     })

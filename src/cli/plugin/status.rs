@@ -1,5 +1,6 @@
 //! `kubectl weightsync status [NAME]`: members with ranks and versions, and the reason for each that is out.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
@@ -10,7 +11,7 @@ use kube::ResourceExt;
 use kube::runtime::{WatchStreamExt, watcher};
 
 use super::cluster::{ClusterArgs, find};
-use crate::api::{MemberStatus, WeightSync};
+use crate::api::{MemberStatus, WeightSync, WeightSyncStatus};
 use crate::cli::Output;
 use crate::cli::text::columns;
 
@@ -75,6 +76,9 @@ fn table(object: &WeightSync) -> String {
         status.transport.as_ref().map_or_else(|| "-".to_owned(), |transport| format!("{} ({})", transport.name, transport.reason));
     let (version, epoch, world) = (number(status.version), number(status.epoch), number(status.world_size.map(i64::from)));
     let _ = writeln!(text, "{name}: {replicas} ready, version {version}, epoch {epoch}, world size {world}, transport {transport}");
+    if let Some(kept) = kept(status) {
+        let _ = writeln!(text, "{kept}");
+    }
     if let Some(update) = &status.last_update {
         let phases: Vec<_> = update.phases.iter().map(|phase| format!("{} {} ms", phase.name, phase.milliseconds)).collect();
         let kind = if update.feeding { "feeding" } else { "update" };
@@ -88,6 +92,16 @@ fn table(object: &WeightSync) -> String {
     rows.extend(status.members.iter().map(row));
     text.push_str(&columns(&rows).join("\n"));
     text
+}
+
+/// Versions that can be gone back to, the newest first; none when there is the current one only.
+fn kept(status: &WeightSyncStatus) -> Option<String> {
+    let mut kept: BTreeMap<i64, usize> = BTreeMap::new();
+    for version in status.members.iter().flat_map(|member| &member.retained) {
+        *kept.entry(*version).or_default() += 1;
+    }
+    let listed: Vec<String> = kept.iter().rev().map(|(version, members)| format!("{version} (by {members})")).collect();
+    (kept.len() > 1).then(|| format!("kept versions: {}", listed.join(", ")))
 }
 
 /// Conditions that say that all is well say it in the first line already.
@@ -130,7 +144,7 @@ mod tests {
                 ],
                 "members": [
                     {"name": "trainer/t", "rankOffset": 0, "size": 1, "state": "Ready", "reason": "MemberReady"},
-                    {"name": "actors/a", "rankOffset": 1, "size": 2, "state": "Ready", "version": 7, "reason": "MemberReady"},
+                    {"name": "actors/a", "rankOffset": 1, "size": 2, "state": "Ready", "version": 7, "reason": "MemberReady", "retained": [7, 5]},
                     {"name": "actors/b", "size": 2, "state": "Out", "reason": "AgentLost", "message": "the connection closed"}
                 ]
             }
@@ -144,6 +158,7 @@ mod tests {
         assert!(text.contains("rl/run: 1/2 ready, version 7, epoch 4, world size 3, transport tcp (no GPU)"), "{text}");
         assert!(text.contains("Degraded=True AgentLost: actors/b: gone"), "{text}");
         assert!(!text.contains("Ready=True"), "{text}");
+        assert!(text.contains("kept versions: 7 (by 1), 5 (by 1)"), "{text}");
         let line = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
         assert_eq!(line("actors/a"), "actors/a Ready 1-2 7 MemberReady");
         assert_eq!(line("actors/b"), "actors/b Out - (2) - AgentLost the connection closed");

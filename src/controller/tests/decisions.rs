@@ -108,7 +108,7 @@ fn member(name: &str, standing: MemberStanding, installed: Option<HeldVersion>) 
         rank_offset: None,
         size: 1,
         standing,
-        held: None,
+        keeps: Vec::new(),
         dirty: standing == MemberStanding::Dirty,
         installed,
         engine_url: None,

@@ -8,7 +8,7 @@ use crate::api::{ConditionType, MAX_MEMBERS, WeightSync, WeightSyncStatus};
 use crate::controller::decide::{Decided, decide};
 use crate::controller::report::{Facts, status, unreadable};
 use crate::membership::{Degradation, GroupStage, MemberStanding, MemberView, MembershipView};
-use crate::protocol::{HeldVersion, MemberName, PodRef, Reason, Role, TransportChoice};
+use crate::protocol::{HeldVersion, MemberName, PodRef, Reason, Returned, Role, TransportChoice};
 
 fn at(seconds: i64) -> Timestamp {
     Timestamp::from_second(1_800_000_000 + seconds).unwrap()
@@ -28,7 +28,7 @@ fn member(name: &str, standing: MemberStanding) -> MemberView {
         rank_offset: Some(0),
         size: 1,
         standing,
-        held: None,
+        keeps: Vec::new(),
         dirty: standing == MemberStanding::Dirty,
         installed: None,
         engine_url: None,
@@ -88,6 +88,27 @@ fn a_working_group_is_ready_in_every_respect() {
     assert_eq!(status.replicas.as_ref().unwrap().display, "2/2");
     assert_eq!((status.version, status.world_size, status.epoch), (Some(7), Some(3), None), "the epoch is another writer's");
     assert_eq!(status.trainer.unwrap().uid, "uid-trainer-0");
+}
+
+#[test]
+fn a_group_that_goes_back_says_so_and_then_from_where_and_what_is_kept() {
+    let object = object("ws", 0);
+    let held = |version| HeldVersion { version, manifest: "abc".into() };
+    let returned = Some(Returned { to: 5, from: 7, pinned: true });
+    let mut view = MembershipView { wanted: Some(held(5)), returned, ..working(&object) };
+    view.members[1].keeps = vec![held(7), held(5)];
+    let status = report(&object, &view, None, at(0));
+    let (is, reason, message) = says(&status, ConditionType::Progressing);
+    assert_eq!((is.as_str(), reason.as_str()), ("True", "RollingBack"));
+    assert!(message.contains("version 5"), "{message}");
+    assert_eq!((status.version, status.rolled_back_from), (Some(7), None), "not before enough serve it");
+    assert_eq!(status.members[1].retained, [7, 5]);
+    let view = MembershipView { version: Some(held(5)), ..view };
+    let status = report(&object, &view, None, at(0));
+    assert_eq!((status.version, status.rolled_back_from), (Some(5), Some(7)));
+    let (is, reason, message) = says(&status, ConditionType::Progressing);
+    assert_eq!((is.as_str(), reason.as_str()), ("False", "RolledBack"));
+    assert!(message.contains("held at version 5"), "{message}");
 }
 
 #[test]

@@ -112,6 +112,8 @@ impl FakeAgent {
             transport: None,
             roster_digest: None,
             retained: None,
+            earlier: Vec::new(),
+            returned: None,
             installed: None,
             engine: (pod.role == Role::Rollout).then(engine),
             healthy: true,

@@ -70,9 +70,11 @@ pub(super) fn policy() -> UpdatePolicy {
         pause: PausePolicy::Keep,
         kv_cache: KvCachePolicy::Reset,
         min_ready: 1,
+        max_unavailable: 0,
         silence_ms: 1000,
         update_timeout_ms: 10_000,
         retain_bytes: 0,
+        keep: 1,
         bucket_bytes: 0,
         delivery: crate::protocol::Delivery::default(),
         data_tls: false,
@@ -98,7 +100,7 @@ pub(super) fn assignment(role: Role) -> Assignment {
         Role::Source => vec![],
         Role::Rollout => vec![EngineAssignment { kind: "simulated".into(), port: 8000 }],
     };
-    Assignment { role, engines, serve_before_first_version: true, current: None }
+    Assignment { role, engines, serve_before_first_version: true, current: None, returned: None }
 }
 
 pub(super) fn role_of(pod: &str) -> Role {
@@ -141,7 +143,7 @@ impl World {
 
     /// Starts a coordinator for the pods (name, UID), as whoever leads with that term.
     pub(super) fn coordinate(&self, term: u64, pods: &[(&str, &str)]) -> CoordinatorHandle {
-        let restored = Restored { term, epoch: *self.store.epoch.lock().unwrap(), version: None };
+        let restored = Restored { term, epoch: *self.store.epoch.lock().unwrap(), version: None, highest: 0 };
         let wanted = Wanted { config: config(), members: None, suspend: false, delete: false };
         let context = Context {
             client: self.client.clone(),

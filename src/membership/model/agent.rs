@@ -154,6 +154,8 @@ impl Agent {
             transport: None,
             roster_digest: self.digest.clone().filter(|_| self.epoch.is_some()),
             retained: self.retained.clone(),
+            earlier: Vec::new(),
+            returned: None,
             installed: self.installed.clone(),
             engine,
             // A paused engine fails its probes.

@@ -29,6 +29,8 @@ pub(super) fn config(min_ready: u32) -> MembershipConfig {
         silence_ms: super::agent::SILENCE,
         update_timeout_ms: 10_000,
         retain_bytes: 1,
+        keep: 1,
+        max_unavailable: 0,
         bucket_bytes: 0,
         delivery: crate::protocol::Delivery::default(),
         data_tls: false,

@@ -12,6 +12,8 @@ pub(super) fn policy() -> UpdatePolicy {
         silence_ms: 5_000,
         update_timeout_ms: 60_000,
         retain_bytes: 1 << 30,
+        keep: 1,
+        max_unavailable: 0,
         bucket_bytes: 0,
         delivery: crate::protocol::Delivery::default(),
         data_tls: false,
@@ -204,6 +206,8 @@ fn state(n: u32, number: u32) -> MemberState {
         transport: None,
         roster_digest: None,
         retained: None,
+        earlier: Vec::new(),
+        returned: None,
         installed: None,
         engine: rollout.then(|| EngineFacts {
             kind: "vllm".to_owned(),

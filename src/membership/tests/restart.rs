@@ -7,7 +7,7 @@ use crate::protocol::*;
 
 /// A controller that starts beside a group that works.
 fn beside(working: &Desk) -> Desk {
-    let restored = Restored { term: 2, epoch: working.epoch(), version: working.membership.view().version };
+    let restored = Restored { term: 2, epoch: working.epoch(), version: working.membership.view().version, highest: 0 };
     let mut desk = Desk::restored(config(), 0, restored);
     desk.states.clone_from(&working.states);
     desk

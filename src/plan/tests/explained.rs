@@ -13,6 +13,7 @@ fn model(bytes: u64) -> ModelFacts {
         ring_buckets: 4,
         receive_bytes: 4 * MIB,
         retain_bytes: 1024 * MIB,
+        keep: 1,
         gpu_ring: None,
     }
 }

@@ -150,7 +150,11 @@ async fn answer(state: Arc<Mutex<State>>, mut request: Request<Incoming>) -> Res
             let patch: Value = serde_json::from_slice(&request.into_body().collect().await.unwrap().to_bytes()).unwrap();
             let mut state = state.lock().unwrap();
             let Some(object) = state.objects.get_mut(&path) else { return Ok(missing(&path)) };
-            object["spec"]["suspend"] = patch["spec"]["suspend"].clone();
+            for (field, value) in patch["spec"].as_object().into_iter().flatten() {
+                let spec = object["spec"].as_object_mut().unwrap();
+                // A merge patch takes away what it says null of.
+                let _ = if value.is_null() { spec.remove(field) } else { spec.insert(field.clone(), value.clone()) };
+            }
             object["metadata"]["generation"] = json!(object["metadata"]["generation"].as_i64().unwrap_or(1) + 1);
             Ok(text(StatusCode::OK, object.to_string()))
         }

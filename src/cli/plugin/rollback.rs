@@ -1,0 +1,232 @@
+//! `kubectl weightsync rollback NAME`: `spec.targetVersion`, set to a version that is kept, or taken away again.
+//!
+//! Decides which version is meant, and refuses one that nobody keeps before anything is changed. The controller does the rest.
+
+use std::collections::BTreeSet;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::Args;
+use futures::TryStreamExt;
+use kube::api::{Patch, PatchParams};
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Api, ResourceExt};
+use serde_json::json;
+
+use super::cluster::{ClusterArgs, find, within};
+use crate::api::{MAX_MEMBERS, WeightSync, WeightSyncStatus};
+use crate::cli::Output;
+
+/// Arguments of `kubectl weightsync rollback`.
+#[derive(Debug, Args)]
+pub struct RollbackArgs {
+    /// Name of the object; may be left out when the namespace has one only.
+    name: Option<String>,
+    /// Which cluster.
+    #[command(flatten)]
+    cluster: ClusterArgs,
+    /// The version to go back to; the newest kept one below the current version if it is missing.
+    #[arg(long, conflicts_with = "clear")]
+    to: Option<i64>,
+    /// Let the object go on: it stays at its version until a higher one is published.
+    #[arg(long)]
+    clear: bool,
+    /// Seconds to wait until every replica serves the version; 0 does not wait.
+    #[arg(long, default_value_t = 300)]
+    timeout: u64,
+    /// How to print it. Progress goes to standard error.
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
+}
+
+/// How far an object is on its way to a version.
+#[derive(Debug, PartialEq, Eq)]
+enum Progress {
+    /// Not there; so many replicas of so many are.
+    Moving(usize, usize),
+    /// Every replica of the group serves it.
+    There,
+    /// It cannot come: why.
+    Missing(String),
+}
+
+impl RollbackArgs {
+    /// Sets `spec.targetVersion`, and waits.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        crate::cli::block_on(async {
+            let api = self.cluster.weightsyncs().await?;
+            let before = find(&api, self.name.as_deref()).await?;
+            let name = before.name_any();
+            if self.clear {
+                set(&api, &name, None).await?;
+                match self.output {
+                    Output::Json => println!("{}", json!({"name": name, "targetVersion": null, "version": version(&before)})),
+                    Output::Human => println!("{name} is held no longer: it goes on with the next version that is published"),
+                }
+                return Ok(ExitCode::SUCCESS);
+            }
+            let target = choose(&before, self.to)?;
+            let generation = set(&api, &name, Some(target)).await?;
+            if self.timeout > 0 {
+                let wait = self.follow(&api, &name, target, generation);
+                let waited = tokio::time::timeout(Duration::from_secs(self.timeout), wait).await;
+                waited.with_context(|| {
+                    format!(
+                        "not every replica of {name} serves version {target} after {} s: kubectl weightsync status {name}",
+                        self.timeout
+                    )
+                })??;
+            }
+            let done = self.timeout > 0;
+            match self.output {
+                Output::Json => {
+                    println!("{}", json!({"name": name, "targetVersion": target, "from": version(&before), "done": done}));
+                }
+                Output::Human if done => {
+                    println!("{name} serves version {target} and is held there: kubectl weightsync rollback {name} --clear lets it go on");
+                }
+                Output::Human => println!("{name} goes back to version {target}: kubectl weightsync status {name} --watch"),
+            }
+            Ok(ExitCode::SUCCESS)
+        })
+    }
+
+    /// Watches until every replica serves the version.
+    async fn follow(&self, api: &Api<WeightSync>, name: &str, target: i64, generation: Option<i64>) -> anyhow::Result<()> {
+        let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
+        let mut changes = std::pin::pin!(watcher(api.clone(), only).default_backoff().applied_objects());
+        let mut shown = None;
+        while let Some(object) = changes.try_next().await.context("the object cannot be watched")? {
+            match progress(&object, target, generation) {
+                Progress::There => return Ok(()),
+                Progress::Missing(message) => bail!("{message}"),
+                Progress::Moving(there, all) => {
+                    if shown.replace((there, all)) != Some((there, all)) {
+                        eprintln!("version {target}: {there} of {all} replicas");
+                    }
+                }
+            }
+        }
+        bail!("the watch on {name} ended")
+    }
+}
+
+async fn set(api: &Api<WeightSync>, name: &str, target: Option<i64>) -> anyhow::Result<Option<i64>> {
+    let patch = Patch::Merge(json!({"spec": {"targetVersion": target}}));
+    let what = format!("the target version of WeightSync {name} cannot be changed");
+    Ok(within(&what, api.patch(name, &PatchParams::default(), &patch)).await?.metadata.generation)
+}
+
+fn version(object: &WeightSync) -> Option<i64> {
+    object.status.as_ref()?.version
+}
+
+fn is_rollout(name: &str) -> bool {
+    !name.starts_with("trainer/")
+}
+
+/// The version that is meant, if somebody keeps it.
+fn choose(object: &WeightSync, wanted: Option<i64>) -> anyhow::Result<i64> {
+    let name = object.name_any();
+    if object.spec.suspend {
+        bail!("{name} is paused, and a paused object changes no weights: kubectl weightsync resume {name} first");
+    }
+    let status = object.status.clone().unwrap_or_default();
+    let kept: BTreeSet<i64> = status.members.iter().flat_map(|member| member.retained.iter().copied()).collect();
+    let current = status.version;
+    let listed = if kept.is_empty() { "none".to_owned() } else { kept.iter().map(i64::to_string).collect::<Vec<_>>().join(", ") };
+    let keep = object.spec.membership.keep;
+    match wanted {
+        // Status lists so many members only: the others may keep it.
+        Some(wanted) if kept.contains(&wanted) || current == Some(wanted) || status.members.len() >= MAX_MEMBERS => Ok(wanted),
+        Some(wanted) => bail!("nobody keeps version {wanted} of {name}; kept are: {listed} (membership.keep: {keep})"),
+        None => {
+            let Some(current) = current else { bail!("{name} has no version yet: there is nothing to go back from") };
+            let below = kept.range(..current).next_back().copied();
+            below.with_context(|| {
+                format!("nobody keeps a version of {name} below {current}; kept are: {listed} (membership.keep: {keep}, must be 2 or more)")
+            })
+        }
+    }
+}
+
+/// How far it is, by a status that knows of this generation.
+fn progress(object: &WeightSync, target: i64, generation: Option<i64>) -> Progress {
+    let status = object.status.clone().unwrap_or_default();
+    let rollouts: Vec<_> = status.members.iter().filter(|member| is_rollout(&member.name)).collect();
+    let there = rollouts.iter().filter(|member| member.version == Some(target)).count();
+    let moving = Progress::Moving(there, rollouts.len());
+    if status.observed_generation < generation {
+        return moving;
+    }
+    let condition = |kind: &str| status.conditions.iter().find(|condition| condition.type_ == kind && condition.status == "True");
+    if let Some(missing) = missing(&status) {
+        return Progress::Missing(missing);
+    }
+    if status.version == Some(target) && condition("Synced").is_some() { Progress::There } else { moving }
+}
+
+fn missing(status: &WeightSyncStatus) -> Option<String> {
+    let degraded = status.conditions.iter().find(|condition| condition.type_ == "Degraded" && condition.status == "True")?;
+    (degraded.reason == "TargetVersionMissing").then(|| degraded.message.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn object(spec: &Value, status: &Value) -> WeightSync {
+        let mut object = json!({
+            "apiVersion": "weightsync.dev/v1alpha1", "kind": "WeightSync", "metadata": {"name": "run", "generation": 2},
+            "spec": {
+                "trainer": {"selector": {"matchLabels": {"app": "trainer"}}},
+                "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"vllm": {"ports": [8000]}}}],
+            },
+            "status": status,
+        });
+        for (field, value) in spec.as_object().unwrap() {
+            object["spec"][field] = value.clone();
+        }
+        serde_json::from_value(object).unwrap()
+    }
+
+    fn member(name: &str, version: i64, retained: &[i64]) -> Value {
+        json!({"name": name, "size": 1, "state": "Ready", "reason": "MemberReady", "version": version, "retained": retained})
+    }
+
+    #[test]
+    fn the_version_that_is_meant_must_be_kept_by_somebody() {
+        let members = json!([member("trainer/t", 7, &[7]), member("actors/a", 7, &[7, 5]), member("actors/b", 7, &[7, 4])]);
+        let kept = object(&json!({"membership": {"keep": 2}}), &json!({"version": 7, "members": members}));
+        assert_eq!(choose(&kept, None).unwrap(), 5);
+        assert_eq!(choose(&kept, Some(4)).unwrap(), 4);
+        assert_eq!(choose(&kept, Some(7)).unwrap(), 7);
+        let error = choose(&kept, Some(6)).unwrap_err().to_string();
+        assert!(error.contains("nobody keeps version 6") && error.contains("4, 5, 7") && error.contains("keep: 2"), "{error}");
+        let none = object(&json!({}), &json!({"version": 7, "members": [member("actors/a", 7, &[7])]}));
+        let error = choose(&none, None).unwrap_err().to_string();
+        assert!(error.contains("below 7") && error.contains("keep: 1"), "{error}");
+        let paused = object(&json!({"suspend": true}), &json!({"version": 7}));
+        assert!(choose(&paused, None).unwrap_err().to_string().contains("resume run"));
+        assert!(choose(&object(&json!({}), &json!({})), None).unwrap_err().to_string().contains("no version yet"));
+    }
+
+    #[test]
+    fn it_is_there_when_the_controller_says_so_of_this_generation() {
+        let condition = |kind: &str, reason: &str| json!({"type": kind, "status": "True", "reason": reason, "message": "kept are: 7", "lastTransitionTime": "2026-01-01T00:00:00Z"});
+        let members = json!([member("trainer/t", 7, &[]), member("actors/a", 5, &[]), member("actors/b", 7, &[])]);
+        let at = |generation: i64, version: i64, conditions: &Value| {
+            let status = json!({"observedGeneration": generation, "version": version, "members": members, "conditions": conditions});
+            progress(&object(&json!({}), &status), 5, Some(2))
+        };
+        let synced = json!([condition("Synced", "VersionReached")]);
+        assert_eq!(at(1, 5, &synced), Progress::Moving(1, 2));
+        assert_eq!(at(2, 7, &synced), Progress::Moving(1, 2));
+        assert_eq!(at(2, 5, &json!([])), Progress::Moving(1, 2));
+        assert_eq!(at(2, 5, &synced), Progress::There);
+        assert_eq!(at(2, 7, &json!([condition("Degraded", "TargetVersionMissing")])), Progress::Missing("kept are: 7".to_owned()));
+    }
+}

@@ -1,0 +1,99 @@
+//! Going back to an earlier version, as `spec.targetVersion` asks.
+//!
+//! Decides which version everybody should hold (one that somebody keeps complete, or things stay as they are), and when it counts: as soon
+//! as enough replicas say that their engines confirmed it, which is the only way in which the version goes back. From then on a number
+//! up to the highest one that ever counted does not count any more by being installed somewhere.
+
+use std::collections::BTreeMap;
+
+use crate::protocol::{HeldVersion, MemberPhase, MemberState, Reason, Returned, Role, Version};
+
+use super::Membership;
+
+impl Membership {
+    /// The version that every rollout should hold.
+    pub(super) fn wanted(&self) -> Option<&HeldVersion> {
+        self.target.as_ref().or(self.version.as_ref())
+    }
+
+    /// What members are told of going back, where there is something to tell.
+    pub(super) fn returned(&self) -> Option<Returned> {
+        let to = self.wanted()?.version;
+        let (from, pinned) = (self.highest.max(to), self.target.is_some());
+        (pinned || from > to).then_some(Returned { to, from, pinned })
+    }
+
+    /// Whether a group knows something else than it must. That a new version overtook the one it went back from, its members see themselves.
+    pub(super) fn is_told_otherwise(&self, told: Option<Returned>) -> bool {
+        let now = self.returned();
+        now != told && (now.is_some() || told.is_some_and(|told| told.pinned))
+    }
+
+    /// Finds the version that the spec names, and lets it count once enough replicas serve it.
+    pub(super) fn learn_target(&mut self) {
+        let Some(number) = self.config.target else {
+            self.target = None;
+            return;
+        };
+        if let Some(current) = self.version.as_ref().filter(|version| version.version == number) {
+            self.target = Some(current.clone());
+            return;
+        }
+        if self.target.as_ref().is_none_or(|target| target.version != number) {
+            self.target = self.kept(number);
+        }
+        let Some(target) = self.target.clone() else { return };
+        let min_ready = self.config.policy.min_ready.max(1);
+        let serve = |state: &&MemberState| {
+            let whole = state.role == Role::Rollout && state.phase != MemberPhase::Dirty;
+            whole && state.installed.as_ref() == Some(&target)
+        };
+        // A source says of a version that it once counted; here only those that serve it now do.
+        if self.states().filter(serve).count() < usize::try_from(min_ready).unwrap_or(usize::MAX) {
+            return;
+        }
+        let (reason, before) = match &self.version {
+            Some(before) => (Reason::RolledBack, format!("; {} was current before", before.version)),
+            None => (Reason::VersionReached, String::new()),
+        };
+        self.highest = self.highest.max(number);
+        self.version = Some(target);
+        self.event(reason, format!("version {number} is served by at least {min_ready} replicas{before}"), None, false);
+    }
+
+    /// Why the version that the spec names is not brought to anybody.
+    pub(super) fn target_missing(&self) -> Option<String> {
+        let number = self.config.target.filter(|_| self.target.is_none())?;
+        let mut kept: BTreeMap<Version, usize> = BTreeMap::new();
+        for state in self.states() {
+            for held in state.keeps() {
+                *kept.entry(held.version).or_default() += 1;
+            }
+        }
+        let listed: Vec<String> = kept.iter().rev().map(|(version, members)| format!("{version} (by {members})")).collect();
+        let listed = if listed.is_empty() { "none at all".to_owned() } else { listed.join(", ") };
+        let keep = self.config.policy.keep;
+        Some(format!(
+            "nobody keeps version {number}, which targetVersion names, and everything stays as it is; kept are: {listed} \
+             (membership.keep: {keep})"
+        ))
+    }
+
+    /// A version that somebody keeps complete; the weights that most have, should there be several of the number.
+    fn kept(&self, number: Version) -> Option<HeldVersion> {
+        let mut counts: BTreeMap<&String, usize> = BTreeMap::new();
+        for held in self.states().flat_map(MemberState::keeps).filter(|held| held.version == number) {
+            *counts.entry(&held.manifest).or_default() += 1;
+        }
+        let most = counts.into_iter().max_by_key(|(manifest, count)| (*count, std::cmp::Reverse(*manifest)))?;
+        Some(HeldVersion { version: number, manifest: most.0.clone() })
+    }
+
+    /// What the agents of all candidates last said of themselves, as far as they can be spoken with.
+    fn states(&self) -> impl Iterator<Item = &MemberState> {
+        self.candidates.iter().filter_map(|candidate| {
+            let (_, agent) = self.agents.of(candidate)?;
+            agent.state.as_ref().filter(|_| agent.is_present())
+        })
+    }
+}

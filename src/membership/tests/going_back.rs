@@ -1,0 +1,186 @@
+//! Going back to an earlier version, and on from there.
+
+use super::desk::*;
+use crate::membership::{Decision, MemberStanding, MembershipConfig, Observation, Restored};
+use crate::protocol::*;
+
+fn target(version: Option<Version>) -> Observation {
+    Observation::Configure(Box::new(MembershipConfig { target: version, ..config() }))
+}
+
+/// Version 2 is served by all, and version 1 is kept by these.
+fn at_two(rollouts: u32, keep: &[u32]) -> Desk {
+    let mut desk = Desk::formed(rollouts);
+    for version in [1, 2] {
+        desk.serves(version);
+    }
+    for n in keep {
+        desk.tell(*n, |state| state.earlier = vec![held(1)]);
+    }
+    desk
+}
+
+/// What the last commit to a member said.
+fn told(desk: &Desk, n: u32) -> CommitRequest {
+    let commits = desk.decisions.iter().rev().find_map(|decision| match decision {
+        Decision::Commit { member, request, .. } if *member == name(n) => Some((**request).clone()),
+        _ => None,
+    });
+    commits.unwrap()
+}
+
+fn installs(desk: &mut Desk, n: u32, version: Version) {
+    let decisions = desk.tell(n, |state| {
+        let before = state.retained.replace(held(version));
+        state.earlier = before.into_iter().filter(|before| before.version != version).collect();
+        state.installed = Some(held(version));
+    });
+    desk.obey(decisions);
+}
+
+fn version(desk: &Desk) -> Option<Version> {
+    desk.membership.view().version.map(|held| held.version)
+}
+
+#[test]
+fn a_version_that_somebody_keeps_is_brought_to_all_at_once_and_counts_when_enough_serve_it() {
+    let mut desk = at_two(2, &[1]);
+    let epoch = desk.epoch();
+    let decisions = desk.see(target(Some(1)));
+    desk.obey(decisions);
+    assert_eq!(desk.epoch(), epoch + 1, "nothing is waited for");
+    let commit = told(&desk, 2);
+    assert_eq!(commit.current, Some(held(1)));
+    assert_eq!(commit.returned, Some(Returned { to: 1, from: 2, pinned: true }));
+    assert_eq!(commit.feeder, Some(name(1)));
+    let view = desk.membership.view();
+    assert_eq!((version(&desk), view.ready, view.wanted), (Some(2), 2, Some(held(1))), "those that were not taken back yet serve on");
+    assert!(desk.member(2).message.contains("until it is taken to version 1"), "{}", desk.member(2).message);
+
+    installs(&mut desk, 1, 1);
+    assert_eq!(version(&desk), Some(1), "minReady is 1");
+    assert!(desk.event(Reason::RolledBack).unwrap().1.contains("2 was current before"));
+    assert_eq!(desk.member(1).standing, MemberStanding::Ready);
+    assert_eq!(desk.member(2).standing, MemberStanding::Behind);
+    installs(&mut desk, 2, 1);
+    assert_eq!((desk.member(2).standing, desk.membership.view().ready), (MemberStanding::Ready, 2));
+    let epoch = desk.epoch();
+    desk.wait(30_000, &[0, 1, 2]);
+    assert_eq!(desk.epoch(), epoch, "what is as it should be is left alone");
+}
+
+#[test]
+fn the_version_waits_for_as_many_as_min_ready_says_and_a_sources_word_is_not_one_of_them() {
+    let mut policy = policy();
+    policy.min_ready = 2;
+    let rules = MembershipConfig { policy, ..config() };
+    let mut desk = Desk::restored(rules.clone(), 2, Restored::default());
+    desk.form(2);
+    desk.serves(1);
+    desk.serves(2);
+    desk.tell(0, |state| (state.installed, state.earlier) = (Some(held(1)), vec![held(1)]));
+    let decisions = desk.see(Observation::Configure(Box::new(MembershipConfig { target: Some(1), ..rules })));
+    desk.obey(decisions);
+    assert_eq!(told(&desk, 1).feeder, Some(name(0)));
+    installs(&mut desk, 1, 1);
+    assert_eq!(version(&desk), Some(2));
+    desk.tell(2, |state| (state.installed, state.phase) = (Some(held(1)), MemberPhase::Dirty));
+    assert_eq!(version(&desk), Some(2), "half an update counts for nothing");
+    desk.tell(2, |state| state.phase = MemberPhase::Ready);
+    assert_eq!(version(&desk), Some(1));
+}
+
+#[test]
+fn a_version_that_nobody_keeps_changes_nothing_and_is_said_with_those_that_are_kept() {
+    let mut desk = at_two(2, &[2]);
+    let epoch = desk.epoch();
+    let decisions = desk.see(target(Some(7)));
+    desk.obey(decisions);
+    desk.wait(10_000, &[0, 1, 2]);
+    assert_eq!((desk.epoch(), version(&desk)), (epoch, Some(2)));
+    let degraded = desk.membership.view().degraded;
+    let missing = degraded.iter().find(|degradation| degradation.reason == Reason::TargetVersionMissing).unwrap();
+    assert!(missing.message.contains("version 7") && missing.message.contains("2 (by 3), 1 (by 1)"), "{}", missing.message);
+    assert!(desk.event(Reason::TargetVersionMissing).is_some());
+    // Somebody who keeps it comes.
+    let decisions = desk.tell(1, |state| state.earlier = vec![held(7)]);
+    desk.obey(decisions);
+    assert_eq!(told(&desk, 1).current, Some(held(7)));
+    assert!(!desk.reasons().contains(&Reason::TargetVersionMissing));
+}
+
+#[test]
+fn a_target_that_is_taken_away_lets_the_next_higher_version_out_and_no_stale_one_back() {
+    let mut desk = at_two(2, &[1, 2]);
+    let decisions = desk.see(target(Some(1)));
+    desk.obey(decisions);
+    installs(&mut desk, 1, 1);
+    installs(&mut desk, 2, 1);
+    let decisions = desk.see(target(None));
+    desk.obey(decisions);
+    assert_eq!(told(&desk, 0).returned, Some(Returned { to: 1, from: 2, pinned: false }));
+    // One that was away says what it held then.
+    installs(&mut desk, 2, 2);
+    assert_eq!((version(&desk), desk.member(2).standing), (Some(1), MemberStanding::Behind));
+    installs(&mut desk, 2, 1);
+    let epoch = desk.epoch();
+    installs(&mut desk, 1, 3);
+    assert_eq!(version(&desk), Some(3));
+    installs(&mut desk, 2, 3);
+    desk.wait(20_000, &[0, 1, 2]);
+    assert_eq!((desk.epoch(), desk.membership.view().returned), (epoch, None), "no epoch for what the members see themselves");
+}
+
+#[test]
+fn a_target_that_is_current_holds_the_group_there() {
+    let mut desk = at_two(1, &[]);
+    let decisions = desk.see(target(Some(2)));
+    desk.obey(decisions);
+    assert_eq!(told(&desk, 0).returned, Some(Returned { to: 2, from: 2, pinned: true }));
+    assert_eq!((version(&desk), desk.membership.view().ready), (Some(2), 1));
+    let decisions = desk.see(target(None));
+    desk.obey(decisions);
+    assert_eq!(told(&desk, 0).returned, None);
+}
+
+#[test]
+fn rollouts_go_back_without_a_trainer_even_one_alone() {
+    let mut desk = at_two(1, &[1]);
+    let decisions = desk.lose(0);
+    desk.obey(decisions);
+    desk.plan(&[1], Vec::new());
+    assert!(!desk.membership.view().committed);
+    let decisions = desk.see(target(Some(1)));
+    desk.obey(decisions);
+    desk.wait(3_000, &[1]);
+    assert_eq!((told(&desk, 1).current, told(&desk, 1).feeder), (Some(held(1)), Some(name(1))));
+    installs(&mut desk, 1, 1);
+    assert_eq!(version(&desk), Some(1));
+}
+
+#[test]
+fn a_restarted_controller_takes_a_group_over_that_went_back() {
+    let mut desk = at_two(2, &[1, 2]);
+    let decisions = desk.see(target(Some(1)));
+    desk.obey(decisions);
+    installs(&mut desk, 1, 1);
+    installs(&mut desk, 2, 1);
+    let returned = desk.membership.view().returned;
+    let restored = Restored { term: 1, epoch: desk.epoch(), version: desk.membership.view().version, highest: 2 };
+    let rules = MembershipConfig { target: Some(1), ..config() };
+    let mut next = Desk::restored(rules, 2, restored);
+    next.states.clone_from(&desk.states);
+    for state in &mut next.states {
+        state.returned = returned;
+    }
+    // The source says of version 2 that it counted once.
+    next.states[0].installed = Some(held(2));
+    next.plan(&[0, 1, 2], Vec::new());
+    for n in 0..=2 {
+        let decisions = next.announce(n);
+        next.obey(decisions);
+    }
+    next.wait(10_000, &[0, 1, 2]);
+    assert!(next.event(Reason::GroupAdopted).is_some());
+    assert_eq!((next.epoch(), version(&next)), (desk.epoch(), Some(1)));
+}
