@@ -24,7 +24,11 @@ pub struct CheckpointSource {
     next: u32,
     ahead: Option<JoinHandle<Result<Bytes, SourceError>>>,
     on_release: Option<Box<dyn FnOnce() + Send + Sync>>,
+    lay_out: Option<Box<LayOut>>,
 }
+
+/// Lays tensors out as the group that stands wants it.
+type LayOut = dyn Fn(Vec<TensorSpec>) -> Result<Layout, LayoutError> + Send + Sync;
 
 impl CheckpointSource {
     /// Opens a file or a directory, reads its headers and lays its tensors out.
@@ -41,7 +45,14 @@ impl CheckpointSource {
         if layout.entries.is_empty() {
             return Err(SourceError::BadCheckpoint { what: format!("{shown} holds no tensor") });
         }
-        Ok(Self { checkpoint: Arc::new(checkpoint), layout: Arc::new(layout), next: 0, ahead: None, on_release: None })
+        Ok(Self { checkpoint: Arc::new(checkpoint), layout: Arc::new(layout), next: 0, ahead: None, on_release: None, lay_out: None })
+    }
+
+    /// Lays the tensors out by this once more, when a group stands.
+    #[must_use]
+    pub fn laid_out_by(mut self, lay_out: impl Fn(Vec<TensorSpec>) -> Result<Layout, LayoutError> + Send + Sync + 'static) -> Self {
+        self.lay_out = Some(Box::new(lay_out));
+        self
     }
 
     /// Calls `then` when no byte will be read any more.
@@ -67,6 +78,15 @@ impl CheckpointSource {
 impl VersionSource for CheckpointSource {
     fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    fn lay_out(&mut self) {
+        let Some(lay_out) = self.lay_out.as_ref().filter(|_| self.next == 0 && self.ahead.is_none()) else { return };
+        match lay_out(self.checkpoint.specs()) {
+            Ok(layout) => self.layout = Arc::new(layout),
+            // It was laid out before from the same tensors: that stays.
+            Err(error) => tracing::warn!(%error, "a checkpoint cannot be laid out anew"),
+        }
     }
 
     fn repeatable(&self) -> bool {
@@ -106,7 +126,7 @@ impl VersionSource for CheckpointSource {
 
     fn another(&self) -> Option<Box<dyn VersionSource>> {
         let (checkpoint, layout) = (Arc::clone(&self.checkpoint), Arc::clone(&self.layout));
-        Some(Box::new(Self { checkpoint, layout, next: 0, ahead: None, on_release: None }))
+        Some(Box::new(Self { checkpoint, layout, next: 0, ahead: None, on_release: None, lay_out: None }))
     }
 }
 

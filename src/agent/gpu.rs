@@ -128,10 +128,14 @@ impl Gpus {
         let ring = (policy.slots, policy.slot_bytes);
         let ranks = usize::try_from(ranks).unwrap_or(usize::MAX);
         let wanted = Wanted { environment: policy.environment.clone(), ranks, ring };
+        // Nobody starts workers for an agent that was told to use no GPU: they would be waited for in vain at every epoch.
+        let none = self.settings.choice == GpuChoice::None;
         self.wanted.send_if_modified(|now| {
             let differs = *now != wanted;
             if differs {
                 *now = wanted;
+            }
+            if differs && !none {
                 self.seats.send_if_modified(|seats| {
                     let open = matches!(seats, Seats::Open(_));
                     *seats = Seats::Starting;

@@ -44,6 +44,16 @@ impl HandOver {
         Ok(Self { install, events: HashMap::new(), reading: JoinSet::new(), silence: job.silence })
     }
 
+    /// Whether the engine is to be paused before bytes travel; see [`DeviceInstall::holds`].
+    pub fn holds(&self) -> bool {
+        self.install.holds()
+    }
+
+    /// Pauses it.
+    pub async fn open(&mut self) -> Result<(), InstallError> {
+        self.install.open().await
+    }
+
     /// Hands one bucket over: one slot a GPU, each with all of it from its first byte on. The slots are given back when the engine has read.
     pub async fn bucket(&mut self, bucket: Bucket, slots: Vec<Slot>) -> Result<(), InstallError> {
         let mut places = Vec::with_capacity(slots.len());

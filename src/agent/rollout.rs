@@ -36,7 +36,7 @@ use self::companions::Companions;
 use self::machine::Machine;
 use self::readiness::Assigned;
 use self::supervise::Probed;
-pub use self::update::LONG_POLL;
+pub use self::update::{LONG_POLL, PAUSING};
 pub use self::version::Version;
 use self::version_dir::{AgentDir, DirError};
 use super::core::{Core, lock};

@@ -16,7 +16,7 @@ use tokio::time::{Instant, timeout};
 use super::core::Core;
 use super::group::{Epoch, Step, refusal};
 use super::lead::Leader;
-use super::rollout::Rollout;
+use super::rollout::{PAUSING, Rollout};
 use super::source::Source;
 use crate::protocol::{
     AbortRequest, ActivateRequest, BeginRequest, CommitRequest, Delivery, EngineJoinRequest, EngineJoinResponse, EpochId, ExternalBegin,
@@ -205,7 +205,8 @@ async fn release(State(endpoint): Here, peer: PeerIdentity, Valid(request): Vali
 
 async fn begin(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<BeginRequest>) -> Result<Json<UpdateStatus>, Refusal> {
     let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
-    let limit = Duration::from_millis(epoch.prepared.policy.silence_ms).saturating_mul(2);
+    // An engine may have to be paused first.
+    let limit = Duration::from_millis(epoch.prepared.policy.silence_ms).saturating_mul(PAUSING);
     on_its_own(limit, async move { rollout.begin(&epoch, request).await.map(Json) }).await
 }
 

@@ -17,6 +17,10 @@ pub trait VersionSource: Send {
     /// Tensors, places and cut; the same before the first bucket and after the last, in every attempt.
     fn layout(&self) -> &Layout;
 
+    /// Lays the version out anew, as the group that stands now wants it. Called once, when a group stands and before the first
+    /// [`next`](Self::next): a publish may have been asked for when nobody knew yet how weights would travel.
+    fn lay_out(&mut self) {}
+
     /// Whether [`restart`](Self::restart) can succeed. False for a trainer that can write its tensors only once.
     fn repeatable(&self) -> bool;
 

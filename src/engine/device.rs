@@ -92,6 +92,12 @@ pub enum Released {
 /// An install that is under way. Dropping it is giving it up: the engine is then held as after [`abandon`](Self::abandon).
 #[async_trait]
 pub trait DeviceInstall: Send {
+    /// Whether the engine answers no request from the first bucket on. Such a pause may take seconds: [`open`](Self::open) is called before bytes
+    /// travel then.
+    fn holds(&self) -> bool {
+        false
+    }
+
     /// Pauses and marks the engine, as the first bucket does otherwise. After an error the install is over, and its weights are untouched.
     async fn open(&mut self) -> Result<(), InstallError> {
         Ok(())

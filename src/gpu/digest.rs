@@ -1,7 +1,7 @@
 //! gsum64 of parts of GPU memory, by a kernel that the driver compiles when it is loaded. Decides how the parts are shared among thread
 //! blocks: few of them, each with as much to read, so that broadcasts go on beside it.
 //!
-//! 256 MiB take 0.4 ms on an H200, half the time of their broadcast, so every bucket is digested, always. The sums that it gives are
+//! 256 MiB take 0.53 ms on an H200, less than their broadcast, so every bucket is digested, always. The sums that it gives are
 //! those of [`crate::weights::gsum64`] on the CPU.
 
 use std::ffi::c_void;
@@ -13,9 +13,10 @@ use super::{Device, Event, GSUM64, GpuError, Scratch, Span, Stream};
 use crate::protocol::worker::Part;
 
 const THREADS: u32 = 1024;
-/// About so many blocks have work at once. NCCL's next kernel finds room on a multiprocessor only where no block of ours is: with a block on
-/// every one of an H200's 132 a broadcast takes a third longer, with 16 of 1024 threads 6 percent (4 H200, 256 MiB buckets).
-const BLOCKS: u64 = 16;
+/// About so many blocks have work at once. NCCL's next kernel finds room on a multiprocessor only where no block of ours is: beside the
+/// digest of every bucket of 256 MiB broadcasts reach 0.97 of their speed with 16 blocks, 0.985 with 12 and 0.99 with 8, whatever and however
+/// these read (2 H200, docs/benchmarks.md); with 12 a digest still takes less time than a broadcast.
+const BLOCKS: u64 = 12;
 /// Bytes that a block reads at least.
 const LEAST_PER_BLOCK: u64 = 256 << 10;
 /// Most pieces of one launch: `gridDim.y`.

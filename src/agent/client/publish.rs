@@ -84,6 +84,7 @@ impl Publish {
                 turn.set_total_bytes(layout.total_bytes);
                 let means = Means {
                     most_slots: shared.slots,
+                    bucket_bytes: shared.bucket_bytes,
                     offer: gpu,
                     gpu: shared.gpu.clone(),
                     kept: Arc::clone(ring),
@@ -123,7 +124,8 @@ async fn open_checkpoint(
     };
     match opened {
         Ok(source) => {
-            let released = Arc::clone(&turn);
+            let (released, of_group) = (Arc::clone(&turn), Arc::clone(&shared));
+            let source = source.laid_out_by(move |tensors| super::gpu::lay_out(tensors, of_group.bucket_bytes, &of_group.gpu));
             let source = Box::new(source.on_release(move || released.release()));
             turn.set_total_bytes(crate::agent::version_source::VersionSource::layout(&*source).total_bytes);
             shared.queue.push(PublishJob { version, activation, deadline, cancel, source, reporter }, queue);

@@ -48,6 +48,8 @@ pub(super) enum FromTrainer {
 pub(super) struct Means {
     /// Slots of a ring in host memory.
     pub(super) most_slots: u32,
+    /// Size of a bucket where weights travel through hosts; 0 chooses by the model's size.
+    pub(super) bucket_bytes: u64,
     /// What the trainer has.
     pub(super) offer: Option<GpuOffer>,
     /// What the source sends from.
@@ -264,6 +266,19 @@ impl TrainerRing {
 impl VersionSource for TrainerRing {
     fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    fn lay_out(&mut self) {
+        // What the trainer was told of stays as it is.
+        if self.open.is_some() || self.attempt > 1 {
+            return;
+        }
+        let tensors = self.layout.tensors().cloned().collect();
+        match gpu::lay_out(tensors, self.means.bucket_bytes, &self.means.gpu) {
+            Ok(layout) => self.layout = layout,
+            // It was laid out before from the same tensors: that stays.
+            Err(error) => tracing::warn!(%error, "a version cannot be laid out anew"),
+        }
     }
 
     fn repeatable(&self) -> bool {

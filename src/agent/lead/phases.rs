@@ -14,6 +14,7 @@ use super::fan::Fan;
 use super::probe::{Opening, hello};
 use super::stream::{Sending, StreamError};
 use super::table::{Failure, Table, Verdict};
+use crate::agent::rollout::PAUSING;
 use crate::protocol::{BeginRequest, CarriedBy, MemberName, PublishErrorCode, UpdatePhase};
 use crate::transport::{BucketSink, TransportError};
 use crate::weights::{DigestAlgorithm, Layout};
@@ -42,7 +43,7 @@ impl Attempt<'_> {
             manual,
             manifest_digest: known,
         };
-        let answers = self.calls.to_all(&self.members, "/v1/update/begin", Arc::new(request), ANSWER + self.silence);
+        let answers = self.calls.to_all(&self.members, "/v1/update/begin", Arc::new(request), ANSWER + self.silence * PAUSING);
         self.opened(answers).await
     }
 

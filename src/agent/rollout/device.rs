@@ -24,6 +24,8 @@ use crate::worker::Slot;
 
 /// What the task that feeds the engine is told, in order.
 pub(super) enum Order {
+    /// Pause the engine, and say when it is paused.
+    Open(oneshot::Sender<()>),
     /// Hand this over.
     Bucket(Bucket, Vec<Slot>),
     /// Say when all before this was handed over.
@@ -172,7 +174,8 @@ impl Rollout {
         })
     }
 
-    /// Opens an install from GPU memory; the engine is only looked at.
+    /// Opens an install from GPU memory. An engine that serves on meanwhile is only looked at; one that does not is paused before the leader
+    /// hears that bytes may come: a pause that takes seconds would look like a member that hangs in a broadcast.
     pub(super) async fn open_device(
         self: &Arc<Self>,
         epoch: &Epoch,
@@ -184,6 +187,7 @@ impl Rollout {
         let (timeout, silence) = (job.timeout, job.silence);
         let over = HandOver::begin(self.engine.as_ref(), &job).await;
         let over = over.map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
+        let holds = over.holds();
         let (orders, inbox) = mpsc::unbounded_channel();
         let arriving =
             Arriving { hasher: TensorHasher::new(layout.clone(), request.algorithm), coverage: Coverage::new(layout.total_bytes) };
@@ -199,6 +203,14 @@ impl Rollout {
             orders,
         });
         tokio::spawn(self.clone().feed_engine(Arc::downgrade(&receiver), over, inbox, timeout));
+        if holds {
+            let (done, opened) = oneshot::channel();
+            let sent = receiver.orders.send(Order::Open(done)).is_ok();
+            if !sent || opened.await.is_err() {
+                let why = receiver.failed().unwrap_or_else(|| "the engine's install ended before".to_owned());
+                return Err(refusal(RefusalCode::EngineRefused, why));
+            }
+        }
         Ok(receiver)
     }
 
@@ -215,6 +227,16 @@ impl Rollout {
         let mut begun = None;
         while let Some(order) = orders.recv().await {
             match order {
+                Order::Open(done) => {
+                    switching = Some(self.switching.lock().await);
+                    begun = Some(self.begin_switch(limit));
+                    if let Err(error) = over.open().await {
+                        self.device_failed(&receiver, &error, begun.unwrap_or_default());
+                        return;
+                    }
+                    // Whoever gave up waiting discards the receiver, which is heard next.
+                    let _told = done.send(());
+                }
                 Order::Bucket(bucket, slots) => {
                     if switching.is_none() {
                         switching = Some(self.switching.lock().await);

@@ -23,6 +23,10 @@ use crate::weights::safetensors::SafetensorsPlan;
 /// Longest wait of a status request for news.
 pub const LONG_POLL: Duration = Duration::from_secs(1);
 
+/// So many times the allowed silence may pass before a begin is answered: an engine that answers no request while it is fed is paused first,
+/// and LMDeploy moves its weights to the host for that (2 GB/s).
+pub const PAUSING: u32 = 6;
+
 impl Rollout {
     /// Opens an update: compares the layout, checks memory, asks the engine; before a byte moves.
     pub async fn begin(self: &Arc<Self>, epoch: &Arc<Epoch>, request: BeginRequest) -> Result<UpdateStatus, Refusal> {

@@ -19,6 +19,7 @@ use crate::agent::lead::{Brought, Keep, Plan, Stage};
 use crate::agent::publish_job::{NotActivated, PublishJob, Reporter};
 use crate::agent::version_source::VersionSource;
 use crate::protocol::{Activation, Delivery, EpochId, HeldVersion, PublishError, PublishErrorCode, PublishResult, UpdatePhase, Version};
+use crate::transport::nccl::Staging;
 use crate::weights::{DigestAlgorithm, Layout, Manifest};
 
 /// A publish as far as all its attempts share it.
@@ -93,6 +94,7 @@ impl Source {
                 return Err(pinned(returned.to));
             }
             if publish.attempts == 0 {
+                publish.source.lay_out();
                 let current = self.current(Some(&epoch));
                 let mut history = lock(&self.history);
                 publish.must = history.admit(publish.version, current.as_ref())?;
@@ -180,13 +182,20 @@ impl Source {
             return None;
         }
         let limit = epoch.prepared.policy.retain_bytes;
+        // Of a version on a GPU, the copy of the one before gives its pinned memory on to the next one, also when it has to give way first:
+        // pinning takes far longer than copying.
+        let staging = self.leader.gpus().and_then(|gpus| gpus.first()).map(|(_, staging)| staging);
+        if let Some(staging) = &staging {
+            staging.reuse(limit);
+        }
+        let spare = || staging.as_ref().map_or(0, Staging::spare);
         let current = self.current(Some(epoch));
         let fit = self.reshelve(|shelf| {
             if let Some(current) = &current {
                 shelf.touch(current);
             }
             loop {
-                let reason = match fits(layout.total_bytes, shelf.memory(), limit, &self.cgroups) {
+                let reason = match fits(layout.total_bytes, shelf.memory(), limit, spare(), &self.cgroups) {
                     Ok(()) => return Ok(()),
                     Err(reason) => reason,
                 };
@@ -201,13 +210,7 @@ impl Source {
             }
         });
         match fit {
-            Ok(()) => {
-                // Of a version on a GPU, the copy of the one before gives its pinned memory on to the next one.
-                if let Some((_, staging)) = self.leader.gpus().and_then(|gpus| gpus.first()) {
-                    staging.reuse(limit.saturating_sub(layout.total_bytes));
-                }
-                Some(Arc::default())
-            }
+            Ok(()) => Some(Arc::default()),
             Err(reason) => {
                 tracing::info!(version = publish.version, reason, "no copy of this version is kept");
                 None

@@ -127,12 +127,13 @@ impl Keeper {
     }
 }
 
-/// Whether a copy of `wanted` bytes may be kept in memory beside `kept` bytes that are kept already.
-pub fn fits(wanted: u64, kept: u64, limit: u64, cgroups: &Cgroups) -> Result<(), String> {
+/// Whether a copy of `wanted` bytes may be kept in memory beside `kept` bytes that are kept already. `spare` bytes of memory are there for it
+/// and are not taken anew.
+pub fn fits(wanted: u64, kept: u64, limit: u64, spare: u64, cgroups: &Cgroups) -> Result<(), String> {
     if wanted.saturating_add(kept) > limit {
         return Err(format!("{wanted} bytes and {kept} kept already are more than `retain` allows ({limit})"));
     }
-    cgroups.check(wanted).map_err(|error| error.to_string())
+    cgroups.check(wanted.saturating_sub(spare)).map_err(|error| error.to_string())
 }
 
 struct MemoryReader {

@@ -52,6 +52,10 @@ impl VersionSource for Tracked {
         self.source.layout()
     }
 
+    fn lay_out(&mut self) {
+        self.source.lay_out();
+    }
+
     fn repeatable(&self) -> bool {
         self.source.repeatable() && !self.released
     }

@@ -310,7 +310,7 @@ fn memory_is_counted_on_every_level_of_both_versions_of_control_groups() {
     assert_eq!(v1.tightest().unwrap().limit, 500_000);
     let unlimited = Cgroups::at(root.path().to_owned(), "0::/../elsewhere\n".into());
     assert_eq!(unlimited.tightest(), None);
-    assert!(fits(10, 0, 10, &unlimited).is_ok());
-    assert!(fits(10, 1, 10, &unlimited).is_err());
-    assert!(fits(300_000, 0, u64::MAX, &v2).is_err());
+    assert!(fits(10, 0, 10, 0, &unlimited).is_ok());
+    assert!(fits(10, 1, 10, 0, &unlimited).is_err());
+    assert!(fits(300_000, 0, u64::MAX, 0, &v2).is_err());
 }

@@ -34,6 +34,8 @@ enum Command {
 struct Handle {
     commands: mpsc::Sender<Command>,
     dirty: Arc<AtomicBool>,
+    /// It pauses the engine, and can do so before the first bucket says where it lies.
+    holds: bool,
 }
 
 /// Whose calls feed an engine from a group, and the group's name.
@@ -70,6 +72,7 @@ pub(super) async fn begin<S: Server>(
     let terms = Terms { marked: marked.clone(), version: marked, pause: job.pause, kv_cache: job.kv_cache };
     let (commands, inbox) = mpsc::channel(1);
     let dirty = Arc::new(AtomicBool::new(before.is_half()));
+    let names_gpus = !route.gpus.is_empty();
     // Where the route lets the engine serve on, only an engine that is already held is held.
     let pauses = before.is_half() || (route.gated && job.pause != PausePolicy::External);
     let running = Running {
@@ -89,11 +92,15 @@ pub(super) async fn begin<S: Server>(
         _turn: turn,
     };
     tokio::spawn(running.run(inbox));
-    Ok(Box::new(Handle { commands, dirty }))
+    Ok(Box::new(Handle { commands, dirty, holds: pauses && names_gpus }))
 }
 
 #[async_trait]
 impl DeviceInstall for Handle {
+    fn holds(&self) -> bool {
+        self.holds
+    }
+
     async fn open(&mut self) -> Result<(), InstallError> {
         let (answer, answered) = oneshot::channel();
         let asked = self.commands.send(Command::Open(answer)).await;

@@ -33,6 +33,10 @@ const CHECKPOINT_ENGINE: &str = "checkpoint-engine";
 pub(super) struct Probed {
     start: String,
     interface: Option<Value>,
+    /// UUIDs of the GPUs of its ranks.
+    gpus: Vec<String>,
+    /// Whether it has checkpoint-engine.
+    checkpoint_engine: bool,
     /// Why it takes no tensors, whatever the policy.
     no_tensors: Option<String>,
     /// Why it cannot end requests.
@@ -53,14 +57,13 @@ impl Lmdeploy {
         served: Option<&Path>,
         until: Until,
     ) -> Result<DeviceRoute, EngineError> {
-        let status = self.status(until).await?;
-        let gpus = gpus(&status)?;
         let process = self.process();
         let named = process.as_ref().and_then(|process| process.after("api_server")).map(Path::new);
         let config = served.or(named).and_then(|model| std::fs::read(model.join("config.json")).ok());
         let config: Option<Value> = config.and_then(|config| serde_json::from_slice(&config).ok());
         allowed::any_route(config.as_ref()).map_err(|why| unsupported(why, "serve a model in bfloat16 or float16"))?;
         let probed = self.probe_start(until).await?;
+        let gpus = probed.gpus;
         let seen =
             Seen { interface: probed.interface.as_ref(), ranks: gpus.len(), config: config.as_ref(), process: process.as_ref(), kv_cache };
         let why_not = match allowed::tensor_route(&seen) {
@@ -74,7 +77,7 @@ impl Lmdeploy {
             let what = format!("{TENSORS} cannot be used ({why_not}), and every other way lets LMDeploy sleep, which ends its requests");
             return Err(unsupported(what, "set spec.update.pause to Abort for this pool"));
         }
-        if status.value().get("checkpoint_engine_version").is_none_or(Value::is_null) {
+        if !probed.checkpoint_engine {
             let what = format!("LMDeploy has no checkpoint-engine, and {TENSORS} cannot be used: {why_not}");
             return Err(unsupported(what, "install checkpoint-engine 0.4.2 beside LMDeploy"));
         }
@@ -83,11 +86,17 @@ impl Lmdeploy {
 
     /// Asks this start for what no file says, once: an update of nothing, and the end of a request that is not there.
     async fn probe_start(&self, until: Until) -> Result<Probed, EngineError> {
-        let start = self.fingerprint(until).await?;
         let known = self.probed.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(known) = known.filter(|known| known.start == start && start != UNKNOWN) {
+        if let Some(known) = known.filter(|known| known.start != UNKNOWN)
+            && self.fingerprint(until).await? == known.start
+        {
             return Ok(known);
         }
+        // Asks every worker, which takes 10 ms and more.
+        let status = self.status(until).await?;
+        let gpus = gpus(&status)?;
+        let checkpoint_engine = status.value().get("checkpoint_engine_version").is_some_and(|version| !version.is_null());
+        let start = self.fingerprint(until).await?;
         let body = update(vec![lmdeploy_nothing().pickle()], false);
         let reply = self.http.post("/update_weights", Some(&body), until).await?;
         let no_tensors = if reply.status() == 500 {
@@ -98,7 +107,7 @@ impl Lmdeploy {
         };
         let reply = self.http.post("/abort_request", Some(&json!({"abort_all": false, "session_id": i32::MAX})), until).await?;
         let no_abort = (reply.status() == 501).then(|| "it cannot end requests: start LMDeploy with --enable-abort-handling".to_owned());
-        let probed = Probed { start, interface: self.interface(until).await, no_tensors, no_abort };
+        let probed = Probed { start, interface: self.interface(until).await, gpus, checkpoint_engine, no_tensors, no_abort };
         *self.probed.lock().unwrap_or_else(PoisonError::into_inner) = Some(probed.clone());
         Ok(probed)
     }

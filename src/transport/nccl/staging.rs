@@ -35,10 +35,17 @@ pub struct Staging {
     regions: Arc<Free>,
 }
 
-/// Places that are lent to nobody. The ones above `limit` bytes are given up.
+/// Places that are lent to nobody, and how many bytes there are in all. What is above `limit` bytes, lent ones counted in, is given up.
 struct Free {
-    places: Mutex<Vec<Place>>,
+    places: Mutex<Places>,
     limit: AtomicU64,
+}
+
+#[derive(Default)]
+struct Places {
+    free: Vec<Place>,
+    /// Of all places that were made and not given up.
+    bytes: u64,
 }
 
 struct Place {
@@ -52,18 +59,33 @@ impl Free {
         Arc::new(Self { places: Mutex::default(), limit: AtomicU64::new(limit) })
     }
 
-    /// A place of at least so many bytes, and not of many more.
+    /// A place of at least so many bytes, and not of many more. Where there is none, free ones are given up as far as another one of this
+    /// length has no room beside them.
     fn take(&self, bytes: u64) -> Option<Place> {
         let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = places.iter().position(|place| (bytes..=bytes.saturating_mul(2)).contains(&place.length))?;
-        Some(places.swap_remove(fits))
+        if let Some(fits) = places.free.iter().position(|place| (bytes..=bytes.saturating_mul(2)).contains(&place.length)) {
+            return Some(places.free.swap_remove(fits));
+        }
+        let limit = self.limit.load(Ordering::Relaxed);
+        while places.bytes.saturating_add(bytes) > limit
+            && let Some(place) = places.free.pop()
+        {
+            places.bytes = places.bytes.saturating_sub(place.length);
+        }
+        None
+    }
+
+    fn made(&self, place: &Place) {
+        let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        places.bytes = places.bytes.saturating_add(place.length);
     }
 
     fn give_back(&self, place: Place) {
         let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-        let held: u64 = places.iter().map(|place| place.length).sum();
-        if held.saturating_add(place.length) <= self.limit.load(Ordering::Relaxed) {
-            places.push(place);
+        if places.bytes <= self.limit.load(Ordering::Relaxed) {
+            places.free.push(place);
+        } else {
+            places.bytes = places.bytes.saturating_sub(place.length);
         }
     }
 }
@@ -86,9 +108,14 @@ impl Staging {
         &self.worker
     }
 
-    /// How much memory of copies that are not kept any more stays pinned for the next ones.
+    /// How much memory of copies may stay pinned, those that are kept and those that wait for the next version together.
     pub fn reuse(&self, bytes: u64) {
         self.regions.limit.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes of memory that is pinned and waits for the next copies.
+    pub fn spare(&self) -> u64 {
+        self.regions.places.lock().unwrap_or_else(PoisonError::into_inner).free.iter().map(|place| place.length).sum()
     }
 
     /// Copies any number of bytes from a GPU into pinned memory of their own, to be kept. The memory goes back when the last cut of the
@@ -96,7 +123,11 @@ impl Staging {
     pub async fn copy_out(&self, from: Span, bytes: u64, after: Option<Event>, within: Duration) -> Result<Bytes, WorkerError> {
         let place = match self.regions.take(bytes) {
             Some(place) => place,
-            None => make(&self.worker, bytes.next_multiple_of(REGION)).await?,
+            None => {
+                let place = make(&self.worker, bytes.next_multiple_of(REGION)).await?;
+                self.regions.made(&place);
+                place
+            }
         };
         let region = Area { place: Some(place), free: self.regions.clone(), _permit: None };
         let to = region.span()?;
@@ -110,7 +141,11 @@ impl Staging {
         let permit = Arc::clone(&self.permits).acquire_owned().await.ok();
         let place = match self.areas.take(AREA) {
             Some(place) => place,
-            None => make(&self.worker, AREA).await?,
+            None => {
+                let place = make(&self.worker, AREA).await?;
+                self.areas.made(&place);
+                place
+            }
         };
         Ok(Area { place: Some(place), free: self.areas.clone(), _permit: permit })
     }

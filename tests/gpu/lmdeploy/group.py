@@ -1,25 +1,27 @@
-"""The whole way: a torch process publishes tensors of its GPU, agents move them by NCCL, LMDeploy takes them on another GPU."""
+"""`weightsync local` around a real LMDeploy and a torch trainer: how it is started, told to publish, and robbed of its processes."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import queue
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from tests.gpu.lmdeploy import models
-from tests.gpu.lmdeploy.server import Load, Server, gpu_memory
+from tests.gpu.lmdeploy.server import Server
 
 TRAINER = "tests.gpu.lmdeploy.trainer"
 ROOT = Path(__file__).parents[3]
+SEEDS = (1, 2, 3)
+# Of all groups: an agent may find in an engine what an earlier group brought there.
+VERSIONS = count(1)
 
 
 def uuids() -> list[str]:
@@ -27,57 +29,190 @@ def uuids() -> list[str]:
     return re.findall(r"UUID: (GPU-[0-9a-f-]+)", listed)
 
 
+def lines(stream: IO[str], into: queue.Queue[tuple[float, dict[str, Any]] | None]) -> None:
+    for line in stream:
+        if line.startswith("{"):
+            into.put((time.monotonic(), json.loads(line)))
+    into.put(None)
+
+
+class Trainer:
+    """A torch process that publishes; one for many groups, so that it is seen to outlive them."""
+
+    def __init__(self, size: str, gpu: int, log: Path) -> None:
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        environment["PYTHONPATH"] = f"{ROOT / 'python'}:{os.environ['PYTHONPATH']}"
+        words = [sys.executable, "-m", TRAINER, "--size", size, "--seeds", *map(str, SEEDS)]
+        with log.open("w") as errors:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            self.process = subprocess.Popen(words, text=True, env=environment, **pipes)
+        self.heard: queue.Queue[tuple[float, dict[str, Any]] | None] = queue.Queue()
+        assert self.process.stdout is not None
+        threading.Thread(target=lines, args=(self.process.stdout, self.heard), daemon=True).start()
+        self.is_ready = False
+
+    def hear(self, *events: str, limit: float = 200) -> dict[str, Any]:
+        """The next answer that is one of these; others before it are dropped."""
+        end = time.monotonic() + limit
+        while True:
+            heard = self.heard.get(timeout=max(0.1, end - time.monotonic()))
+            if heard is None:
+                raise RuntimeError(f"the trainer ended with {self.process.wait(10)}")
+            if heard[1]["event"] in events:
+                return heard[1]
+
+    def tell(self, **order: Any) -> None:
+        if not self.is_ready:
+            self.hear("ready")
+            self.is_ready = True
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+
+
 class Group:
-    """`weightsync local`: an agent for the trainer on GPU 1, one for the engine on GPU 0."""
+    """An agent for the trainer on one GPU, one for the engine on another (or on the same one), and what publishes have come of it."""
 
     def __init__(
-        self, args: argparse.Namespace, server: Server, name: str, model: Path, bucket_mib: int, *, delivery: str = "Agent"
+        self,
+        args: Any,
+        server: Server,
+        trainer: Trainer,
+        name: str,
+        *,
+        delivery: str = "Agent",
+        retain_mib: int = 0,
+        trainer_gpu: int = 1,
+        bucket_mib: int = 1024,
+        buffers: int = 3,
     ) -> None:
         gpus = uuids()
-        port = int(server.url.rsplit(":", 1)[1])
+        self.trainer, self.events = trainer, list[tuple[float, dict[str, Any]]]()
         file = args.work / f"{name}.json"
+        self.state = args.work / f"{name}-state"
         about: dict[str, Any] = {
             "name": name,
-            "directory": str(args.work / f"{name}-state"),
-            "trainer": {"name": "trainer", "gpu": gpus[1]},
+            "directory": str(self.state),
+            "trainer": {"name": "trainer", "gpu": gpus[trainer_gpu]},
             # An engine that joins by itself has an agent without a GPU.
-            "rollouts": [{"name": "actor", "engine": {"kind": "lmdeploy", "port": port}, "gpus": [gpus[0]] if delivery == "Agent" else []}],
+            "rollouts": [
+                {"name": "actor", "engine": {"kind": "lmdeploy", "port": server.port}, "gpus": [gpus[0]] if delivery == "Agent" else []}
+            ],
             "delivery": delivery,
-            "update": {"pause": "Abort", "kvCache": "Reset", "retainMiB": args.retain_mib, "silenceSeconds": 20},
-            "transport": {"nccl": {"bucketMiB": bucket_mib, "buffers": 3}},
+            "update": {"pause": "Abort", "kvCache": "Reset", "retainMiB": retain_mib},
+            "transport": {"nccl": {"bucketMiB": bucket_mib, "buffers": buffers}} if trainer_gpu else {"auto": {}},
         }
         file.write_text(json.dumps(about))
-        environment = os.environ | {"WEIGHTSYNC_MODEL_DIR": str(model), "WEIGHTSYNC_LOG": "info"}
+        environment = os.environ | {"WEIGHTSYNC_MODEL_DIR": str(server.model), "WEIGHTSYNC_LOG": args.log}
         self.log = args.out / f"{name}-local.log"
-        self.state = args.work / f"{name}-state"
-        with self.log.open("w") as out:
+        with self.log.open("w") as errors:
             words = [args.weightsync, "local", "-f", str(file), "--output", "json"]
-            self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=out, text=True, env=environment)
+            self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        self.heard: queue.Queue[tuple[float, dict[str, Any]] | None] = queue.Queue()
         assert self.process.stdout is not None
-        self.socket = ""
-        for line in self.process.stdout:
-            event = json.loads(line)
-            if event.get("event") == "started":
-                self.socket = event["socket"]
-                break
-        if not self.socket:
-            raise RuntimeError("weightsync local did not start:\n" + self.log.read_text()[-3000:])
-        # Whoever does not read what is said stops the one who says it.
-        threading.Thread(target=self.process.stdout.read, daemon=True).start()
+        threading.Thread(target=lines, args=(self.process.stdout, self.heard), daemon=True).start()
+        self.socket = str(self.wait("started", 60)["socket"])
+        self.wait("GroupFormed", 120)
+
+    def wait(self, word: str, limit: float) -> dict[str, Any]:
+        """The next event with this reason."""
+        end = time.monotonic() + limit
+        while True:
+            try:
+                heard = self.heard.get(timeout=max(0.1, end - time.monotonic()))
+            except queue.Empty:
+                raise RuntimeError(f"no {word} within {limit} s:\n{self.log.read_text()[-2000:]}\n{self.logs()[-4000:]}") from None
+            if heard is None:
+                raise RuntimeError(f"weightsync local ended before {word}:\n" + self.log.read_text()[-3000:])
+            self.events.append(heard)
+            if word in (heard[1].get("event"), heard[1].get("reason")):
+                return heard[1]
+
+    def drain(self) -> list[tuple[float, dict[str, Any]]]:
+        """Everything that was said and not read yet."""
+        found = []
+        while not self.heard.empty():
+            if (heard := self.heard.get()) is not None:
+                found.append(heard)
+        self.events += found
+        return found
+
+    def since(self, moment: float) -> list[list[Any]]:
+        """What was said since then: seconds after it, and the reason."""
+        return [[round(at - moment, 3), event.get("reason")] for at, event in self.drain()]
+
+    def begin(self, seed: int, *, watch: bool = False, limit: float = 60) -> None:
+        self.trainer.tell(socket=self.socket, version=next(VERSIONS), seed=seed, timeout=limit, watch=watch)
+
+    def end(self, limit: float = 60) -> dict[str, Any]:
+        return self.trainer.hear("done", "failed", limit=limit + 20)
+
+    def publish(self, *seeds: int, limit: float = 60) -> list[dict[str, Any]]:
+        """Versions in a row, as the trainer saw them."""
+        told = []
+        for seed in seeds:
+            self.begin(seed, limit=limit)
+            told.append(self.end(limit))
+            if told[-1]["event"] == "failed":
+                raise RuntimeError(f"{told[-1]['error']}\n{self.logs()[-6000:]}")
+        return told
 
     def logs(self) -> str:
-        return "\n".join(log.read_text() for log in sorted(self.state.glob("*.log")))
+        return "\n".join(f"== {log.name}\n{log.read_text()}" for log in sorted(self.state.glob("*.log")))
 
-    def kill_source(self) -> None:
-        """SIGKILL to the trainer's agent, and so to rank 0."""
+    def processes(self) -> dict[str, int]:
+        """Process ids: `trainer agent`, `trainer worker`, `actor agent`, `actor worker`."""
+        found: dict[str, tuple[int, int]] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
                 environment = (folder / "environ").read_bytes().split(b"\0")
                 parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
+            except (OSError, IndexError):
                 continue
-            if b"POD_NAME=trainer" in environment and parent == self.process.pid:
-                os.kill(int(folder.name), signal.SIGKILL)
+            if len(words) < 2 or words[1] not in (b"agent", b"worker"):
+                continue
+            pod = next((word[9:].decode() for word in environment if word.startswith(b"POD_NAME=")), "?")
+            found[f"{pod} {words[1].decode()}"] = (int(folder.name), parent)
+        agents = {pid for pid, parent in found.values() if parent == self.process.pid}
+        return {name: pid for name, (pid, parent) in found.items() if parent == self.process.pid or parent in agents}
+
+    def kill(self, which: str) -> None:
+        os.kill(self.processes()[which], signal.SIGKILL)
+
+    def kill_in_transfer(self, seed: int, which: str, after: float, limit: float) -> float:
+        """Begins a publish, and kills when its bytes have moved for so many seconds; the moment of that."""
+        victim = self.processes()[which]
+        self.drain()
+        self.begin(seed, watch=True, limit=limit)
+        self.trainer.hear("transfer", limit=limit)
+        time.sleep(after)
+        os.kill(victim, signal.SIGKILL)
+        return time.monotonic()
+
+    def holdings(self) -> dict[str, dict[str, int]]:
+        """Descriptors, threads, resident MiB, and MiB on GPUs of each of its processes."""
+        words = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+        on_gpu: dict[int, int] = {}
+        for line in subprocess.run(words, capture_output=True, text=True, check=False).stdout.splitlines():
+            pid, _, mib = line.partition(",")
+            if pid.strip().isdigit() and mib.strip().isdigit():
+                on_gpu[int(pid)] = on_gpu.get(int(pid), 0) + int(mib)
+        held = {}
+        for name, pid in sorted(self.processes().items()):
+            status = Path(f"/proc/{pid}/status").read_text()
+            fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+            held[name] = {
+                "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+                "threads": int(fields["Threads"]),
+                "residentMiB": int(fields["VmRSS"].split()[0]) >> 10,
+                "gpuMiB": on_gpu.get(pid, 0),
+            }
+        return held
 
     def stop(self) -> None:
         self.process.terminate()
@@ -85,91 +220,3 @@ class Group:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
-
-
-def publish(args: argparse.Namespace, group: Group, size: str, seeds: list[int], first: int) -> list[dict[str, Any]]:
-    """Has a torch process publish; one line for each version."""
-    environment = os.environ | {"WEIGHTSYNC_SOCKET": group.socket, "CUDA_VISIBLE_DEVICES": "1"}
-    environment["PYTHONPATH"] = f"{ROOT / 'python'}:{os.environ['PYTHONPATH']}"
-    words = [sys.executable, "-m", TRAINER, "--size", size, "--first", str(first), "--seeds", *map(str, seeds)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=500, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the trainer failed: {done.stderr[-3000:]}\n{group.logs()[-6000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def run(args: argparse.Namespace, results: Any) -> None:
-    """Both ways into the engine; text against fresh servers; the pause as clients see it."""
-    name = "dense"
-    versions = [models.write(args.work / f"group-{seed}", models.DENSE, seed) for seed in (1, 2, 3)]
-    for ray, bucket_mib in ((True, 1024), (False, 1024)):
-        way = "update_weights" if ray else "checkpoint-engine"
-        fresh = Server(versions[2], 1, 23510, args.out / f"group-fresh-{way}.log", graphs=True, ray=False)
-        try:
-            fresh.ready()
-            expected = fresh.says()
-        finally:
-            fresh.stop()
-        server = Server(versions[0], 0, 23333, args.out / f"group-{way}.log", graphs=True, ray=ray)
-        group = None
-        try:
-            server.ready()
-            before = server.says()
-            group = Group(args, server, f"g-{'awake' if ray else 'asleep'}", versions[0], bucket_mib)
-            told = publish(args, group, name, [2, 3], 1)
-            said = server.says()
-            results.check("published", said == expected and said != before, way=way, versions=told)
-            told = publish(args, group, name, [3] * 6, 10)
-            whole = [each["s"] * 1e3 for each in told[1:]]
-            results.note("whole step", way=way, ms=statistics.median(whole), runs=told)
-            used = gpu_memory(0)
-            load = Load(server, 8, 200)
-            time.sleep(1)
-            told = publish(args, group, name, [2, 3, 2], 30)
-            time.sleep(1)
-            ends = load.stop()
-            good = not any(end.startswith("HTTP 5") and end != "HTTP 503" for end in ends)
-            results.check("requests in flight", good, way=way, ends=ends, refused_s=load.gaps, versions=told)
-            told = publish(args, group, name, [3, 2] * 9 + [2, 3], 40)
-            results.check("flat over 20 updates", gpu_memory(0) - used <= 64, way=way, mib=[used, gpu_memory(0)])
-            results.check("text after 20 updates", server.says() == expected, way=way)
-            (args.out / f"{way}-agents.log").write_text(group.logs())
-            steps = [line for line in group.logs().splitlines() if "the engine confirmed" in line]
-            results.note("steps", way=way, lines=steps[-8:])
-        finally:
-            if group is not None:
-                group.stop()
-            server.stop()
-
-
-def joined(args: argparse.Namespace, results: Any) -> None:
-    """`delivery: Engine`: the engine's own workers join; text against a fresh server, and again after rank 0 was killed, ten times."""
-    versions = [models.write(args.work / f"joined-{seed}", models.DENSE, seed) for seed in (1, 2, 3)]
-    texts = []
-    for number in (1, 2):
-        fresh = Server(versions[number], 1, 23520 + number, args.out / f"joined-fresh-{number}.log", graphs=True, ray=False)
-        try:
-            fresh.ready()
-            texts.append(fresh.says())
-        finally:
-            fresh.stop()
-    server = Server(versions[0], 0, 23333, args.out / "joined.log", graphs=True, ray=True)
-    group = None
-    try:
-        server.ready()
-        group = Group(args, server, "joined", versions[0], 1024, delivery="Engine")
-        told = publish(args, group, "dense", [3, 2, 3, 2, 3, 2], 1)
-        results.check("joined", server.says() == texts[0], versions=told)
-        whole = [each["s"] * 1e3 for each in told[1:]]
-        results.note("joined whole step", ms=statistics.median(whole), runs=told)
-        for turn in range(10):
-            group.kill_source()
-            begun = time.monotonic()
-            told = publish(args, group, "dense", [2 + (turn + 1) % 2], 10 + turn)
-            took = time.monotonic() - begun
-            results.check("after a kill", server.says() == texts[(turn + 1) % 2], turn=turn, s=took, versions=told)
-        (args.out / "joined-agents.log").write_text(group.logs())
-    finally:
-        if group is not None:
-            group.stop()
-        server.stop()

@@ -6,6 +6,7 @@ Equal sizes and seeds give equal tensors, on the same kind of GPU.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class Size:
 # 5.7 GB in bfloat16, and a small model with sixteen experts.
 DENSE = Size(hidden=2560, layers=20, inner=9728, heads=32, kv_heads=8, vocab=151_936)
 EXPERTS = Size(hidden=1024, layers=8, inner=3072, heads=16, kv_heads=4, vocab=32_000, experts=16, expert_inner=768)
+SIZES = {"dense": DENSE, "experts": EXPERTS}
 
 
 def config(size: Size) -> dict[str, object]:
@@ -138,3 +140,14 @@ def write(out: Path, size: Size, seed: int, device: str = "cuda:0") -> Path:
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END, "model_max_length": 4096}
     (out / "tokenizer_config.json").write_text(json.dumps(about))
     return out
+
+
+def main() -> None:
+    """`OUT SIZE SEED...`: OUT/SIZE-SEED for each seed."""
+    out, size, *seeds = sys.argv[1:]
+    for seed in seeds:
+        write(Path(out) / f"{size}-{seed}", SIZES[size], int(seed))
+
+
+if __name__ == "__main__":
+    main()

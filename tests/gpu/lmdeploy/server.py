@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -26,7 +27,14 @@ class Server:
         words += ["--model-name", "m", "--enable-abort-handling", "--disable-metrics"]
         words += [] if graphs else ["--eager-mode"]
         words += ["--distributed-executor-backend", "ray" if ray else "uni"]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        # Every Ray of its own: two servers on one host must not meet.
+        environment = os.environ | {
+            "CUDA_VISIBLE_DEVICES": str(gpu),
+            "RAY_TMPDIR": f"/tmp/ray-{port}",
+            "RAY_memory_monitor_refresh_ms": "0",
+        }
+        Path(environment["RAY_TMPDIR"]).mkdir(parents=True, exist_ok=True)
+        self.port, self.model = port, model
         self.url, self.log, self.begun = f"http://127.0.0.1:{port}", log, time.monotonic()
         with log.open("w") as out:
             self.process = subprocess.Popen(words, stdout=out, stderr=out, env=environment, start_new_session=True)
@@ -41,6 +49,15 @@ class Server:
             except (OSError, urllib.error.URLError, KeyError, ValueError):
                 pass
             time.sleep(1)
+
+    def healthy(self) -> float:
+        """The moment at which it says that it is healthy."""
+        while True:
+            try:
+                if self.get("/health")["status"] == "healthy":
+                    return time.monotonic()
+            except (OSError, KeyError, ValueError):
+                time.sleep(0.02)
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=30) as reply:
@@ -88,9 +105,13 @@ class Server:
                 continue
         return count
 
-    def stop(self) -> None:
+    def stop(self, first: signal.Signals = signal.SIGTERM) -> None:
         pids = self.pids()
-        for how, limit in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+        if first == signal.SIGKILL:
+            for pid in pids:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        for how, limit in ((first, 10), (signal.SIGKILL, 5)):
             if self.process.poll() is None:
                 os.killpg(self.process.pid, how)
             try:
@@ -117,6 +138,7 @@ class Load:
 
     def __init__(self, server: Server, clients: int, tokens: int) -> None:
         self.ends: dict[str, int] = {}
+        self.tokens = 0
         self.gaps: list[float] = []
         self.stopped = threading.Event()
         self.lock = threading.Lock()
@@ -129,6 +151,9 @@ class Load:
         while not self.stopped.is_set():
             try:
                 end = str(server.complete(f"{number} {PROMPTS[number % len(PROMPTS)]}", tokens)["finish_reason"])
+                if end == "length":
+                    with self.lock:
+                        self.tokens += tokens
             except urllib.error.HTTPError as error:
                 end = f"HTTP {error.code}"
                 refused = refused or time.monotonic()

@@ -32,11 +32,17 @@ impl Names {
 /// A trainer on GPU 0 and two engines: one that is fed awake, one that sleeps.
 async fn group(machine: &Machine, names: &Names) -> World {
     let actors = [Actor::lmdeploy(&names.named("api_server"), &uuid(1)), Actor::lmdeploy(&names.named("other"), &uuid(2))];
-    let update = json!({"pause": "Abort", "minReady": 1, "silenceSeconds": 5});
+    let world = forming(machine, 5, actors).await;
+    world.until_ready(2).await;
+    world
+}
+
+/// A group that may not stand yet.
+async fn forming(machine: &Machine, silence: u32, actors: impl IntoIterator<Item = Actor>) -> World {
+    let update = json!({"pause": "Abort", "minReady": 1, "silenceSeconds": silence});
     let world = World::start_on(machine, json!({"nccl": {"bucketMiB": 1, "buffers": 3}}), update, actors).await;
     let config = json!({"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"});
     std::fs::write(world.folder().join("start/config.json"), config.to_string()).unwrap();
-    world.until_ready(2).await;
     world
 }
 
@@ -114,4 +120,25 @@ async fn an_engine_that_started_anew_is_fed_through_its_gpu_what_comes_over_conn
     // Its own start-up weights are version 0.
     world.until_serves(0, &Model::large(1)).await;
     world.until_ready(2).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_takes_longer_to_fall_asleep_than_members_may_be_silent_is_waited_for() {
+    let (machine, names) = (Machine::new(), Names::new());
+    let world = forming(&machine, 2, [Actor::lmdeploy(&names.named("other"), &uuid(1))]).await;
+    world.until_ready(1).await;
+    world.spoil(0, &json!({"rules": [{"path": "/sleep", "times": 1, "fault": {"kind": "slow", "ms": 3500}}]})).await;
+    let result = world.publish(&checkpoint(&world, 1), 1, &[]).await.done();
+    assert_eq!(result["attempts"], 1, "{result}");
+    world.until_serves(0, &Model::large(1)).await;
+    assert_eq!(version_directories(world.folder()), Vec::<PathBuf>::new(), "it was not put into files instead");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_version_that_was_asked_for_before_a_group_stood_goes_the_way_of_the_group() {
+    let (machine, names) = (Machine::new(), Names::new());
+    let world = forming(&machine, 5, [Actor::lmdeploy(&names.named("api_server"), &uuid(1))]).await;
+    world.publish(&checkpoint(&world, 1), 1, &[]).await.done();
+    world.until_serves(0, &Model::large(1)).await;
+    assert_eq!(version_directories(world.folder()), Vec::<PathBuf>::new(), "it was not laid out for hosts");
 }

@@ -1,0 +1,126 @@
+"""Everything that a run needs at once: checkpoints, servers that start together, what fresh servers say, trainers, and the file of results.
+
+Servers start together because one takes a minute. All of an engine's rivals for a figure are idle while it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.lmdeploy.group import SEEDS, Group, Trainer
+from tests.gpu.lmdeploy.server import Server
+
+# Name: model, GPU, executor. Those of `fresh` answer once.
+SERVERS = {
+    "awake": ("dense", 0, True),
+    "joined": ("dense", 0, True),
+    "asleep": ("dense", 0, False),
+    "experts": ("experts", 0, True),
+}
+
+
+class Bed:
+    def __init__(self, args: argparse.Namespace, needed: set[str]) -> None:
+        self.args, self.failed, self.begun = args, list[str](), time.monotonic()
+        self.file = (args.out / "lmdeploy.jsonl").open("a")
+        self.servers: dict[str, Server] = {}
+        self.texts: dict[tuple[str, int], list[str]] = {}
+        self.trainers: dict[tuple[str, int], Trainer] = {}
+        self.ports = iter(range(23333, 23400))
+        self.start(needed)
+
+    def note(self, what: str, **values: Any) -> None:
+        line = json.dumps({"what": what, "at": round(time.monotonic() - self.begun, 1)} | values)
+        print(line, flush=True)
+        self.file.write(line + "\n")
+        self.file.flush()
+
+    def check(self, what: str, good: bool, **values: Any) -> None:
+        self.note(what, good=good, **values)
+        if not good:
+            self.failed.append(what)
+
+    def attempt(self, what: str, act: Callable[[], Any]) -> Any:
+        """What goes wrong is written down, and the next thing is done."""
+        try:
+            return act()
+        except Exception as error:
+            self.check(what, False, error=f"{type(error).__name__}: {error}"[-6000:])
+            return None
+
+    def start(self, needed: set[str]) -> None:
+        sizes = sorted({SERVERS[name][0] for name in needed})
+        with ThreadPoolExecutor() as pool:
+            orders = [(size, seed) for seed in SEEDS for size in sizes]
+            # Read from the pool in order: servers of the first seed start while the others are written.
+            for (size, seed), _ in zip(orders, pool.map(self.write, orders), strict=True):
+                for name in sorted(needed):
+                    if seed == SEEDS[0] and SERVERS[name][0] == size:
+                        self.servers[name] = self.serve(name)
+                if seed != SEEDS[0]:
+                    self.servers[f"fresh-{size}-{seed}"] = self.fresh(size, seed)
+        for size in sizes:
+            self.trainer(size)
+        self.note("checkpoints", s=round(time.monotonic() - self.begun, 1))
+        with ThreadPoolExecutor() as pool:
+            for name, took in zip(self.servers, pool.map(self.ready, list(self.servers)), strict=True):
+                self.note("server", name=name, ready_s=took)
+        for name in [name for name in self.servers if name.startswith("fresh-")]:
+            _, size, seed = name.split("-")
+            server = self.servers.pop(name)
+            self.texts[size, int(seed)] = self.attempt(name, server.says)
+            server.stop()
+
+    def write(self, order: tuple[str, int]) -> None:
+        words = [sys.executable, "-m", "tests.gpu.lmdeploy.models", str(self.args.work), order[0], str(order[1])]
+        subprocess.run(words, check=True, timeout=120)
+
+    def model(self, size: str, seed: int) -> Path:
+        return Path(self.args.work) / f"{size}-{seed}"
+
+    def serve(self, name: str) -> Server:
+        size, gpu, ray = SERVERS[name]
+        return Server(self.model(size, SEEDS[0]), gpu, next(self.ports), self.args.out / f"{name}.log", graphs=True, ray=ray)
+
+    def fresh(self, size: str, seed: int) -> Server:
+        return Server(self.model(size, seed), 1, next(self.ports), self.args.out / f"fresh-{size}-{seed}.log", graphs=True, ray=False)
+
+    def ready(self, name: str) -> float | None:
+        took = self.attempt(name, self.servers[name].ready)
+        return round(took, 1) if took else None
+
+    def server(self, name: str) -> Server:
+        return self.servers[name]
+
+    def restart(self, name: str) -> Server:
+        """A new server in the place of one that is gone."""
+        size, gpu, ray = SERVERS[name]
+        port, log = self.servers[name].port, self.args.out / f"{name}-again.log"
+        self.servers[name] = Server(self.model(size, SEEDS[0]), gpu, port, log, graphs=True, ray=ray)
+        return self.servers[name]
+
+    def text(self, size: str, seed: int) -> list[str]:
+        return self.texts[size, seed]
+
+    def trainer(self, size: str, gpu: int = 1) -> Trainer:
+        if (size, gpu) not in self.trainers:
+            self.trainers[size, gpu] = Trainer(size, gpu, self.args.out / f"trainer-{size}-{gpu}.log")
+        return self.trainers[size, gpu]
+
+    def keep(self, group: Group) -> None:
+        """The agents' logs, beside the results."""
+        (self.args.out / f"{group.state.name}.log").write_text(group.logs()[-400_000:])
+
+    def stop(self) -> None:
+        for trainer in self.trainers.values():
+            trainer.stop()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Server.stop, self.servers.values()))

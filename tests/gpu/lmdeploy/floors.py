@@ -1,0 +1,41 @@
+"""An engine without a group: `weightsync feed` hands over what lies on its GPU already. No way through that engine takes less."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+from typing import Any
+
+from tests.gpu.lmdeploy.bed import Bed
+
+NUMBER = iter(range(1_000_000, 2_000_000, 1000))
+
+
+def feed(bed: Bed, name: str, seed: int, *more: str) -> list[dict[str, Any]]:
+    """Versions that `weightsync feed` handed over, as it tells them."""
+    server = bed.server(name)
+    checkpoint = bed.model(server.model.name.rsplit("-", 1)[0], seed)
+    words = [bed.args.weightsync, "feed", str(checkpoint), "--engine", "lmdeploy", "--url", server.url, "--model", str(server.model)]
+    words += ["--version", str(next(NUMBER)), "--output", "json", "--timeout", "120", *more]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=130, check=False)
+    if done.returncode:
+        raise RuntimeError(f"feed failed: {done.stderr[-3000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def floor(bed: Bed, name: str, mib: int, runs: int) -> None:
+    fed = feed(bed, name, 3, "--bucket-mib", str(mib), "--preload", "--repeat", str(runs))
+    ms = [each["ms"] for each in fed]
+    bed.note("floor", server=name, mib=mib, ms=statistics.median(ms), least=min(ms), runs=fed)
+    bed.check("text after floor", bed.server(name).says() == bed.text("dense", 3), server=name)
+
+
+def awake(bed: Bed) -> None:
+    floor(bed, "awake", 1024, 7)
+    floor(bed, "awake", 256, 5)
+
+
+def asleep(bed: Bed) -> None:
+    floor(bed, "asleep", 1024, 5)
+    floor(bed, "asleep", 256, 5)

@@ -1,0 +1,110 @@
+"""`delivery: Engine` on a real LMDeploy: its own workers join a group of which our source agent's worker is rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from tests.gpu.lmdeploy.bed import Bed
+from tests.gpu.lmdeploy.group import Group
+from tests.gpu.lmdeploy.moved import milliseconds, short, steps
+
+
+def as_xtuner_does(bed: Bed, port: int) -> dict[str, Any]:
+    """The same endpoints, driven from torch: see xtuner.py."""
+    url = bed.server("joined").url
+    words = [sys.executable, "-m", "tests.gpu.lmdeploy.xtuner", "--url", url, "--port", str(port)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"torch as rank 0 failed: {done.stderr[-2000:]}")
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    bed.note("driven from torch", median_ms=statistics.median(said["ms"]), **said)
+    return said
+
+
+def publishes(bed: Bed) -> None:
+    """Text against a fresh server; what a publish takes beside torch's own rank 0 in the same run."""
+    server = bed.server("joined")
+    before = bed.attempt("driven from torch", lambda: as_xtuner_does(bed, 29611))
+    group = Group(bed.args, server, bed.trainer("dense"), "joined", delivery="Engine")
+    try:
+        told = group.publish(3, 2, 3, limit=120)
+        bed.check("joined", server.says() == bed.text("dense", 3), versions=short(told))
+        told = group.publish(*[2, 3] * 5)
+        ms = milliseconds(told)
+        values: dict[str, Any] = {
+            "ms": statistics.median(ms),
+            "least": min(ms),
+            "most": max(ms),
+            "runs": short(told),
+            "steps": steps(group),
+        }
+        if before:
+            values["ratio"] = round(statistics.median(before["ms"]) / statistics.median(ms), 3)
+        bed.note("joined whole step", **values)
+        bed.check("joined text", server.says() == bed.text("dense", 3))
+        for between in ("a second", "text"):
+            told = []
+            for seed in (2, 3, 2, 3):
+                time.sleep(1) if between == "a second" else server.says()
+                told += group.publish(seed)
+            bed.note("joined whole step", between=between, ms=milliseconds(told), runs=short(told), steps=steps(group)[-4:])
+        deaths(bed, group)
+    finally:
+        bed.keep(group)
+        group.stop()
+    bed.attempt("driven from torch", lambda: as_xtuner_does(bed, 29612))
+
+
+def deaths(bed: Bed, group: Group) -> None:
+    """Rank 0 dies while idle, ten times; then the agent beside the engine, with rank 0 alive."""
+    server = bed.server("joined")
+    for which, turns in (("trainer agent", bed.args.kills), ("actor agent", 3)):
+        for turn in range(turns):
+            seed = 2 + turn % 2
+            group.drain()
+            killed = time.monotonic()
+            group.kill(which)
+            # Who is lost again and again is taken in again later each time, after 300 s at most.
+            group.wait("GroupFormed", 330)
+            formed = time.monotonic() - killed
+            told = group.publish(seed, limit=60)
+            took = time.monotonic() - killed
+            events = group.since(killed)
+            good = server.says() == bed.text("dense", seed)
+            bed.check(
+                "formed again",
+                good,
+                which=which,
+                turn=turn,
+                formed_s=round(formed, 3),
+                s=round(took, 3),
+                publish=short(told),
+                events=events,
+            )
+
+
+def wedged(bed: Bed) -> None:
+    """Rank 0 dies inside a broadcast: the engine never comes out of it, and that is said. Nothing can be done with it afterwards."""
+    server = bed.server("joined")
+    group = Group(bed.args, server, bed.trainer("dense"), "wedged", delivery="Engine")
+    try:
+        group.publish(2, 3, limit=120)
+        killed = group.kill_in_transfer(2, "trainer worker", 0.005, 60)
+        named: list[Any] = []
+        while time.monotonic() - killed < 60 and not named:
+            time.sleep(0.2)
+            named = [[round(at - killed, 2), event] for at, event in group.drain() if "edged" in json.dumps(event)]
+        told = group.end(70)
+        bed.note(
+            "rank 0 killed in a broadcast", named=named, publish=short([told]), health=bed.attempt("health", lambda: server.get("/health"))
+        )
+    finally:
+        bed.keep(group)
+        group.stop()
