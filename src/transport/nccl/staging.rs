@@ -123,16 +123,18 @@ impl Staging {
     pub async fn copy_out(&self, from: Span, bytes: u64, after: Option<Event>, within: Duration) -> Result<Bytes, WorkerError> {
         let place = match self.regions.take(bytes) {
             Some(place) => place,
-            None => {
-                let place = make(&self.worker, bytes.next_multiple_of(REGION)).await?;
-                self.regions.made(&place);
-                place
-            }
+            None => self.more(&self.regions, bytes.next_multiple_of(REGION)).await?,
         };
         let region = Area { place: Some(place), free: self.regions.clone(), _permit: None };
         let to = region.span()?;
         let copied = self.worker.copy_now(Copy { from, to, bytes, after, then: None }, within);
         ended(tokio::spawn(async move { copied.await.map(|()| region.bytes(bytes)) })).await
+    }
+
+    async fn more(&self, places: &Free, bytes: u64) -> Result<Place, WorkerError> {
+        let place = make(&self.worker, bytes).await?;
+        places.made(&place);
+        Ok(place)
     }
 
     /// An area; waits until one is free.
@@ -141,11 +143,7 @@ impl Staging {
         let permit = Arc::clone(&self.permits).acquire_owned().await.ok();
         let place = match self.areas.take(AREA) {
             Some(place) => place,
-            None => {
-                let place = make(&self.worker, AREA).await?;
-                self.areas.made(&place);
-                place
-            }
+            None => self.more(&self.areas, AREA).await?,
         };
         Ok(Area { place: Some(place), free: self.areas.clone(), _permit: permit })
     }
