@@ -76,7 +76,7 @@ async fn f56_f61_f67_what_is_answered_during_updates_was_computed_by_one_whole_v
             seen
         }));
     }
-    let mut whole = vec![BTreeSet::new(), BTreeSet::new()];
+    let mut whole = [BTreeSet::new(), BTreeSet::new()];
     for version in 0..=3 {
         if version > 0 {
             assert_eq!(installed(&publish(&world, version).await.1).len(), 2);
