@@ -20,7 +20,7 @@ wheel: build ## Build the Python wheel, with the program in it, into python/dist
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test host-test chart-lint python-test engine-test e2e
+	@tests/stages.sh lint unit-test host-test chaos-test chart-lint python-test engine-test e2e
 
 .PHONY: lint
 lint: fmt-check clippy doc deny scripts-lint ## Check style, lints, docs and dependencies (unit tests check generated files)
@@ -75,6 +75,10 @@ chaos-test: ## Play faults on processes of this machine, each kind in each phase
 chaos: ## Play 1,000 random faults, each kind in each phase at least five times; WEIGHTSYNC_CHAOS_SEED replays a run
 	$(CLUSTER)/packages.sh
 	WEIGHTSYNC_CHAOS_FAULTS=1000 WEIGHTSYNC_CHAOS_ROUNDS=5 cargo test --locked --test chaos every_fault
+
+.PHONY: fuzz
+fuzz: ## Read spoiled messages, headers, frames, engines' answers and objects for long (an hour; unit tests do it for seconds)
+	PROPTEST_CASES=$${CASES:-20000} cargo test --locked --lib -- fuzz:: hostile:: frames:: wire:: pruning:: worker::
 
 .PHONY: python-test
 python-test: venv ## Check and test the Python client

@@ -4,6 +4,7 @@ mod device;
 mod external;
 mod failures;
 mod fastdeploy;
+mod fuzz;
 mod gpu;
 mod group;
 mod half;

@@ -1,3 +1,4 @@
 //! Tests of the room: each file about one part of it.
 
+mod fuzz;
 mod worker;

@@ -3,10 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
+use std::process::Stdio;
 
 use object::Endianness;
 use object::elf::FileHeader64;
 use object::read::elf::{Dyn, FileHeader};
+use tokio::process::Command;
+use weightsync::runtime::identity::Ca;
+
+use crate::world::{PROGRAM, until};
 
 /// Ubuntu 22.04 has it, on which the images of inference engines are made.
 const NEWEST_GLIBC: [u32; 2] = [2, 35];
@@ -57,4 +62,38 @@ fn the_programs_start_on_the_glibc_of_engine_images() {
             .collect();
         assert!(strange.is_empty(), "{program} needs {strange:?}");
     }
+}
+
+/// Found by the chaos harness: a disk that was full below the log ended whatever was logging in the middle, an install among it, and the
+/// replica was told of as being fed until its update counted as stuck.
+#[tokio::test]
+async fn an_agent_whose_log_cannot_be_written_goes_on_without_it() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let folder = tempfile::tempdir().unwrap();
+    let port = weightsync::local::free_port().unwrap();
+    let full = || Stdio::from(fs::OpenOptions::new().write(true).open("/dev/full").unwrap());
+    let environment = [
+        ("WEIGHTSYNC_ROLE", "rollout".to_owned()),
+        ("POD_NAME", "a".to_owned()),
+        ("POD_UID", format!("full-{port}")),
+        ("POD_IP", "127.0.0.1".to_owned()),
+        ("WEIGHTSYNC_CONTROLLER_URL", "127.0.0.1:9".to_owned()),
+        ("WEIGHTSYNC_CONTROLLER_CA", Ca::generate().unwrap().certificate_pem().to_owned()),
+        ("WEIGHTSYNC_TOKEN", "t".to_owned()),
+        ("WEIGHTSYNC_STATUS_ADDRESS", format!("127.0.0.1:{port}")),
+        ("WEIGHTSYNC_VERSION_DIR", folder.path().to_string_lossy().into_owned()),
+        ("WEIGHTSYNC_GPUS", "none".to_owned()),
+        ("WEIGHTSYNC_LOG", "debug".to_owned()),
+    ];
+    let mut command = Command::new(PROGRAM);
+    command.arg("agent").envs(environment).stdin(Stdio::null()).stdout(full()).stderr(full()).kill_on_drop(true);
+    let mut agent = command.spawn().unwrap();
+    let http = reqwest::Client::builder().no_proxy().build().unwrap();
+    // It says so itself: it asked the controller, in vain, and logged that.
+    let asked = || async {
+        let page = http.get(format!("http://127.0.0.1:{port}/readyz")).send().await;
+        page.is_ok_and(|page| page.status() == 503)
+    };
+    until("the agent to answer", asked).await;
+    assert!(agent.try_wait().unwrap().is_none(), "it ended");
 }

@@ -1,0 +1,119 @@
+//! Answers of an engine, spoiled at random: every call ends in its time with an answer or an error, and an install that is reported is
+//! served. `make fuzz` runs this for long.
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+use proptest::sample::select;
+use serde_json::{Value, json};
+use tokio::time::Instant;
+
+use super::support::{Bench, SOON};
+use crate::engine::simulator::{Fault, FaultRule, Faults};
+use crate::protocol::{KvCachePolicy, PausePolicy};
+
+/// The paths that the adapters call, and all of them at once.
+const PATHS: [&str; 18] = [
+    "*",
+    "/health",
+    "/version",
+    "/server_info",
+    "/model_info",
+    "/weight_info",
+    "/metrics",
+    "/flush_cache",
+    "/v1/models",
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/collective_rpc",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/v1/completions",
+];
+
+/// Each case starts a server: fewer than usual, unless `make fuzz` asks for more.
+fn config() -> ProptestConfig {
+    let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse::<u32>().ok());
+    ProptestConfig { cases: asked.map_or(24, |cases| cases / 20), max_shrink_iters: 40, ..ProptestConfig::default() }
+}
+
+fn bodies() -> impl Strategy<Value = Value> {
+    let scalar = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        ".{0,10}".prop_map(Value::from),
+    ];
+    let word = select(vec![
+        "success",
+        "message",
+        "status",
+        "results",
+        "error",
+        "is_paused",
+        "version",
+        "data",
+        "weight_version",
+        "choices",
+        "tp_size",
+        "dp_size",
+    ]);
+    let nested = scalar.prop_recursive(3, 12, 4, move |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            prop::collection::btree_map(word.clone().prop_map(str::to_owned), inner, 0..4)
+                .prop_map(|fields| Value::Object(fields.into_iter().collect())),
+        ]
+    });
+    prop_oneof![
+        4 => nested,
+        1 => Just(json!({"success": true, "message": "", "results": [null], "status": "ok"})),
+        1 => Just(json!({"is_paused": false})),
+    ]
+}
+
+fn rules() -> impl Strategy<Value = FaultRule> {
+    let status = select(vec![200_u16, 200, 200, 201, 400, 404, 500, 503]);
+    let spoiled = (status, bodies()).prop_map(|(status, body)| Fault::Answer { status, body });
+    let fault = prop_oneof![6 => spoiled, 1 => Just(Fault::Disconnect), 1 => Just(Fault::LoseReply)];
+    (select(PATHS.to_vec()), 0_u32..4, prop::option::of(1_u32..4), fault).prop_map(|(path, after, times, fault)| FaultRule {
+        path: path.to_owned(),
+        after,
+        times,
+        fault,
+    })
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn whatever_an_engine_answers_calls_end_in_time_and_what_is_reported_is_served(
+        kind in select(vec!["vllm", "sglang"]), rules in prop::collection::vec(rules(), 1..3),
+    ) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let bench = Bench::start(kind).await;
+            bench.set_faults(Faults { rules, ..Faults::default() }).await;
+            let limit = Duration::from_secs(2);
+            let begun = Instant::now();
+            let _ = bench.engine.probe(limit).await;
+            let _ = bench.engine.health(limit).await;
+            let _ = bench.engine.holding(limit).await;
+            let job = crate::engine::InstallJob { timeout: limit, pause: PausePolicy::Keep, kv_cache: KvCachePolicy::Reset, ..bench.job(2) };
+            let installed = bench.engine.install(&job).await;
+            let _ = bench.engine.resume(limit).await;
+            let took = begun.elapsed();
+            bench.set_faults(Faults::default()).await;
+            prop_assert!(took < 5 * limit + SOON / 2, "took {:?}", took);
+            if installed.is_ok() {
+                prop_assert_eq!(bench.digest().await, bench.fresh_digest(2).await, "reported and not served");
+            }
+            Ok(())
+        })?;
+    }
+}

@@ -1,0 +1,304 @@
+//! Every message of the room, spoiled: it is refused, or it is a message that is written and read again as itself. Never a panic.
+//!
+//! Examples of all messages, changed at random places in the ways in which a foreign, broken or hostile peer's differ. `make fuzz` runs
+//! this for long.
+
+use proptest::prelude::*;
+use proptest::sample::Index;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::protocol::worker::{WorkerCall, WorkerReply};
+use crate::protocol::*;
+
+/// What a message is called, one that is well, and how it is read and written again.
+struct Message {
+    name: &'static str,
+    example: Value,
+    again: fn(&[u8]) -> Result<Vec<u8>, serde_json::Error>,
+}
+
+fn again<T: Serialize + DeserializeOwned>(bytes: &[u8]) -> Result<Vec<u8>, serde_json::Error> {
+    serde_json::to_vec(&serde_json::from_slice::<T>(bytes)?)
+}
+
+macro_rules! messages {
+    ($($kind:ident: $($example:expr),+;)+) => {
+        vec![$($(Message { name: stringify!($kind), example: $example, again: again::<$kind> }),+),+]
+    };
+}
+
+fn messages() -> Vec<Message> {
+    let id = json!({"weightsync": "w", "created": 7, "term": 1, "epoch": 3});
+    let update = json!({"epoch": id, "version": 9, "attempt": 1});
+    let life = json!({"podUid": "u", "instance": "i"});
+    let held = json!({"version": 9, "manifest": "ab"});
+    let member = json!({"name": "rollouts/a", "role": "rollout", "rankOffset": 1, "size": 2, "pods": [{"name": "a", "uid": "u", "node": "n"}], "port": 8000});
+    let roster = json!({"members": [member], "worldSize": 3, "chain": ["rollouts/a"]});
+    let policy = json!({
+        "delivery": "Agent", "pause": "Keep", "kvCache": "Reset", "minReady": 1, "silenceMs": 1, "updateTimeoutMs": 2, "retainBytes": 3,
+        "bucketBytes": 4, "dataTls": true, "transport": {"wish": "nccl", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}},
+        "health": {"periodMs": 1, "timeoutMs": 2, "failureThreshold": 3, "successThreshold": 4},
+    });
+    let groups =
+        json!({"rendezvous": "Store", "forms": ["PerTensor", "Packed"], "session": true, "draftSession": false, "size": 2, "whyNot": "x"});
+    let engine = json!({"kind": "vllm", "serverVersion": "1", "size": 2, "url": "http://a", "delivery": "d", "answerVersion": "none", "groups": groups});
+    let gpu = json!({"uuid": "GPU-1", "name": "H200", "freeBytes": 1, "memoryBytes": 2});
+    let choice = json!({
+        "nccl": {"slots": 4, "slotBytes": 64, "ranks": [["trainer/t", ["GPU-1"]]], "guests": ["rollouts/a"]},
+        "engines": {"groups": [{"rendezvous": "UniqueId", "members": [["rollouts/a", 2]]}]}, "reason": "r",
+    });
+    let state = json!({
+        "member": "rollouts/a", "incarnation": life, "role": "rollout", "phase": "Ready", "epoch": id, "rosterDigest": "d", "transport": choice,
+        "retained": held, "installed": held, "engine": engine, "healthy": true, "wedged": false, "pausedUntil": 5, "reason": "r",
+    });
+    let row = json!({"member": "rollouts/a", "bytes": 5, "step": "Receiving", "reason": "r"});
+    let view = json!({
+        "id": id, "version": 9, "attempt": 1, "phase": "Transfer", "totalBytes": 10, "members": [row], "phasesMs": [["begin", 1]],
+        "failure": "f", "feeding": false,
+    });
+    let tensor = json!({"name": "w", "dtype": "F32", "shape": [2, 3], "load_unit": "u"});
+    let mut entry = tensor.clone();
+    entry["offset"] = json!(0);
+    entry["bytes"] = json!(24);
+    entry["encoding"] = json!("plain");
+    let layout = json!({"artifact": "model", "entries": [entry], "totalBytes": 24, "bucketBytes": 64});
+    let (assignment, failed) = (
+        json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "serveBeforeFirstVersion": true, "current": held}),
+        json!({"code": "Timeout", "message": "m", "retryable": true, "phase": "Verify", "member": "rollouts/a"}),
+    );
+    let shown = json!({"epoch": 3, "version": 9, "replicas": [{"name": "rollouts/a", "url": "u", "state": "ready", "version": 9, "rankOffset": 1, "size": 2}]});
+    let topology = json!({
+        "epoch": 3, "group": "g", "worldSize": 3, "address": "a", "port": 1, "timeoutMs": 2, "minReady": 1, "version": 9,
+        "replicas": [{"name": "rollouts/a", "url": "u", "rankOffset": 1, "size": 2, "version": 9}],
+    });
+    let result = json!({
+        "version": 9, "epoch": 3, "attempts": 1, "bytes": 24, "manifest": "ab", "installed": ["rollouts/a"], "behind": [["rollouts/b", "r"]],
+        "phasesMs": [["begin", 1]],
+    });
+    let nccl = "A".repeat(171) + "=";
+    let ring = json!({"ring": 1, "gpu": "GPU-1", "handle": "h", "bytes": 2, "check": "c", "proven": false});
+    messages! {
+        PrepareRequest: json!({"id": id, "member": "rollouts/a", "roster": roster, "policy": policy, "deadlineMs": 5});
+        PrepareResponse: json!({"incarnation": life, "dataAddress": "a", "gpus": {"gpus": [gpu], "nccl": 1, "reason": "r", "unshared": "u"}, "state": state});
+        CommitRequest: json!({
+            "id": id, "addresses": [{"member": "rollouts/a", "incarnation": life, "control": "c", "data": "d", "engineUrl": "e"}],
+            "current": held, "feeder": "rollouts/a", "transport": choice, "secret": "s", "deadlineMs": 5,
+        });
+        FenceRequest: json!({"id": id, "reason": "r"});
+        ReleaseRequest: json!({"id": id, "reason": "r"});
+        Refusal: json!({"code": "StaleEpoch", "message": "m"});
+        MemberState: state.clone();
+        AgentEvent: json!({"type": "snapshot", "state": state}), json!({"type": "heartbeat"}), json!({"type": "update", "update": view}),
+            json!({"type": "peerLost", "id": id, "peer": "rollouts/a", "cause": "c"});
+        UpdateView: view.clone();
+        BeginRequest: json!({
+            "update": update, "layout": layout, "layoutDigest": "d", "algorithm": "gsum64", "feeding": true, "manual": true, "manifestDigest": "ab",
+        });
+        FinishRequest: json!({"update": update, "tensorDigests": ["00"], "manifestDigest": "ab"});
+        ActivateRequest: json!({"update": update});
+        AbortRequest: json!({"update": update, "reason": "r"});
+        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "stepsMs": [["a", 1]]});
+        ExternalBegin: json!({"update": update, "held": held, "timeoutMs": 5});
+        ExternalEnd: json!({"update": update, "outcome": {"kind": "delivered", "engineVersion": "v"}}),
+            json!({"update": update, "outcome": {"kind": "untouched", "reason": "r"}});
+        JoinRequest: json!({"id": id, "nccl": nccl, "deadlineMs": 5});
+        JoinResponse: json!({"initMs": 1.5, "warmUpMs": 2.5});
+        EngineJoinRequest: json!({
+            "id": id, "group": "g", "place": {"by": "store", "address": "a", "port": 1}, "offset": 1, "world": 3, "deadlineMs": 5,
+        });
+        EngineJoinResponse: json!({"clearedMs": 1, "joinedMs": 2});
+        ReceiveRequest: json!({"update": update, "what": {"bucket": 3}, "deadlineMs": 5}), json!({"update": update, "what": "open", "deadlineMs": 5});
+        ReceiveResponse: json!({"tookMs": 1});
+        EnrollRequest: json!({"token": "t", "namespace": "n", "pod": "p", "incarnation": life, "csrPem": "c"});
+        EnrollResponse: json!({"certificatePem": "c", "caPem": "c", "weightsync": "w", "renewAfterMs": 1, "assignment": assignment});
+        Announcement: json!({
+            "namespace": "n", "pod": "p", "incarnation": life, "role": "source", "enginePort": 1, "controlAddress": "c", "program": "p",
+        });
+        AnnounceResponse: json!({"assignment": assignment});
+        Rejection: json!({"message": "m", "retryable": true});
+        DataHello: json!({
+            "update": update, "from": "trainer/t", "to": "rollouts/a", "secret": "s", "rest": [["rollouts/b", "a"]], "tls": false,
+            "silenceMs": 1, "probe": true, "carried": {"root": 0, "passing": ["rollouts/b"]},
+        });
+        StreamFailure: json!({"kind": "silent", "peer": "rollouts/a", "silenceMs": 5}), json!({"kind": "corrupt", "peer": "rollouts/a", "sequence": 5}),
+            json!({"kind": "refused", "peer": "rollouts/a", "refusal": {"code": "Timeout", "message": "m"}}), json!({"kind": "cancelled"});
+        ClientRequest: json!({"op": "hello", "protocol": 1, "client": "c"}),
+            json!({
+                "op": "publish", "version": 9, "tensors": [tensor], "queue": "wait", "activation": "manual", "repeatable": true, "timeoutMs": 5,
+                "gpu": {"gpus": ["GPU-1"], "torch": "t", "expandableSegments": true, "pidNamespace": 1},
+            }),
+            json!({"op": "publishCheckpoint", "version": 9, "path": "p", "queue": "latest", "activation": "auto", "timeoutMs": 5}),
+            json!({"op": "filled", "attempt": 1, "sequence": 2, "slot": 3, "event": true}),
+            json!({"op": "opened", "ring": 1, "events": ["e"]}),
+            json!({"op": "external", "epoch": 3, "version": 9, "digest": "d", "engineVersion": "v", "timeoutMs": 5}),
+            json!({"op": "report", "replica": "rollouts/a", "ok": false, "reason": "r"}),
+            json!({"op": "broken", "epoch": 3, "reason": "r"});
+        ClientReply: json!({"event": "welcome", "protocol": 1, "agent": "a", "version": 9}),
+            json!({
+                "event": "ring", "memfd": true, "layout": layout, "slots": 4, "slotBytes": 64, "attempt": 1, "cuts": [0], "gpu": ring, "hostBecause": "h",
+            }),
+            json!({"event": "progress", "version": 9, "phase": "Transfer", "bytes": 1, "totalBytes": 2}),
+            json!({"event": "done", "result": result}), json!({"event": "error", "error": failed}),
+            json!({"event": "roster", "roster": shown}), json!({"event": "epoch", "topology": topology}),
+            json!({"event": "again", "attempt": 2, "reason": "r"});
+        RosterView: shown.clone();
+        WorkerCall: json!({"id": 1, "withinMs": 5, "request": {"do": "stats"}});
+        WorkerReply: json!({"id": 1, "result": {"Ok": {"is": "done"}}});
+    }
+}
+
+/// What may stand anywhere.
+fn anything() -> impl Strategy<Value = Value> {
+    prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        prop_oneof![Just(0), Just(1), Just(u64::MAX), any::<u64>()].prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        ".{0,12}".prop_map(Value::from),
+        Just(Value::from("x".repeat(70_000))),
+        Just(json!([])),
+        Just(json!({})),
+        Just(json!([[[[[[]]]]]])),
+        Just(json!({"kind": {"kind": "kind"}, "op": [], "": null})),
+    ]
+}
+
+/// One change of a message.
+#[derive(Debug, Clone)]
+enum Change {
+    Replace(Index, Value),
+    Remove(Index),
+    Double(Index),
+    Add(Index, String, Value),
+}
+
+fn changes() -> impl Strategy<Value = Change> {
+    prop_oneof![
+        (any::<Index>(), anything()).prop_map(|(at, value)| Change::Replace(at, value)),
+        any::<Index>().prop_map(Change::Remove),
+        any::<Index>().prop_map(Change::Double),
+        (any::<Index>(), "[a-zA-Z]{0,8}", anything()).prop_map(|(at, name, value)| Change::Add(at, name, value)),
+    ]
+}
+
+/// Paths to all values below one, itself included.
+fn paths(value: &Value, path: &str, all: &mut Vec<String>) {
+    all.push(path.to_owned());
+    match value {
+        Value::Object(fields) => fields.iter().for_each(|(name, below)| paths(below, &format!("{path}/{}", escaped(name)), all)),
+        Value::Array(items) => items.iter().enumerate().for_each(|(at, below)| paths(below, &format!("{path}/{at}"), all)),
+        _ => {}
+    }
+}
+
+/// A name in a JSON pointer (RFC 6901).
+fn escaped(name: &str) -> String {
+    name.replace('~', "~0").replace('/', "~1")
+}
+
+fn change(message: &mut Value, change: &Change) {
+    let mut all = Vec::new();
+    paths(message, "", &mut all);
+    let (Change::Replace(at, _) | Change::Remove(at) | Change::Double(at) | Change::Add(at, ..)) = change;
+    let Some(path) = all.get(at.index(all.len())) else { return };
+    let (parent, last) = path.rsplit_once('/').unwrap_or_default();
+    match change {
+        Change::Replace(_, value) => {
+            if let Some(place) = message.pointer_mut(path) {
+                *place = value.clone();
+            }
+        }
+        Change::Remove(_) => match message.pointer_mut(parent) {
+            Some(Value::Object(fields)) => drop(fields.remove(&last.replace("~1", "/").replace("~0", "~"))),
+            Some(Value::Array(items)) => drop(items.pop()),
+            _ => {}
+        },
+        Change::Double(_) => {
+            if let Some(Value::Array(items)) = message.pointer_mut(path) {
+                items.extend(items.clone());
+            }
+        }
+        Change::Add(_, name, value) => {
+            if let Some(Value::Object(fields)) = message.pointer_mut(path) {
+                fields.insert(name.clone(), value.clone());
+            }
+        }
+    }
+}
+
+#[test]
+fn the_examples_are_messages_and_every_message_has_one() {
+    let examples = messages();
+    for Message { name, example, again } in &examples {
+        let written = again(example.to_string().as_bytes()).unwrap_or_else(|error| panic!("{name}: {error} in {example}"));
+        // Nothing of the example is passed over: a field by a wrong name would spoil the wrong message.
+        assert_eq!(serde_json::from_slice::<Value>(&written).unwrap(), *example, "{name}");
+    }
+    // What is sent by itself is called so; the rest are parts of these, and in their examples.
+    let sources =
+        [include_str!("../control.rs"), include_str!("../update.rs"), include_str!("../identity.rs"), include_str!("../client.rs")];
+    let sources =
+        sources.into_iter().chain([include_str!("../external.rs"), include_str!("../engine_group.rs"), include_str!("../transport.rs")]);
+    for line in sources.flat_map(str::lines) {
+        let name =
+            line.strip_prefix("pub struct ").or_else(|| line.strip_prefix("pub enum ")).and_then(|rest| rest.split([' ', '<', '(']).next());
+        let sent = |name: &&str| ["Request", "Response", "Reply", "Status"].iter().any(|end| name.ends_with(end));
+        if let Some(name) = name.filter(sent) {
+            assert!(examples.iter().any(|example| example.name == name), "{name} has no example");
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_spoiled_message_is_refused_or_is_written_and_read_as_itself(
+        which in any::<Index>(), spoiled in prop::collection::vec(changes(), 1..4), cut in prop::option::weighted(0.1, any::<Index>()),
+    ) {
+        let messages = messages();
+        let Message { name, example, again } = which.get(&messages);
+        let mut example = example.clone();
+        for one in &spoiled {
+            change(&mut example, one);
+        }
+        let mut text = example.to_string().into_bytes();
+        if let Some(cut) = cut {
+            text.truncate(cut.index(text.len().max(1)));
+        }
+        if let Ok(once) = again(&text) {
+            let twice = again(&once);
+            prop_assert_eq!(twice.ok(), Some(once), "{}", name);
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_no_message_are_refused(which in any::<Index>(), bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        let messages = messages();
+        let Message { again, .. } = which.get(&messages);
+        if let Ok(once) = again(&bytes) {
+            prop_assert_eq!(again(&once).ok(), Some(once));
+        }
+    }
+
+    /// A layout comes from a peer, and offsets are computed from it: one that was found good must be good for all that is asked of it.
+    #[test]
+    fn a_spoiled_layout_is_refused_or_every_bucket_of_it_lies_within_it(spoiled in prop::collection::vec(changes(), 0..4)) {
+        let mut example = messages().into_iter().find(|message| message.name == "BeginRequest").unwrap().example;
+        for one in &spoiled {
+            change(&mut example["layout"], one);
+        }
+        let Ok(layout) = serde_json::from_value::<crate::weights::Layout>(example["layout"].take()) else { return Ok(()) };
+        if layout.validate().is_err() {
+            return Ok(());
+        }
+        for sequence in 0..8 {
+            let Some(bucket) = layout.bucket(sequence) else { break };
+            prop_assert!(bucket.bytes > 0 && bucket.offset.checked_add(bucket.bytes).is_some_and(|end| end <= layout.total_bytes));
+            for part in layout.parts(bucket.offset, bucket.bytes) {
+                prop_assert!(part.in_tensor + part.bytes <= part.entry.bytes && part.in_range + part.bytes <= bucket.bytes);
+            }
+        }
+    }
+}
