@@ -117,6 +117,7 @@ impl Bed {
             pods: (0..=ROLLOUTS).map(|number| pod_spec(number, &name, &links[number], &start)).collect(),
             policy,
             debounce: Duration::from_millis(u64::from(update.debounce_milliseconds)),
+            target: None,
             program: agent_program(folder.path(), shim, &links),
         };
         let group = Group::start(spec).await.map_err(|error| error.to_string())?;
