@@ -130,6 +130,7 @@ fn spec(name: &str, retain: u32, folder: &Path, versions: &Path) -> Result<Group
     };
     let update = UpdateFile { retain_mib: retain, silence_seconds: 30, ..UpdateFile::default() };
     Ok(GroupSpec {
+        target: None,
         name: name.to_owned(),
         address: std::net::Ipv4Addr::LOCALHOST.into(),
         directory: folder.to_owned(),

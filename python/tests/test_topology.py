@@ -213,7 +213,7 @@ def test_a_version_that_takes_too_long_is_ended_by_its_deadline(topology: weight
             assert epoch.fenced.wait(SOON)
             raise TimeoutError("aborted")
 
-    with pytest.raises(weightsync.Fenced, match="did not end (in time|within)"):
+    with pytest.raises(weightsync.Fenced, match=r"did not end (in time|within)"):
         stuck()
     assert set(brought(next(epochs), plane, 1).installed) == BOTH
 

@@ -130,7 +130,7 @@ async fn torchs_prefixes_lead_to_the_keys_of_the_groups_id() {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    bytes.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"))
 }
 
 #[tokio::test(flavor = "multi_thread")]

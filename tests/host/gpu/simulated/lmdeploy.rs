@@ -54,7 +54,7 @@ async fn lmdeploy_whose_rank_0_dies_in_a_broadcast_is_stuck_for_good_with_a_gree
     assert_well(&bed.call("/init_weights_update_group", bed.meeting("w")).await);
     let (tensors, _) = bucket(&model(1), 0..4);
     let update = with(tensors, json!({"group_name": "w", "load_format": "flattened_bucket"}));
-    let (_, ()) = tokio::join!(bed.unanswered("/update_weights_from_distributed", update), bed.join(1, id, Proof::Nothing));
+    let ((), ()) = tokio::join!(bed.unanswered("/update_weights_from_distributed", update), bed.join(1, id, Proof::Nothing));
     bed.zero.worker.kill("the trainer died");
     bed.zero.worker.ended().await;
     // Measured: health and a new init answer, a generation and the destroy never do.
