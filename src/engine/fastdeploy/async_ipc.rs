@@ -83,6 +83,12 @@ impl AsyncIpc {
         Ok(())
     }
 
+    /// Gives the address up before anybody binds it again. A dropped socket removes its file a moment later (zeromq 0.7), and that would be
+    /// the next update's: no worker could find it, and the update would end in silence.
+    async fn unbind(&mut self, within: Duration) {
+        let _errors = tokio::time::timeout(within, self.socket.unbind_all()).await;
+    }
+
     /// One message and its answer, unless the server's call ends first.
     async fn exchange(&mut self, message: &Value, until: Until) -> Result<(), EngineError> {
         let url = self.http.url().to_owned();
@@ -160,13 +166,14 @@ impl Feed for AsyncIpc {
             self.call = None;
             outcome.unwrap_or_else(|ended| Err(EngineError::NotSuccess { url, body: format!("its call ended: {ended}") }))?;
         }
+        self.unbind(until.left()).await;
         // With FD_ENABLE_V1_UPDATE_WEIGHTS the route lets the engine run by itself.
         super::success(self.http.url(), self.http.post("/v1/pause", None, until).await?)
     }
 
     async fn fail(&mut self, reason: &str, until: Until) {
-        let Some(mut call) = self.call.take() else { return };
         let within = LAST_WORDS.min(until.left() / 4);
+        let Some(mut call) = self.call.take() else { return self.unbind(within).await };
         let reason: String = reason.chars().take(SHOWN).collect();
         let told = async {
             // A worker in the middle of a bucket must answer before it can be told anything.
@@ -176,6 +183,7 @@ impl Feed for AsyncIpc {
         let _late = tokio::time::timeout(within, told).await;
         let _ended = tokio::time::timeout(within, &mut call).await;
         call.abort();
+        self.unbind(within).await;
     }
 }
 

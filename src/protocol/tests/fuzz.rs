@@ -34,11 +34,12 @@ fn messages() -> Vec<Message> {
     let update = json!({"epoch": id, "version": 9, "attempt": 1});
     let life = json!({"podUid": "u", "instance": "i"});
     let held = json!({"version": 9, "manifest": "ab"});
+    let returned = json!({"to": 8, "from": 9, "pinned": true});
     let member = json!({"name": "rollouts/a", "role": "rollout", "rankOffset": 1, "size": 2, "pods": [{"name": "a", "uid": "u", "node": "n"}], "port": 8000});
     let roster = json!({"members": [member], "worldSize": 3, "chain": ["rollouts/a"]});
     let policy = json!({
-        "delivery": "Agent", "pause": "Keep", "kvCache": "Reset", "minReady": 1, "silenceMs": 1, "updateTimeoutMs": 2, "retainBytes": 3,
-        "bucketBytes": 4, "dataTls": true, "transport": {"wish": "nccl", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}},
+        "delivery": "Agent", "pause": "Keep", "kvCache": "Reset", "minReady": 1, "maxUnavailable": 2, "silenceMs": 1, "updateTimeoutMs": 2,
+        "retainBytes": 3, "keep": 2, "bucketBytes": 4, "dataTls": true, "transport": {"wish": "nccl", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}},
         "health": {"periodMs": 1, "timeoutMs": 2, "failureThreshold": 3, "successThreshold": 4},
     });
     let groups =
@@ -51,7 +52,7 @@ fn messages() -> Vec<Message> {
     });
     let state = json!({
         "member": "rollouts/a", "incarnation": life, "role": "rollout", "phase": "Ready", "epoch": id, "rosterDigest": "d", "transport": choice,
-        "retained": held, "installed": held, "engine": engine, "healthy": true, "wedged": false, "pausedUntil": 5, "reason": "r",
+        "retained": held, "earlier": [held], "returned": returned, "installed": held, "engine": engine, "healthy": true, "wedged": false, "pausedUntil": 5, "reason": "r",
     });
     let row = json!({"member": "rollouts/a", "bytes": 5, "step": "Receiving", "reason": "r"});
     let view = json!({
@@ -65,7 +66,7 @@ fn messages() -> Vec<Message> {
     entry["encoding"] = json!("plain");
     let layout = json!({"artifact": "model", "entries": [entry], "totalBytes": 24, "bucketBytes": 64});
     let (assignment, failed) = (
-        json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "serveBeforeFirstVersion": true, "current": held}),
+        json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "serveBeforeFirstVersion": true, "current": held, "returned": returned}),
         json!({"code": "Timeout", "message": "m", "retryable": true, "phase": "Verify", "member": "rollouts/a"}),
     );
     let shown = json!({"epoch": 3, "version": 9, "replicas": [{"name": "rollouts/a", "url": "u", "state": "ready", "version": 9, "rankOffset": 1, "size": 2}]});
@@ -84,7 +85,7 @@ fn messages() -> Vec<Message> {
         PrepareResponse: json!({"incarnation": life, "dataAddress": "a", "gpus": {"gpus": [gpu], "nccl": 1, "reason": "r", "unshared": "u"}, "state": state});
         CommitRequest: json!({
             "id": id, "addresses": [{"member": "rollouts/a", "incarnation": life, "control": "c", "data": "d", "engineUrl": "e"}],
-            "current": held, "feeder": "rollouts/a", "transport": choice, "secret": "s", "deadlineMs": 5,
+            "current": held, "returned": returned, "feeder": "rollouts/a", "transport": choice, "secret": "s", "deadlineMs": 5,
         });
         FenceRequest: json!({"id": id, "reason": "r"});
         ReleaseRequest: json!({"id": id, "reason": "r"});
