@@ -40,7 +40,7 @@ mod tests {
 
     use super::{Restarts, WORKED};
 
-    /// Found by the chaos harness: a process that died now and then, after hours of work each time, waited 30 s in the end.
+    /// A process that died now and then, after hours of work each time, waited 30 s in the end.
     #[test]
     fn a_process_that_worked_before_it_died_is_started_at_once_and_one_that_never_works_waits_longer_and_longer() {
         let mut restarts = Restarts::new();
