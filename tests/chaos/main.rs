@@ -1,4 +1,4 @@
-//! Faults at random moments of a group's life, on real processes over TCP: `make chaos` plays them by the hundred, `make test` each once.
+//! Faults at random moments of a group's life, on real processes over TCP: `make chaos` plays them by the hundred, `make chaos-test` each once.
 //!
 //! The run is a function of its seed: `WEIGHTSYNC_CHAOS_SEED` replays it. It unshares network, mounts and processes first, so
 //! that links, small disks and whatever a failed test leaves behind are its own and go with it. Needs root, iproute2, nftables and gcc.

@@ -193,7 +193,17 @@ async fn two_ranks_take_a_version_each_and_are_believed_by_their_own_word_when_t
         assert_eq!(client.post("/collective_rpc", &nonsense).await.status, Some(500));
     }
     for (version, name, ring) in [(5, "2", Ring::OneTensor), (6, "1", Ring::WholeModel), (7, "2", Ring::WholeModel)] {
-        Feeder::feed(&engine, &models.path(name), version, ring, SOON).await.unwrap();
+        // The server's own calls get such replies too: `/pause` said once that it had failed with that word. As a source does, an attempt
+        // that touched nothing is made again, and no more often than there are replies to be read.
+        for left in (0..=3).rev() {
+            match Feeder::feed(&engine, &models.path(name), version, ring, SOON).await {
+                Err(error) if !error.dirty && left > 0 => println!("version {version}: {error}"),
+                fed => {
+                    fed.unwrap();
+                    break;
+                }
+            }
+        }
         assert_eq!(answer(&client).await, if name == "1" { first.clone() } else { second.clone() }, "{ring:?}");
     }
 }
