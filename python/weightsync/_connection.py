@@ -24,6 +24,20 @@ SILENCE = 10.0
 CLIENT = "weightsync-python"
 
 
+def greet(wire: Wire) -> None:
+    """Says hello, and hears that the agent speaks our protocol."""
+    # The agent's last words, if it has any, say more than a broken pipe.
+    with contextlib.suppress(AgentLost):
+        wire.send({"op": "hello", "protocol": PROTOCOL, "client": CLIENT})
+    reply = wire.receive(SILENCE)
+    if reply is None:
+        raise AgentLost(f"the agent did not answer within {SILENCE:g} s", retryable=True, phase="connect")
+    if reply["event"] == "error":
+        raise from_agent(reply["error"])
+    if reply["event"] != "welcome" or reply.get("protocol") != PROTOCOL:
+        raise Failed(f"the agent greets with {reply['event']}, not in protocol {PROTOCOL}")
+
+
 @dataclass
 class GpuRing:
     """A ring in GPU memory, as the agent announced it."""
@@ -87,24 +101,12 @@ class Connection:
         self._writing = threading.Lock()
         self._quiet_since = time.monotonic()
         try:
-            self._greet()
+            greet(self._wire)
         except BaseException:
             self._wire.close()
             raise
         self._reader = threading.Thread(target=self._listen, name="weightsync-reader", daemon=True)
         self._reader.start()
-
-    def _greet(self) -> None:
-        # The agent's last words, if it has any, say more than a broken pipe.
-        with contextlib.suppress(AgentLost):
-            self._wire.send({"op": "hello", "protocol": PROTOCOL, "client": CLIENT})
-        reply = self._wire.receive(SILENCE)
-        if reply is None:
-            raise AgentLost(f"the agent did not answer within {SILENCE:g} s", retryable=True, phase="connect")
-        if reply["event"] == "error":
-            raise from_agent(reply["error"])
-        if reply["event"] != "welcome" or reply.get("protocol") != PROTOCOL:
-            raise Failed(f"the agent greets with {reply['event']}, not in protocol {PROTOCOL}")
 
     def close(self) -> None:
         """Ends the connection and waits for its thread."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ._connection import CLIENT, PROTOCOL, SILENCE
+from ._connection import SILENCE, greet
 from ._socket import Wire
 from .errors import AgentLost, Failed, WeightSyncError, from_agent
 from .result import Result
@@ -91,25 +91,14 @@ class EpochConnection:
         self.lost: WeightSyncError | None = None
         self.refused: WeightSyncError | None = None
         try:
-            self._greet()
+            greet(self._wire)
+            self._wire.send({"op": "watchEpochs"})
         except BaseException:
             self._wire.close()
             raise
         self._heard_at = time.monotonic()
         self._reader = threading.Thread(target=self._listen, name="weightsync-epochs", daemon=True)
         self._reader.start()
-
-    def _greet(self) -> None:
-        with contextlib.suppress(AgentLost):
-            self._wire.send({"op": "hello", "protocol": PROTOCOL, "client": CLIENT})
-        reply = self._wire.receive(SILENCE)
-        if reply is None:
-            raise AgentLost(f"the agent did not answer within {SILENCE:g} s", retryable=True, phase="connect")
-        if reply["event"] == "error":
-            raise from_agent(reply["error"])
-        if reply["event"] != "welcome" or reply.get("protocol") != PROTOCOL:
-            raise Failed(f"the agent greets with {reply['event']}, not in protocol {PROTOCOL}")
-        self._wire.send({"op": "watchEpochs"})
 
     def say(self, message: dict[str, Any]) -> None:
         """Sends a line."""

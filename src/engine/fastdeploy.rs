@@ -260,9 +260,7 @@ impl Server for Fastdeploy {
 
     async fn write(&self, holding: &Holding, until: Until) -> Result<(), EngineError> {
         let start = self.fingerprint(until).await?;
-        self.record.write(&start, holding).map_err(|error| {
-            unsupported(format!("what the engine holds cannot be recorded: {error}"), "give the agent a directory that it can write to")
-        })
+        self.record.write(&start, holding)
     }
 
     async fn pause(&self, _: PausePolicy, _: KvCachePolicy, until: Until) -> Result<(), EngineError> {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::device::{DeviceBucket, DeviceInstall, DeviceJob, Released};
 use super::feed::{Feed, no_form};
@@ -182,13 +182,29 @@ pub(super) async fn post_ok(
     http.post(path, Some(body), until).await?.json()?.must(field, &value).map(drop)
 }
 
-/// The store of a place, for engines that know no other.
-pub(super) fn store(place: &GroupPlace) -> Result<(&str, u16), EngineError> {
-    match place {
-        GroupPlace::Store { address, port } => Ok((address, *port)),
-        GroupPlace::UniqueId { .. } => Err(EngineError::Unsupported {
+/// Joins a group through its store, as SGLang 0.5.23 and LMDeploy 0.18 do with the same words.
+pub(super) async fn join_by_store(http: &EngineHttp, join: &GroupJoin, until: Until) -> Result<(), EngineError> {
+    let GroupPlace::Store { address, port } = &join.place else {
+        return Err(EngineError::Unsupported {
             what: "this engine joins a group through a store, and was given the communicator's id".into(),
             next_step: "this is a fault of the source's agent: report it".into(),
-        }),
-    }
+        });
+    };
+    let body = json!({
+        "master_address": address,
+        "master_port": port,
+        "rank_offset": join.offset,
+        "world_size": join.world,
+        "group_name": join.name,
+        "backend": "nccl",
+    });
+    post_ok(http, "/init_weights_update_group", &body, ("success", Value::Bool(true)), until).await
+}
+
+/// Leaves the group of that name, if there is one.
+pub(super) async fn leave_by_name(http: &EngineHttp, name: Option<&str>, until: Until) -> Result<(), EngineError> {
+    let Some(name) = name else { return Ok(()) };
+    let reply = http.post("/destroy_weights_update_group", Some(&json!({ "group_name": name })), until).await?;
+    // 400: it knows no such group.
+    if matches!(reply.status(), 200 | 400) { Ok(()) } else { Err(reply.into_status()) }
 }

@@ -217,9 +217,7 @@ impl Server for Lmdeploy {
 
     async fn write(&self, holding: &Holding, until: Until) -> Result<(), EngineError> {
         let start = self.fingerprint(until).await?;
-        self.record.write(&start, holding).map_err(|error| {
-            unsupported(format!("what the engine holds cannot be recorded: {error}"), "give the agent a directory that it can write to")
-        })
+        self.record.write(&start, holding)
     }
 
     /// Sleeps: requests end, caches go. The weights come back to the GPU at once, to be written into.

@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-use super::Holding;
+use super::{EngineError, Holding};
 
 /// The fingerprint of a start that cannot be told from others.
 pub(super) const UNKNOWN: &str = "unknown";
@@ -34,10 +34,13 @@ impl Record {
     }
 
     /// Remembers what this start holds from now on.
-    pub(super) fn write(&self, start: &str, holding: &Holding) -> std::io::Result<()> {
+    pub(super) fn write(&self, start: &str, holding: &Holding) -> Result<(), EngineError> {
         let entry = Entry { start: start.to_owned(), holding: holding.text() };
         if let Some(file) = &self.file {
-            store(file, &entry)?;
+            store(file, &entry).map_err(|error| EngineError::Unsupported {
+                what: format!("what the engine holds cannot be recorded: {error}"),
+                next_step: "give the agent a directory that it can write to".into(),
+            })?;
         }
         *self.written.lock().unwrap_or_else(PoisonError::into_inner) = Some(entry);
         Ok(())

@@ -17,30 +17,12 @@ pub enum Rendezvous {
     UniqueId,
 }
 
-/// How an engine takes a bucket off the wire.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum WireForm {
-    /// One broadcast for each tensor.
-    PerTensor,
-    /// One broadcast for all tensors of a request, back to back.
-    Flattened,
-    /// One broadcast for the tensors of a request, back to back, as long as they are not longer than the group was told when it was joined
-    /// (vLLM cuts behind the tensor that exceeds that number).
-    Packed,
-}
-
 /// What an adapter found out about joining with its server. Asked of the server, never concluded from its name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GroupFacts {
     /// How its ranks find rank 0.
     pub rendezvous: Rendezvous,
-    /// Forms in which it takes buckets, the one that is used first.
-    pub forms: Vec<WireForm>,
-    /// Whether updates need a session that is opened and closed.
-    pub session: bool,
-    /// Whether a draft model needs a session of its own.
-    pub draft_session: bool,
     /// Ranks that the whole server takes in a group.
     pub size: u32,
     /// Why it cannot join, with the option or version that would help. Empty when it can.
@@ -51,8 +33,7 @@ pub struct GroupFacts {
 impl GroupFacts {
     /// A server that cannot join, and why.
     pub fn cannot(why_not: impl Into<String>) -> Self {
-        let (rendezvous, forms) = (Rendezvous::Store, Vec::new());
-        Self { rendezvous, forms, session: false, draft_session: false, size: 0, why_not: why_not.into() }
+        Self { rendezvous: Rendezvous::Store, size: 0, why_not: why_not.into() }
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Pod;
 use tokio::process::Command;
 
-use super::cluster::Cluster;
+use super::cluster::{Cluster, eventually};
 
 /// How long one `docker exec` may take. Docker 20.10 loses the end of a command now and then, and its client then waits for ever: the
 /// command ran, or it did not, so whatever is run here must bear being run twice.
@@ -24,14 +24,23 @@ async fn on_node(arguments: &[&str]) -> String {
     panic!("docker exec did not come back five times: {arguments:?}");
 }
 
-/// The process id, on the node, of a container's first process.
+/// The process id, on the node, of a container's first process. While a container is being restarted its pod's status names the one that
+/// ended, whose process id the runtime gives as 0, and a signal to process 0 goes to whoever sends it: asked again until there is one.
 pub async fn process(cluster: &Cluster, pod: &str, container: &str) -> String {
-    let object = cluster.api::<Pod>().get(pod).await.expect("the pod exists");
-    let status = object.status.expect("a status");
-    let all = status.container_statuses.into_iter().flatten().chain(status.init_container_statuses.into_iter().flatten());
-    let id = all.filter(|status| status.name == container).find_map(|status| status.container_id).expect("the container runs");
-    let id = id.trim_start_matches("containerd://").to_owned();
-    on_node(&["crictl", "inspect", "--output", "go-template", "--template", "{{.info.pid}}", &id]).await
+    eventually(&format!("{pod}/{container} runs a process"), 5 * EXEC, || async {
+        let object = cluster.api::<Pod>().get(pod).await.map_err(|error| error.to_string())?;
+        let status = object.status.ok_or("no status")?;
+        let all = status.container_statuses.into_iter().flatten().chain(status.init_container_statuses.into_iter().flatten());
+        let id = all.filter(|status| status.name == container).find_map(|status| status.container_id).ok_or("it has no id yet")?;
+        let id = id.trim_start_matches("containerd://").to_owned();
+        let process = on_node(&["crictl", "inspect", "--output", "go-template", "--template", "{{.info.pid}}", &id]).await;
+        if process.parse::<u32>().is_ok_and(|process| process > 0) {
+            Ok(process)
+        } else {
+            Err(format!("container {id} has process {process}"))
+        }
+    })
+    .await
 }
 
 /// Sends a signal to a process of the node; one that is gone already had it.

@@ -1,33 +1,16 @@
 //! The vLLM adapter against the real server: what it installed answers as a fresh server on the same checkpoint does, log-probs included.
 
-use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
-use weightsync::engine::{ApiKey, Engine, EngineConfig, Holding, InstallJob, Resumed, connect};
+use weightsync::engine::{Holding, InstallJob, Resumed};
 use weightsync::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 
-use super::client::KEY;
 use super::models::Models;
-use super::real::{Server, venv};
+use super::real::{Server, adapter, venv};
 
 /// Long enough for any call that works, on a busy machine too.
 const SOON: Duration = Duration::from_secs(60);
-
-fn adapter(server: &Server, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
-    let api_key = Some(ApiKey::new(KEY).unwrap());
-    let config = EngineConfig {
-        kind: "vllm".into(),
-        url: server.url.clone(),
-        api_key,
-        served_model,
-        record: None,
-        processes: "/proc".into(),
-        unproven_routes: false,
-    };
-    connect(config).unwrap()
-}
 
 fn job(models: &Models, name: &str, version: u64) -> InstallJob {
     InstallJob {

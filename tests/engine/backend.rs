@@ -2,33 +2,19 @@
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use tempfile::TempDir;
-use weightsync::engine::{ApiKey, Engine, EngineConfig, Holding, Resumed, connect};
+use weightsync::engine::{Holding, Resumed};
 
-use super::client::{Client, KEY};
+use super::client::Client;
 use super::feeder::{Feeder, Ring, held};
 use super::models::Models;
-use super::real::{Server, venv};
+use super::real::{Server, adapter, venv};
 
 /// Long enough for any call that works, on a busy machine too.
 const SOON: Duration = Duration::from_secs(60);
-
-fn adapter(server: &Server, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
-    let api_key = Some(ApiKey::new(KEY).unwrap());
-    let config = EngineConfig {
-        kind: "vllm".into(),
-        url: server.url.clone(),
-        api_key,
-        served_model,
-        record: None,
-        processes: "/proc".into(),
-        unproven_routes: false,
-    };
-    connect(config).unwrap()
-}
 
 /// The package as pip installs it, with its entry point, in a folder of its own: the environment belongs to others too.
 fn installed(venv: &std::path::Path) -> PathBuf {

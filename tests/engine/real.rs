@@ -5,9 +5,11 @@ use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
+use weightsync::engine::{ApiKey, Engine, EngineConfig, connect};
 
 use super::client::{Client, KEY};
 
@@ -18,6 +20,21 @@ pub fn venv() -> Option<PathBuf> {
 
 /// vLLM takes 25 s on an idle machine, and minutes on one whose cores build something else.
 const START: Duration = Duration::from_secs(900);
+
+/// An agent's adapter for a server.
+pub fn adapter(server: &Server, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
+    let api_key = Some(ApiKey::new(KEY).unwrap());
+    let config = EngineConfig {
+        kind: "vllm".into(),
+        url: server.url.clone(),
+        api_key,
+        served_model,
+        record: None,
+        processes: "/proc".into(),
+        unproven_routes: false,
+    };
+    connect(config).unwrap()
+}
 
 /// A running server; ended with all its children when it is dropped.
 pub struct Server {

@@ -97,6 +97,20 @@ void aside(std::shared_ptr<Comm> comm, std::function<void()> work) {
   }).detach();
 }
 
+// Puts an operation on its stream: at once, or beside a caller who is told that it is in progress.
+int put(std::shared_ptr<Comm> comm, std::function<void()> enqueue) {
+  if (comm->blocking) return enqueue(), NCCL_SUCCESS;
+  // Nothing is on the stream yet when the call returns: an event that is recorded too early fires too early.
+  comm->state = NCCL_IN_PROGRESS;
+  aside(comm, [comm, enqueue] {
+    nap(300);
+    enqueue();
+    int pending = NCCL_IN_PROGRESS;
+    comm->state.compare_exchange_strong(pending, NCCL_SUCCESS);
+  });
+  return NCCL_IN_PROGRESS;
+}
+
 void start(std::shared_ptr<Comm> comm) {
   aside(comm, [comm] {
     int result = comm->group.join(comm->stop);
@@ -229,16 +243,7 @@ FAKE_API int ncclBroadcast(const void *from, void *to, size_t count, int type, i
       comm->busy--;
     }});
   };
-  if (comm->blocking) return enqueue(), NCCL_SUCCESS;
-  // Nothing is on the stream yet when the call returns: an event that is recorded too early fires too early.
-  comm->state = NCCL_IN_PROGRESS;
-  aside(comm, [comm, enqueue] {
-    nap(300);
-    enqueue();
-    int pending = NCCL_IN_PROGRESS;
-    comm->state.compare_exchange_strong(pending, NCCL_SUCCESS);
-  });
-  return NCCL_IN_PROGRESS;
+  return put(comm, enqueue);
 }
 
 FAKE_API int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, void *handle, void *stream) {
@@ -260,15 +265,7 @@ FAKE_API int ncclAllReduce(const void *from, void *to, size_t count, int type, i
       comm->busy--;
     }});
   };
-  if (comm->blocking) return enqueue(), NCCL_SUCCESS;
-  comm->state = NCCL_IN_PROGRESS;
-  aside(comm, [comm, enqueue] {
-    nap(300);
-    enqueue();
-    int pending = NCCL_IN_PROGRESS;
-    comm->state.compare_exchange_strong(pending, NCCL_SUCCESS);
-  });
-  return NCCL_IN_PROGRESS;
+  return put(comm, enqueue);
 }
 
 FAKE_API int ncclCommAbort(void *handle) {

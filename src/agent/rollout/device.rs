@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, timeout};
 
-use super::receive::{Listener, agree};
+use super::receive::{Listener, agree, cut_as_laid_out};
 use super::switch::Switch;
 use super::{Inner, Rollout};
 use crate::agent::core::lock;
@@ -92,11 +92,8 @@ impl DeviceReceiver {
         let mut arriving = lock(&self.arriving);
         // This member's attempt is over, and its status says so. The others' goes on: a collective needs every rank, so what comes is dropped.
         let Some(arriving) = arriving.as_mut() else { return Ok(()) };
-        let BucketHeader { sequence, offset, bytes, .. } = bucket.header;
-        let of_layout = self.layout.bucket(sequence).filter(|bucket| (bucket.offset, bucket.bytes) == (offset, bytes));
-        let Some(known) = of_layout else {
-            return Err(refusal(RefusalCode::LayoutMismatch, format!("bucket {sequence} is not cut as the layout says")));
-        };
+        let BucketHeader { offset, bytes, .. } = bucket.header;
+        let known = cut_as_laid_out(&self.layout, &bucket.header)?;
         let invalid = |what: String| refusal(RefusalCode::Invalid, what);
         if offset != arriving.hasher.position() {
             let expected = arriving.hasher.position();

@@ -14,7 +14,7 @@ use futures::future::BoxFuture;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::{Instant, timeout};
 
-use super::receive::{Listener, agree};
+use super::receive::{Listener, agree, cut_as_laid_out};
 use super::ring::Ring;
 use crate::agent::core::lock;
 use crate::agent::group::refusal;
@@ -247,10 +247,7 @@ impl BucketStore for MemoryReceiver {
 
     fn complete(&self, header: &BucketHeader, _digest: u128) -> Result<(), Refusal> {
         let end = header.offset.saturating_add(header.bytes);
-        let known = self.layout.bucket(header.sequence);
-        if known.is_none_or(|bucket| (bucket.offset, bucket.bytes) != (header.offset, header.bytes)) {
-            return Err(refusal(RefusalCode::LayoutMismatch, format!("bucket {} is not cut as the layout says", header.sequence)));
-        }
+        cut_as_laid_out(&self.layout, header)?;
         self.proven(end)?;
         self.listener.received(&self.update, end);
         Ok(())

@@ -17,7 +17,7 @@ use crate::agent::group::refusal;
 use crate::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
 use crate::transport::BucketStore;
 use crate::weights::safetensors::SafetensorsPlan;
-use crate::weights::{Coverage, DigestAlgorithm, Layout, Manifest, TensorHasher, digest_hex, parse_digest_hex};
+use crate::weights::{Bucket, Coverage, DigestAlgorithm, Layout, Manifest, TensorHasher, digest_hex, parse_digest_hex};
 
 /// Who is told how the stream goes.
 pub trait Listener: Send + Sync {
@@ -104,6 +104,12 @@ impl Receiver {
     }
 }
 
+/// The bucket of the layout that a header speaks of.
+pub(super) fn cut_as_laid_out(layout: &Layout, header: &BucketHeader) -> Result<Bucket, Refusal> {
+    let known = layout.bucket(header.sequence).filter(|bucket| (bucket.offset, bucket.bytes) == (header.offset, header.bytes));
+    known.ok_or_else(|| refusal(RefusalCode::LayoutMismatch, format!("bucket {} is not cut as the layout says", header.sequence)))
+}
+
 /// The manifest of what arrived, if coverage and digests are what the leader says; else why not.
 pub(super) fn agree(
     update: &UpdateId,
@@ -158,11 +164,7 @@ impl BucketStore for Receiver {
     }
 
     fn complete(&self, header: &BucketHeader, _digest: u128) -> Result<(), Refusal> {
-        let matches =
-            self.layout.bucket(header.sequence).is_some_and(|bucket| (bucket.offset, bucket.bytes) == (header.offset, header.bytes));
-        if !matches {
-            return Err(refusal(RefusalCode::LayoutMismatch, format!("bucket {} is not cut as the layout says", header.sequence)));
-        }
+        cut_as_laid_out(&self.layout, header)?;
         self.listener.received(&self.update, header.offset.saturating_add(header.bytes));
         Ok(())
     }

@@ -10,9 +10,9 @@ use async_trait::async_trait;
 use serde_json::{Value, json};
 
 use crate::engine::EngineError;
-use crate::engine::group::{GroupFeed, GroupJoin, GroupServer, Tensors, post_ok, store};
+use crate::engine::group::{GroupFeed, GroupJoin, GroupServer, Tensors, join_by_store, leave_by_name, post_ok};
 use crate::engine::http::{EngineHttp, Until};
-use crate::protocol::{GroupFacts, Rendezvous, WireForm};
+use crate::protocol::{GroupFacts, Rendezvous};
 
 /// A group that nobody makes: to ask for its end changes nothing.
 const NOBODYS: &str = "weightsync-is-there-a-group";
@@ -39,33 +39,15 @@ impl GroupServer for LmdeployGroup {
             200 | 400 => String::new(),
             _ => return Err(probe.into_status()),
         };
-        Ok(GroupFacts {
-            rendezvous: Rendezvous::Store,
-            forms: vec![WireForm::Flattened, WireForm::PerTensor],
-            session: false,
-            draft_session: false,
-            size: u32::try_from(workers).unwrap_or(0),
-            why_not,
-        })
+        Ok(GroupFacts { rendezvous: Rendezvous::Store, size: u32::try_from(workers).unwrap_or(0), why_not })
     }
 
     async fn leave(&self, name: Option<&str>, until: Until) -> Result<(), EngineError> {
-        let Some(name) = name else { return Ok(()) };
-        let reply = self.http.post("/destroy_weights_update_group", Some(&json!({ "group_name": name })), until).await?;
-        if matches!(reply.status(), 200 | 400) { Ok(()) } else { Err(reply.into_status()) }
+        leave_by_name(&self.http, name, until).await
     }
 
     async fn join(&self, join: &GroupJoin, until: Until) -> Result<(), EngineError> {
-        let (address, port) = store(&join.place)?;
-        let body = json!({
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": join.offset,
-            "world_size": join.world,
-            "group_name": join.name,
-            "backend": "nccl",
-        });
-        post_ok(&self.http, "/init_weights_update_group", &body, ("success", Value::Bool(true)), until).await
+        join_by_store(&self.http, join, until).await
     }
 
     /// It has no pause but sleep, which costs a second; it takes buckets while it is awake, and requests are ended before and after.

@@ -12,9 +12,9 @@ use serde_json::{Value, json};
 
 use super::world_size;
 use crate::engine::EngineError;
-use crate::engine::group::{GroupFeed, GroupJoin, GroupServer, Tensors, post_ok, store};
+use crate::engine::group::{GroupFeed, GroupJoin, GroupServer, Tensors, join_by_store, leave_by_name, post_ok};
 use crate::engine::http::{EngineHttp, Until};
-use crate::protocol::{GroupFacts, Rendezvous, WireForm};
+use crate::protocol::{GroupFacts, Rendezvous};
 
 /// The group calls of one server.
 pub(super) struct SglangGroup {
@@ -49,36 +49,21 @@ impl GroupServer for SglangGroup {
         };
         Ok(GroupFacts {
             rendezvous: Rendezvous::Store,
-            forms: vec![WireForm::Flattened, WireForm::PerTensor],
-            session: true,
-            // `selector: all` loads what came into the draft model as well.
-            draft_session: false,
             size: if why_not.is_empty() { u32::try_from(count("tp_size")).unwrap_or(0) } else { world_size(&info)? },
             why_not: why_not.to_owned(),
         })
     }
 
     async fn leave(&self, name: Option<&str>, until: Until) -> Result<(), EngineError> {
-        let Some(name) = name else { return Ok(()) };
-        let reply = self.http.post("/destroy_weights_update_group", Some(&json!({ "group_name": name })), until).await?;
-        // 400: it knows no such group.
-        if matches!(reply.status(), 200 | 400) { Ok(()) } else { Err(reply.into_status()) }
+        leave_by_name(&self.http, name, until).await
     }
 
     async fn join(&self, join: &GroupJoin, until: Until) -> Result<(), EngineError> {
-        let (address, port) = store(&join.place)?;
-        let body = json!({
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": join.offset,
-            "world_size": join.world,
-            "group_name": join.name,
-            "backend": "nccl",
-        });
-        self.success("/init_weights_update_group", &body, until).await
+        join_by_store(&self.http, join, until).await
     }
 
     async fn open(&self, name: &str, until: Until) -> Result<Box<dyn GroupFeed>, EngineError> {
+        // `all` loads what comes into the draft model as well.
         let begin = json!({ "selector": "all" });
         let found_open = match self.success("/begin_weight_update", &begin, until).await {
             Ok(()) => false,

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::engine::EngineError;
 use crate::engine::group::{GroupFeed, GroupJoin, GroupServer, Tensors, post_ok};
 use crate::engine::http::{EngineHttp, Until};
-use crate::protocol::{GroupFacts, GroupPlace, Rendezvous, WireForm};
+use crate::protocol::{GroupFacts, GroupPlace, Rendezvous};
 
 /// What a request carries goes in one broadcast, whatever its length: the server cuts behind the tensor that exceeds this, and makes memory
 /// for what came, not for this.
@@ -46,14 +46,7 @@ impl VllmGroup {
 #[async_trait]
 impl GroupServer for VllmGroup {
     async fn facts(&self, until: Until) -> Result<GroupFacts, EngineError> {
-        let mut facts = GroupFacts {
-            rendezvous: Rendezvous::UniqueId,
-            forms: vec![WireForm::Packed, WireForm::PerTensor],
-            session: true,
-            draft_session: true,
-            size: 0,
-            why_not: String::new(),
-        };
+        let mut facts = GroupFacts { rendezvous: Rendezvous::UniqueId, size: 0, why_not: String::new() };
         let size = self.http.get("/get_world_size?include_dp=true", until).await?;
         if matches!(size.status(), 404 | 405) {
             facts.why_not = "it has no routes for weight updates: start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1".into();

@@ -10,7 +10,7 @@ fn gpu(number: usize) -> GpuReport {
 }
 
 fn can(rendezvous: Rendezvous) -> GroupFacts {
-    GroupFacts { rendezvous, forms: vec![WireForm::Flattened], session: true, draft_session: false, size: 1, why_not: String::new() }
+    GroupFacts { rendezvous, size: 1, why_not: String::new() }
 }
 
 /// A group under `delivery: Engine` whose rollouts say this of joining.

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use crate::plan::{Joiner, MOST_RANKS, engine_groups};
-use crate::protocol::{GpuReport, GroupFacts, MemberGpu, MemberName, Rendezvous, WireForm};
+use crate::protocol::{GpuReport, GroupFacts, MemberGpu, MemberName, Rendezvous};
 
 fn name(number: usize) -> MemberName {
     MemberName(format!("actors/r{number}"))
@@ -15,7 +15,7 @@ fn gpus(uuids: &[&str]) -> GpuReport {
 }
 
 fn facts(rendezvous: Rendezvous, size: u32) -> GroupFacts {
-    GroupFacts { rendezvous, forms: vec![WireForm::Flattened], session: true, draft_session: false, size, why_not: String::new() }
+    GroupFacts { rendezvous, size, why_not: String::new() }
 }
 
 /// Kind of a group, and its members with their sizes.

@@ -42,8 +42,7 @@ fn messages() -> Vec<Message> {
         "retainBytes": 3, "keep": 2, "bucketBytes": 4, "dataTls": true, "transport": {"wish": "nccl", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}},
         "health": {"periodMs": 1, "timeoutMs": 2, "failureThreshold": 3, "successThreshold": 4},
     });
-    let groups =
-        json!({"rendezvous": "Store", "forms": ["PerTensor", "Packed"], "session": true, "draftSession": false, "size": 2, "whyNot": "x"});
+    let groups = json!({"rendezvous": "Store", "size": 2, "whyNot": "x"});
     let engine = json!({"kind": "vllm", "serverVersion": "1", "size": 2, "url": "http://a", "delivery": "d", "answerVersion": "none", "groups": groups});
     let gpu = json!({"uuid": "GPU-1", "name": "H200", "freeBytes": 1, "memoryBytes": 2});
     let choice = json!({
