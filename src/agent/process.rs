@@ -93,8 +93,9 @@ pub enum AgentError {
 /// How long an engine that is being switched holds up the end of its agent.
 const SWITCHING: Duration = Duration::from_secs(20);
 
-/// How long the end of the command below an agent takes to reach those who listen, before their connections close.
-const TOLD: Duration = Duration::from_millis(200);
+/// How long the end of the command below an agent takes to reach those who listen, before their connections close. A machine whose cores are
+/// all busy takes some hundred milliseconds over it; what comes too late is told as a lost agent, which hides the exit status.
+const TOLD: Duration = Duration::from_millis(500);
 
 /// Runs until `cancel`, or until the command below it ended and everybody was told.
 pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), AgentError> {

@@ -23,8 +23,8 @@ use crate::agent::process::{self, Settings};
 /// Signals that are passed on to the child.
 const PASSED_ON: [Signal; 6] = [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2];
 
-/// How long the agent may take to tell its peers that the child ended.
-const TOLD: Duration = Duration::from_millis(500);
+/// How long the agent may take to tell its peers that the child ended: what the agent gives them, and its own way out.
+const TOLD: Duration = Duration::from_secs(1);
 
 /// How long the agent may take to end after that.
 const ENDING: Duration = Duration::from_secs(5);

@@ -88,7 +88,9 @@ class Trainer:
 def serve(trainer: Trainer, port: int) -> None:
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name)
-            print(format % args, flush=True)
+            # The kubelet's questions would leave nothing else in a log's last lines.
+            if self.path != "/health":
+                print(format % args, flush=True)
 
         def answer(self, status: int, body: dict[str, object]) -> None:
             data = json.dumps(body).encode()
