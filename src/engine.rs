@@ -21,6 +21,7 @@ pub mod host;
 mod host_feed;
 mod http;
 pub mod label;
+mod lifeline;
 mod lmdeploy;
 mod process;
 mod record;
@@ -155,6 +156,17 @@ pub trait Engine: Send + Sync {
 
     /// Whether it lives and answers, and which start of it. A pause of ours is not ill health.
     async fn health(&self, deadline: Duration) -> Result<EngineStart, EngineError>;
+
+    /// Whether the process that gave this start is there and was not replaced, seen at once and without asking it. False means that nothing is
+    /// known before [`health`](Self::health) is asked again, not that it ended.
+    fn is_still(&self, _start: &EngineStart) -> bool {
+        true
+    }
+
+    /// Returns when the process that was last asked for its health may have ended; never where that cannot be seen without asking it.
+    async fn until_lost(&self) {
+        std::future::pending().await
+    }
 
     /// Whether its front answers while the engine itself computes nothing, for as long as it is waited for: what a rank that waits in a
     /// collective operation for ever looks like from outside, whatever its health endpoint says. An engine that is gone is not stuck.

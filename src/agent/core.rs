@@ -27,6 +27,8 @@ pub struct Facts {
     pub installed: Option<HeldVersion>,
     /// The engine.
     pub engine: Option<EngineFacts>,
+    /// Starts of the engine that took the place of a known one.
+    pub engine_restarts: u32,
     /// Whether the engine passes its probes.
     pub healthy: bool,
     /// Whether the engine's front answers while the engine computes nothing.
@@ -373,6 +375,7 @@ fn state(group: &Group, facts: &Facts) -> MemberState {
         },
         installed: facts.installed.clone(),
         engine: facts.engine.clone(),
+        engine_restarts: facts.engine_restarts,
         healthy: facts.healthy,
         wedged: facts.wedged,
         paused_until: facts.paused_until,

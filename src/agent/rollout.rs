@@ -238,6 +238,8 @@ impl Rollout {
         let released = self.core.released();
         let current = self.core.current();
         let assigned = self.assigned.borrow().clone();
+        // Asked here and now: between two probes an engine may be killed, start anew and answer.
+        let certain = self.is_certain();
         self.with(|inner| {
             readiness::ready(&readiness::Seen {
                 assigned: &assigned,
@@ -248,10 +250,16 @@ impl Rollout {
                 awaits: inner.machine.awaits_its_turn().filter(|_| inner.policy.as_ref().is_some_and(|policy| policy.max_unavailable > 0)),
                 dirty: inner.machine.dirty().map(|dirty| dirty.reason.as_str()),
                 switching: inner.switching,
-                start: inner.engine.start.as_ref(),
+                start: inner.engine.start(),
+                certain,
                 unhealthy: inner.engine.unhealthy() || inner.engine.unreachable(),
             })
         })
+    }
+
+    /// Whether the engine's process is the one that answered last, seen without asking it; also before any answered.
+    fn is_certain(&self) -> bool {
+        lock(&self.inner).engine.start().is_none_or(|start| self.engine.is_still(start))
     }
 
     /// Bytes of the last update that arrived and were checked, and of how many.
@@ -290,6 +298,8 @@ impl Rollout {
     /// Runs a change under the lock, and lets everybody know what came of it.
     fn with<T>(&self, change: impl FnOnce(&mut Inner) -> T) -> T {
         let mut inner = lock(&self.inner);
+        let certain = inner.engine.start().is_none_or(|start| self.engine.is_still(start));
+        inner.machine.engine_is_certain(certain);
         let outcome = change(&mut inner);
         inner.note_dirt();
         let current = self.core.current();
@@ -331,7 +341,8 @@ impl Inner {
         let of_group = self.held().find(|version| current.is_some_and(|current| same_version(&version.held, current)));
         facts.retained = of_group.or(self.kept.as_ref()).or(self.staged.as_ref()).map(|version| version.held.clone());
         facts.earlier = self.held().map(|version| version.held.clone()).filter(|held| Some(held) != facts.retained.as_ref()).collect();
-        facts.installed = self.machine.installed().map(|installed| installed.held.clone());
+        facts.installed = self.machine.certainly_installed().map(|installed| installed.held.clone());
+        facts.engine_restarts = self.engine.restarts;
         facts.engine.clone_from(&self.engine.facts);
         facts.healthy = !self.engine.unhealthy();
         facts.wedged = self.engine.wedged && self.engine.unhealthy() && !self.engine.gone();

@@ -21,6 +21,7 @@ use tokio::sync::{Mutex, OwnedMutexGuard};
 
 use self::last_group::LastGroup;
 use super::http::Until;
+use super::lifeline::Lifeline;
 use super::server::Server;
 use super::start::StartWatch;
 use super::{
@@ -89,6 +90,13 @@ impl<S: Server> Inner<S> {
         tokio::time::timeout(until.left(), Arc::clone(&self.turn).lock_owned()).await.map_err(|_| timeout)
     }
 
+    /// Takes hold of the process that listens now; before a look at it.
+    async fn hold(&self, until: Until) {
+        // On the same machine it is taken at once, whatever the server is busy with.
+        let line = Lifeline::open(self.server.url(), until.left() / 4).await;
+        self.start.hold(line);
+    }
+
     /// Writes the version field and remembers what must be found there from now on.
     async fn write(&self, holding: Holding, until: Until) -> Result<(), EngineError> {
         self.start.writing();
@@ -121,6 +129,7 @@ impl<S: Server> Inner<S> {
 
     async fn health(&self, until: Until) -> Result<EngineStart, EngineError> {
         let judged = async {
+            self.hold(until).await;
             let look = self.start.look();
             let fingerprint = self.server.fingerprint(until).await?;
             let holding = self.server.holding(until).await?;
@@ -214,6 +223,16 @@ impl<S: Server> Engine for Adapter<S> {
     async fn health(&self, deadline: Duration) -> Result<EngineStart, EngineError> {
         let health = self.0.health(Until::new(deadline)).await;
         health.inspect_err(|error| self.0.start.failed(error))
+    }
+
+    fn is_still(&self, start: &EngineStart) -> bool {
+        self.0.start.is_still(start)
+    }
+
+    async fn until_lost(&self) {
+        if let Some(line) = self.0.start.line() {
+            line.broke().await;
+        }
     }
 
     async fn is_stuck(&self, deadline: Duration) -> bool {

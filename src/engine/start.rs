@@ -1,11 +1,15 @@
 //! Which start of an engine's process one speaks to. No single sign is enough: a start time can be missing or too coarse, a refused
-//! connection can fall between two looks (simulators restart in milliseconds), and a lost label shows only after an install.
+//! connection can fall between two looks (simulators restart in milliseconds), and a lost label shows only after an install. Between two looks
+//! an idle connection tells: as long as it stands, the process that was looked at is there.
 //!
-//! Decides when two looks saw different starts. In doubt it says "another start": the cost is one more install, never stale weights.
+//! Decides when two looks saw different starts, and whether what a look saw still holds. In doubt it says "another start": the cost is one
+//! more install, never stale weights.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::label::Holding;
+use super::lifeline::Lifeline;
+use super::record::UNKNOWN;
 use super::{EngineError, EngineStart};
 
 /// What was seen of an engine so far.
@@ -24,17 +28,26 @@ struct Seen {
     fingerprint: String,
     /// Grows when a write begins and when it ends, so it is odd while one is under way.
     writes: u64,
+    /// To the process that listened when it was last taken hold of.
+    line: Option<Arc<Lifeline>>,
+    /// Grows with each process that was taken hold of and may be another one than before.
+    breaks: u64,
+    /// The value of `breaks` in which a look ended that had begun in it: that process is known.
+    known: Option<u64>,
 }
 
-/// When a look began; what was read while this adapter wrote proves nothing.
+/// When a look began; what was read while this adapter wrote proves nothing, nor what a process said that is gone.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Look(u64);
+pub(super) struct Look {
+    writes: u64,
+    breaks: u64,
+}
 
 impl StartWatch {
     /// Takes a failed call into account: nobody listening, or a connection that broke, may be a restart.
     pub(super) fn failed(&self, error: &EngineError) {
         if matches!(error, EngineError::Unreachable { .. }) {
-            let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut seen = self.lock();
             if seen.answered {
                 seen.answered = false;
                 seen.generation += 1;
@@ -45,38 +58,78 @@ impl StartWatch {
 
     /// The adapter is about to write into the engine.
     pub(super) fn writing(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).writes += 1;
+        self.lock().writes += 1;
     }
 
     /// The adapter wrote this into the engine; none when it is not known whether it did.
     pub(super) fn wrote(&self, holding: Option<Holding>) {
-        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.lock();
         seen.written = holding;
         seen.writes += 1;
     }
 
+    /// A fresh connection to whoever listens now; none when nobody takes one. To be told before a look that is to count between looks too.
+    pub(super) fn hold(&self, fresh: Option<Lifeline>) {
+        let mut seen = self.lock();
+        // The older one stands although the younger one was taken already: both lead to one process.
+        if !seen.line.as_ref().is_some_and(|line| line.stands()) {
+            seen.breaks += 1;
+        }
+        seen.line = fresh.map(Arc::new);
+    }
+
+    /// Whether the process of that start is there and was not replaced, seen without asking it.
+    pub(super) fn is_still(&self, start: &EngineStart) -> bool {
+        let seen = self.lock();
+        seen.known == Some(seen.breaks) && seen.start() == *start && seen.line.as_ref().is_some_and(|line| line.stands())
+    }
+
+    /// The connection to the process that was taken hold of last.
+    pub(super) fn line(&self) -> Option<Arc<Lifeline>> {
+        self.lock().line.clone()
+    }
+
     /// A look at the engine begins.
     pub(super) fn look(&self) -> Look {
-        Look(self.0.lock().unwrap_or_else(PoisonError::into_inner).writes)
+        let seen = self.lock();
+        Look { writes: seen.writes, breaks: seen.breaks }
+    }
+
+    /// Whether the process that a look began with stood ever since.
+    pub(super) fn stood_since(&self, look: Look) -> bool {
+        let seen = self.lock();
+        look.breaks == seen.breaks && seen.line.as_ref().is_some_and(|line| line.stands())
     }
 
     /// The start that answered with this fingerprint (its start time or the like) and this label.
     pub(super) fn answered(&self, look: Look, fingerprint: &str, holding: &Holding) -> EngineStart {
-        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.lock();
         seen.answered = true;
         fingerprint.clone_into(&mut seen.fingerprint);
-        let undisturbed = look.0 == seen.writes && look.0.is_multiple_of(2);
+        let undisturbed = look.writes == seen.writes && look.writes.is_multiple_of(2);
         if undisturbed && seen.written.as_ref().is_some_and(|written| written != holding) {
             // Another program's label counts too: whoever wrote it may have written weights as well.
             seen.generation += 1;
             seen.written = None;
+        }
+        if look.breaks == seen.breaks {
+            let before = seen.known.replace(look.breaks);
+            // Nothing else would tell the process that was known from the one that is.
+            if fingerprint == UNKNOWN && before.is_some_and(|before| before != look.breaks) {
+                seen.generation += 1;
+                seen.written = None;
+            }
         }
         seen.start()
     }
 
     /// The start as it was last seen.
     pub(super) fn last(&self) -> EngineStart {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).start()
+        self.lock().start()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Seen> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

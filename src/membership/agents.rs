@@ -34,6 +34,8 @@ pub(super) struct Agent {
     pub control: String,
     /// What it last said of itself.
     pub state: Option<MemberState>,
+    /// How often its engine started anew, by the first and each later word of it.
+    engine_restarts: Option<u32>,
     /// When the last line came.
     pub last_seen: u64,
     /// How the connection stands.
@@ -103,6 +105,7 @@ impl Agents {
             port: announcement.engine_port,
             control: String::new(),
             state: None,
+            engine_restarts: None,
             last_seen: now,
             link: Link::Live,
             updating_since: None,
@@ -119,10 +122,11 @@ impl Agents {
     }
 
     /// An agent says all it knows of itself. Ignored from a life that was never announced (since its
-    /// connection was lost) or was replaced.
-    pub(super) fn state(&mut self, now: u64, state: MemberState) {
+    /// connection was lost) or was replaced. True when its engine started anew since its last word.
+    pub(super) fn state(&mut self, now: u64, state: MemberState) -> bool {
         let incarnation = state.incarnation.clone();
-        let Some(agent) = self.all.get_mut(&incarnation).filter(|agent| !matches!(agent.link, Link::Lost(_))) else { return };
+        let Some(agent) = self.all.get_mut(&incarnation).filter(|agent| !matches!(agent.link, Link::Lost(_))) else { return false };
+        let restarted = agent.engine_restarts.replace(state.engine_restarts).is_some_and(|before| state.engine_restarts > before);
         let updating = state.phase == MemberPhase::Updating;
         let same_update = agent.state.as_ref().is_some_and(|before| {
             before.phase == MemberPhase::Updating
@@ -151,6 +155,7 @@ impl Agents {
             self.all.remove(&other);
             self.replaced.insert(other);
         }
+        restarted
     }
 
     /// A line came.

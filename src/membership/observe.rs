@@ -80,7 +80,11 @@ impl Membership {
         }
         let life = state.incarnation.clone();
         let committed = matches!(state.phase, MemberPhase::Ready | MemberPhase::Updating).then(|| state.epoch.clone()).flatten();
-        self.agents.state(self.now, state);
+        let name = state.member.clone();
+        if self.agents.state(self.now, state) {
+            let what = "its engine started anew: it serves again once it holds the current version";
+            self.event(Reason::EngineRestarted, what.to_owned(), name, true);
+        }
         // The answer to a commit may be lost while the state that it led to is seen.
         if let (Some(id), Some(Forming::Round(round))) = (committed, &self.forming)
             && round.id == id

@@ -255,6 +255,9 @@ pub struct MemberState {
     /// The engine, where one is beside it and answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineFacts>,
+    /// So often this life of the agent saw another start of the engine take the place of a known one.
+    #[serde(default)]
+    pub engine_restarts: u32,
     /// Whether the engine passed its probes (source: true).
     pub healthy: bool,
     /// Whether the engine's front answers while the engine computes nothing: it does not come back by itself.

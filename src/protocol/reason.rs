@@ -87,6 +87,8 @@ reasons! {
     AgentRestarted,
     /// The engine does not pass its health probes.
     EngineUnhealthy,
+    /// Another start of the engine took the place of the one before; it does not serve before it holds the current version.
+    EngineRestarted,
     /// The engine's front answers, and the engine computes nothing: only another start of its pod ends that.
     EngineWedged,
     /// A pod whose engine was wedged was deleted, as `update.onWedged` asks.

@@ -166,7 +166,7 @@ impl Rollout {
             return Err("the trainer switches later, and the engine would be held until then".into());
         }
         self.with(|inner| match &inner.no_device {
-            Some((start, why)) if inner.engine.start.as_ref() == Some(start) => Err(why.clone()),
+            Some((start, why)) if inner.engine.start() == Some(start) => Err(why.clone()),
             _ => Ok(()),
         })
     }
@@ -276,7 +276,7 @@ impl Rollout {
         self.with(|inner| {
             // One that refuses this way cleanly is fed another way next time, as long as it is the same start.
             if !error.dirty
-                && let Some(start) = inner.engine.start.clone()
+                && let Some(start) = inner.engine.start().cloned()
             {
                 inner.no_device = Some((start, reason.clone()));
             }

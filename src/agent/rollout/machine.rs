@@ -66,12 +66,24 @@ pub struct Machine {
     installed: Option<Installed>,
     dirty: Option<Dirty>,
     sequence: u64,
+    /// Whether the engine's process may be another one than that which answered last.
+    uncertain: bool,
 }
 
 impl Machine {
     /// What the engine's present start is confirmed to hold.
     pub fn installed(&self) -> Option<&Installed> {
         self.installed.as_ref()
+    }
+
+    /// The same, unless the engine's process may be another one by now: no version counts then before it was asked.
+    pub fn certainly_installed(&self) -> Option<&Installed> {
+        self.installed.as_ref().filter(|_| !self.uncertain)
+    }
+
+    /// Whether the engine's process is known to be the one that answered last.
+    pub fn engine_is_certain(&mut self, certain: bool) {
+        self.uncertain = !certain;
     }
 
     /// Why the engine may hold a mixture.
@@ -147,7 +159,7 @@ impl Machine {
         let wanted = request.manifest_digest.as_ref().map(|manifest| HeldVersion { version: update.version, manifest: manifest.clone() });
         self.check_version(request, wanted.as_ref())?;
         let serves =
-            |wanted: &HeldVersion| self.dirty.is_none() && self.installed.as_ref().is_some_and(|installed| installed.held == *wanted);
+            |wanted: &HeldVersion| self.dirty.is_none() && self.certainly_installed().is_some_and(|installed| installed.held == *wanted);
         let stage = match wanted {
             Some(wanted) if serves(&wanted) => Stage::Installed,
             Some(wanted) if kept.contains(&wanted) => Stage::Delivered(wanted),
@@ -217,7 +229,7 @@ impl Machine {
 
     /// The outcome of comparing coverage and digests.
     pub fn verified(&mut self, update: &UpdateId, outcome: Result<HeldVersion, String>, took_ms: u64) -> Result<(), Refusal> {
-        let serves = self.installed.as_ref().filter(|_| self.dirty.is_none()).map(|installed| installed.held.clone());
+        let serves = self.certainly_installed().filter(|_| self.dirty.is_none()).map(|installed| installed.held.clone());
         self.advance(update, &Stage::Streamed, |attempt| {
             attempt.steps_ms.push(("verify".into(), took_ms));
             match (outcome, serves) {

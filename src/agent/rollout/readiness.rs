@@ -1,7 +1,7 @@
 //! Whether a rollout's pod may serve.
 //!
-//! Pure. Ready means: the engine's present start was seen to confirm a version that was verified in full, or nobody asks for one. Unknown,
-//! partial, stale and behind mean not ready, each with its reason.
+//! Pure. Ready means: the engine's present start, which is there at this very moment, was seen to confirm a version that was verified in full,
+//! or nobody asks for one. Unknown, partial, stale and behind mean not ready, each with its reason.
 
 use super::machine::Installed;
 use super::same_version;
@@ -42,6 +42,8 @@ pub struct Seen<'a> {
     pub switching: bool,
     /// The engine's present start.
     pub start: Option<&'a EngineStart>,
+    /// Whether the engine's process is known to be that start now, and not when it was last asked.
+    pub certain: bool,
     /// Why it is not healthy.
     pub unhealthy: bool,
 }
@@ -53,6 +55,9 @@ pub fn ready(seen: &Seen<'_>) -> Result<(), String> {
     }
     if seen.released {
         return Ok(());
+    }
+    if !seen.certain {
+        return Err("the engine's process is gone or was replaced since it answered: what it serves is not known".into());
     }
     if seen.unhealthy && !seen.switching {
         return Err("the engine does not pass its health probes".into());

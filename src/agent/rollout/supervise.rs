@@ -24,7 +24,9 @@ const LOOK_AGAIN: Duration = Duration::from_millis(200);
 #[derive(Debug, Clone, Default)]
 pub(super) struct Probed {
     pub(super) facts: Option<EngineFacts>,
-    pub(super) start: Option<EngineStart>,
+    start: Option<EngineStart>,
+    /// Starts that took the place of one that was known.
+    pub(super) restarts: u32,
     pub(super) reason: Option<String>,
     failures: u32,
     successes: u32,
@@ -39,6 +41,23 @@ pub(super) struct Probed {
 }
 
 impl Probed {
+    /// The start that answered last.
+    pub(super) fn start(&self) -> Option<&EngineStart> {
+        self.start.as_ref()
+    }
+
+    /// This start answered, to whomever.
+    pub(super) fn started(&mut self, start: EngineStart) {
+        if self.start.as_ref() == Some(&start) {
+            return;
+        }
+        self.probed = false;
+        if self.start.replace(start).is_some() {
+            self.restarts = self.restarts.saturating_add(1);
+            tracing::warn!(restarts = self.restarts, "the engine started anew");
+        }
+    }
+
     pub(super) fn unhealthy(&self) -> bool {
         !self.healthy || self.ended
     }
@@ -109,6 +128,11 @@ impl Rollout {
             tokio::select! {
                 () = sleep(self.period(&policy.health)) => {}
                 () = self.probe_now.notified() => {}
+                // What is not known to stand is asked again in its turn, not at once: it may be refusing everybody.
+                () = self.engine.until_lost(), if self.is_certain() => {
+                    tracing::warn!("the engine's process is gone, or was replaced: it is asked again");
+                    self.with(|_| ());
+                }
                 () = cancel.cancelled() => return,
             }
         }
@@ -208,7 +232,7 @@ impl Rollout {
                 self.with(|inner| {
                     if inner.machine.live().is_none() && inner.machine.installed().is_none() {
                         let reason = format!("an install of version {} began and was not seen to end", held.version);
-                        inner.machine.found_dirty(reason, inner.engine.start.clone());
+                        inner.machine.found_dirty(reason, inner.engine.start().cloned());
                     }
                 });
                 true
@@ -263,13 +287,10 @@ impl Inner {
     /// The engine answers; true when this start was not asked yet what it is.
     fn answered(&mut self, start: EngineStart, health: &HealthPolicy) -> bool {
         self.engine.passed(health);
-        if self.engine.start.as_ref() != Some(&start) {
-            self.engine.probed = false;
-        }
         if self.machine.engine_seen(&start) {
             tracing::warn!("the engine started anew: it holds no version");
         }
-        self.engine.start = Some(start);
+        self.engine.started(start);
         !self.engine.probed
     }
 }

@@ -106,7 +106,7 @@ impl Rollout {
             inner.switching = true;
             let external = inner.policy.as_ref().is_some_and(|policy| policy.pause == PausePolicy::External);
             inner.paused_until = (!external).then(|| ms_since_1970(limit));
-            Switch { start: inner.engine.start.clone() }
+            Switch { start: inner.engine.start().cloned() }
         })
     }
 
@@ -129,7 +129,7 @@ impl Rollout {
             match outcome {
                 Ok(Ok(report)) => {
                     tracing::info!(version = held.version, steps = ?report.steps_ms, "the engine confirmed");
-                    inner.engine.start = Some(report.start.clone());
+                    inner.engine.started(report.start.clone());
                     inner.machine.install_confirmed(held.clone(), report.start, report.steps_ms);
                     inner.last = Some(held.clone());
                     inner.shelve(files);
@@ -172,7 +172,7 @@ impl Rollout {
             Ok(Resumed::Resumed) => tracing::info!("a pause that was left behind is undone"),
             Ok(Resumed::HalfAnUpdate(held)) => self.with(|inner| {
                 let reason = format!("an install of version {} began and was not seen to end", held.version);
-                let start = inner.engine.start.clone();
+                let start = inner.engine.start().cloned();
                 inner.machine.found_dirty(reason, start);
             }),
             Err(error) => tracing::warn!(%error, "the engine cannot be asked to go on"),

@@ -103,6 +103,10 @@ impl Engine for TestEngine {
         "test"
     }
 
+    fn is_still(&self, start: &EngineStart) -> bool {
+        self.get(|inside| start.0 == inside.start.to_string())
+    }
+
     async fn probe(&self, _deadline: Duration) -> Result<EngineFacts, EngineError> {
         self.answer()?;
         Ok(EngineFacts {

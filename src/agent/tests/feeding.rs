@@ -73,6 +73,39 @@ async fn an_engine_that_started_anew_is_not_ready_until_it_holds_the_version_aga
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_starts_anew_between_two_probes_is_not_ready_for_a_moment_and_is_told_of() {
+    let mut bed = Bed::new();
+    bed.policy.health.period_ms = 3_600_000;
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &rollout], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    rollout.until("at version 1, seen by its engine's probe", |state| state.installed.is_some() && state.healthy).await;
+    assert_eq!((rollout.rollout().ready(), rollout.state().engine_restarts), (Ok(()), 0));
+    rollout.engine.restart();
+    // No probe for an hour.
+    let why = rollout.rollout().ready().unwrap_err();
+    assert!(why.contains("gone or was replaced"), "{why}");
+    assert_eq!(rollout.state().installed, None, "no version is counted for it");
+    rollout.rollout().look_now();
+    let state = rollout.until_installed(1).await;
+    assert_eq!((rollout.rollout().ready(), state.engine_restarts), (Ok(()), 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_started_anew_unseen_and_takes_the_next_version_is_told_of_all_the_same() {
+    let mut bed = Bed::new();
+    bed.policy.health.period_ms = 3_600_000;
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &rollout], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    rollout.engine.restart();
+    let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
+    assert_eq!(result.installed, [rollout.name.clone()]);
+    let state = rollout.until_installed(2).await;
+    assert_eq!((rollout.rollout().ready(), state.engine_restarts), (Ok(()), 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_kept_copy_that_was_damaged_is_not_installed_and_the_source_feeds_instead() {
     let mut bed = Bed::new();
     let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));

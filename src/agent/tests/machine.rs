@@ -49,6 +49,22 @@ fn install(machine: &mut Machine, update: &UpdateId, manifest: &str) {
 }
 
 #[test]
+fn a_version_does_not_count_as_installed_while_the_engines_process_may_be_another_one() {
+    let mut machine = Machine::default();
+    install(&mut machine, &id(1, 1, 1), "m");
+    machine.engine_is_certain(false);
+    assert_eq!(machine.certainly_installed(), None);
+    let again = id(2, 1, 2);
+    assert_eq!(machine.begin(&begin(&again, true, Some("m")), &[held(1, "m")]), Ok(Opening::Known));
+    assert_eq!(machine.status().unwrap().step, InstallStep::Delivered, "it is to be switched once more");
+    machine.abort(&again, "over");
+    machine.engine_is_certain(true);
+    let again = id(2, 1, 3);
+    assert_eq!(machine.begin(&begin(&again, true, Some("m")), &[held(1, "m")]), Ok(Opening::Known));
+    assert_eq!(machine.status().unwrap().step, InstallStep::Installed);
+}
+
+#[test]
 fn no_step_can_be_skipped() {
     let update = id(1, 1, 1);
     let mut machine = Machine::default();

@@ -252,6 +252,7 @@ fn readiness_is_a_table() {
         dirty: None,
         switching: false,
         start: Some(&one),
+        certain: true,
         unhealthy: false,
     };
     let (v1, v2, v3) = (held(1), held(2), held(3));
@@ -275,6 +276,8 @@ fn readiness_is_a_table() {
         ),
         ("other weights, same number", Seen { installed: Some(&installed), current: Some(&other), ..base }, false),
         ("by another start", Seen { installed: Some(&installed), current: Some(&v2), start: Some(&two), ..base }, false),
+        ("its process may be another one by now", Seen { installed: Some(&installed), certain: false, ..base }, false),
+        ("the same while we switch it", Seen { installed: Some(&installed), certain: false, switching: true, ..base }, false),
         ("unhealthy", Seen { installed: Some(&installed), unhealthy: true, ..base }, false),
         ("paused by us", Seen { installed: Some(&installed), unhealthy: true, switching: true, ..base }, true),
         ("dirty", Seen { installed: Some(&installed), dirty: Some("load"), ..base }, false),

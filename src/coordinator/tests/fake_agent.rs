@@ -118,6 +118,7 @@ impl FakeAgent {
             engine: (pod.role == Role::Rollout).then(engine),
             healthy: true,
             wedged: false,
+            engine_restarts: 0,
             paused_until: None,
             reason: None,
         };

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use super::{Inner, Loading};
 use crate::engine::evidence::Evidence;
 use crate::engine::http::Until;
+use crate::engine::record::UNKNOWN;
 use crate::engine::server::Server;
+use crate::engine::start::Look;
 use crate::engine::{EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport};
 use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
@@ -56,6 +58,7 @@ impl Terms {
 pub(super) struct Before {
     fingerprint: String,
     holding: Holding,
+    look: Look,
 }
 
 impl Before {
@@ -156,11 +159,12 @@ impl<S: Server> Inner<S> {
     /// Whether the tensors fit, and what the server holds now.
     pub(super) async fn look_at_server(&self, offered: &[TensorSpec], until: Until) -> Result<Before, Failed> {
         self.fits(offered).map_err(at("start"))?;
+        self.hold(until).await;
         let look = self.start.look();
         let fingerprint = self.server.fingerprint(until).await.map_err(at("start"))?;
         let holding = self.server.holding(until).await.map_err(at("start"))?;
         self.start.answered(look, &fingerprint, &holding);
-        Ok(Before { fingerprint, holding })
+        Ok(Before { fingerprint, holding, look })
     }
 
     pub(super) async fn pause(&self, terms: &Terms, until: Until) -> Result<(), Failed> {
@@ -215,7 +219,9 @@ impl<S: Server> Inner<S> {
         let look = self.start.look();
         let written = self.server.holding(until).await.map_err(at("check"))?;
         let fingerprint = self.server.fingerprint(until).await.map_err(at("check"))?;
-        if fingerprint != before.fingerprint {
+        // Where nothing tells one start from another, the process must have been there all the time.
+        let stood = fingerprint != UNKNOWN || self.start.stood_since(before.look);
+        if fingerprint != before.fingerprint || !stood {
             // The successor of the process that loaded was told that it holds the version.
             self.write(Holding::Startup, until).await.map_err(at("check"))?;
             return Err(Failed { step: "check", source: EngineError::Restarted });

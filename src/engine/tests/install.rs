@@ -189,6 +189,26 @@ async fn a_restart_is_another_start_however_fast_it_was() {
 }
 
 #[tokio::test]
+async fn a_process_that_ended_is_missed_before_it_is_asked_and_its_successor_is_not_taken_for_it() {
+    for kind in KINDS {
+        let mut bench = Bench::start(kind).await;
+        let first = bench.engine.health(SOON).await.unwrap();
+        assert_eq!(bench.engine.health(SOON).await.unwrap(), first, "{kind}");
+        assert!(bench.engine.is_still(&first), "{kind}");
+        let lost = tokio::time::timeout(Duration::from_millis(20), bench.engine.until_lost()).await;
+        assert!(lost.is_err(), "{kind}: it is there");
+        let report = bench.engine.install(&bench.job(2)).await.unwrap();
+        assert!(bench.engine.is_still(&report.start), "{kind}");
+        bench.restart().await;
+        assert!(!bench.engine.is_still(&report.start), "{kind}: it answers already, and was not asked");
+        tokio::time::timeout(SOON, bench.engine.until_lost()).await.unwrap();
+        let second = bench.engine.health(SOON).await.unwrap();
+        assert_ne!(second, report.start, "{kind}");
+        assert!(bench.engine.is_still(&second) && !bench.engine.is_still(&report.start), "{kind}");
+    }
+}
+
+#[tokio::test]
 async fn an_engine_whose_text_was_changed_by_somebody_else_counts_as_another_start() {
     let bench = Bench::start("vllm").await;
     let report = bench.engine.install(&bench.job(2)).await.unwrap();

@@ -146,3 +146,37 @@ fn signs_of_a_new_start_count_once_and_our_own_writes_are_none() {
     assert_eq!(watch.answered(watch.look(), "1.5", &Holding::Startup), second);
     assert_ne!(watch.answered(watch.look(), "2.5", &Holding::Startup), second, "another start time");
 }
+
+#[tokio::test]
+async fn starts_that_nothing_else_tells_apart_are_told_apart_by_the_connection_to_them() {
+    use crate::engine::lifeline::Lifeline;
+    use crate::engine::start::StartWatch;
+    let watch = StartWatch::default();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let url = format!("http://{address}");
+    let line = || Lifeline::open(&url, super::support::SOON);
+    let looked = || watch.answered(watch.look(), "unknown", &Holding::Startup);
+
+    watch.hold(line().await);
+    let first = looked();
+    let begun = watch.look();
+    watch.hold(line().await);
+    assert_eq!(looked(), first, "another connection to the same process");
+    assert!(watch.is_still(&first) && watch.stood_since(begun));
+
+    // Its connections were never accepted; they end with it all the same.
+    drop(listener);
+    assert!(!watch.is_still(&first) && !watch.stood_since(begun));
+    let old = watch.look();
+    let _listener = tokio::net::TcpListener::bind(address).await.unwrap();
+    watch.hold(line().await);
+    assert!(!watch.is_still(&first), "somebody listens, and nobody asked who");
+    watch.answered(old, "unknown", &Holding::Startup);
+    assert!(!watch.is_still(&watch.last()), "what was read before says nothing of it");
+    let second = looked();
+    assert_ne!(second, first);
+    assert!(watch.is_still(&second) && !watch.stood_since(begun));
+    watch.hold(None);
+    assert!(!watch.is_still(&second), "nobody takes a connection");
+}

@@ -161,6 +161,7 @@ impl Agent {
             // A paused engine fails its probes.
             healthy: self.slot == 0 || self.healthy && !self.installing(),
             wedged: false,
+            engine_restarts: 0,
             paused_until: None,
             reason: None,
         }

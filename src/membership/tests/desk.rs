@@ -220,6 +220,7 @@ fn state(n: u32, number: u32) -> MemberState {
         }),
         healthy: true,
         wedged: false,
+        engine_restarts: 0,
         paused_until: None,
         reason: None,
     }

@@ -168,3 +168,24 @@ fn f44_when_the_trainer_is_gone_rollouts_keep_what_they_serve_and_it_is_said() {
     desk.obey(decisions);
     assert_eq!(desk.membership.view().ready, 2);
 }
+
+#[test]
+fn an_engine_that_started_anew_is_named_once_whether_or_not_a_probe_missed_it() {
+    let mut desk = Desk::formed(2);
+    let named = |decisions: &[Decision]| {
+        let of = |decision: &Decision| match decision {
+            Decision::Event { reason: Reason::EngineRestarted, member, warning, .. } => Some((member.clone(), *warning)),
+            _ => None,
+        };
+        decisions.iter().filter_map(of).collect::<Vec<_>>()
+    };
+    assert_eq!(named(&desk.tell(1, |state| state.healthy = true)), []);
+    let restarted = desk.tell(1, |state| state.engine_restarts = 1);
+    assert_eq!(named(&restarted), [(Some(name(1)), true)]);
+    assert_eq!(named(&desk.tell(1, |state| state.installed = Some(held(3)))), []);
+    // What was missed counts when it is heard.
+    desk.see(Observation::AgentLost { from: life(2, 0), cause: "gone".to_owned() });
+    let mut decisions = desk.announce(2);
+    decisions.extend(desk.tell(2, |state| state.engine_restarts = 2));
+    assert_eq!(named(&decisions), [(Some(name(2)), true)]);
+}

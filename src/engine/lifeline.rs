@@ -1,0 +1,40 @@
+//! An idle connection to an engine's server, by whose end the end of the process behind it is known at once.
+//!
+//! The kernel closes a process's connections when the process ends, those that it never accepted too, and nobody else can listen on its port
+//! before. Nothing is ever sent on it: uvicorn (vLLM, SGLang, LMDeploy, FastDeploy) and hyper wait for a first request without an end. Decides
+//! only whether the connection stands; that it broke is no proof that the process ended.
+
+use std::time::Duration;
+
+use reqwest::Url;
+use rustix::net::RecvFlags;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+/// The connection.
+#[derive(Debug)]
+pub(super) struct Lifeline(TcpStream);
+
+impl Lifeline {
+    /// Connects to the server at `http://HOST:PORT`; none when nobody takes the connection within `limit`.
+    pub(super) async fn open(url: &str, limit: Duration) -> Option<Self> {
+        let url = Url::parse(url).ok()?;
+        let (host, port) = (url.host_str()?, url.port_or_known_default()?);
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        timeout(limit, TcpStream::connect((host, port))).await.ok()?.ok().map(Self)
+    }
+
+    /// Whether it stands now; asks the kernel only.
+    pub(super) fn stands(&self) -> bool {
+        let mut byte = [0];
+        // Whatever came unasked for is a server that says why it closes.
+        let peeked = rustix::net::recv(&self.0, &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT);
+        matches!(peeked, Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR))
+    }
+
+    /// Returns when it stands no more.
+    pub(super) async fn broke(&self) {
+        // Whatever comes of it, it is the end.
+        let _ = self.0.peek(&mut [0]).await;
+    }
+}
