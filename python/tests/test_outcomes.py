@@ -119,6 +119,7 @@ def test_latest_takes_the_place_of_what_waits(start_agent: Callable[..., Agent])
         ("ManifestChanged", weightsync.ManifestChanged),
         ("VersionPinned", weightsync.VersionPinned),
         ("Timeout", weightsync.Timeout),
+        ("OutcomeUnknown", weightsync.OutcomeUnknown),
         ("Invalid", weightsync.Refused),
         ("OutOfSpace", weightsync.Failed),
     ],

@@ -1,7 +1,8 @@
 """What can go wrong in a publish, as one exception a cause.
 
 Every error says by `retryable` whether the same call may succeed later, and by `phase` and `member` where it happened. After a failed
-publish the replicas that were not touched serve the old version, the others stay out of service, and training may go on.
+publish the replicas that were not touched serve the old version, the others stay out of service, and training may go on. Whether the
+version is served is open after `OutcomeUnknown` and `AgentLost` only.
 """
 
 from __future__ import annotations
@@ -59,6 +60,13 @@ class Timeout(WeightSyncError, TimeoutError):
     """A deadline passed; `phase` and `member` say where."""
 
 
+class OutcomeUnknown(WeightSyncError):
+    """Engines were told to switch, and what came of it was not heard: the version may be served.
+
+    The same number with the same weights may be published again, or a higher one; the roster says what replicas serve.
+    """
+
+
 class Fenced(WeightSyncError):
     """The epoch is over, or of no use any more: abort what runs in it, and go on in the next one that `Topology.watch()` gives."""
 
@@ -97,6 +105,7 @@ _BY_CODE: dict[str, type[WeightSyncError]] = {
     "ManifestChanged": ManifestChanged,
     "VersionPinned": VersionPinned,
     "Timeout": Timeout,
+    "OutcomeUnknown": OutcomeUnknown,
     "Fenced": Fenced,
     "Superseded": Superseded,
     "Cancelled": Cancelled,

@@ -6,6 +6,7 @@
 mod external;
 pub mod history;
 mod publish;
+pub mod reach;
 pub mod retain;
 mod tracked;
 

@@ -12,6 +12,7 @@ mod machine;
 mod memory;
 mod publishes;
 mod pure;
+mod reach;
 mod surroundings;
 mod trainer;
 mod waves;

@@ -338,6 +338,9 @@ pub enum PublishErrorCode {
     VersionPinned,
     /// A deadline passed.
     Timeout,
+    /// Engines were told to switch, as many as make the version count, and what came of it was not heard: it may be the current one. The same
+    /// number with the same weights may be published again, or a higher one; the roster says what replicas serve.
+    OutcomeUnknown,
     /// Another publish replaced it (`queue: latest`).
     Superseded,
     /// The client gave it up or went away.

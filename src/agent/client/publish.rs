@@ -18,7 +18,7 @@ use super::wire::Outbox;
 use crate::agent::checkpoint_source::CheckpointSource;
 use crate::agent::publish_job::{Progress, PublishJob, Report, Reporter, Reports, reporting};
 use crate::agent::version_source::SourceError;
-use crate::protocol::{Activation, ClientReply, GpuOffer, PublishError, PublishErrorCode, QueuePolicy, Version};
+use crate::protocol::{Activation, ClientReply, GpuOffer, PublishError, PublishErrorCode, QueuePolicy, UpdatePhase, Version};
 use crate::weights::TensorSpec;
 
 /// How long the state machine may take to end a publish that was given up or whose time is over; then the connection ends it.
@@ -225,7 +225,13 @@ impl Running {
         self.tell(FromTrainer::Failed(SourceError::Cancelled { reason: "its time was over".into() }));
         self.cancel.cancel();
         let phase = self.progress.map(|progress| progress.phase);
+        let switching = phase == Some(UpdatePhase::Activate);
         Some(match &self.cancelled {
+            _ if switching => PublishError {
+                code: PublishErrorCode::OutcomeUnknown,
+                phase,
+                ..internal(format!("version {} may be served: engines were being switched to it when its time was over", self.turn.version))
+            },
             Some(reason) => PublishError { code: PublishErrorCode::Cancelled, phase, ..internal(format!("given up: {reason}")) },
             None => PublishError {
                 code: PublishErrorCode::Timeout,

@@ -14,7 +14,7 @@ use super::calls::Calls;
 use super::peers::Peers;
 use super::phases::ANSWER;
 use super::stream::{Keep, Sending};
-use super::table::{Failure, Table};
+use super::table::{Failure, Switching, Table};
 use crate::agent::core::Core;
 use crate::agent::group::Epoch;
 use crate::agent::version_source::VersionSource;
@@ -35,6 +35,9 @@ pub trait Stage: Send {
 
     /// Every member that will ever verify the version did; returns when engines may switch.
     async fn staged(&mut self) -> Result<(), Failure>;
+
+    /// What is known of members that were told to switch; said before they are told, and whenever something is heard.
+    fn switching(&mut self, known: Switching);
 }
 
 /// What is to be brought, to whom, and how.

@@ -13,7 +13,7 @@ use tokio::time::{Instant, timeout_at};
 use super::Leader;
 use super::attempt::{Attempt, Begun, Brought, Stage};
 use super::phases::ANSWER;
-use super::table::{Failure, Table};
+use super::table::{Failure, Switching, Table};
 use crate::agent::external::{Teller, Word};
 use crate::agent::group::Epoch;
 use crate::protocol::{ExternalBegin, ExternalEnd, ExternalOutcome, HeldVersion, MemberName, PublishErrorCode, ReplicaReport, UpdatePhase};
@@ -53,6 +53,8 @@ impl Stage for Quiet {
     async fn staged(&mut self) -> Result<(), Failure> {
         Ok(())
     }
+
+    fn switching(&mut self, _known: Switching) {}
 }
 
 impl Leader {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::time::{Instant, sleep_until};
 
-use super::table::Failure;
+use super::table::{Failure, Switching};
 use super::{Leader, Plan, Stage};
 use crate::agent::attempts::Attempts;
 use crate::agent::core::lock;
@@ -184,4 +184,6 @@ impl Stage for NoStage {
     async fn staged(&mut self) -> Result<(), Failure> {
         Ok(())
     }
+
+    fn switching(&mut self, _known: Switching) {}
 }

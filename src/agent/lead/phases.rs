@@ -180,6 +180,9 @@ impl Attempt<'_> {
         loop {
             let open: Vec<MemberName> = self.members.iter().filter(|member| !self.table.is_over(member)).cloned().collect();
             let installing = self.view.phase == UpdatePhase::Activate;
+            if installing {
+                stage.switching(self.table.switching());
+            }
             match verdict(&self.table) {
                 Verdict::All => return Ok(()),
                 Verdict::Fail(failure) => return Err(failure),

@@ -27,6 +27,8 @@ impl Attempt<'_> {
         loop {
             let due = waves.next(|member| self.table.step(member));
             waves.begin(&due);
+            self.table.told(&due);
+            stage.switching(self.table.switching());
             self.tell(&due, "/v1/update/activate", ActivateRequest { update: update.clone() }, ANSWER).await;
             let left: Vec<MemberName> =
                 waves.waiting(|member| self.table.step(member)).into_iter().map(|left| left.member.clone()).collect();

@@ -33,6 +33,17 @@ pub enum Verdict {
     Fail(Failure),
 }
 
+/// What is known of members that were told to switch.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Switching {
+    /// Their engines confirmed the version.
+    pub installed: Vec<MemberName>,
+    /// They said that they did not install it.
+    pub failed: Vec<MemberName>,
+    /// Nobody heard what came of it: they may serve it.
+    pub unheard: Vec<MemberName>,
+}
+
 /// One member.
 #[derive(Debug, Clone)]
 struct Row {
@@ -42,6 +53,10 @@ struct Row {
     reason: Option<String>,
     refusal: Option<RefusalCode>,
     lost: bool,
+    /// Whether it was told to switch its engine.
+    told: bool,
+    /// Whether its part is over because it was lost, and not by its own word.
+    unheard: bool,
 }
 
 /// All members of one attempt, in the order of the chain.
@@ -54,7 +69,16 @@ pub struct Table {
 impl Table {
     /// Nobody answered yet. At least one must succeed, whatever `min_ready` says.
     pub fn new(members: &[MemberName], min_ready: u32) -> Self {
-        let row = |name: &MemberName| Row { name: name.clone(), bytes: 0, step: None, reason: None, refusal: None, lost: false };
+        let row = |name: &MemberName| Row {
+            name: name.clone(),
+            bytes: 0,
+            step: None,
+            reason: None,
+            refusal: None,
+            lost: false,
+            told: false,
+            unheard: false,
+        };
         Self { rows: members.iter().map(row).collect(), min_ready: min_ready.max(1) }
     }
 
@@ -86,7 +110,26 @@ impl Table {
         row.lost = true;
         if !row.step.is_some_and(InstallStep::is_final) {
             row.step = Some(InstallStep::Failed);
-            row.reason = Some(cause.to_owned());
+            row.unheard = true;
+            let told = if row.told { "it was told to switch, and was not heard of since: " } else { "" };
+            row.reason = Some(format!("{told}{cause}"));
+        }
+    }
+
+    /// These are told to switch now; whether they did is known only by their own word.
+    pub fn told(&mut self, members: &[MemberName]) {
+        for row in self.rows.iter_mut().filter(|row| members.contains(&row.name)) {
+            row.told = true;
+        }
+    }
+
+    /// What came of switching, as far as it was heard.
+    pub fn switching(&self) -> Switching {
+        let open = |row: &Row| row.unheard || !row.step.is_some_and(InstallStep::is_final);
+        Switching {
+            installed: self.installed(),
+            failed: self.with(|row| row.told && !open(row) && row.step != Some(InstallStep::Installed)),
+            unheard: self.with(|row| row.told && open(row)),
         }
     }
 

@@ -1,4 +1,5 @@
-//! Which numbers may be published: they only grow, and one that failed may come again with the very same weights only.
+//! Which numbers may be published: they only grow, and one that failed, or whose outcome is not known, may come again with the very same
+//! weights only.
 //!
 //! Pure. Skipped numbers are fine; nothing ever waits for one.
 
@@ -34,7 +35,12 @@ impl History {
                 "version {version} is not higher than {from}, which the group held before it went back to {to}: give new weights a new number"
             ));
         }
-        if let Some(held) = held.filter(|held| version <= *held) {
+        // A publish whose outcome was not heard may have reached the group: its weights may come again, and change nothing then.
+        let tried = self.failed.as_ref().filter(|(failed, _)| *failed == version).and_then(|(_, manifest)| manifest.as_ref());
+        let again = tried.is_some_and(|tried| {
+            current.is_some_and(|current| current.version == version && (current.manifest.is_empty() || current.manifest == *tried))
+        });
+        if let Some(held) = held.filter(|held| version <= *held && !again) {
             return not_higher(format!(
                 "version {version} is not higher than {held}, which the group holds: give new weights a new number"
             ));

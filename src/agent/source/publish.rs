@@ -3,18 +3,19 @@
 //! Carries out: an attempt in each epoch that comes, from the trainer's bytes or from the retained copy, until one reaches `minReady`, the
 //! time is over, or a failure that no other epoch can mend.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use tokio::time::{Instant, timeout_at};
 
 use super::Source;
+use super::reach::Reach;
 use super::retain::{Keeper, Retained, fits};
 use super::tracked::Tracked;
 use crate::agent::core::lock;
 use crate::agent::group::Epoch;
 use crate::agent::lead::feed::Feeder;
-use crate::agent::lead::table::Failure;
+use crate::agent::lead::table::{Failure, Switching};
 use crate::agent::lead::{Brought, Keep, Plan, Stage};
 use crate::agent::publish_job::{NotActivated, PublishJob, Reporter};
 use crate::agent::version_source::VersionSource;
@@ -40,6 +41,8 @@ struct Publish {
     must: Option<String>,
     attempts: u32,
     failed: Option<(EpochId, Failure)>,
+    /// Who was told to switch, in all attempts.
+    reach: Arc<Mutex<Reach>>,
 }
 
 impl Source {
@@ -59,6 +62,7 @@ impl Source {
             must: None,
             attempts: 0,
             failed: None,
+            reach: Arc::default(),
         };
         let outcome = tokio::select! {
             biased;
@@ -77,6 +81,8 @@ impl Source {
                 reporter.done(result);
             }
             Err(error) => {
+                // Not what the last attempt knew: an earlier one may have told engines to switch whose answers never came.
+                let error = lock(&publish.reach).judge(version, error);
                 tracing::warn!(version, code = ?error.code, message = %error.message, "a publish failed");
                 reporter.failed(error);
             }
@@ -151,7 +157,9 @@ impl Source {
             algorithm,
             activation: publish.activation,
             deadline: publish.deadline,
+            reach: publish.reach.clone(),
         };
+        lock(&publish.reach).needed(epoch.prepared.policy.min_ready);
         let plan = Plan {
             epoch: epoch.clone(),
             version: publish.version,
@@ -260,6 +268,7 @@ struct PublishStage<'a> {
     algorithm: DigestAlgorithm,
     activation: Activation,
     deadline: Instant,
+    reach: Arc<Mutex<Reach>>,
 }
 
 #[async_trait]
@@ -285,6 +294,10 @@ impl Stage for PublishStage<'_> {
             NotActivated::TimedOut => failure(PublishErrorCode::Timeout, error.to_string()),
             NotActivated::Gone => failure(PublishErrorCode::Cancelled, error.to_string()),
         })
+    }
+
+    fn switching(&mut self, known: Switching) {
+        lock(&self.reach).heard(known);
     }
 }
 
