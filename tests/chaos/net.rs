@@ -149,6 +149,13 @@ impl Link {
         ])
     }
 
+    /// Carries some KB a second from now on, so that what is said over it takes a while; until it is mended.
+    pub fn narrow(&self) {
+        let words = "rate 64kbit burst 1600 latency 2000ms";
+        let add = ["tc", "qdisc", "replace", "dev", &self.interface, "root", "tbf"];
+        must(&[&add[..], &words.split(' ').collect::<Vec<_>>()].concat());
+    }
+
     /// Resets every connection of the pod but those to engines and status pages, when it is fired.
     pub fn reset(&self) -> Charge {
         let filter = format!("( dst 10.77.0.0/16 and sport != :{ENGINE} and sport != :{STATUS} )");
