@@ -15,5 +15,6 @@ mod injection;
 mod invalid;
 mod node;
 mod operate;
+mod service;
 mod versions;
 mod wrap;
