@@ -31,6 +31,7 @@ mod stores;
 #[cfg(test)]
 mod tests;
 mod token_review;
+mod traces;
 mod triggers;
 mod ui;
 mod wedged;

@@ -42,6 +42,9 @@ pub struct ControllerArgs {
     /// Who may see the web page /ui: nobody, peers within the pod (forwarded ports), or everybody who reaches the status port.
     #[arg(long, env = "WEIGHTSYNC_UI", value_enum, default_value_t)]
     ui: Ui,
+    /// OpenTelemetry collector (OTLP over HTTP, JSON) that gets a trace of every update, as `http://HOST:4318`; none if empty.
+    #[arg(long, env = "OTEL_EXPORTER_OTLP_ENDPOINT", default_value = "")]
+    otlp_endpoint: String,
     /// What is logged: a level, or `target=level` separated by commas.
     #[arg(long, env = "WEIGHTSYNC_LOG", default_value = "info")]
     log: String,
@@ -66,6 +69,7 @@ impl ControllerArgs {
             enroll_address: self.enroll_address,
             status_address: self.status_address,
             ui: self.ui,
+            otlp_endpoint: self.otlp_endpoint,
         };
         super::block_on(async {
             let cancel = shutdown::on_signals().context("signals cannot be caught")?;

@@ -24,6 +24,7 @@ use super::metrics::ControllerMetrics;
 use super::pods::Pods;
 use super::readiness::{Verdict, is_gated};
 use super::stores::{Object, Scope};
+use super::traces::{Traces, Trail};
 use super::triggers::Triggers;
 use crate::api::{WeightSync, WeightSyncStatus};
 use crate::coordinator::{Context, Coordinator, CoordinatorHandle, Directory, Timing, Wanted};
@@ -47,6 +48,7 @@ pub(super) struct World {
     pub(super) events: Events,
     pub(super) leadership: Leadership,
     pub(super) metrics: ControllerMetrics,
+    pub(super) traces: Traces,
     pub(super) cancel: CancellationToken,
 }
 
@@ -177,7 +179,7 @@ impl Objects {
             }
             trigger.0.push(trigger.1);
         };
-        let record = record(handle.view.clone(), history.clone(), world.metrics.clone());
+        let record = record(handle.view.clone(), history.clone(), world.metrics.clone(), world.traces.clone());
         Entry {
             object: object.clone(),
             triggers: scope.triggers.clone(),
@@ -278,8 +280,9 @@ impl Objects {
     }
 }
 
-/// Keeps the last updates, and counts each that ended.
-async fn record(mut view: watch::Receiver<MembershipView>, history: Arc<Mutex<History>>, metrics: ControllerMetrics) {
+/// Keeps the last updates, and counts and traces each that ended.
+async fn record(mut view: watch::Receiver<MembershipView>, history: Arc<Mutex<History>>, metrics: ControllerMetrics, traces: Traces) {
+    let mut trail = Trail::default();
     loop {
         let (update, transport) = {
             let view = view.borrow_and_update();
@@ -290,6 +293,9 @@ async fn record(mut view: watch::Receiver<MembershipView>, history: Arc<Mutex<Hi
             let ended = history.lock().unwrap_or_else(PoisonError::into_inner).note(&update, now);
             if ended {
                 metrics.count_update(&update, transport.as_ref());
+            }
+            if traces.are_wanted() {
+                trail.note(&update, now).into_iter().for_each(|trace| traces.put(trace));
             }
         }
         if view.changed().await.is_err() {

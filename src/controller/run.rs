@@ -28,6 +28,7 @@ use super::objects::{Objects, World};
 use super::reconcile::{ScopeContext, Shared, after_failure, reconcile};
 use super::stores::{Scope, Stores};
 use super::token_review::Tokens;
+use super::traces::{Traces, TracesError};
 use super::ui::{Page, Ui};
 use crate::coordinator::{Directory, Enrollment, SingleUseTokens, router};
 use crate::runtime::backoff::Backoff;
@@ -71,6 +72,8 @@ pub struct Settings {
     pub status_address: SocketAddr,
     /// Who may see the web page.
     pub ui: Ui,
+    /// The OpenTelemetry collector that gets traces of updates, as `http://HOST:4318`; none if empty.
+    pub otlp_endpoint: String,
 }
 
 /// Why a controller ended.
@@ -85,6 +88,8 @@ pub enum ControllerError {
     Listen { address: SocketAddr, source: std::io::Error },
     #[error(transparent)]
     Authority(#[from] AuthorityError),
+    #[error(transparent)]
+    Traces(#[from] TracesError),
     #[error(transparent)]
     Identity(#[from] IdentityError),
     #[error("leads no more: {0}")]
@@ -123,6 +128,7 @@ pub(super) async fn run_with(
     lease_client: Client,
     cancel: CancellationToken,
 ) -> Result<(), ControllerError> {
+    let traces = Traces::start(&settings.otlp_endpoint, &settings.pod_name)?;
     let (registry, health) = (Metrics::default(), Health::default());
     let metrics = ControllerMetrics::new(&registry);
     let (client, lease_client) = (counted(client, &metrics), counted(lease_client, &metrics));
@@ -190,6 +196,7 @@ pub(super) async fn run_with(
             events: Events::start(client.clone(), settings.pod_name.clone(), metrics.clone()),
             leadership: leadership.clone(),
             metrics: metrics.clone(),
+            traces: traces.clone(),
             cancel: stop.clone(),
         };
         let objects = Arc::new(Objects::new(world));

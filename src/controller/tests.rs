@@ -8,4 +8,6 @@ mod fixtures;
 mod operate;
 mod reports;
 mod tokens;
+#[cfg(feature = "otel")]
+mod traces;
 mod whole;

@@ -17,7 +17,7 @@ use crate::coordinator::tests::fake_agent::{FakeAgent, Pod};
 use crate::protocol::{MemberPhase, Role};
 use crate::runtime::lease::{LeaseConfig, LeaseLost};
 
-const SOON: Duration = Duration::from_secs(10);
+pub(super) const SOON: Duration = Duration::from_secs(10);
 
 pub(super) struct Controller {
     enroll: String,
@@ -32,6 +32,11 @@ impl Controller {
     }
 
     pub(super) async fn start_with(server: &ApiServer, ui: Ui) -> Self {
+        Self::start_at(server, ui, "").await
+    }
+
+    /// One that sends traces to a collector.
+    pub(super) async fn start_at(server: &ApiServer, ui: Ui, otlp_endpoint: &str) -> Self {
         let any = "127.0.0.1:0".parse().unwrap();
         let listeners = Listeners { enroll: TcpListener::bind(any).await.unwrap(), status: TcpListener::bind(any).await.unwrap() };
         let enroll = listeners.enroll.local_addr().unwrap().to_string();
@@ -47,6 +52,7 @@ impl Controller {
             enroll_address: any,
             status_address: any,
             ui,
+            otlp_endpoint: otlp_endpoint.to_owned(),
         };
         let lease = LeaseConfig {
             duration: Duration::from_secs(2),
