@@ -15,7 +15,7 @@ pub(crate) mod tests;
 mod tokens;
 
 pub use directory::{Claimed, Directory};
-pub use enrollment::{Enrollment, ProvenPod, TokenVerifier, router};
+pub use enrollment::{Enrollment, ProvenPod, TokenVerifier, keep_certified, router};
 pub use ports::{CoordinatorEvent, EpochStore, EventSink, PersistError};
 pub use run::{Context, Coordinator, CoordinatorHandle, Ended, Timing, Wanted};
 pub use tokens::SingleUseTokens;

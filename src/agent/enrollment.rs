@@ -85,11 +85,12 @@ pub async fn enroll(
     let mut backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
     let mut said = String::new();
     loop {
-        // With a certificate no token is needed: a single-use token is used by now.
-        let token = match (identity.own(), &applicant.token) {
-            (Some(_), _) => String::new(),
-            (None, TokenSource::Given(token)) => token.clone(),
-            (None, TokenSource::File(path)) => read_token(path).await?,
+        // With a certificate no token is needed: a single-use token is used by now. One that ended, because no controller was there to
+        // renew it, proves nothing any more, and a projected token does.
+        let token = match (identity.is_certified(), &applicant.token) {
+            (true, _) => String::new(),
+            (false, TokenSource::Given(token)) => token.clone(),
+            (false, TokenSource::File(path)) => read_token(path).await?,
         };
         let request = EnrollRequest {
             token,

@@ -186,6 +186,12 @@ enum Ended {
 async fn attend(session: &Session, mut enrolled: Enrolled, running: &Running, cancel: &CancellationToken) -> Ended {
     let mut assignment = running.assignment();
     let same_engines = |a: &Assignment, b: &Assignment| (a.role, &a.engines) == (b.role, &b.engines);
+    // Beside everything else: a controller that is away may keep it waiting for hours, and the command may end meanwhile.
+    let renewed = |at| async move {
+        sleep_until(at).await;
+        enroll(&session.client, &session.identity, &session.settings.applicant, cancel).await
+    };
+    let mut renewal = Box::pin(renewed(enrolled.renew_at));
     loop {
         tokio::select! {
             () = cancel.cancelled() => return Ended::Cancelled,
@@ -197,8 +203,8 @@ async fn attend(session: &Session, mut enrolled: Enrolled, running: &Running, ca
                 return Ended::Cancelled;
             }
             message = running.unclaimed_by() => return Ended::Unclaimed(message),
-            () = sleep_until(enrolled.renew_at) => {
-                match enroll(&session.client, &session.identity, &session.settings.applicant, cancel).await {
+            ended = &mut renewal => {
+                match ended {
                     Ok(fresh) if fresh.weightsync != enrolled.weightsync => return Ended::Unclaimed("another object claims this pod".into()),
                     Ok(fresh) => enrolled = fresh,
                     Err(EnrollmentError::Cancelled) => return Ended::Cancelled,
@@ -207,6 +213,7 @@ async fn attend(session: &Session, mut enrolled: Enrolled, running: &Running, ca
                         enrolled.renew_at = tokio::time::Instant::now() + Duration::from_secs(10);
                     }
                 }
+                renewal.set(renewed(enrolled.renew_at));
             }
             changed = assignment.changed() => {
                 if changed.is_err() {

@@ -2,6 +2,7 @@
 //! properties of the state machines.
 
 mod bed;
+mod doors;
 mod engine;
 mod epochs;
 mod external;

@@ -9,12 +9,12 @@ use async_trait::async_trait;
 use axum::extract::{ConnectInfo, Extension, State};
 use axum::routing::post;
 use axum::{Json, Router};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::directory::Directory;
 use crate::protocol::{AnnounceResponse, Announcement, EnrollRequest, EnrollResponse, Rejection};
 use crate::runtime::https::Valid;
-use crate::runtime::identity::{Ca, PeerIdentity};
+use crate::runtime::identity::{Ca, Identity, PeerIdentity};
 
 /// Longest check of a token.
 const VERIFY: Duration = Duration::from_secs(10);
@@ -47,6 +47,17 @@ pub struct Enrollment {
     pub directory: Directory,
     /// Lifetime of certificates; agents renew after a third of it, so that a controller may be away for the rest.
     pub lifetime: Duration,
+}
+
+/// Renews the own certificate of whoever holds the authority, as early as agents renew theirs. Ends with its task only.
+pub async fn keep_certified(ca: Arc<Ca>, identity: Identity, who: PeerIdentity, lifetime: Duration) {
+    loop {
+        sleep(lifetime / 3).await;
+        let signed = identity.csr_pem().and_then(|csr| ca.sign(&csr, &who, lifetime));
+        if let Err(error) = signed.and_then(|certificate| identity.install(&certificate)) {
+            tracing::error!(%error, "the coordinator's own certificate cannot be renewed");
+        }
+    }
 }
 
 /// `POST /v1/agents/enroll` and `/v1/agents/announce`; serve it with [`Access::Open`](crate::runtime::https::Access::Open).

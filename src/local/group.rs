@@ -15,15 +15,16 @@ use super::pod::PodSpec;
 use super::store::FileStore;
 use super::supervisor::{Order, Supervisor};
 use crate::coordinator::{
-    Context, Coordinator, CoordinatorEvent, Directory, Enrollment, EventSink, PersistError, SingleUseTokens, Timing, Wanted, router,
+    Context, Coordinator, CoordinatorEvent, Directory, Enrollment, EventSink, PersistError, SingleUseTokens, Timing, Wanted,
+    keep_certified, router,
 };
 use crate::membership::{MembershipConfig, MembershipView, Restored};
 use crate::protocol::{UpdatePolicy, Version};
 use crate::runtime::https::{Access, AgentClient, Limits, serve_https};
 use crate::runtime::identity::{Ca, IdentityError, PeerIdentity};
 
-/// Certificates of one host end with the group that made them.
-const LIFETIME: Duration = Duration::from_hours(24 * 7);
+/// Lifetime of certificates, which are renewed after a third of it.
+const CERTIFICATES: Duration = Duration::from_hours(24 * 7);
 /// A token is used when its agent starts.
 const TOKEN_LIFETIME: Duration = Duration::from_mins(1);
 /// Events that a slow listener may be behind.
@@ -72,6 +73,7 @@ pub struct Group {
     cancel: CancellationToken,
     _supervisor: AbortOnDropHandle<()>,
     _server: AbortOnDropHandle<Result<(), IdentityError>>,
+    _certified: AbortOnDropHandle<()>,
 }
 
 struct Broadcast(broadcast::Sender<CoordinatorEvent>);
@@ -87,6 +89,11 @@ impl EventSink for Broadcast {
 impl Group {
     /// Starts everything; returns when the processes were started, not when the group stands.
     pub async fn start(spec: GroupSpec) -> Result<Self, GroupError> {
+        Self::start_certified(spec, CERTIFICATES).await
+    }
+
+    /// As [`start`](Self::start), with certificates of that lifetime.
+    pub async fn start_certified(spec: GroupSpec, certificates: Duration) -> Result<Self, GroupError> {
         let io = |what: &str| {
             let what = what.to_owned();
             move |source| GroupError::Io { what, source }
@@ -94,13 +101,15 @@ impl Group {
         let store = FileStore::new(&spec.directory);
         let epoch = store.read()?;
         let ca = Arc::new(Ca::generate()?);
-        let identity = ca.issue(&PeerIdentity::Controller, LIFETIME)?;
+        let identity = ca.issue(&PeerIdentity::Controller, certificates)?;
+        let certified = keep_certified(ca.clone(), identity.clone(), PeerIdentity::Controller, certificates);
+        let certified = AbortOnDropHandle::new(tokio::spawn(certified));
         let listener = TcpListener::bind(SocketAddr::new(spec.address, 0)).await.map_err(io(&format!("no port on {}", spec.address)))?;
         let address = listener.local_addr().map_err(io("no address"))?;
         let cancel = CancellationToken::new();
         let (directory, tokens) = (Directory::default(), SingleUseTokens::new(TOKEN_LIFETIME));
         let enrollment =
-            Enrollment { ca: ca.clone(), verifier: Arc::new(tokens.clone()), directory: directory.clone(), lifetime: LIFETIME };
+            Enrollment { ca: ca.clone(), verifier: Arc::new(tokens.clone()), directory: directory.clone(), lifetime: certificates };
         let router = router(Arc::new(enrollment));
         let serve = serve_https(listener, identity.clone(), Access::Open, router, Limits::default(), cancel.clone());
         let server = AbortOnDropHandle::new(tokio::spawn(serve));
@@ -129,7 +138,7 @@ impl Group {
         let controller = format!("https://{address}");
         let supervisor = Supervisor::new(spec, weightsync, controller, ca, tokens, directory, coordinator, orders.downgrade());
         let supervisor = AbortOnDropHandle::new(tokio::spawn(supervisor.run(inbox, cancel.clone())));
-        Ok(Self { orders, view, events, cancel, _supervisor: supervisor, _server: server })
+        Ok(Self { orders, view, events, cancel, _supervisor: supervisor, _server: server, _certified: certified })
     }
 
     /// What membership knows, as it changes.

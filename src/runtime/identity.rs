@@ -10,6 +10,7 @@ mod tests;
 
 use std::fmt;
 use std::sync::{Arc, RwLock};
+use std::time::SystemTime;
 
 use rcgen::{CertificateParams, DistinguishedName, KeyPair};
 use rustls::client::danger::ServerCertVerifier;
@@ -68,6 +69,7 @@ struct Shared {
 struct Current {
     own: PeerIdentity,
     certified: Arc<CertifiedKey>,
+    until: SystemTime,
 }
 
 impl fmt::Debug for Identity {
@@ -110,14 +112,26 @@ impl Identity {
         let name = ServerName::try_from(own.dns_name()).map_err(|_| IdentityError::Name { name: own.dns_name() })?;
         let verifier = WebPkiServerVerifier::builder_with_provider(self.0.roots.clone(), self.0.provider.clone()).build()?;
         verifier.verify_server_cert(leaf, intermediates, &name, &[], UnixTime::now())?;
-        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.0.key.serialize_der()));
-        let certified = Arc::new(CertifiedKey::from_der(chain, key, &self.0.provider)?);
-        let mut current = self.0.current.write().unwrap_or_else(std::sync::PoisonError::into_inner);
-        *current = Some(Current { own: own.clone(), certified });
+        let until = peer::end_of(leaf)?;
+        self.show(own.clone(), chain, until)?;
         Ok(own)
     }
 
-    /// Who this program is by its present certificate.
+    fn show(&self, own: PeerIdentity, chain: Vec<CertificateDer<'static>>, until: SystemTime) -> Result<(), IdentityError> {
+        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.0.key.serialize_der()));
+        let certified = Arc::new(CertifiedKey::from_der(chain, key, &self.0.provider)?);
+        let mut current = self.0.current.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        *current = Some(Current { own, certified, until });
+        Ok(())
+    }
+
+    /// Whether there is a certificate that has not ended. One that has is shown to nobody any more: a server that asks for none would
+    /// refuse its holder, who could otherwise enrol anew.
+    pub fn is_certified(&self) -> bool {
+        self.0.certified().is_some()
+    }
+
+    /// Who this program is by its last certificate.
     pub fn own(&self) -> Option<PeerIdentity> {
         let current = self.0.current.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         current.as_ref().map(|current| current.own.clone())
@@ -157,15 +171,15 @@ impl Identity {
     }
 }
 
-/// Hands the certificate of the moment to each handshake.
-struct Resolver(Arc<Shared>);
-
-impl Resolver {
+impl Shared {
     fn certified(&self) -> Option<Arc<CertifiedKey>> {
-        let current = self.0.current.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-        current.as_ref().map(|current| current.certified.clone())
+        let current = self.current.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        current.as_ref().filter(|current| SystemTime::now() < current.until).map(|current| current.certified.clone())
     }
 }
+
+/// Hands the certificate of the moment to each handshake.
+struct Resolver(Arc<Shared>);
 
 impl fmt::Debug for Resolver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -175,17 +189,17 @@ impl fmt::Debug for Resolver {
 
 impl ResolvesServerCert for Resolver {
     fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        self.certified()
+        self.0.certified()
     }
 }
 
 impl ResolvesClientCert for Resolver {
     fn resolve(&self, _hints: &[&[u8]], _schemes: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
-        self.certified()
+        self.0.certified()
     }
 
     fn has_certs(&self) -> bool {
-        self.certified().is_some()
+        self.0.certified().is_some()
     }
 }
 

@@ -33,6 +33,31 @@ pub async fn publish_to(cluster: &Cluster, trainer: &str, version: u64, replicas
     answer
 }
 
+/// Has the trainer publish version after version, every half second, from now on.
+pub async fn flow(cluster: &Cluster, trainer: &str, from: u64) {
+    let (status, answer) = post(cluster, trainer, TRAINER_PORT, "/flow", &json!({"from": from, "every": 0.5})).await;
+    assert_eq!(status, 200, "{answer}");
+}
+
+/// What became of a version that the trainer published by itself.
+#[derive(Debug, serde::Deserialize)]
+pub struct Published {
+    pub version: u64,
+    /// Seconds since 1970, by the machine's clock.
+    pub began: f64,
+    pub ended: f64,
+    #[serde(default)]
+    pub installed: Vec<String>,
+    pub error: Option<String>,
+}
+
+/// Ends the flow of versions; answers what became of each.
+pub async fn halt(cluster: &Cluster, trainer: &str) -> Vec<Published> {
+    let (status, answer) = post(cluster, trainer, TRAINER_PORT, "/halt", &json!({})).await;
+    assert_eq!(status, 200, "{answer}");
+    serde_json::from_value(answer["published"].clone()).unwrap()
+}
+
 /// Writes the trainer's weights as a checkpoint.
 pub async fn save(cluster: &Cluster, trainer: &str, path: &str) {
     let (status, answer) = post(cluster, trainer, TRAINER_PORT, "/save", &json!({"path": path})).await;

@@ -1,5 +1,9 @@
 //! What dies, is found by its own path, in bounded time, is named, and heals without a hand. Simulated engines, a real trainer.
 
+mod outages;
+mod standing;
+mod uninstall;
+
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::Deployment;

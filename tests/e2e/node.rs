@@ -12,7 +12,7 @@ use super::cluster::{Cluster, eventually};
 const EXEC: Duration = Duration::from_secs(8);
 
 /// Runs a command on kind's node, again where docker does not come back.
-async fn on_node(arguments: &[&str]) -> String {
+pub async fn on_node(arguments: &[&str]) -> String {
     let node = format!("{}-control-plane", std::env::var("WEIGHTSYNC_CLUSTER").unwrap_or_else(|_| "weightsync".into()));
     for _ in 0..5 {
         let run = Command::new("docker").arg("exec").arg(&node).args(arguments).kill_on_drop(true).output();
@@ -52,4 +52,47 @@ pub async fn send(process: &str, signal: &str) {
 pub async fn signal(cluster: &Cluster, pod: &str, container: &str, signal: &str) {
     let process = process(cluster, pod, container).await;
     send(&process, signal).await;
+}
+
+/// The process id, on the node, of a program that runs there once: a part of Kubernetes itself.
+pub async fn program(name: &str) -> String {
+    on_node(&["pgrep", "-o", "-x", name]).await
+}
+
+/// A process of the node that stands still. It goes on by itself after its time, whatever becomes of the test.
+pub struct Frozen {
+    folder: String,
+}
+
+impl Frozen {
+    /// Stops a process for `seconds`, or until it is thawed.
+    pub async fn new(process: &str, seconds: u32) -> Self {
+        let folder = format!("/run/frozen-{}", uuid::Uuid::new_v4());
+        // Made once, also where docker has the command run twice.
+        let body = format!(
+            "kill -STOP {process}; date +%s.%N >{folder}/from; \
+             for _ in $(seq {}); do [ -e {folder}/thaw ] && break; sleep 0.1; done; \
+             date +%s.%N >{folder}/to; kill -CONT {process}; mv {folder}/to {folder}/until",
+            seconds * 10
+        );
+        let script = format!("mkdir {folder} 2>/dev/null || exit 0; setsid sh -c '{body}' >/dev/null 2>&1 </dev/null &");
+        on_node(&["sh", "-c", &script]).await;
+        Self { folder }
+    }
+
+    /// Lets it go on now.
+    pub async fn thaw(&self) {
+        on_node(&["touch", &format!("{}/thaw", self.folder)]).await;
+    }
+
+    /// From when until when it stood still, in seconds since 1970 by the machine's clock; waits for its end.
+    pub async fn ended(&self, timeout: Duration) -> (f64, f64) {
+        let times = format!("cat {0}/from {0}/until 2>/dev/null || true", self.folder);
+        eventually("the process goes on", timeout, || async {
+            let said = on_node(&["sh", "-c", &times]).await;
+            let times: Vec<f64> = said.lines().filter_map(|line| line.parse().ok()).collect();
+            if let [from, until] = times[..] { Ok((from, until)) } else { Err(said) }
+        })
+        .await
+    }
 }

@@ -1,5 +1,8 @@
 //! The operator's tools on a cluster: the plugin's verbs through the real API server, its metrics, and the chart's own check.
 
+mod network;
+mod policies;
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Stdio;

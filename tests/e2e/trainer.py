@@ -6,6 +6,9 @@ The tests talk to its little HTTP server:
     POST /train   {"steps": n}                     runs n SGD steps, answers the loss
     POST /publish {"version": v, "pace": seconds}  publishes the present weights; `pace` slows every tensor down, so that a test can
                                                    catch an update in the middle; answers what `Handle.wait` returned, or the error
+    POST /flow    {"from": v, "every": seconds}    publishes version after version from now on, each with another step of SGD
+    POST /halt                                     ends that, and answers what became of each: {"published": [{"version", "installed",
+                                                   "began", "ended", "error"}]}, times in seconds since 1970
     POST /save    {"path": dir}                    writes the present weights as a safetensors checkpoint, for a fresh engine
 """
 
@@ -38,6 +41,9 @@ class Trainer:
         self.steps = 0
         self.lock = threading.Lock()
         self.publisher: weightsync.Publisher | None = None
+        self.flowing: threading.Thread | None = None
+        self.halted = threading.Event()
+        self.published: list[dict[str, object]] = []
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters under their checkpoint names; tied weights once."""
@@ -73,6 +79,37 @@ class Trainer:
                 source = weightsync.state_dict(state)
             result = self.publisher.publish(source, version=version, timeout=120)
             return {"version": result.version, "installed": sorted(result.installed), "behind": dict(result.behind)}
+
+    def flow(self, first: int, every: float) -> dict[str, object]:
+        if self.flowing is not None:
+            raise RuntimeError("versions flow already")
+
+        def publish() -> None:
+            version = first
+            while not self.halted.is_set():
+                self.train(1)
+                record: dict[str, object] = {"version": version, "began": time.time()}
+                try:
+                    record["installed"] = self.publish(version, 0)["installed"]
+                except weightsync.WeightSyncError as error:
+                    record["error"] = f"{type(error).__name__}: {error}"
+                record["ended"] = time.time()
+                self.published.append(record)
+                version += 1
+                self.halted.wait(every)
+
+        self.halted.clear()
+        self.published = []
+        self.flowing = threading.Thread(target=publish)
+        self.flowing.start()
+        return {"from": first}
+
+    def halt(self) -> dict[str, object]:
+        if self.flowing is not None:
+            self.halted.set()
+            self.flowing.join()
+            self.flowing = None
+        return {"published": self.published}
 
     def save(self, path: str) -> dict[str, object]:
         with self.lock:
@@ -110,6 +147,10 @@ def serve(trainer: Trainer, port: int) -> None:
                     self.answer(200, dict(trainer.train(int(body["steps"]))))
                 elif self.path == "/publish":
                     self.answer(200, trainer.publish(int(body["version"]), float(body.get("pace", 0))))
+                elif self.path == "/flow":
+                    self.answer(200, trainer.flow(int(body["from"]), float(body["every"])))
+                elif self.path == "/halt":
+                    self.answer(200, trainer.halt())
                 elif self.path == "/save":
                     self.answer(200, trainer.save(str(body["path"])))
                 else:

@@ -15,6 +15,7 @@ mod gpu;
 mod model;
 mod operate;
 mod plugin;
+mod rotation;
 mod stories;
 mod world;
 mod wrapped;

@@ -96,6 +96,43 @@ async fn a_peer_without_a_certificate_or_with_one_of_another_authority_gets_noth
 }
 
 #[tokio::test]
+async fn a_certificate_that_ended_or_of_another_authority_is_refused_by_both_kinds_of_servers_and_by_clients() {
+    let (ca, foreign) = (Ca::generate().unwrap(), Ca::generate().unwrap());
+    for access in [Access::Group, Access::Open] {
+        let server = serve(ca.issue(&agent("ws", "pod"), HOUR).unwrap(), access, Limits::default()).await;
+        for who in [PeerIdentity::Controller, agent("ws", "other")] {
+            for shown in [ca.issue_ended(&who), foreign.issue_trusting(&ca, &who)] {
+                let answer = double(&AgentClient::new(shown), &server).await;
+                assert!(matches!(answer, Err(CallError::Unreachable { .. })), "{access:?} {who:?}: {answer:?}");
+            }
+        }
+        double(&client(&ca, &PeerIdentity::Controller), &server).await.unwrap();
+    }
+    let server = serve(ca.issue_ended(&agent("ws", "pod")), Access::Group, Limits::default()).await;
+    let answer = double(&client(&ca, &PeerIdentity::Controller), &server).await;
+    assert!(matches!(answer, Err(CallError::Unreachable { .. })), "{answer:?}");
+}
+
+#[tokio::test]
+async fn a_peer_whose_own_certificate_ended_shows_none_and_is_served_where_none_is_asked_for() {
+    let ca = Ca::generate().unwrap();
+    let identity = Identity::new(ca.certificate_pem()).unwrap();
+    let second = Duration::from_secs(1);
+    identity.install(&ca.sign(&identity.csr_pem().unwrap(), &agent("ws", "pod"), second).unwrap()).unwrap();
+    let ended = async {
+        while identity.is_certified() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(SOON, ended).await.expect("a certificate of one second ends");
+    let enrolment = serve(ca.issue(&PeerIdentity::Controller, HOUR).unwrap(), Access::Open, Limits::default()).await;
+    let asking = ControllerClient::new(identity.clone(), enrolment.address.clone());
+    assert_eq!(asking.post_json::<_, Number>("/double", &Number { number: 4 }, SOON).await.unwrap(), Number { number: 8 });
+    let members = pod_server(&ca).await;
+    assert!(matches!(double(&AgentClient::new(identity), &members).await, Err(CallError::Unreachable { .. })));
+}
+
+#[tokio::test]
 async fn a_successor_at_the_same_address_is_not_taken_for_its_predecessor() {
     let ca = Ca::generate().unwrap();
     let server = serve(ca.issue(&agent("ws", "successor"), HOUR).unwrap(), Access::Group, Limits::default()).await;

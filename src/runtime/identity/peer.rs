@@ -1,5 +1,7 @@
 //! Who a certificate speaks for. Reads and writes names; never decides what a peer may do.
 
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
 use rustls_pki_types::CertificateDer;
 use x509_parser::extensions::GeneralName;
 
@@ -74,6 +76,14 @@ impl PeerIdentity {
         identity.check()?;
         Ok(identity)
     }
+}
+
+/// When a certificate ends.
+pub(super) fn end_of(certificate: &CertificateDer<'_>) -> Result<SystemTime, IdentityError> {
+    let parsed = x509_parser::parse_x509_certificate(certificate);
+    let (_, parsed) = parsed.map_err(|_| IdentityError::Unnamed("it cannot be parsed".into()))?;
+    let seconds = u64::try_from(parsed.validity().not_after.timestamp()).unwrap_or(0);
+    Ok(UNIX_EPOCH + Duration::from_secs(seconds))
 }
 
 /// Name in the controller's certificate.

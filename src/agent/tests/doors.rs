@@ -1,0 +1,60 @@
+//! Who gets through an agent's data port: it asks for a certificate first, and for the epoch's secret then.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustls_pki_types::ServerName;
+
+use super::bed::*;
+use crate::protocol::*;
+use crate::runtime::identity::{Ca, ClientCertificates, Identity, PeerIdentity, agent_name};
+use crate::transport::tcp::{DataTls, TcpOptions, TcpTransport};
+use crate::transport::{Transport, TransportError};
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// Opens a chain of one to `member` with that certificate.
+async fn knock(member: &Member, identity: &Identity, hello: DataHello) -> Result<(), TransportError> {
+    let name = agent_name(&member.address.incarnation.pod_uid);
+    let tls = DataTls {
+        server: identity.server_config(ClientCertificates::Required).unwrap(),
+        client: Arc::new(identity.client_config().unwrap()),
+        server_name: Arc::new(move |_| ServerName::try_from(name.clone()).ok()),
+    };
+    let options = TcpOptions { tls: Some(tls), ..TcpOptions::default() };
+    let own = TcpTransport::bind("127.0.0.1:0".parse().unwrap(), member.core.clone(), options).await.unwrap();
+    tokio::time::timeout(SOON, own.open(hello, &member.address.data)).await.unwrap().map(|_| ())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_data_port_refuses_foreign_and_ended_certificates_and_whoever_lacks_the_epochs_secret() {
+    let mut bed = Bed::new();
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    let members = [&source, &rollout];
+    let epoch = bed.form(&members, None).await;
+    let hello = |secret: String| DataHello {
+        update: UpdateId { epoch: epoch.clone(), version: 0, attempt: 0 },
+        from: source.name.clone(),
+        to: rollout.name.clone(),
+        secret,
+        rest: Vec::new(),
+        tls: true,
+        silence_ms: 3_000,
+        probe: true,
+        carried: None,
+    };
+    let secret = bed.commit_request(&members, None).secret;
+    let agent = |weightsync: &str| PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: "pod-x".into() };
+    let known = bed.ca.issue(&agent(WEIGHTSYNC), HOUR).unwrap();
+    knock(&rollout, &known, hello(secret.clone())).await.unwrap();
+    let foreign = Ca::generate().unwrap();
+    for shown in [bed.ca.issue_ended(&agent(WEIGHTSYNC)), foreign.issue_trusting(&bed.ca, &agent(WEIGHTSYNC))] {
+        let refused = knock(&rollout, &shown, hello(secret.clone())).await;
+        assert!(matches!(refused, Err(TransportError::Unreachable { .. } | TransportError::Lost { .. })), "{refused:?}");
+    }
+    for who in [WEIGHTSYNC, "ws-other"] {
+        let refused = knock(&rollout, &bed.ca.issue(&agent(who), HOUR).unwrap(), hello("another".into())).await;
+        let Err(error) = refused else { panic!("{who} is let in") };
+        assert!(error.to_string().contains("the secret is not that of the epoch"), "{error}");
+    }
+}

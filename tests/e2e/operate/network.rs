@@ -1,0 +1,126 @@
+//! The chart's network policies, enforced: members and the controller reach each other, and nobody else reaches them.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use kube::api::{ListParams, LogParams};
+use serde_json::{Value, json};
+
+use super::policies::{enforce, lift};
+use crate::asks::{publish_to, served};
+use crate::cluster::{Cluster, eventually};
+use crate::fixtures::{ENGINE_PORT, STATUS_PORT, simulated_vllm, torch_trainer, weightsync};
+use crate::node::{on_node, process};
+
+const MINUTE: Duration = Duration::from_secs(60);
+const START: Duration = Duration::from_secs(120);
+
+/// Turns the chart's policies on for the operator and for one namespace, or off.
+async fn policies(on: bool, namespace: &str) {
+    let mut command = tokio::process::Command::new("helm");
+    command.args(["upgrade", "weightsync", concat!(env!("CARGO_MANIFEST_DIR"), "/charts/weightsync")]);
+    command.args(["--namespace", "weightsync-system", "--reuse-values", "--wait", "--timeout", "120s"]);
+    for part in ["controller", "agents"] {
+        command.args(["--set", &format!("networkPolicy.{part}.enabled={on}")]);
+    }
+    command.args(["--set", &format!("networkPolicy.agents.namespaces={{{namespace}}}")]).stdin(Stdio::null()).kill_on_drop(true);
+    let output = tokio::time::timeout(MINUTE * 3, command.output()).await.expect("helm ends").unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Where a pod's agent listens for members: control and data port, as it says itself.
+async fn listens(cluster: &Cluster, pod: &str) -> (u16, u16) {
+    let params = LogParams { container: Some("weightsync-agent".into()), ..LogParams::default() };
+    eventually(&format!("the ports of {pod}"), START, || async {
+        let log = cluster.api::<Pod>().logs(pod, &params).await.map_err(|error| error.to_string())?;
+        let endpoint =
+            log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()).rfind(|line| !find(line, "control").is_null());
+        let endpoint = endpoint.ok_or("it does not listen yet")?;
+        let port = |key: &str| find(&endpoint, key).as_str().and_then(|address| address.rsplit(':').next()?.parse().ok());
+        port("control").zip(port("data")).ok_or(endpoint.to_string())
+    })
+    .await
+}
+
+/// A field of a log line, wherever the line has its fields.
+fn find<'a>(line: &'a Value, key: &str) -> &'a Value {
+    if line[key].is_null() { &line["fields"][key] } else { &line[key] }
+}
+
+/// Whether a connection can be opened from within a pod's network.
+async fn reaches(process: &str, address: &str, port: u16) -> bool {
+    let open = format!(
+        "nsenter --target {process} --net timeout 2 bash -c ': >/dev/tcp/{address}/{port}' 2>/dev/null && echo open || echo closed"
+    );
+    on_node(&["sh", "-c", &open]).await == "open"
+}
+
+async fn address(cluster: &Cluster, pod: &str) -> String {
+    let given = |pod: &Pod| pod.status.as_ref().and_then(|status| status.pod_ip.clone()).ok_or("no address");
+    cluster.await_pod(pod, "it has an address", START, |pod| given(pod).map_err(str::to_owned)).await
+}
+
+/// Answers the stranger's process and what it must not reach.
+async fn strangers_are_kept_out(cluster: &Cluster) -> (String, Vec<(String, u16)>) {
+    policies(true, &cluster.namespace).await;
+    let operator = Cluster { client: cluster.client.clone(), namespace: "weightsync-system".into() };
+    let labelled = ListParams::default().labels("app.kubernetes.io/component=controller");
+    let controller = operator.api::<Pod>().list(&labelled).await.unwrap().items[0].name_any();
+    let controller = address(&operator, &controller).await;
+
+    cluster.create_pod(torch_trainer("trainer-0")).await;
+    for pod in ["sim-0", "sim-1"] {
+        cluster.create_pod(simulated_vllm(pod)).await;
+    }
+    let mut stranger = simulated_vllm("stranger");
+    stranger["metadata"]["labels"] = json!({"app": "stranger"});
+    cluster.create_pod(stranger).await;
+    for pod in ["trainer-0", "sim-0", "sim-1", "stranger"] {
+        address(cluster, pod).await;
+    }
+    // Before there is a group: it is formed, fed and watched with the policies enforced.
+    enforce(&cluster.client).await;
+    cluster.apply(&weightsync("run")).await.unwrap();
+    cluster.await_ready("trainer-0", START).await;
+    cluster.await_group("run", 2, START).await;
+    publish_to(cluster, "trainer-0", 1, 2).await;
+    cluster.await_version("run", 1, 2, MINUTE).await;
+    assert_eq!(served(cluster, "sim-0").await, served(cluster, "sim-1").await);
+
+    let member = address(cluster, "sim-0").await;
+    let (control, data) = listens(cluster, "sim-0").await;
+    let doors =
+        [(&member, control), (&member, data), (&member, STATUS_PORT), (&member, ENGINE_PORT), (&controller, 8443), (&controller, 8080)];
+    cluster.await_ready("stranger", START).await;
+    let stranger = process(cluster, "stranger", "engine").await;
+    let neighbour = process(cluster, "sim-1", "engine").await;
+    for (address, port) in doors {
+        assert!(!reaches(&stranger, address, port).await, "a stranger reaches {address}:{port}");
+        // Members reach members on every port, and of the controller the one on which they enrol.
+        let may = port != 8080;
+        assert_eq!(reaches(&neighbour, address, port).await, may, "a member and {address}:{port}");
+    }
+    (stranger, doors.map(|(address, port)| (address.clone(), port)).to_vec())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn with_the_charts_network_policies_a_group_forms_and_takes_a_version_and_strangers_reach_no_port_of_ours() {
+    Cluster::run("network", |cluster| async move {
+        let cluster = std::sync::Arc::new(cluster);
+        let within = cluster.clone();
+        let outcome = tokio::spawn(async move { strangers_are_kept_out(&within).await }).await;
+        // Whatever became of it: addresses of these pods are given to others.
+        lift().await;
+        policies(false, &cluster.namespace).await;
+        let (stranger, doors) = outcome.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
+        for (address, port) in doors {
+            eventually(&format!("nothing but the policies kept strangers off {address}:{port}"), MINUTE, || async {
+                if reaches(&stranger, &address, port).await { Ok(()) } else { Err("closed") }
+            })
+            .await;
+        }
+    })
+    .await;
+}
