@@ -165,7 +165,7 @@ pub trait Engine: Send + Sync {
 
     /// Returns when the process that was last asked for its health may have ended; never where that cannot be seen without asking it.
     async fn until_lost(&self) {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 
     /// Whether its front answers while the engine itself computes nothing, for as long as it is waited for: what a rank that waits in a

@@ -100,7 +100,7 @@ async fn an_engine_that_started_anew_unseen_and_takes_the_next_version_is_told_o
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollout.engine.restart();
     let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
-    assert_eq!(result.installed, [rollout.name.clone()]);
+    assert_eq!(result.installed.len(), 1, "{:?}", result.behind);
     let state = rollout.until_installed(2).await;
     assert_eq!((rollout.rollout().ready(), state.engine_restarts), (Ok(()), 1));
 }
