@@ -30,11 +30,11 @@ use super::stores::{Scope, Stores};
 use super::token_review::Tokens;
 use super::traces::{Traces, TracesError};
 use super::ui::{Page, Ui};
-use crate::coordinator::{Directory, Enrollment, SingleUseTokens, router};
+use crate::coordinator::{Directory, Enrollment, SingleUseTokens, keep_certified, router};
 use crate::runtime::backoff::Backoff;
 use crate::runtime::health::{self, Health};
 use crate::runtime::https::{Access, AgentClient, Limits, serve_https, serve_plain};
-use crate::runtime::identity::{Ca, Identity, IdentityError, PeerIdentity};
+use crate::runtime::identity::{Ca, IdentityError, PeerIdentity};
 use crate::runtime::lease::{Leadership, LeaseConfig, LeaseLost, LeaseManager};
 use crate::runtime::metrics::Metrics;
 
@@ -148,7 +148,8 @@ pub(super) async fn run_with(
     let Some(ca) = authority_of(&settings, &client, calls, &cancel).await? else { return Ok(()) };
     let ca = Arc::new(ca);
     let identity = ca.issue(&PeerIdentity::Controller, CERTIFICATES)?;
-    let _renewal = AbortOnDropHandle::new(tokio::spawn(renew(ca.clone(), identity.clone())));
+    let _renewal =
+        AbortOnDropHandle::new(tokio::spawn(keep_certified(ca.clone(), identity.clone(), PeerIdentity::Controller, CERTIFICATES)));
 
     let (directory, tokens) = (Directory::default(), SingleUseTokens::new(TOKENS));
     let enrollment = Arc::new(Enrollment {
@@ -250,16 +251,6 @@ async fn authority_of(
         tokio::select! {
             () = cancel.cancelled() => return Ok(None),
             () = sleep(backoff.failed()) => {}
-        }
-    }
-}
-
-async fn renew(ca: Arc<Ca>, identity: Identity) {
-    loop {
-        sleep(CERTIFICATES / 3).await;
-        let signed = identity.csr_pem().and_then(|csr| ca.sign(&csr, &PeerIdentity::Controller, CERTIFICATES));
-        if let Err(error) = signed.and_then(|certificate| identity.install(&certificate)) {
-            tracing::error!(%error, "the controller's certificate cannot be renewed");
         }
     }
 }
