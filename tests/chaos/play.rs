@@ -4,7 +4,9 @@
 use std::time::Duration;
 
 use rustix::process::Signal;
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
+use tokio_util::task::AbortOnDropHandle;
 use weightsync::membership::{GroupStage, MemberStanding, MembershipView};
 use weightsync::protocol::{Incarnation, Reason, UpdatePhase};
 
@@ -129,14 +131,26 @@ async fn forming(bed: &mut Bed, strike: &Strike, armed: &mut Armed) -> Result<St
     let reached = bed.until("a group to form", REACHED, forms).await;
     let at = Instant::now();
     let struck = match &reached {
-        Ok(_) => fault::strike(bed, strike, armed).await,
-        Err(_) => Ok(String::new()),
+        Ok(view) => {
+            let passed = passes(bed.group.view(), view.epoch, stage);
+            fault::strike(bed, strike, armed).await.map(|_| passed)
+        }
+        Err(error) => Err(error.clone()),
     };
-    let view = bed.view();
     bed.links[third].mend();
-    struck?;
-    let hit = view.stage == stage && view.epoch == reached?.epoch;
+    let passed = struck?;
+    // That the fault ended the phase is a hit as well: a reset connection fails the round before its reset returns.
+    let hit = !passed.is_finished() || !passed.await.unwrap_or(true);
     Ok(Struck { hit, at, version: None, outcome: None })
+}
+
+/// Ends with the phase: true when the group went on to what comes next.
+fn passes(mut views: watch::Receiver<MembershipView>, epoch: u64, stage: GroupStage) -> AbortOnDropHandle<bool> {
+    let next = if stage == GroupStage::Preparing { GroupStage::Committing } else { GroupStage::Committed };
+    AbortOnDropHandle::new(tokio::spawn(async move {
+        let over = views.wait_for(|view| (view.epoch, view.stage) != (epoch, stage)).await;
+        over.is_ok_and(|view| view.epoch == epoch && view.stage == next)
+    }))
 }
 
 /// Join: a rollout's pod starts anew, with nothing kept beside its engine, and is fed.

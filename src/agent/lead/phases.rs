@@ -19,7 +19,8 @@ use crate::protocol::{BeginRequest, CarriedBy, MemberName, PublishErrorCode, Upd
 use crate::transport::{BucketSink, TransportError};
 use crate::weights::{DigestAlgorithm, Layout};
 
-/// Once enough members opened the update, the others have this long to do so.
+/// Once enough members opened the update, the others have this long to do so, and never longer than half of what members wait for the first
+/// byte: one engine that is stuck cost all of them the attempt when both were equal.
 const OPENING_GRACE: Duration = Duration::from_secs(5);
 
 /// What a member may take to answer beyond the silence that it is allowed.
@@ -70,7 +71,7 @@ impl Attempt<'_> {
             }
             match self.table.after_begin() {
                 Verdict::Fail(failure) => return Err(failure),
-                Verdict::Enough if grace.is_none() => grace = Some(Instant::now() + OPENING_GRACE.min(self.silence)),
+                Verdict::Enough if grace.is_none() => grace = Some(Instant::now() + OPENING_GRACE.min(self.silence / 2)),
                 _ => {}
             }
         }
