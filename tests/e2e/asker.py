@@ -1,7 +1,7 @@
 """A user of the rollouts: asks a Service for completions, one after the other, on a new connection each.
 
-    GET /health          {"answers": n}
-    GET /answers         every answer so far: {"began", "ended" (seconds since 1970), "status" (0: none), "error", "logprobs"}
+GET /health          {"answers": n}
+GET /answers         every answer so far: {"began", "ended" (seconds since 1970), "status" (0: none), "error", "logprobs"}
 """
 
 from __future__ import annotations
