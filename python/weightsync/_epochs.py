@@ -5,7 +5,6 @@ Whoever waits, waits on a condition with a deadline. A lost agent ends the epoch
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
