@@ -11,6 +11,7 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::{ApiKey, EngineConfig, EngineError};
+use crate::runtime::https::no_tls;
 
 /// Longest reply that is read, in bytes. vLLM 0.32 answers `/metrics` with about 50 KiB, SGLang 0.5.23 `/server_info` with about 20 KiB.
 const MAX_REPLY: usize = 8 << 20;
@@ -241,11 +242,4 @@ impl Answer {
 fn shown(body: &[u8]) -> String {
     let part = body.get(..SHOWN).unwrap_or(body);
     String::from_utf8_lossy(part).chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
-}
-
-/// reqwest wants a TLS configuration even where only plain HTTP is spoken, and panics when it has to find a provider by itself.
-fn no_tls() -> Result<rustls::ClientConfig, rustls::Error> {
-    let provider = std::sync::Arc::new(rustls::crypto::ring::default_provider());
-    let config = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
-    Ok(config.with_root_certificates(rustls::RootCertStore::empty()).with_no_client_auth())
 }

@@ -15,6 +15,7 @@ use tokio::time::timeout;
 
 use super::{Span, Trace, TracesError};
 use crate::controller::events::cut;
+use crate::runtime::https::no_tls;
 
 /// How long one trace may take to be taken.
 const TAKEN: Duration = Duration::from_secs(10);
@@ -35,7 +36,13 @@ pub(super) fn exporter(endpoint: &str, instance: &str) -> Result<SpanExporter, T
         let path = format!("{}/v1/traces", url.path().trim_end_matches('/'));
         url.set_path(&path);
     }
-    let client = reqwest::Client::builder().timeout(TAKEN).no_proxy().build().map_err(|error| cannot(error.to_string()))?;
+    let client = reqwest::Client::builder()
+        .timeout(TAKEN)
+        .no_proxy()
+        .redirect(reqwest::redirect::Policy::none())
+        .use_preconfigured_tls(no_tls().map_err(|error| cannot(error.to_string()))?)
+        .build()
+        .map_err(|error| cannot(error.to_string()))?;
     let exporter = SpanExporter::builder()
         .with_http()
         .with_http_client(Client(client))

@@ -51,7 +51,7 @@ fn messages() -> Vec<Message> {
     });
     let state = json!({
         "member": "rollouts/a", "incarnation": life, "role": "rollout", "phase": "Ready", "epoch": id, "rosterDigest": "d", "transport": choice,
-        "retained": held, "earlier": [held], "returned": returned, "installed": held, "engine": engine, "healthy": true, "wedged": false, "pausedUntil": 5, "reason": "r",
+        "retained": held, "earlier": [held], "returned": returned, "installed": held, "engine": engine, "engineRestarts": 2, "healthy": true, "wedged": false, "pausedUntil": 5, "reason": "r",
     });
     let row = json!({"member": "rollouts/a", "bytes": 5, "step": "Receiving", "reason": "r"});
     let view = json!({
