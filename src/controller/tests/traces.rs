@@ -108,7 +108,7 @@ async fn collector() -> (String, mpsc::UnboundedReceiver<(String, String, Value)
 async fn a_collector_gets_a_trace_of_every_attempt() {
     let (endpoint, mut traces) = collector().await;
     let server = cluster();
-    let controller = Controller::start_at(&server, Ui::Off, &endpoint).await;
+    let controller = Controller::start_at(&server, Ui::Local, &endpoint).await;
     let agents = all_agents(&server, &controller).await;
     server.until("ready", is_ready).await;
     two_attempts(&server, &controller, &agents).await;
