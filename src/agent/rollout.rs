@@ -262,6 +262,11 @@ impl Rollout {
         lock(&self.inner).engine.start().is_none_or(|start| self.engine.is_still(start))
     }
 
+    /// Whether the engine answered, and the process that did is there.
+    fn engine_stands(&self) -> bool {
+        lock(&self.inner).engine.start().is_some_and(|start| self.engine.is_still(start))
+    }
+
     /// Bytes of the last update that arrived and were checked, and of how many.
     pub fn progress(&self) -> (u64, u64) {
         lock(&self.inner).machine.progress()

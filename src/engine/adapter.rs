@@ -230,8 +230,10 @@ impl<S: Server> Engine for Adapter<S> {
     }
 
     async fn until_lost(&self) {
-        if let Some(line) = self.0.start.line() {
-            line.broke().await;
+        match self.0.start.line() {
+            Some(line) => line.broke().await,
+            // Nobody listened: who comes is found by the next look.
+            None => std::future::pending().await,
         }
     }
 

@@ -128,8 +128,8 @@ impl Rollout {
             tokio::select! {
                 () = sleep(self.period(&policy.health)) => {}
                 () = self.probe_now.notified() => {}
-                // What is not known to stand is asked again in its turn, not at once: it may be refusing everybody.
-                () = self.engine.until_lost(), if self.is_certain() => {
+                // What is not known to stand is asked again in its turn, not at once: it may be refusing everybody, or not have started yet.
+                () = self.engine.until_lost(), if self.engine_stands() => {
                     tracing::warn!("the engine's process is gone, or was replaced: it is asked again");
                     self.with(|_| ());
                 }

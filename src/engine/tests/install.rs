@@ -192,6 +192,9 @@ async fn a_restart_is_another_start_however_fast_it_was() {
 async fn a_process_that_ended_is_missed_before_it_is_asked_and_its_successor_is_not_taken_for_it() {
     for kind in KINDS {
         let mut bench = Bench::start(kind).await;
+        // An agent that took this for a loss asked an engine that had not started yet all the time, and took its processor.
+        let lost = tokio::time::timeout(Duration::from_millis(20), bench.engine.until_lost()).await;
+        assert!(lost.is_err(), "{kind}: whoever was never seen cannot be lost");
         let first = bench.engine.health(SOON).await.unwrap();
         assert_eq!(bench.engine.health(SOON).await.unwrap(), first, "{kind}");
         assert!(bench.engine.is_still(&first), "{kind}");
