@@ -15,6 +15,5 @@ mod injection;
 mod invalid;
 mod node;
 mod operate;
-mod service;
 mod versions;
 mod wrap;
