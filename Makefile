@@ -84,6 +84,7 @@ fuzz: ## Read spoiled messages, headers, frames, engines' answers and objects fo
 python-test: venv ## Check and test the Python client
 	$$(tests/tools/python.sh)/ruff check python tests
 	cd python; $$(../tests/tools/python.sh)/mypy weightsync build_wheel.py
+	cd tests/gpu; $$(../tools/python.sh)/mypy --config-file ../../mypy.ini engine_code.py engine_ranks.py
 	$$(tests/tools/python.sh)/mypy tests/chaos tests/engine tests/e2e tests/cluster/image.py tests/cluster/node
 	cargo build --locked --bin weightsync --example trainer_socket
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
@@ -103,7 +104,8 @@ install-yaml: ## Write deploy/install.yaml: the chart with its defaults, for kub
 	mv deploy/install.yaml.part deploy/install.yaml
 
 .PHONY: engine-test
-engine-test: venv ## Run the adapter against the real vLLM
+engine-test: venv ## Run the adapter against the real vLLM, and the store against the engines' group code
+	export WEIGHTSYNC_ENGINE_CODE=$$(tests/tools/engine-code.sh); \
 	WEIGHTSYNC_VENV=$$($(CLUSTER)/vllm-venv.sh --print) cargo test --locked --test engine -- --test-threads=1
 
 .PHONY: e2e

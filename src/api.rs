@@ -9,6 +9,7 @@
 //! - `validate`: the same rules in code, for objects that no API server has looked at, and for one that was stored before a rule came.
 //! - `convert`: spec into inputs of `plan` and `protocol`. `pods`: pods as `plan` sees them.
 
+mod canary;
 mod convert;
 mod crd;
 mod pods;
@@ -21,6 +22,7 @@ mod status;
 mod tests;
 mod validate;
 
+pub use canary::Canary;
 pub use crd::{crd, crd_yaml, prune, schema, unknown_fields};
 pub use pods::{CONTAINER_ANNOTATION, container_name, not_ready, pod_facts};
 pub use policy::{

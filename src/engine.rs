@@ -9,6 +9,7 @@
 //! weights, or half an update. Why a replica that holds half an update stays paused: `docs/decisions/0003-half-an-update.md`.
 
 mod adapter;
+mod canary;
 mod checkpoint_engine;
 pub mod device;
 mod evidence;
@@ -48,7 +49,7 @@ pub use host::{HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTen
 pub use label::Holding;
 pub use secret::ApiKey;
 
-use crate::protocol::{EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
 
 /// Why an engine call failed. Bodies of replies are cut to 512 bytes; API keys never appear.
@@ -71,6 +72,8 @@ pub enum EngineError {
     Restarted,
     #[error("the engine may hold half an update of version {}: it stays paused until it is fed in full", version.version)]
     HalfAnUpdate { version: HeldVersion },
+    #[error("the canary refuses what it answers: {measured}")]
+    CanaryRefused { measured: String },
     #[error("cancelled")]
     Cancelled,
 }
@@ -92,6 +95,8 @@ pub struct InstallJob {
     pub pause: PausePolicy,
     /// What happens to the KV and prefix cache.
     pub kv_cache: KvCachePolicy,
+    /// What it is asked behind the switch; one token without it. Asked only where the engine is not left as paused as a trainer has it.
+    pub canary: Option<CanaryPolicy>,
     /// The whole install ends, and the engine is not paused any more by us (unless it holds half an update), after this long.
     pub timeout: Duration,
     /// Ends the install early, as long as the engine has not begun to load: after that it is carried to its end, because an engine that
@@ -104,7 +109,7 @@ pub struct InstallJob {
 pub struct InstallReport {
     /// The start of the engine that holds the version.
     pub start: EngineStart,
-    /// Times of finished steps in ms: `stage` (before the pause), `pause`, `load`, `check`, `resume`, `probe`.
+    /// Times of finished steps in ms: `stage` (before the pause), `pause`, `load`, `check`, `resume`, `probe` or `canary`.
     pub steps_ms: Vec<(String, u64)>,
 }
 
@@ -112,7 +117,7 @@ pub struct InstallReport {
 #[derive(Debug, thiserror::Error)]
 #[error("{step}: {source}")]
 pub struct InstallError {
-    /// The step that failed: `start`, `stage`, `pause`, `load`, `check`, `resume`, `probe`. After `resume` the engine holds the version and is
+    /// The step that failed: `start`, `stage`, `pause`, `load`, `check`, `resume`, `probe`, `canary`. After `resume` the engine holds the version and is
     /// still paused: [`Engine::resume`] is safe then.
     pub step: &'static str,
     /// Whether the engine may hold a mixture: it stays paused until it is fed in full ([`Engine::install`] again) or put back
@@ -172,6 +177,14 @@ pub trait Engine: Send + Sync {
     /// collective operation for ever looks like from outside, whatever its health endpoint says. An engine that is gone is not stuck.
     async fn is_stuck(&self, _deadline: Duration) -> bool {
         false
+    }
+
+    /// Whether it answers the canary's question now, whatever it answers; false while that is not known. An error says what it lacks.
+    async fn answers(&self, _canary: &CanaryPolicy, _deadline: Duration) -> Result<bool, EngineError> {
+        Err(EngineError::Unsupported {
+            what: format!("{} cannot be asked for log-probs", self.kind()),
+            next_step: "remove spec.canary".into(),
+        })
     }
 
     /// Switches to a version. `Ok` means that the engine confirmed its last step and is running (with [`PausePolicy::External`]: is as

@@ -7,7 +7,7 @@
 //! each step the same questions are asked in the same order, so a message that was lost costs time and nothing else.
 //!
 //! 1. `agents`: who can be spoken with, and which life speaks for a member.
-//! 2. `version`: which version enough replicas hold; `target`: which one the spec asks for.
+//! 2. `canary`: which version most refuse; `version`: which one enough replicas hold; `target`: which one the spec asks for.
 //! 3. `assess`: who could be in a group, and why the others could not.
 //! 4. `need`: whether the group is as it should be; if not, why, and when a new one is due.
 //! 5. `forming`: the new epoch is written, prepared, committed.
@@ -17,6 +17,7 @@ mod adopt;
 mod agents;
 mod assess;
 mod backoff;
+mod canary;
 mod config;
 mod decision;
 mod ending;
@@ -29,6 +30,7 @@ mod need;
 mod observation;
 mod observe;
 mod report;
+mod skew;
 mod target;
 #[cfg(test)]
 mod tests;
@@ -47,7 +49,7 @@ pub use view::{Degradation, GroupStage, MemberStanding, MemberView, MembershipVi
 
 use crate::plan::Candidate;
 pub use crate::plan::LeftOut;
-use crate::protocol::{HeldVersion, MemberName, Reason};
+use crate::protocol::{HeldVersion, MemberName, Reason, Version};
 use agents::Agents;
 use backoff::{Backoff, Failure, Weight};
 use group::{Forming, Group};
@@ -78,7 +80,9 @@ pub struct Membership {
     version: Option<HeldVersion>,
     /// The highest version that ever counted; above `version` once the group went back.
     highest: u64,
-    /// The version that the spec names, once somebody was found to keep it.
+    /// Versions that most replicas refused, with what they measured where this controller counted.
+    refused: BTreeMap<Version, String>,
+    /// The version that the spec names, or that a refused one is left for, once somebody was found to keep it.
     target: Option<HeldVersion>,
     /// Whether the plan was ever seen.
     planned: bool,
@@ -129,8 +133,14 @@ impl Membership {
             had_epoch: restored.epoch > 0,
             epoch: restored.epoch,
             over: 0,
-            highest: restored.version.as_ref().map_or(0, |held| held.version).max(restored.highest),
+            highest: restored
+                .version
+                .iter()
+                .map(|held| held.version)
+                .chain(restored.refused.iter().copied())
+                .fold(restored.highest, u64::max),
             version: restored.version,
+            refused: restored.refused.into_iter().map(|number| (number, "as its Event said".to_owned())).collect(),
             target: None,
             planned: false,
             candidates: Vec::new(),
@@ -230,6 +240,7 @@ impl Membership {
         if let Some(at) = self.agents.find_silent(self.now, self.config.agent_silence_ms) {
             self.wake_at(at);
         }
+        self.learn_refused();
         self.learn_version();
         self.learn_target();
         if self.suspended || self.deleted {

@@ -3,6 +3,7 @@
 //! Types only, with their serialised form. Decides nothing; knows no socket, no clock, no Kubernetes.
 //! Every message that acts on a group carries its [`EpochId`], so that the receiver can refuse what is stale.
 
+mod canary;
 mod client;
 mod control;
 mod data;
@@ -10,14 +11,18 @@ mod engine_group;
 mod external;
 mod identity;
 mod ids;
+mod lent;
 mod policy;
+mod progress;
 mod reason;
 mod roster;
+mod skew;
 mod trainer_gpu;
 mod transport;
 mod update;
 pub mod worker;
 
+pub use canary::*;
 pub use client::*;
 pub use control::*;
 pub use data::*;
@@ -25,9 +30,12 @@ pub use engine_group::*;
 pub use external::*;
 pub use identity::*;
 pub use ids::*;
+pub use lent::*;
 pub use policy::*;
+pub use progress::*;
 pub use reason::*;
 pub use roster::*;
+pub use skew::*;
 pub use trainer_gpu::*;
 pub use transport::*;
 pub use update::*;

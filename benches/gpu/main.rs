@@ -7,6 +7,8 @@
 #![allow(clippy::cast_precision_loss, clippy::unwrap_used, clippy::indexing_slicing)]
 
 mod endings;
+mod engine_groups;
+mod engine_rank;
 mod epochs;
 mod fleet;
 mod pattern;
@@ -59,6 +61,18 @@ pub struct Settings {
     /// Where `torch_ranks.py` is.
     #[arg(long, default_value = "tests/gpu/torch_ranks.py", global = true)]
     torch_ranks: PathBuf,
+    /// Where `engine_ranks.py` is.
+    #[arg(long, default_value = "tests/gpu/engine_ranks.py", global = true)]
+    engine_ranks: PathBuf,
+    /// Where the archive of `tests/gpu/engine_code.sh` was unpacked.
+    #[arg(long, global = true)]
+    engine_code: Option<PathBuf>,
+    /// Engines of engine-groups.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "sglang,lmdeploy,vllm", global = true)]
+    engines: Vec<engine_groups::Engine>,
+    /// engine-groups without a GPU: rank 0 is torch, over gloo, with our store. Not for vLLM.
+    #[arg(long, global = true)]
+    rehearse: bool,
     /// Added to the environment of workers: NAME=VALUE.
     #[arg(long = "env", global = true)]
     environment: Vec<String>,
@@ -71,12 +85,14 @@ pub struct Settings {
 enum Command {
     /// Every scenario that needs no torch.
     Workers,
-    /// Every scenario.
+    /// Every scenario but engine-groups.
     All,
     /// A source and receivers: every byte compared, every digest against the CPU's.
     Verify,
     /// A source of ours and receivers in torch: every byte compared there.
     TorchReceivers,
+    /// A source of ours and ranks that run the engines' own group code: every byte compared there, groups ended and formed again.
+    EngineGroups,
     /// Broadcasts with and without digests, against torch in the same run.
     Bandwidth,
     /// How long a group of warm workers takes to form.
@@ -110,6 +126,7 @@ fn main() -> Result<()> {
             match command {
                 C::Verify => verify::run(&settings).await?,
                 C::TorchReceivers => torch::receivers(&settings).await?,
+                C::EngineGroups => engine_groups::run(&settings).await?,
                 C::Bandwidth => speed::bandwidth(&settings, &mut report).await?,
                 C::Formation => speed::formation(&settings, &mut report).await?,
                 C::Epochs => epochs::run(&settings, &mut report).await?,

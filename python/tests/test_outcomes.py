@@ -118,6 +118,7 @@ def test_latest_takes_the_place_of_what_waits(start_agent: Callable[..., Agent])
         ("NotEnoughReplicas", weightsync.NotEnoughReplicas),
         ("ManifestChanged", weightsync.ManifestChanged),
         ("VersionPinned", weightsync.VersionPinned),
+        ("VersionRefused", weightsync.VersionRefused),
         ("Timeout", weightsync.Timeout),
         ("OutcomeUnknown", weightsync.OutcomeUnknown),
         ("Invalid", weightsync.Refused),

@@ -20,6 +20,7 @@ from .errors import (
     Timeout,
     VersionNotHigher,
     VersionPinned,
+    VersionRefused,
     WeightSyncError,
 )
 from .publisher import Publisher, PublishHandle
@@ -55,6 +56,7 @@ __all__ = [
     "Update",
     "VersionNotHigher",
     "VersionPinned",
+    "VersionRefused",
     "WeightSyncError",
     "fsdp2",
     "module",

@@ -48,6 +48,13 @@ class VersionPinned(WeightSyncError):
     """`spec.targetVersion` holds the group at a version: publish again once it is cleared."""
 
 
+class VersionRefused(WeightSyncError):
+    """The canary refused the version (`spec.canary`): engines that loaded it do not answer as they must.
+
+    Give other weights a higher number.
+    """
+
+
 class ManifestChanged(WeightSyncError):
     """A number whose publish failed was used again with other tensors."""
 
@@ -104,6 +111,7 @@ _BY_CODE: dict[str, type[WeightSyncError]] = {
     "VersionNotHigher": VersionNotHigher,
     "ManifestChanged": ManifestChanged,
     "VersionPinned": VersionPinned,
+    "VersionRefused": VersionRefused,
     "Timeout": Timeout,
     "OutcomeUnknown": OutcomeUnknown,
     "Fenced": Fenced,

@@ -12,7 +12,7 @@ use super::events::Events;
 use super::group::{Epoch, Group, Me, Standing, Step, refusal};
 use crate::protocol::{
     BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, MemberName, MemberPhase, MemberState,
-    PrepareRequest, Refusal, RefusalCode, ReleaseRequest, UpdateId,
+    PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest, UpdateId,
 };
 use crate::transport::{Admission, BucketStore, Wants};
 
@@ -25,6 +25,8 @@ pub struct Facts {
     pub earlier: Vec<HeldVersion>,
     /// Confirmed by the engine's present start; for a source, the last version that reached `minReady`.
     pub installed: Option<HeldVersion>,
+    /// Versions that the canary refused, the highest last.
+    pub refused: Vec<RefusedVersion>,
     /// The engine.
     pub engine: Option<EngineFacts>,
     /// Starts of the engine that took the place of a known one.
@@ -41,6 +43,8 @@ pub struct Facts {
     pub dirty: bool,
     /// Whether the engine does not answer.
     pub engine_down: bool,
+    /// By which way members on this member's GPU get the bytes in an epoch, for a person.
+    pub lent: Option<(EpochId, String)>,
     /// Why it is as it is, for a person.
     pub reason: Option<String>,
 }
@@ -363,7 +367,10 @@ fn state(group: &Group, facts: &Facts) -> MemberState {
         phase,
         epoch: standing.id().cloned(),
         transport: match standing {
-            Standing::Committing(epoch) | Standing::Committed(epoch) => Some(epoch.commit.transport.clone()),
+            Standing::Committing(epoch) | Standing::Committed(epoch) => {
+                let lent = facts.lent.as_ref().filter(|(id, _)| id == epoch.id());
+                Some(epoch.commit.transport.clone().noted(lent.map(|(_, how)| how.as_str())))
+            }
             Standing::Idle | Standing::Prepared(_) => None,
         },
         roster_digest: prepared.map(|prepared| prepared.roster.digest()),
@@ -374,6 +381,7 @@ fn state(group: &Group, facts: &Facts) -> MemberState {
             Standing::Idle | Standing::Prepared(_) => None,
         },
         installed: facts.installed.clone(),
+        refused: facts.refused.clone(),
         engine: facts.engine.clone(),
         engine_restarts: facts.engine_restarts,
         healthy: facts.healthy,

@@ -4,6 +4,7 @@
 //! membership's, by what [`Gpus::report`] says.
 
 mod beside;
+mod lending;
 mod seats;
 
 use std::collections::BTreeMap;
@@ -76,10 +77,19 @@ pub struct GpuSettings {
 struct Wanted {
     /// NCCL's settings by the object; workers start with them.
     environment: BTreeMap<String, String>,
+    /// What holds where neither the object nor our environment has it.
+    defaults: BTreeMap<String, String>,
     /// Ranks of the engine; 0 before the first group.
     ranks: usize,
     /// Slots and bytes of a slot, as the object says; what is 0 is chosen.
     ring: (u32, u64),
+}
+
+impl Wanted {
+    /// What workers start with: others are started where it changes.
+    fn nccl(&self) -> (BTreeMap<String, String>, BTreeMap<String, String>) {
+        (self.environment.clone(), self.defaults.clone())
+    }
 }
 
 /// Which part of the visible GPUs is an endpoint's: its number among the endpoints of the pod, and how many there are.
@@ -127,7 +137,7 @@ impl Gpus {
     pub fn configure(&self, policy: &TransportPolicy, ranks: u32) {
         let ring = (policy.slots, policy.slot_bytes);
         let ranks = usize::try_from(ranks).unwrap_or(usize::MAX);
-        let wanted = Wanted { environment: policy.environment.clone(), ranks, ring };
+        let wanted = Wanted { environment: policy.environment.clone(), defaults: policy.defaults.clone(), ranks, ring };
         // Nobody starts workers for an agent that was told to use no GPU: they would be waited for in vain at every epoch.
         let none = self.settings.choice == GpuChoice::None;
         self.wanted.send_if_modified(|now| {
@@ -163,8 +173,9 @@ impl Gpus {
         lock(&self.rings).first().cloned()
     }
 
-    /// What is told of the GPUs; waits up to `within` for workers that are starting.
+    /// What is told of the GPUs when an epoch is prepared; waits up to `within` for workers that are starting.
     pub async fn report(&self, within: Duration) -> GpuReport {
+        self.transport.give_back();
         let mut seats = self.seats.subscribe();
         let settled = timeout(within, seats.wait_for(|seats| !matches!(seats, Seats::Starting))).await;
         let open = match settled.ok().and_then(Result::ok).map(|seats| seats.clone()) {
@@ -306,7 +317,10 @@ impl Gpus {
         // Multicast over NVLink needs memory and rights that containers often lack; it must be asked for.
         start.environment.push((OsString::from("NCCL_NVLS_ENABLE"), OsString::from("0")));
         let wanted = self.wanted.borrow();
-        start.environment.extend(wanted.environment.iter().map(|(name, value)| (OsString::from(name), OsString::from(value))));
+        let given =
+            |values: &BTreeMap<String, String>| -> Vec<_> { values.iter().map(|(name, value)| (name.into(), value.into())).collect() };
+        start.environment.extend(given(&wanted.environment));
+        start.defaults.extend(given(&wanted.defaults));
         Ok(start)
     }
 }

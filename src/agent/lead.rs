@@ -12,6 +12,8 @@ mod external;
 mod fan;
 pub mod feed;
 mod keeping;
+mod lending;
+mod openings;
 pub mod peers;
 mod phases;
 mod probe;

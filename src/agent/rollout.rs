@@ -4,6 +4,7 @@
 //! It never resumes an engine that may hold half an update, and never calls a version installed that the engine's present start did not confirm.
 
 mod arriving;
+mod canary;
 mod companions;
 mod device;
 mod external;
@@ -46,7 +47,10 @@ use super::lead::feed::{Copy, Holder};
 use super::shelf::Shelf;
 use super::space::Cgroups;
 use crate::engine::{Engine, EngineStart};
-use crate::protocol::{Delivery, EpochId, HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId, UpdatePolicy, UpdateStatus};
+use crate::protocol::{
+    CanaryPolicy, Delivery, EpochId, HeldVersion, PrepareRequest, Refusal, RefusalCode, RefusedVersion, UpdateId, UpdatePolicy,
+    UpdateStatus,
+};
 use crate::runtime::deadline::ProgressDeadline;
 
 /// Longest time that an engine may take to leave a group for good.
@@ -106,6 +110,10 @@ struct Inner {
     /// The epoch in which this rollout, which feeds the others, went back first or tried to; and whether it is at it.
     went_back: Option<EpochId>,
     going_back: bool,
+    /// Versions that its canary refused, the highest last.
+    refused: Vec<RefusedVersion>,
+    /// The start of the engine that answered a canary, and which.
+    answered: Option<(EngineStart, CanaryPolicy)>,
     /// What the engine was last switched to.
     last: Option<HeldVersion>,
     /// A start of the engine that cannot be fed from GPU memory although it said so, and why.
@@ -193,6 +201,7 @@ impl Rollout {
         if policy.delivery == Delivery::Engine && !knows {
             self.ask_group(Duration::from_millis(request.deadline_ms / 2)).await?;
         }
+        self.can_be_asked(policy, Duration::from_millis(request.deadline_ms / 4)).await?;
         if facts.size != member.size {
             return Err(refusal(
                 RefusalCode::SizeMismatch,
@@ -238,8 +247,7 @@ impl Rollout {
         let released = self.core.released();
         let current = self.core.current();
         let assigned = self.assigned.borrow().clone();
-        // Asked here and now: between two probes an engine may be killed, start anew and answer.
-        let certain = self.is_certain();
+        let epoch = self.core.epoch();
         self.with(|inner| {
             readiness::ready(&readiness::Seen {
                 assigned: &assigned,
@@ -248,18 +256,16 @@ impl Rollout {
                 last: inner.last.as_ref(),
                 installed: inner.machine.installed(),
                 awaits: inner.machine.awaits_its_turn().filter(|_| inner.policy.as_ref().is_some_and(|policy| policy.max_unavailable > 0)),
+                max_skew: inner.policy.as_ref().and_then(|policy| policy.max_skew),
+                left: inner.machine.installed().is_some_and(|installed| epoch.is_some_and(|epoch| epoch.left(installed.held.version))),
                 dirty: inner.machine.dirty().map(|dirty| dirty.reason.as_str()),
                 switching: inner.switching,
                 start: inner.engine.start(),
-                certain,
+                // Looked at here and now: between two probes an engine may be killed, start anew and answer.
+                certain: inner.machine.is_certain(),
                 unhealthy: inner.engine.unhealthy() || inner.engine.unreachable(),
             })
         })
-    }
-
-    /// Whether the engine's process is the one that answered last, seen without asking it; also before any answered.
-    fn is_certain(&self) -> bool {
-        lock(&self.inner).engine.start().is_none_or(|start| self.engine.is_still(start))
     }
 
     /// Whether the engine answered, and the process that did is there.
@@ -347,6 +353,7 @@ impl Inner {
         facts.retained = of_group.or(self.kept.as_ref()).or(self.staged.as_ref()).map(|version| version.held.clone());
         facts.earlier = self.held().map(|version| version.held.clone()).filter(|held| Some(held) != facts.retained.as_ref()).collect();
         facts.installed = self.machine.certainly_installed().map(|installed| installed.held.clone());
+        facts.refused.clone_from(&self.refused);
         facts.engine_restarts = self.engine.restarts;
         facts.engine.clone_from(&self.engine.facts);
         facts.healthy = !self.engine.unhealthy();

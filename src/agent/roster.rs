@@ -14,7 +14,9 @@ use super::group::Epoch;
 use super::lead::Leader;
 use super::lead::peers::Peer;
 use super::rollout::same_version;
-use crate::protocol::{HeldVersion, MemberName, MemberPhase, MemberState, Role, RosterReplica, RosterView};
+use crate::protocol::{
+    HeldVersion, MemberName, MemberPhase, MemberState, Role, RosterReplica, RosterView, Skew, Version, newest_in_service, skew,
+};
 
 /// The roster by what is known now. An agent that leads nobody knows of itself only.
 pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeMap<MemberName, Peer>, own: &MemberState) -> RosterView {
@@ -30,6 +32,13 @@ pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeM
         let reached = epoch.rollouts().iter().filter(|name| there(name)).count();
         epoch.returned().is_some() && reached < usize::try_from(epoch.prepared.policy.min_ready.max(1)).unwrap_or(usize::MAX)
     });
+    let limit = epoch.zip(current).and_then(|(epoch, current)| {
+        let most = epoch.prepared.policy.max_skew?;
+        let rollouts = epoch.rollouts();
+        let held = rollouts.iter().filter_map(|name| serving(name).filter(|state| state.phase != MemberPhase::Dirty)?.installed.as_ref());
+        let held = held.map(|held| held.version).filter(|version| !epoch.left(*version));
+        Some(Limit { most, counts: current.version, newest: newest_in_service(most, current.version, held) })
+    });
     let members = epoch.map(|epoch| epoch.prepared.roster.members.as_slice()).unwrap_or_default();
     for member in members.iter().filter(|member| member.role == Role::Rollout) {
         let peer = peers.get(&member.name);
@@ -41,7 +50,7 @@ pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeM
         replicas.push(RosterReplica {
             name: member.name.clone(),
             url: epoch.and_then(|epoch| epoch.address(&member.name)).and_then(|address| address.engine_url.clone()),
-            state: word(state.filter(|_| !lost), current, going_back).to_owned(),
+            state: word(state.filter(|_| !lost), current, going_back, limit).to_owned(),
             version: state.and_then(|state| state.installed.as_ref()).map(|installed| installed.version),
             rank_offset: member.rank_offset,
             size: member.size,
@@ -50,7 +59,15 @@ pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeM
     RosterView { epoch: epoch.map(|epoch| epoch.id().epoch), version: current.map(|current| current.version), replicas }
 }
 
-fn word(state: Option<&MemberState>, current: Option<&HeldVersion>, going_back: Option<&Epoch>) -> &'static str {
+/// How far versions in service may be apart, and from what that is counted.
+#[derive(Clone, Copy)]
+struct Limit {
+    most: Version,
+    counts: Version,
+    newest: Version,
+}
+
+fn word(state: Option<&MemberState>, current: Option<&HeldVersion>, going_back: Option<&Epoch>, limit: Option<Limit>) -> &'static str {
     let Some(state) = state else { return "out" };
     match (state.phase, &state.installed, current) {
         (MemberPhase::Dirty, ..) => "dirty",
@@ -60,6 +77,10 @@ fn word(state: Option<&MemberState>, current: Option<&HeldVersion>, going_back: 
         (MemberPhase::Ready, _, None) => "ready",
         (MemberPhase::Ready, Some(installed), Some(current)) if same_version(installed, current) => "ready",
         (MemberPhase::Ready, Some(installed), _) if going_back.is_some_and(|epoch| epoch.left(installed.version)) => "ready",
+        (MemberPhase::Ready, Some(installed), Some(current)) if installed.version != current.version => {
+            let within = |Limit { most, counts, newest }| skew(most, counts, newest, installed.version) == Skew::Within;
+            if limit.is_some_and(within) { "ready" } else { "behind" }
+        }
         (MemberPhase::Ready, ..) => "behind",
     }
 }

@@ -20,8 +20,8 @@ use super::rollout::{PAUSING, Rollout};
 use super::source::Source;
 use crate::protocol::{
     AbortRequest, ActivateRequest, BeginRequest, CommitRequest, Delivery, EngineJoinRequest, EngineJoinResponse, EpochId, ExternalBegin,
-    ExternalEnd, FenceRequest, FinishRequest, GpuReport, JoinRequest, JoinResponse, MemberState, PrepareRequest, PrepareResponse,
-    ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, ReleaseRequest, TransportWish, UpdateStatus,
+    ExternalEnd, FenceRequest, FinishRequest, GpuReport, JoinRequest, JoinResponse, LendRequest, MemberState, PrepareRequest,
+    PrepareResponse, ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, ReleaseRequest, TransportWish, UpdateStatus,
 };
 use crate::runtime::https::{Valid, ndjson};
 use crate::runtime::identity::PeerIdentity;
@@ -53,6 +53,7 @@ pub fn router(endpoint: Arc<Endpoint>) -> Router {
         .route("/v1/epoch/prepare", post(prepare))
         .route("/v1/epoch/commit", post(commit))
         .route("/v1/epoch/join", post(join))
+        .route("/v1/epoch/lend", post(lend))
         .route("/v1/epoch/engine-join", post(engine_join))
         .route("/v1/epoch/fence", post(fence))
         .route("/v1/release", post(release))
@@ -115,15 +116,24 @@ async fn gpus_for(endpoint: &Endpoint, request: &PrepareRequest, within: Duratio
 
 async fn join(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<JoinRequest>) -> Result<Json<JoinResponse>, Refusal> {
     let epoch = endpoint.core.joining(&request.id)?;
-    match &peer {
-        PeerIdentity::Agent { pod_uid, .. } if epoch.may_lead(pod_uid) => {}
-        _ => return Err(refusal(RefusalCode::Forbidden, format!("{} does not lead epoch {}", peer.uri(), request.id.epoch))),
-    }
+    leads(&epoch, &peer)?;
     let limit = Duration::from_millis(request.deadline_ms);
     let deadline = Instant::now() + limit.mul_f32(0.95);
     on_its_own(limit, async move {
         let gpus = endpoint.leader.gpus().ok_or_else(|| refusal(RefusalCode::Internal, "its agent uses no GPU"))?;
         gpus.join(&epoch, request.nccl, deadline).await.map(Json)
+    })
+    .await
+}
+
+async fn lend(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<LendRequest>) -> Result<Json<()>, Refusal> {
+    let epoch = endpoint.core.joining(&request.id)?;
+    leads(&epoch, &peer)?;
+    let limit = Duration::from_millis(request.deadline_ms);
+    let deadline = Instant::now() + limit.mul_f32(0.95);
+    on_its_own(limit, async move {
+        let gpus = endpoint.leader.gpus().ok_or_else(|| refusal(RefusalCode::Internal, "its agent uses no GPU"))?;
+        gpus.borrow(&epoch, &request, deadline).await.map(Json)
     })
     .await
 }
@@ -134,10 +144,7 @@ async fn engine_join(
     Valid(request): Valid<EngineJoinRequest>,
 ) -> Result<Json<EngineJoinResponse>, Refusal> {
     let epoch = endpoint.core.joining(&request.id)?;
-    match &peer {
-        PeerIdentity::Agent { pod_uid, .. } if epoch.may_lead(pod_uid) => {}
-        _ => return Err(refusal(RefusalCode::Forbidden, format!("{} does not lead epoch {}", peer.uri(), request.id.epoch))),
-    }
+    leads(&epoch, &peer)?;
     let rollout = rollout(&endpoint)?.clone();
     let limit = Duration::from_millis(request.deadline_ms);
     on_its_own(limit, async move { rollout.join_group(&epoch, &request, limit.mul_f32(0.95)).await.map(Json) }).await
@@ -290,9 +297,15 @@ fn rollout(endpoint: &Endpoint) -> Result<&Arc<Rollout>, Refusal> {
 fn led(endpoint: &Endpoint, peer: &PeerIdentity, id: &EpochId) -> Result<(Arc<Rollout>, Arc<Epoch>), Refusal> {
     let rollout = rollout(endpoint)?;
     let epoch = endpoint.core.acting(id)?;
+    leads(&epoch, peer)?;
+    Ok((rollout.clone(), epoch))
+}
+
+/// Refuses whoever does not lead that epoch.
+fn leads(epoch: &Epoch, peer: &PeerIdentity) -> Result<(), Refusal> {
     match peer {
-        PeerIdentity::Agent { pod_uid, .. } if epoch.may_lead(pod_uid) => Ok((rollout.clone(), epoch)),
-        _ => Err(refusal(RefusalCode::Forbidden, format!("{} does not lead epoch {}", peer.uri(), id.epoch))),
+        PeerIdentity::Agent { pod_uid, .. } if epoch.may_lead(pod_uid) => Ok(()),
+        _ => Err(refusal(RefusalCode::Forbidden, format!("{} does not lead epoch {}", peer.uri(), epoch.id().epoch))),
     }
 }
 

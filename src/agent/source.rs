@@ -66,6 +66,7 @@ impl Source {
     fn current(&self, epoch: Option<&Epoch>) -> Option<HeldVersion> {
         let told = epoch.map_or_else(|| self.core.current(), |epoch| epoch.current().cloned());
         let mut history = lock(&self.history);
+        epoch.into_iter().flat_map(|epoch| &epoch.commit.refused).for_each(|version| history.refused(*version));
         if let (Some(returned), Some(to)) = (epoch.and_then(Epoch::returned), &told) {
             history.went_back(to, returned.from);
         }

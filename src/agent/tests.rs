@@ -2,6 +2,8 @@
 //! properties of the state machines.
 
 mod bed;
+mod canary;
+mod corrupting;
 mod doors;
 mod engine;
 mod epochs;

@@ -1,5 +1,7 @@
 //! Spec into inputs of the rooms below. Numbers were checked before; one that cannot be is cut at its limit rather than wrapped.
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
@@ -90,19 +92,24 @@ impl WeightSyncSpec {
             },
             min_ready: self.min_ready(total),
             max_unavailable: self.max_unavailable(total),
+            max_skew: self.membership.max_skew.and_then(|most| u64::try_from(most).ok()),
             silence_ms: millis(self.update.silence_seconds),
             update_timeout_ms: millis(self.update.timeout_seconds),
             retain_bytes: u64::try_from(retain_mib).unwrap_or(0).saturating_mul(1 << 20),
             keep: count(self.membership.keep),
             bucket_bytes: u64::from(count(tcp.bucket_mib.unwrap_or(0))) << 20,
             data_tls: tcp.tls,
-            transport: self.transport_policy(),
+            transport: match self.delivery {
+                super::Delivery::Engine => self.transport_policy().beside_engines(self.engine_kinds()),
+                super::Delivery::Agent | super::Delivery::External => self.transport_policy(),
+            },
             health: HealthPolicy {
                 period_ms: millis(self.health.period_seconds),
                 timeout_ms: millis(self.health.timeout_seconds),
                 failure_threshold: count(self.health.failure_threshold),
                 success_threshold: count(self.health.success_threshold),
             },
+            canary: self.canary.as_ref().map(super::Canary::policy),
         }
     }
 
@@ -118,7 +125,12 @@ impl WeightSyncSpec {
             slot_bytes: u64::from(count(nccl.bucket_mib.unwrap_or(0))) << 20,
             slots: count(nccl.buffers.unwrap_or(0)),
             environment: nccl.env,
+            defaults: BTreeMap::new(),
         }
+    }
+
+    fn engine_kinds(&self) -> impl Iterator<Item = &'static str> {
+        self.rollouts.iter().filter_map(|pool| pool.engine.server()).map(|server| server.kind)
     }
 
     /// The version that the group is to go back to.

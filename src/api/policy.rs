@@ -147,6 +147,16 @@ pub struct Membership {
         .message("maxUnavailable must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\""))]
     pub max_unavailable: Option<IntOrString>,
 
+    /// How far versions in service may be apart, by their numbers: a replica is ready as long as its version is at most so much older than the
+    /// newest version in service, and one that is ahead of the version that counts (`minReady` replicas serve it) by more waits until its own
+    /// counts (for the gate and the roster; a sidecar's probe is not told that moment, and lets it serve).
+    /// So 1 lets a replica that failed to switch serve on until the next but one version, and with 0 only one version is in service at
+    /// any time: let `minReady` be about half then. If left out, replicas behind the version that counts are not ready, unless they are about to be
+    /// switched (`maxUnavailable`). While a group goes back, both versions are in service until `minReady` replicas were taken back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
+    pub max_skew: Option<i64>,
+
     /// Versions that are kept in the fleet, the current one counted, so that `targetVersion` can name an earlier one. Each agent keeps what
     /// fits into `update.retain` and into its pod's memory (rollouts whose engine loads from files, and the source); the version that was
     /// not used for longest goes first.
@@ -312,7 +322,14 @@ impl Default for Health {
 
 impl Default for Membership {
     fn default() -> Self {
-        Self { min_ready: one_replica(), max_unavailable: None, keep: one(), join: Join::default(), debounce_seconds: one() }
+        Self {
+            min_ready: one_replica(),
+            max_unavailable: None,
+            max_skew: None,
+            keep: one(),
+            join: Join::default(),
+            debounce_seconds: one(),
+        }
     }
 }
 

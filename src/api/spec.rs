@@ -10,6 +10,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::canary::Canary;
 use super::policy::{Agent, Health, Membership, Readiness, Transport, Update};
 use super::pool::Pool;
 use super::{PodSelector, WeightSyncStatus};
@@ -85,6 +86,10 @@ use super::{PodSelector, WeightSyncStatus};
     .message("LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External"))]
 #[x_kube(validation = Rule::new("self.delivery == 'Agent' || !has(self.membership.maxUnavailable)")
     .message("only with delivery Agent does a version lie complete before engines switch: remove membership.maxUnavailable, or set delivery to Agent"))]
+#[x_kube(validation = Rule::new("!has(self.canary) || (self.delivery != 'External' && self.update.pause != 'External')")
+    .message("an engine that the trainer feeds or pauses by itself is not asked by a canary: remove canary, or set delivery and update.pause to something else than External"))]
+#[x_kube(validation = Rule::new("!has(self.canary) || self.membership.keep >= 2")
+    .message("a canary needs an earlier version to go back to: set membership.keep to 2 or more"))]
 #[x_kube(validation = Rule::new("self.delivery != 'Engine' || !has(self.transport.tcp)")
     .message("delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent"))]
 #[x_kube(validation = Rule::new("(self.update.pause == 'Abort' && self.update.kvCache == 'Reset') || !self.rollouts.exists(p, has(p.engine.fastdeploy))")
@@ -101,6 +106,12 @@ pub struct WeightSyncSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
     pub target_version: Option<i64>,
+
+    /// What every engine is asked behind a switch, before its replica says that it holds the version. A replica whose engine does not answer
+    /// within the range does not serve; when most of those that were asked refuse a version, the group goes back to the one before by itself
+    /// (condition `Degraded`, reason `VersionRefused`, `status.refused`). If left out, one token is generated and not judged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub canary: Option<Canary>,
 
     /// The trainer: an ordered set of pods, of which the first is the source.
     pub trainer: Trainer,

@@ -49,9 +49,15 @@ pub struct WeightSyncStatus {
     #[schemars(length(max = 64))]
     pub manifest: Option<String>,
 
-    /// The highest version that was ever served, where `version` is an earlier one that `targetVersion` named: a publish must be higher.
+    /// The highest version that was ever served or refused, where `version` is an earlier one: a publish must be higher.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rolled_back_from: Option<i64>,
+
+    /// Versions that most replicas refused by their canary, the highest last; at most 16. They are never brought to anybody again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub refused: Vec<i64>,
 
     /// The latest update.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -209,7 +209,11 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
         "spec.delivery",
         "only with delivery Agent does a version lie complete before engines switch: remove membership.maxUnavailable, or set delivery to Agent",
     );
+    if let Some(most) = spec.membership.max_skew {
+        problems.range("spec.membership.maxSkew", most, 0, 9_007_199_254_740_991);
+    }
     problems.range("spec.membership.keep", spec.membership.keep.into(), 1, 16);
+    canary(problems, spec);
     if let Some(version) = spec.target_version {
         problems.range("spec.targetVersion", version, 0, 9_007_199_254_740_991);
     }
@@ -238,6 +242,23 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
         "spec",
         "apiKeySecretRef works with agent.launch Ephemeral; an agent that was injected gets the key from the \
          pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment",
+    );
+}
+
+fn canary(problems: &mut Problems, spec: &WeightSyncSpec) {
+    let Some(canary) = &spec.canary else { return };
+    for (field, message) in canary.problems() {
+        problems.expect(false, &format!("spec.{field}"), &message);
+    }
+    problems.expect(
+        spec.delivery != Delivery::External && spec.update.pause != Pause::External,
+        "spec.canary",
+        "an engine that the trainer feeds or pauses by itself is not asked by a canary: remove canary, or set delivery and update.pause to something else than External",
+    );
+    problems.expect(
+        spec.membership.keep >= 2,
+        "spec.canary",
+        "a canary needs an earlier version to go back to: set membership.keep to 2 or more",
     );
 }
 

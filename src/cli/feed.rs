@@ -148,6 +148,7 @@ impl FeedArgs {
                 layout: layout.clone(),
                 pause,
                 kv_cache,
+                canary: None,
                 timeout: within,
                 silence: within,
                 cancel: CancellationToken::new(),
@@ -203,7 +204,7 @@ impl FeedArgs {
             } else {
                 let cancel = CancellationToken::new();
                 let (directory, local_directory) = (directory.clone(), directory.clone());
-                let job = InstallJob { version, directory, local_directory, pause, kv_cache, timeout: within, cancel };
+                let job = InstallJob { version, directory, local_directory, pause, kv_cache, canary: None, timeout: within, cancel };
                 let begun = Instant::now();
                 let report = engine.install(&job).await.with_context(|| format!("version {number} is not installed"))?;
                 ("directory", layout.total_bytes, report, begun.elapsed())

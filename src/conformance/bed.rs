@@ -361,7 +361,7 @@ impl Bed {
         let cancel = CancellationToken::new();
         if directory_way {
             let local_directory = directory.clone();
-            let job = InstallJob { version: held, directory, local_directory, pause, kv_cache, timeout: within, cancel };
+            let job = InstallJob { version: held, directory, local_directory, pause, kv_cache, canary: None, timeout: within, cancel };
             return engine.install(&job).await;
         }
         let sockets = self.folder.0.join("s");
@@ -371,6 +371,7 @@ impl Bed {
             layout: Arc::new(layout),
             pause,
             kv_cache,
+            canary: None,
             timeout: within,
             silence: within,
             cancel,

@@ -58,7 +58,7 @@ impl Attempt {
     }
 
     fn is_over(&self) -> bool {
-        matches!(self.phase, UpdatePhase::Done | UpdatePhase::Failed)
+        self.phase.is_over()
     }
 }
 

@@ -195,8 +195,7 @@ impl ControllerMetrics {
     /// Counts an attempt that ended.
     pub(super) fn count_update(&self, update: &UpdateView, transport: Option<&TransportChoice>) {
         let done = update.phase == UpdatePhase::Done;
-        let kind = if update.feeding { "feed" } else { "publish" };
-        self.updates.get_or_create(&Ended { kind, outcome: if done { "done" } else { "failed" } }).inc();
+        self.updates.get_or_create(&Ended { kind: update.kind(), outcome: if done { "done" } else { "failed" } }).inc();
         if !done {
             return;
         }
@@ -216,7 +215,7 @@ impl ControllerMetrics {
     }
 }
 
-/// Phases come from agents as text: what is not of the list makes no series.
-fn phase_word(phase: &str) -> Option<&'static str> {
+/// Phases come from agents as text: what is not of the list makes no series, and no span.
+pub(super) fn phase_word(phase: &str) -> Option<&'static str> {
     ["begin", "transfer", "verify", "activate"].into_iter().find(|known| *known == phase)
 }

@@ -321,5 +321,10 @@ fn restored(object: &WeightSync, term: u64, earlier: Option<&Entry>) -> Restored
     let highest = unsigned(status.and_then(|status| status.rolled_back_from)).unwrap_or(0);
     let left = earlier.and_then(|entry| entry.handle.view.borrow().returned).map_or(0, |returned| returned.from);
     let epoch = unsigned(status.and_then(|status| status.epoch)).unwrap_or(0).max(seen);
-    Restored { term, epoch, version: earlier_version.or(version), highest: highest.max(left) }
+    let of_status = status.into_iter().flat_map(|status| &status.refused).filter_map(|number| unsigned(Some(*number)));
+    let of_view = earlier.map(|entry| entry.handle.view.borrow().refused.clone()).unwrap_or_default();
+    let mut refused: Vec<u64> = of_status.chain(of_view).collect();
+    refused.sort_unstable();
+    refused.dedup();
+    Restored { term, epoch, version: earlier_version.or(version), highest: highest.max(left), refused }
 }

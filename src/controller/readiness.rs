@@ -87,9 +87,11 @@ fn replica(object: &WeightSync, view: &MembershipView, member: &MemberView) -> V
         };
     };
     match &member.installed {
-        // The engine confirmed it since its present start; a newer one than the group's counts as well.
-        Some(held) if held.version >= current.version => Verdict::serve(Reason::MemberReady, &format!("serves version {}", held.version)),
-        Some(held) => not(format!("serves version {}, the current one is {}: {}", held.version, current.version, member.message)),
+        // The engine confirmed it since its present start.
+        Some(held) => match view.may_serve(held) {
+            Ok(()) => Verdict::serve(Reason::MemberReady, &format!("serves version {}", held.version)),
+            Err(why) => not(format!("{why}: {}", member.message)),
+        },
         None => not(format!("serves no verified version, the current one is {}: {}", current.version, member.message)),
     }
 }

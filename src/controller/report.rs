@@ -11,7 +11,7 @@ use crate::api::{
     WeightSync, WeightSyncStatus,
 };
 use crate::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
-use crate::protocol::{MemberName, Reason, Role, UpdatePhase, UpdateView};
+use crate::protocol::{MemberName, Reason, Role, UpdateView};
 
 /// Longest message of a member, in bytes.
 const MEMBER_MESSAGE: usize = 1024;
@@ -58,6 +58,7 @@ pub(super) fn status(facts: &Facts<'_>, before: &[Condition], now: Timestamp) ->
         rolled_back_from: held
             .and_then(|held| view.returned.filter(|returned| returned.from > held.version && view.wanted == view.version))
             .map(|returned| signed_long(returned.from)),
+        refused: view.refused.iter().map(|number| signed_long(*number)).collect(),
         last_update: view.update.as_ref().map(last_update),
         replicas: Some(ReplicaCount::new(view.ready, decided.replicas.max(view.ready))),
         members: view.members.iter().take(MAX_MEMBERS).map(member).collect(),
@@ -170,7 +171,7 @@ fn name_first(member: Option<&MemberName>, message: &str) -> String {
 }
 
 fn runs(update: &UpdateView) -> bool {
-    !matches!(update.phase, UpdatePhase::Done | UpdatePhase::Failed)
+    !update.phase.is_over()
 }
 
 fn progressing(view: &MembershipView) -> Judgement {
@@ -182,7 +183,12 @@ fn progressing(view: &MembershipView) -> Judgement {
         _ => match view.update.as_ref().filter(|update| runs(update)) {
             _ if view.wanted.is_some() && view.wanted != view.version => {
                 let wanted = view.wanted.as_ref().map_or(0, |held| held.version);
-                Judgement(Some(true), Reason::RollingBack, format!("members are taken to version {wanted}, as targetVersion asks"))
+                let refused = view.version.as_ref().filter(|version| view.refused.contains(&version.version));
+                let why = refused.map_or_else(
+                    || "as targetVersion asks".to_owned(),
+                    |refused| format!("because the canary refuses version {}", refused.version),
+                );
+                Judgement(Some(true), Reason::RollingBack, format!("members are taken to version {wanted}, {why}"))
             }
             Some(update) => Judgement(Some(true), Reason::Updating, format!("version {} is on its way", update.version)),
             None => match view.returned.filter(|returned| returned.pinned) {

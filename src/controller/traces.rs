@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 
 use tokio::sync::mpsc;
 
+use super::metrics::phase_word;
 use crate::protocol::{InstallStep, MemberName, UpdatePhase, UpdateView};
 
 /// Traces that wait for the collector; what comes on top of them is lost, because nothing may wait for a collector.
@@ -65,7 +66,7 @@ impl Trail {
                 steps.push((member.step, now));
             }
         }
-        if matches!(update.phase, UpdatePhase::Done | UpdatePhase::Failed) && !attempt.over {
+        if update.phase.is_over() && !attempt.over {
             attempt.over = true;
             let failed = update.phase == UpdatePhase::Failed;
             let unsaid = failed.then_some("failed");
@@ -77,8 +78,8 @@ impl Trail {
 
 impl Attempt {
     fn is(&self, update: &UpdateView) -> bool {
-        let key = |view: &UpdateView| (view.id.clone(), view.version, view.attempt, view.feeding);
-        key(&self.latest) == key(update)
+        let known = &self.latest;
+        (&known.id, known.version, known.attempt, known.feeding) == (&update.id, update.version, update.attempt, update.feeding)
     }
 
     fn trace(&self, now: u64, failure: Option<&str>) -> Trace {
@@ -91,8 +92,7 @@ impl Attempt {
             ("weightsync.attempt", view.attempt.to_string()),
             ("weightsync.bytes", view.total_bytes.to_string()),
         ];
-        let name = if view.feeding { "feed" } else { "publish" };
-        let mut spans = vec![Span { name, parent: None, begun: self.begun, ended: now, attributes, failure }];
+        let mut spans = vec![Span { name: view.kind(), parent: None, begun: self.begun, ended: now, attributes, failure }];
         let mut at = self.begun;
         for (phase, took) in &view.phases_ms {
             let Some(name) = phase_word(phase) else { continue };
@@ -122,16 +122,10 @@ impl Attempt {
 
 /// The id of an attempt's trace: the first 16 bytes of the BLAKE3 hash of `EPOCH/VERSION/ATTEMPT/KIND`.
 fn trace_id(view: &UpdateView) -> [u8; 16] {
-    let kind = if view.feeding { "feed" } else { "publish" };
-    let digest = blake3::hash(format!("{}/{}/{}/{kind}", view.id, view.version, view.attempt).as_bytes());
+    let digest = blake3::hash(format!("{}/{}/{}/{}", view.id, view.version, view.attempt, view.kind()).as_bytes());
     let mut id = [0; 16];
     digest.as_bytes().iter().zip(&mut id).for_each(|(from, to)| *to = *from);
     id
-}
-
-/// Phases come from agents as text: what is not of the list makes no span.
-fn phase_word(phase: &str) -> Option<&'static str> {
-    ["begin", "transfer", "verify", "activate"].into_iter().find(|known| *known == phase)
 }
 
 /// What a rollout does while it is at a step.

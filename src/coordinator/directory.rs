@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::mpsc;
 
-use crate::protocol::{Announcement, Assignment, HeldVersion, Rejection, Returned};
+use crate::protocol::{Announcement, Assignment, HeldVersion, Rejection, Returned, Version};
 
 /// What an object claims of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,6 +32,7 @@ struct Object {
     claims: HashMap<String, Assignment>,
     current: Option<HeldVersion>,
     returned: Option<Returned>,
+    newest: Option<Version>,
     announcements: mpsc::Sender<Announcement>,
 }
 
@@ -44,17 +45,17 @@ impl Directory {
     pub(super) fn add(&self, weightsync: &str, created: u64, announcements: mpsc::Sender<Announcement>) {
         let mut inner = self.lock();
         let claims = inner.objects.remove(weightsync).map(|object| object.claims).unwrap_or_default();
-        inner.objects.insert(weightsync.to_owned(), Object { created, claims, current: None, returned: None, announcements });
+        inner.objects.insert(weightsync.to_owned(), Object { created, claims, current: None, returned: None, newest: None, announcements });
     }
 
-    /// Says which version every rollout of the object should hold; it goes out with each assignment.
-    pub(super) fn set_current(&self, weightsync: &str, current: Option<&HeldVersion>, returned: Option<Returned>) {
+    /// Says which version every rollout of the object should hold, and which is the newest in service; it goes out with each assignment.
+    pub(super) fn set_current(&self, weightsync: &str, current: Option<&HeldVersion>, returned: Option<Returned>, newest: Option<Version>) {
         if let Some(object) = self.lock().objects.get_mut(weightsync) {
-            (object.current, object.returned) = (current.cloned(), returned);
+            (object.current, object.returned, object.newest) = (current.cloned(), returned, newest);
         }
     }
 
-    /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current` and `returned` are filled in here). Nothing happens to an unknown object.
+    /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current`, `returned` and `newest` are filled in here). Nothing happens to an unknown object.
     pub fn claim(&self, weightsync: &str, claims: HashMap<String, Assignment>) {
         if let Some(object) = self.lock().objects.get_mut(weightsync) {
             object.claims = claims;
@@ -91,7 +92,8 @@ impl Directory {
         });
         match claims.min_by_key(|(object, uid, _)| (object.created, *uid)) {
             Some((object, uid, assignment)) => {
-                let assignment = Assignment { current: object.current.clone(), returned: object.returned, ..assignment.clone() };
+                let Object { current, returned, newest, .. } = object;
+                let assignment = Assignment { current: current.clone(), returned: *returned, newest: *newest, ..assignment.clone() };
                 Ok(Claimed { weightsync: uid.clone(), assignment })
             }
             None => Err(Rejection { message: format!("no WeightSync claims the pod with UID {pod_uid}"), retryable: false }),

@@ -242,7 +242,8 @@ impl Coordinator {
         let view = self.membership.view();
         // Readiness follows once enough replicas went back: until then those that have not serve on.
         let returned = view.returned.filter(|_| view.wanted == view.version);
-        self.context.directory.set_current(&self.applied.config.weightsync, view.wanted.as_ref(), returned);
+        let current = view.wanted.as_ref().or(view.version.as_ref());
+        self.context.directory.set_current(&self.applied.config.weightsync, current, returned, view.newest);
         self.view.send_if_modified(|shown| {
             let differs = *shown != view;
             *shown = view;

@@ -3,6 +3,7 @@
 //! Decides when an engine counts as holding half an update (from before the first weight is touched until the last check), what is undone
 //! and within which part of the deadline. It never resumes an engine that may hold half an update, and never leaves one paused that does not.
 
+mod canary;
 mod device;
 mod external;
 mod group;
@@ -21,14 +22,13 @@ use tokio::sync::{Mutex, OwnedMutexGuard};
 
 use self::last_group::LastGroup;
 use super::http::Until;
-use super::lifeline::Lifeline;
 use super::server::Server;
 use super::start::StartWatch;
 use super::{
     DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, External, Holding, HostInstall, HostJob,
     InstallError, InstallJob, InstallReport, Resumed,
 };
-use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
 
 /// An engine behind its [`Server`] calls. Clones share it.
@@ -90,13 +90,6 @@ impl<S: Server> Inner<S> {
         tokio::time::timeout(until.left(), Arc::clone(&self.turn).lock_owned()).await.map_err(|_| timeout)
     }
 
-    /// Takes hold of the process that listens now; before a look at it.
-    async fn hold(&self, until: Until) {
-        // On the same machine it is taken at once, whatever the server is busy with.
-        let line = Lifeline::open(self.server.url(), until.left() / 4).await;
-        self.start.hold(line);
-    }
-
     /// Writes the version field and remembers what must be found there from now on.
     async fn write(&self, holding: Holding, until: Until) -> Result<(), EngineError> {
         self.start.writing();
@@ -128,13 +121,7 @@ impl<S: Server> Inner<S> {
     }
 
     async fn health(&self, until: Until) -> Result<EngineStart, EngineError> {
-        let judged = async {
-            self.hold(until).await;
-            let look = self.start.look();
-            let fingerprint = self.server.fingerprint(until).await?;
-            let holding = self.server.holding(until).await?;
-            Ok(self.start.answered(look, &fingerprint, &holding))
-        };
+        let judged = async { self.sight(until).await.map(|(_, start)| start) };
         if !self.loading.load(Ordering::Acquire) {
             match judged.await {
                 // The load began while this call was under way: the core is busy because of us.
@@ -239,6 +226,10 @@ impl<S: Server> Engine for Adapter<S> {
 
     async fn is_stuck(&self, deadline: Duration) -> bool {
         self.0.is_stuck(Until::new(deadline)).await
+    }
+
+    async fn answers(&self, canary: &CanaryPolicy, deadline: Duration) -> Result<bool, EngineError> {
+        self.0.answers(canary, Until::new(deadline)).await
     }
 
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError> {

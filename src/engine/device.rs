@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{InstallError, InstallReport};
 use crate::protocol::worker::IpcHandle;
-use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::{Bucket, Layout};
 
 /// How a server can be fed from GPU memory.
@@ -44,6 +44,8 @@ pub struct DeviceJob {
     pub pause: PausePolicy,
     /// What happens to the KV and prefix cache.
     pub kv_cache: KvCachePolicy,
+    /// What it is asked behind the switch; one token without it.
+    pub canary: Option<CanaryPolicy>,
     /// The whole install ends after this long.
     pub timeout: Duration,
     /// One bucket, and the engine's last step, must not take longer.

@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 use self::snapshot::Snapshot;
 use self::started::{START, Strategy, no_way};
 use super::adapter::Adapter;
+use super::canary::{self, LogProbs};
 use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
 use super::http::{EngineHttp, Reply, Until};
@@ -28,7 +29,7 @@ use super::process::{self, EngineProcess};
 use super::record::{Record, UNKNOWN};
 use super::server::Server;
 use super::{Engine, EngineConfig, EngineError, Holding, fit};
-use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
 
 const KIND: &str = "fastdeploy";
@@ -334,6 +335,12 @@ impl Server for Fastdeploy {
         let answer = self.http.post("/v1/completions", Some(&body), until).await?.json()?;
         let generated = answer.value().pointer("/usage/completion_tokens").and_then(Value::as_u64);
         if generated.is_some_and(|tokens| tokens > 0) { Ok(()) } else { Err(answer.bad("it generated no token".to_owned())) }
+    }
+
+    async fn log_probs(&self, canary: &CanaryPolicy, until: Until) -> Result<LogProbs, EngineError> {
+        let (model, _) = self.served(until).await?;
+        let reply = self.http.post("/v1/completions", Some(&canary::question(&model, canary, 1)), until).await?;
+        canary::of_completions(reply, KIND, "start FastDeploy with --enable-logprob")
     }
 
     async fn abort_all(&self, until: Until) -> Result<(), EngineError> {

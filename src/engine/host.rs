@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
 use super::{InstallError, InstallReport};
-use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::{BlockHasher, Layout, TensorSpec, digest_hex};
 
 /// Memory that the agent shares with the workers of an engine. Workers map it privately: they never change it.
@@ -108,6 +108,8 @@ pub struct HostJob {
     pub pause: PausePolicy,
     /// What happens to the KV and prefix cache.
     pub kv_cache: KvCachePolicy,
+    /// What it is asked behind the switch; one token without it.
+    pub canary: Option<CanaryPolicy>,
     /// The whole install ends after this long.
     pub timeout: Duration,
     /// One bucket, and the engine's last step, must not take longer.

@@ -19,6 +19,7 @@ use async_trait::async_trait;
 use serde_json::{Value, json};
 
 use super::adapter::Adapter;
+use super::canary::{self, LogProbs};
 use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
 use super::group::GroupServer;
@@ -27,7 +28,7 @@ use super::process::{self, EngineProcess};
 use super::record::{Record, UNKNOWN};
 use super::server::Server;
 use super::{Engine, EngineConfig, EngineError, Holding};
-use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 
 const KIND: &str = "lmdeploy";
 /// `--server-port` when it is not given.
@@ -276,6 +277,12 @@ impl Server for Lmdeploy {
             return Ok(());
         }
         Err(answer.bad("it generated no token".to_owned()))
+    }
+
+    async fn log_probs(&self, canary: &CanaryPolicy, until: Until) -> Result<LogProbs, EngineError> {
+        let model = self.model(until).await?;
+        let reply = self.http.post("/v1/completions", Some(&canary::question(&model, canary, 1)), until).await?;
+        canary::of_completions(reply, KIND, "start LMDeploy with --logprobs-mode raw_logprobs")
     }
 
     async fn abort_all(&self, until: Until) -> Result<(), EngineError> {

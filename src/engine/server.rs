@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
+use super::canary::LogProbs;
 use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
 use super::group::GroupServer;
@@ -15,7 +16,7 @@ use super::host::HostJob;
 use super::host_feed::HostFeed;
 use super::http::Until;
 use super::{EngineError, Holding, fit};
-use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
 
 /// The calls of one engine server.
@@ -81,6 +82,9 @@ pub(super) trait Server: Send + Sync + 'static {
 
     /// Generates one token; `Ok` also for a server that generates no text.
     async fn generate(&self, until: Until) -> Result<(), EngineError>;
+
+    /// Asks the canary's question: the log-probs of what it generates. [`EngineError::Unsupported`] when the server gives none.
+    async fn log_probs(&self, canary: &CanaryPolicy, until: Until) -> Result<LogProbs, EngineError>;
 
     /// Ends all requests that it holds, and stays paused.
     async fn abort_all(&self, until: Until) -> Result<(), EngineError>;

@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::adapter::Adapter;
+use super::canary::{self, LogProbs};
 use super::checkpoint_engine::Call;
 use super::device::DeviceRoute;
 use super::feed::{self, CheckpointEngine, Feed, FeedJob};
@@ -24,7 +25,7 @@ use super::group::GroupServer;
 use super::http::{Answer, EngineHttp, Until};
 use super::server::Server;
 use super::{Engine, EngineConfig, EngineError, Holding};
-use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 
 const KIND: &str = "sglang";
 /// Between two tries to empty a cache that something still holds.
@@ -203,6 +204,20 @@ impl Server for Sglang {
     /// `/health` generates one token, or takes a sign of any other request for it.
     async fn generate(&self, until: Until) -> Result<(), EngineError> {
         self.http.get("/health", until).await?.ok()
+    }
+
+    /// The native route: it gives log-probs without an option of the server, as `[log-prob, token, text]`.
+    async fn log_probs(&self, canary: &CanaryPolicy, until: Until) -> Result<LogProbs, EngineError> {
+        const NEEDS: &str = "serve a model that generates text";
+        let body = json!({
+            "text": canary.prompt, "sampling_params": {"temperature": 0, "max_new_tokens": canary.max_tokens}, "return_logprob": true,
+        });
+        let answer = canary::answer(self.http.post("/generate", Some(&body), until).await?, KIND, NEEDS)?;
+        let meta = answer.value().get("meta_info");
+        let rows = meta.and_then(|meta| meta.get("output_token_logprobs")).and_then(Value::as_array);
+        let log_probs = rows.map(|rows| rows.iter().map(|row| row.get(0).and_then(Value::as_f64)).collect());
+        let aborted = meta.and_then(|meta| meta.pointer("/finish_reason/type")).and_then(Value::as_str) == Some("abort");
+        canary::answered(answer, log_probs, aborted, KIND, NEEDS)
     }
 
     async fn abort_all(&self, until: Until) -> Result<(), EngineError> {

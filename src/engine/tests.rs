@@ -1,5 +1,6 @@
 //! The adapters against the simulators, over real sockets.
 
+mod canary;
 mod device;
 mod external;
 mod failures;

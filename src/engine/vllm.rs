@@ -19,6 +19,7 @@ use serde_json::{Value, json};
 
 use self::backend::Backend;
 use super::adapter::Adapter;
+use super::canary::{self, LogProbs};
 use super::checkpoint_engine::Call;
 use super::device::DeviceRoute;
 use super::feed::{self, CheckpointEngine, Feed, FeedJob};
@@ -28,7 +29,7 @@ use super::host_feed::HostFeed;
 use super::http::{Answer, EngineHttp, Reply, Until};
 use super::server::{Server, no_host_route};
 use super::{Engine, EngineConfig, EngineError, Holding};
-use crate::protocol::{EngineFacts, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 
 const KIND: &str = "vllm";
 /// Between two tries to empty a cache that something still holds.
@@ -280,6 +281,13 @@ impl Server for Vllm {
         } else {
             Err(answer.bad("it generated no token with a finite log-prob".to_owned()))
         }
+    }
+
+    /// A NaN makes the answer an error 500: vLLM 0.32 writes no number that JSON does not have.
+    async fn log_probs(&self, canary: &CanaryPolicy, until: Until) -> Result<LogProbs, EngineError> {
+        let (model, _) = self.served(until).await?;
+        let reply = self.http.post("/v1/completions", Some(&canary::question(&model, canary, 0)), until).await?;
+        canary::of_completions(reply, KIND, "serve a model that generates text, without --max-logprobs below 0")
     }
 
     async fn abort_all(&self, until: Until) -> Result<(), EngineError> {

@@ -1,7 +1,7 @@
 //! gsum64 of parts of GPU memory, by a kernel that the driver compiles when it is loaded. Decides how the parts are shared among thread
 //! blocks: few of them, each with as much to read, so that broadcasts go on beside it.
 //!
-//! 256 MiB take 0.53 ms on an H200, less than their broadcast, so every bucket is digested, always. The sums that it gives are
+//! 256 MiB take 0.63 ms on an H200, less than their broadcast, so every bucket is digested, always. The sums that it gives are
 //! those of [`crate::weights::gsum64`] on the CPU.
 
 use std::ffi::c_void;
@@ -14,9 +14,9 @@ use crate::protocol::worker::Part;
 
 const THREADS: u32 = 1024;
 /// About so many blocks have work at once. NCCL's next kernel finds room on a multiprocessor only where no block of ours is: beside the
-/// digest of every bucket of 256 MiB broadcasts reach 0.97 of their speed with 16 blocks, 0.985 with 12 and 0.99 with 8, whatever and however
-/// these read (2 H200, docs/benchmarks.md); with 12 a digest still takes less time than a broadcast.
-const BLOCKS: u64 = 12;
+/// digest of every bucket of 256 MiB torch's broadcasts to 3 GPUs reach 0.95 of their speed with 16 and with 12 blocks, 0.987 with 10 and
+/// with 8, whatever and however these read (4 H200, docs/benchmarks.md); with 10 a digest still takes less time than a broadcast.
+const BLOCKS: u64 = 10;
 /// Bytes that a block reads at least.
 const LEAST_PER_BLOCK: u64 = 256 << 10;
 /// Most pieces of one launch: `gridDim.y`.

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::api::{Auto, NCCL_ENV, Nccl};
+use crate::api::{Auto, Canary, NCCL_ENV, Nccl};
 use crate::protocol::{Delivery, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy};
 
 /// The whole file.
@@ -37,6 +37,9 @@ pub struct LocalFile {
     /// The version that the group goes back to and is held at: one that somebody keeps (`update.keep`).
     #[serde(default)]
     pub target_version: Option<u64>,
+    /// What every engine is asked behind a switch, before its replica says that it holds the version.
+    #[serde(default)]
+    pub canary: Option<Canary>,
 }
 
 /// How bytes travel: at most one of the fields; `auto` without any.
@@ -63,7 +66,13 @@ impl TransportFile {
         };
         let nccl = self.nccl.clone().unwrap_or_default();
         let number = |number: Option<i32>| number.and_then(|number| u32::try_from(number).ok()).unwrap_or(0);
-        TransportPolicy { wish, slot_bytes: u64::from(number(nccl.bucket_mib)) << 20, slots: number(nccl.buffers), environment: nccl.env }
+        TransportPolicy {
+            wish,
+            slot_bytes: u64::from(number(nccl.bucket_mib)) << 20,
+            slots: number(nccl.buffers),
+            environment: nccl.env,
+            defaults: BTreeMap::new(),
+        }
     }
 
     fn check(&self) -> Result<(), String> {
@@ -133,6 +142,8 @@ pub struct UpdateFile {
     pub min_ready: u32,
     /// Replicas that may be out of service at once because of an update; 0 for all.
     pub max_unavailable: u32,
+    /// How far versions in service may be apart, by their numbers.
+    pub max_skew: Option<u64>,
     /// What happens to running requests.
     pub pause: PausePolicy,
     /// What happens to the KV and prefix cache.
@@ -162,6 +173,7 @@ impl Default for UpdateFile {
         Self {
             min_ready: 1,
             max_unavailable: 0,
+            max_skew: None,
             pause: PausePolicy::default(),
             kv_cache: KvCachePolicy::default(),
             timeout_seconds: 300,
@@ -192,6 +204,7 @@ impl UpdateFile {
             kv_cache: self.kv_cache,
             min_ready: self.min_ready,
             max_unavailable: self.max_unavailable,
+            max_skew: self.max_skew,
             silence_ms: ms(self.silence_seconds),
             update_timeout_ms: ms(self.timeout_seconds),
             retain_bytes: bytes(self.retain_mib),
@@ -200,6 +213,7 @@ impl UpdateFile {
             data_tls: self.tls,
             transport: TransportPolicy::default(),
             health: HealthPolicy { period_ms: period, timeout_ms: period.max(1000), failure_threshold: 3, success_threshold: 1 },
+            canary: None,
         }
     }
 }
@@ -214,7 +228,12 @@ impl LocalFile {
 
     /// The rules as agents are sent them.
     pub fn policy(&self) -> UpdatePolicy {
-        UpdatePolicy { delivery: self.delivery, transport: self.transport.policy(), ..self.update.policy() }
+        let transport = match self.delivery {
+            Delivery::Engine => self.transport.policy().beside_engines(self.rollouts.iter().map(|rollout| rollout.engine.kind.as_str())),
+            Delivery::Agent | Delivery::External => self.transport.policy(),
+        };
+        let canary = self.canary.as_ref().map(Canary::policy);
+        UpdatePolicy { delivery: self.delivery, transport, canary, ..self.update.policy() }
     }
 
     fn check(&self) -> Result<(), String> {
@@ -224,6 +243,17 @@ impl LocalFile {
         }
         if self.delivery != Delivery::Agent && self.update.max_unavailable > 0 {
             return Err("delivery: only with Agent does a version lie complete before engines switch: remove update.maxUnavailable".into());
+        }
+        if let Some(canary) = &self.canary {
+            if let Some((field, message)) = canary.problems().into_iter().next() {
+                return Err(format!("{field}: {message}"));
+            }
+            if self.delivery == Delivery::External || self.update.pause == PausePolicy::External {
+                return Err("canary: an engine that the trainer feeds or pauses by itself is not asked by a canary".into());
+            }
+            if self.update.keep < 2 {
+                return Err("canary: it needs an earlier version to go back to: set update.keep to 2 or more".into());
+            }
         }
         let plain = |field: &str, name: &str| {
             let good =
@@ -295,6 +325,8 @@ update: {minReady: 2, pause: Drain}
             ("directory: state", "direktory: state", "direktory"),
             ("pause: Drain", "pause: Never", "Never"),
             ("pause: Drain", "keep: 0", "update.keep"),
+            ("update:", "canary: {prompt: p, minLogProb: -4}\nupdate:", "update.keep"),
+            ("update:", "canary: {prompt: p, minLogProb: 1}\nupdate:", "canary.minLogProb"),
             ("update:", "transport: {auto: {}, tcp: {}}\nupdate:", "exactly one"),
             ("update:", "transport: {nccl: {buffers: 1}}\nupdate:", "buffers"),
             ("update:", "transport: {nccl: {env: {LD_PRELOAD: x}}}\nupdate:", "LD_PRELOAD"),

@@ -179,7 +179,7 @@ impl Supervisor {
             let current = self.current.clone();
             claims.insert(
                 uid.clone(),
-                Assignment { role: pod.spec.role, engines, serve_before_first_version: true, current, returned: None },
+                Assignment { role: pod.spec.role, engines, serve_before_first_version: true, current, returned: None, newest: None },
             );
             candidates.push(Candidate {
                 name: pod.spec.member(),

@@ -96,4 +96,6 @@ pub struct Restored {
     pub version: Option<HeldVersion>,
     /// The highest version that ever reached `minReady`, where the group went back from it; 0 where it did not.
     pub highest: Version,
+    /// Versions that most replicas refused by their canary.
+    pub refused: Vec<Version>,
 }

@@ -74,7 +74,11 @@ impl Membership {
                 && group.lives.len() == assessment.eligible.len()
                 && assessment.eligible.iter().all(|member| group.lives.get(&member.candidate.name) == Some(&member.life))
         });
-        let still_wanted = !same || matches!(why, Reason::UpdateFailed | Reason::BeingFed | Reason::PolicyChanged | Reason::TargetChanged);
+        let still_wanted = !same
+            || matches!(
+                why,
+                Reason::UpdateFailed | Reason::BeingFed | Reason::PolicyChanged | Reason::TargetChanged | Reason::VersionRefused
+            );
         if !still_wanted || !self.is_viable(&assessment.eligible) {
             return;
         }
@@ -320,6 +324,7 @@ impl Membership {
                 addresses: addresses.clone(),
                 current: current.clone(),
                 returned: *returned,
+                refused: self.refused.keys().copied().collect(),
                 feeder: feeder.clone(),
                 transport: transport.as_ref().clone(),
                 secret: String::new(),

@@ -188,9 +188,9 @@ impl Membership {
         if let Some((reason, _)) = group.lost.values().next() {
             return Some(*reason);
         }
-        // A person asks for another version than the one that is brought: what runs is not waited for.
+        // A person, or the canary, asks for another version than the one that is brought: what runs is not waited for.
         if self.is_told_otherwise(group.returned) {
-            return Some(Reason::TargetChanged);
+            return Some(if self.refusal().is_some() { Reason::VersionRefused } else { Reason::TargetChanged });
         }
         let id = group.id.clone();
         let busy_until = self.busy_until();

@@ -138,6 +138,7 @@ impl Membership {
         let late = refusal.code == RefusalCode::Timeout;
         let reason = match (prepare, late) {
             (true, true) => Reason::PrepareTimeout,
+            (true, false) if refusal.code == RefusalCode::CanaryUnavailable => Reason::CanaryUnavailable,
             (true, false) => Reason::PrepareRefused,
             (false, true) => Reason::CommitTimeout,
             (false, false) => Reason::CommitRefused,

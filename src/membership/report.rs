@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::plan::{Candidate, LeftOut};
-use crate::protocol::{MemberName, MemberPhase, Reason, Role};
+use crate::protocol::{MemberName, MemberPhase, Reason, Role, Skew, TransportChoice};
 
 use super::assess::Assessment;
 use super::group::{Forming, Group, Phase};
@@ -35,11 +35,14 @@ impl Membership {
             version: self.version.clone(),
             wanted: self.wanted().cloned(),
             returned: self.returned(),
+            refused: self.refused.keys().copied().collect(),
+            max_skew: self.config.policy.max_skew,
+            newest: self.newest(),
             feeder: match self.group.as_ref().and_then(|group| group.feeder.clone()) {
                 Some(feeder) => Some(feeder),
                 None => members_in.and_then(|members| self.choose_feeder(members)),
             },
-            transport: self.group.as_ref().map(|group| group.transport.clone()),
+            transport: self.group.as_ref().map(|group| self.transport_of(group)),
             update: self.updates.latest().cloned(),
             total,
             ready,
@@ -50,6 +53,13 @@ impl Membership {
         }
     }
 
+    /// How bytes travel, with what came of it where the source says so.
+    fn transport_of(&self, group: &Group) -> TransportChoice {
+        let states = group.lives.values().filter_map(|life| self.agents.get(life)?.state.as_ref());
+        let mut sources = states.filter(|state| state.role == Role::Source && state.epoch.as_ref() == Some(&group.id));
+        sources.find_map(|state| state.transport.clone()).unwrap_or_else(|| group.transport.clone())
+    }
+
     /// Tells what is newly wrong with the group as a whole, or with a member that was in none.
     pub(super) fn tell_degradations(&mut self, before: &[Degradation]) {
         // A loss or a failure was told when it happened.
@@ -57,9 +67,12 @@ impl Membership {
             use Reason::{AgentLost, AgentMissing, AgentSilent, BackingOff, UpdateStuck};
             matches!(reason, BackingOff | AgentLost | AgentSilent | AgentMissing | UpdateStuck)
         };
+        // So was a refusal of the whole group; one after another is not one that goes on.
+        let counted = |new: &Degradation| new.reason == Reason::VersionRefused && new.member.is_none();
         let lost = |name: &MemberName| self.group.as_ref().is_some_and(|group| group.lost.contains_key(name));
         let new = self.view.degraded.iter().filter(|new| {
             !told(new.reason)
+                && !counted(new)
                 && !new.member.as_ref().is_some_and(lost)
                 && !before.iter().any(|old| old.reason == new.reason && old.member == new.member)
         });
@@ -210,20 +223,26 @@ impl Membership {
         let number = self.version.as_ref().map_or(0, |version| version.version);
         let dirty = state.phase == MemberPhase::Dirty;
         // Switched in turn, the last ones serve what they have until then.
-        let turn = !dirty && self.updates.awaits_its_turn(self.now, &group.id, &group.policy, &candidate.name, number);
+        let skew = self.skew_of(state);
+        let turn = !dirty
+            && skew != Some(Skew::TooOld)
+            && self.updates.awaits_its_turn(self.now, &group.id, &group.policy, &candidate.name, number);
         if self.is_behind(state) && !turn {
             let standing = if state.phase == MemberPhase::Dirty { MemberStanding::Dirty } else { MemberStanding::Behind };
+            let serves = !dirty && skew == Some(Skew::Within);
+            let meanwhile = if serves { "; it serves meanwhile, as membership.maxSkew lets it" } else { "" };
             if updating {
-                return (standing, Reason::BeingFed, format!("{current} is being brought to it"));
+                return (standing, Reason::BeingFed, format!("{current} is being brought to it{meanwhile}"));
             }
             if standing == MemberStanding::Dirty {
                 let message = state.reason.clone().unwrap_or_else(|| "an install did not end well".to_owned());
-                return (standing, Reason::InstallFailed, message);
+                let reason = if state.refused.is_empty() { Reason::InstallFailed } else { Reason::VersionRefused };
+                return (standing, reason, message);
             }
             let feeder = self.choose_feeder(group.lives.iter());
             return match feeder {
-                Some(feeder) => (standing, Reason::BeingFed, format!("waits for {current} from {feeder}")),
-                None => (standing, Reason::NoFeeder, format!("nobody retains {current}; it waits for the next one")),
+                Some(feeder) => (standing, Reason::BeingFed, format!("waits for {current} from {feeder}{meanwhile}")),
+                None => (standing, Reason::NoFeeder, format!("nobody retains {current}; it waits for the next one{meanwhile}")),
             };
         }
         if updating && candidate.role == Role::Rollout {
@@ -233,6 +252,9 @@ impl Membership {
             (Role::Source, _) => format!("leads epoch {}", group.id.epoch),
             (Role::Rollout, true) => "in the group; there is no version yet".to_owned(),
             (Role::Rollout, false) => match &state.installed {
+                Some(installed) if skew == Some(Skew::TooNew) => {
+                    format!("holds {}, and serves once that counts (membership.maxSkew)", named(installed))
+                }
                 Some(installed) if self.lacks(state) => format!("serves {} until it is taken to {current}", named(installed)),
                 _ => format!("serves {current}"),
             },
@@ -295,6 +317,9 @@ impl Membership {
         }
         if !has(Role::Rollout) {
             add(Reason::NoRollout, None, "no rollout can take part".to_owned());
+        }
+        if let Some(message) = self.refusal() {
+            add(Reason::VersionRefused, None, message);
         }
         if let Some(message) = self.target_missing() {
             add(Reason::TargetVersionMissing, None, message);

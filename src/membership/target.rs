@@ -1,4 +1,4 @@
-//! Going back to an earlier version, as `spec.targetVersion` asks.
+//! Going back to an earlier version, as `spec.targetVersion` asks, or because the canary refuses the one that counts (`canary.rs`).
 //!
 //! Decides which version everybody should hold (one that somebody keeps complete, or things stay as they are), and when it counts: as soon
 //! as enough replicas say that their engines confirmed it, which is the only way in which the version goes back. From then on a number
@@ -11,15 +11,15 @@ use crate::protocol::{HeldVersion, MemberPhase, MemberState, Reason, Returned, R
 use super::Membership;
 
 impl Membership {
-    /// The version that every rollout should hold.
+    /// The version that every rollout should hold; none where the one that counts is refused and nobody keeps another.
     pub(super) fn wanted(&self) -> Option<&HeldVersion> {
-        self.target.as_ref().or(self.version.as_ref())
+        self.target.as_ref().or(self.version.as_ref().filter(|version| !self.is_refused(version.version)))
     }
 
     /// What members are told of going back, where there is something to tell.
     pub(super) fn returned(&self) -> Option<Returned> {
         let to = self.wanted()?.version;
-        let (from, pinned) = (self.highest.max(to), self.target.is_some());
+        let (from, pinned) = (self.highest.max(to), self.config.target == Some(to));
         (pinned || from > to).then_some(Returned { to, from, pinned })
     }
 
@@ -29,9 +29,14 @@ impl Membership {
         now != told && (now.is_some() || told.is_some_and(|told| told.pinned))
     }
 
-    /// Finds the version that the spec names, and lets it count once enough replicas serve it.
+    /// The number to go back to: the spec's, unless the canary refused it; else the one before a refused one.
+    fn going_to(&self) -> Option<Version> {
+        self.config.target.filter(|number| !self.is_refused(*number)).or_else(|| self.before_refused())
+    }
+
+    /// Finds the version that is to be gone back to, and lets it count once enough replicas serve it.
     pub(super) fn learn_target(&mut self) {
-        let Some(number) = self.config.target else {
+        let Some(number) = self.going_to() else {
             self.target = None;
             return;
         };
@@ -63,7 +68,11 @@ impl Membership {
 
     /// Why the version that the spec names is not brought to anybody.
     pub(super) fn target_missing(&self) -> Option<String> {
-        let number = self.config.target.filter(|_| self.target.is_none())?;
+        let number = self.config.target.filter(|number| self.target.as_ref().is_none_or(|target| target.version != *number))?;
+        if self.is_refused(number) {
+            let why = "everything stays as it is; to take it all the same, remove spec.canary";
+            return Some(format!("targetVersion names version {number}, which the canary refused: {why}"));
+        }
         let mut kept: BTreeMap<Version, usize> = BTreeMap::new();
         for state in self.states() {
             for held in state.keeps() {
@@ -90,7 +99,7 @@ impl Membership {
     }
 
     /// What the agents of all candidates last said of themselves, as far as they can be spoken with.
-    fn states(&self) -> impl Iterator<Item = &MemberState> {
+    pub(super) fn states(&self) -> impl Iterator<Item = &MemberState> {
         self.candidates.iter().filter_map(|candidate| {
             let (_, agent) = self.agents.of(candidate)?;
             agent.state.as_ref().filter(|_| agent.is_present())

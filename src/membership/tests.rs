@@ -1,6 +1,7 @@
 //! Tables: one situation each, with what must follow from it. Whole worlds are played by `model`.
 
 mod blame;
+mod canary;
 mod delivery;
 mod desk;
 mod ending;
@@ -10,6 +11,7 @@ mod going_back;
 mod joining;
 mod leaving;
 mod restart;
+mod skew;
 mod transport;
 mod updates;
 mod waves;

@@ -57,10 +57,6 @@ fn between_agents(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)
     let mut in_the_way = unfit(members);
     let seats = seats(&members.iter().map(|(name, report)| (*name, uuids(report))).collect::<Vec<_>>());
     in_the_way.extend(seats.out.clone());
-    if seats.ranks.len() < 2 {
-        let why = "its GPU is the source's, and no other member has another one: nothing is to be moved between GPUs".to_owned();
-        in_the_way.extend(seats.guests.iter().map(|guest| (guest.clone(), why.clone())));
-    }
     if in_the_way.is_empty() {
         match ring(policy, members, &seats) {
             Ok((plan, why)) => {
@@ -94,7 +90,7 @@ fn beside(seats: &Seats) -> String {
     let guests: Vec<&str> = seats.guests.iter().map(|guest| guest.0.as_str()).collect();
     match guests.as_slice() {
         [] => String::new(),
-        guests => format!("; without a rank, over connections, on the source's GPU: {}", guests.join(", ")),
+        guests => format!("; without a rank, on the source's GPU: {}", guests.join(", ")),
     }
 }
 
@@ -137,9 +133,17 @@ fn ring(
     seats: &Seats,
 ) -> Result<(CommunicatorPlan, String), (MemberName, String)> {
     let wish = RingWish::of(policy.slots, policy.slot_bytes);
+    // On the source's GPU each guest has a ring as well.
+    let rings = |name: &MemberName| {
+        let first = seats.ranks.first().is_some_and(|(first, _)| first == name);
+        1 + if first { u64::try_from(seats.guests.len()).unwrap_or(u64::MAX - 1) } else { 0 }
+    };
     let room = |name: &MemberName, gpu: &crate::protocol::MemberGpu| GpuRoom {
-        gpu: format!("{} of {name}", gpu.uuid),
-        free: gpu.free_bytes,
+        gpu: match rings(name) {
+            1 => format!("{} of {name}", gpu.uuid),
+            rings => format!("{} of {name} for each of {rings} rings", gpu.uuid),
+        },
+        free: gpu.free_bytes / rings(name),
         total: gpu.memory_bytes,
     };
     let ranked: Vec<_> = members.iter().filter(|(name, _)| !seats.guests.contains(name)).collect();

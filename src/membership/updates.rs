@@ -48,10 +48,6 @@ pub(super) struct Updates {
     retry: Option<(EpochId, u64)>,
 }
 
-fn is_over(phase: UpdatePhase) -> bool {
-    matches!(phase, UpdatePhase::Done | UpdatePhase::Failed)
-}
-
 impl Updates {
     /// Takes a leader's view.
     pub(super) fn note(&mut self, now: u64, from: &Incarnation, view: UpdateView) -> Noted {
@@ -59,14 +55,14 @@ impl Updates {
         let key = |view: &UpdateView| (view.id.clone(), view.version, view.attempt, view.feeding);
         let before = self.tracks.get(from).filter(|track| key(&track.view) == key(&view));
         if let Some(before) = before {
-            if is_over(before.view.phase) || before.view == view {
+            if before.view.phase.is_over() || before.view == view {
                 return noted;
             }
         } else {
             noted.began = true;
         }
         let began_at = before.map_or(now, |track| track.began_at);
-        if is_over(view.phase) {
+        if view.phase.is_over() {
             noted.repeated = self.count_misses(&view);
             if view.phase == UpdatePhase::Done {
                 self.failures = 0;
@@ -105,7 +101,7 @@ impl Updates {
 
     /// Until when an update of this epoch counts as running, if nothing more is heard of it.
     pub(super) fn running_until(&self, now: u64, id: &EpochId, policy: &UpdatePolicy) -> Option<u64> {
-        let ends = self.tracks.values().filter(|track| &track.view.id == id && !is_over(track.view.phase)).map(|track| {
+        let ends = self.tracks.values().filter(|track| &track.view.id == id && !track.view.phase.is_over()).map(|track| {
             // A staged update waits for its trainer, within the time of the whole update.
             let silence = if track.view.phase == UpdatePhase::Staged { policy.update_timeout_ms } else { policy.silence_ms };
             let longest = track.began_at.saturating_add(policy.update_timeout_ms).saturating_add(policy.silence_ms);
@@ -117,7 +113,7 @@ impl Updates {
     /// Whether a running update of this epoch switches or feeds that member now.
     pub(super) fn has(&self, now: u64, id: &EpochId, policy: &UpdatePolicy, member: &MemberName) -> bool {
         self.running_until(now, id, policy).is_some()
-            && self.tracks.values().filter(|track| &track.view.id == id && !is_over(track.view.phase)).any(|track| {
+            && self.tracks.values().filter(|track| &track.view.id == id && !track.view.phase.is_over()).any(|track| {
                 let busy = |step| matches!(step, InstallStep::Receiving | InstallStep::Delivered | InstallStep::Installing);
                 track.view.members.iter().any(|progress| &progress.member == member && busy(progress.step))
             })

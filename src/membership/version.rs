@@ -18,6 +18,10 @@ impl Membership {
         for candidate in &self.candidates {
             let Some(state) = self.agents.of(candidate).and_then(|(_, agent)| agent.state.as_ref()) else { continue };
             let Some(held) = state.installed.as_ref().filter(|_| state.phase != MemberPhase::Dirty) else { continue };
+            // Not even for the very first version: some took it, and most refused it.
+            if self.is_refused(held.version) {
+                continue;
+            }
             // A source's word stands for as many replicas as it waited for.
             let weight = if candidate.role == Role::Source { min_ready } else { 1 };
             *installed.entry((held.version, held.manifest.as_str())).or_default() += weight;

@@ -1,6 +1,8 @@
 //! What status shows of membership. Holds values only; `report.rs` fills them.
 
-use crate::protocol::{EpochId, HeldVersion, Incarnation, MemberName, PodRef, Reason, Returned, Role, TransportChoice, UpdateView};
+use crate::protocol::{
+    EpochId, HeldVersion, Incarnation, MemberName, PodRef, Reason, Returned, Role, TransportChoice, UpdateView, Version,
+};
 
 /// Where the group stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,6 +107,9 @@ impl MembershipView {
             version: None,
             wanted: None,
             returned: None,
+            refused: Vec::new(),
+            max_skew: None,
+            newest: None,
             feeder: None,
             transport: None,
             update: None,
@@ -137,6 +142,12 @@ pub struct MembershipView {
     pub wanted: Option<HeldVersion>,
     /// What members are told of going back, or of being held at a version.
     pub returned: Option<Returned>,
+    /// Versions that most replicas refused by their canary, the highest last.
+    pub refused: Vec<Version>,
+    /// How far versions in service may be apart.
+    pub max_skew: Option<Version>,
+    /// The newest version in service, where there is such a limit.
+    pub newest: Option<Version>,
     /// Who feeds members that lack it.
     pub feeder: Option<MemberName>,
     /// How bytes travel in the committed group.

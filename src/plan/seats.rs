@@ -1,7 +1,7 @@
 //! Which members of a group have ranks of its communicator, and which have none because they share the source's GPU.
 //!
-//! NCCL refuses two ranks on one GPU. A rollout whose only GPU is the source's (trainer and engine colocated) therefore has no rank and gets
-//! the stream beside the communicator. Any other GPU that two members have leaves the later one out, with the reason. Pure; the order
+//! NCCL refuses two ranks on one GPU. A rollout whose only GPU is the source's (trainer and engine colocated) therefore has no rank and copies
+//! the stream from the source's memory. Any other GPU that two members have leaves the later one out, with the reason. Pure; the order
 //! of members is that of their ranks.
 
 use std::collections::BTreeMap;

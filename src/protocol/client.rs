@@ -334,6 +334,8 @@ pub enum PublishErrorCode {
     VersionNotHigher,
     /// A failed number was used again with another manifest.
     ManifestChanged,
+    /// The canary refused it (`spec.canary`): what engines answer with these weights is not what the object expects.
+    VersionRefused,
     /// `spec.targetVersion` holds the group at a version: nothing is published until it is cleared.
     VersionPinned,
     /// A deadline passed.

@@ -6,7 +6,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{EpochId, GpuReport, GroupFacts, Incarnation, MemberName, Role, Roster, TransportChoice, UpdatePolicy, Version};
+use super::{
+    EpochId, GpuReport, GroupFacts, Incarnation, MemberName, RefusedVersion, Role, Roster, TransportChoice, UpdatePolicy, UpdateView,
+    Version,
+};
 
 /// First phase of a group: every member fences what it had and opens what it listens on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,6 +78,9 @@ pub struct CommitRequest {
     /// Set when `current` is not the highest version that the group ever held, or is held by the spec: see [`Returned`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub returned: Option<Returned>,
+    /// Versions that the group refused by its canary, the highest last: their numbers are never published again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub refused: Vec<Version>,
     /// Who feeds members that lack the current version: the source, or a rollout that holds it. None: nobody retains it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub feeder: Option<MemberName>,
@@ -150,6 +156,8 @@ pub enum RefusalCode {
     WrongPhase,
     /// The engine cannot be reached or says no.
     EngineRefused,
+    /// The engine cannot be asked what the object's canary asks.
+    CanaryUnavailable,
     /// The engine's size is not the one asked for.
     SizeMismatch,
     /// Too little memory or disk.
@@ -252,6 +260,9 @@ pub struct MemberState {
     /// Confirmed by the engine's present start (installed); for a source, the last version that reached `minReady`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub installed: Option<HeldVersion>,
+    /// Versions that its canary refused since it last took one as high, the highest last.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub refused: Vec<RefusedVersion>,
     /// The engine, where one is beside it and answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineFacts>,
@@ -303,87 +314,4 @@ pub enum AgentEvent {
         /// What was seen, for a person.
         cause: String,
     },
-}
-
-/// A source's (or feeder's) view of one update; the last one is kept and shown in status.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct UpdateView {
-    /// The epoch it runs in.
-    pub id: EpochId,
-    /// The version.
-    pub version: Version,
-    /// Attempts for this version, from 1.
-    pub attempt: u32,
-    /// Where it stands.
-    pub phase: UpdatePhase,
-    /// Bytes of the version.
-    pub total_bytes: u64,
-    /// Members that took part, with what became of each.
-    pub members: Vec<MemberProgress>,
-    /// Wall time of each finished phase in ms: `begin`, `transfer`, `verify`, `activate`.
-    pub phases_ms: Vec<(String, u64)>,
-    /// Why it failed, where it did.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub failure: Option<String>,
-    /// Whether this fed joiners rather than published.
-    pub feeding: bool,
-}
-
-/// Steps of an update, in order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum UpdatePhase {
-    /// Members are asked to open it.
-    Begin,
-    /// Buckets travel.
-    Transfer,
-    /// Digests and coverage are checked.
-    Verify,
-    /// Verified everywhere; waits for the trainer's word (`activation: manual`).
-    Staged,
-    /// Engines switch.
-    Activate,
-    /// At least `minReady` replicas serve it.
-    Done,
-    /// Ended without effect on the version.
-    Failed,
-}
-
-/// One member in an update.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct MemberProgress {
-    /// Which member.
-    pub member: MemberName,
-    /// Bytes received and checked.
-    pub bytes: u64,
-    /// Its step.
-    pub step: InstallStep,
-    /// Why it refused or failed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub reason: Option<String>,
-}
-
-/// Steps of a rollout in an update, in order; `Failed` may follow any.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum InstallStep {
-    /// Said no before a byte moved.
-    Refused,
-    /// Receives buckets.
-    Receiving,
-    /// Every byte arrived once and every digest agrees.
-    Delivered,
-    /// The engine is being switched.
-    Installing,
-    /// The engine confirmed its last step.
-    Installed,
-    /// Failed; `dirty` in the member's state says whether the engine was touched.
-    Failed,
-}
-
-impl InstallStep {
-    /// Whether nothing follows.
-    pub fn is_final(self) -> bool {
-        matches!(self, Self::Refused | Self::Installed | Self::Failed)
-    }
 }

@@ -47,6 +47,9 @@ pub struct CarriedBy {
     /// Members of the chain that take part because the communicator needs every rank, and keep nothing: they refused this attempt, or
     /// hold the version.
     pub passing: Vec<MemberName>,
+    /// Whether the payloads lie in memory that the leader lent to the receiver ([`super::LendRequest`]), which has no rank.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lent: bool,
 }
 
 /// Why a stream ended early, as members tell each other along the chain in both directions; `peer` is the member at fault.
@@ -114,7 +117,7 @@ impl BucketHeader {
     /// Length on the wire in bytes.
     pub const LENGTH: usize = 24;
 
-    /// Flag: the bytes do not follow here, they travel between the GPUs of the epoch's communicator. Digests (gsum64) follow in the order
+    /// Flag: the bytes do not follow here, they travel between the GPUs of the epoch's communicator, or lie in lent memory. Digests (gsum64) follow in the order
     /// of the heads, several heads may come before the first.
     pub const CARRIED: u32 = 1;
 

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{HeldVersion, Incarnation, Returned, Role};
+use super::{HeldVersion, Incarnation, Returned, Role, Version};
 
 /// `POST /v1/agents/enroll` at the controller, over TLS with the server's certificate checked; asks for a certificate.
 #[derive(Clone, Serialize, Deserialize)]
@@ -59,6 +59,9 @@ pub struct Assignment {
     /// that was left.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub returned: Option<Returned>,
+    /// The newest version in service, where the object limits how far versions may be apart.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub newest: Option<Version>,
 }
 
 /// One engine server beside an agent.

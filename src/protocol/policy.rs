@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::TransportPolicy;
+use super::{CanaryPolicy, TransportPolicy, Version};
 
 /// What the object's spec asks of members during updates; sent with each epoch, so that agents need no other configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,6 +22,10 @@ pub struct UpdatePolicy {
     /// Replicas that may be out of service at once because of an update; 0 for all.
     #[serde(default)]
     pub max_unavailable: u32,
+    /// How far versions in service may be apart, by their numbers; none lets replicas serve that are newer than what counts or wait for their
+    /// turn, and no others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_skew: Option<Version>,
     /// A wait with no byte moving ends after this long.
     pub silence_ms: u64,
     /// An update ends after this long even if bytes move; also the longest that an engine stays paused by us.
@@ -40,6 +44,9 @@ pub struct UpdatePolicy {
     pub transport: TransportPolicy,
     /// Health probes of the engine.
     pub health: HealthPolicy,
+    /// What each engine is asked behind a switch, before its replica says that it holds the version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub canary: Option<CanaryPolicy>,
 }
 
 fn one() -> u32 {

@@ -75,6 +75,11 @@ reasons! {
     RolledBack,
     /// Nobody keeps the version that `spec.targetVersion` names; the message lists those that are kept.
     TargetVersionMissing,
+    /// The canary refused a version; the message names replicas and what they measured. Refused by most of those that were asked, it is left
+    /// for the version before; else only the replicas that refused it do not serve.
+    VersionRefused,
+    /// The engine cannot be asked what the canary asks; the message says what it lacks.
+    CanaryUnavailable,
     /// The rules of the group changed; a new epoch carries them to the members.
     PolicyChanged,
     /// No agent has announced itself for the member.

@@ -1,4 +1,6 @@
 //! Tests of the room: each file about one part of it.
 
 mod fuzz;
+mod skew;
+mod transport;
 mod worker;

@@ -34,6 +34,22 @@ pub struct TransportPolicy {
     /// NCCL: its settings, `NCCL_*` of the allow-list.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub environment: BTreeMap<String, String>,
+    /// NCCL: settings that hold where neither the object nor the agent's own environment has them.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub defaults: BTreeMap<String, String>,
+}
+
+impl TransportPolicy {
+    /// The same for engines of these kinds that join groups by themselves. Ranks of one communicator must allocate their buffers in the same way,
+    /// or it is not made (`unhandled cuda error`, `invalid argument`: NCCL 2.28.9 on H200). SGLang (0.5.23) starts its workers with
+    /// `NCCL_CUMEM_ENABLE=0`, the others leave NCCL's own choice, which is -2.
+    #[must_use]
+    pub fn beside_engines<'a>(mut self, kinds: impl IntoIterator<Item = &'a str>) -> Self {
+        let mut kinds = kinds.into_iter().peekable();
+        let sglang = kinds.peek().is_some() && kinds.all(|kind| kind == "sglang");
+        self.defaults.insert("NCCL_CUMEM_ENABLE".to_owned(), if sglang { "0" } else { "-2" }.to_owned());
+        self
+    }
 }
 
 /// A GPU that a member's agent has a worker on.
@@ -93,7 +109,7 @@ pub struct CommunicatorPlan {
     pub slot_bytes: u64,
     /// Members in the order of their ranks, sources first, with the UUIDs of their GPUs.
     pub ranks: Vec<(MemberName, Vec<String>)>,
-    /// Members without a rank, because their GPU is the source's: they get the stream over connections.
+    /// Members without a rank, because their GPU is the source's: they copy from its ring (CUDA IPC), or get the stream over connections.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub guests: Vec<MemberName>,
 }
@@ -120,6 +136,15 @@ impl TransportChoice {
     /// Over TCP, for this reason.
     pub fn tcp(reason: impl Into<String>) -> Self {
         Self { nccl: None, engines: None, reason: reason.into() }
+    }
+
+    /// With what came of it, for status.
+    #[must_use]
+    pub fn noted(mut self, note: Option<&str>) -> Self {
+        if let Some(note) = note {
+            self.reason = format!("{}; {note}", self.reason);
+        }
+        self
     }
 
     /// `tcp` or `nccl`; shown in status.

@@ -92,6 +92,9 @@ pub struct UpdateStatus {
     pub reason: Option<String>,
     /// Whether the engine was touched by a failed install.
     pub dirty: bool,
+    /// Whether it failed because the engine loaded the version and the canary refused what it answers.
+    #[serde(default)]
+    pub refused: bool,
     /// Times of finished steps in ms, e.g. `receive`, `verify`, `pause`, `load`, `check`, `resume`.
     pub steps_ms: Vec<(String, u64)>,
 }

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use super::{BucketStore, DeviceBucket};
-use crate::protocol::{BucketHeader, DataHello, Refusal, StreamFailure};
+use crate::protocol::{BucketHeader, DataHello, LentPiece, Refusal, StreamFailure};
 
 /// Finds the carrier of a stream.
 pub(super) trait Carriers: Send + Sync {
@@ -22,6 +22,9 @@ pub(super) trait Carriers: Send + Sync {
 pub(super) trait Carrier: Send {
     /// A bucket was announced; its bytes begin to come. Several may be announced before the first is whole.
     fn head(&mut self, header: BucketHeader);
+
+    /// The next bytes of the bucket that was announced last lie there, in memory that was lent.
+    fn lent(&mut self, piece: LentPiece);
 
     /// What the leader says that the first bucket without a digest hashes to (gsum64).
     fn digest(&mut self, said: u128);
@@ -42,6 +45,8 @@ pub(super) enum Carried {
     Part(u64, Bytes),
     /// A bucket in memory of GPUs, whose digest agrees.
     Device(DeviceBucket),
+    /// A lent piece was copied: its slot may be written again.
+    Taken(u32),
     /// All of the bucket was given out.
     Whole(BucketHeader, u128),
     /// The stream cannot go on.

@@ -4,8 +4,11 @@
 //! a member that dies is found in milliseconds although NCCL never notices. On each head every member has its worker enter the broadcast of that bucket;
 //! members that want nothing of a stream take part and drop the bytes, because a collective needs every rank. The first trouble of a stream
 //! aborts the communicator on every member: this file never repairs one, and never joins a second one for the same epoch by itself.
+//! A member on the source's GPU has no rank: on each head it copies the bytes from the source's ring, which it opened by CUDA IPC.
 
+mod borrow;
 mod communicator;
+mod lend;
 mod pack;
 mod receive;
 mod send;
@@ -16,8 +19,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
+pub use self::borrow::{Borrowed, NotBorrowed};
 use self::communicator::Present;
 pub use self::communicator::{Communicator, Joining, Seat};
+use self::lend::Lending;
 pub use self::pack::{PackedBucket, Packer};
 use self::receive::Receiver;
 use self::send::Sink;
@@ -50,6 +55,16 @@ impl NcclTransport {
         Ok((communicator, joined))
     }
 
+    /// Has a member without a rank take part by the source's ring that it opened.
+    pub fn borrow(&self, communicator: Arc<Communicator>) {
+        self.present.set(Some(communicator));
+    }
+
+    /// Closes memory of the source that is open here. Before the next epoch is prepared: its source may free the ring for another one.
+    pub fn give_back(&self) {
+        self.present.give_back();
+    }
+
     /// The communicator of an epoch.
     pub fn communicator(&self, epoch: &EpochId) -> Option<Arc<Communicator>> {
         self.present.of(epoch)
@@ -72,14 +87,19 @@ impl Transport for NcclTransport {
     }
 
     async fn open(&self, hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError> {
-        if hello.carried.is_none() {
-            return self.tcp.open(hello, first).await;
-        }
+        let Some(carried) = &hello.carried else { return self.tcp.open(hello, first).await };
+        let lent = carried.lent;
         let silence = Duration::from_millis(hello.silence_ms);
         let gone = |cause: &str| TransportError::Communicator { cause: cause.to_owned() };
         let communicator = self.present.of(&hello.update.epoch).ok_or_else(|| gone("it was ended before this attempt began"))?;
         if let Some(broken) = communicator.broken() {
             return Err(broken.into());
+        }
+        if lent {
+            let peer = hello.to.clone();
+            let chain = self.tcp.open_beside(hello, first).await?;
+            let lending = Lending::new(chain, communicator, peer, silence);
+            return Ok(Box::new(lending.ok_or_else(|| gone("there is no GPU worker"))?));
         }
         let stream = communicator.stream().ok_or_else(|| gone("it carries another stream"))?;
         let chain = self.tcp.open_beside(hello, first).await?;
@@ -98,6 +118,9 @@ impl Carriers for Receivers {
         let communicator = communicator.ok_or_else(|| refuse("there is no communicator of this epoch here".into()))?;
         if let Some(broken) = communicator.broken() {
             return Err(refuse(format!("the communicator of this epoch is over: {}", TransportError::from(broken))));
+        }
+        if carried.lent != communicator.lender().is_some() {
+            return Err(refuse("memory of the source is for members without a rank, broadcasts are for those that have one".into()));
         }
         let silence = Duration::from_millis(hello.silence_ms);
         Ok(Box::new(Receiver::start(communicator, store.clone(), carried.root, silence)?))

@@ -44,6 +44,8 @@ pub struct WorkerStart {
     pub arguments: Vec<OsString>,
     /// Added to the environment: NCCL's settings from the allow-list, and library paths.
     pub environment: Vec<(OsString, OsString)>,
+    /// Added where our own environment does not have it, instead of the usual defaults of NCCL.
+    pub defaults: Vec<(OsString, OsString)>,
     /// Shown in log lines: the GPU, or the member.
     pub label: String,
 }
@@ -52,7 +54,7 @@ impl WorkerStart {
     /// This program's own worker.
     pub fn own(label: impl Into<String>) -> Result<Self, WorkerError> {
         let program = std::env::current_exe().map_err(|error| WorkerError::Start { cause: error.to_string() })?;
-        Ok(Self { program, arguments: vec!["worker".into()], environment: Vec::new(), label: label.into() })
+        Ok(Self { program, arguments: vec!["worker".into()], environment: Vec::new(), defaults: Vec::new(), label: label.into() })
     }
 
     /// Starts the child and gives our end of the socket pair.
@@ -61,7 +63,8 @@ impl WorkerStart {
             let (ours, theirs) = UnixStream::pair()?;
             ours.set_nonblocking(true)?;
             let mut command = Command::new(&self.program);
-            for (name, value) in NCCL_DEFAULTS.iter().filter(|(name, _)| std::env::var_os(name).is_none()) {
+            let usual = NCCL_DEFAULTS.map(|(name, value)| (OsString::from(name), OsString::from(value)));
+            for (name, value) in usual.iter().chain(&self.defaults).filter(|(name, _)| std::env::var_os(name).is_none()) {
                 command.env(name, value);
             }
             command.args(&self.arguments).envs(self.environment.iter().map(|(name, value)| (name, value)));

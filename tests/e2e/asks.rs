@@ -25,6 +25,12 @@ pub async fn publish(cluster: &Cluster, trainer: &str, version: u64, pace: f64) 
     request(cluster, trainer, TRAINER_PORT, "POST", "/publish", Some(&body), Duration::from_secs(180)).await.unwrap()
 }
 
+/// Publishes what the trainer holds, with one tensor of it replaced by NaN.
+pub async fn publish_poisoned(cluster: &Cluster, trainer: &str, version: u64) -> (u16, Value) {
+    let body = json!({"version": version, "poison": true});
+    request(cluster, trainer, TRAINER_PORT, "POST", "/publish", Some(&body), Duration::from_secs(180)).await.unwrap()
+}
+
 /// Publishes and expects that these many replicas installed it.
 pub async fn publish_to(cluster: &Cluster, trainer: &str, version: u64, replicas: usize) -> Value {
     let (status, answer) = publish(cluster, trainer, version, 0.0).await;

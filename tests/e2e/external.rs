@@ -3,20 +3,19 @@
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ConfigMap;
-use kube::Api;
 use serde_json::{Value, json};
 
 use super::asks::{publish_to, served};
 use super::cluster::Cluster;
 use super::fixtures::{STATUS_PORT, simulated_vllm, torch_trainer, weightsync};
+use super::operator::operator;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const START: Duration = Duration::from_secs(120);
 
 /// A simulated engine under `weightsync run`, as docs/examples/external.yaml says it.
 async fn engine_with_agent(cluster: &Cluster, name: &str) -> Value {
-    let maps: Api<ConfigMap> = Api::namespaced(cluster.client.clone(), "weightsync-system");
-    let ca = maps.get("weightsync-ca").await.unwrap().data.unwrap()["ca.crt"].clone();
+    let ca = operator(cluster).api::<ConfigMap>().get("weightsync-ca").await.unwrap().data.unwrap()["ca.crt"].clone();
     let field = |name: &str, path: &str| json!({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}});
     let mut pod = simulated_vllm(name);
     pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "false"});

@@ -6,49 +6,37 @@ mod uninstall;
 
 use std::time::Duration;
 
-use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::Pod;
-use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
-use kube::{Api, ResourceExt};
+use kube::ResourceExt;
+use kube::api::DeleteParams;
 use serde_json::json;
 
 use super::asks::{between_20_and_80_percent, faults, publish, publish_to, served};
-use super::cluster::{Cluster, describe, eventually};
+use super::cluster::{Cluster, describe};
 use super::fixtures::{simulated_vllm, torch_trainer, weightsync};
 use super::node::signal;
+use super::operator::{controllers, operator, scale_controller};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const START: Duration = Duration::from_secs(120);
 
 /// A trainer and `rollouts` simulated engines that serve version 1.
 async fn group(cluster: &Cluster, rollouts: usize) {
+    group_by(cluster, rollouts, &weightsync("run")).await;
+}
+
+/// The same, by an object `run` with rules of its own.
+pub async fn group_by(cluster: &Cluster, rollouts: usize, object: &serde_json::Value) {
     cluster.create_pod(torch_trainer("trainer-0")).await;
     for number in 0..rollouts {
         cluster.create_pod(simulated_vllm(&format!("sim-{number}"))).await;
     }
-    cluster.apply(&weightsync("run")).await.unwrap();
+    cluster.apply(object).await.unwrap();
     cluster.await_ready("trainer-0", START).await;
     let all = u64::try_from(rollouts).unwrap();
     cluster.await_group("run", all, START).await;
     publish_to(cluster, "trainer-0", 1, rollouts).await;
     cluster.await_version("run", 1, all, MINUTE).await;
-}
-
-fn controllers(cluster: &Cluster) -> Api<Deployment> {
-    Api::namespaced(cluster.client.clone(), "weightsync-system")
-}
-
-async fn scale_controller(cluster: &Cluster, replicas: i32) {
-    let patch = Patch::Merge(json!({"spec": {"replicas": replicas}}));
-    controllers(cluster).patch("weightsync", &PatchParams::default(), &patch).await.unwrap();
-    eventually(&format!("{replicas} controllers"), MINUTE, || async {
-        let found = controllers(cluster).get("weightsync").await.unwrap().status.unwrap_or_default();
-        let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), "weightsync-system");
-        let pods = pods.list(&ListParams::default().labels("app.kubernetes.io/component=controller")).await.unwrap().items.len();
-        let is = (found.ready_replicas.unwrap_or(0), i32::try_from(pods).unwrap_or(-1));
-        if is == (replicas, replicas) { Ok(()) } else { Err(format!("{is:?}")) }
-    })
-    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -124,8 +112,8 @@ async fn an_update_ends_while_the_controller_is_killed_and_the_new_one_changes_n
         let update = async { publish(&cluster, "trainer-0", 2, 0.1).await };
         let kill = async {
             between_20_and_80_percent(&cluster, "sim-0").await;
-            let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), "weightsync-system");
-            for pod in pods.list(&ListParams::default().labels("app.kubernetes.io/component=controller")).await.unwrap() {
+            let pods = operator(&cluster).api::<Pod>();
+            for pod in controllers(&cluster).await {
                 pods.delete(&pod.name_any(), &DeleteParams::default().grace_period(0)).await.unwrap();
             }
         };

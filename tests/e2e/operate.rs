@@ -15,6 +15,7 @@ use super::asks::publish_to;
 use super::cluster::{Cluster, eventually};
 use super::fixtures::{STATUS_PORT, simulated_vllm, torch_trainer, weightsync, wrapped};
 use super::http::get;
+use super::operator::{NAMESPACE, helm};
 
 const START: Duration = Duration::from_secs(120);
 const MINUTE: Duration = Duration::from_secs(60);
@@ -99,8 +100,5 @@ async fn the_plugins_verbs_work_on_a_cluster() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_charts_own_check_passes() {
-    let mut command = Command::new("helm");
-    command.args(["test", "weightsync", "--namespace", "weightsync-system", "--timeout", "60s"]).stdin(Stdio::null()).kill_on_drop(true);
-    let output = tokio::time::timeout(MINUTE * 2, command.output()).await.expect("it ends").unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    helm(&["test", "weightsync", "--namespace", NAMESPACE, "--timeout", "60s"]).await;
 }

@@ -5,7 +5,8 @@ The tests talk to its little HTTP server:
     GET  /health                                   {"pid", "steps"}
     POST /train   {"steps": n}                     runs n SGD steps, answers the loss
     POST /publish {"version": v, "pace": seconds}  publishes the present weights; `pace` slows every tensor down, so that a test can
-                                                   catch an update in the middle; answers what `Handle.wait` returned, or the error
+                                                   catch an update in the middle; answers what `Handle.wait` returned, or the error;
+                                                   {"poison": true}: one tensor is replaced by NaN on its way, the model keeps its own
     POST /flow    {"from": v, "every": seconds}    publishes version after version from now on, each with another step of SGD
     POST /halt                                     ends that, and answers what became of each: {"published": [{"version", "installed",
                                                    "began", "ended", "error"}]}, times in seconds since 1970
@@ -61,11 +62,14 @@ class Trainer:
                 self.steps += 1
         return {"loss": float(loss.detach()), "steps": self.steps}
 
-    def publish(self, version: int, pace: float) -> dict[str, object]:
+    def publish(self, version: int, pace: float, poison: bool = False) -> dict[str, object]:
         with self.lock:
             if self.publisher is None:
                 self.publisher = weightsync.Publisher.from_env()
             state = self.state()
+            if poison:
+                name = min(state)
+                state[name] = torch.full_like(state[name], float("nan"))
             if pace:
                 metas = [weightsync.Meta(name, "BF16", tuple(t.shape)) for name, t in state.items()]
 
@@ -146,7 +150,7 @@ def serve(trainer: Trainer, port: int) -> None:
                 if self.path == "/train":
                     self.answer(200, dict(trainer.train(int(body["steps"]))))
                 elif self.path == "/publish":
-                    self.answer(200, trainer.publish(int(body["version"]), float(body.get("pace", 0))))
+                    self.answer(200, trainer.publish(int(body["version"]), float(body.get("pace", 0)), bool(body.get("poison"))))
                 elif self.path == "/flow":
                     self.answer(200, trainer.flow(int(body["from"]), float(body["every"])))
                 elif self.path == "/halt":

@@ -19,6 +19,7 @@ fn job(models: &Models, name: &str, version: u64) -> InstallJob {
         local_directory: models.path(name),
         pause: PausePolicy::Keep,
         kv_cache: KvCachePolicy::Reset,
+        canary: None,
         timeout: 2 * SOON,
         cancel: CancellationToken::new(),
     }

@@ -71,6 +71,7 @@ impl Feeder {
             memory: Arc::new(HostMemory::of(&memory, bytes).unwrap()),
             pause: PausePolicy::Keep,
             kv_cache: KvCachePolicy::Reset,
+            canary: None,
             timeout: 2 * within,
             silence: within,
             cancel: CancellationToken::new(),

@@ -3,6 +3,7 @@
 store.py api PORT            every call of a client
 store.py keys PORT GROUP     reads the id of a group where torch's own prefixes put it
 store.py gloo PORT RANK WORLD GROUP     a default group, a second group as engines make it, and collectives in both
+store.py wheel PORT ENGINE CODE         two groups one after the other, of torch as rank 0 and of ranks that run the engine's own code
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -94,10 +98,56 @@ def gloo(port: int, rank: int, world: int, group: str) -> None:
     dist.destroy_process_group()
 
 
+class Rank:
+    """A process of tests/gpu/engine_ranks.py, without a GPU."""
+
+    def __init__(self, engine: str, code: str, folder: str, rank: int, size: int) -> None:
+        script = Path(__file__).parent.parent / "gpu" / "engine_ranks.py"
+        place = [f"--meet={folder}/{engine}", f"--tp-rank={rank}", f"--tp-size={size}", f"--code={code}"]
+        self.process = subprocess.Popen([sys.executable, script, engine, *place], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, ask: dict[str, object]) -> None:
+        assert self.process.stdin
+        print(json.dumps(ask), file=self.process.stdin, flush=True)
+
+    def answer(self) -> object:
+        assert self.process.stdout
+        answer = json.loads(self.process.stdout.readline())
+        return [answer["bytes"], answer["wrong"]] if "bytes" in answer else answer["ok"] or answer["message"]
+
+
+def wheel(port: int, engine: str, code: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        first, *others = ranks = [Rank("torch", code, folder, 0, 1), Rank(engine, code, folder, 0, 2), Rank(engine, code, folder, 1, 2)]
+        say([rank.answer() for rank in ranks])
+
+        def ask(to_first: dict[str, object], to_others: dict[str, object]) -> None:
+            first.tell(to_first)
+            for rank in others:
+                rank.tell(to_others)
+            say([rank.answer() for rank in ranks])
+
+        for number, load_format in enumerate(["flattened_bucket", None], 1):
+            group: dict[str, object] = {"group_name": f"weights-{number}"}
+            join = group | {"do": "join", "master_address": "127.0.0.1", "master_port": port, "world_size": 3, "rank_offset": 1}
+            ask(join, join)
+            lengths = [2 * 7, 2, 2 * 129 * 3]
+            shapes: object = [[7], [], [129, 3]]
+            tensors = {"names": ["a", "b", "c"], "dtypes": ["bfloat16"] * 3, "shapes": shapes, "load_format": load_format}
+            take = group | {"do": "receive", "bucket": number} | tensors
+            ask({"do": "receive", "bucket": number, "lengths": [sum(lengths)] if load_format else lengths}, take)
+            ask(group | {"do": "leave"}, group | {"do": "leave"})
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.wait()
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "api":
         api(int(sys.argv[2]))
     elif sys.argv[1] == "keys":
         keys(int(sys.argv[2]), sys.argv[3])
+    elif sys.argv[1] == "wheel":
+        wheel(int(sys.argv[2]), sys.argv[3], sys.argv[4])
     else:
         gloo(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

@@ -156,3 +156,21 @@ async fn process_groups_of_torch_form_with_no_other_store() {
         server.wait_for_clients(2, SOON).await.unwrap();
     }
 }
+
+/// Needs the engines' files beside the environment: `WEIGHTSYNC_ENGINE_CODE`, see `tests/tools/engine-code.sh`.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_engines_own_group_code_needs_no_other_store() {
+    let (Some(python), Ok(code)) = (python(), std::env::var("WEIGHTSYNC_ENGINE_CODE")) else { return };
+    for engine in ["sglang", "lmdeploy"] {
+        let server = server().await;
+        let port = server.address().port().to_string();
+        let mut ranks = Torch::start(&python, &["wheel".into(), port, engine.into(), code.clone()]);
+        let (all, received) = (json!([true, true, true]), json!([true, [790, 0], [790, 0]]));
+        let once = [all.clone(), received, all.clone()];
+        let expected: Vec<Value> = [all].into_iter().chain(once.clone()).chain(once).collect();
+        assert_eq!(ranks.said().await, expected, "{engine}");
+        for group in ["weights-1", "weights-2"] {
+            assert!(server.get(&format!("/{group}/{group}//cpu//0/0")).is_some(), "{engine}: gloo looked elsewhere");
+        }
+    }
+}

@@ -315,6 +315,7 @@ FAKE_API int cuMemcpyHtoDAsync_v2(DevicePtr to, const void *from, size_t bytes, 
 
 FAKE_API int cuMemcpyDtoHAsync_v2(void *to, DevicePtr from, size_t bytes, void *stream) {
   WITH_CONTEXT(cuMemcpyDtoHAsync_v2);
+  if (long most = setting("FAKEGPU_MOST_TO_HOST", 0); most && bytes > size_t(most)) violation("cuMemcpyDtoHAsync of %zu bytes", bytes);
   return copy_between("cuMemcpyDtoHAsync", HOST, reinterpret_cast<uint64_t>(to), DEVICE, from, bytes, stream, false, device);
 }
 

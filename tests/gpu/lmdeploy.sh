@@ -14,5 +14,5 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work/site" "$out"
 tar -C "$work/site" -xJf "$site"
-export PYTHONPATH=$work/site NCCL_CUMEM_ENABLE=0 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
+export PYTHONPATH=$work/site HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
 python3 -m tests.gpu.lmdeploy.run --weightsync "$weightsync" --work "$work" --out "$out" "${@:-awake}"

@@ -140,6 +140,7 @@ impl Operator {
             serve_before_first_version,
             current: None,
             returned: None,
+            newest: None,
         };
         self.claim_with(object, pods, &assignment, None)
     }
@@ -162,11 +163,13 @@ impl Operator {
             retain_bytes: 0,
             keep: 1,
             max_unavailable: 0,
+            max_skew: None,
             bucket_bytes: 0,
             delivery: weightsync::protocol::Delivery::default(),
             data_tls: true,
             transport: TransportPolicy::default(),
             health,
+            canary: None,
         };
         let wanted = Wanted { config: MembershipConfig::new(object, 1, policy), members, suspend: false, delete: false };
         let context = Context {

@@ -67,7 +67,9 @@ fn everything() -> Value {
             "controller": {"enabled": true},
             "agents": {"enabled": true, "namespaces": ["rl"], "ingress": [{"from": [{"podSelector": {"matchLabels": {"app": "router"}}}]}]},
             "metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+            "tracesTo": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "telemetry"}}}],
         },
+        "tracing": {"otlpEndpoint": "http://collector.telemetry:4318"},
     })
 }
 
@@ -208,6 +210,22 @@ fn network_policies_let_in_who_must_and_nobody_else() {
     assert!(refused(&lacks).contains("name the namespaces"), "a NetworkPolicy belongs to one namespace");
     let watched = render(&json!({"watchNamespaces": ["a", "b"], "networkPolicy": {"agents": {"enabled": true}}}));
     assert_eq!(of(&watched, "NetworkPolicy").len(), 2);
+}
+
+#[test]
+fn traces_have_somewhere_to_go_only_when_somebody_says_where() {
+    let environment = |objects: &[Value]| {
+        let deployment = named(objects, "Deployment", "ws-weightsync");
+        let entries = deployment["spec"]["template"]["spec"]["containers"][0]["env"].as_array().unwrap();
+        entries.iter().find(|entry| entry["name"] == "OTEL_EXPORTER_OTLP_ENDPOINT").map(|entry| entry["value"].clone())
+    };
+    let all = render(&everything());
+    assert_eq!(environment(&all), Some(json!("http://collector.telemetry:4318")));
+    let way = json!({"to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "telemetry"}}}]});
+    let leaves = |objects: &[Value]| named(objects, "NetworkPolicy", "ws-weightsync")["spec"]["egress"].as_array().unwrap().contains(&way);
+    assert!(leaves(&all));
+    let without = render(&json!({"networkPolicy": {"controller": {"enabled": true}}}));
+    assert!(environment(&without).is_none() && !leaves(&without));
 }
 
 #[test]

@@ -10,6 +10,8 @@ pub struct Model {
     seed: u64,
     /// Names, and lengths in float32.
     tensors: Vec<(String, u64)>,
+    /// The tensor that is nothing but NaN.
+    nan: Option<usize>,
 }
 
 impl Model {
@@ -25,7 +27,7 @@ impl Model {
 
     /// These tensors.
     pub fn of(seed: u64, tensors: impl IntoIterator<Item = (String, u64)>) -> Self {
-        Self { seed, tensors: tensors.into_iter().collect() }
+        Self { seed, tensors: tensors.into_iter().collect(), nan: None }
     }
 
     /// The same without one tensor.
@@ -34,9 +36,17 @@ impl Model {
         Self { tensors, ..self }
     }
 
+    /// The same with one tensor of NaN.
+    pub fn poisoned(self, number: usize) -> Self {
+        Self { nan: Some(number), ..self }
+    }
+
     /// Bytes of a tensor.
     pub fn bytes(&self, number: usize) -> Vec<u8> {
         let (_, length) = self.tensors[number];
+        if self.nan == Some(number) {
+            return f32::NAN.to_le_bytes().repeat(usize::try_from(length).unwrap());
+        }
         let mut state = (self.seed << 32 | number as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         let mut bytes = Vec::with_capacity(usize::try_from(length * 4).unwrap());
         for _ in 0..length / 2 {

@@ -86,7 +86,7 @@ pub fn unavailable() -> Value {
 }
 
 impl World {
-    /// Starts a group; `update` is the part of the same name of the file. Engines start with version 0 of [`crate::model::Model::small`].
+    /// Starts a group; `update` is the part of the same name of the file, and may carry its `canary`. Engines start with version 0 of [`crate::model::Model::small`].
     pub async fn start(update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
         Self::start_with(&crate::model::Model::small(0), update, actors).await
     }
@@ -157,9 +157,9 @@ impl World {
             "versions": folder.path().join("versions"),
             "trainer": {"name": "trainer", "gpu": machine.map(|_| uuid(0))},
             "rollouts": rollouts.collect::<Vec<_>>(),
+            "canary": update.as_object_mut().unwrap().remove("canary"),
             "update": update,
-            "transport": transport,
-            "delivery": delivery,
+            "transport": transport, "delivery": delivery,
         });
         std::fs::write(folder.path().join("group.yaml"), file.to_string()).unwrap();
         let mut local = Command::new(PROGRAM)
@@ -348,6 +348,12 @@ impl World {
     /// Sends a signal to a pod's agent.
     pub async fn signal(&self, pod: &str, signal: Signal) {
         kill_process(self.agent(pod).await, signal).unwrap();
+    }
+
+    /// What a pod's agent logged, as plain text.
+    pub fn log(&self, pod: &str) -> String {
+        let log = std::fs::read(self.folder.path().join(format!("state/{pod}-agent.log"))).unwrap_or_default();
+        String::from_utf8_lossy(&log).into_owned()
     }
 
     fn evidence(&self) {

@@ -52,6 +52,7 @@ async fn the_end_of_a_wrapped_engine_is_told_at_once_with_its_cause() {
         serve_before_first_version: true,
         current: None,
         returned: None,
+        newest: None,
     };
     let pods = vec![PodRef { name: "w".into(), uid: "uid-w".into(), node: None }];
     let candidate = Candidate { name: MemberName("actors/w".into()), role: Role::Rollout, size: 1, pods, port: Some(port) };

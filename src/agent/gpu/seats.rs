@@ -78,7 +78,7 @@ impl Gpus {
         let mut open: Vec<Open> = Vec::new();
         let (mut had_one, mut said) = (false, None::<String>);
         loop {
-            let environment = wanted.borrow_and_update().environment.clone();
+            let started_with = wanted.borrow_and_update().nccl();
             match self.open_all(std::mem::take(&mut open)).await {
                 Ok(opened) => {
                     open.clone_from(&opened);
@@ -114,7 +114,7 @@ impl Gpus {
                     }
                 }
                 _ = wanted.changed() => {
-                    if wanted.borrow().environment == environment {
+                    if wanted.borrow().nccl() == started_with {
                         continue;
                     }
                     tracing::info!("NCCL's settings changed: GPU workers are started anew");

@@ -56,6 +56,7 @@ pub async fn feed_memory(
         memory: Arc::new(shared),
         pause: feed.pause,
         kv_cache: feed.kv_cache,
+        canary: None,
         timeout: feed.timeout,
         silence: feed.timeout,
         cancel: CancellationToken::new(),

@@ -30,7 +30,7 @@ impl Leader {
         let nccl = gpus.unique_id(UNIQUE_ID).await?;
         let calls = Calls::new(self.client.clone(), epoch.clone());
         let mut joins: JoinSet<(MemberName, Result<JoinResponse, Refusal>)> = JoinSet::new();
-        // Guests have no rank, and nothing to join.
+        // Guests have no rank, and nothing to join: they are lent memory when the communicator stands.
         for member in epoch.others().into_iter().filter(|member| epoch.has_rank(member)) {
             let within = deadline.saturating_duration_since(Instant::now());
             let deadline_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
@@ -60,6 +60,7 @@ impl Leader {
         if failed.is_empty() {
             let took = begun.elapsed();
             tracing::info!(epoch = %epoch.id(), world = epoch.communicator().map(crate::protocol::CommunicatorPlan::world), ?took, "a communicator stands");
+            self.lend(epoch, deadline).await;
             return Ok(());
         }
         gpus.transport().leave(epoch.id());

@@ -1,33 +1,36 @@
-//! One stream to two chains: members that have ranks get it between GPUs, members without one over connections.
+//! One stream to several chains: members that have ranks get it between GPUs, those on the source's GPU copy it from the source's ring, and others
+//! get it over connections.
 //!
-//! Decides nothing: the stream has ended well when both chains confirmed it, and it is over when one of them failed.
+//! Decides nothing: the stream has ended well when all chains confirmed it, and it is over when one of them failed.
+
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-
-use std::time::Duration;
+use futures::future::{select_all, try_join_all};
 
 use crate::protocol::BucketHeader;
 use crate::transport::nccl::Staging;
 use crate::transport::{BucketSink, Payload, TransportError};
 use crate::weights::bucket_digest;
 
-/// Both chains.
+/// All chains.
 pub(super) struct Fan {
-    between_gpus: Box<dyn BucketSink>,
-    over_connections: Box<dyn BucketSink>,
+    /// Those that take what lies on a GPU.
+    gpus: Vec<Box<dyn BucketSink>>,
+    over_connections: Option<Box<dyn BucketSink>>,
     staging: Option<Staging>,
     silence: Duration,
 }
 
 impl Fan {
     pub(super) fn new(
-        between_gpus: Box<dyn BucketSink>,
-        over_connections: Box<dyn BucketSink>,
+        gpus: Vec<Box<dyn BucketSink>>,
+        over_connections: Option<Box<dyn BucketSink>>,
         staging: Option<Staging>,
         silence: Duration,
     ) -> Self {
-        Self { between_gpus, over_connections, staging, silence }
+        Self { gpus, over_connections, staging, silence }
     }
 }
 
@@ -48,13 +51,15 @@ async fn on_host(payload: Payload, staging: Option<&Staging>, silence: Duration)
 #[async_trait]
 impl BucketSink for Fan {
     async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError> {
-        let Self { between_gpus, over_connections, staging, silence } = self;
+        let Self { gpus, over_connections, staging, silence } = self;
         let copy = data.clone();
         let plain = async {
+            let Some(plain) = over_connections else { return Ok(()) };
             let (bytes, digest) = on_host(copy, staging.as_ref(), *silence).await?;
-            over_connections.send(header, bytes.into(), digest).await
+            plain.send(header, bytes.into(), digest).await
         };
-        tokio::try_join!(between_gpus.send(header, data, digest), plain).map(|_| ())
+        let between = try_join_all(gpus.iter_mut().map(|sink| sink.send(header, data.clone(), digest)));
+        tokio::try_join!(between, plain).map(|_| ())
     }
 
     fn hashes(&self) -> bool {
@@ -62,18 +67,17 @@ impl BucketSink for Fan {
     }
 
     fn takes_device(&self) -> bool {
-        self.between_gpus.takes_device()
+        self.gpus.iter().all(|sink| sink.takes_device())
     }
 
     async fn failed(&mut self) -> TransportError {
-        tokio::select! {
-            failure = self.between_gpus.failed() => failure,
-            failure = self.over_connections.failed() => failure,
-        }
+        let Self { gpus, over_connections, .. } = self;
+        let sinks = gpus.iter_mut().chain(over_connections);
+        select_all(sinks.map(|sink| sink.failed())).await.0
     }
 
     async fn finish(self: Box<Self>) -> Result<(), TransportError> {
-        let Self { between_gpus, over_connections, .. } = *self;
-        tokio::try_join!(between_gpus.finish(), over_connections.finish()).map(|_| ())
+        let Self { gpus, over_connections, .. } = *self;
+        try_join_all(gpus.into_iter().chain(over_connections).map(BucketSink::finish)).await.map(|_| ())
     }
 }

@@ -11,11 +11,12 @@ use super::attempt::{Attempt, Stage};
 use super::calls::{Answer, Answers, Following};
 use super::engine_sink::{EngineSink, EngineStream};
 use super::fan::Fan;
-use super::probe::{Opening, hello};
+use super::openings::Openings;
+use super::probe::Opening;
 use super::stream::{Sending, StreamError};
 use super::table::{Failure, Table, Verdict};
 use crate::agent::rollout::PAUSING;
-use crate::protocol::{BeginRequest, CarriedBy, MemberName, PublishErrorCode, UpdatePhase};
+use crate::protocol::{BeginRequest, MemberName, PublishErrorCode, UpdatePhase};
 use crate::transport::{BucketSink, TransportError};
 use crate::weights::{DigestAlgorithm, Layout};
 
@@ -88,21 +89,25 @@ impl Attempt<'_> {
     ) -> Result<Vec<u128>, Failure> {
         let silence = self.silence;
         let engines = self.engines(receiving)?;
-        let (between_gpus, over_connections) = if engines.is_some() { (None, None) } else { self.hellos(receiving) };
+        let openings = if engines.is_some() { Openings::default() } else { self.openings(receiving) };
         let leader = self.leader;
         let pausing = Duration::from_millis(self.epoch.prepared.policy.update_timeout_ms / 2);
         let layout = sending.layout.clone();
         let sent = async {
             let open = async |(hello, first): Opening| leader.transport.open(hello, &first).await;
-            let mut sink: Option<Box<dyn BucketSink>> = match (between_gpus, over_connections) {
-                (None, None) => match engines {
-                    Some(stream) => Some(Box::new(EngineSink::open(stream, layout, pausing).await?)),
-                    None => None,
-                },
-                (Some(one), Some(other)) => {
-                    Some(Box::new(Fan::new(open(one).await?, open(other).await?, sending.staging.clone(), silence)))
-                }
-                (Some(only), None) | (None, Some(only)) => Some(open(only).await?),
+            let mut gpus: Vec<Box<dyn BucketSink>> = Vec::new();
+            for opening in openings.gpus {
+                gpus.push(open(opening).await?);
+            }
+            let plain = match openings.plain {
+                Some(opening) => Some(open(opening).await?),
+                None => None,
+            };
+            let mut sink: Option<Box<dyn BucketSink>> = match (engines, gpus.is_empty()) {
+                (Some(stream), _) => Some(Box::new(EngineSink::open(stream, layout, pausing).await?)),
+                (None, true) => plain,
+                (None, false) if gpus.len() == 1 && plain.is_none() => gpus.pop(),
+                (None, false) => Some(Box::new(Fan::new(gpus, plain, sending.staging.clone(), silence))),
             };
             let digests = sending.run(sink.as_mut(), silence).await?;
             if let Some(sink) = sink {
@@ -149,23 +154,6 @@ impl Attempt<'_> {
         let led = led.ok_or_else(|| self.failure(PublishErrorCode::NotEnoughReplicas, gone(), None, true))?;
         let (calls, update, me) = (self.calls.clone(), self.update(), self.epoch.me().clone());
         Ok(Some(EngineStream { led, calls, update, me, silence: self.silence }))
-    }
-
-    /// The hellos of the stream: between GPUs, and over connections. Over a communicator every rank takes part; those that do not receive
-    /// keep nothing. Members without a rank are reached over connections, and so is everybody who is fed: a collective needs every rank, and
-    /// only one leader at a time could have it.
-    fn hellos(&self, receiving: &[MemberName]) -> (Option<Opening>, Option<Opening>) {
-        let plain = |members: &[MemberName]| hello(&self.epoch, &self.calls, members, &self.update(), false, None);
-        let (ranked, guests): (Vec<MemberName>, Vec<MemberName>) =
-            receiving.iter().cloned().partition(|member| self.epoch.has_rank(member));
-        let seat = self.epoch.communicator().and_then(|plan| plan.seat(self.epoch.me()));
-        let Some((root, _)) = seat.filter(|_| !self.view.feeding && !ranked.is_empty()) else {
-            return (None, plain(receiving));
-        };
-        let others: Vec<MemberName> = self.epoch.others().into_iter().filter(|member| self.epoch.has_rank(member)).collect();
-        let passing = others.iter().filter(|name| !ranked.contains(name)).cloned().collect();
-        let carried = hello(&self.epoch, &self.calls, &others, &self.update(), false, Some(CarriedBy { root, passing }));
-        (carried, plain(&guests))
     }
 
     /// Waits until members answered what was asked of them, as far as they ever will.

@@ -3,7 +3,9 @@
 //! Pure: answers and statuses in, a verdict out. Counts against `minReady`; never waits, never sends, and never counts a member as
 //! delivered or installed that did not say so itself.
 
-use crate::protocol::{InstallStep, MemberName, MemberProgress, PublishErrorCode, Refusal, RefusalCode, UpdatePhase, UpdateStatus};
+use crate::protocol::{
+    InstallStep, MemberName, MemberProgress, PublishErrorCode, Refusal, RefusalCode, UpdatePhase, UpdateStatus, is_refused_by_most,
+};
 
 /// Why an attempt ended without its aim.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,6 +55,8 @@ struct Row {
     reason: Option<String>,
     refusal: Option<RefusalCode>,
     lost: bool,
+    /// Whether its canary refused the version.
+    canary: bool,
     /// Whether it was told to switch its engine.
     told: bool,
     /// Whether its part is over because it was lost, and not by its own word.
@@ -76,6 +80,7 @@ impl Table {
             reason: None,
             refusal: None,
             lost: false,
+            canary: false,
             told: false,
             unheard: false,
         };
@@ -91,6 +96,7 @@ impl Table {
         row.step = Some(status.step);
         row.bytes = row.bytes.max(status.bytes);
         row.reason.clone_from(&status.reason);
+        row.canary = status.refused;
     }
 
     /// A member refused a message of the attempt.
@@ -219,9 +225,13 @@ impl Table {
         self.verdict(UpdatePhase::Verify, |row| row.out() || delivered(row), delivered)
     }
 
-    /// After activate: whether enough serve the version.
+    /// After activate: whether enough serve the version, and it is not one that most of those who were asked refuse.
     pub fn after_activate(&self) -> Verdict {
         let installed = |row: &Row| row.step == Some(InstallStep::Installed);
+        let count = |wanted: &dyn Fn(&Row) -> bool| self.rows.iter().filter(|row| wanted(row)).count();
+        if is_refused_by_most(count(&|row| row.canary), count(&installed), count(&|row| !row.out() && !installed(row))) {
+            return Verdict::Fail(self.refused_by_canary());
+        }
         self.verdict(UpdatePhase::Activate, |row| row.out() || installed(row), installed)
     }
 
@@ -234,6 +244,23 @@ impl Table {
             (true, _) => Verdict::Enough,
             (false, _) if good + open >= enough => Verdict::Wait,
             (false, _) => Verdict::Fail(self.too_few(phase, good)),
+        }
+    }
+
+    fn refused_by_canary(&self) -> Failure {
+        let refused: Vec<&Row> = self.rows.iter().filter(|row| row.canary).collect();
+        let measured: Vec<String> =
+            refused.iter().map(|row| format!("{}: {}", row.name, row.reason.as_deref().unwrap_or("no reason given"))).collect();
+        Failure {
+            code: PublishErrorCode::VersionRefused,
+            message: format!("the canary refuses it on {} of {} replicas ({})", refused.len(), self.rows.len(), measured.join("; ")),
+            phase: UpdatePhase::Activate,
+            member: match refused.as_slice() {
+                [only] => Some(only.name.clone()),
+                _ => None,
+            },
+            // The weights are what they are.
+            again: false,
         }
     }
 

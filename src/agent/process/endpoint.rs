@@ -236,6 +236,7 @@ impl Running {
                 serve_before_first_version: assignment.serve_before_first_version,
                 current: assignment.current.clone(),
                 returned: assignment.returned,
+                newest: assignment.newest,
             });
         }
     }

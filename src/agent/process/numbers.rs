@@ -241,7 +241,7 @@ fn follow<T: Clone + Send + Sync + 'static>(
 
 /// Whether an attempt is over, and is seen so for the first time.
 fn ended_first(counted: &mut Option<UpdateId>, update: &UpdateView) -> bool {
-    if !matches!(update.phase, UpdatePhase::Done | UpdatePhase::Failed) {
+    if !update.phase.is_over() {
         return false;
     }
     let id = UpdateId { epoch: update.id.clone(), version: update.version, attempt: update.attempt };

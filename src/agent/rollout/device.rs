@@ -151,8 +151,9 @@ impl Rollout {
         let Some(plan) = epoch.communicator().filter(|_| !request.feeding) else {
             return Err("its bytes do not travel between GPUs".into());
         };
-        if !epoch.has_rank(epoch.me()) {
-            return Err("it is on the source's GPU and has no rank: its bytes come over a connection".into());
+        let opened = || self.gpus.get().is_some_and(|gpus| gpus.transport().communicator(epoch.id()).is_some());
+        if !epoch.has_rank(epoch.me()) && !opened() {
+            return Err("it has no rank and did not open the source's ring: its bytes come over a connection".into());
         }
         if request.layout.cuts != Cuts::BetweenTensors || request.algorithm != DigestAlgorithm::Gsum64 {
             return Err("the version was laid out for a transport that passes hosts".into());

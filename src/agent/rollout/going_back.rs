@@ -1,7 +1,7 @@
 //! What a rollout keeps of versions that its engine held before, and how one that feeds the others goes back itself.
 //!
-//! Decides which earlier versions stay (by count and memory, as the object says), and that a feeder goes back before it feeds: nobody else
-//! can do that for it. The copy is hashed again before it is loaded.
+//! Decides which earlier versions stay (by count and memory, as the object says), and that a feeder goes back before it feeds, and
+//! takes its own copy when its engine holds half a version or a refused one: nobody else can do that for it. The copy is hashed again before it is loaded.
 
 use std::sync::Arc;
 
@@ -61,10 +61,9 @@ impl Rollout {
 impl Inner {
     /// The copy from which to go back, where that is due.
     fn should_go_back(&self, epoch: &Epoch, current: &HeldVersion) -> Option<Arc<Version>> {
-        let installed = self.machine.installed()?;
-        let due = epoch.left(installed.held.version)
+        let left = self.machine.installed().is_some_and(|installed| epoch.left(installed.held.version));
+        let due = (left || self.machine.dirty().is_some())
             && self.went_back.as_ref() != Some(epoch.id())
-            && self.machine.dirty().is_none()
             && self.machine.live().is_none()
             && !self.switching
             && !self.engine.unhealthy();

@@ -81,6 +81,11 @@ impl Machine {
         self.installed.as_ref().filter(|_| !self.uncertain)
     }
 
+    /// Whether the engine's process is the one that answered last, as it was last looked at; also before any answered.
+    pub fn is_certain(&self) -> bool {
+        !self.uncertain
+    }
+
     /// Whether the engine's process is known to be the one that answered last.
     pub fn engine_is_certain(&mut self, certain: bool) {
         self.uncertain = !certain;
@@ -125,6 +130,7 @@ impl Machine {
             bytes: attempt.bytes,
             reason: attempt.reason.clone(),
             dirty: attempt.dirty,
+            refused: attempt.refused,
             steps_ms: attempt.steps_ms.clone(),
         })
     }
@@ -174,6 +180,7 @@ impl Machine {
             total_bytes: request.layout.total_bytes,
             reason: None,
             dirty: false,
+            refused: false,
             fed: false,
             steps_ms: Vec::new(),
         });
@@ -286,6 +293,13 @@ impl Machine {
             }
         }
         self.sequence += 1;
+    }
+
+    /// The engine loaded the version of the attempt, and the canary refused what it answers; [`install_failed`](Self::install_failed) follows.
+    pub fn refused_by_canary(&mut self) {
+        if let Some(attempt) = self.attempt.as_mut().filter(|attempt| matches!(attempt.stage, Stage::Installing(_))) {
+            attempt.refused = true;
+        }
     }
 
     /// Ends an attempt; one whose engine is being switched goes on, since its bytes are complete. True when one ended.

@@ -6,7 +6,7 @@
 use super::machine::Installed;
 use super::same_version;
 use crate::engine::EngineStart;
-use crate::protocol::{HeldVersion, Returned};
+use crate::protocol::{HeldVersion, Returned, Skew, Version, skew};
 
 /// What the controller wants of this rollout; nothing is known before it said so.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -19,6 +19,8 @@ pub struct Assigned {
     pub current: Option<HeldVersion>,
     /// Set once the group went back to an earlier version.
     pub returned: Option<Returned>,
+    /// The newest version in service, where the object limits how far versions may be apart.
+    pub newest: Option<Version>,
 }
 
 /// What is known of one rollout.
@@ -34,6 +36,10 @@ pub struct Seen<'a> {
     pub last: Option<&'a HeldVersion>,
     /// What the engine confirmed.
     pub installed: Option<&'a Installed>,
+    /// How far versions in service may be apart.
+    pub max_skew: Option<Version>,
+    /// Whether the group goes back from what the engine confirmed: until enough were taken back, both versions are in service.
+    pub left: bool,
     /// Why it may hold a mixture.
     pub dirty: Option<&'a str>,
     /// The version that lies here complete and whose turn to be switched to comes: until then the engine serves what it has.
@@ -51,7 +57,7 @@ pub struct Seen<'a> {
 /// `Ok` when the pod may serve, else why not.
 pub fn ready(seen: &Seen<'_>) -> Result<(), String> {
     if let Some(reason) = seen.dirty {
-        return Err(format!("the engine may hold half an update ({reason})"));
+        return Err(format!("the engine must not serve before it is fed in full ({reason})"));
     }
     if seen.released {
         return Ok(());
@@ -64,6 +70,17 @@ pub fn ready(seen: &Seen<'_>) -> Result<(), String> {
     }
     match (seen.installed, seen.current) {
         (Some(installed), _) if seen.start != Some(&installed.start) => Err("the engine started anew and holds no version yet".into()),
+        (Some(installed), Some(current)) if seen.max_skew.is_some() && !seen.left && installed.held.version != current.version => {
+            let newest = seen.assigned.newest.unwrap_or(current.version).max(current.version);
+            let (number, most) = (installed.held.version, seen.max_skew.unwrap_or_default());
+            match skew(most, current.version, newest, number) {
+                // An agent is not told the moment at which its version counts: waiting for that word here would empty the service.
+                Skew::Within | Skew::TooNew => Ok(()),
+                Skew::TooOld => {
+                    Err(format!("the engine holds version {number}, the newest in service is {newest}: more than {most} apart"))
+                }
+            }
+        }
         (Some(installed), Some(current))
             if installed.held.version < current.version && !seen.awaits.is_some_and(|held| same_version(held, current)) =>
         {

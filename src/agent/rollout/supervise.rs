@@ -305,10 +305,12 @@ fn usual_policy() -> UpdatePolicy {
         retain_bytes: 0,
         keep: 1,
         max_unavailable: 0,
+        max_skew: None,
         bucket_bytes: 0,
         delivery: Delivery::default(),
         data_tls: true,
         transport: crate::protocol::TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 3_000, failure_threshold: 3, success_threshold: 1 },
+        canary: None,
     }
 }

@@ -70,6 +70,7 @@ impl Rollout {
             local_directory: version.dir().path().to_owned(),
             pause: policy.pause,
             kv_cache: policy.kv_cache,
+            canary: policy.canary.clone(),
             timeout: limit,
             cancel: CancellationToken::new(),
         };
@@ -129,6 +130,7 @@ impl Rollout {
             match outcome {
                 Ok(Ok(report)) => {
                     tracing::info!(version = held.version, steps = ?report.steps_ms, "the engine confirmed");
+                    inner.took(held);
                     inner.engine.started(report.start.clone());
                     inner.machine.install_confirmed(held.clone(), report.start, report.steps_ms);
                     inner.last = Some(held.clone());
@@ -141,6 +143,9 @@ impl Rollout {
                     tracing::warn!(version = held.version, dirty = error.dirty, %error, "an install did not end well");
                     // An engine that started anew in the middle holds no half update, whatever start it was touched in.
                     let dirty = error.dirty && !matches!(error.source, EngineError::Restarted);
+                    if let EngineError::CanaryRefused { measured } = &error.source {
+                        inner.refuse(held, measured);
+                    }
                     inner.machine.install_failed(failed(&error), dirty, switch.start);
                     if dirty {
                         inner.touched = touched;

@@ -49,6 +49,7 @@ impl Rollout {
             layout,
             pause: policy.pause,
             kv_cache: policy.kv_cache,
+            canary: policy.canary.clone(),
             timeout: Duration::from_millis(policy.update_timeout_ms),
             silence: Duration::from_millis(policy.silence_ms),
             cancel: CancellationToken::new(),

@@ -3,6 +3,8 @@
 //!
 //! Pure. Skipped numbers are fine; nothing ever waits for one.
 
+use std::collections::BTreeSet;
+
 use crate::protocol::{HeldVersion, PublishError, PublishErrorCode, Version};
 use crate::weights::DigestAlgorithm;
 
@@ -13,6 +15,8 @@ pub struct History {
     /// The version that the group went back to, and the highest number that it held before.
     went_back: Option<(Version, Version)>,
     failed: Option<(Version, Option<String>)>,
+    /// Versions that the group refused by its canary.
+    refused: BTreeSet<Version>,
     /// How the manifest of the version that failed was computed.
     algorithm: Option<DigestAlgorithm>,
 }
@@ -27,6 +31,11 @@ impl History {
     pub fn admit(&self, version: Version, current: Option<&HeldVersion>) -> Result<Option<String>, PublishError> {
         let held = self.done.iter().chain(current).map(|held| held.version).max();
         let failed = self.failed.as_ref().map(|(failed, _)| *failed);
+        if self.refused.contains(&version) {
+            let message = format!("the canary refused version {version}: give other weights a new number");
+            let code = PublishErrorCode::VersionRefused;
+            return Err(PublishError { code, message, retryable: false, phase: None, member: None });
+        }
         let not_higher = |what: String| {
             Err(PublishError { code: PublishErrorCode::VersionNotHigher, message: what, retryable: false, phase: None, member: None })
         };
@@ -67,6 +76,11 @@ impl History {
         if self.went_back.is_none_or(|(_, before)| before <= from) {
             self.went_back = Some((to.version, from));
         }
+    }
+
+    /// The group refused a version by its canary.
+    pub fn refused(&mut self, version: Version) {
+        self.refused.insert(version);
     }
 
     /// A version is being tried.

@@ -83,6 +83,9 @@ impl Source {
             Err(error) => {
                 // Not what the last attempt knew: an earlier one may have told engines to switch whose answers never came.
                 let error = lock(&publish.reach).judge(version, error);
+                if error.code == PublishErrorCode::VersionRefused {
+                    lock(&self.history).refused(version);
+                }
                 tracing::warn!(version, code = ?error.code, message = %error.message, "a publish failed");
                 reporter.failed(error);
             }
@@ -98,6 +101,9 @@ impl Source {
             }
             if let Some(returned) = epoch.returned().filter(|returned| returned.pinned) {
                 return Err(pinned(returned.to));
+            }
+            if epoch.commit.refused.contains(&publish.version) {
+                return Err(refused(publish));
             }
             if publish.attempts == 0 {
                 publish.source.lay_out();
@@ -317,6 +323,13 @@ pub(super) fn pinned(version: Version) -> PublishError {
          (kubectl weightsync rollback NAME --clear)"
     );
     PublishError { code: PublishErrorCode::VersionPinned, message, retryable: true, phase: None, member: None }
+}
+
+/// The group refused the version while it was on its way, and was formed anew for that.
+fn refused(publish: &Publish) -> PublishError {
+    let before = publish.failed.as_ref().map_or_else(String::new, |(_, failure)| format!("; the last attempt: {}", failure.message));
+    let message = format!("the canary refused version {}: give other weights a new number{before}", publish.version);
+    PublishError { code: PublishErrorCode::VersionRefused, message, retryable: false, phase: None, member: None }
 }
 
 fn by_topology() -> PublishError {

@@ -55,7 +55,8 @@ impl Reach {
         }
         let message = format!("{}: {}", what.join("; "), error.message);
         let may_count = self.installed.len() + self.unheard.len() >= usize::try_from(self.min_ready).unwrap_or(usize::MAX);
-        if self.unheard.is_empty() || !may_count {
+        // A version that most refuse is left by all, whoever took it.
+        if self.unheard.is_empty() || !may_count || error.code == PublishErrorCode::VersionRefused {
             return PublishError { message, ..error };
         }
         PublishError { code: PublishErrorCode::OutcomeUnknown, message, retryable: true, ..error }

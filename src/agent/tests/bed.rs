@@ -4,13 +4,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
-use bytes::Bytes;
 use rustls_pki_types::ServerName;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
+use super::corrupting::Corrupting;
 use super::engine::TestEngine;
 use crate::agent::attempts::Attempts;
 use crate::agent::client::PublishQueue;
@@ -28,8 +27,8 @@ use crate::engine::Engine;
 use crate::protocol::*;
 use crate::runtime::https::{Access, AgentClient, CallError, Limits, serve_https};
 use crate::runtime::identity::{Ca, ClientCertificates, Identity, PeerIdentity, agent_name};
+use crate::transport::Transport;
 use crate::transport::tcp::{DataTls, TcpOptions, TcpTransport};
-use crate::transport::{BucketSink, Payload, Transport, TransportError};
 
 pub const WEIGHTSYNC: &str = "object";
 const HOUR: Duration = Duration::from_secs(3600);
@@ -91,53 +90,6 @@ impl Drop for Member {
     }
 }
 
-/// Flips a byte of one bucket on its way, after its digest was made.
-struct Corrupting {
-    inner: TcpTransport,
-    armed: Arc<std::sync::atomic::AtomicBool>,
-}
-
-struct CorruptingSink {
-    inner: Box<dyn BucketSink>,
-    armed: Arc<std::sync::atomic::AtomicBool>,
-}
-
-#[async_trait]
-impl Transport for Corrupting {
-    fn name(&self) -> &'static str {
-        "tcp"
-    }
-    fn address(&self) -> String {
-        self.inner.address()
-    }
-    async fn open(&self, hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError> {
-        let probe = hello.probe;
-        let inner = self.inner.open(hello, first).await?;
-        if probe {
-            return Ok(inner);
-        }
-        Ok(Box::new(CorruptingSink { inner, armed: self.armed.clone() }))
-    }
-}
-
-#[async_trait]
-impl BucketSink for CorruptingSink {
-    async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError> {
-        let Payload::Host(data) = data else { panic!("on a GPU") };
-        let mut data = data.to_vec();
-        if self.armed.swap(false, std::sync::atomic::Ordering::SeqCst) {
-            data[0] ^= 1;
-        }
-        self.inner.send(header, Bytes::from(data).into(), digest).await
-    }
-    async fn failed(&mut self) -> TransportError {
-        self.inner.failed().await
-    }
-    async fn finish(self: Box<Self>) -> Result<(), TransportError> {
-        self.inner.finish().await
-    }
-}
-
 /// Everything that a group needs.
 pub struct Bed {
     pub ca: Ca,
@@ -147,6 +99,7 @@ pub struct Bed {
     pub epoch: u64,
     pub current: Option<HeldVersion>,
     pub returned: Option<Returned>,
+    pub refused: Vec<Version>,
     pub corrupt: Arc<std::sync::atomic::AtomicBool>,
     /// Of rollouts.
     pub cgroups: Cgroups,
@@ -167,14 +120,28 @@ impl Bed {
             retain_bytes: 64 << 20,
             keep: 1,
             max_unavailable: 0,
+            max_skew: None,
             bucket_bytes: 0,
             delivery: crate::protocol::Delivery::default(),
             data_tls: true,
             transport: TransportPolicy::default(),
             health,
+            canary: None,
         };
         let (versions, cgroups) = (tempfile::tempdir().unwrap(), unlimited());
-        Self { ca, client, versions, policy, epoch: 0, current: None, returned: None, corrupt: Arc::default(), cgroups, pods: 0 }
+        Self {
+            ca,
+            client,
+            versions,
+            policy,
+            epoch: 0,
+            current: None,
+            returned: None,
+            refused: Vec::new(),
+            corrupt: Arc::default(),
+            cgroups,
+            pods: 0,
+        }
     }
 
     pub fn source(&mut self) -> Member {
@@ -301,6 +268,7 @@ impl Bed {
             addresses: members.iter().map(|member| member.address.clone()).collect(),
             current: self.current.clone(),
             returned: self.returned,
+            refused: self.refused.clone(),
             feeder: feeder.map(|feeder| feeder.name.clone()),
             transport: TransportChoice::default(),
             secret: format!("secret of {}", self.epoch),
@@ -359,7 +327,7 @@ impl Start {
                     }
                 };
                 let rollout = tokio::time::timeout(SOON, started).await.expect("its directory is free");
-                rollout.assign(Assigned { known: true, serve_before_first_version: true, current: None, returned: None });
+                rollout.assign(Assigned { known: true, serve_before_first_version: true, current: None, returned: None, newest: None });
                 tokio::spawn(rollout.clone().supervise(cancel.clone()));
                 let feeder = Feeder::new(leader.clone(), rollout.clone(), Arc::<Attempts>::default());
                 tokio::spawn(async move { feeder.run().await });

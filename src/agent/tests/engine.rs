@@ -11,7 +11,7 @@ use crate::agent::core::lock;
 use crate::engine::{
     Engine, EngineError, EngineStart, Holding, HostDigest, HostInstall, HostJob, InstallError, InstallJob, InstallReport, Resumed,
 };
-use crate::protocol::{EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy, Version};
 use crate::weights::safetensors::Checkpoint;
 use crate::weights::{TensorSpec, digest_hex, tensor_digest};
 
@@ -43,6 +43,10 @@ pub struct Inside {
     pub directory: Option<PathBuf>,
     pub slow: Duration,
     pub put_back: u32,
+    /// Versions that a canary refuses.
+    pub refuses: Vec<Version>,
+    /// It gives no log-probs.
+    pub mute: bool,
     /// A tensor that its start-up weights have.
     pub needs: Option<String>,
     /// Its workers read shared memory, and check this digest.
@@ -137,6 +141,12 @@ impl Engine for TestEngine {
         self.answer()
     }
 
+    async fn answers(&self, _canary: &CanaryPolicy, _deadline: Duration) -> Result<bool, EngineError> {
+        self.answer()?;
+        let without = EngineError::Unsupported { what: "it gives no log-probs".into(), next_step: "start it with them".into() };
+        if self.get(|inside| inside.mute) { Err(without) } else { Ok(true) }
+    }
+
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError> {
         let failed = |step, dirty, what: &str| InstallError {
             step,
@@ -163,6 +173,10 @@ impl Engine for TestEngine {
         let read = digest_of(&job.directory).map_err(|error| failed("load", true, &error))?;
         if self.get(|inside| inside.start != start) {
             return Err(InstallError { step: "load", dirty: false, source: EngineError::Restarted });
+        }
+        if job.canary.is_some() && self.get(|inside| inside.refuses.contains(&job.version.version)) {
+            let source = EngineError::CanaryRefused { measured: "the log-prob of token 1 of 1 is no number".into() };
+            return Err(InstallError { step: "canary", dirty: true, source });
         }
         self.set(|inside| {
             inside.serves = Some(read);

@@ -41,11 +41,13 @@ fn prepare(id: &EpochId, pod_uid: &str, port: u16, role: Role) -> PrepareRequest
         retain_bytes: 0,
         keep: 1,
         max_unavailable: 0,
+        max_skew: None,
         bucket_bytes: 0,
         delivery: crate::protocol::Delivery::default(),
         data_tls: false,
         transport: TransportPolicy::default(),
         health,
+        canary: None,
     };
     let roster = Roster { members: vec![member], world_size: 2, chain: vec![name.clone()] };
     PrepareRequest { id: id.clone(), member: name, roster, policy, deadline_ms: 1 }
@@ -64,6 +66,7 @@ fn commit(id: &EpochId, instance: &str) -> CommitRequest {
         addresses: vec![address],
         current: None,
         returned: None,
+        refused: Vec::new(),
         feeder: None,
         transport: TransportChoice::default(),
         secret: "s".into(),
@@ -166,7 +169,7 @@ fn name(number: usize) -> MemberName {
 
 fn status(step: InstallStep) -> UpdateStatus {
     let update = UpdateId { epoch: epoch("o", 1, 0, 1), version: 1, attempt: 1 };
-    UpdateStatus { update, sequence: 1, step, bytes: 10, reason: None, dirty: false, steps_ms: Vec::new() }
+    UpdateStatus { update, sequence: 1, step, bytes: 10, reason: None, dirty: false, refused: false, steps_ms: Vec::new() }
 }
 
 #[test]
@@ -236,7 +239,7 @@ fn numbers_grow_and_a_failed_one_comes_back_with_its_own_manifest_only() {
 
 #[test]
 fn readiness_is_a_table() {
-    let known = Assigned { known: true, serve_before_first_version: true, current: None, returned: None };
+    let known = Assigned { known: true, serve_before_first_version: true, current: None, returned: None, newest: None };
     let hold = Assigned { serve_before_first_version: false, ..known.clone() };
     let unknown = Assigned::default();
     let (one, two) = (EngineStart("1".into()), EngineStart("2".into()));
@@ -249,6 +252,8 @@ fn readiness_is_a_table() {
         last: None,
         installed: None,
         awaits: None,
+        max_skew: None,
+        left: false,
         dirty: None,
         switching: false,
         start: Some(&one),
@@ -256,6 +261,9 @@ fn readiness_is_a_table() {
         unhealthy: false,
     };
     let (v1, v2, v3) = (held(1), held(2), held(3));
+    let newer = Assigned { newest: Some(4), ..known.clone() };
+    let left = Assigned { returned: Some(Returned { to: 1, from: 2, pinned: false }), ..known.clone() };
+    let near = Seen { max_skew: Some(1), installed: Some(&installed), ..base };
     let other = HeldVersion { version: 2, manifest: "other".into() };
     let only_number = HeldVersion { version: 2, manifest: String::new() };
     let cases: Vec<(&str, Seen<'_>, bool)> = vec![
@@ -274,6 +282,14 @@ fn readiness_is_a_table() {
             Seen { installed: Some(&installed), current: Some(&v3), awaits: Some(&v1), ..base },
             false,
         ),
+        ("behind by as much as is allowed", Seen { current: Some(&v3), ..near }, true),
+        ("behind by that, and a newer one is in service", Seen { current: Some(&v3), assigned: &newer, ..near }, false),
+        ("behind by more, and its turn to switch comes", Seen { max_skew: Some(0), current: Some(&v3), awaits: Some(&v3), ..near }, false),
+        ("ahead by as much as is allowed", Seen { current: Some(&v1), ..near }, true),
+        ("ahead of what counts, as far as it was told", Seen { max_skew: Some(0), current: Some(&v1), ..near }, true),
+        ("left by the group, and not enough were taken back", Seen { max_skew: Some(0), current: Some(&v1), left: true, ..near }, true),
+        ("left by the group, and enough were", Seen { current: Some(&v1), left: true, assigned: &left, ..near }, false),
+        ("near enough, and other weights", Seen { current: Some(&other), ..near }, false),
         ("other weights, same number", Seen { installed: Some(&installed), current: Some(&other), ..base }, false),
         ("by another start", Seen { installed: Some(&installed), current: Some(&v2), start: Some(&two), ..base }, false),
         ("its process may be another one by now", Seen { installed: Some(&installed), certain: false, ..base }, false),

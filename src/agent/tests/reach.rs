@@ -23,6 +23,7 @@ fn status(step: InstallStep) -> UpdateStatus {
         bytes: 0,
         reason: None,
         dirty: false,
+        refused: false,
         steps_ms: Vec::new(),
     }
 }

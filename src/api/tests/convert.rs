@@ -62,6 +62,12 @@ fn max_unavailable_is_a_number_or_a_share_rounded_down_and_all_without_it() {
 }
 
 #[test]
+fn how_far_versions_may_be_apart_is_carried_over_and_no_limit_without_it() {
+    assert_eq!(object(json!({"membership": {"maxSkew": 0}})).spec.update_policy(1).max_skew, Some(0));
+    assert_eq!(object(json!({})).spec.update_policy(1).max_skew, None);
+}
+
+#[test]
 fn policies_are_carried_over_in_the_agents_units() {
     let spec = object(json!({
         "transport": {"tcp": {"tls": false, "bucketMiB": 32}},
@@ -84,6 +90,17 @@ fn the_version_to_go_back_to_and_how_many_are_kept_are_carried_over() {
     assert_eq!((spec.target(), spec.update_policy(1).keep), (Some(41), 3));
     let spec = object(json!({})).spec;
     assert_eq!((spec.target(), spec.update_policy(1).keep), (None, 1));
+}
+
+#[test]
+fn a_canary_is_carried_over_in_thousandths_and_is_none_without_one() {
+    let canary = json!({"prompt": "Two and two is", "maxTokens": 4, "minLogProb": "-2.5", "maxLogProb": "-0.063"});
+    let policy = object(json!({"membership": {"keep": 2}, "canary": canary})).spec.update_policy(1).canary.unwrap();
+    assert_eq!((policy.prompt.as_str(), policy.max_tokens), ("Two and two is", 4));
+    assert_eq!((policy.least_log_prob_milli, policy.greatest_log_prob_milli), (-2500, -63));
+    let least = object(json!({"canary": {"prompt": "a", "minLogProb": -3}})).spec.update_policy(1).canary.unwrap();
+    assert_eq!((least.max_tokens, least.least_log_prob_milli, least.greatest_log_prob_milli), (1, -3000, 0));
+    assert_eq!(object(json!({})).spec.update_policy(1).canary, None);
 }
 
 #[test]

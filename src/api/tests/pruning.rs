@@ -82,19 +82,26 @@ prop_compose! {
         kv_cache in prop::sample::select(vec![KvCache::Keep, KvCache::Reset]),
         retain in of(0_i64..99),
         launch in prop::sample::select(vec![Launch::Sidecar, Launch::Wrap, Launch::Ephemeral, Launch::External]),
-        target_version in of(0_i64..9),
+        [target_version, max_skew] in [of(0_i64..9), of(0_i64..9)],
         max_unavailable in of(prop_oneof![(1..9).prop_map(IntOrString::Int), TEXT.prop_map(IntOrString::String)]),
+        canary in of((TEXT, 1..9, -9_i32..0, -9_i32..0)),
         before in prop::sample::select(vec![BeforeFirstVersion::Serve, BeforeFirstVersion::Hold]),
     ) -> WeightSyncSpec {
         WeightSyncSpec {
             suspend,
             target_version,
+            canary: canary.map(|(prompt, max_tokens, least, greatest)| Canary {
+                prompt,
+                max_tokens,
+                min_log_prob: IntOrString::Int(least),
+                max_log_prob: IntOrString::String(greatest.to_string()),
+            }),
             trainer,
             rollouts,
             delivery,
             transport,
             health: Health { period_seconds, timeout_seconds, failure_threshold, success_threshold },
-            membership: Membership { min_ready, max_unavailable, keep: success_threshold, join, debounce_seconds: period_seconds },
+            membership: Membership { min_ready, max_unavailable, max_skew, keep: success_threshold, join, debounce_seconds: period_seconds },
             update: Update {
                 pause,
                 kv_cache,
@@ -136,6 +143,7 @@ prop_compose! {
         members in prop::collection::vec(member(), 0..3),
         trainer in of((TEXT, TEXT)),
         conditions in prop::collection::vec((TEXT, of(0_i64..9)), 0..3),
+        refused in prop::collection::vec(0_i64..9, 0..3),
     ) -> WeightSyncStatus {
         WeightSyncStatus {
             observed_generation,
@@ -157,6 +165,7 @@ prop_compose! {
             version,
             manifest,
             rolled_back_from: term,
+            refused,
             last_update: update.map(|(state, failure, feeding, phases)| LastUpdate {
                 version: 3,
                 attempt: 1,

@@ -222,6 +222,47 @@ fn cases() -> Vec<Case> {
             &[("/spec/delivery", json!("External")), ("/spec/membership/maxUnavailable", json!(1))],
         ),
         case(
+            "canary.minLogProb must not be greater than canary.maxLogProb",
+            &[("/spec/membership/keep", json!(2)), ("/spec/canary", json!({"prompt": "a", "minLogProb": "-2.5"}))],
+            &[("/spec/membership/keep", json!(2)), ("/spec/canary", json!({"prompt": "a", "minLogProb": "-1.5", "maxLogProb": -10}))],
+        ),
+        case(
+            "a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\"",
+            &[
+                ("/spec/membership/keep", json!(2)),
+                ("/spec/canary", json!({"prompt": "a", "minLogProb": "-999.999", "maxLogProb": "-0.001"})),
+            ],
+            &[("/spec/membership/keep", json!(2)), ("/spec/canary", json!({"prompt": "a", "minLogProb": "-2,5"}))],
+        ),
+        case(
+            "a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\"",
+            &[("/spec/membership/keep", json!(2)), ("/spec/canary", json!({"prompt": "a", "minLogProb": -4, "maxLogProb": -2}))],
+            &[("/spec/membership/keep", json!(2)), ("/spec/canary", json!({"prompt": "a", "minLogProb": -4, "maxLogProb": 1}))],
+        ),
+        case(
+            "a canary needs an earlier version to go back to: set membership.keep to 2 or more",
+            &[("/spec/membership/keep", json!(2)), ("/spec/canary", json!({"prompt": "a", "minLogProb": "-2.5"}))],
+            &[("/spec/canary", json!({"prompt": "a", "minLogProb": "-2.5"}))],
+        ),
+        case(
+            "an engine that the trainer feeds or pauses by itself is not asked by a canary: remove canary, or set delivery and update.pause to something else than External",
+            &[("/spec/delivery", json!("External")), ("/spec/update/pause", json!("External"))],
+            &[
+                ("/spec/delivery", json!("External")),
+                ("/spec/membership/keep", json!(2)),
+                ("/spec/canary", json!({"prompt": "a", "minLogProb": "-2.5"})),
+            ],
+        ),
+        case(
+            "an engine that the trainer feeds or pauses by itself is not asked by a canary: remove canary, or set delivery and update.pause to something else than External",
+            &[],
+            &[
+                ("/spec/update/pause", json!("External")),
+                ("/spec/membership/keep", json!(2)),
+                ("/spec/canary", json!({"prompt": "a", "minLogProb": "-2.5"})),
+            ],
+        ),
+        case(
             "update.silenceSeconds must not be longer than update.timeoutSeconds",
             &[("/spec/update", json!({"timeoutSeconds": 10, "silenceSeconds": 10}))],
             &[("/spec/update", json!({"timeoutSeconds": 9}))],
@@ -279,6 +320,26 @@ fn every_rule_of_the_schema_is_among_the_cases() {
     assert_eq!(messages, covered);
 }
 
+#[test]
+fn a_canarys_limits_hold_in_code_too() {
+    let object = |canary: Value| with(&[("/spec/membership/keep", json!(2)), ("/spec/canary", canary)]);
+    assert_eq!(code(&object(json!({"prompt": "a", "maxTokens": 64, "minLogProb": -999, "maxLogProb": 0}))), Vec::<String>::new());
+    let no_number = "a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\"";
+    let bad = [
+        (json!({"prompt": "", "minLogProb": -1}), "it must have 1 to 4096 characters"),
+        (json!({"prompt": "a", "maxTokens": 0, "minLogProb": -1}), "it is not from 1 to 64"),
+        (json!({"prompt": "a", "maxTokens": 65, "minLogProb": -1}), "it is not from 1 to 64"),
+        (json!({"prompt": "a", "minLogProb": -1000}), no_number),
+        (json!({"prompt": "a", "minLogProb": 1}), no_number),
+        (json!({"prompt": "a", "minLogProb": "-01"}), no_number),
+        (json!({"prompt": "a", "minLogProb": "-1.2345"}), no_number),
+        (json!({"prompt": "a", "minLogProb": -1, "maxLogProb": "half"}), no_number),
+    ];
+    for (canary, message) in bad {
+        assert_eq!(code(&object(canary.clone())), [message], "{canary}");
+    }
+}
+
 /// Limits of single fields are the schema's own; an object from a file must not get around them.
 #[test]
 fn limits_of_single_fields_hold_in_code_too() {
@@ -302,6 +363,7 @@ fn limits_of_single_fields_hold_in_code_too() {
         ("/spec/health/failureThreshold", json!(0)),
         ("/spec/health/successThreshold", json!(101)),
         ("/spec/membership/debounceSeconds", json!(-1)),
+        ("/spec/membership/maxSkew", json!(-1)),
         ("/spec/update/timeoutSeconds", json!(100_000)),
         ("/spec/update/silenceSeconds", json!(0)),
         ("/spec/update/retain/hostMiB", json!(-1)),

@@ -133,7 +133,12 @@ fn choose(object: &WeightSync, wanted: Option<i64>) -> anyhow::Result<i64> {
         bail!("{name} is paused, and a paused object changes no weights: kubectl weightsync resume {name} first");
     }
     let status = object.status.clone().unwrap_or_default();
-    let kept: BTreeSet<i64> = status.members.iter().flat_map(|member| member.retained.iter().copied()).collect();
+    let refused = |version: &i64| object.spec.canary.is_some() && status.refused.contains(version);
+    if let Some(wanted) = wanted.filter(refused) {
+        bail!("the canary refused version {wanted} of {name}: to go back to it all the same, remove spec.canary");
+    }
+    let kept = status.members.iter().flat_map(|member| member.retained.iter().copied());
+    let kept: BTreeSet<i64> = kept.filter(|version| !refused(version)).collect();
     let current = status.version;
     let listed = if kept.is_empty() { "none".to_owned() } else { kept.iter().map(i64::to_string).collect::<Vec<_>>().join(", ") };
     let keep = object.spec.membership.keep;
@@ -206,6 +211,10 @@ mod tests {
         assert_eq!(choose(&kept, Some(7)).unwrap(), 7);
         let error = choose(&kept, Some(6)).unwrap_err().to_string();
         assert!(error.contains("nobody keeps version 6") && error.contains("4, 5, 7") && error.contains("keep: 2"), "{error}");
+        let canary = json!({"membership": {"keep": 2}, "canary": {"prompt": "p", "minLogProb": -4}});
+        let refused = object(&canary, &json!({"version": 7, "members": members, "refused": [5]}));
+        assert_eq!(choose(&refused, None).unwrap(), 4, "what the canary refused is passed over");
+        assert!(choose(&refused, Some(5)).unwrap_err().to_string().contains("remove spec.canary"));
         let none = object(&json!({}), &json!({"version": 7, "members": [member("actors/a", 7, &[7])]}));
         let error = choose(&none, None).unwrap_err().to_string();
         assert!(error.contains("below 7") && error.contains("keep: 1"), "{error}");

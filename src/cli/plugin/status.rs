@@ -79,6 +79,10 @@ fn table(object: &WeightSync) -> String {
     if let Some(kept) = kept(status) {
         let _ = writeln!(text, "{kept}");
     }
+    if !status.refused.is_empty() {
+        let refused: Vec<String> = status.refused.iter().rev().map(ToString::to_string).collect();
+        let _ = writeln!(text, "refused by the canary: {}", refused.join(", "));
+    }
     if let Some(update) = &status.last_update {
         let phases: Vec<_> = update.phases.iter().map(|phase| format!("{} {} ms", phase.name, phase.milliseconds)).collect();
         let kind = if update.feeding { "feeding" } else { "update" };
@@ -136,7 +140,7 @@ mod tests {
                 "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"vllm": {"ports": [8000]}}}]
             },
             "status": {
-                "epoch": 4, "worldSize": 3, "version": 7, "replicas": {"total": 2, "ready": 1, "display": "1/2"},
+                "epoch": 4, "worldSize": 3, "version": 7, "refused": [6, 8], "replicas": {"total": 2, "ready": 1, "display": "1/2"},
                 "transport": {"name": "tcp", "reason": "no GPU"},
                 "conditions": [
                     {"type": "Ready", "status": "True", "reason": "MemberReady", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"},
@@ -159,6 +163,7 @@ mod tests {
         assert!(text.contains("Degraded=True AgentLost: actors/b: gone"), "{text}");
         assert!(!text.contains("Ready=True"), "{text}");
         assert!(text.contains("kept versions: 7 (by 1), 5 (by 1)"), "{text}");
+        assert!(text.contains("refused by the canary: 8, 6"), "{text}");
         let line = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
         assert_eq!(line("actors/a"), "actors/a Ready 1-2 7 MemberReady");
         assert_eq!(line("actors/b"), "actors/b Out - (2) - AgentLost the connection closed");

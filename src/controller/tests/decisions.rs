@@ -7,7 +7,7 @@ use crate::controller::decide::{decide, target_container};
 use crate::controller::readiness::{GATE, Verdict, present, verdicts};
 use crate::controller::wedged::{Wedged, wedged};
 use crate::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
-use crate::protocol::{HeldVersion, MemberName, PodRef, Reason, Role};
+use crate::protocol::{HeldVersion, MemberName, PodRef, Reason, Returned, Role};
 
 #[test]
 fn pods_become_members_and_their_agents_are_told_their_engines() {
@@ -156,6 +156,22 @@ fn a_gated_pod_serves_only_the_version_that_its_engine_confirmed() {
         let verdict = verdict_of(&committed(standing, installed.clone()), false).unwrap();
         assert_eq!(verdict.ready, ready, "{standing:?} {installed:?}: {verdict:?}");
     }
+}
+
+#[test]
+fn a_gated_pod_serves_by_the_limit_of_skew_and_not_what_the_group_left() {
+    let near = |most, newest, holds| {
+        let members = vec![member("actor-0", MemberStanding::Behind, Some(held(holds)))];
+        MembershipView { max_skew: Some(most), newest: Some(newest), ..view(GroupStage::Committed, Some(held(2)), members) }
+    };
+    for (most, newest, holds, ready) in [(0, 2, 1, false), (1, 2, 1, true), (1, 3, 1, false), (0, 2, 3, false), (1, 3, 3, true)] {
+        let verdict = verdict_of(&near(most, newest, holds), false).unwrap();
+        assert_eq!(verdict.ready, ready, "{holds} with {newest} in service, at most {most}: {verdict:?}");
+    }
+    let returned = Some(Returned { to: 2, from: 3, pinned: false });
+    let left = MembershipView { returned, wanted: Some(held(2)), max_skew: None, ..near(0, 2, 3) };
+    let verdict = verdict_of(&left, false).unwrap();
+    assert!(!verdict.ready && verdict.message.contains("went back to 2"), "{verdict:?}");
 }
 
 #[test]

@@ -115,6 +115,7 @@ impl FakeAgent {
             earlier: Vec::new(),
             returned: None,
             installed: None,
+            refused: Vec::new(),
             engine: (pod.role == Role::Rollout).then(engine),
             healthy: true,
             wedged: false,

@@ -71,6 +71,7 @@ pub(super) fn policy() -> UpdatePolicy {
         kv_cache: KvCachePolicy::Reset,
         min_ready: 1,
         max_unavailable: 0,
+        max_skew: None,
         silence_ms: 1000,
         update_timeout_ms: 10_000,
         retain_bytes: 0,
@@ -80,6 +81,7 @@ pub(super) fn policy() -> UpdatePolicy {
         data_tls: false,
         transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1000, timeout_ms: 500, failure_threshold: 3, success_threshold: 1 },
+        canary: None,
     }
 }
 
@@ -100,7 +102,7 @@ pub(super) fn assignment(role: Role) -> Assignment {
         Role::Source => vec![],
         Role::Rollout => vec![EngineAssignment { kind: "simulated".into(), port: 8000 }],
     };
-    Assignment { role, engines, serve_before_first_version: true, current: None, returned: None }
+    Assignment { role, engines, serve_before_first_version: true, current: None, returned: None, newest: None }
 }
 
 pub(super) fn role_of(pod: &str) -> Role {
@@ -143,7 +145,7 @@ impl World {
 
     /// Starts a coordinator for the pods (name, UID), as whoever leads with that term.
     pub(super) fn coordinate(&self, term: u64, pods: &[(&str, &str)]) -> CoordinatorHandle {
-        let restored = Restored { term, epoch: *self.store.epoch.lock().unwrap(), version: None, highest: 0 };
+        let restored = Restored { term, epoch: *self.store.epoch.lock().unwrap(), version: None, highest: 0, refused: Vec::new() };
         let wanted = Wanted { config: config(), members: None, suspend: false, delete: false };
         let context = Context {
             client: self.client.clone(),

@@ -1,6 +1,6 @@
 //! An install that is fed bucket by bucket from GPU memory, from the first call to the last.
 //!
-//! Same order as an install from a directory (look, pause, mark, load, reset caches, compare, write the version, resume, generate one token),
+//! Same order as an install from a directory (look, pause, mark, load, reset caches, compare, write the version, resume, see an answer),
 //! with the pause put off until the first bucket is there, because the engine may serve while it still travels. It runs in a task of its own:
 //! whoever feeds it may be dropped in the middle, and the engine is left paused and marked then, never half-fed and running. Buckets must
 //! come in the order of the layout, each once; an engine that lacks one is never resumed.
@@ -69,7 +69,7 @@ pub(super) async fn begin<S: Server>(
     // Nobody may take the mark of a version that is still on its way for one that is known.
     let manifest = job.manifest.clone().unwrap_or_else(|| "0".repeat(64));
     let marked = HeldVersion { version: job.version, manifest };
-    let terms = Terms { marked: marked.clone(), version: marked, pause: job.pause, kv_cache: job.kv_cache };
+    let terms = Terms { marked: marked.clone(), version: marked, pause: job.pause, kv_cache: job.kv_cache, canary: job.canary.clone() };
     let (commands, inbox) = mpsc::channel(1);
     let dirty = Arc::new(AtomicBool::new(before.is_half()));
     let names_gpus = !route.gpus.is_empty();
@@ -300,8 +300,8 @@ impl<S: Server> Running<S> {
             self.steps.done("resume");
         }
         if self.pauses || self.job.pause != PausePolicy::External {
-            self.inner.generate(&self.terms, self.until, self.whole).await?;
-            self.steps.done("probe");
+            let step = self.inner.see_an_answer(&self.terms, self.until, self.whole).await?;
+            self.steps.done(step);
         }
         Ok(InstallReport { start, steps_ms: std::mem::take(&mut self.steps.done) })
     }

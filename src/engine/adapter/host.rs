@@ -1,6 +1,6 @@
 //! An install that is fed from shared host memory, from the first call to the last.
 //!
-//! Same order as an install from a directory (look, pause, mark, load, reset caches, compare, write the version, resume, generate one token).
+//! Same order as an install from a directory (look, pause, mark, load, reset caches, compare, write the version, resume, see an answer).
 //! The workers are told of buckets and check them before the pause, which begins only when there is no room for more, or nothing more to
 //! come. It runs in a task of its own: whoever feeds it may be dropped in the middle, and the engine is left paused and marked then, never
 //! half-fed and running.
@@ -47,7 +47,7 @@ pub(super) async fn begin<S: Server>(inner: Arc<Inner<S>>, job: HostJob) -> Resu
     // Nobody may take the mark of a version that is still on its way for one that is known.
     let manifest = job.manifest.clone().unwrap_or_else(|| "0".repeat(64));
     let marked = HeldVersion { version: job.version, manifest };
-    let terms = Terms { marked: marked.clone(), version: marked, pause: job.pause, kv_cache: job.kv_cache };
+    let terms = Terms { marked: marked.clone(), version: marked, pause: job.pause, kv_cache: job.kv_cache, canary: job.canary.clone() };
     let (commands, inbox) = mpsc::channel(1);
     let dirty = Arc::new(AtomicBool::new(before.is_half()));
     let pauses = before.is_half() || job.pause != PausePolicy::External;
@@ -221,8 +221,8 @@ impl<S: Server> Running<S> {
         if self.pauses {
             self.inner.run_again(self.whole).await.map_err(at("resume")).map_err(|failed| clean(self.inner.seen(failed)))?;
             self.steps.done("resume");
-            self.inner.generate(&self.terms, self.until, self.whole).await?;
-            self.steps.done("probe");
+            let step = self.inner.see_an_answer(&self.terms, self.until, self.whole).await?;
+            self.steps.done(step);
         }
         Ok(InstallReport { start, steps_ms: std::mem::take(&mut self.steps.done) })
     }

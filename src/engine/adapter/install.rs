@@ -1,6 +1,6 @@
 //! An install from the first call to the last.
 //!
-//! Order: look, pause, mark, load, reset caches, compare, write the version, resume, generate one token. Until the load nothing of the
+//! Order: look, pause, mark, load, reset caches, compare, write the version, resume, see an answer ([`super::canary`]). Until the load nothing of the
 //! engine's weights was touched, and a failure undoes the pause. From the load to the version's text the engine may hold a mixture, and
 //! a failure leaves it paused with the mark on it. A part of the deadline is kept back for what a failure has to undo.
 
@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 use super::{Inner, Loading};
 use crate::engine::evidence::Evidence;
 use crate::engine::http::Until;
+use crate::engine::lifeline::Lifeline;
 use crate::engine::record::UNKNOWN;
 use crate::engine::server::Server;
 use crate::engine::start::Look;
 use crate::engine::{EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport};
-use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
 use crate::weights::safetensors::Checkpoint;
 
@@ -46,11 +47,19 @@ pub(super) struct Terms {
     pub(super) version: HeldVersion,
     pub(super) pause: PausePolicy,
     pub(super) kv_cache: KvCachePolicy,
+    /// What it is asked when it runs again.
+    pub(super) canary: Option<CanaryPolicy>,
 }
 
 impl Terms {
     fn of(job: &InstallJob) -> Self {
-        Self { marked: job.version.clone(), version: job.version.clone(), pause: job.pause, kv_cache: job.kv_cache }
+        Self {
+            marked: job.version.clone(),
+            version: job.version.clone(),
+            pause: job.pause,
+            kv_cache: job.kv_cache,
+            canary: job.canary.clone(),
+        }
     }
 }
 
@@ -134,8 +143,7 @@ impl<S: Server> Inner<S> {
             // Whole and at the version, so not dirty: whoever finds it paused later may resume it.
             self.run_again(whole).await.map_err(at("resume")).map_err(|failed| clean(self.seen(failed)))?;
             steps.done("resume");
-            self.generate(terms, until, whole).await?;
-            steps.done("probe");
+            steps.done(self.see_an_answer(terms, until, whole).await?);
         }
         Ok(InstallReport { start, steps_ms: steps.done })
     }
@@ -159,12 +167,18 @@ impl<S: Server> Inner<S> {
     /// Whether the tensors fit, and what the server holds now.
     pub(super) async fn look_at_server(&self, offered: &[TensorSpec], until: Until) -> Result<Before, Failed> {
         self.fits(offered).map_err(at("start"))?;
-        self.hold(until).await;
+        self.sight(until).await.map(|(before, _)| before).map_err(at("start"))
+    }
+
+    /// Takes hold of the process that listens now, and looks at which start it is and what it holds.
+    pub(super) async fn sight(&self, until: Until) -> Result<(Before, EngineStart), EngineError> {
+        // On the same machine the connection is taken at once, whatever the server is busy with.
+        self.start.hold(Lifeline::open(self.server.url(), until.left() / 4).await);
         let look = self.start.look();
-        let fingerprint = self.server.fingerprint(until).await.map_err(at("start"))?;
-        let holding = self.server.holding(until).await.map_err(at("start"))?;
-        self.start.answered(look, &fingerprint, &holding);
-        Ok(Before { fingerprint, holding, look })
+        let fingerprint = self.server.fingerprint(until).await?;
+        let holding = self.server.holding(until).await?;
+        let start = self.start.answered(look, &fingerprint, &holding);
+        Ok((Before { fingerprint, holding, look }, start))
     }
 
     pub(super) async fn pause(&self, terms: &Terms, until: Until) -> Result<(), Failed> {
@@ -256,11 +270,8 @@ impl<S: Server> Inner<S> {
             Err(error @ EngineError::Unreachable { .. }) => return Err(clean(self.seen(Failed { step: "probe", source: error }))),
             Err(error) => error,
         };
-        // What it computes with is not what it was given: off it goes, marked, until it is fed again.
-        if let Err(error) = self.mark(terms, whole).await {
-            tracing::warn!(engine = self.server.url(), %error, "an engine that fails to generate cannot be marked");
-        }
-        Err(self.dirty(Failed { step: "probe", source }, whole).await)
+        // What it computes with is not what it was given.
+        Err(self.hold_back(Failed { step: "probe", source }, terms, whole).await)
     }
 
     /// No weight was touched: gives back what was there before.

@@ -11,8 +11,9 @@ use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use serde_json::{Map, Value, json};
 
-use super::core::Generated;
+use super::core::Kind;
 use super::front::Front;
+use super::model::Generated;
 use super::vllm::{dead, error};
 
 /// As in vLLM and OpenAI.
@@ -32,6 +33,11 @@ pub(super) async fn completions(State(front): State<Arc<Front>>, body: Bytes) ->
         Err(refusal) => return *refusal,
     };
     match front.core.generate(&asked.prompt, asked.max_tokens).await {
+        // vLLM writes no number that JSON does not have; the others write null for it.
+        Ok(generated) if front.core.kind() == Kind::Vllm && asked.logprobs.is_some() && generated.is_nan() => {
+            let message = "Out of range float values are not JSON compliant: nan";
+            error(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", None, message)
+        }
         Ok(generated) => Json(answer(&front, &asked, &generated)).into_response(),
         Err(cause) => {
             // The API server ends itself soon after its engine core broke down.

@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::faults::{Faults, LoadFault};
-use super::model::{Token, token};
+use super::model::{Generated, Token, token};
 use super::served::{LoadError, Served};
 use super::tensors::Taken;
 
@@ -80,13 +80,6 @@ pub(super) struct State {
     prefixes: HashMap<String, u128>,
 }
 
-/// A finished request.
-#[derive(Debug)]
-pub(super) struct Generated {
-    pub(super) tokens: Vec<Token>,
-    pub(super) aborted: bool,
-}
-
 /// The core of one engine.
 pub(super) struct Core {
     kind: Kind,
@@ -119,6 +112,11 @@ impl Core {
             prefixes: HashMap::new(),
         };
         Self { kind, state: Mutex::new(state), turn: tokio::sync::Mutex::default(), changed: watch::Sender::new(()) }
+    }
+
+    /// Which engine's rules hold.
+    pub(super) fn kind(&self) -> Kind {
+        self.kind
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
@@ -355,7 +353,7 @@ impl State {
         request.begun = true;
         let fresh = self.digest;
         let cache = *request.cache.get_or_insert_with(|| *self.prefixes.entry(prompt.to_owned()).or_insert(fresh));
-        Step::Token(token(self.digest, cache, prompt, position))
+        Step::Token(token(self.digest, cache, self.served.computes_nan(), prompt, position))
     }
 
     /// Requests in the engine.

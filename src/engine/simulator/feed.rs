@@ -99,7 +99,7 @@ impl Feed {
         let bytes = self.memory.get().map_or_else(|| Err("there is no memory".into()), |memory| read(memory, place))?;
         let Place(name, dtype, shape, ..) = place;
         let dtype = Dtype::ALL.into_iter().find(|known| known.name() == dtype).ok_or_else(|| format!("no type {dtype}"))?;
-        Ok(Taken { name: name.clone(), dtype, shape: shape.clone(), digest: tensor_digest(&bytes) })
+        Ok(Taken::of(name.clone(), dtype, shape.clone(), &bytes))
     }
 
     /// Says that a step of the session was taken; whoever is gone is not told.

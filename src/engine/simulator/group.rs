@@ -118,7 +118,7 @@ impl Ranks {
         }
         let label = format!("simulated rank {rank}");
         let (program, environment) = (options.program.clone(), options.environment.clone());
-        let start = WorkerStart { program, arguments: vec!["worker".into()], environment, label };
+        let start = WorkerStart { program, arguments: vec!["worker".into()], environment, defaults: Vec::new(), label };
         let raised = |error: crate::worker::WorkerError| Trouble::Raised(error.to_string());
         let worker = Worker::start(&start).map_err(raised)?;
         let gpu = self.gpus.get(rank).map(String::as_str);

@@ -1,6 +1,6 @@
 //! What a simulated engine generates: a function of the weights it serves and of the prompt, so that wrong weights show.
 //!
-//! Decides tokens and log-probs from digests; knows no request and no clock. Two different sets of weights agree on a token's log-prob
+//! Decides tokens and log-probs from digests, and from weights that are NaN a log-prob that is; knows no request and no clock. Two different sets of weights agree on a token's log-prob
 //! with a chance of about one in a million, so a few tokens tell them apart.
 
 use xxhash_rust::xxh3::xxh3_64;
@@ -12,8 +12,22 @@ pub(super) struct Token {
     pub(super) id: u32,
     /// Its text, with the space before it.
     pub(super) text: &'static str,
-    /// Natural logarithm of its probability; finite, at most 0.
+    /// Natural logarithm of its probability: finite and at most 0, or NaN where the weights are.
     pub(super) logprob: f64,
+}
+
+/// A finished request.
+#[derive(Debug)]
+pub(super) struct Generated {
+    pub(super) tokens: Vec<Token>,
+    pub(super) aborted: bool,
+}
+
+impl Generated {
+    /// Whether a token has no log-prob that is a number.
+    pub(super) fn is_nan(&self) -> bool {
+        self.tokens.iter().any(|token| token.logprob.is_nan())
+    }
 }
 
 const WORDS: [&str; 16] = [
@@ -23,7 +37,7 @@ const WORDS: [&str; 16] = [
 
 /// The token at `position` for a prompt. `cache` is the digest of the weights that the prompt's KV was computed with: where a cache is
 /// older than the weights the answer is a mixture, and differs from what either set of weights alone would give.
-pub(super) fn token(weights: u128, cache: u128, prompt: &str, position: usize) -> Token {
+pub(super) fn token(weights: u128, cache: u128, nan: bool, prompt: &str, position: usize) -> Token {
     let mut input = Vec::with_capacity(prompt.len() + 40);
     input.extend_from_slice(&weights.to_le_bytes());
     input.extend_from_slice(&cache.to_le_bytes());
@@ -32,5 +46,6 @@ pub(super) fn token(weights: u128, cache: u128, prompt: &str, position: usize) -
     let hash = xxh3_64(&input);
     let id = u32::try_from(hash % WORDS.len() as u64).unwrap_or(0);
     let steps = u32::try_from((hash >> 32) % 1_000_000).unwrap_or(0);
-    Token { id, text: WORDS.get(id as usize).copied().unwrap_or_default(), logprob: -f64::from(steps) / 250_000.0 }
+    let logprob = if nan { f64::NAN } else { -f64::from(steps) / 250_000.0 };
+    Token { id, text: WORDS.get(id as usize).copied().unwrap_or_default(), logprob }
 }

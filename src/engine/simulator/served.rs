@@ -9,7 +9,7 @@ use std::path::Path;
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_128};
 
 use super::faults::LoadFault;
-use super::tensors::Taken;
+use super::tensors::{Nan, Taken};
 use crate::weights::safetensors::Checkpoint;
 use crate::weights::{Dtype, digest_hex};
 
@@ -22,6 +22,8 @@ struct Parameter {
     dtype: Dtype,
     shape: Vec<u64>,
     digest: u128,
+    /// Whether it holds nothing but NaN.
+    nan: bool,
 }
 
 /// All parameters of the model.
@@ -52,8 +54,8 @@ impl Served {
     pub(super) fn of_files<'a>(files: impl Iterator<Item = &'a Path>) -> Result<Self, String> {
         let mut parameters = BTreeMap::new();
         for file in files {
-            for Taken { name, dtype, shape, digest } in read_file(file)? {
-                parameters.insert(name, Parameter { dtype, shape, digest });
+            for Taken { name, dtype, shape, digest, nan } in read_file(file)? {
+                parameters.insert(name, Parameter { dtype, shape, digest, nan });
             }
         }
         Ok(Self(parameters))
@@ -80,12 +82,12 @@ impl Served {
             if parameter.shape != tensor.spec.shape {
                 return Err(LoadError::Misfit(format!("shape {:?} of {name} is not {:?}", tensor.spec.shape, parameter.shape)));
             }
-            let read = digest(&checkpoint, index, tensor.bytes).map_err(LoadError::Halfway)?;
+            let (read, nan) = look(&checkpoint, index, tensor.bytes).map_err(LoadError::Halfway)?;
             match fault {
                 Some(LoadFault::SkipTensor) if index == 0 => {}
                 Some(LoadFault::Corrupt) if index == 0 => parameter.digest = read ^ 1,
                 _ => {
-                    parameter.digest = read;
+                    (parameter.digest, parameter.nan) = (read, nan);
                     parameter.dtype = tensor.spec.dtype;
                 }
             }
@@ -106,14 +108,14 @@ impl Served {
         match fault {
             Some(LoadFault::SkipTensor) if first => {}
             Some(LoadFault::Corrupt) if first => parameter.digest = tensor.digest ^ 1,
-            _ => *parameter = Parameter { dtype: tensor.dtype, shape: tensor.shape, digest: tensor.digest },
+            _ => *parameter = Parameter { dtype: tensor.dtype, shape: tensor.shape, digest: tensor.digest, nan: tensor.nan },
         }
         Ok(())
     }
 
     /// No parameter holds anything.
     pub(super) fn clear(&mut self) {
-        self.0.values_mut().for_each(|parameter| parameter.digest = 0);
+        self.0.values_mut().for_each(|parameter| (parameter.digest, parameter.nan) = (0, false));
     }
 
     /// Whether a tensor has the type and shape of its parameter; one without a parameter has both.
@@ -143,6 +145,11 @@ impl Served {
         hasher.digest128()
     }
 
+    /// Whether everything that is computed with it is NaN.
+    pub(super) fn computes_nan(&self) -> bool {
+        self.0.values().any(|parameter| parameter.nan)
+    }
+
     /// xxh3-128 (hex) of each tensor's bytes, by name.
     pub(super) fn tensors(&self) -> BTreeMap<String, String> {
         self.0.iter().map(|(name, parameter)| (name.clone(), digest_hex(parameter.digest))).collect()
@@ -154,18 +161,20 @@ pub(super) fn read_file(path: &Path) -> Result<Vec<Taken>, String> {
     let checkpoint = Checkpoint::open(path).map_err(|error| error.to_string())?;
     let tensors = checkpoint.tensors().iter().enumerate();
     let taken = tensors.map(|(index, tensor)| {
-        let digest = digest(&checkpoint, index, tensor.bytes)?;
-        Ok(Taken { name: tensor.spec.name.clone(), dtype: tensor.spec.dtype, shape: tensor.spec.shape.clone(), digest })
+        let (digest, nan) = look(&checkpoint, index, tensor.bytes)?;
+        Ok(Taken { name: tensor.spec.name.clone(), dtype: tensor.spec.dtype, shape: tensor.spec.shape.clone(), digest, nan })
     });
     taken.collect()
 }
 
-/// xxh3-128 of the bytes of one tensor, read a part at a time.
-fn digest(checkpoint: &Checkpoint, index: usize, bytes: u64) -> Result<u128, String> {
+/// xxh3-128 of the bytes of one tensor, read a part at a time, and whether they are nothing but NaN.
+fn look(checkpoint: &Checkpoint, index: usize, bytes: u64) -> Result<(u128, bool), String> {
     let mut hasher = Xxh3Default::new();
+    let dtype = checkpoint.tensors().get(index).map_or(Dtype::U8, |tensor| tensor.spec.dtype);
+    let mut nan = Nan::new(dtype);
     let mut part = vec![0; usize::try_from(bytes).unwrap_or(PART).min(PART)];
     if part.is_empty() {
-        return Ok(xxh3_128(&[]));
+        return Ok((xxh3_128(&[]), false));
     }
     let mut offset = 0;
     while offset < bytes {
@@ -173,7 +182,8 @@ fn digest(checkpoint: &Checkpoint, index: usize, bytes: u64) -> Result<u128, Str
         let into = part.get_mut(..length).unwrap_or_default();
         checkpoint.read_tensor(index, offset, into).map_err(|error| error.to_string())?;
         hasher.update(into);
+        nan.look(into);
         offset += length as u64;
     }
-    Ok(hasher.digest128())
+    Ok((hasher.digest128(), nan.is_all()))
 }

@@ -16,6 +16,55 @@ pub(super) struct Taken {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<u64>,
     pub(super) digest: u128,
+    /// Whether it holds nothing but NaN.
+    pub(super) nan: bool,
+}
+
+impl Taken {
+    /// What was read at once.
+    pub(super) fn of(name: String, dtype: Dtype, shape: Vec<u64>, bytes: &[u8]) -> Self {
+        let mut nan = Nan::new(dtype);
+        nan.look(bytes);
+        Self { name, dtype, shape, digest: xxh3_128(bytes), nan: nan.is_all() }
+    }
+}
+
+/// Looks whether a tensor holds nothing but NaN. One NaN is enough to spoil a real model; test weights are random bits, of which some are one.
+pub(super) struct Nan {
+    dtype: Dtype,
+    seen: bool,
+    other: bool,
+}
+
+impl Nan {
+    /// Nothing was looked at.
+    pub(super) fn new(dtype: Dtype) -> Self {
+        Self { dtype, seen: false, other: false }
+    }
+
+    /// Looks at the next part, which ends where an element does.
+    pub(super) fn look(&mut self, part: &[u8]) {
+        self.seen |= !part.is_empty();
+        if !self.other {
+            let bytes = usize::try_from(self.dtype.bits() / 8).unwrap_or(1).max(1);
+            self.other = !part.chunks(bytes).all(|element| is_nan(self.dtype, element));
+        }
+    }
+
+    /// Whether there was something, and nothing else.
+    pub(super) fn is_all(&self) -> bool {
+        self.seen && !self.other
+    }
+}
+
+fn is_nan(dtype: Dtype, element: &[u8]) -> bool {
+    match (dtype, element) {
+        (Dtype::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]).is_nan(),
+        (Dtype::BF16, &[a, b]) => f32::from_le_bytes([0, 0, a, b]).is_nan(),
+        (Dtype::F16, &[a, b]) => u16::from_le_bytes([a, b]) & 0x7fff > 0x7c00,
+        (Dtype::F64, &[a, b, c, d, e, f, g, h]) => f64::from_le_bytes([a, b, c, d, e, f, g, h]).is_nan(),
+        _ => false,
+    }
 }
 
 /// A one-dimensional tensor on somebody's storage.
@@ -77,7 +126,7 @@ impl Rebuilt {
             return Err("storage_offset must be divisible by the element size".into());
         }
         let read = self.memory.read(self.start.saturating_add(offset), bytes)?;
-        Ok(Taken { name: name.to_owned(), dtype, shape, digest: xxh3_128(&read) })
+        Ok(Taken::of(name.to_owned(), dtype, shape, &read))
     }
 }
 

@@ -182,6 +182,7 @@ impl GpuBench {
             layout: self.version(version).layout,
             pause: PausePolicy::Abort,
             kv_cache: KvCachePolicy::Reset,
+            canary: None,
             timeout: SOON,
             silence: Duration::from_secs(2),
             cancel: CancellationToken::new(),

@@ -180,6 +180,7 @@ fn job() -> DeviceJob {
         layout: Arc::new(Layout::new("model", tensors, 128).unwrap().cut_between_tensors()),
         pause: PausePolicy::Abort,
         kv_cache: KvCachePolicy::Reset,
+        canary: None,
         timeout: SOON,
         silence: SOON,
         cancel: CancellationToken::new(),

@@ -41,6 +41,7 @@ impl Version {
             memory: Arc::new(HostMemory::of(&self.memory, self.layout.total_bytes).unwrap()),
             pause: PausePolicy::Keep,
             kv_cache: KvCachePolicy::Reset,
+            canary: None,
             timeout: SOON,
             silence: SOON,
             cancel: CancellationToken::new(),

@@ -105,6 +105,7 @@ impl Bench {
             local_directory: self.directory(version),
             pause: PausePolicy::Keep,
             kv_cache: KvCachePolicy::Reset,
+            canary: None,
             timeout: SOON,
             cancel: CancellationToken::new(),
         }

@@ -157,6 +157,7 @@ impl Agent {
             earlier: Vec::new(),
             returned: None,
             installed: self.installed.clone(),
+            refused: Vec::new(),
             engine,
             // A paused engine fails its probes.
             healthy: self.slot == 0 || self.healthy && !self.installing(),

@@ -31,11 +31,13 @@ pub(super) fn config(min_ready: u32) -> MembershipConfig {
         retain_bytes: 1,
         keep: 1,
         max_unavailable: 0,
+        max_skew: None,
         bucket_bytes: 0,
         delivery: crate::protocol::Delivery::default(),
         data_tls: false,
         transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 },
+        canary: None,
     };
     MembershipConfig::new("ws", 1, policy)
 }

@@ -237,7 +237,13 @@ impl World {
     /// Another controller process, with what the object's status holds.
     pub(super) fn restart_controller(&mut self) {
         self.reign += 1;
-        let restored = Restored { term: u64::from(self.reign), epoch: self.stored_epoch, version: self.stored_version.clone(), highest: 0 };
+        let restored = Restored {
+            term: u64::from(self.reign),
+            epoch: self.stored_epoch,
+            version: self.stored_version.clone(),
+            highest: 0,
+            refused: Vec::new(),
+        };
         self.membership = Membership::with_switch(config(self.min_ready), restored, self.switch);
         for slot in 0..self.slots.len() {
             self.slots[slot].attached = None;

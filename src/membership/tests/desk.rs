@@ -14,11 +14,13 @@ pub(super) fn policy() -> UpdatePolicy {
         retain_bytes: 1 << 30,
         keep: 1,
         max_unavailable: 0,
+        max_skew: None,
         bucket_bytes: 0,
         delivery: crate::protocol::Delivery::default(),
         data_tls: false,
         transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 },
+        canary: None,
     }
 }
 
@@ -209,6 +211,7 @@ fn state(n: u32, number: u32) -> MemberState {
         earlier: Vec::new(),
         returned: None,
         installed: None,
+        refused: Vec::new(),
         engine: rollout.then(|| EngineFacts {
             kind: "vllm".to_owned(),
             server_version: "0".to_owned(),

@@ -166,7 +166,7 @@ fn a_restarted_controller_takes_a_group_over_that_went_back() {
     installs(&mut desk, 1, 1);
     installs(&mut desk, 2, 1);
     let returned = desk.membership.view().returned;
-    let restored = Restored { term: 1, epoch: desk.epoch(), version: desk.membership.view().version, highest: 2 };
+    let restored = Restored { term: 1, epoch: desk.epoch(), version: desk.membership.view().version, highest: 2, refused: Vec::new() };
     let rules = MembershipConfig { target: Some(1), ..config() };
     let mut next = Desk::restored(rules, 2, restored);
     next.states.clone_from(&desk.states);

@@ -7,7 +7,8 @@ use crate::protocol::*;
 
 /// A controller that starts beside a group that works.
 fn beside(working: &Desk) -> Desk {
-    let restored = Restored { term: 2, epoch: working.epoch(), version: working.membership.view().version, highest: 0 };
+    let restored =
+        Restored { term: 2, epoch: working.epoch(), version: working.membership.view().version, highest: 0, refused: Vec::new() };
     let mut desk = Desk::restored(config(), 0, restored);
     desk.states.clone_from(&working.states);
     desk

@@ -60,7 +60,6 @@ fn auto_goes_over_tcp_and_names_who_stands_in_the_way() {
     let cases = [
         ([Some(gpu(0, 22809)), Some(none)], "no NVIDIA driver"),
         ([Some(gpu(0, 22809)), None], "it has no GPU"),
-        ([Some(gpu(0, 22809)), Some(gpu(0, 22809))], "its GPU is the source's"),
         ([Some(gpu(0, 22809)), Some(gpu(1, 22707))], "its NCCL is 2.27.7, that of"),
     ];
     for (gpus, says) in cases {
@@ -81,8 +80,24 @@ fn an_engine_on_the_sources_gpu_has_no_rank_and_does_not_stand_in_the_way() {
         assert_eq!(plan.seat(&plan.guests[0]), None);
         assert!(choices[0].reason.contains(&format!("on the source's GPU: {}", plan.guests[0])), "{}", choices[0].reason);
     }
+    // Nobody else need have a rank; what is free on the one GPU is for the rings of both.
+    let alone = commits(&formed(TransportWish::Auto, &[Some(gpu(0, 22809)), Some(gpu(0, 22809))]));
+    let plan = alone[0].nccl.as_ref().unwrap();
+    assert_eq!((plan.world(), plan.guests.len()), (1, 1));
+    assert!(alone[0].reason.contains("32 GiB of 141 GiB are free on GPU-0 of"), "{}", alone[0].reason);
     let engines = commits(&formed(TransportWish::Auto, &[Some(gpu(0, 22809)), Some(gpu(1, 22809)), Some(gpu(1, 22809))]));
     assert!(engines[0].nccl.is_none() && engines[0].reason.contains("one rank a GPU"), "{}", engines[0].reason);
+}
+
+#[test]
+fn what_the_source_says_of_the_way_to_its_own_gpu_is_shown_as_long_as_that_epoch_lives() {
+    let mut desk = formed(TransportWish::Nccl, &[Some(gpu(0, 22809)), Some(gpu(0, 22809))]);
+    let shown = |desk: &Desk| desk.membership.view().transport.as_ref().unwrap().reason.clone();
+    let chosen = shown(&desk);
+    desk.tell(0, |state| state.transport = Some(TransportChoice::tcp(&chosen).noted(Some("rollouts/a by CUDA IPC"))));
+    assert!(shown(&desk).contains("rollouts/a by CUDA IPC"), "{}", shown(&desk));
+    desk.tell(0, |state| state.epoch = None);
+    assert!(!shown(&desk).contains("rollouts/a by CUDA IPC"), "{}", shown(&desk));
 }
 
 #[test]

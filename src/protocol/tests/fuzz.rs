@@ -38,9 +38,10 @@ fn messages() -> Vec<Message> {
     let member = json!({"name": "rollouts/a", "role": "rollout", "rankOffset": 1, "size": 2, "pods": [{"name": "a", "uid": "u", "node": "n"}], "port": 8000});
     let roster = json!({"members": [member], "worldSize": 3, "chain": ["rollouts/a"]});
     let policy = json!({
-        "delivery": "Agent", "pause": "Keep", "kvCache": "Reset", "minReady": 1, "maxUnavailable": 2, "silenceMs": 1, "updateTimeoutMs": 2,
-        "retainBytes": 3, "keep": 2, "bucketBytes": 4, "dataTls": true, "transport": {"wish": "nccl", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}},
+        "delivery": "Agent", "pause": "Keep", "kvCache": "Reset", "minReady": 1, "maxUnavailable": 2, "maxSkew": 3, "silenceMs": 1, "updateTimeoutMs": 2,
+        "retainBytes": 3, "keep": 2, "bucketBytes": 4, "dataTls": true, "transport": {"wish": "nccl", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}},
         "health": {"periodMs": 1, "timeoutMs": 2, "failureThreshold": 3, "successThreshold": 4},
+        "canary": {"prompt": "p", "maxTokens": 2, "leastLogProbMilli": -4000, "greatestLogProbMilli": 0},
     });
     let groups = json!({"rendezvous": "Store", "size": 2, "whyNot": "x"});
     let engine = json!({"kind": "vllm", "serverVersion": "1", "size": 2, "url": "http://a", "delivery": "d", "answerVersion": "none", "groups": groups});
@@ -51,7 +52,7 @@ fn messages() -> Vec<Message> {
     });
     let state = json!({
         "member": "rollouts/a", "incarnation": life, "role": "rollout", "phase": "Ready", "epoch": id, "rosterDigest": "d", "transport": choice,
-        "retained": held, "earlier": [held], "returned": returned, "installed": held, "engine": engine, "engineRestarts": 2, "healthy": true, "wedged": false, "pausedUntil": 5, "reason": "r",
+        "retained": held, "earlier": [held], "returned": returned, "installed": held, "refused": [{"held": held, "measured": "m"}], "engine": engine, "engineRestarts": 2, "healthy": true, "wedged": false, "pausedUntil": 5, "reason": "r",
     });
     let row = json!({"member": "rollouts/a", "bytes": 5, "step": "Receiving", "reason": "r"});
     let view = json!({
@@ -65,7 +66,7 @@ fn messages() -> Vec<Message> {
     entry["encoding"] = json!("plain");
     let layout = json!({"artifact": "model", "entries": [entry], "totalBytes": 24, "bucketBytes": 64});
     let (assignment, failed) = (
-        json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "serveBeforeFirstVersion": true, "current": held, "returned": returned}),
+        json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "serveBeforeFirstVersion": true, "current": held, "returned": returned, "newest": 9}),
         json!({"code": "Timeout", "message": "m", "retryable": true, "phase": "Verify", "member": "rollouts/a"}),
     );
     let shown = json!({"epoch": 3, "version": 9, "replicas": [{"name": "rollouts/a", "url": "u", "state": "ready", "version": 9, "rankOffset": 1, "size": 2}]});
@@ -78,13 +79,14 @@ fn messages() -> Vec<Message> {
         "phasesMs": [["begin", 1]],
     });
     let nccl = "A".repeat(171) + "=";
+    let handle = "A".repeat(86) + "==";
     let ring = json!({"ring": 1, "gpu": "GPU-1", "handle": "h", "bytes": 2, "check": "c", "proven": false});
     messages! {
         PrepareRequest: json!({"id": id, "member": "rollouts/a", "roster": roster, "policy": policy, "deadlineMs": 5});
         PrepareResponse: json!({"incarnation": life, "dataAddress": "a", "gpus": {"gpus": [gpu], "nccl": 1, "reason": "r", "unshared": "u"}, "state": state});
         CommitRequest: json!({
             "id": id, "addresses": [{"member": "rollouts/a", "incarnation": life, "control": "c", "data": "d", "engineUrl": "e"}],
-            "current": held, "returned": returned, "feeder": "rollouts/a", "transport": choice, "secret": "s", "deadlineMs": 5,
+            "current": held, "returned": returned, "refused": [9], "feeder": "rollouts/a", "transport": choice, "secret": "s", "deadlineMs": 5,
         });
         FenceRequest: json!({"id": id, "reason": "r"});
         ReleaseRequest: json!({"id": id, "reason": "r"});
@@ -99,11 +101,14 @@ fn messages() -> Vec<Message> {
         FinishRequest: json!({"update": update, "tensorDigests": ["00"], "manifestDigest": "ab"});
         ActivateRequest: json!({"update": update});
         AbortRequest: json!({"update": update, "reason": "r"});
-        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "stepsMs": [["a", 1]]});
+        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "refused": true, "stepsMs": [["a", 1]]});
         ExternalBegin: json!({"update": update, "held": held, "timeoutMs": 5});
         ExternalEnd: json!({"update": update, "outcome": {"kind": "delivered", "engineVersion": "v"}}),
             json!({"update": update, "outcome": {"kind": "untouched", "reason": "r"}});
         JoinRequest: json!({"id": id, "nccl": nccl, "deadlineMs": 5});
+        LendRequest: json!({"id": id, "memory": {
+            "gpu": "GPU-1", "handle": handle, "slots": 2, "slotBytes": 64, "check": "AA==", "checkAt": 8, "pidNamespace": 7,
+        }, "deadlineMs": 5});
         JoinResponse: json!({"initMs": 1.5, "warmUpMs": 2.5});
         EngineJoinRequest: json!({
             "id": id, "group": "g", "place": {"by": "store", "address": "a", "port": 1}, "offset": 1, "world": 3, "deadlineMs": 5,
@@ -120,7 +125,7 @@ fn messages() -> Vec<Message> {
         Rejection: json!({"message": "m", "retryable": true});
         DataHello: json!({
             "update": update, "from": "trainer/t", "to": "rollouts/a", "secret": "s", "rest": [["rollouts/b", "a"]], "tls": false,
-            "silenceMs": 1, "probe": true, "carried": {"root": 0, "passing": ["rollouts/b"]},
+            "silenceMs": 1, "probe": true, "carried": {"root": 0, "passing": ["rollouts/b"], "lent": true},
         });
         StreamFailure: json!({"kind": "silent", "peer": "rollouts/a", "silenceMs": 5}), json!({"kind": "corrupt", "peer": "rollouts/a", "sequence": 5}),
             json!({"kind": "refused", "peer": "rollouts/a", "refusal": {"code": "Timeout", "message": "m"}}), json!({"kind": "cancelled"});

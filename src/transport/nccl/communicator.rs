@@ -1,14 +1,16 @@
-//! The communicator of one epoch, as one member sees it: its ranks, their rings, and whether it can still be used.
+//! The communicator of one epoch, as one member sees it: its ranks, their rings, and whether it can still be used. A member without a rank, on
+//! the source's GPU, has the source's ring instead, opened by CUDA IPC.
 //!
 //! A collective that one rank left in the middle can never be finished, so the first trouble ends the communicator for good: it is aborted
 //! (never destroyed, which is a rendezvous) on every GPU of this member at once. The workers and their rings stay warm for the next epoch.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use super::borrow::Borrowed;
 use super::staging::Staging;
 use crate::protocol::worker::{NcclId, WorkerFaultCode};
 use crate::protocol::{EpochId, MemberName, StreamFailure};
@@ -46,16 +48,26 @@ pub struct Joining {
     pub within: Duration,
 }
 
+/// How a member gets the bytes.
+enum Way {
+    /// It has ranks, from this one on.
+    Ranks(u32),
+    /// It copies them from the source's ring, on the same GPU.
+    Borrowed(Borrowed),
+}
+
 /// A communicator that was joined and proven.
 pub struct Communicator {
     epoch: EpochId,
     me: MemberName,
-    first: u32,
+    way: Way,
     seats: Vec<Seat>,
     /// Why it cannot be used any more.
     broken: watch::Sender<Option<StreamFailure>>,
     /// One stream at a time: every rank must see the same broadcasts in the same order.
     stream: Arc<tokio::sync::Mutex<()>>,
+    /// Members that opened this member's ring.
+    borrowers: OnceLock<Vec<MemberName>>,
 }
 
 impl Communicator {
@@ -79,13 +91,22 @@ impl Communicator {
                 Err(ended) => failed = Some(WorkerError::Gone { cause: ended.to_string() }),
             }
         }
-        let communicator = Self { epoch, me, first, seats, broken: watch::Sender::new(None), stream: Arc::default() };
+        let communicator = Self::with(epoch, me, Way::Ranks(first), seats);
         match (failed, slowest) {
             // Dropped here: aborted on the GPUs that did join.
             (Some(error), _) => Err(error),
             (None, Some(joined)) => Ok((Arc::new(communicator), joined)),
             (None, None) => Err(WorkerError::Gone { cause: "no GPU worker joined".into() }),
         }
+    }
+
+    /// For a member without a rank, whose worker opened the source's ring.
+    pub fn borrowed(epoch: EpochId, me: MemberName, seat: Seat, borrowed: Borrowed) -> Arc<Self> {
+        Arc::new(Self::with(epoch, me, Way::Borrowed(borrowed), vec![seat]))
+    }
+
+    fn with(epoch: EpochId, me: MemberName, way: Way, seats: Vec<Seat>) -> Self {
+        Self { epoch, me, way, seats, broken: watch::Sender::new(None), stream: Arc::default(), borrowers: OnceLock::new() }
     }
 
     /// The epoch it belongs to.
@@ -100,7 +121,28 @@ impl Communicator {
 
     /// First rank of this member.
     pub fn rank(&self) -> u32 {
-        self.first
+        match self.way {
+            Way::Ranks(first) => first,
+            Way::Borrowed(_) => 0,
+        }
+    }
+
+    /// The source's ring, where this member has no rank and copies from there.
+    pub(super) fn lender(&self) -> Option<&Borrowed> {
+        match &self.way {
+            Way::Ranks(_) => None,
+            Way::Borrowed(borrowed) => Some(borrowed),
+        }
+    }
+
+    /// Notes who opened this member's ring. Once, before the first stream.
+    pub fn lent_to(&self, members: Vec<MemberName>) {
+        let _first = self.borrowers.set(members);
+    }
+
+    /// Who opened this member's ring.
+    pub fn borrowers(&self) -> &[MemberName] {
+        self.borrowers.get().map(Vec::as_slice).unwrap_or_default()
     }
 
     /// Number of the group at the workers.
@@ -118,9 +160,10 @@ impl Communicator {
         self.seats.iter().map(|seat| seat.ring.slot_bytes()).min().unwrap_or(0)
     }
 
-    /// Takes the only stream; none while another one runs.
+    /// Takes the only stream; none while another one runs. Copies disturb nobody: there one that is ending does not hold up the next.
     pub(super) fn stream(&self) -> Option<tokio::sync::OwnedMutexGuard<()>> {
-        self.stream.clone().try_lock_owned().ok()
+        let stream = if self.lender().is_some() { Arc::default() } else { self.stream.clone() };
+        stream.try_lock_owned().ok()
     }
 
     /// Why it cannot be used any more, if so.
@@ -147,7 +190,17 @@ impl Communicator {
         }
     }
 
+    /// A stream ended in the middle: ranks may be in different broadcasts. Copies leave nothing behind that a later stream could meet.
+    pub(super) fn stream_failed(&self, failure: StreamFailure) {
+        if self.lender().is_none() {
+            self.break_off(failure);
+        }
+    }
+
     fn abort(&self) {
+        if self.lender().is_some() {
+            return;
+        }
         for seat in &self.seats {
             // Asked for before it returns; the answer is not needed, also not before the next join.
             drop(seat.worker.abort(self.group(), ABORT));
@@ -194,6 +247,14 @@ impl Present {
     pub(super) fn of(&self, epoch: &EpochId) -> Option<Arc<Communicator>> {
         let present = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         present.clone().filter(|communicator| communicator.epoch() == epoch)
+    }
+
+    /// Ends what copies from another member's memory.
+    pub(super) fn give_back(&self) {
+        let borrowed = self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().is_some_and(|present| present.lender().is_some());
+        if borrowed {
+            self.set(None);
+        }
     }
 
     /// Replaces what was there, which is aborted.

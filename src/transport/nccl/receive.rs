@@ -1,4 +1,5 @@
-//! The payloads of one stream into one member: a broadcast for every bucket that the chain announced, and its bytes or slots to the store.
+//! The payloads of one stream into one member: a broadcast (or, on the source's GPU, copies from its ring) for every bucket that the chain
+//! announced, and its bytes or slots to the store.
 //!
 //! Two tasks: `enter` takes a slot on each GPU and has the workers enter the broadcasts, in the order of the announcements, as far ahead
 //! as slots allow; `give` waits for them in that order, compares digests, and gives out. A bucket longer than a slot travels in pieces.
@@ -18,15 +19,22 @@ use super::communicator::{Communicator, patience};
 use super::pieces;
 use super::staging::AREA;
 use crate::protocol::worker::Part;
-use crate::protocol::{BucketHeader, Refusal, RefusalCode, StreamFailure};
+use crate::protocol::{BucketHeader, LentPiece, Refusal, RefusalCode, StreamFailure};
 use crate::transport::carrier::{Carried, Carrier};
 use crate::transport::{BucketStore, DeviceBucket, Wants};
-use crate::worker::{Broadcast, Slot, Sums, WorkerError};
+use crate::worker::{Broadcast, Copy, Slot, Sums, WorkerError};
 
 /// Buckets that were given out and that the chain has not taken yet.
 const GIVEN: usize = 2;
 
-/// A broadcast of one piece that our workers entered.
+/// What the chain said.
+enum Announced {
+    Head(BucketHeader),
+    /// Where the next bytes of that bucket lie, in the source's ring.
+    Lent(LentPiece),
+}
+
+/// A piece on its way into slots of ours.
 struct Entered {
     header: BucketHeader,
     /// First byte of the piece in its bucket, and its length.
@@ -42,14 +50,17 @@ struct Stream {
     store: Arc<dyn BucketStore>,
     root: u32,
     silence: Duration,
+    /// Numbers of lent pieces that were copied.
+    taken: mpsc::UnboundedSender<u32>,
 }
 
 /// See [`Carrier`].
 pub(super) struct Receiver {
     communicator: Arc<Communicator>,
-    heads: mpsc::UnboundedSender<BucketHeader>,
+    heads: mpsc::UnboundedSender<Announced>,
     said: mpsc::UnboundedSender<u128>,
     given: mpsc::Receiver<Carried>,
+    taken: mpsc::UnboundedReceiver<u32>,
     /// Buckets announced and not given out.
     open: usize,
     ended: bool,
@@ -71,11 +82,12 @@ impl Receiver {
         let (said, to_compare) = mpsc::unbounded_channel();
         let (entered, to_give) = mpsc::unbounded_channel();
         let (give, given) = mpsc::channel(GIVEN);
-        let stream = Arc::new(Stream { communicator: communicator.clone(), store, root, silence });
+        let (take, taken) = mpsc::unbounded_channel();
+        let stream = Arc::new(Stream { communicator: communicator.clone(), store, root, silence, taken: take });
         let entering = tokio::spawn(enter(stream.clone(), to_enter, entered, give.clone()));
         let giving = tokio::spawn(give_out(stream, to_give, to_compare, give));
         let tasks = [AbortOnDropHandle::new(entering), AbortOnDropHandle::new(giving)];
-        Ok(Self { communicator, heads, said, given, open: 0, ended: false, _stream: lock, _tasks: tasks })
+        Ok(Self { communicator, heads, said, given, taken, open: 0, ended: false, _stream: lock, _tasks: tasks })
     }
 }
 
@@ -84,7 +96,11 @@ impl Carrier for Receiver {
     fn head(&mut self, header: BucketHeader) {
         self.open += 1;
         // A task that ended has said why.
-        let _ = self.heads.send(header);
+        let _ = self.heads.send(Announced::Head(header));
+    }
+
+    fn lent(&mut self, piece: LentPiece) {
+        let _ = self.heads.send(Announced::Lent(piece));
     }
 
     fn digest(&mut self, said: u128) {
@@ -94,6 +110,8 @@ impl Carrier for Receiver {
     async fn next(&mut self) -> Carried {
         let carried = tokio::select! {
             biased;
+            // While others wait for slots.
+            Some(number) = self.taken.recv() => return Carried::Taken(number),
             carried = self.given.recv() => carried,
             failure = self.communicator.breaks() => Some(Carried::Failed(failure)),
         };
@@ -118,7 +136,7 @@ impl Carrier for Receiver {
 impl Drop for Receiver {
     fn drop(&mut self) {
         if !self.ended {
-            self.communicator.break_off(StreamFailure::Cancelled);
+            self.communicator.stream_failed(StreamFailure::Cancelled);
         }
     }
 }
@@ -138,51 +156,130 @@ impl Stream {
 
 async fn enter(
     stream: Arc<Stream>,
-    mut heads: mpsc::UnboundedReceiver<BucketHeader>,
+    mut heads: mpsc::UnboundedReceiver<Announced>,
     entered: mpsc::UnboundedSender<Entered>,
     give: mpsc::Sender<Carried>,
 ) {
-    let communicator = &stream.communicator;
-    let (within, _) = patience(stream.silence);
-    while let Some(header) = heads.recv().await {
-        let slot_bytes = communicator.slot_bytes();
-        if stream.store.wants() == Wants::Device && header.bytes > slot_bytes {
-            let message = format!("bucket {} has {} bytes, a slot on the GPU has {slot_bytes}", header.sequence, header.bytes);
-            let refusal = Refusal { code: RefusalCode::OutOfSpace, message };
-            let failure = StreamFailure::Refused { peer: communicator.me().clone(), refusal };
-            _ = give.send(Carried::Failed(failure)).await;
-            return;
-        }
-        for (offset, bytes) in pieces(header.bytes, slot_bytes) {
-            let mut slots = Vec::new();
-            for seat in communicator.seats() {
-                // Slots that our own store holds for too long make us the silent one.
-                match seat.ring.take(stream.silence).await {
-                    Ok(slot) => slots.push(slot),
-                    Err(WorkerError::NoSlot { .. }) => {
-                        let silence_ms = u64::try_from(stream.silence.as_millis()).unwrap_or(u64::MAX);
-                        let failure = StreamFailure::Silent { peer: communicator.me().clone(), silence_ms };
-                        _ = give.send(Carried::Failed(failure)).await;
-                        return;
-                    }
-                    Err(error) => return stream.fail(&error, &give).await,
+    let slot_bytes = stream.communicator.slot_bytes();
+    let mut lent: Option<(BucketHeader, u64)> = None;
+    while let Some(announced) = heads.recv().await {
+        let begun = match announced {
+            Announced::Head(header) => match stream.check(&header, slot_bytes) {
+                Ok(()) if stream.communicator.lender().is_some() => {
+                    lent = Some((header, 0));
+                    Ok(())
                 }
+                Ok(()) => stream.broadcasts(header, slot_bytes, &entered).await,
+                Err(failure) => Err(Stopped::Failure(failure)),
+            },
+            Announced::Lent(piece) => match lent.as_mut().filter(|(header, at)| follows(header, *at, &piece)) {
+                Some((header, at)) => {
+                    *at = piece.offset.saturating_add(piece.bytes);
+                    stream.copies(*header, piece, &entered).await
+                }
+                None => Err(Stopped::Failure(stream.refused("a piece of lent memory makes no sense"))),
+            },
+        };
+        match begun {
+            Ok(()) => {}
+            Err(Stopped::Failure(failure)) => return drop(give.send(Carried::Failed(failure)).await),
+            Err(Stopped::Worker(error)) => return stream.fail(&error, &give).await,
+            Err(Stopped::Over) => return,
+        }
+    }
+}
+
+/// Whether a piece is the next one of its bucket.
+fn follows(header: &BucketHeader, at: u64, piece: &LentPiece) -> bool {
+    piece.offset == at && piece.offset.checked_add(piece.bytes).is_some_and(|end| end <= header.bytes)
+}
+
+/// Why no more is entered.
+enum Stopped {
+    Failure(StreamFailure),
+    Worker(WorkerError),
+    /// Nobody takes it any more.
+    Over,
+}
+
+impl Stream {
+    fn refused(&self, what: &str) -> StreamFailure {
+        let refusal = Refusal { code: RefusalCode::Invalid, message: what.to_owned() };
+        StreamFailure::Refused { peer: self.communicator.me().clone(), refusal }
+    }
+
+    fn check(&self, header: &BucketHeader, slot_bytes: u64) -> Result<(), StreamFailure> {
+        if self.store.wants() != Wants::Device || header.bytes <= slot_bytes {
+            return Ok(());
+        }
+        let message = format!("bucket {} has {} bytes, a slot on the GPU has {slot_bytes}", header.sequence, header.bytes);
+        let refusal = Refusal { code: RefusalCode::OutOfSpace, message };
+        Err(StreamFailure::Refused { peer: self.communicator.me().clone(), refusal })
+    }
+
+    /// A slot on each of our GPUs.
+    async fn slots(&self) -> Result<Vec<Slot>, Stopped> {
+        let mut slots = Vec::new();
+        for seat in self.communicator.seats() {
+            // Slots that our own store holds for too long make us the silent one.
+            match seat.ring.take(self.silence).await {
+                Ok(slot) => slots.push(slot),
+                Err(WorkerError::NoSlot { .. }) => {
+                    let silence_ms = u64::try_from(self.silence.as_millis()).unwrap_or(u64::MAX);
+                    return Err(Stopped::Failure(StreamFailure::Silent { peer: self.communicator.me().clone(), silence_ms }));
+                }
+                Err(error) => return Err(Stopped::Worker(error)),
             }
-            let mut parts = vec![Part { offset: 0, bytes, first_word: offset / 8 }];
-            if stream.store.wants() == Wants::Device {
-                let more = stream.store.digest_parts(&header).into_iter();
-                parts.extend(more.map(|part| Part { offset: part.offset, bytes: part.bytes, first_word: part.first_word }));
-            }
+        }
+        Ok(slots)
+    }
+
+    /// What is digested of a piece: all of it, and what the store asks for.
+    fn parts(&self, header: &BucketHeader, offset: u64, bytes: u64) -> Vec<Part> {
+        let mut parts = vec![Part { offset: 0, bytes, first_word: offset / 8 }];
+        if self.store.wants() == Wants::Device {
+            let more = self.store.digest_parts(header).into_iter();
+            parts.extend(more.map(|part| Part { offset: part.offset, bytes: part.bytes, first_word: part.first_word }));
+        }
+        parts
+    }
+
+    /// Enters the broadcasts of a bucket.
+    async fn broadcasts(&self, header: BucketHeader, slot_bytes: u64, entered: &mpsc::UnboundedSender<Entered>) -> Result<(), Stopped> {
+        let communicator = &self.communicator;
+        let (within, _) = patience(self.silence);
+        for (offset, bytes) in pieces(header.bytes, slot_bytes) {
+            let slots = self.slots().await?;
+            let parts = self.parts(&header, offset, bytes);
             let enter = |(seat, slot): (&super::Seat, &Slot)| -> BoxFuture<'static, Result<Sums, WorkerError>> {
                 let broadcast =
-                    Broadcast { group: communicator.group(), root: stream.root, at: slot.at(0), bytes, parts: parts.clone(), after: None };
+                    Broadcast { group: communicator.group(), root: self.root, at: slot.at(0), bytes, parts: parts.clone(), after: None };
                 Box::pin(seat.worker.broadcast_now(broadcast, within))
             };
             let sums = communicator.seats().iter().zip(&slots).map(enter).collect();
-            if entered.send(Entered { header, offset, bytes, slots, sums }).is_err() {
-                return;
-            }
+            entered.send(Entered { header, offset, bytes, slots, sums }).map_err(|_| Stopped::Over)?;
         }
+        Ok(())
+    }
+
+    /// Copies a piece from the source's ring; says so at once when it is done, whatever this member's engine still does with earlier ones.
+    async fn copies(&self, header: BucketHeader, piece: LentPiece, entered: &mpsc::UnboundedSender<Entered>) -> Result<(), Stopped> {
+        let from = self.communicator.lender().and_then(|lender| lender.at(&piece));
+        let from = from.ok_or_else(|| Stopped::Failure(self.refused("a piece lies beyond the memory that was lent")))?;
+        let slots = self.slots().await?;
+        let (Some(slot), Some(seat)) = (slots.first(), self.communicator.seats().first()) else { return Err(Stopped::Over) };
+        let LentPiece { number, offset, bytes, .. } = piece;
+        let (to, parts, (within, _)) = (slot.at(0), self.parts(&header, offset, bytes), patience(self.silence));
+        let (worker, taken, at) = (seat.worker.clone(), self.taken.clone(), slot.at(0));
+        let copying = AbortOnDropHandle::new(tokio::spawn(async move {
+            worker.copy_now(Copy { from, to, bytes, after: None, then: None }, within).await?;
+            // Nobody listens when the stream is over.
+            let _ = taken.send(number);
+            worker.digest(at, parts, None, within).await
+        }));
+        let ended = |ended: tokio::task::JoinError| WorkerError::Gone { cause: format!("copying ended early: {ended}") };
+        let sums: Vec<BoxFuture<'static, _>> = vec![Box::pin(async move { copying.await.unwrap_or_else(|error| Err(ended(error))) })];
+        entered.send(Entered { header, offset, bytes, slots, sums }).map_err(|_| Stopped::Over)
     }
 }
 

@@ -156,6 +156,11 @@ impl Staging {
         ended(tokio::spawn(async move { copied.await.map(|()| area.bytes(bytes)) })).await
     }
 
+    /// Writes a few bytes to a GPU; returns when they are there.
+    pub async fn write(&self, bytes: Bytes, to: Span, within: Duration) -> Result<(), WorkerError> {
+        self.bring(bytes, to, within).await?.await
+    }
+
     /// Writes bytes, at most [`AREA`], into an area and has them copied to a GPU. The copy is asked for when this returns; the returned
     /// future is its end.
     pub(super) async fn bring(

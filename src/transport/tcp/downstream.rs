@@ -21,7 +21,7 @@ use super::lanes::StreamId;
 use super::route::{Count, Route, Sent};
 use super::socket::{self, Link};
 use super::writer::{Item, Life, send_items};
-use crate::protocol::{BucketHeader, DataHello, MemberName, StreamFailure};
+use crate::protocol::{BucketHeader, DataHello, LentPiece, MemberName, StreamFailure};
 
 /// A stream that is given up still tells the next member why, within this long; and so long it has to say why it closed a connection.
 const LAST_WORDS: Duration = Duration::from_millis(500);
@@ -50,6 +50,8 @@ pub(in crate::transport) struct Downstream {
     abort: watch::Sender<Option<StreamFailure>>,
     /// One for each connection that there may be.
     alive: Vec<Arc<Notify>>,
+    /// Numbers of lent pieces that the next member has copied.
+    taken: Option<mpsc::UnboundedReceiver<u32>>,
     on_drop: StreamFailure,
 }
 
@@ -70,11 +72,12 @@ impl Downstream {
         let queues = to_send.into_iter().zip(&told);
         let queues = queues.map(|(items, told)| Queue { items, life: Life { by_itself, told: told.clone() } }).collect();
         let count = route.count.clone();
+        let (take, taken) = mpsc::unbounded_channel();
         tokio::spawn(async move {
-            let connection = Connection { hello, address, options, phase: phase_sender, aborted, count };
+            let connection = Connection { hello, address, options, phase: phase_sender, aborted, count, take };
             connection.run(queues).await;
         });
-        Self { route, phase, abort, alive: told, on_drop }
+        Self { route, phase, abort, alive: told, taken: Some(taken), on_drop }
     }
 
     /// Shows the rest of the chain that this member lives; does nothing while there is something to send.
@@ -95,6 +98,16 @@ impl Downstream {
 
     pub(in crate::transport) fn digest(&mut self, digest: u128) {
         self.route.digest(digest);
+    }
+
+    /// Where the next bytes of the bucket lie in memory that was lent to the next member.
+    pub(in crate::transport) fn lent(&mut self, piece: LentPiece) {
+        self.route.lent(piece);
+    }
+
+    /// The numbers of lent pieces that the next member has copied, as it says them; once.
+    pub(in crate::transport) fn taken(&mut self) -> Option<mpsc::UnboundedReceiver<u32>> {
+        self.taken.take()
     }
 
     pub(in crate::transport) fn end(&mut self) {
@@ -168,6 +181,7 @@ struct Connection {
     phase: watch::Sender<Phase>,
     aborted: watch::Receiver<Option<StreamFailure>>,
     count: Count,
+    take: mpsc::UnboundedSender<u32>,
 }
 
 impl Connection {
@@ -197,7 +211,9 @@ impl Connection {
         let opened = self.connect(async |link| socket::write_hello(link, &self.hello, wanted).await).await;
         let Link { reader, writer, .. } = opened.map_err(|cause| self.unreachable(cause))?;
         let (agreed, more) = oneshot::channel();
-        let answers = Answers { peer: &self.hello.to, silence, phase: &self.phase, count: &self.count, wanted, agreed: Some(agreed) };
+        let lent = self.hello.carried.as_ref().is_some_and(|carried| carried.lent);
+        let take = lent.then_some(&self.take);
+        let answers = Answers { peer: &self.hello.to, silence, phase: &self.phase, count: &self.count, wanted, agreed: Some(agreed), take };
         let mut writing = std::pin::pin!(send_items(writer, items, self.aborted.clone(), life));
         let mut reading = std::pin::pin!(answers.read(reader));
         let mut others = std::pin::pin!(self.other_lanes(more, queues));
@@ -278,6 +294,8 @@ struct Answers<'a> {
     wanted: usize,
     /// Told once how many the next member agreed to.
     agreed: Option<oneshot::Sender<(usize, StreamId)>>,
+    /// Who hears which lent pieces were copied, where payloads lie in lent memory.
+    take: Option<&'a mpsc::UnboundedSender<u32>>,
 }
 
 /// Why no more answers come: said by the next member, or seen from its connection.
@@ -311,6 +329,10 @@ impl Answers<'_> {
                         };
                         self.count.set(count);
                         let _ = agreed.send((count, id));
+                    }
+                    Frame::Taken(number) if self.take.is_some() => {
+                        // A leader that waits no more has ended its stream.
+                        let _ = self.take.map(|take| take.send(number));
                     }
                     Frame::Admitted => _ = self.phase.send_replace(Phase::Admitted),
                     Frame::Done => {

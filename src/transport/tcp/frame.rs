@@ -3,11 +3,13 @@
 //! A frame is u32 kind, u32 length (both little-endian), then so many bytes. Towards the end of the chain: `Head` (24 bytes: a
 //! [`BucketHeader`]), `Part`s, `Digest` (16 bytes, little-endian), ..., `End`. Towards the leader: `Admitted`, `Done`. Both ways: `Alive`,
 //! `Failure` (JSON: [`StreamFailure`]). A bucket is cut into parts as the sender likes, so a sign of life or a failure fits anywhere.
+//! Where payloads lie in lent memory: towards the end of the chain `Lent` (24 bytes: a [`LentPiece`]) behind its head, towards the leader
+//! `Taken` (u32: the number of a piece whose slot may be written again).
 //! A stream over several connections (lanes): the answer `Lanes` (u32 number of lanes, 16 bytes that name the stream) before all others;
 //! behind a `Cut`, sent after each block of a bucket ([`crate::weights::BLOCK_BYTES`]), the frames go on on the next lane, in a ring.
 
 use super::lanes::StreamId;
-use crate::protocol::{BucketHeader, StreamFailure};
+use crate::protocol::{BucketHeader, LentPiece, StreamFailure};
 
 /// Longest part in bytes; nothing is allocated by it.
 const LONGEST_PART: usize = 64 << 20;
@@ -24,6 +26,8 @@ const ADMITTED: u32 = 7;
 const DONE: u32 = 8;
 const CUT: u32 = 9;
 const LANES: u32 = 10;
+const LENT: u32 = 11;
+const TAKEN: u32 = 12;
 
 /// A frame, or for [`Frame::Part`] as much of it as is there.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,6 +42,8 @@ pub(super) enum Frame<'a> {
     Done,
     Cut,
     Lanes(u32, StreamId),
+    Lent(LentPiece),
+    Taken(u32),
 }
 
 /// What stands on the wire is no frame.
@@ -65,6 +71,8 @@ impl Frame<'_> {
             Self::Done => put(wire, DONE, &[]),
             Self::Cut => put(wire, CUT, &[]),
             Self::Lanes(count, id) => put(wire, LANES, &[count.to_le_bytes().as_slice(), id].concat()),
+            Self::Lent(piece) => put(wire, LENT, &piece.encode()),
+            Self::Taken(number) => put(wire, TAKEN, &number.to_le_bytes()),
         }
     }
 }
@@ -114,6 +122,8 @@ impl Parser {
                 FAILURE => length <= LONGEST_FAILURE,
                 END | ALIVE | ADMITTED | DONE | CUT => length == 0,
                 LANES => length == 20,
+                LENT => length == LentPiece::LENGTH,
+                TAKEN => length == 4,
                 _ => false,
             };
             if !sound {
@@ -160,6 +170,8 @@ impl Parser {
             DONE => Frame::Done,
             CUT => Frame::Cut,
             LANES => Frame::Lanes(u32::from_le_bytes(*body.first_chunk()?), *body.last_chunk()?),
+            LENT => Frame::Lent(LentPiece::decode(body.first_chunk()?)),
+            TAKEN => Frame::Taken(u32::from_le_bytes(*body.first_chunk()?)),
             _ => return None,
         })
     }

@@ -291,7 +291,8 @@ async fn pass(reader: &mut Reader, pool: Pool, events: &mpsc::Sender<Event>, sil
                 Ok(Some(Frame::Digest(digest))) => Event::Digest(digest),
                 Ok(Some(Frame::End)) => Event::End,
                 Ok(Some(Frame::Failure(failure))) => return Some(Over::Failure(failure)),
-                Ok(Some(Frame::Alive | Frame::Admitted | Frame::Done | Frame::Lanes(..))) => continue,
+                // What travels beside connections has one of them only.
+                Ok(Some(Frame::Alive | Frame::Admitted | Frame::Done | Frame::Lanes(..) | Frame::Lent(_) | Frame::Taken(_))) => continue,
                 Err(bad) => return Some(Over::Bad(bad)),
             };
             if events.send(event).await.is_err() {

@@ -18,7 +18,7 @@ use super::frame::Frame;
 use super::inlet::{Arrived, Event, Inlet, Many, One, Over, Room, Writer};
 use super::lanes::Meeting;
 use super::socket::Link;
-use crate::protocol::{DataHello, MemberName, Refusal, RefusalCode, StreamFailure};
+use crate::protocol::{DataHello, LentPiece, MemberName, Refusal, RefusalCode, StreamFailure};
 use crate::transport::carrier::{Carried, Carrier, Carriers};
 use crate::transport::intake::Intake;
 use crate::transport::{Admission, BucketStore};
@@ -223,7 +223,10 @@ impl Session {
                     (has_room, room) = (false, self.intake.room());
                 }
                 // Behind what is read: heads that wait would hold up the broadcasts of all.
-                carried = carried(&mut self.carrier) => self.carried(carried)?,
+                carried = carried(&mut self.carrier) => match carried {
+                    Carried::Taken(number) => self.upstream.say(Frame::Taken(number)).await,
+                    carried => self.carried(carried)?,
+                },
             }
         }
         Ok(())
@@ -291,7 +294,8 @@ impl Session {
                 Frame::Digest(digest) => self.event(Event::Digest(digest))?,
                 Frame::End => self.event(Event::End)?,
                 Frame::Failure(failure) => return Err(self.over(Over::Failure(failure))),
-                Frame::Alive | Frame::Admitted | Frame::Done | Frame::Cut | Frame::Lanes(..) => {}
+                Frame::Lent(piece) => self.lent(piece)?,
+                Frame::Alive | Frame::Admitted | Frame::Done | Frame::Cut | Frame::Lanes(..) | Frame::Taken(_) => {}
             }
         }
     }
@@ -336,6 +340,14 @@ impl Session {
         }
     }
 
+    /// The next bytes of the bucket lie in memory that was lent to this member.
+    fn lent(&mut self, piece: LentPiece) -> Result<(), Ending> {
+        self.begun()?;
+        let Some(carrier) = self.carrier.as_mut() else { return Err(self.nonsense("bytes in memory that was never lent")) };
+        carrier.lent(piece);
+        Ok(())
+    }
+
     /// Something that travelled beside the connection.
     fn carried(&mut self, carried: Carried) -> Result<(), Ending> {
         match carried {
@@ -343,6 +355,8 @@ impl Session {
             Carried::Device(bucket) => self.intake.carried_device(bucket).map_err(here)?,
             Carried::Whole(header, digest) => self.intake.carried_whole(&header, digest).map_err(here)?,
             Carried::Failed(failure) => return Err(here(failure)),
+            // Said upstream by whoever waits for it.
+            Carried::Taken(_) => {}
         }
         if let Some(carrier) = self.carrier.as_mut().filter(|carrier| self.end_came && carrier.idle()) {
             self.end_came = false;

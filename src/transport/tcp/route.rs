@@ -10,7 +10,7 @@ use bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use super::writer::Item;
-use crate::protocol::BucketHeader;
+use crate::protocol::{BucketHeader, LentPiece};
 use crate::weights::BLOCK_BYTES;
 
 /// Held by whatever is not sent yet of a bucket.
@@ -68,6 +68,11 @@ impl Route {
             self.cut();
         }
         self.give(Item::Digest(digest));
+    }
+
+    /// Where the next bytes of the bucket lie.
+    pub(super) fn lent(&mut self, piece: LentPiece) {
+        self.give(Item::Lent(piece));
     }
 
     pub(super) fn end(&mut self) {

@@ -14,7 +14,7 @@ use tokio::time::sleep;
 use super::frame::{Frame, put_part_start};
 use super::inlet::Writer;
 use super::route::Sent;
-use crate::protocol::{BucketHeader, StreamFailure};
+use crate::protocol::{BucketHeader, LentPiece, StreamFailure};
 
 /// Something to be sent down the chain.
 pub(super) enum Item {
@@ -24,6 +24,8 @@ pub(super) enum Item {
     /// The stream goes on on another connection.
     Cut,
     Digest(u128),
+    /// Where the next bytes of the bucket lie.
+    Lent(LentPiece),
     End,
 }
 
@@ -81,6 +83,7 @@ pub(super) async fn send_items(
             Item::Head(header) => Frame::Head(header).put(&mut small),
             Item::Cut => Frame::Cut.put(&mut small),
             Item::Digest(digest) => Frame::Digest(digest).put(&mut small),
+            Item::Lent(piece) => Frame::Lent(piece).put(&mut small),
             Item::End => Frame::End.put(&mut small),
             Item::Part(part, _sent) => send_part(&mut writer, &mut small, part).await?,
         }

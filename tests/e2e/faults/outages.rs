@@ -1,7 +1,6 @@
 //! Parts of the cluster itself that stop or are replaced: the API server, etcd, the kubelet, the operator. Versions flow, no engine is
 //! restarted, and nothing is sent twice. Simulated engines, a real trainer.
 
-use std::process::Stdio;
 use std::time::Duration;
 
 use k8s_openapi::api::coordination::v1::Lease;
@@ -11,28 +10,19 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::ListParams;
 use kube::{Api, ResourceExt};
 
+use super::group;
 use super::standing::{all, metrics, sum, with_more};
-use super::{group, scale_controller};
 use crate::asks::{Published, flow, halt, publish_to, served, trainer_pid};
 use crate::cluster::{Cluster, describe, eventually, is_ready};
 use crate::fixtures::{TRAINER_PORT, simulated_vllm};
 use crate::http::request;
-use crate::node::{Frozen, on_node, process, program};
+use crate::node::{Frozen, on_node, process, program, send};
+use crate::operator::{NAMESPACE, controllers, operator, scale_controller, upgrade};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const START: Duration = Duration::from_secs(120);
 const PODS: [&str; 3] = ["trainer-0", "sim-0", "sim-1"];
 const CONTROLLER_STATUS: u16 = 8080;
-
-/// The namespace of the operator, to ask for its pods.
-fn operator(cluster: &Cluster) -> Cluster {
-    Cluster { client: cluster.client.clone(), namespace: "weightsync-system".into() }
-}
-
-async fn controllers(cluster: &Cluster) -> Vec<Pod> {
-    let labelled = ListParams::default().labels("app.kubernetes.io/component=controller");
-    operator(cluster).api::<Pod>().list(&labelled).await.map(|list| list.items).unwrap_or_default()
-}
 
 /// Waits until the API server answers that it is well.
 async fn await_api_server(cluster: &Cluster) {
@@ -46,9 +36,7 @@ async fn await_api_server(cluster: &Cluster) {
 /// Waits until whoever lives by a lease took it anew: Kubernetes' own controllers, which other tests need, and ours.
 async fn await_leaders(cluster: &Cluster) {
     let now = Timestamp::now();
-    for (namespace, name) in
-        [("kube-system", "kube-controller-manager"), ("kube-system", "kube-scheduler"), ("weightsync-system", "weightsync")]
-    {
+    for (namespace, name) in [("kube-system", "kube-controller-manager"), ("kube-system", "kube-scheduler"), (NAMESPACE, "weightsync")] {
         let leases: Api<Lease> = Api::namespaced(cluster.client.clone(), namespace);
         eventually(&format!("{name} leads"), START, || async {
             let spec = leases.get(name).await.map_err(|error| error.to_string())?.spec.unwrap_or_default();
@@ -136,7 +124,7 @@ async fn a_restart_of_etcd_or_of_the_kubelet_restarts_no_engine_and_sends_nothin
         group(&cluster, 2).await;
         let before = all(&cluster, &PODS).await;
         let etcd = program("etcd").await;
-        on_node(&["sh", "-c", &format!("kill -KILL {etcd} || ! kill -0 {etcd}")]).await;
+        send(&etcd, "KILL").await;
         await_another(&cluster, "etcd", &etcd).await;
         publish_to(&cluster, "trainer-0", 2, 2).await;
         cluster.await_version("run", 2, 2, START).await;
@@ -223,13 +211,8 @@ async fn an_upgrade_of_the_operator_restarts_no_engine_and_sends_nothing_again()
         let before = all(&cluster, &PODS).await;
         let old: Vec<_> = controllers(&cluster).await.iter().map(ResourceExt::name_any).collect();
         flow(&cluster, "trainer-0", 2).await;
-        let mut command = tokio::process::Command::new("helm");
-        command.args(["upgrade", "weightsync", concat!(env!("CARGO_MANIFEST_DIR"), "/charts/weightsync")]);
-        command.args(["--namespace", "weightsync-system", "--reuse-values", "--wait", "--timeout", "120s"]);
         // Another pod template: the controller's pod is replaced.
-        command.args(["--set-string", &format!("podAnnotations.e2e={}", cluster.namespace)]).stdin(Stdio::null()).kill_on_drop(true);
-        let output = tokio::time::timeout(MINUTE * 3, command.output()).await.expect("helm ends").unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        upgrade(&["--set-string", &format!("podAnnotations.e2e={}", cluster.namespace)]).await;
         eventually("another controller leads", START, || async {
             let (holder, _) = holder(&cluster).await;
             let pods: Vec<_> = controllers(&cluster).await.iter().map(ResourceExt::name_any).collect();

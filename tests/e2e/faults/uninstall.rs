@@ -1,7 +1,6 @@
 //! An operator that is taken away: a second installation, for one namespace only, because what the first one injects into the pods of all
 //! other tests is never made anew (tests/e2e/prepare.sh says why).
 
-use std::process::Stdio;
 use std::time::Duration;
 
 use k8s_openapi::api::admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding};
@@ -12,23 +11,16 @@ use kube::api::{DeleteParams, ListParams};
 use kube::{Api, Resource, ResourceExt};
 use serde_json::{Value, json};
 
-use super::scale_controller;
 use super::standing::{all, with_more};
 use crate::asks::{publish_to, served};
 use crate::cluster::{Cluster, eventually};
 use crate::fixtures::{simulated_vllm, torch_trainer, weightsync};
+use crate::operator::{CHART, helm, scale_controller};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const START: Duration = Duration::from_secs(120);
 const RELEASE: &str = "weightsync-second";
 const PODS: [&str; 3] = ["trainer-0", "sim-0", "sim-1"];
-
-async fn helm(arguments: &[&str]) {
-    let mut command = tokio::process::Command::new("helm");
-    command.args(arguments).stdin(Stdio::null()).kill_on_drop(true);
-    let output = tokio::time::timeout(MINUTE * 3, command.output()).await.expect("helm ends").unwrap();
-    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
 
 async fn left<K>(cluster: &Cluster, found: &mut Vec<String>)
 where
@@ -65,11 +57,10 @@ fn bare(mut pod: Value) -> Value {
 }
 
 async fn uninstalled(cluster: &Cluster) {
-    let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/weightsync");
     let watched = format!("watchNamespaces={{{}}}", cluster.namespace);
     let image = ["image.repository=docker.io/local/weightsync", "image.tag=test", "image.pullPolicy=Never"];
     let off = ["injection.enabled=false", "crds.enabled=false", "aggregateRoles=false", watched.as_str()];
-    let mut install = vec!["install", RELEASE, chart, "--namespace", &cluster.namespace, "--wait", "--timeout", "120s"];
+    let mut install = vec!["install", RELEASE, CHART, "--namespace", &cluster.namespace, "--wait", "--timeout", "120s"];
     for value in image.iter().chain(&off) {
         install.extend(["--set", value]);
     }

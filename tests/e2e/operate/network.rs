@@ -1,11 +1,10 @@
 //! The chart's network policies, enforced: members and the controller reach each other, and nobody else reaches them.
 
-use std::process::Stdio;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
-use kube::api::{ListParams, LogParams};
+use kube::api::LogParams;
 use serde_json::{Value, json};
 
 use super::policies::{enforce, lift};
@@ -13,21 +12,17 @@ use crate::asks::{publish_to, served};
 use crate::cluster::{Cluster, eventually};
 use crate::fixtures::{ENGINE_PORT, STATUS_PORT, simulated_vllm, torch_trainer, weightsync};
 use crate::node::{on_node, process};
+use crate::operator::{controllers, operator, upgrade};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const START: Duration = Duration::from_secs(120);
 
 /// Turns the chart's policies on for the operator and for one namespace, or off.
 async fn policies(on: bool, namespace: &str) {
-    let mut command = tokio::process::Command::new("helm");
-    command.args(["upgrade", "weightsync", concat!(env!("CARGO_MANIFEST_DIR"), "/charts/weightsync")]);
-    command.args(["--namespace", "weightsync-system", "--reuse-values", "--wait", "--timeout", "120s"]);
-    for part in ["controller", "agents"] {
-        command.args(["--set", &format!("networkPolicy.{part}.enabled={on}")]);
-    }
-    command.args(["--set", &format!("networkPolicy.agents.namespaces={{{namespace}}}")]).stdin(Stdio::null()).kill_on_drop(true);
-    let output = tokio::time::timeout(MINUTE * 3, command.output()).await.expect("helm ends").unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let of_controller = format!("networkPolicy.controller.enabled={on}");
+    let of_agents = format!("networkPolicy.agents.enabled={on}");
+    let where_agents = format!("networkPolicy.agents.namespaces={{{namespace}}}");
+    upgrade(&["--set", &of_controller, "--set", &of_agents, "--set", &where_agents]).await;
 }
 
 /// Where a pod's agent listens for members: control and data port, as it says itself.
@@ -65,10 +60,8 @@ async fn address(cluster: &Cluster, pod: &str) -> String {
 /// Answers the stranger's process and what it must not reach.
 async fn strangers_are_kept_out(cluster: &Cluster) -> (String, Vec<(String, u16)>) {
     policies(true, &cluster.namespace).await;
-    let operator = Cluster { client: cluster.client.clone(), namespace: "weightsync-system".into() };
-    let labelled = ListParams::default().labels("app.kubernetes.io/component=controller");
-    let controller = operator.api::<Pod>().list(&labelled).await.unwrap().items[0].name_any();
-    let controller = address(&operator, &controller).await;
+    let controller = controllers(cluster).await[0].name_any();
+    let controller = address(&operator(cluster), &controller).await;
 
     cluster.create_pod(torch_trainer("trainer-0")).await;
     for pod in ["sim-0", "sim-1"] {

@@ -104,7 +104,7 @@ class Group:
             ],
             "delivery": delivery,
             "update": {"pause": "Abort", "kvCache": "Reset", "retainMiB": retain_mib},
-            "transport": {"nccl": {"bucketMiB": bucket_mib, "buffers": buffers}} if trainer_gpu else {"auto": {}},
+            "transport": {"nccl": {"bucketMiB": bucket_mib, "buffers": buffers}},
         }
         file.write_text(json.dumps(about))
         environment = os.environ | {"WEIGHTSYNC_MODEL_DIR": str(server.model), "WEIGHTSYNC_LOG": args.log}

@@ -19,7 +19,7 @@ PARTS: dict[str, tuple[set[str], int, Callable[[Bed], None]]] = {
     "floor-asleep": ({"asleep"}, 20, floors.asleep),
     "beside": ({"awake", "asleep"}, 35, moved.beside),
     "experts": ({"experts"}, 20, moved.experts),
-    "colocated": ({"awake"}, 25, moved.colocated),
+    "colocated": ({"awake"}, 60, moved.colocated),
     "kills": ({"awake"}, 60, moved.kills),
     "wedged": ({"joined"}, 70, joined.wedged),
     "engine-killed": ({"awake"}, 90, moved.engine_killed),

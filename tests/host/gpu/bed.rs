@@ -95,7 +95,13 @@ impl Machine {
     /// A worker without a GPU yet.
     pub fn start(&self, label: &str) -> Worker {
         let environment = self.environment().into_iter().map(|(name, value)| (name.into(), value.into())).collect();
-        let start = WorkerStart { program: PROGRAM.into(), arguments: vec!["worker".into()], environment, label: label.into() };
+        let start = WorkerStart {
+            program: PROGRAM.into(),
+            arguments: vec!["worker".into()],
+            environment,
+            defaults: Vec::new(),
+            label: label.into(),
+        };
         Worker::start(&start).unwrap()
     }
 

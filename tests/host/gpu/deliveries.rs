@@ -99,7 +99,13 @@ impl Bench {
     async fn new() -> Self {
         let machine = Machine::new();
         let environment = machine.environment().into_iter().map(|(name, value)| (name.into(), value.into())).collect();
-        let start = WorkerStart { program: PROGRAM.into(), arguments: vec!["worker".into()], environment, label: "rank 0".into() };
+        let start = WorkerStart {
+            program: PROGRAM.into(),
+            arguments: vec!["worker".into()],
+            environment,
+            defaults: Vec::new(),
+            label: "rank 0".into(),
+        };
         let sources = Sources::find(start, Some(machine.nccl()), Some(&uuid(0)), Some(machine.folder().to_owned())).await.unwrap();
         let mut rings = Vec::new();
         for gpu in GPUS {
@@ -168,6 +174,7 @@ impl Bench {
             local_directory: next.to_owned(),
             pause: PausePolicy::Keep,
             kv_cache: KvCachePolicy::Reset,
+            canary: None,
             timeout: SOON,
             cancel: CancellationToken::new(),
         };
@@ -200,6 +207,7 @@ fn job(made: &Made, checkpoint: &Path, folder: &Path) -> DeviceJob {
         layout: Arc::new(Layout::new("model", specs, made.bucket).unwrap().cut_between_tensors()),
         pause: PausePolicy::Abort,
         kv_cache: KvCachePolicy::Reset,
+        canary: None,
         timeout: SOON,
         silence: SOON,
         cancel: CancellationToken::new(),

@@ -11,12 +11,12 @@ use crate::model::Model;
 use crate::world::{Actor, PROGRAM, World, installed};
 
 /// The program under two names: by the first its process is LMDeploy's for who looks at words, by the second it is not.
-struct Names {
+pub struct Names {
     folder: TempDir,
 }
 
 impl Names {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         for name in ["api_server", "other"] {
             std::os::unix::fs::symlink(PROGRAM, folder.path().join(name)).unwrap();
@@ -24,7 +24,7 @@ impl Names {
         Self { folder }
     }
 
-    fn named(&self, name: &str) -> PathBuf {
+    pub fn named(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 }
@@ -47,7 +47,7 @@ async fn forming(machine: &Machine, silence: u32, actors: impl IntoIterator<Item
 }
 
 /// Directories of versions that lie anywhere.
-fn version_directories(folder: &Path) -> Vec<PathBuf> {
+pub fn version_directories(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for agent in std::fs::read_dir(folder.join("versions")).unwrap().flatten() {
         let Ok(entries) = std::fs::read_dir(agent.path()) else { continue };

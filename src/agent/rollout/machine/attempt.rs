@@ -33,6 +33,8 @@ pub(super) struct Attempt {
     pub(super) total_bytes: u64,
     pub(super) reason: Option<String>,
     pub(super) dirty: bool,
+    /// Whether the canary refused what the engine answers.
+    pub(super) refused: bool,
     /// Whether the engine takes buckets while they come.
     pub(super) fed: bool,
     pub(super) steps_ms: Vec<(String, u64)>,

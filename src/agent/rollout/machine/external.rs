@@ -44,6 +44,7 @@ impl Machine {
             total_bytes: 0,
             reason: None,
             dirty: false,
+            refused: false,
             fed: false,
             steps_ms: Vec::new(),
         });

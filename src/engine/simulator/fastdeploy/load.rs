@@ -22,7 +22,6 @@ use crate::engine::simulator::unpickle;
 use crate::torch::paddle::dtype_name;
 use crate::torch::pickle::Value as Pickled;
 use crate::weights::Dtype;
-use xxhash_rust::xxh3::xxh3_128;
 
 /// The files of rank 0's snapshot in the order in which the server looks for them.
 pub(in crate::engine::simulator) fn start_from(directory: &Path) -> Result<Vec<PathBuf>, String> {
@@ -317,7 +316,7 @@ async fn clone_bucket(front: &Arc<Front>, state: &Fastdeploy, bucket: &Pickled, 
             return Err(format!("ValueError: shape {shape:?} does not fit the buffer"));
         }
         let read = memory.read(offset.saturating_add(begin), bytes)?;
-        taken.push(Taken { name: text(param, "name")?.to_owned(), dtype, shape, digest: xxh3_128(&read) });
+        taken.push(Taken::of(text(param, "name")?.to_owned(), dtype, shape, &read));
     }
     let fault = front.core.state().faults.load;
     let half = front.core.state().served.tensors().len() / 2;

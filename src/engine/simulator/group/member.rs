@@ -8,8 +8,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use xxhash_rust::xxh3::xxh3_128;
-
 use super::super::memory::{GpuMemory, Opened};
 use super::super::tensors::Taken;
 use super::{Announced, FOR_EVER, Ranks, Trouble};
@@ -192,6 +190,6 @@ impl Received {
             Some(memory) => memory.read(offset, tensor.bytes)?,
             None => vec![UNINITIALISED; usize::try_from(tensor.bytes).map_err(|error| error.to_string())?],
         };
-        Ok(Taken { name: tensor.name.clone(), dtype: tensor.dtype, shape: tensor.shape.clone(), digest: xxh3_128(&bytes) })
+        Ok(Taken::of(tensor.name.clone(), tensor.dtype, tensor.shape.clone(), &bytes))
     }
 }

@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 
-use crate::protocol::{BucketHeader, MemberName, Refusal, RefusalCode, StreamFailure};
+use crate::protocol::{BucketHeader, LentPiece, MemberName, Refusal, RefusalCode, StreamFailure};
 use crate::transport::tcp::frame::{Frame, Parser};
 
 fn failures() -> impl Strategy<Value = StreamFailure> {
@@ -25,8 +25,12 @@ enum Owned {
 fn frames() -> impl Strategy<Value = Vec<Owned>> {
     let head = any::<(u32, u32, u64, u64)>()
         .prop_map(|(sequence, flags, offset, bytes)| Frame::Head(BucketHeader { sequence, flags, offset, bytes }));
+    let lent =
+        any::<(u32, u32, u64, u64)>().prop_map(|(number, slot, offset, bytes)| Frame::Lent(LentPiece { number, slot, offset, bytes }));
     let other = prop_oneof![
         head,
+        lent,
+        any::<u32>().prop_map(Frame::Taken),
         any::<u128>().prop_map(Frame::Digest),
         Just(Frame::End),
         Just(Frame::Alive),
@@ -78,6 +82,8 @@ proptest! {
                     Frame::Done => read.push(Owned::Other(Frame::Done)),
                     Frame::Cut => read.push(Owned::Other(Frame::Cut)),
                     Frame::Lanes(lanes, id) => read.push(Owned::Other(Frame::Lanes(lanes, id))),
+                    Frame::Lent(piece) => read.push(Owned::Other(Frame::Lent(piece))),
+                    Frame::Taken(number) => read.push(Owned::Other(Frame::Taken(number))),
                 }
             }
             prop_assert!(now.is_empty());
@@ -107,7 +113,9 @@ fn lengths_that_make_no_sense_are_refused_at_once() {
         (0, 0),
         (9, 1),
         (10, 16),
-        (11, 0),
+        (11, 20),
+        (12, 8),
+        (13, 0),
         (u32::MAX, 0),
     ] {
         let wire = [kind.to_le_bytes(), length.to_le_bytes()].concat();

@@ -36,6 +36,7 @@ fn job(bed: &Bed, model: &Model, silence: Duration) -> DeviceJob {
         layout: Arc::new(Layout::new("model", model.specs(), 128 << 10).unwrap().cut_between_tensors()),
         pause: PausePolicy::Abort,
         kv_cache: KvCachePolicy::Reset,
+        canary: None,
         timeout: SOON,
         silence,
         cancel: CancellationToken::new(),

@@ -1,0 +1,95 @@
+//! What engines are asked behind each switch (`spec.canary`), as a user writes it.
+//!
+//! Log-probs are whole numbers or decimal text, as Kubernetes' resources have no floats; they are counted in thousandths.
+
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use kube::KubeSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::protocol::CanaryPolicy;
+
+/// A fixed prompt, and the range in which the log-prob of each token behind it must lie.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("!string(self.minLogProb).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$') || !string(self.maxLogProb).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$') || double(string(self.minLogProb)) <= double(string(self.maxLogProb))")
+    .message("canary.minLogProb must not be greater than canary.maxLogProb"))]
+pub struct Canary {
+    /// Text that the model goes on with. Best one that every good version is sure to go on with in the same way.
+    #[schemars(length(min = 1, max = 4096))]
+    pub prompt: String,
+
+    /// Tokens that it is asked for, the likeliest one each time.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 64))]
+    pub max_tokens: i32,
+
+    /// Least log-prob (natural logarithm) of each of those tokens: `-4`, or in quotes `"-2.5"`. A model that knows nothing is at about the negative
+    /// logarithm of its vocabulary's size, -11 or -12; a good one at a prompt that it knows is near 0.
+    #[x_kube(validation = Rule::new("string(self).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$')")
+        .message("a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\""))]
+    pub min_log_prob: IntOrString,
+
+    /// Greatest log-prob of each of those tokens.
+    #[serde(default = "zero")]
+    #[x_kube(validation = Rule::new("string(self).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$')")
+        .message("a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\""))]
+    pub max_log_prob: IntOrString,
+}
+
+fn one() -> i32 {
+    1
+}
+
+fn zero() -> IntOrString {
+    IntOrString::Int(0)
+}
+
+impl Canary {
+    /// As agents are told of it; a number that cannot be asks for what no engine answers.
+    pub fn policy(&self) -> CanaryPolicy {
+        CanaryPolicy {
+            prompt: self.prompt.clone(),
+            max_tokens: u32::try_from(self.max_tokens).unwrap_or(1).max(1),
+            least_log_prob_milli: milli(&self.min_log_prob).unwrap_or(0),
+            greatest_log_prob_milli: milli(&self.max_log_prob).unwrap_or(i32::MIN),
+        }
+    }
+
+    /// What is wrong with it, by field and message.
+    pub fn problems(&self) -> Vec<(&'static str, String)> {
+        let mut problems = Vec::new();
+        let mut expect = |holds: bool, field, message: &str| {
+            if !holds {
+                problems.push((field, message.to_owned()));
+            }
+        };
+        expect((1..=4096).contains(&self.prompt.chars().count()), "canary.prompt", "it must have 1 to 4096 characters");
+        expect((1..=64).contains(&self.max_tokens), "canary.maxTokens", "it is not from 1 to 64");
+        let (least, greatest) = (milli(&self.min_log_prob), milli(&self.max_log_prob));
+        for (field, number) in [("canary.minLogProb", least), ("canary.maxLogProb", greatest)] {
+            let message = "a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\"";
+            expect(number.is_some(), field, message);
+        }
+        let in_order = least.zip(greatest).is_none_or(|(least, greatest)| least <= greatest);
+        expect(in_order, "canary", "canary.minLogProb must not be greater than canary.maxLogProb");
+        problems
+    }
+}
+
+/// Thousandths of a log-prob; none where it is none.
+fn milli(number: &IntOrString) -> Option<i32> {
+    let text = match number {
+        IntOrString::Int(number) => number.to_string(),
+        IntOrString::String(text) => text.clone(),
+    };
+    if text == "0" {
+        return Some(0);
+    }
+    let (whole, decimals) = text.strip_prefix('-').map(|digits| digits.split_once('.').unwrap_or((digits, "0")))?;
+    let digits = |text: &str, most: usize| (1..=most).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_digit());
+    if !digits(whole, 3) || !digits(decimals, 3) || (whole.len() > 1 && whole.starts_with('0')) {
+        return None;
+    }
+    let thousandths: i32 = format!("{decimals:0<3}").parse().ok()?;
+    Some(-(whole.parse::<i32>().ok()? * 1000 + thousandths))
+}

@@ -1,0 +1,62 @@
+//! The last look at an engine that was switched: what does it answer with the new weights?
+//!
+//! Decides what an answer means for the replica. With a canary only an answer within the expected range lets the install end well: one that
+//! is refused, and one that did not come, leave the engine held and marked, because unknown is not good. Only a refusal is said to be one:
+//! it is about the weights, and others may have measured the same. Without a canary one token must come.
+
+use super::Inner;
+use super::install::{Failed, MOST_GENERATE, Terms, clean};
+use crate::engine::canary::{failed_to_compute, judge};
+use crate::engine::http::Until;
+use crate::engine::server::Server;
+use crate::engine::{EngineError, Holding, InstallError};
+use crate::protocol::CanaryPolicy;
+
+impl<S: Server> Inner<S> {
+    /// Asks the engine, which runs, and names the step that this was.
+    pub(super) async fn see_an_answer(&self, terms: &Terms, until: Until, whole: Until) -> Result<&'static str, InstallError> {
+        match &terms.canary {
+            Some(canary) => self.ask_canary(canary, terms, until, whole).await.map(|()| "canary"),
+            None => self.generate(terms, until, whole).await.map(|()| "probe"),
+        }
+    }
+
+    async fn ask_canary(&self, canary: &CanaryPolicy, terms: &Terms, until: Until, whole: Until) -> Result<(), InstallError> {
+        let source = match self.server.log_probs(canary, until.at_most(MOST_GENERATE)).await {
+            Ok(log_probs) => match judge(canary, &log_probs) {
+                Ok(()) => return Ok(()),
+                Err(measured) => EngineError::CanaryRefused { measured },
+            },
+            Err(error @ EngineError::Unreachable { .. }) => return Err(clean(self.seen(Failed { step: "canary", source: error }))),
+            Err(error) => match failed_to_compute(&error) {
+                Some(measured) => EngineError::CanaryRefused { measured },
+                None => error,
+            },
+        };
+        tracing::warn!(engine = self.server.url(), version = terms.version.version, %source, "the canary does not let the version pass");
+        Err(self.hold_back(Failed { step: "canary", source }, terms, whole).await)
+    }
+
+    /// What it computes with must not be served: it is marked, and paused until it is fed again.
+    pub(super) async fn hold_back(&self, failed: Failed, terms: &Terms, whole: Until) -> InstallError {
+        if let Err(error) = self.mark(terms, whole).await {
+            tracing::warn!(engine = self.server.url(), %error, "an engine that must not serve cannot be marked");
+        }
+        self.dirty(failed, whole).await
+    }
+
+    /// Whether it answers the canary's question now, whatever it answers; an error says what it lacks for that.
+    pub(super) async fn answers(&self, canary: &CanaryPolicy, until: Until) -> Result<bool, EngineError> {
+        // One that is held computes nothing: it is asked behind its next switch.
+        let held = self.server.is_paused(until).await? || matches!(self.server.holding(until).await?, Holding::HalfAnUpdate(_));
+        if held {
+            return Ok(false);
+        }
+        match self.server.log_probs(canary, until).await {
+            Ok(_) => Ok(true),
+            Err(error @ EngineError::Unsupported { .. }) => Err(error),
+            // Busy, or spoiled by what it holds: that is not for this question to judge.
+            Err(_) => Ok(false),
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! What a canary asks, and whether an engine's answer is as it must be: a fixed prompt, and a log-prob for each token that follows it.
+//!
+//! Pure. Every log-prob must be a number within the range that the object expects; one that is missing, NaN or infinite is refused, because
+//! that is what weights with a NaN in them give. It never takes an answer without log-probs for a good one: an engine that gives none
+//! cannot be asked, and says so by [`EngineError::Unsupported`].
+
+use serde_json::{Value, json};
+
+use super::EngineError;
+use super::http::{Answer, Reply};
+use crate::protocol::CanaryPolicy;
+
+/// Log-probs of the tokens of one answer, in their order; none where the engine wrote no number (JSON has no NaN).
+pub(super) type LogProbs = Vec<Option<f64>>;
+
+/// The body of `/v1/completions`: the likeliest token each time; `alternatives` are log-probs of others that are asked for besides.
+pub(super) fn question(model: &str, canary: &CanaryPolicy, alternatives: u32) -> Value {
+    json!({"model": model, "prompt": canary.prompt, "max_tokens": canary.max_tokens, "temperature": 0, "logprobs": alternatives})
+}
+
+/// The log-probs in an answer of `/v1/completions`. A server that refuses the question, or answers without log-probs, lacks `needs`.
+pub(super) fn of_completions(reply: Reply, kind: &str, needs: &str) -> Result<LogProbs, EngineError> {
+    let answer = answer(reply, kind, needs)?;
+    let choice = answer.value().pointer("/choices/0");
+    let log_probs = choice.and_then(|choice| choice.pointer("/logprobs/token_logprobs")).and_then(Value::as_array);
+    let log_probs = log_probs.map(|numbers| numbers.iter().map(Value::as_f64).collect());
+    let aborted = choice.and_then(|choice| choice.get("finish_reason")).and_then(Value::as_str) == Some("abort");
+    answered(answer, log_probs, aborted, kind, needs)
+}
+
+/// A reply that may be an answer. What a server says when it does not take the question is not about the weights.
+pub(super) fn answer(reply: Reply, kind: &str, needs: &str) -> Result<Answer, EngineError> {
+    match reply.status() {
+        400..=499 | 501 => {
+            let what = format!("{kind} cannot be asked for log-probs: {}", reply.into_status());
+            Err(EngineError::Unsupported { what, next_step: needs.to_owned() })
+        }
+        _ => reply.json(),
+    }
+}
+
+/// What an answer is worth: one that was cut off by somebody says nothing.
+pub(super) fn answered(
+    answer: Answer,
+    log_probs: Option<LogProbs>,
+    aborted: bool,
+    kind: &str,
+    needs: &str,
+) -> Result<LogProbs, EngineError> {
+    match log_probs {
+        _ if aborted => Err(answer.not_success()),
+        Some(log_probs) => Ok(log_probs),
+        None => {
+            let what = format!("{kind} gives no log-probs with its answers");
+            Err(EngineError::Unsupported { what, next_step: needs.to_owned() })
+        }
+    }
+}
+
+/// Whether these log-probs are what the object expects; else what was measured, for a person.
+pub(super) fn judge(canary: &CanaryPolicy, log_probs: &[Option<f64>]) -> Result<(), String> {
+    let (least, greatest) = (f64::from(canary.least_log_prob_milli) / 1000.0, f64::from(canary.greatest_log_prob_milli) / 1000.0);
+    let expected = format!("expected is {least} to {greatest}");
+    if log_probs.is_empty() {
+        return Err(format!("it answered without a token; {expected}"));
+    }
+    let tokens = log_probs.len();
+    for (position, log_prob) in log_probs.iter().enumerate() {
+        let which = format!("the log-prob of token {} of {tokens}", position + 1);
+        match log_prob.filter(|number| number.is_finite()) {
+            None => return Err(format!("{which} is no number; {expected}")),
+            Some(number) if !(least..=greatest).contains(&number) => return Err(format!("{which} is {number:.3}; {expected}")),
+            Some(_) => {}
+        }
+    }
+    Ok(())
+}
+
+/// What an engine that was asked and failed says of the weights, where it says anything: one that answers with an error of its own, or with
+/// something that is no JSON (`NaN` in Python's), computed no log-prob. Silence and a refused question say nothing.
+pub(super) fn failed_to_compute(error: &EngineError) -> Option<String> {
+    match error {
+        EngineError::Status { status: 500..=599, .. } | EngineError::BadReply { .. } => {
+            Some(format!("it failed to compute an answer: {error}"))
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{failed_to_compute, judge};
+    use crate::engine::EngineError;
+    use crate::protocol::CanaryPolicy;
+
+    fn canary() -> CanaryPolicy {
+        CanaryPolicy { prompt: "p".into(), max_tokens: 3, least_log_prob_milli: -2500, greatest_log_prob_milli: 0 }
+    }
+
+    #[test]
+    fn each_log_prob_must_be_a_number_in_the_range() {
+        for good in [&[Some(-2.5), Some(0.0)][..], &[Some(-0.1)]] {
+            assert_eq!(judge(&canary(), good), Ok(()), "{good:?}");
+        }
+        let refused: [(&[Option<f64>], &str); 6] = [
+            (&[], "without a token"),
+            (&[Some(-1.0), None], "token 2 of 2 is no number"),
+            (&[Some(f64::NAN)], "token 1 of 1 is no number"),
+            (&[Some(f64::NEG_INFINITY)], "is no number"),
+            (&[Some(-1.0), Some(-2.501)], "token 2 of 2 is -2.501; expected is -2.5 to 0"),
+            (&[Some(0.001)], "is 0.001"),
+        ];
+        for (log_probs, says) in refused {
+            let measured = judge(&canary(), log_probs).unwrap_err();
+            assert!(measured.contains(says), "{measured}");
+        }
+    }
+
+    #[test]
+    fn an_error_of_the_engine_is_about_the_weights_and_silence_is_not() {
+        let url = || "http://a".to_owned();
+        let about = [
+            EngineError::Status { url: url(), status: 500, body: "Out of range float values are not JSON compliant".into() },
+            EngineError::BadReply { url: url(), what: "it is not JSON".into() },
+        ];
+        assert!(about.iter().all(|error| failed_to_compute(error).is_some()));
+        let not = [
+            EngineError::Timeout { url: url(), deadline: std::time::Duration::from_secs(1) },
+            EngineError::NotSuccess { url: url(), body: "aborted".into() },
+            EngineError::Unsupported { what: "no log-probs".into(), next_step: "start it so".into() },
+            EngineError::Restarted,
+        ];
+        assert!(not.iter().all(|error| failed_to_compute(error).is_none()));
+    }
+}

@@ -1,0 +1,112 @@
+//! Versions that replicas refuse by their canary, and when that speaks for all.
+//!
+//! Decides that a version is refused once more of its replicas refused it than took it, and those that are still at it could not change that
+//! (`docs/decisions/0007-canary.md`); a refused number never counts again. Where the group is at a refused version it names the one to go back
+//! to: the highest one below that somebody keeps. The way there is `target.rs`'s. Below a majority it changes nothing: who refuses does not
+//! serve, and is named.
+
+use crate::protocol::{HeldVersion, MemberName, MemberPhase, MemberState, RefusedVersion, Role, Version, is_refused_by_most};
+
+use super::{Membership, Reason};
+
+/// Refused versions that are remembered; of more, the lowest are forgotten, which nobody can publish anyway.
+pub(super) const REMEMBERED: usize = 16;
+
+/// What replicas say of one version.
+struct Votes {
+    refused: Vec<(MemberName, String)>,
+    taken: usize,
+    undecided: usize,
+}
+
+impl Membership {
+    /// Counts what replicas say, and remembers what most refuse.
+    pub(super) fn learn_refused(&mut self) {
+        if self.config.policy.canary.is_none() {
+            return;
+        }
+        let open = |refused: &&RefusedVersion| {
+            // What came before the current version was judged in its time: those that took it have gone on from it.
+            let number = refused.held.version;
+            !self.refused.contains_key(&number) && self.version.as_ref().is_none_or(|current| number >= current.version)
+        };
+        let mut asked: Vec<HeldVersion> =
+            self.states().flat_map(|state| &state.refused).filter(open).map(|refused| refused.held.clone()).collect();
+        asked.sort_by(|a, b| (a.version, &a.manifest).cmp(&(b.version, &b.manifest)));
+        asked.dedup();
+        for held in asked {
+            let votes = self.votes(&held);
+            if is_refused_by_most(votes.refused.len(), votes.taken, votes.undecided) {
+                self.refuse(&held, &votes);
+            }
+        }
+    }
+
+    fn votes(&self, held: &HeldVersion) -> Votes {
+        let mut votes = Votes { refused: Vec::new(), taken: 0, undecided: 0 };
+        for candidate in self.candidates.iter().filter(|candidate| candidate.role == Role::Rollout) {
+            let Some((_, agent)) = self.agents.of(candidate).filter(|(_, agent)| agent.is_present()) else { continue };
+            let Some(state) = &agent.state else { continue };
+            let took = |installed: &HeldVersion| installed == held || installed.version > held.version;
+            if let Some(refused) = state.refused.iter().find(|refused| refused.held == *held) {
+                votes.refused.push((candidate.name.clone(), refused.measured.clone()));
+            } else if state.phase != MemberPhase::Dirty && state.installed.as_ref().is_some_and(took) {
+                votes.taken += 1;
+            } else if self.in_update(&candidate.name, agent) {
+                votes.undecided += 1;
+            }
+        }
+        votes
+    }
+
+    fn refuse(&mut self, held: &HeldVersion, votes: &Votes) {
+        let number = held.version;
+        let measured: Vec<String> = votes.refused.iter().map(|(member, measured)| format!("{member}: {measured}")).collect();
+        let (refused, judged) = (votes.refused.len(), votes.refused.len() + votes.taken);
+        let why = format!("{refused} of {judged} replicas that judged it refuse it ({})", measured.join("; "));
+        self.refused.insert(number, why.clone());
+        while self.refused.len() > REMEMBERED {
+            self.refused.pop_first();
+        }
+        // A number that was refused is one that was had: it never counts, whoever says later that it holds it.
+        self.highest = self.highest.max(number);
+        self.event(Reason::VersionRefused, format!("version {number}: {why}; {}", self.what_follows(number)), None, true);
+    }
+
+    /// What becomes of the group, for a person.
+    fn what_follows(&self, number: Version) -> String {
+        match &self.version {
+            None => "there is no version before it: replicas get their start-up weights back".to_owned(),
+            Some(current) if current.version != number => format!("version {} stays", current.version),
+            Some(_) => match self.before_refused() {
+                Some(before) => format!("the group goes back to version {before}"),
+                None => "nobody keeps an earlier version to go back to (membership.keep, update.retain)".to_owned(),
+            },
+        }
+    }
+
+    /// Whether a version must not be brought to anybody.
+    pub(super) fn is_refused(&self, number: Version) -> bool {
+        self.config.policy.canary.is_some() && self.refused.contains_key(&number)
+    }
+
+    /// The version to go back to by itself, when the one that counts is refused.
+    pub(super) fn before_refused(&self) -> Option<Version> {
+        let current = self.version.as_ref().map(|version| version.version).filter(|number| self.is_refused(*number))?;
+        let may = |number: &Version| *number < current && !self.is_refused(*number);
+        // Once chosen it stays, whoever is lost on the way.
+        let chosen = self.target.as_ref().map(|target| target.version).filter(may);
+        chosen.or_else(|| self.states().flat_map(MemberState::keeps).map(|kept| kept.version).filter(may).max())
+    }
+
+    /// What is said of a refused version until a higher one counts.
+    pub(super) fn refusal(&self) -> Option<String> {
+        let current = self.version.as_ref().map(|version| version.version);
+        let (number, why) = self
+            .refused
+            .last_key_value()
+            .filter(|(number, _)| self.is_refused(**number) && current.is_none_or(|current| **number >= current))?;
+        let follows = self.what_follows(*number);
+        Some(format!("version {number} is refused: {why}; {follows}; a publish needs a higher number"))
+    }
+}

@@ -1,0 +1,254 @@
+//! Versions that replicas refuse by their canary: when that speaks for all, and the way back.
+
+use super::desk::*;
+use crate::membership::{Decision, MemberStanding, MembershipConfig, Observation, Restored};
+use crate::protocol::*;
+
+fn rules(min_ready: u32) -> MembershipConfig {
+    let canary = CanaryPolicy { prompt: "p".into(), max_tokens: 1, least_log_prob_milli: -4000, greatest_log_prob_milli: 0 };
+    MembershipConfig { policy: UpdatePolicy { canary: Some(canary), min_ready, keep: 2, ..policy() }, ..config() }
+}
+
+/// A group with a canary in which every member holds version 1.
+fn at_one(rollouts: u32, min_ready: u32) -> Desk {
+    let mut desk = Desk::restored(rules(min_ready), rollouts, Restored::default());
+    desk.form(rollouts);
+    desk.serves(1);
+    desk
+}
+
+/// A replica's canary refuses a version: its engine is held, what it kept before lies there.
+fn refuses(desk: &mut Desk, n: u32, version: Version) -> Vec<Decision> {
+    desk.tell(n, |state| {
+        state.phase = MemberPhase::Dirty;
+        state.installed = None;
+        state.refused = vec![RefusedVersion { held: held(version), measured: "no number".to_owned() }];
+    })
+}
+
+fn takes(desk: &mut Desk, n: u32, version: Version) -> Vec<Decision> {
+    desk.tell(n, |state| {
+        let before = state.retained.replace(held(version));
+        state.earlier = before.into_iter().filter(|before| before.version != version).collect();
+        (state.phase, state.installed) = (MemberPhase::Ready, Some(held(version)));
+        state.refused.retain(|refused| refused.held.version > version);
+    })
+}
+
+fn begins(desk: &mut Desk, n: u32) {
+    desk.tell(n, |state| state.phase = MemberPhase::Updating);
+}
+
+fn told(desk: &Desk, n: u32) -> CommitRequest {
+    let commits = desk.decisions.iter().rev().find_map(|decision| match decision {
+        Decision::Commit { member, request, .. } if *member == name(n) => Some((**request).clone()),
+        _ => None,
+    });
+    commits.unwrap()
+}
+
+/// What the last Event about the whole group said of a refusal.
+fn refusal(desk: &Desk) -> Option<String> {
+    desk.decisions.iter().rev().find_map(|decision| match decision {
+        Decision::Event { reason: Reason::VersionRefused, message, member: None, .. } => Some(message.clone()),
+        _ => None,
+    })
+}
+
+fn version(desk: &Desk) -> Option<Version> {
+    desk.membership.view().version.map(|held| held.version)
+}
+
+#[test]
+fn a_version_that_nobody_took_leaves_the_one_before_where_it_is_and_its_number_is_gone() {
+    let mut desk = at_one(2, 1);
+    let epoch = desk.epoch();
+    begins(&mut desk, 1);
+    begins(&mut desk, 2);
+    refuses(&mut desk, 1, 2);
+    assert_eq!(refusal(&desk), None, "one may still take it");
+    let decisions = refuses(&mut desk, 2, 2);
+    assert_eq!((desk.member(1).standing, desk.member(1).reason), (MemberStanding::Dirty, Reason::VersionRefused));
+    desk.obey(decisions);
+    let message = refusal(&desk).unwrap();
+    for said in ["version 2: 2 of 2 replicas", "actors/r1: no number", "actors/r2: no number", "version 1 stays"] {
+        assert!(message.contains(said), "{message}");
+    }
+    assert_eq!((version(&desk), desk.membership.view().refused), (Some(1), vec![2]));
+    assert_eq!(desk.epoch(), epoch + 1, "the members are told at once");
+    let commit = told(&desk, 0);
+    assert_eq!((commit.current, commit.refused), (Some(held(1)), vec![2]));
+    assert_eq!(commit.returned, Some(Returned { to: 1, from: 2, pinned: false }));
+    assert!(desk.reasons().contains(&Reason::VersionRefused));
+    // Fed the version before, they serve; the degradation stays until a higher version counts.
+    for n in [1, 2] {
+        let decisions = desk.tell(n, |state| (state.phase, state.installed) = (MemberPhase::Ready, Some(held(1))));
+        desk.obey(decisions);
+    }
+    assert_eq!((desk.membership.view().ready, desk.reasons()), (2, vec![Reason::VersionRefused]));
+    let epoch = desk.epoch();
+    desk.wait(30_000, &[0, 1, 2]);
+    assert_eq!(desk.epoch(), epoch, "what is as it should be is left alone");
+    for n in [1, 2] {
+        takes(&mut desk, n, 3);
+    }
+    assert_eq!((version(&desk), desk.reasons()), (Some(3), Vec::new()));
+    assert_eq!(desk.membership.view().refused, [2], "what was refused stays known");
+}
+
+#[test]
+fn a_version_that_counted_already_is_left_for_the_one_before_when_most_refuse_it() {
+    let mut desk = at_one(3, 1);
+    begins(&mut desk, 2);
+    begins(&mut desk, 3);
+    takes(&mut desk, 1, 2);
+    assert_eq!(version(&desk), Some(2), "minReady is 1");
+    refuses(&mut desk, 2, 2);
+    assert_eq!(desk.membership.view().wanted, Some(held(2)), "one and one: the third decides");
+    let decisions = refuses(&mut desk, 3, 2);
+    desk.obey(decisions);
+    let message = refusal(&desk).unwrap();
+    assert!(message.contains("2 of 3 replicas") && message.contains("goes back to version 1"), "{message}");
+    let commit = told(&desk, 1);
+    assert_eq!((commit.current, commit.returned), (Some(held(1)), Some(Returned { to: 1, from: 2, pinned: false })));
+    assert_eq!(version(&desk), Some(2), "until somebody serves the one before");
+    let decisions = takes(&mut desk, 2, 1);
+    desk.obey(decisions);
+    assert_eq!(version(&desk), Some(1));
+    assert!(desk.event(Reason::RolledBack).unwrap().1.contains("2 was current before"));
+    assert_eq!(desk.member(1).standing, MemberStanding::Behind, "also the one that took it");
+}
+
+#[test]
+fn below_a_majority_only_the_one_that_refuses_does_not_serve_and_is_named() {
+    let mut desk = at_one(3, 1);
+    for n in [1, 2] {
+        takes(&mut desk, n, 2);
+    }
+    let decisions = refuses(&mut desk, 3, 2);
+    desk.obey(decisions);
+    assert_eq!((version(&desk), desk.membership.view().refused), (Some(2), Vec::new()));
+    let (member, _) = desk.event(Reason::VersionRefused).unwrap();
+    assert_eq!(member, Some(name(3)));
+    assert_eq!((desk.member(3).standing, desk.member(3).reason), (MemberStanding::Dirty, Reason::VersionRefused));
+    assert_eq!(desk.membership.view().ready, 2);
+    // Those that took it go on to the next one: that makes no majority of the one that is left.
+    for n in [1, 2] {
+        takes(&mut desk, n, 3);
+    }
+    assert_eq!((version(&desk), desk.membership.view().refused), (Some(3), Vec::new()));
+}
+
+#[test]
+fn half_is_no_majority_and_replicas_that_were_not_asked_have_no_voice() {
+    let mut desk = at_one(2, 1);
+    takes(&mut desk, 1, 2);
+    refuses(&mut desk, 2, 2);
+    assert_eq!((version(&desk), desk.membership.view().refused), (Some(2), Vec::new()));
+    // Switched in turn, the first of five refuses: the others keep what they have, and were never asked.
+    let mut desk = at_one(5, 1);
+    refuses(&mut desk, 1, 2);
+    assert_eq!(desk.membership.view().refused, [2]);
+}
+
+#[test]
+fn without_a_canary_nobody_refuses_for_others() {
+    let mut desk = Desk::formed(1);
+    desk.serves(1);
+    refuses(&mut desk, 1, 2);
+    assert_eq!(desk.membership.view().refused, Vec::<Version>::new());
+}
+
+#[test]
+fn the_very_first_version_that_most_refuse_never_counts() {
+    let mut desk = Desk::restored(rules(1), 3, Restored::default());
+    desk.form(3);
+    for n in [2, 3] {
+        refuses(&mut desk, n, 1);
+    }
+    takes(&mut desk, 1, 1);
+    desk.tell(0, |state| state.installed = Some(held(1)));
+    assert_eq!((version(&desk), desk.membership.view().refused), (None, vec![1]));
+    let message = refusal(&desk).unwrap();
+    assert!(message.contains("no version before it"), "{message}");
+}
+
+#[test]
+fn a_refused_version_that_nobody_can_be_taken_back_from_is_brought_to_nobody() {
+    let mut desk = at_one(3, 1);
+    for n in 0..=3 {
+        desk.tell(n, |state| state.retained = None);
+    }
+    desk.tell(1, |state| (state.retained, state.installed) = (Some(held(2)), Some(held(2))));
+    for n in [2, 3] {
+        let decisions = refuses(&mut desk, n, 2);
+        desk.obey(decisions);
+    }
+    assert_eq!((version(&desk), desk.membership.view().wanted), (Some(2), None));
+    let degraded = desk.membership.view().degraded;
+    let refused = degraded.iter().find(|degradation| degradation.member.is_none() && degradation.reason == Reason::VersionRefused).unwrap();
+    assert!(refused.message.contains("nobody keeps an earlier version"), "{}", refused.message);
+    // Somebody who keeps it comes.
+    let decisions = desk.tell(3, |state| state.retained = Some(held(1)));
+    desk.obey(decisions);
+    assert_eq!(told(&desk, 2).current, Some(held(1)));
+}
+
+#[test]
+fn a_restarted_controller_brings_a_refused_version_to_nobody() {
+    let restored = Restored { epoch: 4, version: Some(held(2)), refused: vec![2], ..Restored::default() };
+    let mut desk = Desk::restored(rules(1), 2, restored);
+    for n in 0..=2 {
+        desk.states[n].retained = Some(held(1));
+        desk.states[n].earlier = vec![held(2)];
+    }
+    desk.states[1].installed = Some(held(2));
+    desk.form(2);
+    let commit = told(&desk, 1);
+    assert_eq!((commit.current, commit.refused), (Some(held(1)), vec![2]));
+    takes(&mut desk, 1, 1);
+    assert_eq!(version(&desk), Some(1));
+    // Another life of a source says that it once counted.
+    desk.tell(0, |state| state.installed = Some(held(2)));
+    assert_eq!(version(&desk), Some(1));
+}
+
+#[test]
+fn a_target_that_names_a_refused_version_is_not_followed_and_says_why() {
+    let mut desk = at_one(2, 1);
+    for n in [1, 2] {
+        refuses(&mut desk, n, 2);
+    }
+    desk.tell(0, |state| state.earlier = vec![held(2)]);
+    let decisions = desk.see(Observation::Configure(Box::new(MembershipConfig { target: Some(2), ..rules(1) })));
+    desk.obey(decisions);
+    assert_eq!(desk.membership.view().wanted, Some(held(1)));
+    let degraded = desk.membership.view().degraded;
+    let missing = degraded.iter().find(|degradation| degradation.reason == Reason::TargetVersionMissing).unwrap();
+    assert!(missing.message.contains("which the canary refused"), "{}", missing.message);
+    // Without a canary it is a person's word.
+    let decisions = desk.see(Observation::Configure(Box::new(MembershipConfig { target: Some(2), ..config() })));
+    desk.obey(decisions);
+    assert_eq!(desk.membership.view().wanted, Some(held(2)));
+}
+
+#[test]
+fn an_engine_that_cannot_be_asked_is_left_out_with_a_reason_of_its_own() {
+    let mut desk = Desk::restored(rules(1), 2, Restored::default());
+    let mut decisions = desk.plan(&[0, 1, 2], Vec::new());
+    for n in 0..=2 {
+        decisions.extend(desk.announce(n));
+    }
+    let persisted = desk.see(Observation::EpochPersisted { epoch: 1 });
+    let id = persisted.iter().find_map(|decision| match decision {
+        Decision::Prepare { request, .. } => Some(request.id.clone()),
+        _ => None,
+    });
+    let refusal = Refusal { code: RefusalCode::CanaryUnavailable, message: "it gives no log-probs".to_owned() };
+    desk.see(Observation::PrepareFailed { id: id.unwrap(), member: name(2), refusal });
+    desk.wait(1_000, &[0, 1, 2]);
+    let (member, message) = desk.event(Reason::CanaryUnavailable).unwrap();
+    assert_eq!(member, Some(name(2)));
+    assert!(message.contains("no log-probs"), "{message}");
+    assert!(desk.member(2).message.contains("CanaryUnavailable"), "{}", desk.member(2).message);
+}

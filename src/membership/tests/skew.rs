@@ -1,0 +1,99 @@
+//! Who may be in service while versions differ.
+
+use super::desk::*;
+use crate::membership::{MemberStanding, MembershipConfig, Observation, Restored};
+use crate::protocol::*;
+
+fn rules(max_skew: Option<Version>) -> MembershipConfig {
+    MembershipConfig { policy: UpdatePolicy { max_skew, min_ready: 2, keep: 2, ..policy() }, ..config() }
+}
+
+/// Three replicas at version 1, of which these took version 2; two make it count.
+fn at_one_and_two(max_skew: Option<Version>, took: &[u32]) -> Desk {
+    let mut desk = Desk::restored(rules(max_skew), 3, Restored::default());
+    desk.form(3);
+    desk.serves(1);
+    for n in took {
+        desk.tell(*n, |state| (state.installed, state.earlier) = (Some(held(2)), vec![held(1)]));
+    }
+    desk
+}
+
+/// Who may serve, by the word of the view.
+fn serving(desk: &Desk) -> Vec<u32> {
+    let view = desk.membership.view();
+    let may = |n: &u32| desk.member(*n).installed.is_some_and(|held| view.may_serve(&held).is_ok());
+    (1..=3).filter(may).collect()
+}
+
+#[test]
+fn versions_in_service_are_no_further_apart_than_is_allowed_before_the_new_one_counts_and_after() {
+    // (limit, who took version 2, who may serve)
+    let cases: [(Option<Version>, &[u32], &[u32]); 6] = [
+        (None, &[1], &[1, 2, 3]),
+        (None, &[1, 2], &[1, 2]),
+        // Proven on one replica alone, the newest takes nobody out of service.
+        (Some(0), &[1], &[2, 3]),
+        (Some(0), &[1, 2], &[1, 2]),
+        (Some(1), &[1], &[1, 2, 3]),
+        (Some(1), &[1, 2], &[1, 2, 3]),
+    ];
+    for (limit, took, expected) in cases {
+        assert_eq!(serving(&at_one_and_two(limit, took)), expected, "{limit:?} with version 2 on {took:?}");
+    }
+}
+
+#[test]
+fn one_that_is_behind_serves_as_long_as_it_is_near_enough_and_says_so() {
+    let mut desk = at_one_and_two(Some(1), &[1, 2]);
+    let third = desk.member(3);
+    assert_eq!(third.standing, MemberStanding::Behind, "it is brought the current version all the same");
+    assert!(third.message.contains("serves meanwhile"), "{}", third.message);
+    // A third version comes into service on one replica: the first one is too far away from it.
+    desk.tell(1, |state| state.installed = Some(held(3)));
+    assert_eq!((desk.membership.view().newest, serving(&desk)), (Some(3), vec![1, 2]));
+    let why = desk.membership.view().may_serve(&held(1)).unwrap_err();
+    assert!(why.contains("version 1") && why.contains("newest in service is 3") && why.contains("maxSkew (1)"), "{why}");
+    assert!(!desk.member(3).message.contains("meanwhile"), "{}", desk.member(3).message);
+}
+
+#[test]
+fn one_that_is_ahead_by_more_waits_until_its_version_counts_and_says_so() {
+    let mut desk = at_one_and_two(Some(0), &[1]);
+    let why = desk.membership.view().may_serve(&held(2)).unwrap_err();
+    assert!(why.contains("serves once 2 counts"), "{why}");
+    assert!(desk.member(1).message.contains("serves once that counts"), "{}", desk.member(1).message);
+    desk.tell(2, |state| state.installed = Some(held(2)));
+    assert_eq!(serving(&desk), [1, 2]);
+    assert!(desk.member(1).message.contains("serves version 2"), "{}", desk.member(1).message);
+}
+
+#[test]
+fn who_waits_for_its_turn_serves_no_longer_than_the_limit_allows() {
+    for (limit, standing) in [(None, MemberStanding::Updating), (Some(1), MemberStanding::Updating), (Some(0), MemberStanding::Behind)] {
+        let mut policy = rules(limit).policy;
+        (policy.max_unavailable, policy.min_ready) = (1, 1);
+        let mut desk = Desk::restored(MembershipConfig { policy, ..config() }, 2, Restored::default());
+        desk.form(2);
+        desk.serves(1);
+        desk.leads(2, 1, UpdatePhase::Activate, &[(1, InstallStep::Installed), (2, InstallStep::Delivered)]);
+        desk.tell(2, |state| state.phase = MemberPhase::Updating);
+        desk.tell(1, |state| state.installed = Some(held(2)));
+        assert_eq!(desk.member(2).standing, standing, "{limit:?}");
+    }
+}
+
+#[test]
+fn while_a_group_goes_back_both_versions_serve_until_enough_were_taken_back_whatever_the_limit() {
+    let mut desk = at_one_and_two(Some(0), &[1, 2, 3]);
+    assert_eq!(serving(&desk), [1, 2, 3]);
+    let decisions = desk.see(Observation::Configure(Box::new(MembershipConfig { target: Some(1), ..rules(Some(0)) })));
+    desk.obey(decisions);
+    desk.tell(1, |state| state.installed = Some(held(1)));
+    assert_eq!((desk.membership.view().newest, serving(&desk)), (Some(1), vec![1, 2, 3]));
+    desk.tell(2, |state| state.installed = Some(held(1)));
+    assert_eq!(desk.membership.view().version, Some(held(1)));
+    assert_eq!(serving(&desk), [1, 2]);
+    let why = desk.membership.view().may_serve(&held(2)).unwrap_err();
+    assert!(why.contains("the group went back to 1"), "{why}");
+}

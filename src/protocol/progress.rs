@@ -1,0 +1,102 @@
+//! How far an update is, as its leader tells it: in the event stream, in status, and to whoever draws it. Values only.
+
+use serde::{Deserialize, Serialize};
+
+use super::{EpochId, MemberName, Version};
+
+/// A source's (or feeder's) view of one update; the last one is kept and shown in status.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct UpdateView {
+    /// The epoch it runs in.
+    pub id: EpochId,
+    /// The version.
+    pub version: Version,
+    /// Attempts for this version, from 1.
+    pub attempt: u32,
+    /// Where it stands.
+    pub phase: UpdatePhase,
+    /// Bytes of the version.
+    pub total_bytes: u64,
+    /// Members that took part, with what became of each.
+    pub members: Vec<MemberProgress>,
+    /// Wall time of each finished phase in ms: `begin`, `transfer`, `verify`, `activate`.
+    pub phases_ms: Vec<(String, u64)>,
+    /// Why it failed, where it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure: Option<String>,
+    /// Whether this fed joiners rather than published.
+    pub feeding: bool,
+}
+
+impl UpdateView {
+    /// What it is called in metrics and traces.
+    pub fn kind(&self) -> &'static str {
+        if self.feeding { "feed" } else { "publish" }
+    }
+}
+
+/// Steps of an update, in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum UpdatePhase {
+    /// Members are asked to open it.
+    Begin,
+    /// Buckets travel.
+    Transfer,
+    /// Digests and coverage are checked.
+    Verify,
+    /// Verified everywhere; waits for the trainer's word (`activation: manual`).
+    Staged,
+    /// Engines switch.
+    Activate,
+    /// At least `minReady` replicas serve it.
+    Done,
+    /// Ended without effect on the version.
+    Failed,
+}
+
+impl UpdatePhase {
+    /// Whether nothing follows.
+    pub fn is_over(self) -> bool {
+        matches!(self, Self::Done | Self::Failed)
+    }
+}
+
+/// One member in an update.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MemberProgress {
+    /// Which member.
+    pub member: MemberName,
+    /// Bytes received and checked.
+    pub bytes: u64,
+    /// Its step.
+    pub step: InstallStep,
+    /// Why it refused or failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+/// Steps of a rollout in an update, in order; `Failed` may follow any.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum InstallStep {
+    /// Said no before a byte moved.
+    Refused,
+    /// Receives buckets.
+    Receiving,
+    /// Every byte arrived once and every digest agrees.
+    Delivered,
+    /// The engine is being switched.
+    Installing,
+    /// The engine confirmed its last step.
+    Installed,
+    /// Failed; `dirty` in the member's state says whether the engine was touched.
+    Failed,
+}
+
+impl InstallStep {
+    /// Whether nothing follows.
+    pub fn is_final(self) -> bool {
+        matches!(self, Self::Refused | Self::Installed | Self::Failed)
+    }
+}

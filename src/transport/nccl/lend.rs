@@ -1,0 +1,204 @@
+//! The source's end of a stream into a member on its own GPU: each piece is put into a slot of the ring that the member opened, announced when
+//! it is there, and the slot is used again when the member said that it copied it.
+//!
+//! Decides how many pieces are out: as many as there are slots. A member that keeps them all for too long is the silent one. What a member that
+//! is gone may still read does no harm: nobody believes what it copied. It never touches the communicator: a stream of copies that fails leaves
+//! no rank in the middle of anything.
+
+use std::collections::BTreeMap;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures::future::{BoxFuture, try_join_all};
+use futures::stream::{FuturesOrdered, StreamExt};
+use tokio::sync::mpsc;
+
+use super::communicator::{Communicator, Seat, patience};
+use super::pieces;
+use super::staging::AREA;
+use crate::protocol::worker::Part;
+use crate::protocol::{BucketHeader, LentPiece, MemberName, StreamFailure};
+use crate::transport::tcp::Downstream;
+use crate::transport::{BucketSink, Payload, TransportError};
+use crate::worker::{Copy, Slot, Sums, WorkerError};
+
+/// The digest of one piece, and whether it is the first and the last of its bucket.
+struct Digested {
+    first: bool,
+    last: bool,
+    sum: u64,
+}
+
+/// See [`BucketSink`].
+pub(super) struct Lending {
+    chain: Downstream,
+    communicator: Arc<Communicator>,
+    seat: Seat,
+    borrower: MemberName,
+    silence: Duration,
+    /// Slots that the borrower may still read, by the numbers of their pieces.
+    out: BTreeMap<u32, Slot>,
+    taken: mpsc::UnboundedReceiver<u32>,
+    next: u32,
+    digests: FuturesOrdered<BoxFuture<'static, Result<Digested, WorkerError>>>,
+    /// gsum64 of the pieces of the bucket whose digests end now.
+    total: u64,
+    failure: Option<StreamFailure>,
+}
+
+impl Lending {
+    /// Over a chain of one member; none without a GPU.
+    pub(super) fn new(mut chain: Downstream, communicator: Arc<Communicator>, borrower: MemberName, silence: Duration) -> Option<Self> {
+        let seat = communicator.seats().first()?.clone();
+        let taken = chain.taken()?;
+        let (out, digests) = (BTreeMap::new(), FuturesOrdered::new());
+        Some(Self { chain, communicator, seat, borrower, silence, out, taken, next: 0, digests, total: 0, failure: None })
+    }
+
+    /// Waits for `work` while slots come back, digests end, and the chain is listened to.
+    async fn during<T>(&mut self, work: impl Future<Output = T>) -> Result<T, StreamFailure> {
+        let mut work = pin!(work);
+        let communicator = self.communicator.clone();
+        let mut breaks = pin!(communicator.breaks());
+        loop {
+            tokio::select! {
+                biased;
+                failure = self.chain.failed() => return Err(failure),
+                failure = &mut breaks => return Err(failure),
+                Some(number) = self.taken.recv() => drop(self.out.remove(&number)),
+                Some(digested) = self.digests.next() => match digested {
+                    Ok(digested) => self.digested(&digested),
+                    Err(error) => return Err(self.cause_of(&error)),
+                },
+                done = &mut work => return Ok(done),
+            }
+        }
+    }
+
+    fn digested(&mut self, digested: &Digested) {
+        self.total = if digested.first { digested.sum } else { self.total.wrapping_add(digested.sum) };
+        if digested.last {
+            self.chain.digest(self.total.into());
+        }
+    }
+
+    /// Who is at fault for an error here.
+    fn cause_of(&self, error: &WorkerError) -> StreamFailure {
+        if matches!(error, WorkerError::NoSlot { .. }) && !self.out.is_empty() {
+            let silence_ms = u64::try_from(self.silence.as_millis()).unwrap_or(u64::MAX);
+            return StreamFailure::Silent { peer: self.borrower.clone(), silence_ms };
+        }
+        self.communicator.blame(error).unwrap_or_else(|| StreamFailure::Communicator { cause: error.to_string() })
+    }
+
+    fn fail(&mut self, failure: StreamFailure) -> TransportError {
+        let failure = self.failure.get_or_insert(failure).clone();
+        self.chain.abort(failure.clone());
+        failure.into()
+    }
+
+    async fn bucket(&mut self, header: BucketHeader, payload: Payload) -> Result<(), StreamFailure> {
+        let header = BucketHeader { flags: BucketHeader::CARRIED, ..header };
+        for (offset, bytes) in pieces(header.bytes, self.communicator.slot_bytes()) {
+            let put = put(self.seat.clone(), payload.clone(), offset, bytes, self.silence);
+            let slot = match self.during(put).await? {
+                Ok(slot) => slot,
+                Err(error) => return Err(self.cause_of(&error)),
+            };
+            let (first, last) = (offset == 0, offset.saturating_add(bytes) >= header.bytes);
+            if first {
+                self.chain.head(header);
+            }
+            let number = self.next;
+            self.next = self.next.wrapping_add(1);
+            self.chain.lent(LentPiece { number, slot: slot.index(), offset, bytes });
+            let (worker, at) = (self.seat.worker.clone(), slot.at(0));
+            self.out.insert(number, slot);
+            let (part, (within, _)) = (Part { offset: 0, bytes, first_word: offset / 8 }, patience(self.silence));
+            self.digests.push_back(Box::pin(async move {
+                let Sums { sums, .. } = worker.digest(at, vec![part], None, within).await?;
+                let sum = sums.first().copied().ok_or(WorkerError::Nonsense { what: "digest" })?;
+                Ok(Digested { first, last, sum })
+            }));
+        }
+        Ok(())
+    }
+}
+
+/// Puts a piece into a free slot; returns when it is there.
+async fn put(seat: Seat, payload: Payload, offset: u64, bytes: u64, silence: Duration) -> Result<Slot, WorkerError> {
+    let slot = seat.ring.take(silence).await?;
+    let (within, _) = patience(silence);
+    match payload {
+        Payload::Device(device) if device.worker.is(&seat.worker) => {
+            let from = device.memory.at(device.offset.saturating_add(offset));
+            seat.worker.copy_now(Copy { from, to: slot.at(0), bytes, after: device.after.clone(), then: None }, within).await?;
+        }
+        Payload::Device(_) => return Err(WorkerError::Gone { cause: "the bytes lie in memory of another worker".into() }),
+        Payload::Host(all) => {
+            let place = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(all.len());
+            let mut copies = Vec::new();
+            for (at, length) in pieces(bytes, AREA) {
+                let start = offset.saturating_add(at);
+                let part = all.slice(place(start)..place(start.saturating_add(length)));
+                copies.push(seat.staging.bring(part, slot.at(at), within).await?);
+            }
+            try_join_all(copies).await?;
+        }
+    }
+    Ok(slot)
+}
+
+#[async_trait]
+impl BucketSink for Lending {
+    async fn send(&mut self, header: BucketHeader, payload: Payload, _digest: u128) -> Result<(), TransportError> {
+        if let Some(failure) = &self.failure {
+            return Err(failure.clone().into());
+        }
+        let sent = self.bucket(header, payload).await;
+        sent.map_err(|failure| self.fail(failure))
+    }
+
+    fn hashes(&self) -> bool {
+        true
+    }
+
+    fn takes_device(&self) -> bool {
+        true
+    }
+
+    async fn failed(&mut self) -> TransportError {
+        if let Some(failure) = &self.failure {
+            return failure.clone().into();
+        }
+        let failure = match self.during(std::future::pending::<StreamFailure>()).await {
+            Ok(failure) | Err(failure) => failure,
+        };
+        self.fail(failure)
+    }
+
+    async fn finish(mut self: Box<Self>) -> Result<(), TransportError> {
+        if let Some(failure) = &self.failure {
+            return Err(failure.clone().into());
+        }
+        while let Some(digested) = self.digests.next().await {
+            match digested {
+                Ok(digested) => self.digested(&digested),
+                Err(error) => {
+                    let failure = self.cause_of(&error);
+                    return Err(self.fail(failure));
+                }
+            }
+        }
+        self.chain.end();
+        let communicator = self.communicator.clone();
+        let done = tokio::select! {
+            biased;
+            done = self.chain.done() => done,
+            failure = communicator.breaks() => Err(failure),
+        };
+        done.map_err(|failure| self.fail(failure))
+    }
+}
