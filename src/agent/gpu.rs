@@ -6,6 +6,8 @@
 mod beside;
 mod lending;
 mod seats;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -138,6 +140,7 @@ impl Gpus {
         let ring = (policy.slots, policy.slot_bytes);
         let ranks = usize::try_from(ranks).unwrap_or(usize::MAX);
         let wanted = Wanted { environment: policy.environment.clone(), defaults: policy.defaults.clone(), ranks, ring };
+        // Seats say that workers start before anybody can see what they are to start with: a report must not take the old ones for the new.
         // Nobody starts workers for an agent that was told to use no GPU: they would be waited for in vain at every epoch.
         let none = self.settings.choice == GpuChoice::None;
         self.wanted.send_if_modified(|now| {
@@ -276,6 +279,8 @@ impl Gpus {
         if let Some(epoch) = self.core.epoch().filter(|epoch| epoch.communicator().is_none() && epoch.engines().is_none()) {
             return Err(format!("the group does not move weights between GPUs ({})", epoch.commit.transport.reason));
         }
+        // Before the seats are borrowed: `configure` locks what is wanted first, too, and each would wait for the other for ever.
+        let (slots, slot_bytes) = self.wanted.borrow().ring;
         let seats = self.seats.borrow();
         let seat = match &*seats {
             Seats::Starting => return Err("the agent's GPU worker is starting".into()),
@@ -283,7 +288,6 @@ impl Gpus {
             Seats::Open(open) => open.first().ok_or("the agent has no GPU")?,
         };
         seat.nccl.as_ref().map_err(Clone::clone)?;
-        let (slots, slot_bytes) = self.wanted.borrow().ring;
         let wish = RingWish::of(slots, slot_bytes);
         let room = (seat.gpu.free_bytes, seat.gpu.memory_bytes);
         Ok(SourceWorker { worker: seat.worker.clone(), gpu: seat.gpu.uuid.clone(), wish, room })

@@ -83,7 +83,11 @@ impl Gpus {
                 Ok(opened) => {
                     open.clone_from(&opened);
                     (had_one, said) = (true, None);
-                    self.seats.send_replace(Seats::Open(opened));
+                    // Workers of settings that changed meanwhile are not shown: an epoch would be prepared with them and lose them.
+                    let wanted = self.wanted.borrow();
+                    if wanted.nccl() == started_with {
+                        self.seats.send_replace(Seats::Open(opened));
+                    }
                 }
                 Err(reason) => {
                     if said.as_ref() != Some(&reason) {

@@ -1,0 +1,64 @@
+//! What several tasks do to the GPUs of one endpoint at the same time.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::mpsc;
+use std::thread;
+
+use super::*;
+use crate::agent::core::Facts;
+use crate::agent::group::Me;
+use crate::protocol::worker::{GpuFacts, NcclFacts};
+use crate::protocol::{Incarnation, Role};
+use crate::transport::tcp::{TcpOptions, TcpTransport};
+
+const ROUNDS: usize = 20_000;
+const AMPLE: Duration = Duration::from_secs(60);
+
+/// A seat whose worker never says anything.
+fn seat() -> Open {
+    let arguments = vec!["-c".into(), "exec sleep 600".into()];
+    let start =
+        WorkerStart { program: "/bin/sh".into(), arguments, environment: Vec::new(), defaults: Vec::new(), label: "test".into() };
+    let worker = Worker::start(&start).unwrap();
+    let gpu = GpuFacts {
+        uuid: "GPU-a".into(),
+        name: "of a test".into(),
+        bus: String::new(),
+        memory_bytes: 1 << 30,
+        free_bytes: 1 << 30,
+        driver: 13_000,
+        refused: None,
+    };
+    let nccl = Ok(NcclFacts { path: String::new(), version: 22_809, lacks: Vec::new() });
+    let staging = Staging::new(worker.clone());
+    Open { worker, gpu, nccl, staging, ring: Arc::default() }
+}
+
+/// Seen in CI: a source's agent that was told of NCCL's settings while it told its trainer of its worker stood still for ever.
+#[tokio::test(flavor = "multi_thread")]
+async fn settings_that_come_while_the_trainer_is_told_of_its_worker_stop_nobody() {
+    let me = Me { incarnation: Incarnation { pod_uid: "pod".into(), instance: "life".into() }, role: Role::Source, port: None };
+    let core = Core::new(me, Facts::default());
+    let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let transport = NcclTransport::new(TcpTransport::bind(loopback, core.clone(), TcpOptions::default()).await.unwrap());
+    let gpus = Gpus::new(core, GpuSettings::default(), Share { number: 0, of: 1 }, Arc::new(transport), None);
+    let seat = seat();
+    let (done, ended) = mpsc::channel();
+    let (configured, finished) = (gpus.clone(), done.clone());
+    thread::spawn(move || {
+        for round in 0..ROUNDS {
+            let policy = TransportPolicy { slots: 2 + u32::try_from(round % 2).unwrap(), ..TransportPolicy::default() };
+            configured.configure(&policy, 1);
+        }
+        finished.send("configured").unwrap();
+    });
+    thread::spawn(move || {
+        for _ in 0..ROUNDS {
+            gpus.seats.send_replace(Seats::Open(vec![seat.clone()]));
+            drop(gpus.source_worker());
+        }
+        done.send("told").unwrap();
+    });
+    let both = tokio::task::spawn_blocking(move || [ended.recv_timeout(AMPLE), ended.recv_timeout(AMPLE)]).await.unwrap();
+    assert!(both.iter().all(Result::is_ok), "the two wait for each other: {both:?}");
+}
