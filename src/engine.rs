@@ -70,6 +70,8 @@ pub enum EngineError {
     Unsupported { what: String, next_step: String },
     #[error("the engine started anew in the middle of the install")]
     Restarted,
+    #[error("{url} is asleep, and not for an update: its weights are off the GPU; it takes part again when whoever put it to sleep wakes it")]
+    Asleep { url: String },
     #[error("the engine may hold half an update of version {}: it stays paused until it is fed in full", version.version)]
     HalfAnUpdate { version: HeldVersion },
     #[error("the canary refuses what it answers: {measured}")]
@@ -78,9 +80,20 @@ pub enum EngineError {
     Cancelled,
 }
 
-/// Identifies one start of an engine's process: differs after a restart, however fast it was.
+/// Identifies one start of an engine's process, from one sleep to the next: differs after a restart, however fast it was.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct EngineStart(pub String);
+
+impl EngineStart {
+    /// What stands before the number of sleeps.
+    const SLEEPS: char = '~';
+
+    /// Whether both are of one process, which slept meanwhile if they differ.
+    pub fn is_same_process(&self, other: &Self) -> bool {
+        let process = |start: &Self| start.0.split(Self::SLEEPS).next().map(str::to_owned);
+        process(self) == process(other)
+    }
+}
 
 /// What to install, how, and how long it may take.
 #[derive(Debug, Clone)]
@@ -166,6 +179,12 @@ pub trait Engine: Send + Sync {
     /// known before [`health`](Self::health) is asked again, not that it ended.
     fn is_still(&self, _start: &EngineStart) -> bool {
         true
+    }
+
+    /// [`EngineError::Asleep`] when somebody else had put it to sleep as it was last asked for its health: its weights were off the GPU, and
+    /// nobody proved what comes back with the wake-up (huggingface/trl#5312). Such a sleep ends what it holds, as a restart does.
+    fn asleep(&self) -> Option<EngineError> {
+        None
     }
 
     /// Returns when the process that was last asked for its health may have ended; never where that cannot be seen without asking it.

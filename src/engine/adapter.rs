@@ -121,7 +121,16 @@ impl<S: Server> Inner<S> {
     }
 
     async fn health(&self, until: Until) -> Result<EngineStart, EngineError> {
-        let judged = async { self.sight(until).await.map(|(_, start)| start) };
+        let judged = async {
+            let (before, start) = self.sight(until).await?;
+            // While we have the turn, no sleep of ours is taken for somebody else's; one that holds half an update is ours to wake.
+            match self.turn.try_lock() {
+                Ok(_turn) if !before.is_half() => {
+                    self.look_whether_it_sleeps(until).await.map(|asleep| if asleep { self.start.last() } else { start })
+                }
+                _ => Ok(start),
+            }
+        };
         if !self.loading.load(Ordering::Acquire) {
             match judged.await {
                 // The load began while this call was under way: the core is busy because of us.
@@ -134,8 +143,18 @@ impl<S: Server> Inner<S> {
         Ok(self.start.last())
     }
 
+    /// The caller has the turn.
+    async fn look_whether_it_sleeps(&self, until: Until) -> Result<bool, EngineError> {
+        let asleep = self.server.sleeps(until).await?;
+        self.start.slept(asleep);
+        Ok(asleep)
+    }
+
     /// Asks the front, then the engine behind it: one token, or what it is while it is paused.
     async fn is_stuck(&self, until: Until) -> bool {
+        if self.start.is_asleep() {
+            return false;
+        }
         if self.loading.load(Ordering::Acquire) || self.server.front(until.at_most(until.total() / 4)).await.is_err() {
             return false;
         }
@@ -214,6 +233,10 @@ impl<S: Server> Engine for Adapter<S> {
 
     fn is_still(&self, start: &EngineStart) -> bool {
         self.0.start.is_still(start)
+    }
+
+    fn asleep(&self) -> Option<EngineError> {
+        self.0.start.is_asleep().then(|| EngineError::Asleep { url: self.0.server.url().to_owned() })
     }
 
     async fn until_lost(&self) {

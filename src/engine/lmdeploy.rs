@@ -211,6 +211,11 @@ impl Server for Lmdeploy {
         Ok(started.map_or(UNKNOWN, str::trim).to_owned())
     }
 
+    /// How deeply it sleeps it does not tell.
+    async fn sleeps(&self, until: Until) -> Result<bool, EngineError> {
+        Ok(self.is_paused(until).await? && self.sleeping(until).await?.iter().any(|tag| tag == "weights"))
+    }
+
     async fn holding(&self, until: Until) -> Result<Holding, EngineError> {
         self.lives(until).await?;
         Ok(self.record.read(&self.fingerprint(until).await?))

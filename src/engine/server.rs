@@ -45,6 +45,11 @@ pub(super) trait Server: Send + Sync + 'static {
     /// Text that stays the same for one start of the server and, as far as the server can tell, differs after a restart.
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError>;
 
+    /// Whether its weights are off the GPU, or were given up, because it was put to sleep. False for one that does not tell.
+    async fn sleeps(&self, _until: Until) -> Result<bool, EngineError> {
+        Ok(false)
+    }
+
     /// The version field, by way of the engine core where there is one: an answer proves that the core lives.
     async fn holding(&self, until: Until) -> Result<Holding, EngineError>;
 

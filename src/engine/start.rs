@@ -34,6 +34,10 @@ struct Seen {
     breaks: u64,
     /// The value of `breaks` in which a look ended that had begun in it: that process is known.
     known: Option<u64>,
+    /// Whether somebody else had put it to sleep at the last look.
+    asleep: bool,
+    /// Times that it was found to have fallen asleep.
+    sleeps: u64,
 }
 
 /// When a look began; what was read while this adapter wrote proves nothing, nor what a process said that is gone.
@@ -123,6 +127,21 @@ impl StartWatch {
         seen.start()
     }
 
+    /// Whether somebody else has put it to sleep. What it held counts no more from then on: one that sleeps deeply gives its weights up and
+    /// keeps the label, so nothing else would show it.
+    pub(super) fn slept(&self, asleep: bool) {
+        let mut seen = self.lock();
+        if asleep && !seen.asleep {
+            seen.sleeps += 1;
+        }
+        seen.asleep = asleep;
+    }
+
+    /// Whether it was asleep at the last look.
+    pub(super) fn is_asleep(&self) -> bool {
+        self.lock().asleep
+    }
+
     /// The start as it was last seen.
     pub(super) fn last(&self) -> EngineStart {
         self.lock().start()
@@ -135,6 +154,7 @@ impl StartWatch {
 
 impl Seen {
     fn start(&self) -> EngineStart {
-        EngineStart(format!("{}#{}", self.fingerprint, self.generation))
+        let process = format!("{}#{}", self.fingerprint, self.generation);
+        EngineStart(if self.sleeps == 0 { process } else { format!("{process}~{}", self.sleeps) })
     }
 }

@@ -13,5 +13,6 @@ mod host;
 mod install;
 mod lmdeploy;
 mod parts;
+mod sleep;
 pub(in crate::engine) mod support;
 mod unproven;

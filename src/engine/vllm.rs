@@ -210,6 +210,18 @@ impl Server for Vllm {
         Ok(started.map_or("unknown", str::trim).to_owned())
     }
 
+    /// `/is_sleeping` says true of every pause as well; its metrics tell (`v1/metrics/loggers.py`: weights offloaded, or all discarded).
+    async fn sleeps(&self, until: Until) -> Result<bool, EngineError> {
+        let reply = self.http.get("/metrics", until).await?;
+        if reply.status() == 404 {
+            return Ok(false);
+        }
+        let deep = |line: &str| line.contains("\"weights_offloaded\"") || line.contains("\"discard_all\"");
+        let of_sleep = reply.text()?;
+        let mut of_sleep = of_sleep.lines().filter(|line| line.starts_with("vllm:engine_sleep_state{") && deep(line));
+        Ok(of_sleep.any(|line| line.rsplit(' ').next().and_then(|value| value.parse::<f64>().ok()).is_some_and(|value| value > 0.0)))
+    }
+
     async fn holding(&self, until: Until) -> Result<Holding, EngineError> {
         Ok(Holding::parse(&self.get("/weight_info", until).await?.string("weight_version")?))
     }

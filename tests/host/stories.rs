@@ -7,5 +7,6 @@ mod left_out;
 mod membership;
 mod replies;
 mod skew;
+mod sleep;
 mod snapshot;
 mod versions;

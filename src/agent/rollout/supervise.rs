@@ -51,8 +51,10 @@ impl Probed {
         if self.start.as_ref() == Some(&start) {
             return;
         }
-        self.probed = false;
-        if self.start.replace(start).is_some() {
+        let slept = self.start.as_ref().is_some_and(|before| before.is_same_process(&start));
+        // One that slept is what it was, and can what it could.
+        self.probed &= slept;
+        if self.start.replace(start).is_some() && !slept {
             self.restarts = self.restarts.saturating_add(1);
             tracing::warn!(restarts = self.restarts, "the engine started anew");
         }
@@ -165,6 +167,10 @@ impl Rollout {
         let health = self.policy().health;
         match self.engine.health(deadline).await {
             Ok(start) => {
+                // A trainer that loads weights by itself may put engines to sleep between its steps.
+                if let Some(asleep) = self.engine.asleep().filter(|_| self.policy().delivery != Delivery::External) {
+                    return Err(self.asleep(start, &asleep));
+                }
                 let new = self.with(|inner| inner.answered(start, &health));
                 if new {
                     self.probe(deadline).await?;
@@ -207,6 +213,21 @@ impl Rollout {
             }
             Err(error) => Err(self.ill(&self.policy().health, &error)),
         }
+    }
+
+    /// The engine sleeps, and not because of us: certain at once, and over when it wakes.
+    fn asleep(&self, start: EngineStart, asleep: &EngineError) -> Refusal {
+        let reason = asleep.to_string();
+        self.with(|inner| {
+            let was = std::mem::replace(&mut inner.engine.healthy, false);
+            if was {
+                tracing::warn!(reason, "the engine sleeps");
+            }
+            inner.machine.engine_seen(&start);
+            inner.engine.started(start);
+            (inner.engine.successes, inner.engine.reason) = (0, Some(reason.clone()));
+        });
+        refusal(RefusalCode::EngineRefused, reason)
     }
 
     fn ill(&self, health: &HealthPolicy, error: &EngineError) -> Refusal {
@@ -288,7 +309,7 @@ impl Inner {
     fn answered(&mut self, start: EngineStart, health: &HealthPolicy) -> bool {
         self.engine.passed(health);
         if self.machine.engine_seen(&start) {
-            tracing::warn!("the engine started anew: it holds no version");
+            tracing::warn!("the engine started anew, or slept: it holds no version");
         }
         self.engine.started(start);
         !self.engine.probed

@@ -167,7 +167,12 @@ impl<S: Server> Inner<S> {
     /// Whether the tensors fit, and what the server holds now.
     pub(super) async fn look_at_server(&self, offered: &[TensorSpec], until: Until) -> Result<Before, Failed> {
         self.fits(offered).map_err(at("start"))?;
-        self.sight(until).await.map(|(before, _)| before).map_err(at("start"))
+        let (before, _) = self.sight(until).await.map_err(at("start"))?;
+        // What sleeps has no memory to write into. Half an update was ours, and so may be the sleep.
+        if !before.is_half() && self.look_whether_it_sleeps(until).await.map_err(at("start"))? {
+            return Err(Failed { step: "start", source: EngineError::Asleep { url: self.server.url().to_owned() } });
+        }
+        Ok(before)
     }
 
     /// Takes hold of the process that listens now, and looks at which start it is and what it holds.

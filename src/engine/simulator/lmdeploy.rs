@@ -25,6 +25,7 @@ use super::completions::completions;
 use super::core::Pause;
 use super::front::Front;
 use super::group::torch::TorchGroups;
+use super::served::Served;
 use super::tensors::{Rebuilt, Taken, element, field, number, shape, text};
 use super::{GpuOptions, unpickle, worker};
 use crate::torch::pickle::Value as Pickled;
@@ -148,13 +149,18 @@ async fn sleep(State(front): State<Arc<Front>>, Extension(state): Shared, RawQue
     if front.core.drained().await.is_err() {
         return failed();
     }
+    let Ok(_turn) = front.core.turn().await else { return failed() };
+    if level == "2" {
+        front.core.change_served(Served::clear);
+    }
     front.core.change(|core| core.pause = Pause::All);
     front.core.reset_cache();
     *state.cached.lock().await = None;
     StatusCode::OK.into_response()
 }
 
-async fn wakeup(State(front): State<Arc<Front>>, Extension(state): Shared, RawQuery(query): RawQuery) -> StatusCode {
+async fn wakeup(State(front): State<Arc<Front>>, Extension(state): Shared, RawQuery(query): RawQuery) -> Response {
+    let Ok(_turn) = front.core.turn().await else { return failed() };
     let query = query.unwrap_or_default();
     let wanted: Vec<&str> = query.split('&').filter_map(|pair| pair.strip_prefix("tags=")).collect();
     let sleeping = state.sleep.tags();
@@ -165,7 +171,7 @@ async fn wakeup(State(front): State<Arc<Front>>, Extension(state): Shared, RawQu
             front.core.change(|core| core.pause = Pause::Running);
         }
     }
-    StatusCode::OK
+    StatusCode::OK.into_response()
 }
 
 async fn abort_request(State(front): State<Arc<Front>>, Extension(state): Shared, body: Bytes) -> Response {

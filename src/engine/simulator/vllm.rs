@@ -22,6 +22,7 @@ use super::core::{Dead, Pause};
 use super::front::Front;
 use super::group::vllm::Transfer;
 use super::group::{self, Ranks};
+use super::served::Served;
 
 /// What guards `/v1` and nothing else (`entrypoints/serve/middleware/authenticate.py`).
 pub(super) fn guarded(path: &str) -> bool {
@@ -47,6 +48,8 @@ pub(super) fn routes(dev_mode: bool, gpus: GpuOptions, transfer: Option<WeightTr
     always
         .route("/is_paused", get(is_paused))
         .route("/is_sleeping", get(is_sleeping))
+        .route("/sleep", post(sleep))
+        .route("/wake_up", post(wake_up))
         .route("/pause", post(pause))
         .route("/resume", post(resume))
         .route("/weight_info", get(weight_info))
@@ -97,13 +100,22 @@ async fn health(State(front): State<Arc<Front>>) -> StatusCode {
 }
 
 async fn metrics(State(front): State<Arc<Front>>) -> String {
-    let running = front.core.state().requests();
+    let (running, sleep) = {
+        let state = front.core.state();
+        (state.requests(), state.sleep)
+    };
+    let asleep = |name: &str, on: bool| {
+        format!("vllm:engine_sleep_state{{engine=\"0\",model_name=\"{}\",sleep_state=\"{name}\"}} {}.0\n", front.model, u8::from(on))
+    };
+    let sleep_state = [asleep("awake", sleep == 0), asleep("weights_offloaded", sleep == 1), asleep("discard_all", sleep == 2)].concat();
     format!(
         "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n\
          # TYPE process_start_time_seconds gauge\n\
          process_start_time_seconds {}\n\
          # TYPE vllm:num_requests_running gauge\n\
-         vllm:num_requests_running{{engine=\"0\",model_name=\"{}\"}} {running}.0\n",
+         vllm:num_requests_running{{engine=\"0\",model_name=\"{}\"}} {running}.0\n\
+         # TYPE vllm:engine_sleep_state gauge\n\
+         {sleep_state}",
         front.started, front.model
     )
 }
@@ -133,6 +145,39 @@ async fn is_sleeping(State(front): State<Arc<Front>>) -> Response {
         Ok(_turn) => Json(json!({"is_sleeping": front.core.state().pause != Pause::Running})).into_response(),
         Err(dead) => self::dead(dead),
     }
+}
+
+#[derive(Deserialize)]
+struct SleepQuery {
+    level: Option<u8>,
+}
+
+/// Level 1 keeps the weights beside the GPU, level 2 gives them up; the label says what it said.
+async fn sleep(State(front): State<Arc<Front>>, Query(query): Query<SleepQuery>) -> Response {
+    let level = query.level.unwrap_or(1);
+    match front.core.turn().await {
+        Ok(_turn) => front.core.change(|state| state.pause = Pause::New),
+        Err(dead) => return self::dead(dead),
+    }
+    front.core.abort_all();
+    if let Err(dead) = front.core.drained().await {
+        return self::dead(dead);
+    }
+    front.core.reset_cache();
+    if level == 2 {
+        front.core.change_served(Served::clear);
+    }
+    front.core.change(|state| state.sleep = level);
+    StatusCode::OK.into_response()
+}
+
+/// What was given up comes back as whatever the memory holds.
+async fn wake_up(State(front): State<Arc<Front>>) -> Response {
+    match front.core.turn().await {
+        Ok(_turn) => front.core.change(|state| (state.sleep, state.pause) = (0, Pause::Running)),
+        Err(dead) => return self::dead(dead),
+    }
+    StatusCode::OK.into_response()
 }
 
 #[derive(Deserialize)]
