@@ -125,9 +125,7 @@ impl<S: Server> Inner<S> {
             let (before, start) = self.sight(until).await?;
             // While we have the turn, no sleep of ours is taken for somebody else's; one that holds half an update is ours to wake.
             match self.turn.try_lock() {
-                Ok(_turn) if !before.is_half() => {
-                    self.look_whether_it_sleeps(until).await.map(|asleep| if asleep { self.start.last() } else { start })
-                }
+                Ok(_turn) if !before.is_half() => self.look_whether_it_sleeps(until).await.map(|_| self.start.last()),
                 _ => Ok(start),
             }
         };
@@ -145,9 +143,9 @@ impl<S: Server> Inner<S> {
 
     /// The caller has the turn.
     async fn look_whether_it_sleeps(&self, until: Until) -> Result<bool, EngineError> {
-        let asleep = self.server.sleeps(until).await?;
-        self.start.slept(asleep);
-        Ok(asleep)
+        let sleep = self.server.sleeps(until).await?;
+        self.start.slept(sleep);
+        Ok(sleep.now)
     }
 
     /// Asks the front, then the engine behind it: one token, or what it is while it is paused.

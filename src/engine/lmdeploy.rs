@@ -26,7 +26,7 @@ use super::group::GroupServer;
 use super::http::{Answer, EngineHttp, Reply, Until};
 use super::process::{self, EngineProcess};
 use super::record::{Record, UNKNOWN};
-use super::server::Server;
+use super::server::{Server, Sleeps};
 use super::{Engine, EngineConfig, EngineError, Holding};
 use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 
@@ -211,9 +211,10 @@ impl Server for Lmdeploy {
         Ok(started.map_or(UNKNOWN, str::trim).to_owned())
     }
 
-    /// How deeply it sleeps it does not tell.
-    async fn sleeps(&self, until: Until) -> Result<bool, EngineError> {
-        Ok(self.is_paused(until).await? && self.sleeping(until).await?.iter().any(|tag| tag == "weights"))
+    /// Neither how deeply nor how often it sleeps does it tell.
+    async fn sleeps(&self, until: Until) -> Result<Sleeps, EngineError> {
+        let now = self.is_paused(until).await? && self.sleeping(until).await?.iter().any(|tag| tag == "weights");
+        Ok(Sleeps { now, ..Sleeps::default() })
     }
 
     async fn holding(&self, until: Until) -> Result<Holding, EngineError> {

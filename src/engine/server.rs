@@ -19,6 +19,15 @@ use super::{EngineError, Holding, fit};
 use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
 
+/// What an engine tells of its sleep.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Sleeps {
+    /// Its weights are off the GPU now, or given up.
+    pub(super) now: bool,
+    /// Times that it fell asleep; 0 for one that does not count.
+    pub(super) times: u64,
+}
+
 /// The calls of one engine server.
 #[async_trait]
 pub(super) trait Server: Send + Sync + 'static {
@@ -45,9 +54,9 @@ pub(super) trait Server: Send + Sync + 'static {
     /// Text that stays the same for one start of the server and, as far as the server can tell, differs after a restart.
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError>;
 
-    /// Whether its weights are off the GPU, or were given up, because it was put to sleep. False for one that does not tell.
-    async fn sleeps(&self, _until: Until) -> Result<bool, EngineError> {
-        Ok(false)
+    /// How it was put to sleep since it started. Never, for one that does not tell.
+    async fn sleeps(&self, _until: Until) -> Result<Sleeps, EngineError> {
+        Ok(Sleeps::default())
     }
 
     /// The version field, by way of the engine core where there is one: an answer proves that the core lives.

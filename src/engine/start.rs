@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::label::Holding;
 use super::lifeline::Lifeline;
 use super::record::UNKNOWN;
+use super::server::Sleeps;
 use super::{EngineError, EngineStart};
 
 /// What was seen of an engine so far.
@@ -34,8 +35,8 @@ struct Seen {
     breaks: u64,
     /// The value of `breaks` in which a look ended that had begun in it: that process is known.
     known: Option<u64>,
-    /// Whether somebody else had put it to sleep at the last look.
-    asleep: bool,
+    /// What it said of its sleep at the last look; none before the first one.
+    sleep: Option<Sleeps>,
     /// Times that it was found to have fallen asleep.
     sleeps: u64,
 }
@@ -127,19 +128,21 @@ impl StartWatch {
         seen.start()
     }
 
-    /// Whether somebody else has put it to sleep. What it held counts no more from then on: one that sleeps deeply gives its weights up and
+    /// What it says of sleeps that somebody else put it to. What it held counts no more from then on: one that sleeps deeply gives its weights up and
     /// keeps the label, so nothing else would show it.
-    pub(super) fn slept(&self, asleep: bool) {
+    pub(super) fn slept(&self, sleep: Sleeps) {
         let mut seen = self.lock();
-        if asleep && !seen.asleep {
+        let before = seen.sleep.replace(sleep);
+        let fell_asleep = sleep.now && !before.is_some_and(|before| before.now);
+        // One that is over already counts as well.
+        if fell_asleep || before.is_some_and(|before| sleep.times > before.times) {
             seen.sleeps += 1;
         }
-        seen.asleep = asleep;
     }
 
     /// Whether it was asleep at the last look.
     pub(super) fn is_asleep(&self) -> bool {
-        self.lock().asleep
+        self.lock().sleep.is_some_and(|sleep| sleep.now)
     }
 
     /// The start as it was last seen.

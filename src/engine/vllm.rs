@@ -8,6 +8,7 @@
 mod backend;
 mod buckets;
 mod group;
+mod sleep;
 mod workers;
 
 use std::path::Path;
@@ -27,7 +28,7 @@ use super::group::GroupServer;
 use super::host::HostJob;
 use super::host_feed::HostFeed;
 use super::http::{Answer, EngineHttp, Reply, Until};
-use super::server::{Server, no_host_route};
+use super::server::{Server, Sleeps, no_host_route};
 use super::{Engine, EngineConfig, EngineError, Holding};
 use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 
@@ -210,16 +211,9 @@ impl Server for Vllm {
         Ok(started.map_or("unknown", str::trim).to_owned())
     }
 
-    /// `/is_sleeping` says true of every pause as well; its metrics tell (`v1/metrics/loggers.py`: weights offloaded, or all discarded).
-    async fn sleeps(&self, until: Until) -> Result<bool, EngineError> {
+    async fn sleeps(&self, until: Until) -> Result<Sleeps, EngineError> {
         let reply = self.http.get("/metrics", until).await?;
-        if reply.status() == 404 {
-            return Ok(false);
-        }
-        let deep = |line: &str| line.contains("\"weights_offloaded\"") || line.contains("\"discard_all\"");
-        let of_sleep = reply.text()?;
-        let mut of_sleep = of_sleep.lines().filter(|line| line.starts_with("vllm:engine_sleep_state{") && deep(line));
-        Ok(of_sleep.any(|line| line.rsplit(' ').next().and_then(|value| value.parse::<f64>().ok()).is_some_and(|value| value > 0.0)))
+        if reply.status() == 404 { Ok(Sleeps::default()) } else { Ok(sleep::of_metrics(&reply.text()?)) }
     }
 
     async fn holding(&self, until: Until) -> Result<Holding, EngineError> {

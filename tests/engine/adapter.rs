@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use serde_json::json;
 use tokio_util::sync::CancellationToken;
-use weightsync::engine::{Holding, InstallJob, Resumed};
+use weightsync::engine::{EngineError, Holding, InstallJob, Resumed};
 use weightsync::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 
 use super::models::Models;
@@ -69,6 +70,22 @@ async fn an_installed_version_answers_as_a_fresh_server_on_its_checkpoint() {
     });
     installed.unwrap();
     assert_eq!(kept.1.len(), 60);
+    assert_eq!(client.complete(&prompt(), 16).await, expected);
+
+    // Somebody else puts it to sleep (on CPU vLLM keeps its weights, and says that it sleeps): nothing is loaded, and it holds nothing any more.
+    let held = engine.health(SOON).await.unwrap();
+    assert_eq!(client.post("/sleep?level=2", &json!({})).await.status, Some(200));
+    assert!(engine.health(SOON).await.unwrap() != held && engine.asleep().is_some());
+    assert!(matches!(engine.install(&job(&models, "1", 5)).await.unwrap_err().source, EngineError::Asleep { .. }));
+    assert_eq!(client.post("/wake_up", &json!({})).await.status, Some(200));
+    let awake = engine.health(SOON).await.unwrap();
+    assert!(awake != held && engine.asleep().is_none());
+    // One that is over before anybody looks counts as well.
+    for path in ["/sleep?level=1", "/wake_up"] {
+        assert_eq!(client.post(path, &json!({})).await.status, Some(200));
+    }
+    assert_ne!(engine.health(SOON).await.unwrap(), awake);
+    engine.install(&job(&models, "2", 5)).await.unwrap();
     assert_eq!(client.complete(&prompt(), 16).await, expected);
 }
 

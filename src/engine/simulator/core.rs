@@ -65,8 +65,8 @@ pub(super) struct State {
     pub(super) faults: Faults,
     pub(super) version: String,
     pub(super) pause: Pause,
-    /// How deeply vLLM sleeps: 0 awake, 1 weights offloaded, 2 all discarded.
-    pub(super) sleep: u8,
+    /// How deeply vLLM sleeps (0 awake, 1 weights offloaded, 2 all discarded), and how often it fell asleep.
+    pub(super) sleep: (u8, u64),
     /// The core broke down; the server will end.
     pub(super) dead: bool,
     /// Replies of the second worker that nobody has read, for an executor that loses its place in them.
@@ -103,7 +103,7 @@ impl Core {
             faults,
             version: "default".to_owned(),
             pause: Pause::Running,
-            sleep: 0,
+            sleep: (0, 0),
             dead: false,
             late: None,
             calls: Vec::new(),

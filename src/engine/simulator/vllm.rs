@@ -100,7 +100,7 @@ async fn health(State(front): State<Arc<Front>>) -> StatusCode {
 }
 
 async fn metrics(State(front): State<Arc<Front>>) -> String {
-    let (running, sleep) = {
+    let (running, (sleep, sleeps)) = {
         let state = front.core.state();
         (state.requests(), state.sleep)
     };
@@ -115,7 +115,9 @@ async fn metrics(State(front): State<Arc<Front>>) -> String {
          # TYPE vllm:num_requests_running gauge\n\
          vllm:num_requests_running{{engine=\"0\",model_name=\"{}\"}} {running}.0\n\
          # TYPE vllm:engine_sleep_state gauge\n\
-         {sleep_state}",
+         {sleep_state}\
+         # TYPE vllm:sleep_mode_operation_duration_seconds histogram\n\
+         vllm:sleep_mode_operation_duration_seconds_count{{operation=\"sleep\"}} {sleeps}.0\n",
         front.started, front.model
     )
 }
@@ -155,6 +157,9 @@ struct SleepQuery {
 /// Level 1 keeps the weights beside the GPU, level 2 gives them up; the label says what it said.
 async fn sleep(State(front): State<Arc<Front>>, Query(query): Query<SleepQuery>) -> Response {
     let level = query.level.unwrap_or(1);
+    if level > 2 {
+        return invalid("query.level", "Input should be less than or equal to 2");
+    }
     match front.core.turn().await {
         Ok(_turn) => front.core.change(|state| state.pause = Pause::New),
         Err(dead) => return self::dead(dead),
@@ -167,17 +172,17 @@ async fn sleep(State(front): State<Arc<Front>>, Query(query): Query<SleepQuery>)
     if level == 2 {
         front.core.change_served(Served::clear);
     }
-    front.core.change(|state| state.sleep = level);
-    StatusCode::OK.into_response()
+    front.core.change(|state| state.sleep = (level, state.sleep.1 + 1));
+    Json(json!({"status": "sleeping", "level": level})).into_response()
 }
 
 /// What was given up comes back as whatever the memory holds.
 async fn wake_up(State(front): State<Arc<Front>>) -> Response {
     match front.core.turn().await {
-        Ok(_turn) => front.core.change(|state| (state.sleep, state.pause) = (0, Pause::Running)),
+        Ok(_turn) => front.core.change(|state| (state.sleep.0, state.pause) = (0, Pause::Running)),
         Err(dead) => return self::dead(dead),
     }
-    StatusCode::OK.into_response()
+    Json(json!({"status": "awake", "tags": null})).into_response()
 }
 
 #[derive(Deserialize)]
