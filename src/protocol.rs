@@ -5,6 +5,7 @@
 
 mod canary;
 mod client;
+mod compatibility;
 mod control;
 mod data;
 mod engine_group;
@@ -24,6 +25,7 @@ pub mod worker;
 
 pub use canary::*;
 pub use client::*;
+pub use compatibility::*;
 pub use control::*;
 pub use data::*;
 pub use engine_group::*;

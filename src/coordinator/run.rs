@@ -281,6 +281,10 @@ impl Coordinator {
     }
 
     fn announced(&mut self, announcement: Announcement) -> Vec<Observation> {
+        if announcement.speaks.lacks_ours(&announcement.program).is_some() {
+            // Nothing that it says would be understood.
+            return vec![Observation::Announced(announcement)];
+        }
         let from = announcement.incarnation.clone();
         let known = self.agents.get(&from).and_then(|agent| agent.attachment.as_ref());
         if known.is_some_and(|attachment| attachment.since.elapsed() < FRESH) {

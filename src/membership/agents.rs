@@ -32,6 +32,8 @@ pub(super) struct Agent {
     pub port: Option<u16>,
     /// Address of its control server.
     pub control: String,
+    /// Why this build cannot work with its build.
+    pub incompatible: Option<String>,
     /// What it last said of itself.
     pub state: Option<MemberState>,
     /// How often its engine started anew, by the first and each later word of it.
@@ -104,6 +106,7 @@ impl Agents {
             pod: announcement.pod.clone(),
             port: announcement.engine_port,
             control: String::new(),
+            incompatible: announcement.speaks.lacks_ours(&announcement.program),
             state: None,
             engine_restarts: None,
             last_seen: now,

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{HeldVersion, Incarnation, Returned, Role, Version};
+use super::{HeldVersion, Incarnation, Protocols, Returned, Role, Version};
 
 /// `POST /v1/agents/enroll` at the controller, over TLS with the server's certificate checked; asks for a certificate.
 #[derive(Clone, Serialize, Deserialize)]
@@ -102,6 +102,9 @@ pub struct Announcement {
     pub control_address: String,
     /// Version of the program.
     pub program: String,
+    /// Protocols that it speaks.
+    #[serde(default = "Protocols::unsaid")]
+    pub speaks: Protocols,
 }
 
 /// Answer of an announcement or enrolment that cannot be served now.

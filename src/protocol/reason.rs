@@ -84,6 +84,8 @@ reasons! {
     PolicyChanged,
     /// No agent has announced itself for the member.
     AgentMissing,
+    /// The member's agent and this controller are of releases that cannot work together.
+    AgentIncompatible,
     /// The connection to the member's agent closed and could not be opened again.
     AgentLost,
     /// The member's agent sent nothing for as long as three heartbeats.

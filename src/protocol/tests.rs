@@ -1,5 +1,6 @@
 //! Tests of the room: each file about one part of it.
 
+mod compatibility;
 mod fuzz;
 mod skew;
 mod transport;

@@ -28,7 +28,7 @@ use crate::agent::server::{Endpoint, Part, router};
 use crate::agent::source::Source;
 use crate::agent::{attempts::Attempts, roster};
 use crate::engine::{Engine, EngineError};
-use crate::protocol::{Announcement, Assignment, EngineAssignment, Incarnation, MemberName, Role, RosterView};
+use crate::protocol::{Announcement, Assignment, EngineAssignment, Incarnation, MemberName, Protocols, Role, RosterView};
 use crate::runtime::https::{Access, AgentClient, ControllerClient, Limits, serve_https};
 use crate::runtime::identity::{ClientCertificates, Identity, IdentityError, agent_name};
 use crate::transport::TransportError;
@@ -175,6 +175,7 @@ impl Session {
                 engine_port: me.port,
                 control_address,
                 program: env!("CARGO_PKG_VERSION").into(),
+                speaks: Protocols::OURS,
             },
             attached: Arc::new(move || core.events().has_coordinator()),
             assignment: running.assignment.clone(),

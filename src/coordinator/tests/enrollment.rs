@@ -34,6 +34,7 @@ fn announcement(uid: &str) -> Announcement {
         engine_port: Some(8000),
         control_address: "127.0.0.1:1".into(),
         program: "fake".into(),
+        speaks: crate::protocol::Protocols::OURS,
     }
 }
 

@@ -144,6 +144,7 @@ impl FakeAgent {
             engine_port: (pod.role == Role::Rollout).then_some(8000),
             control_address: address.clone(),
             program: "fake".into(),
+            speaks: crate::protocol::Protocols::OURS,
         };
         let tasks = vec![
             AbortOnDropHandle::new(tokio::spawn(async move { serving.await.unwrap() })),

@@ -69,6 +69,7 @@ impl World {
                         engine_port: (slot != 0).then_some(8000),
                         control_address: life.instance.clone(),
                         program: String::new(),
+                        speaks: crate::protocol::Protocols::OURS,
                     };
                     self.answer(slot, self.reign, LATENCY, Observation::Announced(announcement));
                     self.post(1_000, Event::Announce { slot, life });

@@ -85,7 +85,13 @@ impl Desk {
 
     pub fn announce(&mut self, n: u32) -> Vec<Decision> {
         let state = self.states[n as usize].clone();
-        self.see(Observation::Announced(Announcement {
+        self.see(Observation::Announced(self.announcement(n)));
+        self.see(Observation::State(Box::new(state)))
+    }
+
+    pub fn announcement(&self, n: u32) -> Announcement {
+        let state = &self.states[n as usize];
+        Announcement {
             namespace: "default".to_owned(),
             pod: format!("pod-{n}"),
             incarnation: state.incarnation.clone(),
@@ -93,8 +99,8 @@ impl Desk {
             engine_port: (n != 0).then_some(8000),
             control_address: format!("10.0.0.{n}:1"),
             program: "1".to_owned(),
-        }));
-        self.see(Observation::State(Box::new(state)))
+            speaks: crate::protocol::Protocols::OURS,
+        }
     }
 
     /// Changes what a member says of itself, and says it.

@@ -98,3 +98,19 @@ fn new_rules_reach_members_in_a_new_epoch() {
     desk.wait(5_000, &[0, 1]);
     assert_eq!(desk.epoch(), 2);
 }
+
+#[test]
+fn an_agent_of_a_release_that_speaks_another_protocol_is_left_out_and_both_releases_are_named() {
+    let mut desk = Desk::formed(1);
+    desk.serves(3);
+    desk.states.push(desk.states[1].clone());
+    desk.states[2].incarnation = life(2, 1);
+    desk.plan(&[0, 1, 2], Vec::new());
+    let newer = Protocols { oldest: 8, newest: 9 };
+    let announcement = Announcement { speaks: newer, program: "7.0.0".into(), ..desk.announcement(2) };
+    desk.see(Observation::Announced(announcement));
+    let shown = desk.member(2);
+    assert_eq!((shown.standing, shown.reason), (MemberStanding::Out, Reason::AgentIncompatible), "{shown:?}");
+    assert!(shown.message.contains("(7.0.0) speaks protocol 8 to 9") && shown.message.contains("upgrade the controller first"), "{shown:?}");
+    assert_eq!(desk.member(1).standing, MemberStanding::Ready);
+}

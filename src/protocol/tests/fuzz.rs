@@ -13,10 +13,10 @@ use crate::protocol::worker::{WorkerCall, WorkerReply};
 use crate::protocol::*;
 
 /// What a message is called, one that is well, and how it is read and written again.
-struct Message {
-    name: &'static str,
-    example: Value,
-    again: fn(&[u8]) -> Result<Vec<u8>, serde_json::Error>,
+pub(super) struct Message {
+    pub(super) name: &'static str,
+    pub(super) example: Value,
+    pub(super) again: fn(&[u8]) -> Result<Vec<u8>, serde_json::Error>,
 }
 
 fn again<T: Serialize + DeserializeOwned>(bytes: &[u8]) -> Result<Vec<u8>, serde_json::Error> {
@@ -29,7 +29,7 @@ macro_rules! messages {
     };
 }
 
-fn messages() -> Vec<Message> {
+pub(super) fn messages() -> Vec<Message> {
     let id = json!({"weightsync": "w", "created": 7, "term": 1, "epoch": 3});
     let update = json!({"epoch": id, "version": 9, "attempt": 1});
     let life = json!({"podUid": "u", "instance": "i"});
@@ -120,6 +120,7 @@ fn messages() -> Vec<Message> {
         EnrollResponse: json!({"certificatePem": "c", "caPem": "c", "weightsync": "w", "renewAfterMs": 1, "assignment": assignment});
         Announcement: json!({
             "namespace": "n", "pod": "p", "incarnation": life, "role": "source", "enginePort": 1, "controlAddress": "c", "program": "p",
+            "speaks": {"oldest": 1, "newest": 2},
         });
         AnnounceResponse: json!({"assignment": assignment});
         Rejection: json!({"message": "m", "retryable": true});

@@ -1,0 +1,83 @@
+//! Which builds of the program work together. Decides by the protocols that two builds speak whether they have one in common; never what follows
+//! for a group.
+//!
+//! A message may gain a field that its reader may miss: that changes nothing here. Whatever an older build would misread (a field or variant that
+//! it must know, another meaning of one that it knows) needs a new number, and for as long as this build reads both, [`OLDEST`] stays.
+//! `src/protocol/tests/protocol-N.json` holds messages of protocol N as they were when it was the newest.
+
+use serde::{Deserialize, Serialize};
+
+/// The newest protocol that this build speaks.
+pub const NEWEST: u32 = 1;
+/// The oldest protocol that this build still speaks.
+pub const OLDEST: u32 = 1;
+
+/// Protocols that a build speaks, from the oldest to the newest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Protocols {
+    /// The oldest.
+    pub oldest: u32,
+    /// The newest.
+    pub newest: u32,
+}
+
+impl Protocols {
+    /// Those of this build.
+    pub const OURS: Self = Self { oldest: OLDEST, newest: NEWEST };
+
+    /// Those of a build that does not say: the first ones did not.
+    #[must_use]
+    pub fn unsaid() -> Self {
+        Self { oldest: 1, newest: 1 }
+    }
+
+    /// Why an agent of the build `program` that speaks these cannot work with this build, with what would help; none when it can.
+    #[must_use]
+    pub fn lacks_ours(self, program: &str) -> Option<String> {
+        self.lacks(Self::OURS, program)
+    }
+
+    fn lacks(self, ours: Self, program: &str) -> Option<String> {
+        if self.oldest <= ours.newest && ours.oldest <= self.newest {
+            return None;
+        }
+        let next = if self.oldest > ours.newest {
+            "upgrade the controller first"
+        } else {
+            "make the pod anew, with the agent of this controller's release"
+        };
+        let own = env!("CARGO_PKG_VERSION");
+        Some(format!("its agent ({program}) speaks protocol {self}, this controller ({own}) speaks {ours}: {next}"))
+    }
+}
+
+impl std::fmt::Display for Protocols {
+    fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.oldest == self.newest { write!(to, "{}", self.newest) } else { write!(to, "{} to {}", self.oldest, self.newest) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn builds_work_together_when_they_have_a_protocol_in_common_and_else_it_is_said_who_must_change() {
+        let of = |oldest, newest| Protocols { oldest, newest };
+        let table = [
+            (of(1, 1), of(1, 1), None),
+            (of(1, 2), of(2, 3), None),
+            (of(3, 4), of(2, 3), None),
+            (of(1, 1), of(2, 3), Some("its agent (0.1) speaks protocol 1, this controller")),
+            (of(1, 1), of(2, 3), Some("speaks 2 to 3: make the pod anew")),
+            (of(4, 5), of(2, 3), Some("speaks protocol 4 to 5")),
+            (of(4, 5), of(2, 3), Some("upgrade the controller first")),
+        ];
+        for (agent, ours, expected) in table {
+            let said = agent.lacks(ours, "0.1");
+            assert_eq!(said.is_some(), expected.is_some(), "{agent} {ours}");
+            assert!(said.unwrap_or_default().contains(expected.unwrap_or_default()), "{agent} {ours}");
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Messages of every protocol that this build speaks are read, and mean what they meant.
+
+use serde_json::{Map, Value};
+
+use super::fuzz::{Message, messages};
+use crate::protocol::{NEWEST, OLDEST};
+
+/// Messages as they were when that protocol was the newest: name and content.
+const KEPT: [&str; 1] = [include_str!("protocol-1.json")];
+
+fn kept(protocol: u32) -> Vec<(String, Value)> {
+    let text = KEPT.get(usize::try_from(protocol).unwrap() - 1).unwrap_or_else(|| panic!("protocol {protocol} has no messages"));
+    let lines: Vec<Map<String, Value>> = serde_json::from_str(text).unwrap();
+    lines.into_iter().flatten().collect()
+}
+
+/// Whether `new` says everything that `old` says.
+fn keeps(new: &Value, old: &Value) -> bool {
+    match (new, old) {
+        (Value::Object(new), Value::Object(old)) => old.iter().all(|(name, old)| new.get(name).is_some_and(|new| keeps(new, old))),
+        (Value::Array(new), Value::Array(old)) => new.len() == old.len() && new.iter().zip(old).all(|(new, old)| keeps(new, old)),
+        _ => new == old,
+    }
+}
+
+/// A message that older builds send, and that this one no longer reads or reads otherwise, needs a new number in `compatibility.rs`.
+#[test]
+fn messages_of_every_protocol_that_is_spoken_are_read_and_mean_what_they_meant() {
+    let known = messages();
+    for protocol in OLDEST..=NEWEST {
+        let kept = kept(protocol);
+        assert!(kept.len() > 30, "{} messages", kept.len());
+        for (name, old) in kept {
+            let kind = known.iter().find(|kind| kind.name == name).unwrap_or_else(|| panic!("{name} of protocol {protocol} is gone"));
+            let written = (kind.again)(old.to_string().as_bytes()).unwrap_or_else(|error| panic!("{name} of protocol {protocol}: {error}"));
+            let new: Value = serde_json::from_slice(&written).unwrap();
+            assert!(keeps(&new, &old), "{name} of protocol {protocol} lost something: {new}, was {old}");
+        }
+    }
+}
+
+/// Whoever adds a message adds it to those of the newest protocol. Print them with `WEIGHTSYNC_PRINT_MESSAGES=1 cargo test --lib -- --nocapture`.
+#[test]
+fn the_newest_protocol_has_a_message_of_every_kind() {
+    let known = messages();
+    if std::env::var_os("WEIGHTSYNC_PRINT_MESSAGES").is_some() {
+        let lines: Vec<String> = known.iter().map(|Message { name, example, .. }| format!("{{\"{name}\": {example}}}")).collect();
+        println!("[\n{}\n]", lines.join(",\n"));
+    }
+    let kept = kept(NEWEST);
+    for Message { name, .. } in &known {
+        assert!(kept.iter().any(|(kept, _)| kept == name), "{name} has no message in protocol-{NEWEST}.json");
+    }
+}
