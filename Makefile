@@ -124,6 +124,11 @@ bench-cluster: build cluster-up ## Measure what docs/benchmarks.md reports of a 
 	tests/e2e/prepare.sh
 	$(BED) cargo bench --locked --bench cluster
 
+.PHONY: bench-scale
+bench-scale: ## Measure one controller with 50 and 500 objects (SCALE='20 --idle 60' for other runs; half an hour)
+	$(CLUSTER)/control-plane.sh
+	$(BED) cargo bench --locked --bench scale -- $(SCALE)
+
 .PHONY: cluster-up
 cluster-up: ## Bring the kind cluster up (once: 15 minutes; then half a minute)
 	$(CLUSTER)/up.sh

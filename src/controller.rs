@@ -5,7 +5,7 @@
 //! 1. *observe*: `stores` watches objects and pods, namespace by namespace.
 //! 2. *decide*: `decide` turns an object and the pods into what its coordinator should want; `ephemeral` and `readiness` say what pods need.
 //! 3. *apply*: `objects` owns one coordinator an object; `epoch_store` writes the epoch by compare-and-swap; `pods` patches pods.
-//! 4. *report*: `report` makes the status, `events` tells people.
+//! 4. *report*: `report` makes the status, `hold` says what of it may wait, `events` tells people.
 //!
 //! Only the holder of the lease acts; a controller that lost it ends. Every call has a deadline, every write to a pod its UID. Updates do
 //! not pass through here: they go on while the controller is away.
@@ -19,6 +19,7 @@ mod ephemeral;
 mod epoch_store;
 mod events;
 mod history;
+mod hold;
 mod launch;
 mod metrics;
 mod objects;

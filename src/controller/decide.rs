@@ -10,7 +10,8 @@ use kube::ResourceExt;
 use crate::api::{Join, Pool, WeightSync, WeightSyncSpec, container_name, pod_facts, validate};
 use crate::membership::{JoinPolicy, MembershipConfig};
 use crate::plan::{
-    Candidate, Claim, LeftOut, Plan, PlanInput, PlanRefusal, PodFacts, PodPhase, ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER, plan,
+    Candidate, Claim, LeftOut, Plan, PlanInput, PlanRefusal, PodFacts, PodPhase, PoolSpec, ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER,
+    TrainerSpec, part_of, plan,
 };
 use crate::protocol::{Assignment, Reason, Role};
 
@@ -35,15 +36,35 @@ pub(super) struct Decided {
     pub(super) replicas: u32,
 }
 
+/// Which pods an object selects. Made once for many pods: selectors are converted by copying them.
+pub(super) struct Selection {
+    trainer: TrainerSpec,
+    pools: Vec<PoolSpec>,
+}
+
+impl Selection {
+    pub(super) fn of(object: &WeightSync) -> Self {
+        Self { trainer: object.spec.trainer.to_plan(), pools: object.spec.plan_pools() }
+    }
+
+    /// Whether a pod with these labels consents, and is the trainer's or of a pool.
+    pub(super) fn holds(&self, labels: &BTreeMap<String, String>) -> bool {
+        part_of(&self.trainer, &self.pools, labels).is_some()
+    }
+}
+
 /// Decides for `object`, given all readable objects and all opted-in pods of its namespace.
 pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod]) -> Decided {
     let problems = validate(&object.spec);
-    let facts: Vec<PodFacts> = pods.iter().map(|pod| pod_facts(pod, container_down(object, pod))).collect();
+    // A namespace may hold the pods of hundreds of objects: no other pod is looked at any further.
+    let selection = Selection::of(object);
+    let mine = pods.iter().filter(|pod| selection.holds(pod.labels()));
+    let facts: Vec<PodFacts> = mine.map(|pod| pod_facts(pod, container_down(object, pod))).collect();
     let planned = if problems.is_empty() {
         plan(&PlanInput {
             weightsync: object.plan_ref(),
-            trainer: object.spec.trainer.to_plan(),
-            pools: object.spec.plan_pools(),
+            trainer: selection.trainer,
+            pools: selection.pools,
             pods: facts.clone(),
             // Membership compares sizes with what engines say, as soon as they say it.
             engine_sizes: BTreeMap::new(),
@@ -123,13 +144,13 @@ fn container_down(object: &WeightSync, pod: &Pod) -> Option<String> {
     Some(format!("container {container} does not run ({why})"))
 }
 
-/// All pods that other objects select, with whom.
+/// Those of these pods that other objects select, with whom.
 fn claims_of_others(object: &WeightSync, others: &[&WeightSync], pods: &[PodFacts]) -> Vec<Claim> {
     let mut claims = Vec::new();
-    for other in others.iter().filter(|other| other.uid() != object.uid()) {
-        let by = other.plan_ref();
-        let selected = pods.iter().filter(|pod| is_trainer(other, &pod.labels) || pool_of(other, &pod.labels).is_some());
-        claims.extend(selected.map(|pod| Claim { pod_uid: pod.uid.clone(), by: by.clone() }));
+    for other in others.iter().filter(|other| other.metadata.uid != object.metadata.uid) {
+        let selection = Selection::of(other);
+        let selected = pods.iter().filter(|pod| selection.holds(&pod.labels));
+        claims.extend(selected.map(|pod| Claim { pod_uid: pod.uid.clone(), by: other.plan_ref() }));
     }
     claims
 }

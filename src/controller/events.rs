@@ -2,19 +2,23 @@
 
 use std::time::Duration;
 
+use futures::StreamExt;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::Client;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
+use tokio_stream::wrappers::ReceiverStream;
 
 use super::metrics::ControllerMetrics;
 use crate::coordinator::{CoordinatorEvent, EventSink};
 
 /// Name under which Events are reported.
 const REPORTER: &str = "weightsync-controller";
-/// Events that wait.
-const QUEUE: usize = 256;
+/// Events that wait: a controller that starts with hundreds of objects has something to tell of all of them at once.
+const QUEUE: usize = 4096;
+/// Events that are published at once.
+const AT_ONCE: usize = 8;
 /// Longest note in bytes that the API server takes.
 const NOTE: usize = 1024;
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -36,16 +40,18 @@ pub(super) struct Events {
 impl Events {
     /// Starts publishing; ends when the last clone is dropped.
     pub(super) fn start(client: Client, instance: String, metrics: ControllerMetrics) -> Self {
-        let (queue, mut told) = mpsc::channel::<Told>(QUEUE);
+        let (queue, told) = mpsc::channel::<Told>(QUEUE);
         let lost = metrics.events_lost.clone();
         let recorder = Recorder::new(client, Reporter { controller: REPORTER.to_owned(), instance: Some(instance) });
-        tokio::spawn(async move {
-            while let Some(told) = told.recv().await {
+        let publishing = ReceiverStream::new(told).for_each_concurrent(AT_ONCE, move |told| {
+            let (recorder, lost) = (recorder.clone(), lost.clone());
+            async move {
                 if !publish(&recorder, told).await {
                     lost.inc();
                 }
             }
         });
+        tokio::spawn(publishing);
         Self { queue, metrics }
     }
 

@@ -20,6 +20,7 @@ use super::decide::{Decided, target_container};
 use super::epoch_store::KubeEpochStore;
 use super::events::{Events, ObjectEvents};
 use super::history::{Attempt, History};
+use super::hold::HOLD;
 use super::metrics::ControllerMetrics;
 use super::pods::Pods;
 use super::readiness::{Verdict, is_gated};
@@ -36,6 +37,8 @@ use crate::runtime::lease::Leadership;
 
 /// A change of the view is reported at most this often, so that progress of an update does not write status ten times a second.
 const THROTTLE: Duration = Duration::from_millis(250);
+/// What belongs together comes within this long: an update's end is said by its leader and by each of its members.
+const GATHER: Duration = Duration::from_millis(50);
 /// How long agents of a deleted object are asked to release before they are left to find out by themselves.
 const RELEASE: Duration = Duration::from_secs(5);
 
@@ -66,6 +69,8 @@ struct Entry {
     seen_epoch: Arc<AtomicU64>,
     /// The status as it was last written, to write only what differs.
     written: Option<WeightSyncStatus>,
+    /// Since when a change of it waits for more.
+    held_since: Option<Instant>,
     /// The last updates.
     history: Arc<Mutex<History>>,
     restarts: Backoff,
@@ -174,6 +179,8 @@ impl Objects {
         let mut view = handle.view.clone();
         let forward = async move {
             while view.changed().await.is_ok() {
+                sleep(GATHER).await;
+                view.mark_unchanged();
                 trigger.0.push(trigger.1.clone());
                 sleep(THROTTLE).await;
             }
@@ -186,6 +193,7 @@ impl Objects {
             handle,
             seen_epoch,
             written: None,
+            held_since: None,
             history,
             restarts,
             restart_at: None,
@@ -207,9 +215,24 @@ impl Objects {
         self.lock().get(uid).and_then(|entry| entry.written.clone())
     }
 
+    /// How long a change of the object's status may wait still; none when it waited long enough.
+    pub(super) fn hold(&self, uid: &str) -> Option<Duration> {
+        let mut entries = self.lock();
+        let since = *entries.get_mut(uid)?.held_since.get_or_insert_with(Instant::now);
+        HOLD.checked_sub(since.elapsed()).filter(|left| !left.is_zero())
+    }
+
+    /// Nothing of the object's status waits any more.
+    pub(super) fn hold_no_more(&self, uid: &str) {
+        if let Some(entry) = self.lock().get_mut(uid) {
+            entry.held_since = None;
+        }
+    }
+
     pub(super) fn set_written(&self, uid: &str, status: WeightSyncStatus) {
         if let Some(entry) = self.lock().get_mut(uid) {
             entry.written = Some(status);
+            entry.held_since = None;
             entry.restarts.succeeded();
         }
     }

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 
 use super::calls::{ApiError, Calls};
 use super::decide::{Decided, decide};
+use super::hold::may_wait;
 use super::launch::{Launched, Launcher};
 use super::metrics::{Cause, ControllerMetrics, Outcome};
 use super::objects::Objects;
@@ -143,8 +144,8 @@ impl ScopeContext {
         let Launched { again, .. } = launched?;
         gates?;
         replaced?;
-        written?;
-        let soon = [again, shared.objects.restart_in(&uid)].into_iter().flatten().min().unwrap_or(RESYNC);
+        let held = written?;
+        let soon = [again, held, shared.objects.restart_in(&uid)].into_iter().flatten().min().unwrap_or(RESYNC);
         Ok(Action::requeue(soon.max(Duration::from_millis(100)).min(RESYNC)))
     }
 
@@ -183,17 +184,24 @@ impl ScopeContext {
         (Ok(()), problems)
     }
 
-    async fn write_status(&self, object: &WeightSync, uid: &str, facts: &Facts<'_>) -> Result<(), ApiError> {
+    /// Writes the status where it differs from what was written; how long that may wait still, if so.
+    async fn write_status(&self, object: &WeightSync, uid: &str, facts: &Facts<'_>) -> Result<Option<Duration>, ApiError> {
         let stored = || object.status.clone().map(|status| WeightSyncStatus { epoch: None, term: None, ..status });
         let before = self.shared.objects.written(uid).or_else(stored);
         let conditions = before.as_ref().map_or(&[][..], |status| status.conditions.as_slice());
         let status = report::status(facts, conditions, Timestamp::now());
         if before.as_ref() == Some(&status) {
-            return Ok(());
+            self.shared.objects.hold_no_more(uid);
+            return Ok(None);
+        }
+        if before.is_some_and(|before| may_wait(&before, &status, facts.view))
+            && let Some(left) = self.shared.objects.hold(uid)
+        {
+            return Ok(Some(left));
         }
         self.apply_status(object.meta(), &status).await?;
         self.shared.objects.set_written(uid, status);
-        Ok(())
+        Ok(None)
     }
 
     /// Tells in the status of an object that cannot be read what is wrong with it; nothing else is done about it.

@@ -14,6 +14,7 @@ use kube::{Api, Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::decide::Selection;
 use super::metrics::{Broken, ControllerMetrics, Kind, Watched};
 use super::triggers::Triggers;
 use crate::api::WeightSync;
@@ -58,20 +59,19 @@ impl Stores {
         let scope = Scope { objects: object_store, pods: pod_store, triggers: triggers.clone() };
 
         let changed = triggers.clone();
-        self.watch("WeightSync", objects, watcher::Config::default(), object_writer, metrics, move |event| {
+        self.watch("WeightSync", objects, watcher::Config::default(), object_writer, metrics, move |event, _| {
             if let Event::Apply(object) | Event::InitApply(object) | Event::Delete(object) = event {
                 changed.push(ObjectRef::from_obj(object));
             }
         });
         let known = scope.objects.clone();
-        self.watch("Pod", pods, opted_in, pod_writer, metrics, move |event| {
-            let namespace = match event {
-                Event::Apply(pod) | Event::Delete(pod) => pod.namespace(),
-                Event::InitDone => None,
+        self.watch("Pod", pods, opted_in, pod_writer, metrics, move |event, before| {
+            let affected = match event {
+                Event::Apply(pod) | Event::Delete(pod) => concerned(&known, pod, before),
+                // A pod may be gone without an event of its own.
+                Event::InitDone => known.state(),
                 Event::Init | Event::InitApply(_) => return,
             };
-            // After a list, a pod of any namespace may be gone without an event of its own.
-            let affected = known.state_filter(|object| namespace.is_none() || object.meta().namespace == namespace);
             for object in affected {
                 triggers.push(ObjectRef::from_obj(&*object));
             }
@@ -84,9 +84,9 @@ impl Stores {
         kind: &'static str,
         api: Api<K>,
         config: watcher::Config,
-        writer: reflector::store::Writer<K>,
+        mut writer: reflector::store::Writer<K>,
         metrics: &ControllerMetrics,
-        changed: impl Fn(&Event<K>) + Send + 'static,
+        changed: impl Fn(&Event<K>, Option<&K>) + Send + 'static,
     ) where
         K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
     {
@@ -95,18 +95,22 @@ impl Stores {
         let events = kube::runtime::watcher(api, config)
             .default_backoff()
             // Half of a pod's bytes, and read by nobody here.
-            .modify(|object: &mut K| object.managed_fields_mut().clear())
-            .reflect(writer);
+            .modify(|object: &mut K| object.managed_fields_mut().clear());
         let task = async move {
             let mut events = std::pin::pin!(events);
             while let Some(event) = events.next().await {
                 match event {
                     Ok(event) => {
                         let op = operation(&event);
+                        let before = match &event {
+                            Event::Apply(object) => store.get(&ObjectRef::from_obj(object)),
+                            _ => None,
+                        };
+                        writer.apply_watcher_event(&event);
                         metrics.watch_events.get_or_create(&Watched { kind, op }).inc();
                         let known = i64::try_from(store.len()).unwrap_or(i64::MAX);
                         metrics.cached.get_or_create(&Kind { kind }).set(known);
-                        changed(&event);
+                        changed(&event, before.as_deref());
                     }
                     Err(error) => {
                         metrics.watch_errors.get_or_create(&Broken { kind, error: cause(&error) }).inc();
@@ -139,6 +143,18 @@ impl Scope {
     pub(super) fn pods_in(&self, namespace: &str) -> Vec<Arc<Pod>> {
         self.pods.state_filter(|pod| pod.metadata.namespace.as_deref() == Some(namespace))
     }
+}
+
+/// Objects that select a pod, or did by the labels that it had before. All others in its namespace are spared: there may be hundreds.
+pub(super) fn concerned(objects: &Store<Object>, pod: &Pod, before: Option<&Pod>) -> Vec<Arc<Object>> {
+    objects.state_filter(|object| {
+        let Ok(readable) = &object.0 else { return false };
+        if readable.metadata.namespace != pod.metadata.namespace {
+            return false;
+        }
+        let selection = Selection::of(readable);
+        selection.holds(pod.labels()) || before.is_some_and(|before| before.labels() != pod.labels() && selection.holds(before.labels()))
+    })
 }
 
 fn operation<K>(event: &Event<K>) -> &'static str {

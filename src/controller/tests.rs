@@ -5,6 +5,7 @@ mod browser;
 mod decisions;
 mod ephemerals;
 mod fixtures;
+mod many;
 mod operate;
 mod reports;
 mod tokens;

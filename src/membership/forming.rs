@@ -343,8 +343,10 @@ impl Membership {
         let (epoch, world) = (round.id.epoch, round.roster.world_size);
         let message = format!("epoch {epoch}: {} members, world size {world}, over {}", round.members.len(), transport.name());
         self.event(Reason::GroupFormed, message, None, false);
+        // Nobody joins the first group: all make it, and one Event for each of them would say nothing more.
         let joined = round.members.iter().map(|member| member.candidate.name.clone());
-        for name in joined.filter(|name| !self.last_offsets.contains_key(name)).collect::<Vec<_>>() {
+        let joined = joined.filter(|name| !self.last_offsets.is_empty() && !self.last_offsets.contains_key(name));
+        for name in joined.collect::<Vec<_>>() {
             self.event(Reason::MemberJoined, format!("joined in epoch {epoch}"), Some(name), false);
         }
         let lives = round.members.iter().map(|member| (member.candidate.name.clone(), member.life.clone())).collect();

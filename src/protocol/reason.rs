@@ -47,7 +47,7 @@ reasons! {
     Adopting,
     /// The member serves the current version.
     MemberReady,
-    /// The member entered the group.
+    /// The member entered a group that was there before.
     MemberJoined,
     /// The member left the group in good order.
     MemberLeft,
