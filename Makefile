@@ -20,7 +20,7 @@ wheel: build ## Build the Python wheel, with the program in it, into python/dist
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test host-test chart-lint python-test engine-test e2e
+	@tests/stages.sh lint unit-test host-test chaos-test chart-lint python-test engine-test e2e
 
 .PHONY: lint
 lint: fmt-check clippy doc deny scripts-lint ## Check style, lints, docs and dependencies (unit tests check generated files)
@@ -67,7 +67,7 @@ host-test: ## Run the tests with processes on this machine, and those of what th
 	cargo test --locked --test host
 
 .PHONY: chaos-test
-chaos-test: ## Play 100 faults on processes of this machine, each kind in each phase at least once (not in `make test`; a few minutes; as root)
+chaos-test: ## Play 100 faults on processes of this machine, each kind in each phase at least once (a few minutes; as root)
 	$(CLUSTER)/packages.sh
 	WEIGHTSYNC_CHAOS_SEED=$${WEIGHTSYNC_CHAOS_SEED:-11} cargo test --locked --test chaos
 

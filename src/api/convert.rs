@@ -30,7 +30,7 @@ fn share(wanted: &IntOrString, total: u32, divide: fn(u64, u64) -> u64) -> u32 {
         IntOrString::String(text) => match text.strip_suffix('%') {
             Some(percent) => {
                 let percent: u64 = percent.parse().unwrap_or(100);
-                u32::try_from(divide(u64::from(total) * percent, 100)).unwrap_or(u32::MAX)
+                u32::try_from(divide(u64::from(total).saturating_mul(percent), 100)).unwrap_or(u32::MAX)
             }
             None => text.parse().unwrap_or(u32::MAX),
         },

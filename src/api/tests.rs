@@ -2,6 +2,7 @@
 
 mod convert;
 mod examples;
+mod hostile;
 mod pods;
 mod pruning;
 mod rules;

@@ -39,6 +39,20 @@ pub(super) enum Mutation {
     DirtyCountsAsReady,
     /// A controller that lost the lease goes on deciding.
     ConflictIgnored,
+    /// The version that the spec names counts as soon as somebody keeps it.
+    TargetCountsAtOnce,
+    /// A version that the group went back from counts again where somebody still holds it.
+    LeftCountsAgain,
+    /// A replica that serves what the group went back from lacks nothing.
+    LeftServesOn,
+    /// One replica's canary speaks for all.
+    OneRefusesForAll,
+    /// A refused version is brought to everybody all the same.
+    RefusedIsBrought,
+    /// Nothing is newer than what counts.
+    NewestIsCurrent,
+    /// What is too new to serve counts as the newest in service.
+    NewestIsAnywhere,
 }
 
 /// Which mutation is on, if any.

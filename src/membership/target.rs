@@ -9,11 +9,13 @@ use std::collections::BTreeMap;
 use crate::protocol::{HeldVersion, MemberPhase, MemberState, Reason, Returned, Role, Version};
 
 use super::Membership;
+use super::mutation::Mutation;
 
 impl Membership {
     /// The version that every rollout should hold; none where the one that counts is refused and nobody keeps another.
     pub(super) fn wanted(&self) -> Option<&HeldVersion> {
-        self.target.as_ref().or(self.version.as_ref().filter(|version| !self.is_refused(version.version)))
+        let brought = |version: &&HeldVersion| !self.is_refused(version.version) || self.switch.is(Mutation::RefusedIsBrought);
+        self.target.as_ref().or(self.version.as_ref().filter(brought))
     }
 
     /// What members are told of going back, where there is something to tell.
@@ -54,7 +56,8 @@ impl Membership {
             whole && state.installed.as_ref() == Some(&target)
         };
         // A source says of a version that it once counted; here only those that serve it now do.
-        if self.states().filter(serve).count() < usize::try_from(min_ready).unwrap_or(usize::MAX) {
+        let enough = self.states().filter(serve).count() >= usize::try_from(min_ready).unwrap_or(usize::MAX);
+        if !enough && !self.switch.is(Mutation::TargetCountsAtOnce) {
             return;
         }
         let (reason, before) = match &self.version {

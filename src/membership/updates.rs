@@ -44,8 +44,8 @@ pub(super) struct Updates {
     tracks: BTreeMap<Incarnation, Track>,
     misses: BTreeMap<MemberName, u32>,
     failures: u32,
-    /// The epoch in which an update failed, and when it deserves a new one.
-    retry: Option<(EpochId, u64)>,
+    /// The epoch in which an update failed, when it deserves a new one, and who led it.
+    retry: Option<(EpochId, u64, Incarnation)>,
 }
 
 impl Updates {
@@ -64,13 +64,17 @@ impl Updates {
         let began_at = before.map_or(now, |track| track.began_at);
         if view.phase.is_over() {
             noted.repeated = self.count_misses(&view);
+            // That members were fed meanwhile by another leader does not bring out what a source could not publish.
+            let others = view.feeding && self.retry.as_ref().is_some_and(|(id, _, leader)| *id == view.id && leader != from);
             if view.phase == UpdatePhase::Done {
-                self.failures = 0;
-                self.retry = None;
+                if !others {
+                    self.failures = 0;
+                    self.retry = None;
+                }
             } else {
                 let wait = RETRY_BASE_MS.checked_shl(self.failures).unwrap_or(RETRY_MAX_MS).min(RETRY_MAX_MS);
                 self.failures = self.failures.saturating_add(1).min(32);
-                self.retry = Some((view.id.clone(), now.saturating_add(wait)));
+                self.retry = Some((view.id.clone(), now.saturating_add(wait), from.clone()));
                 noted.failed = Some(view.failure.clone().unwrap_or_else(|| "no cause was given".to_owned()));
             }
         }
@@ -131,7 +135,7 @@ impl Updates {
 
     /// When the failed update of this epoch deserves a new one.
     pub(super) fn retry_at(&self, id: &EpochId) -> Option<u64> {
-        self.retry.as_ref().filter(|(failed_in, _)| failed_in == id).map(|(_, at)| *at)
+        self.retry.as_ref().filter(|(failed_in, ..)| failed_in == id).map(|(_, at, _)| *at)
     }
 
     /// The view that changed last.

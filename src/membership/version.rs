@@ -42,7 +42,9 @@ impl Membership {
         {
             reached = Some(HeldVersion { version, manifest: format!("m{version}") });
         }
-        if let Some(reached) = reached.filter(|reached| self.version.is_none() || reached.version > self.highest) {
+        let again = self.switch.is(Mutation::LeftCountsAgain);
+        let highest = self.version.as_ref().map(|version| if again { version.version } else { self.highest });
+        if let Some(reached) = reached.filter(|reached| highest.is_none_or(|highest| reached.version > highest)) {
             let message = format!("version {} is served by at least {min_ready} replicas", reached.version);
             self.highest = reached.version;
             self.version = Some(reached);
@@ -73,7 +75,7 @@ impl Membership {
             || state.installed.as_ref().is_none_or(|installed| {
                 installed.version < wanted.version
                     || installed.version == wanted.version && !wanted.manifest.is_empty() && installed.manifest != wanted.manifest
-                    || installed.version > wanted.version && installed.version <= self.highest
+                    || installed.version > wanted.version && installed.version <= self.highest && !self.switch.is(Mutation::LeftServesOn)
             })
     }
 

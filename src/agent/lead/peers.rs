@@ -112,7 +112,9 @@ impl Listener {
                 continue;
             }
             open = OPEN;
-            self.change(|peer| peer.lost = Some(cause.clone()));
+            // A connection that is reset looks the same from both ends: whoever reads of one reads of the other.
+            let seen = format!("its connection with {} ended: {cause}", self.epoch.me());
+            self.change(|peer| peer.lost = Some(seen));
             self.core.peer_lost(self.epoch.id(), &self.address.member, &cause);
             sleep(PAUSE).await;
         }

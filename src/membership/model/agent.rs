@@ -3,7 +3,7 @@
 //! It fences what is older, holds one epoch, and counts a version only when all of it arrived in one attempt of the epoch it is in.
 //! Time, network and death are the world's.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use super::lead::view;
@@ -17,10 +17,22 @@ pub(super) const INSTALL: u64 = 20;
 /// What agents say to each other.
 #[derive(Debug, Clone)]
 pub(super) enum PeerMessage {
-    Begin { id: UpdateId, feeding: bool },
-    Data { id: UpdateId },
-    Activate { id: UpdateId },
-    Reply { id: UpdateId, step: InstallStep },
+    Begin {
+        id: UpdateId,
+        feeding: bool,
+    },
+    Data {
+        id: UpdateId,
+    },
+    Activate {
+        id: UpdateId,
+    },
+    /// Where it stands, and whether that is because its canary refused what its engine answers.
+    Reply {
+        id: UpdateId,
+        step: InstallStep,
+        canary: bool,
+    },
 }
 
 /// What an agent reminds itself of.
@@ -57,6 +69,8 @@ pub(super) struct Leading {
     pub feeding: bool,
     pub phase: UpdatePhase,
     pub steps: BTreeMap<usize, Option<InstallStep>>,
+    /// Those whose canary refused the version.
+    pub refused: BTreeSet<usize>,
 }
 
 #[derive(Clone)]
@@ -69,6 +83,14 @@ pub(super) struct Agent {
     digest: Option<String>,
     pub commit: Option<Rc<CommitRequest>>,
     pub retained: Option<HeldVersion>,
+    /// Earlier versions that it keeps as well, the last used first.
+    pub earlier: Vec<HeldVersion>,
+    /// Versions that its canary refused since it took one as high.
+    pub refused: Vec<RefusedVersion>,
+    /// Of a source: versions that the group refused, whose numbers are gone.
+    pub gone: BTreeSet<Version>,
+    /// The epoch in which it went back by itself.
+    pub went_back: Option<EpochId>,
     pub installed: Option<HeldVersion>,
     pub dirty: bool,
     pub healthy: bool,
@@ -83,7 +105,13 @@ pub(super) struct Agent {
     pub refusals: u32,
     /// Installs that will still fail.
     pub bad_installs: u32,
+    /// Versions whose answers its canary will refuse.
+    pub sour: Vec<Version>,
+    /// Whether its engine takes no version now.
+    pub deaf: bool,
     pub last_sent: Option<MemberState>,
+    /// What it said last of an update that it leads: whoever listens anew hears it.
+    pub last_update: Option<UpdateView>,
 }
 
 fn refuse(code: RefusalCode, message: &str) -> Refusal {
@@ -101,6 +129,10 @@ impl Agent {
             digest: None,
             commit: None,
             retained: None,
+            earlier: Vec::new(),
+            refused: Vec::new(),
+            gone: BTreeSet::new(),
+            went_back: None,
             installed: None,
             dirty: false,
             healthy: true,
@@ -111,7 +143,10 @@ impl Agent {
             attempts: 0,
             refusals: 0,
             bad_installs: 0,
+            sour: Vec::new(),
+            deaf: false,
             last_sent: None,
+            last_update: None,
         }
     }
 
@@ -154,13 +189,14 @@ impl Agent {
             transport: None,
             roster_digest: self.digest.clone().filter(|_| self.epoch.is_some()),
             retained: self.retained.clone(),
-            earlier: Vec::new(),
-            returned: None,
+            earlier: self.earlier.clone(),
+            returned: self.returned(),
             installed: self.installed.clone(),
-            refused: Vec::new(),
+            refused: self.refused.clone(),
             engine,
-            // A paused engine fails its probes.
-            healthy: self.slot == 0 || self.healthy && !self.installing(),
+            // A paused engine fails its probes. (No agent counts them; the coordinator needs that only of a dirty one, whose state does not say
+            // that it is in an update.)
+            healthy: self.slot == 0 || self.healthy && (self.dirty || !self.paused()),
             wedged: false,
             engine_restarts: 0,
             paused_until: None,
@@ -224,6 +260,7 @@ impl Agent {
         }
         if self.commit.is_none() {
             self.commit = Some(Rc::clone(request));
+            self.hear_of_versions();
             self.lead(wants);
         }
         Ok(())

@@ -113,15 +113,13 @@ impl World {
         };
         self.tell(observation.clone());
         let Some(life) = announced else { return };
-        // The controller opens the agent's event stream, whose first line is all the agent knows.
+        // The controller opens the agent's event stream.
         let slot = (0..self.slots.len()).find(|slot| self.at(*slot, &life));
         match slot {
             Some(slot) if !self.slots[slot].frozen => {
                 if self.slots[slot].attached != Some(self.reign) {
                     self.slots[slot].attached = Some(self.reign);
-                    if let Some(state) = self.slots[slot].agent.as_ref().map(super::agent::Agent::state) {
-                        self.stream(slot, Observation::State(Box::new(state)));
-                    }
+                    self.open_stream(slot);
                 }
             }
             other => {

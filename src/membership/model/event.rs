@@ -93,5 +93,9 @@ pub(super) struct Slot {
     pub unreachable_until: u64,
     /// Whether a fault was aimed at it: only such members may be held off.
     pub guilty: bool,
+    /// Versions whose answers its canary will refuse.
+    pub sour: Vec<Version>,
+    /// Whether its engine takes no version now.
+    pub deaf: bool,
     pub engine_start: u32,
 }

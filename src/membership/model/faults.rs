@@ -281,9 +281,7 @@ impl World {
         };
         match (fault, stream) {
             (Fault::Lost, Some(slot)) => {
-                if let Some(state) = self.slots[slot].agent.as_ref().map(super::agent::Agent::state) {
-                    self.stream(slot, Observation::State(Box::new(state)));
-                }
+                self.open_stream(slot);
                 self.now
             }
             (Fault::Lost, None) => {
@@ -295,7 +293,8 @@ impl World {
             }
             (Fault::Late(ms), _) => {
                 if let Some(slot) = stream {
-                    self.slots[slot].stream_floor = self.now + ms;
+                    // Behind the lines that are on their way already, which are late too.
+                    self.slots[slot].stream_floor = self.now + ms + LATENCY;
                     self.delay_stream(slot, ms);
                 }
                 self.post(ms, event);

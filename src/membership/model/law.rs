@@ -3,6 +3,8 @@
 //! Knows the truth about agents, and what the controller has been told; a claim of status is judged by what it was told, because nobody can
 //! know more.
 
+mod versions;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::agent::Agent;
@@ -37,6 +39,12 @@ pub(super) struct Law {
     told: BTreeMap<Incarnation, MemberState>,
     planned: BTreeMap<MemberName, String>,
     version: Version,
+    /// The highest version that ever counted.
+    highest: Version,
+    /// Versions that status said are refused.
+    refused: BTreeSet<Version>,
+    /// Since when most refuse a version that status does not call refused.
+    unheard: BTreeMap<Version, u64>,
     conflict: bool,
     /// The last epoch that was to be written.
     asked: u64,
@@ -63,7 +71,7 @@ impl Law {
             self.installed.entry(held.version).or_default().insert(slot);
             self.verified.insert((agent.life.clone(), held.version));
         }
-        if let Some(held) = &agent.retained {
+        for held in agent.retained.iter().chain(&agent.earlier) {
             self.kept.insert((agent.life.clone(), held.version));
         }
         if let Some(epoch) = agent.epoch.as_ref() {
@@ -174,12 +182,17 @@ impl World {
                 if let Some(feeder) = &request.feeder {
                     let address = request.addresses.iter().find(|address| &address.member == feeder);
                     let state = address.and_then(|address| self.law.told.get(&address.incarnation));
-                    let version = |held: &Option<HeldVersion>| held.as_ref().map_or(0, |held| held.version);
+                    let current = request.current.as_ref().map_or(0, |held| held.version);
                     // A source may have been handed a newer one between two waves; it brings that to everybody.
-                    if state.is_none_or(|state| version(&state.retained) < version(&request.current)) {
+                    let fits = |held: &HeldVersion| held.version == current || request.returned.is_none() && held.version > current;
+                    if state.is_none_or(|state| !state.keeps().any(fits)) {
                         self.fail(|| format!("{feeder} is to feed {:?}, which it does not hold", request.current));
                     }
                     self.check_feeder(feeder, request);
+                }
+                let refused = |held: &HeldVersion| request.refused.contains(&held.version);
+                if let Some(current) = request.current.as_ref().filter(|held| refused(held) && self.rules.policy.canary.is_some()) {
+                    self.fail(|| format!("{member} is told to hold {current:?}, which most replicas refuse"));
                 }
             }
             _ => {}
@@ -201,7 +214,7 @@ impl World {
         let told = |life: &Incarnation| self.law.told.get(life);
         let dirty = |life: &Incarnation| told(life).is_none_or(|state| state.phase == MemberPhase::Dirty);
         let other = request.addresses.iter().find(|address| {
-            !dirty(&address.incarnation) && told(&address.incarnation).is_some_and(|state| state.retained.as_ref() == Some(current))
+            !dirty(&address.incarnation) && told(&address.incarnation).is_some_and(|state| state.keeps().any(|kept| kept == current))
         });
         if dirty(&life)
             && let Some(other) = other.map(|address| address.member.clone())
@@ -215,24 +228,13 @@ impl World {
         // Borrowed for the time of the look, not copied: there are millions of looks.
         let view = std::mem::replace(&mut self.membership.view, MembershipView::empty());
         self.check_version(&view);
+        self.check_refused(&view);
         self.check_members(&view);
+        self.check_skew(&view);
         self.check_bounds(&view);
         self.check_strays(&view);
-        self.stored_version.clone_from(&view.version);
+        self.store(&view);
         self.membership.view = view;
-    }
-
-    fn check_version(&mut self, view: &MembershipView) {
-        let version = view.version.as_ref().map_or(0, |held| held.version);
-        let before = self.law.version;
-        if version < before {
-            self.fail(|| format!("the version went back from {before} to {version}"));
-        }
-        let holders = self.law.installed.get(&version).map_or(0, BTreeSet::len);
-        if version > before && (holders as u32) < view.min_ready {
-            self.fail(|| format!("version {version} counts although only {holders} replicas ever held it"));
-        }
-        self.law.version = version.max(before);
     }
 
     fn check_members(&mut self, view: &MembershipView) {
@@ -265,7 +267,11 @@ impl World {
                 self.fail(|| format!("{} is ready by an agent of a pod that is gone", shown.name));
             }
             let Some(current) = view.version.as_ref().map(|held| held.version) else { continue };
-            if installed < current || !self.law.verified.contains(&(life.clone(), installed)) {
+            let Some(wanted) = view.wanted.as_ref().map(|held| held.version) else { continue };
+            // While a group goes back, both versions are in service; behind it only the one that it went back to.
+            let behind = installed < current.min(wanted) || wanted < installed && installed < current;
+            let left = wanted == current && view.returned.is_some_and(|returned| returned.left(installed));
+            if behind || left || !self.law.verified.contains(&(life.clone(), installed)) {
                 self.fail(|| format!("{} counts as ready at {current} with {installed} installed", shown.name));
             }
         }
@@ -314,49 +320,5 @@ impl World {
                 self.fail(|| format!("{} is still in an epoch that is over", member(slot)));
             }
         }
-    }
-
-    /// Whether everybody who lives serves the version that the trainer wants out; if not, why not.
-    pub(super) fn healed(&self) -> Result<(), String> {
-        let view = &self.membership.view;
-        let lives = |slot: &usize| {
-            let here = &self.slots[*slot];
-            here.exists && !here.terminating && !here.frozen && here.agent.as_ref().is_some_and(|agent| agent.healthy)
-        };
-        let living: Vec<usize> = (0..self.slots.len()).filter(lives).collect();
-        let can_publish = living.contains(&0) && living.len() as u32 > view.min_ready;
-        let version = if can_publish { self.wanted } else { view.version.as_ref().map_or(0, |held| held.version) };
-        let retains = |slot: &usize| self.slots[*slot].agent.as_ref().and_then(|agent| agent.retained.clone()) == view.version;
-        for slot in &living {
-            let Some(agent) = &self.slots[*slot].agent else { continue };
-            let held = agent.installed.as_ref().map_or(0, |held| held.version);
-            // Without a trainer, and with nobody else who retains the version, it waits; it must not count as ready, and does not.
-            let fed = can_publish || version > 0 && living.iter().any(|other| other != slot && retains(other));
-            let lacks = *slot != 0 && fed && (held < version || agent.dirty);
-            if lacks || can_publish && held < version || agent.incoming.is_some() || agent.leading.is_some() {
-                return Err(format!("{} holds {held} of {version}, dirty {}", member(*slot), agent.dirty));
-            }
-        }
-        if living.len() == 1 || !can_publish {
-            return match view.stage {
-                GroupStage::Idle | GroupStage::Committed => Ok(()),
-                stage => Err(format!("{stage:?}")),
-            };
-        }
-        if view.stage != GroupStage::Committed || view.version.as_ref().map(|held| held.version) != Some(version) {
-            return Err(format!("{:?} at version {:?}", view.stage, view.version));
-        }
-        for slot in &living {
-            let commit = self.slots[*slot].agent.as_ref().and_then(|agent| agent.commit.as_ref());
-            if commit.map(|commit| &commit.id) != view.id.as_ref() {
-                return Err(format!("{} is not in the group", member(*slot)));
-            }
-            let shown = view.members.iter().find(|shown| shown.name == member(*slot));
-            if shown.is_none_or(|shown| shown.standing != MemberStanding::Ready) {
-                return Err(format!("{} is shown as {shown:?}", member(*slot)));
-            }
-        }
-        let grouped = view.members.iter().filter(|shown| shown.rank_offset.is_some()).count();
-        if grouped == living.len() { Ok(()) } else { Err(format!("{grouped} in the group, {} live", living.len())) }
     }
 }

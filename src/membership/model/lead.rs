@@ -1,5 +1,7 @@
 //! What an abstract agent does as the leader of an update: begins it, goes from step to step, and judges how it ended.
 
+use std::collections::BTreeSet;
+
 use super::agent::{Agent, Leading, PeerMessage, Reminder, SILENCE, Wants};
 use super::names::{member, slot_of};
 use crate::protocol::*;
@@ -7,20 +9,23 @@ use crate::protocol::*;
 impl Agent {
     /// The trainer hands a version over.
     pub(super) fn publish(&mut self, version: Version, wants: &mut Wants) {
-        if self.installed.as_ref().is_some_and(|held| held.version >= version) || self.pending == Some(version) {
+        if self.installed.as_ref().is_some_and(|held| held.version >= version)
+            || self.pending == Some(version)
+            || !self.may_publish(version)
+        {
             return;
         }
         self.pending = Some(version);
-        self.retained = Some(super::names::held(version));
+        self.put(super::names::held(version));
         self.lead(wants);
     }
 
     /// Begins what there is to lead in the committed epoch.
     pub(super) fn lead(&mut self, wants: &mut Wants) {
-        let (Some(commit), Some(prepared)) = (&self.commit, &self.prepared) else { return };
-        if self.leading.is_some() {
+        if self.commit.is_none() || self.leading.is_some() || self.goes_first(wants) {
             return;
         }
+        let (Some(commit), Some(prepared)) = (&self.commit, &self.prepared) else { return };
         let me = member(self.slot);
         let rollouts = prepared.roster.members.iter().filter(|other| other.role == Role::Rollout && other.name != me);
         let rollouts: Vec<usize> = rollouts.map(|other| slot_of(&other.name)).collect();
@@ -28,7 +33,7 @@ impl Agent {
         let feeding = commit.feeder.as_ref() == Some(&me);
         let version = match (self.pending, &commit.current) {
             (Some(version), _) if enough => version,
-            (_, Some(current)) if feeding && self.retained.as_ref() == Some(current) => current.version,
+            (_, Some(current)) if feeding && self.keeps(current) => current.version,
             _ => return,
         };
         let feeding = self.pending != Some(version);
@@ -38,7 +43,7 @@ impl Agent {
             wants.peers.push((*peer, PeerMessage::Begin { id: id.clone(), feeding }));
         }
         let steps = rollouts.into_iter().map(|peer| (peer, None)).collect();
-        self.leading = Some(Leading { id, feeding, phase: UpdatePhase::Begin, steps });
+        self.leading = Some(Leading { id, feeding, phase: UpdatePhase::Begin, steps, refused: BTreeSet::new() });
         self.show_progress(wants);
         self.advance(wants);
     }
@@ -53,12 +58,7 @@ impl Agent {
     /// Goes to the next step of an update when every member answered the present one.
     pub(super) fn advance(&mut self, wants: &mut Wants) {
         let Some(leading) = &mut self.leading else { return };
-        let open = |step: &Option<InstallStep>| match leading.phase {
-            UpdatePhase::Begin => step.is_none(),
-            UpdatePhase::Transfer => *step == Some(InstallStep::Receiving),
-            _ => matches!(step, Some(InstallStep::Delivered | InstallStep::Installing)),
-        };
-        if leading.steps.values().any(open) {
+        if leading.steps.values().any(|step| is_open(leading.phase, *step)) {
             return;
         }
         let id = leading.id.clone();
@@ -89,14 +89,20 @@ impl Agent {
         let Some(mut leading) = self.leading.take() else { return };
         let min_ready = self.prepared.as_ref().map_or(1, |prepared| prepared.policy.min_ready as usize);
         let installed = leading.steps.values().filter(|step| **step == Some(InstallStep::Installed)).count();
-        let enough = if leading.feeding { installed == leading.steps.len() } else { installed >= min_ready };
+        let refused = !leading.feeding && is_refused_by_most(leading.refused.len(), installed, 0);
+        let enough = if leading.feeding { installed == leading.steps.len() } else { installed >= min_ready && !refused };
         leading.phase = if enough { UpdatePhase::Done } else { UpdatePhase::Failed };
         if enough && self.slot == 0 && !leading.feeding {
-            self.installed = Some(super::names::held(leading.id.version));
+            let held = super::names::held(leading.id.version);
+            self.took(&held);
+            self.installed = Some(held);
             self.pending = None;
         }
+        if refused {
+            self.give_up(leading.id.version);
+        }
         wants.events.push(AgentEvent::Update { update: view(&leading) });
-        if leading.feeding && self.pending.is_some() {
+        if leading.feeding && self.pending.is_some() && leading.steps.len() >= min_ready {
             // The trainer may have handed over another one meanwhile.
             self.lead(wants);
         }
@@ -121,15 +127,22 @@ impl Agent {
     pub(super) fn step_over(&mut self, id: &UpdateId, phase: UpdatePhase, wants: &mut Wants) {
         if let Some(leading) = self.leading.as_mut().filter(|leading| leading.id == *id && leading.phase == phase) {
             let epoch = leading.id.epoch.clone();
-            for (peer, step) in leading.steps.iter_mut().filter(|(_, step)| step.is_none_or(|step| step < InstallStep::Installed)) {
-                if *step != Some(InstallStep::Refused) {
-                    let (id, cause) = (epoch.clone(), "it says nothing".to_owned());
-                    wants.events.push(AgentEvent::PeerLost { id, peer: member(*peer), cause });
-                }
-                *step = Some(step.filter(|step| *step == InstallStep::Refused).unwrap_or(InstallStep::Failed));
+            for (peer, step) in leading.steps.iter_mut().filter(|(_, step)| is_open(phase, **step)) {
+                let (id, cause) = (epoch.clone(), "it says nothing".to_owned());
+                wants.events.push(AgentEvent::PeerLost { id, peer: member(*peer), cause });
+                *step = Some(InstallStep::Failed);
             }
             self.advance(wants);
         }
+    }
+}
+
+/// Whether a phase still waits for a member that stands there.
+fn is_open(phase: UpdatePhase, step: Option<InstallStep>) -> bool {
+    match phase {
+        UpdatePhase::Begin => step.is_none(),
+        UpdatePhase::Transfer => step == Some(InstallStep::Receiving),
+        _ => matches!(step, Some(InstallStep::Delivered | InstallStep::Installing)),
     }
 }
 

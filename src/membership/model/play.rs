@@ -1,5 +1,6 @@
 //! Plays one story: a group is formed, two versions are published, a fault is done at one step, and all ends well.
 
+use super::acts::SEEN;
 use super::event::Event;
 use super::faults::{Fault, is_message};
 use super::world::World;
@@ -48,7 +49,12 @@ impl World {
     }
 
     /// Plays on after a fault that lasts until then.
-    pub(super) fn recover(&mut self, fault: Fault, until: u64) -> Result<(), String> {
+    /// `steady` is the epoch of a group that nothing was wrong with and that this fault must not disturb.
+    pub(super) fn recover(&mut self, fault: Fault, until: u64, steady: Option<u64>) -> Result<(), String> {
+        let disturbed = |world: &Self| match steady.filter(|epoch| world.stored_epoch != *epoch) {
+            Some(_) => Err("the restarted controller disturbed what worked".to_owned()),
+            None => Ok(()),
+        };
         if fault == Fault::Rival {
             // Nothing more is decided; what works goes on.
             let end = self.now + 12_000;
@@ -60,19 +66,32 @@ impl World {
             return self.law.broken.clone().map_or(Ok(()), Err);
         }
         self.heal(until)?;
+        disturbed(self)?;
         if self.held.is_some() {
             self.change_rules();
             self.heal(self.now + 2_000)?;
         }
         let nobody_can_publish = self.slots[0].frozen || self.slots[0].agent.is_none();
         let nobody_listens = self.slots.iter().skip(1).filter(|slot| slot.agent.is_some() && !slot.frozen).count();
-        if nobody_can_publish || (nobody_listens as u32) < min_ready(self.slots.len() - 1) {
+        if nobody_can_publish || (nobody_listens as u32) < self.rules.policy.min_ready {
             return Ok(());
+        }
+        let more = !self.acts.is_empty();
+        while let Some(act) = self.acts.pop_front() {
+            self.act(act);
+            self.heal(self.now + SEEN)?;
         }
         self.wanted += 1;
         let begin = self.now;
         self.heal(self.now + 1)?;
-        if self.now > begin + NEXT { Err(format!("the next version took {} ms", self.now - begin)) } else { Ok(()) }
+        if !more {
+            disturbed(self)?;
+        }
+        if self.now > begin + NEXT + self.law.longest_hold_off {
+            Err(format!("the next version took {} ms", self.now - begin))
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -107,14 +126,13 @@ pub(super) fn every_fault(world: &World, event: &Event, faults: &[Fault], played
             continue;
         }
         let mut other = world.clone();
-        let steady = other.healed().is_ok();
+        let steady = other.is_steady();
         let epoch = other.stored_epoch;
         let until = other.inject(*fault, event.clone());
-        let outcome = other.recover(*fault, until);
+        let steady = (*fault == Fault::ControllerRestarted && steady).then_some(epoch);
+        let outcome = other.recover(*fault, until, steady);
         played.worlds += 1;
         played.steps += other.steps - world.steps;
-        let disturbed = *fault == Fault::ControllerRestarted && steady && other.stored_epoch != epoch;
-        let outcome = outcome.and(if disturbed { Err("the restarted controller disturbed what worked".to_owned()) } else { Ok(()) });
         if let Err(why) = outcome {
             let what = World::describe(*fault, event);
             let trace = if failures.is_empty() && !first_only { retrace(world, event, *fault) } else { String::new() };
@@ -132,7 +150,7 @@ fn retrace(world: &World, event: &Event, fault: Fault) -> String {
     let mut again = world.clone();
     again.trace = Some(Vec::new());
     let until = again.inject(fault, event.clone());
-    let _ = again.recover(fault, until);
+    let _ = again.recover(fault, until, None);
     let lines = again.trace.take().unwrap_or_default();
     let shown = lines.iter().filter(|line| !line.contains(" Alive(")).take(150).cloned().collect::<Vec<_>>();
     shown.join("\n")

@@ -1,15 +1,16 @@
 //! A world: one controller with the real membership, abstract agents, a network, an API server, and a clock that jumps from one event to
 //! the next. The same seedless world played twice is the same; only faults make worlds differ.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
+use super::acts::Act;
 use super::agent::{Agent, Reminder, Wants};
 use super::event::{Event, Slot};
 use super::law::Law;
 use super::names::{config, member, size};
 use crate::membership::mutation::Switch;
-use crate::membership::{Decision, Membership, Observation, Restored};
+use crate::membership::{Decision, Membership, MembershipConfig, MembershipView, Observation, Restored};
 use crate::plan::{Candidate, LeftOut, LeftOutCode};
 use crate::protocol::*;
 
@@ -26,11 +27,17 @@ pub(super) struct World {
     pub membership: Membership,
     pub reign: u32,
     switch: Switch,
-    min_ready: u32,
+    /// What the object asks for.
+    pub rules: MembershipConfig,
+    /// What is still to happen, faults aside.
+    pub acts: VecDeque<Act>,
     pub stored_epoch: u64,
     /// Who wrote it.
     pub stored_by: u32,
     pub stored_version: Option<HeldVersion>,
+    /// The highest version that counted, where the group went back from it.
+    stored_highest: Version,
+    stored_refused: Vec<Version>,
     pub api_down: bool,
     pub slots: Vec<Slot>,
     lives: u32,
@@ -44,13 +51,15 @@ pub(super) struct World {
     pub trace: Option<Vec<String>>,
     /// A message that waits for the moment in which it can do most harm, and the epoch before which it does not come.
     pub held: Option<(u64, Event)>,
-    /// How often the rules were changed.
-    rules: u64,
 }
 
 impl World {
     /// A source and rollouts that are all about to announce themselves.
     pub(super) fn new(rollouts: usize, min_ready: u32, switch: Switch) -> Self {
+        Self::with_rules(rollouts, config(min_ready), switch)
+    }
+
+    pub(super) fn with_rules(rollouts: usize, rules: MembershipConfig, switch: Switch) -> Self {
         let slot = Slot {
             generation: 0,
             exists: false,
@@ -63,6 +72,8 @@ impl World {
             slow: (0, 0),
             unreachable_until: 0,
             guilty: false,
+            sour: Vec::new(),
+            deaf: false,
             engine_start: 0,
         };
         let mut world = Self {
@@ -70,13 +81,16 @@ impl World {
             sequence: 0,
             queue: BTreeMap::new(),
             next_beat: HEARTBEAT,
-            membership: Membership::with_switch(config(min_ready), Restored::default(), switch),
+            membership: Membership::with_switch(rules.clone(), Restored::default(), switch),
             reign: 1,
             switch,
-            min_ready,
+            rules,
+            acts: VecDeque::new(),
             stored_epoch: 0,
             stored_by: 1,
             stored_version: None,
+            stored_highest: 0,
+            stored_refused: Vec::new(),
             api_down: false,
             slots: vec![slot; rollouts + 1],
             lives: 0,
@@ -86,7 +100,6 @@ impl World {
             rival: false,
             trace: None,
             held: None,
-            rules: 0,
         };
         for slot in 0..=rollouts {
             world.new_pod(slot);
@@ -119,6 +132,16 @@ impl World {
         self.post(at - self.now, event);
     }
 
+    /// The first lines of an event stream: all that the agent knows.
+    pub(super) fn open_stream(&mut self, slot: usize) {
+        let Some(agent) = &self.slots[slot].agent else { return };
+        let (from, state, update) = (agent.life.clone(), agent.state(), agent.last_update.clone());
+        self.stream(slot, Observation::State(Box::new(state)));
+        if let Some(update) = update.map(Box::new) {
+            self.stream(slot, Observation::Update { from, update });
+        }
+    }
+
     pub(super) fn pod(&self, slot: usize) -> PodRef {
         PodRef { name: format!("pod-{slot}"), uid: format!("uid-{slot}-{}", self.slots[slot].generation), node: None }
     }
@@ -140,7 +163,9 @@ impl World {
         self.lives += 1;
         let life = Incarnation { pod_uid: self.pod(slot).uid, instance: format!("life-{}", self.lives) };
         let start = self.slots[slot].engine_start;
-        self.slots[slot].agent = Some(Agent::new(slot, life.clone(), start));
+        let mut agent = Agent::new(slot, life.clone(), start);
+        (agent.sour, agent.deaf) = (self.slots[slot].sour.clone(), self.slots[slot].deaf);
+        self.slots[slot].agent = Some(agent);
         self.slots[slot].attached = None;
         self.slots[slot].stream_floor = 0;
         self.post(delay, Event::Announce { slot, life });
@@ -181,8 +206,7 @@ impl World {
             let role = if slot == 0 { Role::Source } else { Role::Rollout };
             let pods = vec![self.pod(slot)];
             // In one slot the pod's readiness follows the engine's, as with a probe of the engine's own.
-            let paused = |agent: &Agent| agent.incoming.as_ref().is_some_and(|incoming| incoming.installing);
-            let unready = slot == 1 && self.slots[slot].agent.as_ref().is_some_and(paused);
+            let unready = slot == 1 && self.slots[slot].agent.as_ref().is_some_and(Agent::paused);
             if self.slots[slot].terminating || unready {
                 let code = if unready { LeftOutCode::NotReady } else { LeftOutCode::Terminating };
                 left_out.push(LeftOut { who: member(slot), role, pods, code, message: format!("{code:?}") });
@@ -198,14 +222,14 @@ impl World {
     pub(super) fn with_agent<R>(&mut self, slot: usize, act: impl FnOnce(&mut Agent, &mut Wants) -> R) -> Option<R> {
         let mut wants = Wants::default();
         let agent = self.slots[slot].agent.as_mut()?;
-        let paused_before = agent.incoming.as_ref().is_some_and(|incoming| incoming.installing);
+        let paused_before = agent.paused();
         let result = act(agent, &mut wants);
         self.law.note_agent(slot, agent);
         let state = agent.state();
         let changed = agent.last_sent.as_ref() != Some(&state);
         agent.last_sent = Some(state.clone());
         let (life, commit) = (agent.life.clone(), agent.commit.clone());
-        let paused = agent.incoming.as_ref().is_some_and(|incoming| incoming.installing);
+        let paused = agent.paused();
         let delay = LATENCY + self.slowness(slot);
         for (to, message) in wants.peers {
             let addresses = commit.iter().flat_map(|commit| &commit.addresses);
@@ -214,6 +238,9 @@ impl World {
         }
         for event in wants.events {
             let from = life.clone();
+            if let (AgentEvent::Update { update }, Some(agent)) = (&event, &mut self.slots[slot].agent) {
+                agent.last_update = Some(update.clone());
+            }
             let observation = match event {
                 AgentEvent::Update { update } => Observation::Update { from, update: Box::new(update) },
                 AgentEvent::PeerLost { id, peer, cause } => Observation::PeerLost { from, id, peer, cause },
@@ -241,10 +268,10 @@ impl World {
             term: u64::from(self.reign),
             epoch: self.stored_epoch,
             version: self.stored_version.clone(),
-            highest: 0,
-            refused: Vec::new(),
+            highest: self.stored_highest,
+            refused: self.stored_refused.clone(),
         };
-        self.membership = Membership::with_switch(config(self.min_ready), restored, self.switch);
+        self.membership = Membership::with_switch(self.rules.clone(), restored, self.switch);
         for slot in 0..self.slots.len() {
             self.slots[slot].attached = None;
             self.slots[slot].stream_floor = 0;
@@ -259,10 +286,13 @@ impl World {
 
     /// The object's rules change, which takes a new epoch.
     pub(super) fn change_rules(&mut self) {
-        self.rules += 1;
-        let mut rules = config(self.min_ready);
-        rules.policy.retain_bytes += self.rules;
-        self.tell(Observation::Configure(Box::new(rules)));
+        self.rules.policy.retain_bytes += 1;
+        self.configure();
+    }
+
+    /// The controller reads the object.
+    pub(super) fn configure(&mut self) {
+        self.tell(Observation::Configure(Box::new(self.rules.clone())));
     }
 
     /// Plays the next thing that happens; `None` when it was only time or a heartbeat.
@@ -280,6 +310,14 @@ impl World {
             self.beat();
         }
         None
+    }
+
+    /// What status keeps for the next controller.
+    pub(super) fn store(&mut self, view: &MembershipView) {
+        self.stored_version.clone_from(&view.version);
+        let went_back = view.returned.filter(|returned| view.wanted == view.version && Some(returned.from) > version_of(view));
+        self.stored_highest = went_back.map_or(0, |returned| returned.from);
+        self.stored_refused.clone_from(&view.refused);
     }
 
     /// Heartbeats of all, and the trainer looks after its version.
@@ -346,4 +384,9 @@ impl World {
             Decision::StepDown { .. } => self.law.stepped_down = true,
         }
     }
+}
+
+/// The number of the version that counts.
+pub(super) fn version_of(view: &MembershipView) -> Option<Version> {
+    view.version.as_ref().map(|held| held.version)
 }

@@ -1,7 +1,7 @@
 //! What leaders say of updates, and what may follow from it.
 
 use super::desk::*;
-use crate::membership::MemberStanding;
+use crate::membership::{MemberStanding, Observation};
 use crate::protocol::*;
 
 #[test]
@@ -62,6 +62,20 @@ fn a_failed_update_gets_one_new_epoch_and_later_ones_come_later() {
     assert!(waits.windows(2).all(|pair| pair[1] > pair[0]), "{waits:?}");
     assert!(waits[0] <= 300, "{waits:?}");
     assert_eq!(desk.membership.view().version, None);
+}
+
+#[test]
+fn members_that_another_leader_fed_meanwhile_do_not_make_a_failed_publish_good() {
+    let mut desk = Desk::formed(2);
+    desk.serves(1);
+    desk.leads(2, 1, UpdatePhase::Failed, &[(1, InstallStep::Refused), (2, InstallStep::Refused)]);
+    let (from, id) = (desk.states[1].incarnation.clone(), desk.id());
+    let fed = UpdateView { feeding: true, ..update(&id, 1, 1, UpdatePhase::Done, &[(2, InstallStep::Installed)]) };
+    let mut decisions = desk.see(Observation::Update { from, update: Box::new(fed) });
+    for _ in 0..20 {
+        decisions.extend(desk.wait(50, &[0, 1, 2]));
+    }
+    assert!(persists(&decisions), "the publish waits for another epoch");
 }
 
 #[test]

@@ -213,7 +213,8 @@ impl Connection {
         let (agreed, more) = oneshot::channel();
         let lent = self.hello.carried.as_ref().is_some_and(|carried| carried.lent);
         let take = lent.then_some(&self.take);
-        let answers = Answers { peer: &self.hello.to, silence, phase: &self.phase, count: &self.count, wanted, agreed: Some(agreed), take };
+        let answers =
+            Answers { hello: &self.hello, silence, phase: &self.phase, count: &self.count, wanted, agreed: Some(agreed), take };
         let mut writing = std::pin::pin!(send_items(writer, items, self.aborted.clone(), life));
         let mut reading = std::pin::pin!(answers.read(reader));
         let mut others = std::pin::pin!(self.other_lanes(more, queues));
@@ -262,7 +263,7 @@ impl Connection {
             // No answers come on it: this is its end.
             read = reader.read(&mut answer) => read.err().map_or_else(|| "it closed the connection".to_owned(), |error| error.to_string()),
         };
-        Err(StreamFailure::Lost { peer: self.hello.to.clone(), cause: named(cause) })
+        Err(lost(&self.hello.to, &self.hello.from, &named(cause)))
     }
 
     fn unreachable(&self, cause: String) -> StreamFailure {
@@ -286,7 +287,7 @@ impl Connection {
 }
 /// What the next member says, and what it means for the phase.
 struct Answers<'a> {
-    peer: &'a MemberName,
+    hello: &'a DataHello,
     silence: Duration,
     phase: &'a watch::Sender<Phase>,
     count: &'a Count,
@@ -307,13 +308,14 @@ enum Broken {
 impl Answers<'_> {
     /// Reads answers until the chain is done or failed.
     async fn read(mut self, mut reader: Reader) -> Result<(), Broken> {
-        let lost = |cause: String| Broken::Seen(StreamFailure::Lost { peer: self.peer.clone(), cause });
+        let DataHello { from, to, .. } = self.hello;
+        let lost = |cause: String| Broken::Seen(lost(to, from, &cause));
         let mut parser = Parser::default();
         let mut buffer = vec![0; 4096];
         let mut deadline = Instant::now() + self.silence;
         loop {
             let mut input = match timeout_at(deadline, reader.read(&mut buffer)).await {
-                Err(_) => return Err(Broken::Seen(StreamFailure::Silent { peer: self.peer.clone(), silence_ms: millis(self.silence) })),
+                Err(_) => return Err(Broken::Seen(StreamFailure::Silent { peer: to.clone(), silence_ms: millis(self.silence) })),
                 Ok(Err(error)) => return Err(lost(error.to_string())),
                 Ok(Ok(0)) => return Err(lost("it closed the connection".to_owned())),
                 Ok(Ok(length)) => buffer.get(..length).unwrap_or_default(),
@@ -345,6 +347,12 @@ impl Answers<'_> {
             }
         }
     }
+}
+
+/// A connection ended in the middle. `peer` is at fault as far as this end can see, and the other end may see it the other way round: a
+/// connection that is reset looks the same from both. So whoever reads of it reads of both.
+pub(super) fn lost(peer: &MemberName, seen_by: &MemberName, cause: &str) -> StreamFailure {
+    StreamFailure::Lost { peer: peer.clone(), cause: format!("its connection with {seen_by} ended: {cause}") }
 }
 
 pub(super) fn millis(time: Duration) -> u64 {

@@ -13,7 +13,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::TcpOptions;
-use super::downstream::{Alive, Downstream, Phase, alive_period, millis};
+use super::downstream::{Alive, Downstream, Phase, alive_period, lost, millis};
 use super::frame::Frame;
 use super::inlet::{Arrived, Event, Inlet, Many, One, Over, Room, Writer};
 use super::lanes::Meeting;
@@ -242,7 +242,7 @@ impl Session {
     /// Why nothing more comes from the member before.
     fn over(&self, over: Over) -> Ending {
         match over {
-            Over::Closed(cause) => Ending { failure: StreamFailure::Lost { peer: self.from.clone(), cause }, told: true },
+            Over::Closed(cause) => Ending { failure: lost(&self.from, &self.me, &cause), told: true },
             Over::Failure(failure) => Ending { failure, told: true },
             Over::Silent => {
                 let silence_ms = millis(self.upstream.silence);

@@ -114,7 +114,7 @@ async fn hops_of_one_chain_may_differ_in_their_connections() {
 }
 
 #[tokio::test]
-async fn one_connection_of_several_that_breaks_ends_the_stream_and_names_the_other_side() {
+async fn one_connection_of_several_that_breaks_ends_the_stream_and_names_both_ends() {
     for broken in 0..3 {
         let members = bed(3).members(&[Refuse::Nothing; 2]).await;
         let path = Path::to(&members[0]).await;
@@ -124,10 +124,12 @@ async fn one_connection_of_several_that_breaks_ends_the_stream_and_names_the_oth
         path.cut(broken);
         let error = timeout(Duration::from_secs(5), sink.failed()).await.expect("nobody noticed");
         assert_eq!(error.peer(), Some(&members[0].name), "connection {broken}: {error}");
-        assert!(error.to_string().contains("lost in the middle"), "connection {broken}: {error}");
+        let (said, first) = (error.to_string(), &members[0].name);
+        assert!(said.contains("lost in the middle: its connection with trainer/0 ended: "), "connection {broken}: {said}");
         for member in &members {
             let (peer, cause) = member.record().broken().await;
             assert_eq!(peer.as_deref(), Some("trainer/0"), "connection {broken}: {cause}");
+            assert!(cause.contains(&format!("its connection with {first} ended: ")), "connection {broken}: {cause}");
         }
     }
 }
