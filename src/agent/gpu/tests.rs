@@ -17,8 +17,7 @@ const AMPLE: Duration = Duration::from_secs(60);
 /// A seat whose worker never says anything.
 fn seat() -> Open {
     let arguments = vec!["-c".into(), "exec sleep 600".into()];
-    let start =
-        WorkerStart { program: "/bin/sh".into(), arguments, environment: Vec::new(), defaults: Vec::new(), label: "test".into() };
+    let start = WorkerStart { program: "/bin/sh".into(), arguments, environment: Vec::new(), defaults: Vec::new(), label: "test".into() };
     let worker = Worker::start(&start).unwrap();
     let gpu = GpuFacts {
         uuid: "GPU-a".into(),
