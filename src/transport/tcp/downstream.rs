@@ -213,8 +213,7 @@ impl Connection {
         let (agreed, more) = oneshot::channel();
         let lent = self.hello.carried.as_ref().is_some_and(|carried| carried.lent);
         let take = lent.then_some(&self.take);
-        let answers =
-            Answers { hello: &self.hello, silence, phase: &self.phase, count: &self.count, wanted, agreed: Some(agreed), take };
+        let answers = Answers { hello: &self.hello, silence, phase: &self.phase, count: &self.count, wanted, agreed: Some(agreed), take };
         let mut writing = std::pin::pin!(send_items(writer, items, self.aborted.clone(), life));
         let mut reading = std::pin::pin!(answers.read(reader));
         let mut others = std::pin::pin!(self.other_lanes(more, queues));
