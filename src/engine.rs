@@ -70,7 +70,9 @@ pub enum EngineError {
     Unsupported { what: String, next_step: String },
     #[error("the engine started anew in the middle of the install")]
     Restarted,
-    #[error("{url} is asleep, and not for an update: its weights are off the GPU; it takes part again when whoever put it to sleep wakes it")]
+    #[error(
+        "{url} is asleep, and not for an update: its weights are off the GPU; it takes part again when whoever put it to sleep wakes it"
+    )]
     Asleep { url: String },
     #[error("the engine may hold half an update of version {}: it stays paused until it is fed in full", version.version)]
     HalfAnUpdate { version: HeldVersion },

@@ -17,7 +17,7 @@ use weightsync::agent::enrollment::{Announcer, Applicant, TokenSource, enroll};
 use weightsync::agent::events::Events;
 use weightsync::protocol::{
     Announcement, CommitRequest, EngineFacts, EpochId, FenceRequest, GpuReport, Incarnation, MemberPhase, MemberState, PrepareRequest,
-    PrepareResponse, Refusal, RefusalCode, ReleaseRequest, Role,
+    PrepareResponse, Protocols, Refusal, RefusalCode, ReleaseRequest, Role,
 };
 use weightsync::runtime::https::{Access, ControllerClient, Limits, Valid, ndjson, serve_https};
 use weightsync::runtime::identity::Identity;
@@ -96,6 +96,7 @@ impl Agent {
             engine_port: (place.role == Role::Rollout).then_some(8000),
             control_address: listener.local_addr()?.to_string(),
             program: env!("CARGO_PKG_VERSION").into(),
+            speaks: Protocols::OURS,
         };
         let limits = Limits { stalled: Duration::from_secs(2), ..Limits::default() };
         let serving = serve_https(listener, identity, Access::Group, routes(self.clone()), limits, cancel.clone());

@@ -71,7 +71,9 @@ impl Group {
         source.change(|state| state.phase = MemberPhase::Updating);
         told.show();
         sleep(BEGIN).await;
-        rollouts.iter().for_each(|agent| agent.change(|state| state.phase = MemberPhase::Updating));
+        for agent in rollouts {
+            agent.change(|state| state.phase = MemberPhase::Updating);
+        }
         told.enter(UpdatePhase::Transfer);
         let began = Instant::now();
         while began.elapsed() < transfer {
@@ -84,7 +86,9 @@ impl Group {
         source.change(|state| state.retained = Some(held.clone()));
         told.enter(UpdatePhase::Verify);
         sleep(VERIFY).await;
-        rollouts.iter().for_each(|agent| agent.change(|state| state.retained = Some(held.clone())));
+        for agent in rollouts {
+            agent.change(|state| state.retained = Some(held.clone()));
+        }
         told.step(InstallStep::Delivered, BYTES);
         told.enter(UpdatePhase::Staged);
         told.enter(UpdatePhase::Activate);

@@ -145,7 +145,9 @@ async fn an_update_is_told_by_two_writes_of_status_and_not_by_one_for_each_of_it
         let members = ["actor-0", "actor-1"].map(progress).into();
         source.tell_update(UpdateView { id: id.clone(), members, ..update(phase) });
     };
-    rollouts.iter().for_each(|agent| agent.change(|state| state.phase = MemberPhase::Updating));
+    for agent in rollouts {
+        agent.change(|state| state.phase = MemberPhase::Updating);
+    }
     for phase in [UpdatePhase::Begin, UpdatePhase::Transfer, UpdatePhase::Verify, UpdatePhase::Activate] {
         let before = looks(&controller).await;
         tell(phase, InstallStep::Receiving);

@@ -111,6 +111,9 @@ fn an_agent_of_a_release_that_speaks_another_protocol_is_left_out_and_both_relea
     desk.see(Observation::Announced(announcement));
     let shown = desk.member(2);
     assert_eq!((shown.standing, shown.reason), (MemberStanding::Out, Reason::AgentIncompatible), "{shown:?}");
-    assert!(shown.message.contains("(7.0.0) speaks protocol 8 to 9") && shown.message.contains("upgrade the controller first"), "{shown:?}");
+    assert!(
+        shown.message.contains("(7.0.0) speaks protocol 8 to 9") && shown.message.contains("upgrade the controller first"),
+        "{shown:?}"
+    );
     assert_eq!(desk.member(1).standing, MemberStanding::Ready);
 }
