@@ -1,9 +1,14 @@
-//! What a loss costs, what agents take, and how fast ranks of torch meet, on one host with simulated engines.
+//! What a loss costs, what agents take, how soon a new rollout serves, how long engines are paused, and how fast ranks of torch meet, on one
+//! host with simulated engines.
 //!
-//! `cargo bench --bench host` runs the first two; `-- recovery`, `-- memory` and `-- rendezvous` (which needs torch) run one. Every agent and engine is a process of the built program.
+//! `cargo bench --bench host` runs all but the last; `-- recovery`, `-- memory`, `-- join`, `-- pause` and `-- rendezvous` (which needs torch)
+//! run one. Every agent and engine is a process of the built program.
 //! It changes nothing on the machine but folders under the temporary directory and `/dev/shm`, which it removes.
 
+mod bed;
+mod join;
 mod memory;
+mod pause;
 mod recovery;
 mod rendezvous;
 #[path = "../transport/report.rs"]
@@ -34,6 +39,10 @@ enum Command {
     Recovery(recovery::Settings),
     /// Memory of agents: their own, shared, and directories of versions.
     Memory(memory::Settings),
+    /// A new rollout: from the moment at which its engine is healthy until it serves the current version.
+    Join(join::Settings),
+    /// How long an engine is paused in an update, against the whole update.
+    Pause(pause::Settings),
     /// Clients of the real torch at our store and at torch's own.
     Rendezvous(rendezvous::Settings),
 }
@@ -44,10 +53,14 @@ fn main() -> Result<()> {
     match arguments.command {
         Some(Command::Recovery(settings)) => recovery::measure(&settings, &mut report)?,
         Some(Command::Memory(settings)) => memory::measure(&settings, &mut report)?,
+        Some(Command::Join(settings)) => join::measure(&settings, &mut report)?,
+        Some(Command::Pause(settings)) => pause::measure(&settings, &mut report)?,
         Some(Command::Rendezvous(settings)) => rendezvous::measure(&settings, &mut report)?,
         None => {
             recovery::measure(&recovery::Settings::default(), &mut report)?;
             memory::measure(&memory::Settings::default(), &mut report)?;
+            join::measure(&join::Settings::default(), &mut report)?;
+            pause::measure(&pause::Settings::default(), &mut report)?;
         }
     }
     report.finish();

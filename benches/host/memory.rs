@@ -6,17 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Result, anyhow, ensure};
 use clap::Args;
-use weightsync::agent::client::trainer::TrainerClient;
-use weightsync::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
-use weightsync::membership::GroupStage;
-use weightsync::protocol::{Activation, ClientRequest, EngineAssignment, QueuePolicy, Role};
-use weightsync::weights::safetensors::SafetensorsPlan;
-use weightsync::weights::{Bucket, Dtype, Layout, TensorSpec};
 
-use crate::PROGRAM;
+use crate::bed::{Bed, Wanted};
 use crate::report::Report;
+
+/// The rollout that is looked at.
+const ROLLOUT: &str = "actor-0";
 
 #[derive(Args, Clone)]
 pub struct Settings {
@@ -40,9 +37,7 @@ impl Default for Settings {
 pub fn measure(settings: &Settings, report: &mut Report) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     for megabytes in &settings.megabytes {
-        let folder = tempfile::tempdir()?;
-        let versions = tempfile::tempdir_in(&settings.versions)?;
-        let peaks = runtime.block_on(measure_one(*megabytes, settings.retain, folder.path(), versions.path()))?;
+        let peaks = runtime.block_on(measure_one(*megabytes, settings))?;
         let rows: Vec<_> = peaks.into_iter().map(|peak| (peak.pod, peak.columns)).collect();
         let what = format!("agents of a model of {megabytes} MB, retain {} MiB, two versions, at the highest", settings.retain);
         report.table(&what, "MB", &rows);
@@ -58,91 +53,28 @@ struct Peak {
     columns: Vec<(&'static str, f64)>,
 }
 
-async fn measure_one(megabytes: u64, retain: u32, folder: &Path, versions: &Path) -> Result<Vec<Peak>> {
-    let layout = layout(megabytes)?;
-    start_checkpoint(&layout, &folder.join("start"))?;
-    let name = format!("memory-{}-{megabytes}", std::process::id());
-    let group = Group::start(spec(&name, retain, folder, versions)?).await?;
-    let mut view = group.view();
-    let formed = view.wait_for(|view| view.stage == GroupStage::Committed && view.ready == 1);
-    tokio::time::timeout(Duration::from_secs(120), formed).await.context("the group did not form")??;
+async fn measure_one(megabytes: u64, settings: &Settings) -> Result<Vec<Peak>> {
+    let bed = Bed::start(&Wanted {
+        what: "memory",
+        megabytes,
+        retain: settings.retain,
+        versions: &settings.versions,
+        rollouts: 1,
+        later: 0,
+        debounce: Duration::from_millis(200),
+    })
+    .await?;
     let over = Arc::new(AtomicBool::new(false));
-    let sampler = sample(["trainer", "actor"], versions.to_owned(), over.clone())?;
-    let socket = format!("@weightsync/{name}-trainer").parse().map_err(|error| anyhow!("{error}"))?;
-    let published = tokio::task::spawn_blocking(move || -> Result<()> {
-        let mut client = TrainerClient::connect(&socket, "weightsync bench")?;
-        for version in 1..=2 {
-            let request = ClientRequest::Publish {
-                version,
-                tensors: layout.tensors().cloned().collect(),
-                queue: QueuePolicy::Wait,
-                activation: Activation::Auto,
-                repeatable: true,
-                gpu: None,
-                timeout_ms: 600_000,
-            };
-            let mut fill = |_: &Layout, bucket: Bucket, into: &mut [u8]| {
-                into.fill(u8::try_from(version).unwrap_or(1).wrapping_add(bucket.sequence.to_le_bytes()[0]));
-                Ok(())
-            };
-            client.publish(&request, &mut fill, &mut |_| ())?;
-        }
-        Ok(())
-    });
-    let published = published.await?;
+    let sampler = sample(["trainer", ROLLOUT], bed.versions().to_owned(), over.clone())?;
+    let published = async {
+        bed.publish(1).await?;
+        bed.publish(2).await
+    };
+    let published = published.await;
     over.store(true, Ordering::Release);
     let peaks = sampler.join().map_err(|_| anyhow!("the sampler failed"))?;
-    group.stop().await;
-    published.map(|()| peaks)
-}
-
-fn layout(megabytes: u64) -> Result<Layout> {
-    // Matrices of 32 MB, as in a model of some billion parameters.
-    let tensors = (0..megabytes.div_ceil(32)).map(|number| TensorSpec {
-        name: format!("model.layers.{number}.mlp.weight"),
-        dtype: Dtype::BF16,
-        shape: vec![4000, 4000],
-        load_unit: None,
-    });
-    Ok(Layout::new("model", tensors.collect(), 0)?)
-}
-
-/// What the engine starts with: zeros that take no room on disk.
-fn start_checkpoint(layout: &Layout, folder: &Path) -> Result<()> {
-    std::fs::create_dir_all(folder)?;
-    let plan = SafetensorsPlan::new(layout, None)?;
-    for planned in &plan.files {
-        std::fs::write(folder.join(&planned.name), &planned.header)?;
-        std::fs::OpenOptions::new().write(true).open(folder.join(&planned.name))?.set_len(planned.bytes)?;
-    }
-    std::fs::write(folder.join("config.json"), "{}")?;
-    Ok(())
-}
-
-fn spec(name: &str, retain: u32, folder: &Path, versions: &Path) -> Result<GroupSpec> {
-    let port = free_port()?;
-    let model = folder.join("start").to_string_lossy().into_owned();
-    let command = [PROGRAM, "simulate-engine", "--engine", "vllm", "--port", &port.to_string(), "--model", &model].map(str::to_owned);
-    let engine = EngineProgram {
-        assignment: EngineAssignment { kind: "vllm".into(), port },
-        command: command.to_vec(),
-        environment: std::collections::BTreeMap::new(),
-    };
-    let update = UpdateFile { retain_mib: retain, silence_seconds: 30, ..UpdateFile::default() };
-    Ok(GroupSpec {
-        target: None,
-        name: name.to_owned(),
-        address: std::net::Ipv4Addr::LOCALHOST.into(),
-        directory: folder.to_owned(),
-        versions: versions.to_owned(),
-        pods: vec![
-            PodSpec { name: "trainer".into(), role: Role::Source, size: 1, gpus: Vec::new(), engine: None },
-            PodSpec { name: "actor".into(), role: Role::Rollout, size: 1, gpus: Vec::new(), engine: Some(engine) },
-        ],
-        policy: update.policy(),
-        debounce: Duration::from_millis(u64::from(update.debounce_milliseconds)),
-        program: PROGRAM.into(),
-    })
+    bed.stop().await;
+    published.map(|_| peaks)
 }
 
 /// Looks at the agents of these pods again and again, in a thread of its own.
@@ -150,7 +82,7 @@ fn sample(pods: [&str; 2], versions: PathBuf, over: Arc<AtomicBool>) -> Result<s
     let mut peaks = Vec::new();
     for pod in pods {
         let pid = agent_of(pod)?;
-        let versions = (pod == "actor").then(|| versions.clone());
+        let versions = (pod == ROLLOUT).then(|| versions.clone());
         let columns = ["own", "shared", "versions", "together"].map(|name| (name, 0.0)).to_vec();
         peaks.push(Peak { pod: pod.to_owned(), pid, versions, columns });
     }

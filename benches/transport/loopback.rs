@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use weightsync::transport::tcp::TcpOptions;
 
-use crate::chain::{Node, output, program};
+use crate::processes::{Node, output, send};
 use crate::report::Report;
 
 #[derive(Args, Clone)]
@@ -29,7 +29,7 @@ impl Default for Settings {
 
 pub fn measure(settings: &Settings, runs: usize, report: &mut Report) -> Result<()> {
     let bytes = settings.gib << 30;
-    let member = Node::start(&[], "127.0.0.1:0", &settings.tuning)?;
+    let member = [Node::start(&[], "127.0.0.1:0", &settings.tuning)?];
     let lanes = settings.lanes();
     let (mut ours, mut iperf, mut as_many) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..runs {
@@ -37,10 +37,7 @@ pub fn measure(settings: &Settings, runs: usize, report: &mut Report) -> Result<
         if lanes > 1 {
             as_many.push(iperf3(bytes, lanes)?);
         }
-        let mut leader = program(&[])?;
-        leader.args(["leader", "--chain", &member.address, "--bytes", &bytes.to_string()]).args(&settings.tuning);
-        let seconds: f64 = output(&mut leader)?.trim().parse()?;
-        ours.push(gigabytes(bytes) / seconds);
+        ours.push(gigabytes(bytes) / send(&[], &member, bytes, &settings.tuning)?.seconds);
     }
     let name = format!("weightsync, digest on, {lanes} connection(s)");
     report.compare("loopback, one hop", "GB/s", (&name, &ours), ("iperf3, one stream", &iperf), "at least 1.0");

@@ -1,15 +1,18 @@
-//! How fast the TCP data path is: one hop against `iperf3`, and a chain of four against a chain of one.
+//! How fast the TCP data path is: one hop against `iperf3`, inside TLS against plain, what its digests cost, and longer chains against one.
 //!
-//! `cargo bench --bench transport` runs both; `-- loopback` and `-- chain` run one. Every member and leader is a process of its own: the
-//! program starts itself. Ratios are taken within one run, of medians. It changes nothing on the machine but the network namespaces that
-//! it makes, and removes.
+//! `cargo bench --bench transport` runs all; `-- loopback`, `-- tls`, `-- hashing`, `-- chain` and `-- long-chains` run one. Every member and
+//! leader is a process of its own: the program starts itself. Ratios are taken within one run, of medians. It changes nothing on the machine
+//! but the network namespaces that it makes, and removes.
 
 mod chain;
+mod hashing;
 mod loopback;
 mod namespaces;
 mod node;
+mod processes;
 #[allow(dead_code)]
 mod report;
+mod tls;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -33,8 +36,14 @@ struct Arguments {
 enum Command {
     /// One hop on the loopback device, digest on, against iperf3 with one stream.
     Loopback(loopback::Settings),
+    /// One hop on the loopback device inside TLS, against the same in plain.
+    Tls(tls::Settings),
+    /// What digests cost on one hop of the loopback device.
+    Hashing(hashing::Settings),
     /// Four members against one, in network namespaces shaped to one equal rate (needs root, iproute2 and tc).
     Chain(chain::Settings),
+    /// Eight and sixteen members against one, the same way, at a rate that two cores carry over all links.
+    LongChains(chain::Settings),
     /// A member: prints its address, receives until its standard input ends.
     #[command(hide = true)]
     Member(node::MemberSettings),
@@ -50,10 +59,16 @@ fn main() -> Result<()> {
         Some(Command::Member(settings)) => return node::member(&settings),
         Some(Command::Leader(settings)) => return node::leader(&settings),
         Some(Command::Loopback(settings)) => loopback::measure(&settings, arguments.runs, &mut report)?,
-        Some(Command::Chain(settings)) => chain::measure(&settings, arguments.runs, &mut report)?,
+        Some(Command::Tls(settings)) => tls::measure(&settings, arguments.runs, &mut report)?,
+        Some(Command::Hashing(settings)) => hashing::measure(&settings, arguments.runs, &mut report)?,
+        Some(Command::Chain(settings)) => chain::measure(&settings, &chain::SHORT, arguments.runs, &mut report)?,
+        Some(Command::LongChains(settings)) => chain::measure(&settings, &chain::LONG, arguments.runs, &mut report)?,
         None => {
             loopback::measure(&loopback::Settings::default(), arguments.runs, &mut report)?;
-            chain::measure(&chain::Settings::default(), arguments.runs, &mut report)?;
+            tls::measure(&tls::Settings::default(), arguments.runs, &mut report)?;
+            hashing::measure(&hashing::Settings::default(), arguments.runs, &mut report)?;
+            chain::measure(&chain::Settings::default(), &chain::SHORT, arguments.runs, &mut report)?;
+            chain::measure(&chain::Settings::default(), &chain::LONG, arguments.runs, &mut report)?;
         }
     }
     report.finish();

@@ -2,6 +2,7 @@
 
 use std::io::Read;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -11,6 +12,13 @@ use clap::Args;
 use weightsync::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
 use weightsync::transport::tcp::{TcpOptions, TcpTransport};
 use weightsync::transport::{Admission, BucketStore, Transport, digest};
+use weightsync::weights::bucket_digest;
+
+use crate::processes::processor;
+use crate::tls;
+
+/// Length of a bucket, unless said otherwise.
+pub const BUCKET: usize = 32 << 20;
 
 #[derive(Args)]
 pub struct MemberSettings {
@@ -30,8 +38,11 @@ pub struct LeaderSettings {
     #[arg(long)]
     bytes: u64,
     /// Length of a bucket in bytes.
-    #[arg(long, default_value_t = 32 << 20)]
+    #[arg(long, default_value_t = BUCKET)]
     bucket: usize,
+    /// Hash before the clock starts, not while sending.
+    #[arg(long)]
+    digests_beforehand: bool,
     #[command(flatten)]
     tuning: Tuning,
 }
@@ -45,10 +56,13 @@ struct Tuning {
     /// Connections of a hop, at most; the machine's own number by default.
     #[arg(long)]
     lanes: Option<usize>,
+    /// Folder of an authority: a member takes streams inside TLS as well, and a leader sends inside TLS.
+    #[arg(long)]
+    authority: Option<PathBuf>,
 }
 
 impl Tuning {
-    fn options(&self) -> TcpOptions {
+    fn options(&self) -> Result<TcpOptions> {
         let mut options = TcpOptions::default();
         if let Some(kib) = self.receive_kib {
             options.receive_buffer = kib << 10;
@@ -56,7 +70,8 @@ impl Tuning {
         if let Some(lanes) = self.lanes {
             options.lanes = lanes;
         }
-        options
+        options.tls = self.authority.as_deref().map(tls::settings).transpose()?;
+        Ok(options)
     }
 }
 
@@ -117,10 +132,16 @@ fn runtime() -> Result<tokio::runtime::Runtime> {
 pub fn member(settings: &MemberSettings) -> Result<()> {
     let runtime = runtime()?;
     let memory = Arc::new(Memory(Mutex::new(vec![1; REGION])));
-    let transport = runtime.block_on(TcpTransport::bind(settings.listen, Arc::new(Anybody(memory)), settings.tuning.options()))?;
+    let transport = runtime.block_on(TcpTransport::bind(settings.listen, Arc::new(Anybody(memory)), settings.tuning.options()?))?;
     println!("{}", transport.address());
     std::io::stdin().read_to_end(&mut Vec::new())?;
     Ok(())
+}
+
+/// As many different buckets as a ring has slots.
+pub fn slots(bucket: usize) -> Vec<Bytes> {
+    let slot = |slot: u8| (0..bucket).map(|place| place.to_le_bytes()[1] ^ slot).collect::<Vec<_>>();
+    (0..4).map(|number| Bytes::from(slot(number))).collect()
 }
 
 pub fn leader(settings: &LeaderSettings) -> Result<()> {
@@ -134,33 +155,35 @@ pub fn leader(settings: &LeaderSettings) -> Result<()> {
         to,
         secret: String::new(),
         rest: members.collect(),
-        tls: false,
+        tls: settings.tuning.authority.is_some(),
         silence_ms: 10_000,
         probe: false,
         carried: None,
     };
-    // As many different buckets as a ring has slots.
-    let slot = |slot: u8| (0..settings.bucket).map(|place| place.to_le_bytes()[1] ^ slot).collect::<Vec<_>>();
-    let slots: Vec<Bytes> = (0..4).map(|number| Bytes::from(slot(number))).collect();
-    let seconds = runtime()?.block_on(async {
-        let transport = TcpTransport::bind("127.0.0.1:0".parse()?, Arc::new(Nobody), settings.tuning.options()).await?;
-        let start = Instant::now();
+    let slots = slots(settings.bucket);
+    let known: Vec<Option<u128>> = slots.iter().map(|slot| settings.digests_beforehand.then(|| bucket_digest(slot))).collect();
+    let (seconds, taken) = runtime()?.block_on(async {
+        let transport = TcpTransport::bind("127.0.0.1:0".parse()?, Arc::new(Nobody), settings.tuning.options()?).await?;
+        let (start, before) = (Instant::now(), processor("self")?);
         let mut sink = transport.open(hello, &first).await?;
         let (mut offset, mut sequence) = (0, 0);
-        for slot in slots.iter().cycle() {
+        for (slot, known) in slots.iter().zip(&known).cycle() {
             let bytes = (settings.bytes - offset).min(slot.len() as u64);
             if bytes == 0 {
                 break;
             }
             let data = slot.slice(..usize::try_from(bytes)?);
-            let digest = digest(data.clone()).await?;
+            let digest = match known {
+                Some(known) if data.len() == slot.len() => *known,
+                _ => digest(data.clone()).await?,
+            };
             sink.send(BucketHeader { sequence, flags: 0, offset, bytes }, data.into(), digest).await?;
             offset += bytes;
             sequence += 1;
         }
         sink.finish().await.context("the chain did not confirm")?;
-        Ok::<_, anyhow::Error>(start.elapsed().as_secs_f64())
+        Ok::<_, anyhow::Error>((start.elapsed().as_secs_f64(), processor("self")? - before))
     })?;
-    println!("{seconds}");
+    println!("{seconds} {taken}");
     Ok(())
 }

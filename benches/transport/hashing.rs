@@ -1,0 +1,94 @@
+//! What digests cost on one hop of the loopback device. They cannot be turned off: a member hashes whatever it receives.
+//!
+//! So it is measured around them, all within one run: the hop as it is; the hop whose sender knows its digests before the clock starts; the
+//! processor time of both sides; and how long one core hashes the same bytes, from memory (as a sender does) and from the cache (as a member
+//! does with what it has just read).
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use anyhow::Result;
+use clap::Args;
+use weightsync::transport::tcp::TcpOptions;
+use weightsync::weights::{BucketHasher, bucket_digest};
+
+use crate::node::{BUCKET, slots};
+use crate::processes::{Node, Sent, send};
+use crate::report::{Report, median};
+
+#[derive(Args, Clone)]
+pub struct Settings {
+    /// GiB of each measurement.
+    #[arg(long, default_value_t = 4)]
+    gib: u64,
+    /// Arguments for leader and members, e.g. `--lanes 2`.
+    #[arg(last = true)]
+    tuning: Vec<String>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { gib: 4, tuning: Vec::new() }
+    }
+}
+
+pub fn measure(settings: &Settings, runs: usize, report: &mut Report) -> Result<()> {
+    let bytes = settings.gib << 30;
+    let member = [Node::start(&[], "127.0.0.1:0", &settings.tuning)?];
+    let known = [settings.tuning.as_slice(), &["--digests-beforehand".to_owned()]].concat();
+    let (mut hops, mut quick, mut from_memory, mut from_cache) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..runs {
+        from_memory.push(hash_memory(bytes));
+        from_cache.push(hash_cache(bytes));
+        hops.push(send(&[], &member, bytes, &settings.tuning)?);
+        quick.push(send(&[], &member, bytes, &known)?);
+    }
+    let speeds = |sent: &[Sent]| sent.iter().map(|sent| gigabytes(bytes) / sent.seconds).collect::<Vec<_>>();
+    let what = format!("loopback, one hop of {} GiB, by who hashes", settings.gib);
+    report.compare(&what, "GB/s", ("sender and member hash", &speeds(&hops)), ("the member alone", &speeds(&quick)), "for comparison");
+    let a_gigabyte = |seconds: &[f64]| seconds.iter().map(|seconds| seconds * 1e3 / gigabytes(bytes)).collect::<Vec<_>>();
+    let of = |sent: &[Sent], side: fn(&Sent) -> f64| a_gigabyte(&sent.iter().map(side).collect::<Vec<_>>());
+    let (sender, receiver) = (of(&hops, |sent| sent.leader), of(&hops, |sent| sent.members));
+    let (memory, cache) = (a_gigabyte(&from_memory), a_gigabyte(&from_cache));
+    let row =
+        |name: &str, all: &[f64], hashing: &[f64]| (name.to_owned(), vec![("in all", median(all)), ("hashed alone", median(hashing))]);
+    report.table("processor time of that hop", "ms a GB", &[row("sender", &sender, &memory), row("receiver", &receiver, &cache)]);
+    let sums = |one: &[f64], other: &[f64]| one.iter().zip(other).map(|(one, other)| one + other).collect::<Vec<_>>();
+    let what = "hashing as a part of the processor time of both sides";
+    report.compare(what, "ms a GB", ("hashed alone", &sums(&memory, &cache)), ("the hop", &sums(&sender, &receiver)), "for comparison");
+    Ok(())
+}
+
+/// Seconds in which one core hashes so many bytes that lie in memory, in the buckets that a leader sends.
+fn hash_memory(bytes: u64) -> f64 {
+    let slots = slots(BUCKET);
+    let start = Instant::now();
+    let mut left = bytes;
+    for slot in slots.iter().cycle() {
+        if left == 0 {
+            break;
+        }
+        black_box(bucket_digest(slot));
+        left = left.saturating_sub(slot.len() as u64);
+    }
+    start.elapsed().as_secs_f64()
+}
+
+/// Seconds in which one core hashes so many bytes that it has just touched: a receive buffer again and again.
+fn hash_cache(bytes: u64) -> f64 {
+    let buffer = vec![7; TcpOptions::default().receive_buffer];
+    let start = Instant::now();
+    let mut hasher = BucketHasher::new();
+    let mut left = bytes;
+    while left > 0 {
+        hasher.update(black_box(&buffer));
+        left = left.saturating_sub(buffer.len() as u64);
+    }
+    black_box(hasher.take());
+    start.elapsed().as_secs_f64()
+}
+
+#[allow(clippy::cast_precision_loss)]
+fn gigabytes(bytes: u64) -> f64 {
+    bytes as f64 / 1e9
+}
