@@ -8,6 +8,7 @@ if command -v promtool; then
   exit
 fi
 dir=$WEIGHTSYNC_CACHE/promtool
+# shellcheck disable=SC2016
 once "$dir" bash -euc '
   cd "$0"
   apt-get -o APT::Sandbox::User=root download prometheus || { apt-get update -qq; apt-get -o APT::Sandbox::User=root download prometheus; }
