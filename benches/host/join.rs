@@ -2,8 +2,8 @@
 //! the copy.
 //!
 //! Each run is a group of its own. The new rollout's agent is there before, as a sidecar is, and its engine is started behind a publish.
-//! "Healthy" is the engine's own `/health`, asked every 2 ms; "ready" is what the group says of the replica, and then the agent's `/readyz`,
-//! which Kubernetes asks.
+//! "Healthy" is the engine's own `/health`, asked every 2 ms; "ready" is what the group says of the replica, and then the agent's
+//! `/readyz`, which Kubernetes asks.
 
 use std::path::PathBuf;
 use std::time::Duration;

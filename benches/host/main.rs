@@ -1,9 +1,9 @@
-//! What a loss costs, what agents take, how soon a new rollout serves, how long engines are paused, and how fast ranks of torch meet, on one
-//! host with simulated engines.
+//! What a loss costs, what agents take, how soon a new rollout serves, how long engines are paused, and how fast ranks of torch meet, on
+//! one host with simulated engines.
 //!
-//! `cargo bench --bench host` runs all but the last; `-- recovery`, `-- memory`, `-- join`, `-- pause` and `-- rendezvous` (which needs torch)
-//! run one. Every agent and engine is a process of the built program.
-//! It changes nothing on the machine but folders under the temporary directory and `/dev/shm`, which it removes.
+//! `cargo bench --bench host` runs all but the last; `-- recovery`, `-- memory`, `-- join`, `-- pause` and `-- rendezvous` (which needs
+//! torch) run one. Every agent and engine is a process of the built program. It changes nothing on the machine but folders under the
+//! temporary directory and `/dev/shm`, which it removes.
 
 mod bed;
 mod join;

@@ -1,7 +1,8 @@
 //! How long an engine is paused in an update, against the whole update.
 //!
 //! Told twice: by its agent's metrics (from the call that pauses until it runs again), and by a client that asks for one token again and
-//! again, whose longest wait it is. A simulated engine loads by reading and hashing every byte; a real one's load takes its own time instead.
+//! again, whose longest wait it is. A simulated engine loads by reading and hashing every byte; a real one's load takes its own time
+//! instead.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -1,11 +1,10 @@
 //! What digests cost on one hop of the loopback device. They cannot be turned off: a member hashes whatever it receives.
 //!
-//! So it is measured around them, all within one run: the hop as it is; the hop whose sender knows its digests before the clock starts; the
-//! processor time of both sides; and how long one core hashes the same bytes, from memory (as a sender does) and from the cache (as a member
-//! does with what it has just read).
+//! So it is measured around them, all within one run: the hop as it is; the hop whose sender knows its digests before the clock starts;
+//! the processor time of both sides; and that of one core that hashes the same bytes, from memory (as a sender does) and from the cache
+//! (as a member does with what it has just read).
 
 use std::hint::black_box;
-use std::time::Instant;
 
 use anyhow::Result;
 use clap::Args;
@@ -13,7 +12,7 @@ use weightsync::transport::tcp::TcpOptions;
 use weightsync::weights::{BucketHasher, bucket_digest};
 
 use crate::node::{BUCKET, slots};
-use crate::processes::{Node, Sent, send};
+use crate::processes::{Node, Sent, processor, send};
 use crate::report::{Report, median};
 
 #[derive(Args, Clone)]
@@ -38,8 +37,8 @@ pub fn measure(settings: &Settings, runs: usize, report: &mut Report) -> Result<
     let known = [settings.tuning.as_slice(), &["--digests-beforehand".to_owned()]].concat();
     let (mut hops, mut quick, mut from_memory, mut from_cache) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for _ in 0..runs {
-        from_memory.push(hash_memory(bytes));
-        from_cache.push(hash_cache(bytes));
+        from_memory.push(hash_memory(bytes)?);
+        from_cache.push(hash_cache(bytes)?);
         hops.push(send(&[], &member, bytes, &settings.tuning)?);
         quick.push(send(&[], &member, bytes, &known)?);
     }
@@ -59,10 +58,10 @@ pub fn measure(settings: &Settings, runs: usize, report: &mut Report) -> Result<
     Ok(())
 }
 
-/// Seconds in which one core hashes so many bytes that lie in memory, in the buckets that a leader sends.
-fn hash_memory(bytes: u64) -> f64 {
+/// Processor time, in seconds, in which one core hashes so many bytes that lie in memory, in the buckets that a leader sends.
+fn hash_memory(bytes: u64) -> Result<f64> {
     let slots = slots(BUCKET);
-    let start = Instant::now();
+    let before = processor("self")?;
     let mut left = bytes;
     for slot in slots.iter().cycle() {
         if left == 0 {
@@ -71,13 +70,13 @@ fn hash_memory(bytes: u64) -> f64 {
         black_box(bucket_digest(slot));
         left = left.saturating_sub(slot.len() as u64);
     }
-    start.elapsed().as_secs_f64()
+    Ok(processor("self")? - before)
 }
 
-/// Seconds in which one core hashes so many bytes that it has just touched: a receive buffer again and again.
-fn hash_cache(bytes: u64) -> f64 {
+/// Processor time, in seconds, in which one core hashes so many bytes that it has just touched: a receive buffer again and again.
+fn hash_cache(bytes: u64) -> Result<f64> {
     let buffer = vec![7; TcpOptions::default().receive_buffer];
-    let start = Instant::now();
+    let before = processor("self")?;
     let mut hasher = BucketHasher::new();
     let mut left = bytes;
     while left > 0 {
@@ -85,7 +84,7 @@ fn hash_cache(bytes: u64) -> f64 {
         left = left.saturating_sub(buffer.len() as u64);
     }
     black_box(hasher.take());
-    start.elapsed().as_secs_f64()
+    Ok(processor("self")? - before)
 }
 
 #[allow(clippy::cast_precision_loss)]

@@ -1,8 +1,9 @@
-//! How fast the TCP data path is: one hop against `iperf3`, inside TLS against plain, what its digests cost, and longer chains against one.
+//! How fast the TCP data path is: one hop against `iperf3`, inside TLS against plain, what its digests cost, and longer chains against
+//! one.
 //!
-//! `cargo bench --bench transport` runs all; `-- loopback`, `-- tls`, `-- hashing`, `-- chain` and `-- long-chains` run one. Every member and
-//! leader is a process of its own: the program starts itself. Ratios are taken within one run, of medians. It changes nothing on the machine
-//! but the network namespaces that it makes, and removes.
+//! `cargo bench --bench transport` runs all; `-- loopback`, `-- tls`, `-- hashing`, `-- chain` and `-- long-chains` run one. Every member
+//! and leader is a process of its own: the program starts itself. Ratios are taken within one run, of medians. It changes nothing on the
+//! machine but the network namespaces that it makes, and removes.
 
 mod chain;
 mod hashing;
