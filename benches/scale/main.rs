@@ -37,6 +37,9 @@ struct Arguments {
     /// Objects in one namespace.
     #[arg(long, default_value_t = 10)]
     per_namespace: usize,
+    /// The agents come one after another in this many seconds, instead of all at once.
+    #[arg(long, default_value_t = 0)]
+    arrive: u64,
     /// Versions that every object publishes.
     #[arg(long, default_value_t = 3)]
     rounds: u64,

@@ -70,7 +70,7 @@ pub async fn measure(extent: Extent, arguments: &Arguments) -> Result<Figures> {
 
     let (ports, ca_pem, cancel) = (Ports::free()?, Arc::<str>::from(ca.certificate_pem()), CancellationToken::new());
     let _end = cancel.clone().drop_guard();
-    let groups = start_agents(places, &ports.enroll(), &ca_pem, &cancel);
+    let groups = start_agents(places, Duration::from_secs(arguments.arrive), &ports.enroll(), &ca_pem, &cancel);
     let run = Run { extent, arguments, statuses: Statuses::watch(&plane.client), plane, groups };
     let mut figures = Figures::default();
 
@@ -97,13 +97,16 @@ pub async fn measure(extent: Extent, arguments: &Arguments) -> Result<Figures> {
     Ok(figures)
 }
 
-fn start_agents(places: Vec<Place>, controller: &str, ca_pem: &Arc<str>, cancel: &CancellationToken) -> Vec<Group> {
+fn start_agents(places: Vec<Place>, arrive: Duration, controller: &str, ca_pem: &Arc<str>, cancel: &CancellationToken) -> Vec<Group> {
     let mut groups: BTreeMap<usize, Vec<Arc<Agent>>> = BTreeMap::new();
-    for place in places {
+    let (begun, count) = (Instant::now(), places.len() as f64);
+    for (number, place) in places.into_iter().enumerate() {
         let agent = Agent::new(&place);
         groups.entry(place.object).or_default().push(agent.clone());
         let (controller, ca_pem, cancel) = (controller.to_owned(), ca_pem.clone(), cancel.clone());
+        let at = begun + arrive.mul_f64(number as f64 / count);
         tokio::spawn(async move {
+            sleep_until(at).await;
             let pod = place.pod.clone();
             if let Err(error) = agent.run(place, controller, ca_pem, cancel.clone()).await
                 && !cancel.is_cancelled()
@@ -137,7 +140,8 @@ impl Run<'_> {
                 told = Instant::now();
                 say(&seen);
             }
-            sleep(Duration::from_millis(250)).await;
+            // The page counts all members anew each time it is asked for.
+            sleep(Duration::from_millis(250).max(Duration::from_millis(4) * u32::try_from(self.extent.objects)?)).await;
         }
     }
 

@@ -6,6 +6,7 @@ use async_trait::async_trait;
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus};
 use kube::api::PostParams;
 use kube::{Api, Client};
+use tokio::sync::Semaphore;
 
 use super::calls::Calls;
 use crate::coordinator::{ProvenPod, SingleUseTokens, TokenVerifier};
@@ -14,16 +15,21 @@ use crate::protocol::Rejection;
 /// Audience of agents' projected tokens: a token for another audience proves nothing here.
 pub(super) const AUDIENCE: &str = "weightsync.dev";
 
+/// Reviews at once. Thousands of agents that ask at the same time would otherwise wait for the API server together until none has an answer
+/// in time; who does not get his turn asks again, and has cost nothing.
+const AT_ONCE: usize = 32;
+
 /// Checks both kinds of token.
 pub(super) struct Tokens {
-    pub(super) reviews: Api<TokenReview>,
-    pub(super) calls: Calls,
-    pub(super) minted: SingleUseTokens,
+    reviews: Api<TokenReview>,
+    calls: Calls,
+    minted: SingleUseTokens,
+    turns: Semaphore,
 }
 
 impl Tokens {
     pub(super) fn new(client: Client, calls: Calls, minted: SingleUseTokens) -> Self {
-        Self { reviews: Api::all(client), calls, minted }
+        Self { reviews: Api::all(client), calls, minted, turns: Semaphore::new(AT_ONCE) }
     }
 }
 
@@ -33,10 +39,12 @@ impl TokenVerifier for Tokens {
         if SingleUseTokens::is_one(token) {
             return self.minted.verify(token).await;
         }
+        let later = |message: String| Rejection { message: format!("the token cannot be checked now: {message}"), retryable: true };
+        let _turn = self.turns.acquire().await.map_err(|error| later(error.to_string()))?;
         let spec = TokenReviewSpec { token: Some(token.to_owned()), audiences: Some(vec![AUDIENCE.to_owned()]) };
         let review = TokenReview { spec, ..TokenReview::default() };
         let answer = self.calls.run("review an agent's token", self.reviews.create(&PostParams::default(), &review)).await;
-        let review = answer.map_err(|error| Rejection { message: format!("the token cannot be checked now: {error}"), retryable: true })?;
+        let review = answer.map_err(|error| later(error.to_string()))?;
         proven(&review.status.unwrap_or_default()).map_err(|message| Rejection { message, retryable: false })
     }
 }

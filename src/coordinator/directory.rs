@@ -27,6 +27,13 @@ struct Inner {
     objects: BTreeMap<String, Object>,
 }
 
+impl Inner {
+    fn settled(&self) -> Result<(), Rejection> {
+        let message = "this controller does not lead, or has not looked at all objects yet";
+        if self.settled { Ok(()) } else { Err(Rejection { message: message.into(), retryable: true }) }
+    }
+}
+
 struct Object {
     created: u64,
     claims: HashMap<String, Assignment>,
@@ -77,15 +84,15 @@ impl Directory {
         *self.lock() = Inner::default();
     }
 
+    /// An answer for whoever asks before all objects were looked at.
+    pub(super) fn settled(&self) -> Result<(), Rejection> {
+        self.lock().settled()
+    }
+
     /// Who claims the pod of that UID; the older object where two do.
     pub fn claim_of(&self, pod_uid: &str) -> Result<Claimed, Rejection> {
         let inner = self.lock();
-        if !inner.settled {
-            return Err(Rejection {
-                message: "this controller does not lead, or has not looked at all objects yet".into(),
-                retryable: true,
-            });
-        }
+        inner.settled()?;
         let claims = inner.objects.iter().filter_map(|(uid, object)| {
             let assignment = object.claims.get(pod_uid)?;
             Some((object, uid, assignment))

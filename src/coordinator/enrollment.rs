@@ -75,6 +75,8 @@ async fn enroll(
     Valid(request): Valid<EnrollRequest>,
 ) -> Result<Json<EnrollResponse>, Rejection> {
     let peer = peer.map(|Extension(peer)| peer);
+    // Before its token is looked at: a review costs the API server a call, and a single-use token would be spent for nothing.
+    enrollment.directory.settled()?;
     prove(enrollment.verifier.as_ref(), peer, &request).await?;
     let pod_uid = &request.incarnation.pod_uid;
     // A pod may be labelled before its object is made: its agent asks again.

@@ -123,6 +123,19 @@ async fn a_restarted_controller_sends_nobody_away_before_it_looked_at_all_object
 }
 
 #[tokio::test]
+async fn a_controller_that_does_not_lead_spends_no_token() {
+    let (world, _announcements) = claimed_world().await;
+    let (identity, pod) = (Identity::new(world.ca.certificate_pem()).unwrap(), world.pod("actor-0", "uid-0"));
+    world.directory.unsettle();
+    assert!(rejected(enroll(&identity, &world.controller, &pod, "a").await).retryable);
+    let (sender, _announcements) = mpsc::channel(1);
+    world.directory.add(OBJECT, 1, sender);
+    world.directory.claim(OBJECT, HashMap::from([("uid-0".to_owned(), assignment(Role::Rollout))]));
+    world.directory.settle();
+    enroll(&identity, &world.controller, &pod, "a").await.unwrap();
+}
+
+#[tokio::test]
 async fn an_announcement_without_the_pods_own_certificate_of_the_claiming_object_is_rejected() {
     let (world, _announcements) = claimed_world().await;
     let hour = Duration::from_secs(3600);
