@@ -17,6 +17,5 @@ mod invalid;
 mod node;
 mod operate;
 mod operator;
-mod service;
 mod versions;
 mod wrap;
