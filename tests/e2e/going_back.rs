@@ -146,7 +146,7 @@ async fn a_poisoned_version_is_turned_back_by_its_canary_while_requests_flow_and
 
         let (status, refused) = publish_poisoned(&cluster, "trainer-0", 2).await;
         assert_eq!((status, &refused["error"], &refused["retryable"]), (409, &json!("VersionRefused"), &json!(false)), "{refused}");
-        assert!(refused["message"].as_str().unwrap().contains("the canary refuses"), "{refused}");
+        assert!(refused["message"].as_str().unwrap().contains("the canary refuse"), "{refused}");
         cluster.await_event(&["VersionRefused"], MINUTE, |note| note.contains("version 2: ") && note.contains("version 1 stays")).await;
         cluster
             .await_status("run", "the refused version is named, and version 1 serves", MINUTE, |status| {

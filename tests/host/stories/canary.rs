@@ -96,7 +96,8 @@ async fn a_version_with_a_tensor_of_nan_is_turned_back_by_itself_while_requests_
     let error = world.publish(&poisoned, 2, &[]).await.failed();
     assert_eq!((&error["code"], &error["retryable"]), (&json!("VersionRefused"), &json!(false)), "{error}");
     let message = error["message"].as_str().unwrap();
-    assert!(message.contains("rollouts/actor-") && message.contains("the canary refuses"), "{message}");
+    // "refuses" by the members' own word, "refused" when the next epoch tells it first.
+    assert!(message.contains("rollouts/actor-") && message.contains("the canary refuse"), "{message}");
     let refused = world.event("the group to refuse it", |event| event["reason"] == "VersionRefused" && event["member"].is_null()).await;
     let said = refused["message"].as_str().unwrap();
     assert!(said.contains("version 2") && said.contains("version 1 stays"), "{said}");
