@@ -53,9 +53,7 @@ fn pod(name: &str, role: Option<&str>, mut container: Value) -> Value {
 
 /// A real vLLM server on CPU that starts with `model`; two of them, a trainer and the cluster fit on two cores.
 pub fn vllm(name: &str, role: Option<&str>, model: &str) -> Value {
-    // Not bfloat16: vLLM 0.32's attention uses AMX for it where the processor has that, and its worker then dies of an illegal instruction in a
-    // container (seen on Sapphire Rapids; outside of one it does not).
-    let args = ["serve", model, "--served-model-name=m", "--port=8000", "--dtype=float32", "--enforce-eager", "--max-model-len=512"];
+    let args = ["serve", model, "--served-model-name=m", "--port=8000", "--dtype=bfloat16", "--enforce-eager", "--max-model-len=512"];
     let limits = ["--max-num-seqs=4", "--num-gpu-blocks-override=128", "--enable-prefix-caching"];
     let args = [args.as_slice(), limits.as_slice()].concat();
     let container = json!({

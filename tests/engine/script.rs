@@ -92,7 +92,7 @@ fn questions() -> Vec<Step> {
         with(completions, &json!({"model": "m"}), 400),
         raw(completions, "{", 400),
         with(completions, &json!({"model": "m", "prompt": "x", "max_tokens": 1000}), 400),
-        with(completions, &json!({"model": "m", "prompt": [0], "max_tokens": 1, "temperature": 0, "logprobs": 0}), 200),
+        with(completions, &json!({"model": "m", "prompt": vec![0; 16], "max_tokens": 1, "temperature": 0, "logprobs": 0}), 200),
     ]
 }
 
