@@ -153,6 +153,17 @@ impl Cluster {
         self.await_pod(name, &format!("pod {name} is not Ready"), timeout, accept).await;
     }
 
+    /// Waits until a pod does not exist any more.
+    pub async fn await_gone(&self, name: &str, timeout: Duration) {
+        eventually(&format!("pod {name} is gone"), timeout, || async {
+            match self.api::<Pod>().get_opt(name).await.map_err(|error| error.to_string())? {
+                None => Ok(()),
+                Some(pod) => Err(describe(&pod)),
+            }
+        })
+        .await;
+    }
+
     /// Deletes a pod at once, as a lost node would.
     pub async fn force_delete(&self, name: &str) {
         self.api::<Pod>().delete(name, &DeleteParams::default().grace_period(0)).await.expect("the pod can be deleted");

@@ -13,6 +13,8 @@ const ENGINE_IMAGE: &str = "docker.io/local/engine:test";
 pub const ENGINE_PORT: u16 = 8000;
 /// Port of the trainer's own little server.
 pub const TRAINER_PORT: u16 = 9000;
+/// Port of the asker's list of answers.
+pub const ASKER_PORT: u16 = 9100;
 /// Port of an agent's readiness, metrics and roster.
 pub const STATUS_PORT: u16 = 8472;
 /// The checkpoint that every engine starts with.
@@ -78,6 +80,17 @@ pub fn torch_trainer(name: &str) -> Value {
         "readinessProbe": {"httpGet": {"path": "/health", "port": TRAINER_PORT}, "periodSeconds": 1}
     });
     pod(name, Some("trainer"), container)
+}
+
+/// A pod that asks a URL for completions all the time (`tests/e2e/asker.py`).
+pub fn asker(url: &str) -> Value {
+    let container = json!({
+        "name": "asker", "image": ENGINE_IMAGE,
+        "command": ["python", "-u", "/host/share/e2e/asker.py", "--url", url, "--port", ASKER_PORT.to_string()],
+        "ports": [{"containerPort": ASKER_PORT}],
+        "readinessProbe": {"httpGet": {"path": "/health", "port": ASKER_PORT}, "periodSeconds": 1}
+    });
+    pod("asker", None, container)
 }
 
 /// An engine simulator of the product's own image: starts in milliseconds, keeps vLLM's rules, computes what it serves.

@@ -17,5 +17,6 @@ mod invalid;
 mod node;
 mod operate;
 mod operator;
+mod service;
 mod versions;
 mod wrap;

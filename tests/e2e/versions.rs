@@ -1,12 +1,15 @@
-//! The main road: a torch trainer that trains, real vLLM servers that serve, versions that arrive proven, a rollout that is lost.
+//! The main road: a torch trainer that trains, real vLLM servers that serve, versions that arrive proven, rollouts that are lost and replaced
+//! while users ask through a Service.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::Pod;
+use kube::api::DeleteParams;
 
-use super::asks::{between_20_and_80_percent, completion, publish, publish_to, save, train, trainer_pid};
+use super::asks::{between_20_and_80_percent, completion, publish_to, save, train, trainer_pid};
 use super::cluster::{Cluster, is_ready};
 use super::fixtures::{BASE_MODEL, SCRATCH, torch_trainer, vllm, weightsync};
+use super::service::{Users, now};
 
 const START: Duration = Duration::from_secs(240);
 const MINUTE: Duration = Duration::from_secs(60);
@@ -25,7 +28,7 @@ async fn group(cluster: &Cluster) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn versions_of_a_real_trainer_are_served_as_by_fresh_servers_and_a_lost_rollout_is_left_out_and_replaced() {
+async fn versions_of_a_real_trainer_are_served_as_by_fresh_servers_while_rollouts_are_lost_and_replaced_and_users_ask_on() {
     Cluster::run("versions", |cluster| async move {
         group(&cluster).await;
         let pid = trainer_pid(&cluster, "trainer-0").await;
@@ -43,7 +46,11 @@ async fn versions_of_a_real_trainer_are_served_as_by_fresh_servers_and_a_lost_ro
             before = now;
         }
         kubectl_shows(&cluster).await;
-        lose_a_rollout_in_the_middle(&cluster).await;
+        let mut users = Users::begin(&cluster, 3).await;
+        lose_a_rollout_in_the_middle(&cluster, &mut users).await;
+        replace_a_rollout_while_versions_go_on(&cluster, &mut users).await;
+        let answered = users.end(&cluster).await;
+        println!("{answered} answers through the Service, each of a version that was allowed");
         assert_eq!(trainer_pid(&cluster, "trainer-0").await, pid, "the trainer noticed nothing");
     })
     .await;
@@ -75,32 +82,42 @@ async fn kubectl_shows(cluster: &Cluster) {
     assert!(waited.status.success(), "{}", String::from_utf8_lossy(&waited.stderr));
 }
 
-async fn lose_a_rollout_in_the_middle(cluster: &Cluster) {
-    train(cluster, "trainer-0").await;
-    let trainer = async { publish(cluster, "trainer-0", 4, 0.15).await };
+/// One rollout dies in the middle of an update, and is replaced.
+async fn lose_a_rollout_in_the_middle(cluster: &Cluster, users: &mut Users) {
     let loss = async {
         let percent = between_20_and_80_percent(cluster, "vllm-1").await;
+        let taken = now();
         cluster.force_delete("vllm-1").await;
-        percent
+        (percent, taken)
     };
-    let ((status, answer), percent) = tokio::join!(trainer, loss);
+    let (answer, (percent, taken)) = tokio::join!(users.publish(cluster, 4, 0.15), loss);
+    users.taken_away(taken);
     assert!((20.0..=80.0).contains(&percent));
-    assert_eq!(status, 200, "the survivor gets the version: {answer}");
-    assert_eq!(answer["installed"], serde_json::json!(["actors/vllm-0"]));
+    assert_eq!(answer["installed"], serde_json::json!(["actors/vllm-0"]), "the survivor gets the version");
     cluster.await_version("run", 4, 1, MINUTE).await;
     // Whether the agent's silence or the pod's end is seen first, the pod and the cause are named.
     cluster.await_event(&["AgentLost", "MemberLeft"], MINUTE, |note| note.contains("vllm-1")).await;
 
     cluster.create_pod(vllm("vllm-1", Some("rollout"), BASE_MODEL)).await;
     // Never ready before it holds the current version.
-    cluster
-        .await_pod(
-            "vllm-1",
-            "the replacement is Ready",
-            START,
-            |pod: &Pod| if is_ready(pod) { Ok(()) } else { Err("not Ready".to_owned()) },
-        )
-        .await;
+    cluster.await_ready("vllm-1", START).await;
     assert_eq!(completion(cluster, "vllm-1").await, completion(cluster, "vllm-0").await, "the replacement serves what the survivor serves");
     cluster.await_version("run", 4, 2, MINUTE).await;
+}
+
+/// The other rollout is deleted as any pod is; versions go on until its replacement serves with them.
+async fn replace_a_rollout_while_versions_go_on(cluster: &Cluster, users: &mut Users) {
+    users.taken_away(now());
+    cluster.api::<Pod>().delete("vllm-0", &DeleteParams::default()).await.unwrap();
+    cluster.await_gone("vllm-0", MINUTE).await;
+    cluster.create_pod(vllm("vllm-0", Some("rollout"), BASE_MODEL)).await;
+    let begun = Instant::now();
+    let mut version = 4;
+    while !is_ready(&cluster.api::<Pod>().get("vllm-0").await.unwrap()) {
+        assert!(begun.elapsed() < 2 * START, "vllm-0 is not ready after {version} versions");
+        version += 1;
+        users.publish(cluster, version, 0.0).await;
+    }
+    users.publish(cluster, version + 1, 0.0).await;
+    cluster.await_version("run", version + 1, 2, MINUTE).await;
 }
