@@ -18,6 +18,8 @@ use super::vllm::{dead, error};
 
 /// As in vLLM and OpenAI.
 const DEFAULT_TOKENS: usize = 16;
+/// Tokens of a prompt whose products are large enough that what asks the kernel for AMX computes them.
+const AMX_TOKENS: usize = 5;
 
 /// What was asked.
 struct Asked {
@@ -32,6 +34,9 @@ pub(super) async fn completions(State(front): State<Arc<Front>>, body: Bytes) ->
         Ok(asked) => asked,
         Err(refusal) => return *refusal,
     };
+    if std::mem::take(&mut front.core.state().faults.cold_amx) && asked.prompt_tokens < AMX_TOKENS {
+        front.core.change(|state| state.dead = true);
+    }
     match front.core.generate(&asked.prompt, asked.max_tokens).await {
         // vLLM writes no number that JSON does not have; the others write null for it.
         Ok(generated) if front.core.kind() == Kind::Vllm && asked.logprobs.is_some() && generated.is_nan() => {

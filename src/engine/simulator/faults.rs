@@ -25,6 +25,9 @@ pub struct Faults {
     pub load_ms: u64,
     /// Time that one token takes, in ms.
     pub token_ms: u64,
+    /// A vLLM on a processor with AMX that computes in bfloat16: a first prompt of fewer than five tokens kills its worker, a longer one ends
+    /// this fault (seen with vLLM 0.32).
+    pub cold_amx: bool,
 }
 
 /// A fault of calls.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 use tokio::time::Instant;
 
-use super::support::{Bench, SOON, TENSORS, adapter, until, write_checkpoint};
+use super::support::{Bench, SOON, TENSORS, adapter, post, until, write_checkpoint};
 use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault};
 use crate::engine::{EngineError, Holding, InstallError};
 use crate::protocol::PausePolicy;
@@ -343,4 +343,17 @@ async fn a_failed_load_under_external_pause_is_paused_by_us() {
     job.pause = PausePolicy::External;
     assert!(bench.engine.install(&job).await.unwrap_err().dirty);
     assert_dirty_until_fed(&bench, "a mixture must not serve, whoever pauses otherwise").await;
+}
+
+#[tokio::test]
+async fn a_probe_that_is_the_first_work_of_an_engine_kills_no_worker() {
+    let bench = Bench::start_with("vllm", Faults { cold_amx: true, ..Faults::default() }, |_| ()).await;
+    bench.engine.install(&bench.job(2)).await.unwrap();
+    assert_eq!(bench.digest().await, bench.fresh_digest(2).await);
+    // Whoever comes after it may ask short things.
+    bench.complete("x", 1).await;
+
+    let cold = Bench::start_with("vllm", Faults { cold_amx: true, ..Faults::default() }, |_| ()).await;
+    let body = json!({"model": "model", "prompt": "x", "max_tokens": 1});
+    assert_eq!(post(&format!("{}/v1/completions", cold.simulator.url()), &body).await.0, 500);
 }
