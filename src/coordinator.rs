@@ -8,6 +8,7 @@ mod attachment;
 mod calls;
 mod directory;
 mod enrollment;
+mod news;
 mod ports;
 mod run;
 #[cfg(test)]

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use rand::Rng as _;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
-use tokio::sync::watch;
-use tokio::time::{Instant, timeout};
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::protocol::{AnnounceResponse, Announcement, Assignment, EnrollRequest, EnrollResponse, Incarnation};
@@ -22,7 +22,7 @@ const ENROLL_DEADLINE: Duration = Duration::from_secs(15);
 const ANNOUNCE_DEADLINE: Duration = Duration::from_secs(5);
 /// Between announcements while nobody listens.
 const ANNOUNCE_EVERY: Duration = Duration::from_secs(1);
-/// Between announcements while somebody does: the assignment may have changed.
+/// Between announcements while somebody does: the assignment may have changed, and the word of it may be lost.
 const REFRESH_EVERY: Duration = Duration::from_secs(10);
 /// How often it is looked whether somebody still listens.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -151,6 +151,8 @@ pub struct Announcer {
     pub announcement: Announcement,
     /// Whether a coordinator reads the endpoint's event stream.
     pub attached: Arc<dyn Fn() -> bool + Send + Sync>,
+    /// Notified when the controller says that the assignment changed: it is asked for at once.
+    pub refresh: Arc<Notify>,
     /// Where the assignment goes as it is now.
     pub assignment: watch::Sender<Assignment>,
 }
@@ -168,7 +170,8 @@ pub enum AnnouncingEnded {
 }
 
 impl Announcer {
-    /// Announces each second while nobody listens (at once when a listener went away), every ten seconds otherwise.
+    /// Announces each second while nobody listens (at once when a listener went away), every ten seconds otherwise, and whenever it is
+    /// told to.
     pub async fn run(self, cancel: CancellationToken) -> AnnouncingEnded {
         let mut said = String::new();
         loop {
@@ -197,25 +200,23 @@ impl Announcer {
                 // The controller is away: the group works on without it.
                 Err(error) => tracing::debug!(%error, "not announced"),
             }
-            if timeout(pause(), cancel.cancelled()).await.is_ok() || self.listened_to(&cancel).await.is_err() {
-                return AnnouncingEnded::Cancelled;
+            tokio::select! {
+                () = cancel.cancelled() => return AnnouncingEnded::Cancelled,
+                () = self.refresh.notified() => {}
+                () = self.rest() => {}
             }
         }
     }
 
     /// Returns when nobody listens any more, or when the assignment should be asked for again.
-    async fn listened_to(&self, cancel: &CancellationToken) -> Result<(), Cancelled> {
+    async fn rest(&self) {
+        sleep(pause()).await;
         let refresh = Instant::now() + REFRESH_EVERY;
         while (self.attached)() && Instant::now() < refresh {
-            if timeout(LOOK_EVERY, cancel.cancelled()).await.is_ok() {
-                return Err(Cancelled);
-            }
+            sleep(LOOK_EVERY).await;
         }
-        Ok(())
     }
 }
-
-struct Cancelled;
 
 /// Many agents that lost one controller must not all come back in one instant.
 fn pause() -> Duration {

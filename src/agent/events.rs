@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures::Stream;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
 use crate::protocol::{AgentEvent, EpochId, MemberName, MemberState, UpdateView};
@@ -28,6 +28,7 @@ pub struct Events {
     update: watch::Sender<Option<Arc<UpdateView>>>,
     losses: watch::Sender<Losses>,
     coordinators: Arc<AtomicUsize>,
+    refresh: Arc<Notify>,
 }
 
 /// Losses of peers in the latest epoch in which there were some.
@@ -47,6 +48,7 @@ impl Events {
             update: watch::Sender::new(None),
             losses: watch::Sender::default(),
             coordinators: Arc::default(),
+            refresh: Arc::default(),
         }
     }
 
@@ -101,6 +103,11 @@ impl Events {
             losses.count += 1;
             true
         });
+    }
+
+    /// Wakes whoever announces this agent: what its object wants of it has changed.
+    pub fn refresh(&self) -> &Arc<Notify> {
+        &self.refresh
     }
 
     /// Whether a coordinator reads the stream: without one, the agent announces itself.

@@ -57,6 +57,7 @@ pub fn router(endpoint: Arc<Endpoint>) -> Router {
         .route("/v1/epoch/engine-join", post(engine_join))
         .route("/v1/epoch/fence", post(fence))
         .route("/v1/release", post(release))
+        .route("/v1/announce", post(announce))
         .route("/v1/update/begin", post(begin))
         .route("/v1/update/receive", post(receive))
         .route("/v1/update/finish", post(finish))
@@ -208,6 +209,13 @@ async fn release(State(endpoint): Here, peer: PeerIdentity, Valid(request): Vali
         tokio::spawn(async move { rollout.release().await });
     }
     Ok(Json(MemberState::clone(&endpoint.core.events().state())))
+}
+
+/// The controller has another assignment than the one that it gave with the last announcement.
+async fn announce(State(endpoint): Here, peer: PeerIdentity) -> Result<Json<()>, Refusal> {
+    by_controller(&peer)?;
+    endpoint.core.events().refresh().notify_one();
+    Ok(Json(()))
 }
 
 async fn begin(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<BeginRequest>) -> Result<Json<UpdateStatus>, Refusal> {

@@ -1,6 +1,7 @@
 //! Groups of agents in one process, over real TLS and TCP on the loopback, with an engine that reads what it is given; and tables and
 //! properties of the state machines.
 
+mod announcing;
 mod bed;
 mod canary;
 mod corrupting;

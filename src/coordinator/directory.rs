@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::mpsc;
 
+use super::news::News;
 use crate::protocol::{Announcement, Assignment, HeldVersion, Rejection, Returned, Version};
 
 /// What an object claims of a pod.
@@ -56,13 +57,23 @@ impl Directory {
     }
 
     /// Says which version every rollout of the object should hold, and which is the newest in service; it goes out with each assignment.
-    pub(super) fn set_current(&self, weightsync: &str, current: Option<&HeldVersion>, returned: Option<Returned>, newest: Option<Version>) {
-        if let Some(object) = self.lock().objects.get_mut(weightsync) {
-            (object.current, object.returned, object.newest) = (current.cloned(), returned, newest);
-        }
+    /// Answers what is new in that.
+    pub(super) fn set_current(
+        &self,
+        weightsync: &str,
+        current: Option<&HeldVersion>,
+        returned: Option<Returned>,
+        newest: Option<Version>,
+    ) -> News {
+        let mut inner = self.lock();
+        let Some(object) = inner.objects.get_mut(weightsync) else { return News::Nothing };
+        let news = News::between((object.current.as_ref(), object.returned, object.newest), (current, returned, newest));
+        (object.current, object.returned, object.newest) = (current.cloned(), returned, newest);
+        news
     }
 
-    /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current`, `returned` and `newest` are filled in here). Nothing happens to an unknown object.
+    /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current`, `returned` and `newest` are filled in here).
+    /// Nothing happens to an unknown object.
     pub fn claim(&self, weightsync: &str, claims: HashMap<String, Assignment>) {
         if let Some(object) = self.lock().objects.get_mut(weightsync) {
             object.claims = claims;

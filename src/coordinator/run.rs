@@ -184,7 +184,7 @@ impl Coordinator {
         let wanted_sender = watch::Sender::new(wanted);
         let mut wanted = wanted_sender.subscribe();
         wanted.mark_changed();
-        let coordinator = Self {
+        let mut coordinator = Self {
             membership,
             term,
             wanted,
@@ -238,12 +238,16 @@ impl Coordinator {
         }
     }
 
-    fn publish(&self) {
+    fn publish(&mut self) {
         let view = self.membership.view();
         // Readiness follows once enough replicas went back: until then those that have not serve on.
         let returned = view.returned.filter(|_| view.wanted == view.version);
         let current = view.wanted.as_ref().or(view.version.as_ref());
-        self.context.directory.set_current(&self.applied.config.weightsync, current, returned, view.newest);
+        let news = self.context.directory.set_current(&self.applied.config.weightsync, current, returned, view.newest);
+        // Whoever is not listened to announces itself anyway.
+        let listening = self.agents.iter().filter(|(_, agent)| agent.attachment.is_some()).map(|(incarnation, _)| incarnation);
+        let told = news.concerns(&view, listening).into_iter().map(|agent| self.target(agent)).collect();
+        self.calls.tell(told, "/v1/announce", &(), self.context.timing.tell);
         self.view.send_if_modified(|shown| {
             let differs = *shown != view;
             *shown = view;

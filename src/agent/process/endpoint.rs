@@ -177,6 +177,7 @@ impl Session {
                 program: env!("CARGO_PKG_VERSION").into(),
                 speaks: Protocols::OURS,
             },
+            refresh: core.events().refresh().clone(),
             attached: Arc::new(move || core.events().has_coordinator()),
             assignment: running.assignment.clone(),
         };

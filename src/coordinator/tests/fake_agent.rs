@@ -44,6 +44,8 @@ struct Shared {
     /// Set: prepares are never answered; all else is.
     hangs: watch::Sender<bool>,
     prepared: Arc<AtomicUsize>,
+    /// How often it was told to announce itself.
+    called: watch::Sender<usize>,
 }
 
 pub(crate) struct FakeAgent {
@@ -133,6 +135,7 @@ impl FakeAgent {
             dumb: watch::Sender::new(false),
             hangs: watch::Sender::new(false),
             prepared: Arc::default(),
+            called: watch::Sender::new(0),
         };
         let serving =
             serve_https(listener, identity.clone(), Access::Group, routes(shared.clone()), Limits::default(), CancellationToken::new());
@@ -173,6 +176,11 @@ impl FakeAgent {
     /// Prepares that were answered.
     pub(crate) fn prepares(&self) -> usize {
         self.shared.prepared.load(Ordering::SeqCst)
+    }
+
+    /// How often it was told that its assignment changed.
+    pub(crate) fn calls(&self) -> watch::Receiver<usize> {
+        self.shared.called.subscribe()
     }
 
     /// Like SIGSTOP: connections stay open, nothing comes.
@@ -229,6 +237,7 @@ fn routes(shared: Shared) -> Router {
         .route("/v1/epoch/commit", post(commit))
         .route("/v1/epoch/fence", post(fence))
         .route("/v1/release", post(release))
+        .route("/v1/announce", post(called))
         .route("/v1/events", get(events))
         .with_state(shared)
 }
@@ -293,6 +302,11 @@ async fn fence(State(shared): State<Shared>, Valid(request): Valid<FenceRequest>
 async fn release(State(shared): State<Shared>, Valid(request): Valid<ReleaseRequest>) {
     shared.speak().await;
     shared.state.send_modify(|state| forget(state, &request.reason));
+}
+
+async fn called(State(shared): State<Shared>) -> Json<()> {
+    shared.called.send_modify(|called| *called += 1);
+    Json(())
 }
 
 /// Counts a listener for as long as its stream is read.

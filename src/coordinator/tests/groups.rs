@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::world::{OBJECT, SOON, World, until};
 use crate::coordinator::Ended;
 use crate::membership::{GroupStage, MemberStanding, MembershipView};
-use crate::protocol::{MemberName, MemberPhase, Reason};
+use crate::protocol::{HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, Reason, UpdatePhase, UpdateView};
 use crate::runtime::https::{AgentClient, CallError};
 use crate::runtime::identity::PeerIdentity;
 
@@ -206,4 +206,46 @@ async fn a_pod_that_leaves_the_plan_leaves_the_group() {
     world.plan(&handle, &PODS[..2]);
     until(&handle, "a group of two", committed(2)).await;
     agents[2].until("released", |state| state.epoch.is_none()).await;
+}
+
+#[tokio::test]
+async fn whoever_is_outside_of_the_group_is_told_at_once_that_another_version_counts() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS);
+    let trainer = world.agent("trainer-0", "uid-t", "a").await;
+    let member = world.agent("actor-0", "uid-0", "a").await;
+    until(&handle, "a group of two", committed(2)).await;
+    let ill = world.agent("actor-1", "uid-1", "a").await;
+    ill.change(|state| state.healthy = false);
+    ill.listened_to().await;
+    until(&handle, "without the engine that is ill", |view| {
+        committed(2)(view) && view.members.iter().any(|member| member.reason == Reason::EngineUnhealthy)
+    })
+    .await;
+    for version in [1, 2] {
+        let told = *ill.calls().borrow();
+        let held = HeldVersion { version, manifest: "m".into() };
+        member.change(|state| state.installed = Some(held.clone()));
+        trainer.tell_update(UpdateView {
+            id: trainer.state().epoch.unwrap(),
+            version,
+            attempt: 1,
+            phase: UpdatePhase::Done,
+            total_bytes: 9,
+            members: vec![MemberProgress {
+                member: MemberName("actors/actor-0".into()),
+                bytes: 9,
+                step: InstallStep::Installed,
+                reason: None,
+            }],
+            phases_ms: Vec::new(),
+            failure: None,
+            feeding: false,
+        });
+        trainer.change(|state| state.installed = Some(held));
+        until(&handle, "at that version", |view| view.version.as_ref().is_some_and(|held| held.version == version)).await;
+        let heard = tokio::time::timeout(SOON, ill.calls().wait_for(|calls| *calls > told)).await.is_ok();
+        assert!(heard, "version {version} was not told");
+    }
+    assert_eq!(*member.calls().borrow(), 0, "it heard of both by the updates");
 }

@@ -1,0 +1,78 @@
+//! Which agents are told that their assignment changed, so that they ask for it at once and not with their next announcement, seconds later:
+//! until then a pod outside of the group would be ready with start-up weights although there is a version.
+//!
+//! Pure. Whoever misses the word hears it with the next announcement; nothing here is relied upon.
+
+use std::collections::HashSet;
+
+use crate::membership::{MemberStanding, MembershipView};
+use crate::protocol::{HeldVersion, Incarnation, Returned, Version};
+
+/// What is new in what goes out with each assignment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum News {
+    /// Nothing.
+    Nothing,
+    /// Another version counts. Members of the group know it by the update itself.
+    Version,
+    /// Which other versions may serve; nobody hears of that but by the assignment.
+    Service,
+}
+
+/// The version that counts, where the group went back to, and the newest version in service.
+type Said<'a> = (Option<&'a HeldVersion>, Option<Returned>, Option<Version>);
+
+impl News {
+    pub(super) fn between(before: Said<'_>, now: Said<'_>) -> Self {
+        if (before.1, before.2) != (now.1, now.2) {
+            Self::Service
+        } else if before.0 != now.0 {
+            Self::Version
+        } else {
+            Self::Nothing
+        }
+    }
+
+    /// Which of these agents are told.
+    pub(super) fn concerns<'a>(self, view: &MembershipView, agents: impl Iterator<Item = &'a Incarnation>) -> Vec<Incarnation> {
+        let inside: HashSet<&Incarnation> = match self {
+            Self::Nothing => return Vec::new(),
+            Self::Service => HashSet::new(),
+            Self::Version => {
+                let members = view.members.iter().filter(|member| in_group(member.standing));
+                members.filter_map(|member| member.incarnation.as_ref()).collect()
+            }
+        };
+        agents.filter(|agent| !inside.contains(agent)).cloned().collect()
+    }
+}
+
+fn in_group(standing: MemberStanding) -> bool {
+    use MemberStanding as S;
+    match standing {
+        S::Ready | S::Updating | S::Behind | S::Dirty => true,
+        S::Forming | S::Waiting | S::Out => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_serve_is_told_to_everybody_and_a_version_to_whoever_hears_of_it_in_no_other_way() {
+        let held = HeldVersion { version: 7, manifest: "m".into() };
+        let returned = Returned { to: 6, from: 7, pinned: false };
+        let table = [
+            ((None, None, None), (None, None, None), News::Nothing),
+            ((None, None, None), (Some(&held), None, None), News::Version),
+            ((Some(&held), None, None), (Some(&held), None, None), News::Nothing),
+            ((Some(&held), None, None), (Some(&held), Some(returned), None), News::Service),
+            ((Some(&held), None, Some(7)), (Some(&held), None, Some(8)), News::Service),
+            ((None, None, None), (Some(&held), None, Some(7)), News::Service),
+        ];
+        for (before, now, news) in table {
+            assert_eq!(News::between(before, now), news, "{before:?} {now:?}");
+        }
+    }
+}
