@@ -4,6 +4,8 @@ SHELL := /bin/bash -euo pipefail
 CLUSTER := tests/cluster
 # Settings of the test bed (KUBECONFIG, PATH with kind, kubectl and helm), for the line that starts with it.
 BED := source $(CLUSTER)/env.sh;
+# The newest release, or where there is none yet the commit before this one.
+PREVIOUS ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD~1)
 SCRIPTS = $(shell git ls-files '*.sh')
 
 .PHONY: help
@@ -65,6 +67,10 @@ unit-test: ## Run the unit, property and model tests, and the web page in a brow
 host-test: ## Run the tests with processes on this machine, and those of what the chart renders
 	$(CLUSTER)/tools.sh
 	cargo test --locked --test host
+
+.PHONY: test-previous
+test-previous: ## Replace agents of an earlier build by those of this one and back, under either coordinator (PREVIOUS=COMMIT)
+	WEIGHTSYNC_PREVIOUS=$$(tests/tools/previous.sh $(PREVIOUS)) && export WEIGHTSYNC_PREVIOUS && cargo test --locked --test host upgrade::
 
 .PHONY: chaos-test
 chaos-test: ## Play 100 faults on processes of this machine, each kind in each phase at least once (a few minutes; as root)

@@ -97,6 +97,7 @@ impl Agent {
             control_address: listener.local_addr()?.to_string(),
             program: env!("CARGO_PKG_VERSION").into(),
             speaks: Protocols::OURS,
+            attached: false,
         };
         let limits = Limits { stalled: Duration::from_secs(2), ..Limits::default() };
         let serving = serve_https(listener, identity, Access::Group, routes(self.clone()), limits, cancel.clone());
@@ -104,6 +105,7 @@ impl Agent {
         let announcer = Announcer {
             client,
             announcement,
+            refresh: self.events.refresh().clone(),
             attached: Arc::new(move || attached.events.has_coordinator()),
             assignment: watch::Sender::new(enrolled.assignment),
         };
@@ -138,8 +140,14 @@ fn routes(agent: Arc<Agent>) -> Router {
         .route("/v1/epoch/commit", post(commit))
         .route("/v1/epoch/fence", post(fence))
         .route("/v1/release", post(release))
+        .route("/v1/announce", post(announce))
         .route("/v1/events", get(events))
         .with_state(agent)
+}
+
+async fn announce(State(agent): State<Arc<Agent>>) -> Json<()> {
+    agent.events.refresh().notify_one();
+    Json(())
 }
 
 async fn prepare(State(agent): State<Arc<Agent>>, Valid(request): Valid<PrepareRequest>) -> Result<Json<PrepareResponse>, Refusal> {

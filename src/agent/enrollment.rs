@@ -175,7 +175,8 @@ impl Announcer {
     pub async fn run(self, cancel: CancellationToken) -> AnnouncingEnded {
         let mut said = String::new();
         loop {
-            let asked = self.client.post_json::<_, AnnounceResponse>("/v1/agents/announce", &self.announcement, ANNOUNCE_DEADLINE);
+            let announcement = Announcement { attached: (self.attached)(), ..self.announcement.clone() };
+            let asked = self.client.post_json::<_, AnnounceResponse>("/v1/agents/announce", &announcement, ANNOUNCE_DEADLINE);
             let answer = tokio::select! {
                 () = cancel.cancelled() => return AnnouncingEnded::Cancelled,
                 answer = asked => answer,

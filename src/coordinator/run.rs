@@ -28,7 +28,7 @@ const LINES: usize = 1024;
 /// Agents of one pod that are listened to at once: a pod with more engines than this is not served, and a pod that invents agents cannot
 /// exhaust memory.
 const AGENTS_OF_A_POD: usize = 64;
-/// An attachment younger than this is not replaced: the announcement was sent before the agent saw it.
+/// An attachment younger than this is not replaced: the announcement may have been sent before the agent saw it.
 const FRESH: Duration = Duration::from_millis(500);
 
 /// Deadlines of the coordinator's own. Those of members are in [`MembershipConfig`].
@@ -291,7 +291,8 @@ impl Coordinator {
         }
         let from = announcement.incarnation.clone();
         let known = self.agents.get(&from).and_then(|agent| agent.attachment.as_ref());
-        if known.is_some_and(|attachment| attachment.since.elapsed() < FRESH) {
+        // A new connection each time that one of thousands of agents asks for its assignment would be most of what a controller does.
+        if known.is_some_and(|attachment| announcement.attached || attachment.since.elapsed() < FRESH) {
             return Vec::new();
         }
         let of_pod = self.agents.keys().filter(|other| other.pod_uid == from.pod_uid && **other != from).count();

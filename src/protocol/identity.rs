@@ -105,6 +105,9 @@ pub struct Announcement {
     /// Protocols that it speaks.
     #[serde(default = "Protocols::unsaid")]
     pub speaks: Protocols,
+    /// Whether a coordinator reads its events: then it only asks for its assignment, and whoever reads them need not begin anew.
+    #[serde(default)]
+    pub attached: bool,
 }
 
 /// Answer of an announcement or enrolment that cannot be served now.

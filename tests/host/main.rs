@@ -17,5 +17,6 @@ mod operate;
 mod plugin;
 mod rotation;
 mod stories;
+mod upgrade;
 mod world;
 mod wrapped;

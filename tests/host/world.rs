@@ -21,6 +21,7 @@ pub use self::actor::Actor;
 use self::actor::engine;
 use self::processes::{agent_of, children};
 use crate::gpu::bed::{Machine, uuid};
+use crate::model::Model;
 
 /// The program under test.
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_weightsync");
@@ -88,47 +89,42 @@ pub fn unavailable() -> Value {
 impl World {
     /// Starts a group; `update` is the part of the same name of the file, and may carry its `canary`. Engines start with version 0 of [`crate::model::Model::small`].
     pub async fn start(update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_with(&crate::model::Model::small(0), update, actors).await
+        Self::start_with(&Model::small(0), update, actors).await
     }
 
     /// Starts a group whose engines start with that model.
-    pub async fn start_with(model: &crate::model::Model, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_in(None, json!({"tcp": {}}), "Agent", model, update, actors).await
+    pub async fn start_with(model: &Model, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
+        Self::start_from(Path::new(PROGRAM), model, update, actors).await
+    }
+
+    /// Starts a group of the build in that file: its coordinator, and agents for as long as that is the build there.
+    pub async fn start_from(program: &Path, model: &Model, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
+        Self::start_delivering(program, "Agent", None, json!({"tcp": {}}), model, update, actors).await
     }
 
     /// Starts a group whose trainer has the first GPU of a machine, and whose rollouts have the next ones; `transport` is the part of the
     /// same name of the file.
     pub async fn start_on(machine: &Machine, transport: Value, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_in(Some(machine), transport, "Agent", &crate::model::Model::large(0), update, actors).await
+        Self::start_delivering(Path::new(PROGRAM), "Agent", Some(machine), transport, &Model::large(0), update, actors).await
     }
 
     /// As [`start_on`](Self::start_on), with engines that join a group by themselves, whose ranks are on the GPUs of their rollouts.
     pub async fn start_joining(machine: &Machine, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
         let transport = json!({"nccl": {"bucketMiB": 1, "buffers": 4}});
-        Self::start_in(Some(machine), transport, "Engine", &crate::model::Model::large(0), update, actors).await
+        Self::start_delivering(Path::new(PROGRAM), "Engine", Some(machine), transport, &Model::large(0), update, actors).await
     }
 
     /// Starts a group whose weights travel in the trainer's own data plane.
     pub async fn start_external(update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_delivering("External", None, json!({"auto": {}}), &crate::model::Model::small(0), update, actors).await
-    }
-
-    async fn start_in(
-        machine: Option<&Machine>,
-        transport: Value,
-        delivery: &str,
-        model: &crate::model::Model,
-        update: Value,
-        actors: impl IntoIterator<Item = Actor>,
-    ) -> Self {
-        Self::start_delivering(delivery, machine, transport, model, update, actors).await
+        Self::start_delivering(Path::new(PROGRAM), "External", None, json!({"auto": {}}), &Model::small(0), update, actors).await
     }
 
     async fn start_delivering(
+        program: &Path,
         delivery: &str,
         machine: Option<&Machine>,
         transport: Value,
-        model: &crate::model::Model,
+        model: &Model,
         mut update: Value,
         actors: impl IntoIterator<Item = Actor>,
     ) -> Self {
@@ -151,18 +147,19 @@ impl World {
         for (key, value) in [("healthPeriodMilliseconds", json!(200)), ("timeoutSeconds", json!(20))] {
             update.as_object_mut().unwrap().entry(key).or_insert(value);
         }
-        let file = json!({
+        let mut file = json!({
             "name": name,
             "directory": "state",
             "versions": folder.path().join("versions"),
             "trainer": {"name": "trainer", "gpu": machine.map(|_| uuid(0))},
             "rollouts": rollouts.collect::<Vec<_>>(),
-            "canary": update.as_object_mut().unwrap().remove("canary"),
-            "update": update,
             "transport": transport, "delivery": delivery,
         });
+        // An earlier build does not know every field.
+        file.as_object_mut().unwrap().extend(update.as_object_mut().unwrap().remove_entry("canary"));
+        file["update"] = update;
         std::fs::write(folder.path().join("group.yaml"), file.to_string()).unwrap();
-        let mut local = Command::new(PROGRAM)
+        let mut local = Command::new(program)
             .args(["local", "--output", "json", "--filename"])
             .arg(folder.path().join("group.yaml"))
             .envs(machine.map(Machine::environment).unwrap_or_default())
@@ -277,12 +274,12 @@ impl World {
     }
 
     /// Whether an engine serves exactly that model.
-    pub async fn serves(&self, number: usize, model: &crate::model::Model) -> bool {
+    pub async fn serves(&self, number: usize, model: &Model) -> bool {
         self.simulator(number, "digest").await["tensors"] == model.digests()
     }
 
     /// Waits until an engine serves exactly that model.
-    pub async fn until_serves(&self, number: usize, model: &crate::model::Model) {
+    pub async fn until_serves(&self, number: usize, model: &Model) {
         until(&format!("actor-{number} to serve the version"), || self.serves(number, model)).await;
     }
 

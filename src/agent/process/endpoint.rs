@@ -176,6 +176,7 @@ impl Session {
                 control_address,
                 program: env!("CARGO_PKG_VERSION").into(),
                 speaks: Protocols::OURS,
+                attached: false,
             },
             refresh: core.events().refresh().clone(),
             attached: Arc::new(move || core.events().has_coordinator()),

@@ -59,6 +59,7 @@ async fn an_agent_that_is_told_that_its_assignment_changed_asks_for_it_at_once()
             control_address: "127.0.0.1:1".into(),
             program: "test".into(),
             speaks: Protocols::OURS,
+            attached: false,
         },
         attached: Arc::new(|| true),
         refresh: refresh.clone(),

@@ -35,6 +35,7 @@ fn announcement(uid: &str) -> Announcement {
         control_address: "127.0.0.1:1".into(),
         program: "fake".into(),
         speaks: crate::protocol::Protocols::OURS,
+        attached: false,
     }
 }
 

@@ -46,12 +46,18 @@ struct Shared {
     prepared: Arc<AtomicUsize>,
     /// How often it was told to announce itself.
     called: watch::Sender<usize>,
+    /// Event streams that were opened.
+    opened: watch::Sender<usize>,
+    /// Heartbeats on all of them.
+    beats: watch::Sender<usize>,
 }
 
 pub(crate) struct FakeAgent {
     pub(crate) name: String,
     pub(crate) address: String,
     shared: Shared,
+    identity: Identity,
+    announcement: Announcement,
     _tasks: Vec<AbortOnDropHandle<()>>,
 }
 
@@ -136,6 +142,8 @@ impl FakeAgent {
             hangs: watch::Sender::new(false),
             prepared: Arc::default(),
             called: watch::Sender::new(0),
+            opened: watch::Sender::new(0),
+            beats: watch::Sender::new(0),
         };
         let serving =
             serve_https(listener, identity.clone(), Access::Group, routes(shared.clone()), Limits::default(), CancellationToken::new());
@@ -148,12 +156,13 @@ impl FakeAgent {
             control_address: address.clone(),
             program: "fake".into(),
             speaks: crate::protocol::Protocols::OURS,
+            attached: false,
         };
         let tasks = vec![
             AbortOnDropHandle::new(tokio::spawn(async move { serving.await.unwrap() })),
-            AbortOnDropHandle::new(tokio::spawn(announce(identity, announcement, shared.clone()))),
+            AbortOnDropHandle::new(tokio::spawn(announce(identity.clone(), announcement.clone(), shared.clone()))),
         ];
-        Self { name: pod.name.clone(), address, shared, _tasks: tasks }
+        Self { name: pod.name.clone(), address, shared, identity, announcement, _tasks: tasks }
     }
 
     pub(crate) fn state(&self) -> MemberState {
@@ -181,6 +190,25 @@ impl FakeAgent {
     /// How often it was told that its assignment changed.
     pub(crate) fn calls(&self) -> watch::Receiver<usize> {
         self.shared.called.subscribe()
+    }
+
+    /// Event streams that were opened.
+    pub(crate) fn opened(&self) -> watch::Receiver<usize> {
+        self.shared.opened.subscribe()
+    }
+
+    /// Waits for so many more heartbeats.
+    pub(crate) async fn beat(&self, more: usize) {
+        let mut beats = self.shared.beats.subscribe();
+        let wanted = *beats.borrow() + more;
+        tokio::time::timeout(SOON, beats.wait_for(|beats| *beats >= wanted)).await.expect("heartbeats").unwrap();
+    }
+
+    /// Announces itself once, as one that is listened to or not.
+    pub(crate) async fn announce(&self, attached: bool) {
+        let client = ControllerClient::new(self.identity.clone(), self.shared.controller.borrow().clone());
+        let announcement = Announcement { attached, ..self.announcement.clone() };
+        client.post_json::<_, AnnounceResponse>("/v1/agents/announce", &announcement, SOON).await.unwrap();
     }
 
     /// Like SIGSTOP: connections stay open, nothing comes.
@@ -321,9 +349,14 @@ impl Drop for Listening {
 async fn events(State(shared): State<Shared>) -> Response {
     shared.speak().await;
     shared.listeners.send_modify(|listeners| *listeners += 1);
+    shared.opened.send_modify(|opened| *opened += 1);
     let listening = Listening(shared.listeners.clone());
     let snapshots = WatchStream::new(shared.state.subscribe()).map(|state| AgentEvent::Snapshot { state: Box::new(state) });
-    let heartbeats = IntervalStream::new(tokio::time::interval(HEARTBEAT)).map(|_| AgentEvent::Heartbeat);
+    let beats = shared.beats.clone();
+    let heartbeats = IntervalStream::new(tokio::time::interval(HEARTBEAT)).map(move |_| {
+        beats.send_modify(|beats| *beats += 1);
+        AgentEvent::Heartbeat
+    });
     let updates = WatchStream::new(shared.update.subscribe());
     let updates = updates.filter_map(|update| std::future::ready(update.map(|update| AgentEvent::Update { update })));
     let lines = futures::stream::select(snapshots, futures::stream::select(updates, heartbeats));

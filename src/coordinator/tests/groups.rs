@@ -249,3 +249,23 @@ async fn whoever_is_outside_of_the_group_is_told_at_once_that_another_version_co
     }
     assert_eq!(*member.calls().borrow(), 0, "it heard of both by the updates");
 }
+
+#[tokio::test]
+async fn an_agent_that_is_listened_to_and_asks_for_its_assignment_is_not_attached_to_anew() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS[..2]);
+    let _trainer = world.agent("trainer-0", "uid-t", "a").await;
+    let actor = world.agent("actor-0", "uid-0", "a").await;
+    until(&handle, "a group of two", committed(2)).await;
+    let mut opened = actor.opened();
+    let before = *opened.borrow();
+    // Until what listens to it counts as old.
+    actor.beat(15).await;
+    for attached in [true, true, false] {
+        actor.announce(attached).await;
+    }
+    let anew = opened.wait_for(|opened| *opened > before);
+    tokio::time::timeout(SOON, anew).await.expect("who says that nobody listens is listened to").unwrap();
+    actor.beat(5).await;
+    assert_eq!(*opened.borrow(), before + 1, "the other two changed nothing");
+}

@@ -70,6 +70,7 @@ impl World {
                         control_address: life.instance.clone(),
                         program: String::new(),
                         speaks: crate::protocol::Protocols::OURS,
+                        attached: false,
                     };
                     self.answer(slot, self.reign, LATENCY, Observation::Announced(announcement));
                     self.post(1_000, Event::Announce { slot, life });

@@ -100,6 +100,7 @@ impl Desk {
             control_address: format!("10.0.0.{n}:1"),
             program: "1".to_owned(),
             speaks: crate::protocol::Protocols::OURS,
+            attached: false,
         }
     }
 

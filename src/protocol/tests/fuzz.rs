@@ -120,7 +120,7 @@ pub(super) fn messages() -> Vec<Message> {
         EnrollResponse: json!({"certificatePem": "c", "caPem": "c", "weightsync": "w", "renewAfterMs": 1, "assignment": assignment});
         Announcement: json!({
             "namespace": "n", "pod": "p", "incarnation": life, "role": "source", "enginePort": 1, "controlAddress": "c", "program": "p",
-            "speaks": {"oldest": 1, "newest": 2},
+            "speaks": {"oldest": 1, "newest": 2}, "attached": true,
         });
         AnnounceResponse: json!({"assignment": assignment});
         Rejection: json!({"message": "m", "retryable": true});
