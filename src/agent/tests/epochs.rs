@@ -118,3 +118,42 @@ async fn f59_a_side_that_cuts_the_stream_differently_is_refused_before_a_byte_mo
     let changed = BeginRequest { layout_digest: other.digest(), layout: other, ..begin };
     assert_eq!(code(bed.post_as::<_, UpdateStatus>(&source, &rollout, "/v1/update/begin", &changed).await), RefusalCode::LayoutMismatch);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_member_that_plays_the_controller_or_the_leader_of_its_group_is_refused() {
+    let mut bed = Bed::new();
+    let (source, rollout, other) = (bed.source(), bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let members = [&source, &rollout, &other];
+    let id = bed.form(&members, None).await;
+    let next = EpochId { epoch: id.epoch + 1, ..id.clone() };
+    let prepare = PrepareRequest { id: next.clone(), ..bed.prepare_request(&members, &rollout) };
+    let commit = CommitRequest { id: next.clone(), ..bed.commit_request(&members, None) };
+    let reason = String::from("mine now");
+    // Not even by the one that leads its updates.
+    for from in [&source, &other] {
+        let answers = [
+            bed.post_as::<_, serde_json::Value>(from, &rollout, "/v1/epoch/prepare", &prepare).await,
+            bed.post_as(from, &rollout, "/v1/epoch/commit", &commit).await,
+            bed.post_as(from, &rollout, "/v1/epoch/fence", &FenceRequest { id: next.clone(), reason: reason.clone() }).await,
+            bed.post_as(from, &rollout, "/v1/release", &ReleaseRequest { id: next.clone(), reason: reason.clone() }).await,
+            bed.post_as(from, &rollout, "/v1/announce", &()).await,
+        ];
+        for answer in answers {
+            assert_eq!(code(answer), RefusalCode::Forbidden);
+        }
+    }
+    let (layout, _) = weights(1);
+    let begin = BeginRequest {
+        update: UpdateId { epoch: id.clone(), version: 1, attempt: 1 },
+        layout_digest: layout.digest(),
+        layout,
+        algorithm: DigestAlgorithm::default(),
+        feeding: false,
+        manual: false,
+        manifest_digest: None,
+    };
+    assert_eq!(code(bed.post_as::<_, UpdateStatus>(&other, &rollout, "/v1/update/begin", &begin).await), RefusalCode::Forbidden);
+    let state = rollout.core.events().state();
+    assert_eq!((state.epoch.as_ref(), state.phase), (Some(&id), MemberPhase::Ready), "nothing of it was done");
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+}
