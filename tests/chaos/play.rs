@@ -283,7 +283,9 @@ fn named(bed: &Bed, strike: &Strike, struck: &Struck, told: usize) -> Result<Vec
     let victim = member(strike.victim);
     let (felt, said) = match &struck.outcome {
         Some(Outcome::Published { behind, attempts, .. }) => {
-            (*attempts > 1 || !behind.is_empty(), behind.iter().any(|(member, why)| *member == victim && !why.is_empty()))
+            // A connection has two ends: who is behind by the loss of one is told with the other's name.
+            let says = |(member, why): &(String, String)| *member == victim && !why.is_empty() || why.contains(&victim);
+            (*attempts > 1 || !behind.is_empty(), behind.iter().any(says))
         }
         // The trainer hears that its agent is gone, which names the source.
         Some(Outcome::Failed { kind, message }) => (true, kind == "AgentLost" && strike.victim == 0 || message.contains(&victim)),
