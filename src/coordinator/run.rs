@@ -291,7 +291,7 @@ impl Coordinator {
         }
         let from = announcement.incarnation.clone();
         let known = self.agents.get(&from).and_then(|agent| agent.attachment.as_ref());
-        // A new connection each time that one of thousands of agents asks for its assignment would be most of what a controller does.
+        // A new connection each time that one of thousands of agents asks for its assignment would cost a second handshake for each.
         if known.is_some_and(|attachment| announcement.attached || attachment.since.elapsed() < FRESH) {
             return Vec::new();
         }
