@@ -7,31 +7,14 @@
 use std::hint::black_box;
 
 use anyhow::Result;
-use clap::Args;
 use weightsync::transport::tcp::TcpOptions;
 use weightsync::weights::{BucketHasher, bucket_digest};
 
 use crate::node::{BUCKET, slots};
-use crate::processes::{Node, Sent, processor, send};
+use crate::processes::{Node, OneHop, Sent, gigabytes, processor, send};
 use crate::report::{Report, median};
 
-#[derive(Args, Clone)]
-pub struct Settings {
-    /// GiB of each measurement.
-    #[arg(long, default_value_t = 4)]
-    gib: u64,
-    /// Arguments for leader and members, e.g. `--lanes 2`.
-    #[arg(last = true)]
-    tuning: Vec<String>,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self { gib: 4, tuning: Vec::new() }
-    }
-}
-
-pub fn measure(settings: &Settings, runs: usize, report: &mut Report) -> Result<()> {
+pub fn measure(settings: &OneHop, runs: usize, report: &mut Report) -> Result<()> {
     let bytes = settings.gib << 30;
     let member = [Node::start(&[], "127.0.0.1:0", &settings.tuning)?];
     let known = [settings.tuning.as_slice(), &["--digests-beforehand".to_owned()]].concat();
@@ -85,9 +68,4 @@ fn hash_cache(bytes: u64) -> Result<f64> {
     }
     black_box(hasher.take());
     Ok(processor("self")? - before)
-}
-
-#[allow(clippy::cast_precision_loss)]
-fn gigabytes(bytes: u64) -> f64 {
-    bytes as f64 / 1e9
 }

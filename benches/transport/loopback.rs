@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use weightsync::transport::tcp::TcpOptions;
 
-use crate::processes::{Node, output, send};
+use crate::processes::{Node, gigabytes, output, send};
 use crate::report::Report;
 
 #[derive(Args, Clone)]
@@ -54,11 +54,6 @@ impl Settings {
         let given = self.tuning.iter().skip_while(|word| *word != "--lanes").nth(1).and_then(|lanes| lanes.parse().ok());
         given.unwrap_or(TcpOptions::default().lanes)
     }
-}
-
-#[allow(clippy::cast_precision_loss)]
-fn gigabytes(bytes: u64) -> f64 {
-    bytes as f64 / 1e9
 }
 
 /// GB/s that the receiving side of iperf3 counted, over so many streams together.

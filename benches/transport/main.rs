@@ -38,9 +38,9 @@ enum Command {
     /// One hop on the loopback device, digest on, against iperf3 with one stream.
     Loopback(loopback::Settings),
     /// One hop on the loopback device inside TLS, against the same in plain.
-    Tls(tls::Settings),
+    Tls(processes::OneHop),
     /// What digests cost on one hop of the loopback device.
-    Hashing(hashing::Settings),
+    Hashing(processes::OneHop),
     /// Four members against one, in network namespaces shaped to one equal rate (needs root, iproute2 and tc).
     Chain(chain::Settings),
     /// Eight and sixteen members against one, the same way, at a rate that two cores carry over all links.
@@ -66,8 +66,8 @@ fn main() -> Result<()> {
         Some(Command::LongChains(settings)) => chain::measure(&settings, &chain::LONG, arguments.runs, &mut report)?,
         None => {
             loopback::measure(&loopback::Settings::default(), arguments.runs, &mut report)?;
-            tls::measure(&tls::Settings::default(), arguments.runs, &mut report)?;
-            hashing::measure(&hashing::Settings::default(), arguments.runs, &mut report)?;
+            tls::measure(&processes::OneHop::default(), arguments.runs, &mut report)?;
+            hashing::measure(&processes::OneHop::default(), arguments.runs, &mut report)?;
             chain::measure(&chain::Settings::default(), &chain::SHORT, arguments.runs, &mut report)?;
             chain::measure(&chain::Settings::default(), &chain::LONG, arguments.runs, &mut report)?;
         }

@@ -4,6 +4,29 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use clap::Args;
+
+/// What a comparison of hops over the loopback device is asked for.
+#[derive(Args, Clone)]
+pub struct OneHop {
+    /// GiB of each measurement.
+    #[arg(long, default_value_t = 4)]
+    pub gib: u64,
+    /// Arguments for leader and members, e.g. `--lanes 2`.
+    #[arg(last = true)]
+    pub tuning: Vec<String>,
+}
+
+impl Default for OneHop {
+    fn default() -> Self {
+        Self { gib: 4, tuning: Vec::new() }
+    }
+}
+
+#[allow(clippy::cast_precision_loss)]
+pub fn gigabytes(bytes: u64) -> f64 {
+    bytes as f64 / 1e9
+}
 
 /// A member in a process of its own; ends with its standard input.
 pub struct Node {

@@ -6,12 +6,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use clap::Args;
 use rustls_pki_types::ServerName;
 use weightsync::runtime::identity::{Ca, ClientCertificates, PeerIdentity, agent_name};
 use weightsync::transport::tcp::DataTls;
 
-use crate::processes::{Node, Sent, send};
+use crate::processes::{Node, OneHop, Sent, gigabytes, send};
 use crate::report::{Report, median};
 
 /// Who leaders and members are in their certificates.
@@ -19,23 +18,7 @@ const POD: &str = "bench";
 /// Certificates outlive every measurement.
 const LIFETIME: Duration = Duration::from_hours(1);
 
-#[derive(Args, Clone)]
-pub struct Settings {
-    /// GiB of each measurement.
-    #[arg(long, default_value_t = 4)]
-    gib: u64,
-    /// Arguments for leader and members, e.g. `--lanes 2`.
-    #[arg(last = true)]
-    tuning: Vec<String>,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self { gib: 4, tuning: Vec::new() }
-    }
-}
-
-pub fn measure(settings: &Settings, runs: usize, report: &mut Report) -> Result<()> {
+pub fn measure(settings: &OneHop, runs: usize, report: &mut Report) -> Result<()> {
     let bytes = settings.gib << 30;
     let folder = tempfile::tempdir()?;
     make_authority(folder.path())?;
@@ -74,9 +57,4 @@ pub fn settings(folder: &Path) -> Result<DataTls> {
     let identity = authority.issue(&who, LIFETIME)?;
     let server = identity.server_config(ClientCertificates::Required)?;
     Ok(DataTls::one_name(server, identity.client_config()?.into(), ServerName::try_from(agent_name(POD))?))
-}
-
-#[allow(clippy::cast_precision_loss)]
-fn gigabytes(bytes: u64) -> f64 {
-    bytes as f64 / 1e9
 }
