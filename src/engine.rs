@@ -126,6 +126,9 @@ pub struct InstallReport {
     pub start: EngineStart,
     /// Times of finished steps in ms: `stage` (before the pause), `pause`, `load`, `check`, `resume`, `probe` or `canary`.
     pub steps_ms: Vec<(String, u64)>,
+    /// Whether the one token that shows that it computes is still to be asked for ([`Engine::see_owed_answer`]): an engine that was never stopped, and
+    /// that generated behind an earlier install of the same way, is not waited for.
+    pub owes_answer: bool,
 }
 
 /// An install that did not end well.
@@ -212,6 +215,12 @@ pub trait Engine: Send + Sync {
     /// paused as the trainer left it); see [`InstallError::dirty`] otherwise. The install goes on when the returned future is dropped.
     /// The directory must stay as it is until the install ended; when it ended dirty, until the next install or `put_back` ended.
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError>;
+
+    /// Asks for the token that an install of this version left owing ([`InstallReport::owes_answer`]). An engine that fails to compute is
+    /// held and marked as by an install, unless something else changed it meanwhile; one that is merely busy, or gone, is not.
+    async fn see_owed_answer(&self, _version: &HeldVersion, _deadline: Duration) -> Result<(), InstallError> {
+        Ok(())
+    }
 
     /// How it can be fed from GPU memory under these policies, asked before a byte moves; else why it cannot.
     async fn device_route(&self, _pause: PausePolicy, _kv_cache: KvCachePolicy, _deadline: Duration) -> Result<DeviceRoute, EngineError> {

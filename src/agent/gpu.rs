@@ -88,6 +88,11 @@ struct Wanted {
 }
 
 impl Wanted {
+    fn by(policy: &TransportPolicy, ranks: usize) -> Self {
+        let ring = (policy.slots, policy.slot_bytes);
+        Self { environment: policy.environment.clone(), defaults: policy.defaults.clone(), ranks, ring }
+    }
+
     /// What workers start with: others are started where it changes.
     fn nccl(&self) -> (BTreeMap<String, String>, BTreeMap<String, String>) {
         (self.environment.clone(), self.defaults.clone())
@@ -117,15 +122,16 @@ pub struct Gpus {
 }
 
 impl Gpus {
-    /// Nothing is started before [`supervise`](Self::supervise) runs.
+    /// Nothing is started before [`supervise`](Self::supervise) runs. Workers start with the settings of `policy`.
     pub fn new(
         core: Arc<Core>,
         settings: GpuSettings,
         share: Share,
+        policy: &TransportPolicy,
         transport: Arc<NcclTransport>,
         source: Option<watch::Sender<Result<SourceWorker, String>>>,
     ) -> Arc<Self> {
-        let (seats, wanted) = (watch::Sender::new(Seats::Starting), watch::Sender::default());
+        let (seats, wanted) = (watch::Sender::new(Seats::Starting), watch::Sender::new(Wanted::by(policy, 0)));
         Arc::new(Self { core, settings, share, transport, seats, wanted, source, rings: Mutex::default() })
     }
 
@@ -137,9 +143,7 @@ impl Gpus {
     /// What NCCL is told by its environment (workers that were started with something else are started anew), and how many ranks the
     /// engine has: so many GPUs at most are taken of those that are visible.
     pub fn configure(&self, policy: &TransportPolicy, ranks: u32) {
-        let ring = (policy.slots, policy.slot_bytes);
-        let ranks = usize::try_from(ranks).unwrap_or(usize::MAX);
-        let wanted = Wanted { environment: policy.environment.clone(), defaults: policy.defaults.clone(), ranks, ring };
+        let wanted = Wanted::by(policy, usize::try_from(ranks).unwrap_or(usize::MAX));
         // Seats say that workers start before anybody can see what they are to start with: a report must not take the old ones for the new.
         // Nobody starts workers for an agent that was told to use no GPU: they would be waited for in vain at every epoch.
         let none = self.settings.choice == GpuChoice::None;

@@ -12,6 +12,7 @@ mod going_back;
 mod group;
 pub mod machine;
 mod memory;
+mod owed;
 pub mod readiness;
 mod receive;
 pub(super) mod ring;

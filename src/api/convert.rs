@@ -99,10 +99,7 @@ impl WeightSyncSpec {
             keep: count(self.membership.keep),
             bucket_bytes: u64::from(count(tcp.bucket_mib.unwrap_or(0))) << 20,
             data_tls: tcp.tls,
-            transport: match self.delivery {
-                super::Delivery::Engine => self.transport_policy().beside_engines(self.engine_kinds()),
-                super::Delivery::Agent | super::Delivery::External => self.transport_policy(),
-            },
+            transport: self.transport_policy(),
             health: HealthPolicy {
                 period_ms: millis(self.health.period_seconds),
                 timeout_ms: millis(self.health.timeout_seconds),
@@ -113,19 +110,24 @@ impl WeightSyncSpec {
         }
     }
 
-    fn transport_policy(&self) -> TransportPolicy {
+    /// How bytes are to travel, as agents are told.
+    pub fn transport_policy(&self) -> TransportPolicy {
         let wish = match (&self.transport.nccl, self.transport.tcp) {
             (Some(_), _) => TransportWish::Nccl,
             (None, Some(_)) => TransportWish::Tcp,
             (None, None) => TransportWish::Auto,
         };
         let nccl = self.transport.nccl.clone().unwrap_or_default();
-        TransportPolicy {
+        let policy = TransportPolicy {
             wish,
             slot_bytes: u64::from(count(nccl.bucket_mib.unwrap_or(0))) << 20,
             slots: count(nccl.buffers.unwrap_or(0)),
             environment: nccl.env,
             defaults: BTreeMap::new(),
+        };
+        match self.delivery {
+            super::Delivery::Engine => policy.beside_engines(self.engine_kinds()),
+            super::Delivery::Agent | super::Delivery::External => policy,
         }
     }
 

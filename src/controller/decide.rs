@@ -159,7 +159,15 @@ fn claims_of_others(object: &WeightSync, others: &[&WeightSync], pods: &[PodFact
 /// would release its engine in the middle of an update.
 fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment> {
     let serve_before_first_version = object.spec.serve_before_first_version();
-    let wanted = |role, engines| Assignment { role, engines, serve_before_first_version, current: None, returned: None, newest: None };
+    let wanted = |role, engines| Assignment {
+        role,
+        engines,
+        serve_before_first_version,
+        current: None,
+        returned: None,
+        newest: None,
+        transport: object.spec.transport_policy(),
+    };
     let mut claims = HashMap::new();
     let mut seen = BTreeSet::new();
     for pod in pods.iter().filter(|pod| pod.phase != PodPhase::Terminal) {

@@ -10,6 +10,7 @@ mod group;
 mod host;
 mod install;
 mod last_group;
+mod proof;
 mod put_back;
 
 use std::path::{Path, PathBuf};
@@ -21,6 +22,7 @@ use async_trait::async_trait;
 use tokio::sync::{Mutex, OwnedMutexGuard};
 
 use self::last_group::LastGroup;
+use self::proof::Proven;
 use super::http::Until;
 use super::server::Server;
 use super::start::StartWatch;
@@ -28,7 +30,7 @@ use super::{
     DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, External, Holding, HostInstall, HostJob,
     InstallError, InstallJob, InstallReport, Resumed,
 };
-use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
+use crate::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::TensorSpec;
 
 /// An engine behind its [`Server`] calls. Clones share it.
@@ -44,6 +46,7 @@ struct Inner<S> {
     turn: Arc<Mutex<()>>,
     /// The group that it was last brought into.
     group: LastGroup,
+    proven: Proven,
     /// True while the engine core may be too busy to answer because of us.
     loading: AtomicBool,
 }
@@ -58,6 +61,7 @@ impl<S: Server> Adapter<S> {
             start: StartWatch::default(),
             turn: Arc::default(),
             group: LastGroup::new(record.map(|record| record.with_extension("group"))),
+            proven: Proven::default(),
             loading: AtomicBool::new(false),
         };
         Self(Arc::new(inner))
@@ -258,6 +262,10 @@ impl<S: Server> Engine for Adapter<S> {
         // A task of its own: an agent that drops this future (a select, a fenced epoch) must not leave the engine paused in the middle.
         let installed = tokio::spawn(async move { inner.install(&job).await }).await;
         installed.unwrap_or(Err(InstallError { step: "start", dirty: true, source: EngineError::Cancelled }))
+    }
+
+    async fn see_owed_answer(&self, version: &HeldVersion, deadline: Duration) -> Result<(), InstallError> {
+        self.0.see_owed_answer(version, Until::new(deadline)).await
     }
 
     async fn device_route(&self, pause: PausePolicy, kv_cache: KvCachePolicy, deadline: Duration) -> Result<DeviceRoute, EngineError> {

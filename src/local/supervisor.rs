@@ -176,10 +176,10 @@ impl Supervisor {
         for pod in &self.pods {
             let uid = self.uid(pod);
             let engines = pod.spec.engine.iter().map(|engine| engine.assignment.clone()).collect();
-            let current = self.current.clone();
+            let (role, current, transport) = (pod.spec.role, self.current.clone(), self.spec.policy.transport.clone());
             claims.insert(
                 uid.clone(),
-                Assignment { role: pod.spec.role, engines, serve_before_first_version: true, current, returned: None, newest: None },
+                Assignment { role, engines, serve_before_first_version: true, current, returned: None, newest: None, transport },
             );
             candidates.push(Candidate {
                 name: pod.spec.member(),

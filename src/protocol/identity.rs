@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{HeldVersion, Incarnation, Protocols, Returned, Role, Version};
+use super::{HeldVersion, Incarnation, Protocols, Returned, Role, TransportPolicy, Version};
 
 /// `POST /v1/agents/enroll` at the controller, over TLS with the server's certificate checked; asks for a certificate.
 #[derive(Clone, Serialize, Deserialize)]
@@ -62,6 +62,10 @@ pub struct Assignment {
     /// The newest version in service, where the object limits how far versions may be apart.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub newest: Option<Version>,
+    /// How bytes are to travel, so that GPU workers start with the settings that groups will want: told only when a group forms, they are
+    /// started twice, which is most of a second after the loss of a source.
+    #[serde(default)]
+    pub transport: TransportPolicy,
 }
 
 /// One engine server beside an agent.

@@ -10,7 +10,7 @@ use serde_json::json;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 use weightsync::plan::Candidate;
-use weightsync::protocol::{Assignment, EngineAssignment, MemberName, PodRef, Reason, Role};
+use weightsync::protocol::{Assignment, EngineAssignment, MemberName, PodRef, Reason, Role, TransportPolicy};
 
 use crate::agent_process::Operator;
 use crate::model::Model;
@@ -53,6 +53,7 @@ async fn the_end_of_a_wrapped_engine_is_told_at_once_with_its_cause() {
         current: None,
         returned: None,
         newest: None,
+        transport: TransportPolicy::default(),
     };
     let pods = vec![PodRef { name: "w".into(), uid: "uid-w".into(), node: None }];
     let candidate = Candidate { name: MemberName("actors/w".into()), role: Role::Rollout, size: 1, pods, port: Some(port) };

@@ -133,43 +133,47 @@ impl Gpus {
 
     /// Workers on all GPUs; those that live already stay.
     async fn open_all(&self, living: Vec<Open>) -> Result<Vec<Open>, String> {
-        let gpus = match &self.settings.choice {
-            GpuChoice::These(gpus) => gpus.clone(),
+        let (gpus, mut idle) = match &self.settings.choice {
+            GpuChoice::These(gpus) => (gpus.clone(), None),
             GpuChoice::None => return Err("its agent was told to use no GPU".into()),
-            GpuChoice::Auto => self.visible().await?,
+            GpuChoice::Auto => self.visible().await.map(|(gpus, worker)| (gpus, Some(worker)))?,
         };
         let mut open = Vec::new();
         for gpu in gpus {
             match living.iter().find(|seat| seat.gpu.uuid == gpu && seat.worker.cause().is_none()) {
                 Some(seat) => open.push(seat.clone()),
-                None => open.push(self.open(&gpu).await.map_err(|error| error.to_string())?),
+                None => open.push(self.open(&gpu, idle.take()).await.map_err(|error| error.to_string())?),
             }
         }
         Ok(open)
     }
 
-    async fn open(&self, gpu: &str) -> Result<Open, WorkerError> {
-        let worker = Worker::start(&self.start_of(gpu)?)?;
+    /// `idle` is a worker that has opened none yet: the driver takes as long to be loaded as a GPU to be opened.
+    async fn open(&self, gpu: &str, idle: Option<Worker>) -> Result<Open, WorkerError> {
+        let worker = match idle {
+            Some(worker) => worker,
+            None => Worker::start(&self.start_of(gpu)?)?,
+        };
         let (pid, gpu, nccl) = worker.open(Some(gpu), self.settings.nccl.as_deref(), OPEN).await?;
         tracing::info!(pid, gpu = gpu.uuid, name = gpu.name, ?nccl, "a GPU worker is up");
         let staging = Staging::new(worker.clone());
         Ok(Open { worker, gpu, nccl, staging, ring: Arc::default() })
     }
 
-    /// The UUIDs of this endpoint's share of the visible GPUs.
-    async fn visible(&self) -> Result<Vec<String>, String> {
+    /// The UUIDs of this endpoint's share of the visible GPUs, and the worker that found them.
+    async fn visible(&self) -> Result<(Vec<String>, Worker), String> {
         let listing = async {
-            let worker = Worker::start(&self.start_of("list")?)?;
-            worker.devices(self.settings.nccl.as_deref(), OPEN).await
+            let worker = Worker::start(&self.start_of("GPU")?)?;
+            Ok((worker.devices(self.settings.nccl.as_deref(), OPEN).await?, worker))
         };
-        let listed = listing.await.map_err(|error: WorkerError| missing(error.to_string()))?;
+        let (listed, worker) = listing.await.map_err(|error: WorkerError| missing(error.to_string()))?;
         let WorkerAnswer::Devices { gpus, .. } = listed else {
             return Err("the GPU worker answered something else than its GPUs".into());
         };
         if let Some(refused) = gpus.iter().find_map(|gpu| gpu.refused.as_ref().map(|why| format!("{}: {why}", gpu.uuid))) {
             return Err(refused);
         }
-        share(gpus.into_iter().map(|gpu| gpu.uuid).collect(), self.share, self.wanted.borrow().ranks)
+        Ok((share(gpus.into_iter().map(|gpu| gpu.uuid).collect(), self.share, self.wanted.borrow().ranks)?, worker))
     }
 }
 

@@ -130,7 +130,9 @@ impl Session {
         let data_address = crate::transport::Transport::address(transport.as_ref());
         let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport.clone());
         let share = Share { number: usize::from(number), of: running.wanted };
-        let gpus = Gpus::new(core.clone(), settings.gpus.clone(), share, transport, engine.is_none().then(|| self.source_gpu.clone()));
+        let policy = running.assignment.borrow().transport.clone();
+        let told = engine.is_none().then(|| self.source_gpu.clone());
+        let gpus = Gpus::new(core.clone(), settings.gpus.clone(), share, &policy, transport, told);
         running.tasks.spawn(gpus.clone().supervise(cancel.clone()));
         leader.set_gpus(gpus.clone());
         let part = if let Some(engine) = engine {

@@ -114,7 +114,7 @@ impl Rollout {
     /// Takes in how an install ended: none when it did not. `files` are those of the version, where it lies in files. True when it failed
     /// and left the engine as it was.
     pub(super) fn end_switch(
-        &self,
+        self: &Arc<Self>,
         held: &HeldVersion,
         files: Option<&Arc<Version>>,
         outcome: Result<Result<InstallReport, InstallError>, ()>,
@@ -122,7 +122,8 @@ impl Rollout {
         limit: Duration,
     ) -> bool {
         let failed = |error: &InstallError| format!("version {} could not be installed: {error}", held.version);
-        self.with(|inner| {
+        let owes_answer = matches!(&outcome, Ok(Ok(report)) if report.owes_answer);
+        let left_as_it_was = self.with(|inner| {
             inner.switching = false;
             inner.paused_until = None;
             // A new start of the engine cleans it as well; its files are let go with the next switch.
@@ -164,7 +165,11 @@ impl Rollout {
                     false
                 }
             }
-        })
+        });
+        if owes_answer {
+            self.see_owed_answer(held.clone());
+        }
+        left_as_it_was
     }
 
     /// Undoes a pause of ours, unless the engine may hold half an update. The adapter asks the engine itself.
@@ -232,7 +237,7 @@ impl Rollout {
 }
 
 /// The time of day after `from_now`, in ms since 1970.
-fn ms_since_1970(from_now: Duration) -> u64 {
+pub(super) fn ms_since_1970(from_now: Duration) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.saturating_add(from_now).as_millis()).unwrap_or(u64::MAX)
 }

@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::agent::enrollment::{Announcer, AnnouncingEnded};
-use crate::protocol::{AnnounceResponse, Announcement, Assignment, HeldVersion, Incarnation, Protocols, Role};
+use crate::protocol::{AnnounceResponse, Announcement, Assignment, HeldVersion, Incarnation, Protocols, Role, TransportPolicy};
 use crate::runtime::https::{Access, ControllerClient, Limits, serve_https};
 use crate::runtime::identity::{Ca, PeerIdentity};
 
@@ -36,6 +36,7 @@ async fn an_agent_that_is_told_that_its_assignment_changed_asks_for_it_at_once()
         current: None,
         returned: None,
         newest: None,
+        transport: TransportPolicy::default(),
     };
     let wanted = watch::Sender::new(nothing.clone());
     let routes = Router::new().route("/v1/agents/announce", post(answer)).with_state(wanted.clone());

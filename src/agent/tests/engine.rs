@@ -43,6 +43,10 @@ pub struct Inside {
     pub directory: Option<PathBuf>,
     pub slow: Duration,
     pub put_back: u32,
+    /// It is asked for its one token behind an install.
+    pub owes: bool,
+    /// The version that it does not compute with.
+    pub spoiled: Option<Version>,
     /// Versions that a canary refuses.
     pub refuses: Vec<Version>,
     /// It gives no log-probs.
@@ -185,7 +189,16 @@ impl Engine for TestEngine {
             inside.paused = false;
             inside.directory = Some(job.directory.clone());
         });
-        Ok(InstallReport { start: EngineStart(start.to_string()), steps_ms: vec![("load".into(), 1)] })
+        Ok(InstallReport { start: EngineStart(start.to_string()), steps_ms: vec![("load".into(), 1)], owes_answer: self.get(|inside| inside.owes) })
+    }
+
+    async fn see_owed_answer(&self, version: &HeldVersion, _deadline: Duration) -> Result<(), InstallError> {
+        if self.get(|inside| inside.spoiled != Some(version.version)) {
+            return Ok(());
+        }
+        self.set(|inside| (inside.half, inside.paused) = (Some(version.clone()), true));
+        let source = EngineError::BadReply { url: "http://engine".into(), what: "it generated no token".into() };
+        Err(InstallError { step: "probe", dirty: true, source })
     }
 
     async fn host_route(&self, _deadline: Duration) -> Result<&'static str, EngineError> {

@@ -142,6 +142,24 @@ async fn a_dirty_engine_is_never_ready_and_is_fed_in_full() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_is_seen_not_to_compute_behind_its_install_is_dirty_from_then_on_and_named() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    rollouts[1].engine.set(|inside| (inside.owes, inside.spoiled) = (true, Some(2)));
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
+    assert_eq!(result.installed.len(), 2, "it is not waited for");
+    let state = rollouts[1].until("dirty", |state| state.phase == MemberPhase::Dirty).await;
+    assert!(state.installed.is_none() && state.paused_until.is_some(), "{state:?}");
+    assert!(state.reason.as_ref().is_some_and(|reason| reason.contains("does not compute with it")), "{state:?}");
+    assert!(rollouts[1].rollout().ready().is_err());
+    rollouts[1].engine.set(|inside| inside.spoiled = None);
+    rollouts[1].until_installed(2).await;
+    assert_eq!((rollouts[0].rollout().ready(), rollouts[1].rollout().ready()), (Ok(()), Ok(())));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_dirty_engine_that_nobody_feeds_is_put_back_at_the_deadline() {
     let mut bed = Bed::new();
     bed.policy.update_timeout_ms = 1_000;

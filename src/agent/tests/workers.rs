@@ -117,7 +117,7 @@ impl HostInstall for Workers {
             inside.half = None;
             inside.paused = false;
         });
-        Ok(InstallReport { start: EngineStart(self.start.to_string()), steps_ms: vec![("load".into(), 1)] })
+        Ok(InstallReport { start: EngineStart(self.start.to_string()), steps_ms: vec![("load".into(), 1)], owes_answer: false })
     }
 
     async fn abandon(mut self: Box<Self>, _reason: &str) -> bool {

@@ -5,12 +5,13 @@
 //! it is about the weights, and others may have measured the same. Without a canary one token must come.
 
 use super::Inner;
-use super::install::{Failed, MOST_GENERATE, Terms, clean};
+use super::install::{Failed, Terms, clean};
+use super::proof::MOST_GENERATE;
 use crate::engine::canary::{failed_to_compute, judge};
 use crate::engine::http::Until;
 use crate::engine::server::Server;
 use crate::engine::{EngineError, Holding, InstallError};
-use crate::protocol::CanaryPolicy;
+use crate::protocol::{CanaryPolicy, HeldVersion};
 
 impl<S: Server> Inner<S> {
     /// Asks the engine, which runs, and names the step that this was.
@@ -34,12 +35,12 @@ impl<S: Server> Inner<S> {
             },
         };
         tracing::warn!(engine = self.server.url(), version = terms.version.version, %source, "the canary does not let the version pass");
-        Err(self.hold_back(Failed { step: "canary", source }, terms, whole).await)
+        Err(self.hold_back(Failed { step: "canary", source }, &terms.marked, whole).await)
     }
 
     /// What it computes with must not be served: it is marked, and paused until it is fed again.
-    pub(super) async fn hold_back(&self, failed: Failed, terms: &Terms, whole: Until) -> InstallError {
-        if let Err(error) = self.mark(terms, whole).await {
+    pub(super) async fn hold_back(&self, failed: Failed, marked: &HeldVersion, whole: Until) -> InstallError {
+        if let Err(error) = self.write(Holding::HalfAnUpdate(marked.clone()), whole).await {
             tracing::warn!(engine = self.server.url(), %error, "an engine that must not serve cannot be marked");
         }
         self.dirty(failed, whole).await

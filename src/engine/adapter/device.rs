@@ -3,7 +3,7 @@
 //! Same order as an install from a directory (look, pause, mark, load, reset caches, compare, write the version, resume, see an answer),
 //! with the pause put off until the first bucket is there, because the engine may serve while it still travels. It runs in a task of its own:
 //! whoever feeds it may be dropped in the middle, and the engine is left paused and marked then, never half-fed and running. Buckets must
-//! come in the order of the layout, each once; an engine that lacks one is never resumed.
+//! come in the order of the layout, each once; an engine that lacks one is never resumed. When the answer may be seen behind it: [`super::proof`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -299,11 +299,14 @@ impl<S: Server> Running<S> {
             self.inner.run_again(self.whole).await.map_err(at("resume")).map_err(|failed| clean(self.inner.seen(failed)))?;
             self.steps.done("resume");
         }
-        if self.pauses || self.job.pause != PausePolicy::External {
+        let asks = self.pauses || self.job.pause != PausePolicy::External;
+        let owes_answer = asks && !self.pauses && self.terms.canary.is_none() && self.inner.proven.is(&start, self.route.name);
+        if asks && !owes_answer {
             let step = self.inner.see_an_answer(&self.terms, self.until, self.whole).await?;
             self.steps.done(step);
+            self.inner.proven.set(Some((start.clone(), self.route.name)));
         }
-        Ok(InstallReport { start, steps_ms: std::mem::take(&mut self.steps.done) })
+        Ok(InstallReport { start, steps_ms: std::mem::take(&mut self.steps.done), owes_answer })
     }
 
     /// Ends it: whether the engine may hold a mixture.

@@ -8,7 +8,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::Inner;
-use super::install::{MOST_GENERATE, Steps};
+use super::install::Steps;
+use super::proof::MOST_GENERATE;
 use crate::engine::http::Until;
 use crate::engine::server::Server;
 use crate::engine::{EngineError, External, ExternalMark, ExternalProof, Holding, InstallError, InstallReport};
@@ -111,6 +112,6 @@ impl<S: Server> Inner<S> {
             self.start.wrote(Some(carries.clone()));
         }
         let look = self.start.look();
-        Ok(InstallReport { start: self.start.answered(look, &fingerprint, &carries), steps_ms: steps.done })
+        Ok(InstallReport { start: self.start.answered(look, &fingerprint, &carries), steps_ms: steps.done, owes_answer: false })
     }
 }

@@ -224,7 +224,7 @@ impl<S: Server> Running<S> {
             let step = self.inner.see_an_answer(&self.terms, self.until, self.whole).await?;
             self.steps.done(step);
         }
-        Ok(InstallReport { start, steps_ms: std::mem::take(&mut self.steps.done) })
+        Ok(InstallReport { start, steps_ms: std::mem::take(&mut self.steps.done), owes_answer: false })
     }
 
     /// Ends it: whether the engine may hold a mixture.

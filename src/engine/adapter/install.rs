@@ -21,8 +21,6 @@ use crate::weights::safetensors::Checkpoint;
 
 /// Longest time kept back for undoing.
 pub(super) const MOST_RESERVE: Duration = Duration::from_secs(10);
-/// Longest wait for the one token after the switch; the first of a fresh vLLM 0.32 took 5.5 s on an idle CPU machine and 30 s on a busy one.
-pub(super) const MOST_GENERATE: Duration = Duration::from_secs(60);
 
 /// A failed step, before it is known whether it left the engine dirty.
 pub(super) struct Failed {
@@ -145,7 +143,7 @@ impl<S: Server> Inner<S> {
             steps.done("resume");
             steps.done(self.see_an_answer(terms, until, whole).await?);
         }
-        Ok(InstallReport { start, steps_ms: steps.done })
+        Ok(InstallReport { start, steps_ms: steps.done, owes_answer: false })
     }
 
     /// Takes a failed call into account as a sign of a restart.
@@ -259,24 +257,6 @@ impl<S: Server> Inner<S> {
         let holding = self.server.holding(until).await?;
         self.start.answered(look, &fingerprint, &holding);
         Ok(fingerprint == before.fingerprint && holding == Holding::HalfAnUpdate(terms.marked.clone()))
-    }
-
-    /// One token from the new weights. An engine that is merely busy passes; one that fails to compute does not.
-    pub(super) async fn generate(&self, terms: &Terms, until: Until, whole: Until) -> Result<(), InstallError> {
-        let source = match self.server.generate(until.at_most(MOST_GENERATE)).await {
-            Ok(()) => return Ok(()),
-            Err(error @ EngineError::Timeout { .. }) => match self.server.holding(whole).await {
-                Ok(_) => {
-                    tracing::warn!(engine = self.server.url(), "no token in time after the switch: the engine lives but is busy");
-                    return Ok(());
-                }
-                Err(_) => return Err(clean(Failed { step: "probe", source: error })),
-            },
-            Err(error @ EngineError::Unreachable { .. }) => return Err(clean(self.seen(Failed { step: "probe", source: error }))),
-            Err(error) => error,
-        };
-        // What it computes with is not what it was given.
-        Err(self.hold_back(Failed { step: "probe", source }, terms, whole).await)
     }
 
     /// No weight was touched: gives back what was there before.

@@ -49,11 +49,18 @@ async fn three_versions_in_a_row_are_what_fresh_servers_serve() {
         if way.0 == "lmdeploy" {
             assert_eq!(route.gpus, GPUS[..way.2], "{way:?}");
         }
+        let mut first = true;
         for version in [2, 3, 2] {
             let before = on.bench.complete("the same prompt", 8).await;
             let report = on.install(version).await.unwrap();
             let steps: Vec<_> = report.steps_ms.iter().map(|(step, _)| step.as_str()).collect();
-            assert!(steps.starts_with(&["pause", "load", "check"]) && steps.ends_with(&["probe"]), "{steps:?}");
+            // One that was never stopped, and generated behind an install of ours, is asked behind the next ones.
+            let owes = way.3 == "update_weights" && !first;
+            first = false;
+            assert_eq!(report.owes_answer, owes, "{way:?}, version {version}");
+            let last = if owes { "check" } else { "probe" };
+            assert!(steps.starts_with(&["pause", "load", "check"]) && steps.ends_with(&[last]), "{steps:?}");
+            on.engine.see_owed_answer(&held(version), SOON).await.unwrap();
             assert_eq!(report.start, on.engine.health(SOON).await.unwrap(), "{way:?}: the install is no restart");
             assert_eq!(on.bench.digest().await, on.bench.fresh_digest(version).await, "{way:?}");
             assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(version)), "{way:?}");
@@ -179,6 +186,42 @@ async fn f46_f48_an_engine_that_lacks_a_bucket_is_never_resumed() {
         assert!(error.dirty && error.to_string().contains("1 was expected"), "{way:?}: {error}");
         assert!(on.bench.is_paused().await, "{way:?}");
     }
+}
+
+/// An answer of a server that fails to compute.
+fn fails_to_compute() -> Faults {
+    let error = json!({"object": "error", "message": "CUDA error: an illegal memory access was encountered"});
+    rule("/v1/completions", 0, Fault::Answer { status: 500, body: error })
+}
+
+#[tokio::test]
+async fn an_engine_that_does_not_compute_with_what_it_took_is_held_and_marked_behind_its_install() {
+    let on = bench(WAYS[0]).await;
+    on.install(2).await.unwrap();
+    assert!(on.install(3).await.unwrap().owes_answer);
+    on.bench.set_faults(fails_to_compute()).await;
+    let error = on.engine.see_owed_answer(&held(3), SOON).await.unwrap_err();
+    assert!(error.dirty && error.step == "probe" && error.to_string().contains("illegal memory access"), "{error}");
+    assert!(on.asleep().await);
+    assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(3)));
+    // What it takes next has to be seen to work before it counts.
+    let report = on.install(2).await.unwrap();
+    assert!(!report.owes_answer && report.steps_ms.iter().any(|(step, _)| step == "probe"), "{report:?}");
+    assert!(!on.asleep().await);
+}
+
+#[tokio::test]
+async fn an_answer_that_is_owed_for_a_version_that_was_replaced_holds_nobody() {
+    let on = bench(WAYS[0]).await;
+    on.install(2).await.unwrap();
+    assert!(on.install(3).await.unwrap().owes_answer);
+    on.install(2).await.unwrap();
+    on.bench.set_faults(fails_to_compute()).await;
+    on.engine.see_owed_answer(&held(3), SOON).await.unwrap();
+    assert!(!on.asleep().await);
+    assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(2)));
+    // It failed once, so the next one is waited for.
+    assert!(!on.install(3).await.unwrap().owes_answer);
 }
 
 #[tokio::test]

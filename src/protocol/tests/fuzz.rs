@@ -66,7 +66,7 @@ pub(super) fn messages() -> Vec<Message> {
     entry["encoding"] = json!("plain");
     let layout = json!({"artifact": "model", "entries": [entry], "totalBytes": 24, "bucketBytes": 64});
     let (assignment, failed) = (
-        json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "serveBeforeFirstVersion": true, "current": held, "returned": returned, "newest": 9}),
+        json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "serveBeforeFirstVersion": true, "current": held, "returned": returned, "newest": 9, "transport": {"wish": "auto", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}}}),
         json!({"code": "Timeout", "message": "m", "retryable": true, "phase": "Verify", "member": "rollouts/a"}),
     );
     let shown = json!({"epoch": 3, "version": 9, "replicas": [{"name": "rollouts/a", "url": "u", "state": "ready", "version": 9, "rankOffset": 1, "size": 2}]});
