@@ -5,6 +5,7 @@
 
 mod external;
 pub mod history;
+mod outcome;
 mod publish;
 pub mod reach;
 pub mod retain;

@@ -12,6 +12,7 @@ mod external;
 mod feeding;
 mod going_back;
 mod installs;
+mod keeping;
 mod machine;
 mod memory;
 mod publishes;

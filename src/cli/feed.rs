@@ -157,8 +157,12 @@ impl FeedArgs {
             };
             let manifest = Manifest::new(version, Layout::clone(&layout), DigestAlgorithm::Xxh3_128, &digests)?;
             let held = HeldVersion { version, manifest: manifest.digest() };
-            let fed = feed_checkpoint(engine.as_ref(), &job, held, checkpoint.clone(), &rings, self.preload).await;
+            let fed = feed_checkpoint(engine.as_ref(), &job, held.clone(), checkpoint.clone(), &rings, self.preload).await;
             let (report, took) = fed.with_context(|| format!("version {version} is not installed"))?;
+            if report.owes_answer {
+                let answered = engine.see_owed_answer(&held, within).await;
+                answered.with_context(|| format!("version {version} is installed, and the engine does not compute with it"))?;
+            }
             self.show(version, &layout, &route, &report.steps_ms, took);
         }
         let _gone = std::fs::remove_dir(&sockets);

@@ -119,10 +119,11 @@ impl Lmdeploy {
         seen.clone()
     }
 
-    /// One token now and then: nothing else shows a worker that is stuck in a collective operation.
+    /// Its front answers, and one token now and then: nothing else shows a worker that is stuck in a collective operation.
     async fn lives(&self, until: Until) -> Result<(), EngineError> {
+        let paused = self.is_paused(until).await?;
         let proven = *self.token.lock().unwrap_or_else(PoisonError::into_inner);
-        if proven.is_some_and(|at| at.elapsed() < LIFE) || self.is_paused(until).await? {
+        if proven.is_some_and(|at| at.elapsed() < LIFE) || paused {
             return Ok(());
         }
         self.generate(until).await
@@ -196,12 +197,13 @@ impl Server for Lmdeploy {
         self.http.get("/is_sleeping", until).await?.json()?.field("is_sleeping").map(drop)
     }
 
-    /// The process itself, where it can be seen; else `/metrics`, which is there unless it was disabled.
+    /// The process itself, where it can be seen, without asking it: an update needs the fingerprint ten times, and [`Self::holding`] asks. Else
+    /// `/metrics`, which is there unless it was disabled.
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
-        self.front(until).await?;
         if let Some(process) = self.process() {
             return Ok(process.start);
         }
+        self.front(until).await?;
         let reply = self.http.get("/metrics", until).await?;
         if reply.status() != 200 {
             return Ok(UNKNOWN.to_owned());

@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::Leader;
-use super::calls::Calls;
+use super::calls::{Calls, Following};
 use super::peers::Peers;
 use super::phases::ANSWER;
 use super::stream::{Keep, Sending};
@@ -194,7 +195,7 @@ impl<'a> Attempt<'a> {
         self.enter(UpdatePhase::Transfer, stage);
         let receiving = self.table.receiving();
         let mut following = self.calls.follow(&self.members_in(), &update);
-        let kept = keep.is_some();
+        let copy = keep.clone();
         let (held, finish) = match known {
             // Everybody holds it: nothing is to be read.
             Some(manifest) if receiving.is_empty() => (HeldVersion { version: update.version, manifest }, None),
@@ -221,25 +222,31 @@ impl<'a> Attempt<'a> {
                 (held, Some(request))
             }
         };
-        if kept {
+        // The trainer may change its tensors once a whole copy is here or every member has them, whichever is first: engines switch meanwhile.
+        let (verified, silence) = (Notify::new(), self.silence);
+        let released = async {
+            let buckets = usize::try_from(layout.bucket_count()).unwrap_or(usize::MAX);
+            let kept = async {
+                match copy {
+                    Some(copy) if copy.whole(buckets, silence).await => {}
+                    _ => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = kept => {}
+                () = verified.notified() => {}
+            }
             source.released().await;
+        };
+        {
+            let installed = self.install(&receiving, finish, &mut following, stage, update, &verified);
+            tokio::pin!(released, installed);
+            tokio::select! {
+                biased;
+                installed = &mut installed => installed?,
+                () = &mut released => installed.await?,
+            }
         }
-
-        self.enter(UpdatePhase::Verify, stage);
-        if let Some(request) = finish {
-            self.tell(&receiving, "/v1/update/finish", request, ANSWER + self.silence).await;
-        }
-        self.settle(&mut following, stage, Table::after_finish).await?;
-        if !kept {
-            source.released().await;
-        }
-
-        self.enter(UpdatePhase::Staged, stage);
-        stage.staged().await?;
-
-        self.enter(UpdatePhase::Activate, stage);
-        self.switch(&mut following, stage, update).await?;
-        self.enter(UpdatePhase::Done, stage);
         Ok(Brought {
             held,
             bytes: layout.total_bytes,
@@ -247,6 +254,32 @@ impl<'a> Attempt<'a> {
             behind: self.table.behind(),
             phases_ms: self.view.phases_ms.clone(),
         })
+    }
+
+    /// From the last byte to the last engine's word. Says when every member that will ever verify the version did.
+    async fn install(
+        &mut self,
+        receiving: &[MemberName],
+        finish: Option<FinishRequest>,
+        following: &mut Following,
+        stage: &mut dyn Stage,
+        update: UpdateId,
+        verified: &Notify,
+    ) -> Result<(), Failure> {
+        self.enter(UpdatePhase::Verify, stage);
+        if let Some(request) = finish {
+            self.tell(receiving, "/v1/update/finish", request, ANSWER + self.silence).await;
+        }
+        self.settle(following, stage, Table::after_finish).await?;
+        verified.notify_one();
+
+        self.enter(UpdatePhase::Staged, stage);
+        stage.staged().await?;
+
+        self.enter(UpdatePhase::Activate, stage);
+        self.switch(following, stage, update).await?;
+        self.enter(UpdatePhase::Done, stage);
+        Ok(())
     }
 
     pub(super) fn failure(&self, code: PublishErrorCode, message: String, member: Option<MemberName>, again: bool) -> Failure {

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
@@ -34,12 +35,20 @@ pub(super) enum StreamError {
 }
 
 /// Takes a copy of each bucket that is sent, in order; gives back what is to be sent, so that the source's own memory is free at once.
+#[async_trait]
 pub trait Keep: Send + Sync {
     /// Keeps the bucket; the same bytes, perhaps in other memory.
     fn keep(&self, bytes: Bytes) -> Bytes;
 
     /// Keeps these very bytes, which nobody else will write to.
     fn take(&self, bytes: Bytes);
+
+    /// No more buckets of this attempt will come.
+    fn give_up(&self);
+
+    /// Waits until so many buckets of this attempt were kept, at most `limit`: a copy may still be under way when all was sent. False when it
+    /// is not whole.
+    async fn whole(&self, buckets: usize, limit: Duration) -> bool;
 }
 
 /// What is sent, and who keeps a copy of it.
@@ -102,9 +111,8 @@ async fn send(
             }
         }
         drop(ready);
-        if let Some(keeping) = keeping.take() {
-            keeping.settled().await.map_err(on_gpu)?;
-        }
+        // Copies that are under way end by themselves: engines need not wait for them, see [`Keep::whole`].
+        drop(keeping);
         Ok(hasher)
     };
     let consume = async {

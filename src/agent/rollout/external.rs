@@ -219,7 +219,14 @@ impl Rollout {
         }
     }
 
-    async fn prove(self: &Arc<Self>, engine: &dyn External, mark: ExternalMark, engine_version: Option<String>, switch: Switch, limit: Duration) {
+    async fn prove(
+        self: &Arc<Self>,
+        engine: &dyn External,
+        mark: ExternalMark,
+        engine_version: Option<String>,
+        switch: Switch,
+        limit: Duration,
+    ) {
         let held = mark.version.clone();
         let proof = ExternalProof { mark, engine_version, timeout: limit };
         let outcome = timeout(limit.saturating_add(GRACE), engine.prove(&proof)).await.map_err(drop);

@@ -14,7 +14,7 @@ use crate::agent::core::lock;
 use crate::agent::external::{Ask, ExternalDesk, ExternalJob};
 use crate::agent::group::Epoch;
 use crate::agent::lead::ExternalPlan;
-use crate::agent::source::publish::{pinned, publish_error};
+use crate::agent::source::outcome::{pinned, publish_error};
 use crate::protocol::{Delivery, HeldVersion, PublishError, PublishErrorCode, PublishResult, external_manifest};
 
 /// What the leader may take beyond the deadline to say how it ended.

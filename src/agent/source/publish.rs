@@ -9,9 +9,10 @@ use async_trait::async_trait;
 use tokio::time::{Instant, timeout_at};
 
 use super::Source;
+use super::outcome::{by_topology, cancelled, internal, pinned, publish_error, refused, timed_out};
 use super::reach::Reach;
 use super::retain::{Keeper, Retained, fits};
-use super::tracked::Tracked;
+use super::tracked::{LAST_COPY, Tracked};
 use crate::agent::core::lock;
 use crate::agent::group::Epoch;
 use crate::agent::lead::feed::Feeder;
@@ -19,7 +20,9 @@ use crate::agent::lead::table::{Failure, Switching};
 use crate::agent::lead::{Brought, Keep, Plan, Stage};
 use crate::agent::publish_job::{NotActivated, PublishJob, Reporter};
 use crate::agent::version_source::VersionSource;
-use crate::protocol::{Activation, Delivery, EpochId, HeldVersion, PublishError, PublishErrorCode, PublishResult, UpdatePhase, Version};
+use crate::protocol::{
+    Activation, Delivery, EpochId, HeldVersion, PublishError, PublishErrorCode, PublishResult, UpdatePhase, UpdatePolicy, Version,
+};
 use crate::transport::nccl::Staging;
 use crate::weights::{DigestAlgorithm, Layout, Manifest};
 
@@ -33,6 +36,10 @@ struct Publish {
     kept: Option<Arc<Keeper>>,
     /// Bytes of this very version, complete.
     copy: Option<Arc<Retained>>,
+    /// The same, while the last of it are still being copied.
+    to_keep: Option<ToKeep>,
+    /// The epoch that it was brought in, and what was brought.
+    reached: Option<(Arc<Epoch>, HeldVersion)>,
     /// Its manifest, once its bytes were read.
     manifest: Option<String>,
     /// How the digests of its manifest are computed; settled by the first attempt.
@@ -57,6 +64,8 @@ impl Source {
             source: Tracked::new(source),
             kept: None,
             copy: None,
+            to_keep: None,
+            reached: None,
             manifest: None,
             algorithm: None,
             must: None,
@@ -71,7 +80,7 @@ impl Source {
         };
         let outcome = match outcome {
             None => Err(cancelled()),
-            Some(Err(_)) => Err(timed_out(&publish)),
+            Some(Err(_)) => Err(timed_out(publish.attempts, publish.failed.as_ref())),
             Some(Ok(outcome)) => outcome,
         };
         publish.source.released().await;
@@ -79,6 +88,10 @@ impl Source {
             Ok(result) => {
                 tracing::info!(version, epoch = result.epoch, attempts = result.attempts, installed = ?result.installed, "published");
                 reporter.done(result);
+                if let (Some((epoch, held)), true) = (publish.reached.take(), publish.to_keep.is_some()) {
+                    publish.keep_whole().await;
+                    self.shelve(&epoch.prepared.policy, &mut publish, &held);
+                }
             }
             Err(error) => {
                 // Not what the last attempt knew: an earlier one may have told engines to switch whose answers never came.
@@ -103,7 +116,7 @@ impl Source {
                 return Err(pinned(returned.to));
             }
             if epoch.commit.refused.contains(&publish.version) {
-                return Err(refused(publish));
+                return Err(refused(publish.version, publish.failed.as_ref()));
             }
             if publish.attempts == 0 {
                 publish.source.lay_out();
@@ -155,11 +168,8 @@ impl Source {
         let mut copy = publish.copy.as_ref().and_then(|copy| copy.source());
         let mut stage = PublishStage {
             source: self,
-            layout,
             reporter,
-            keeper: keeper.clone(),
-            copy: None,
-            manifest: None,
+            streamed: None,
             algorithm,
             activation: publish.activation,
             deadline: publish.deadline,
@@ -185,8 +195,14 @@ impl Source {
             stage: &mut stage,
         };
         let outcome = self.leader.lead(plan).await;
-        publish.manifest = stage.manifest.take().or(publish.manifest.take());
-        publish.copy = stage.copy.take().or(publish.copy.take());
+        if let Some(held) = stage.streamed {
+            publish.manifest = Some(held.manifest.clone());
+            publish.to_keep = publish.kept.clone().filter(|_| publish.copy.is_none()).map(|keeper| ToKeep { keeper, held, algorithm });
+            // The next attempt reads it; a version that is served is told at once, and shelved behind that.
+            if outcome.is_err() || publish.to_keep.as_ref().is_some_and(|to_keep| to_keep.is_whole(&publish.source)) {
+                publish.keep_whole().await;
+            }
+        }
         outcome
     }
 
@@ -232,24 +248,14 @@ impl Source {
         }
     }
 
-    fn reached(&self, epoch: &Epoch, publish: &mut Publish, brought: Brought) -> PublishResult {
+    fn reached(&self, epoch: &Arc<Epoch>, publish: &mut Publish, brought: Brought) -> PublishResult {
         lock(&self.history).reached(brought.held.clone());
         self.core.learn_current(Some(&brought.held));
-        let copy = publish.copy.take().or_else(|| {
-            let reader = publish.source.another()?;
-            Some(Arc::new(Retained::elsewhere(brought.held.clone(), publish.algorithm.unwrap_or_default(), reader)))
-        });
-        let policy = &epoch.prepared.policy;
-        let keep = usize::try_from(policy.keep.max(1)).unwrap_or(usize::MAX);
-        self.reshelve(|shelf| {
-            // Without a copy of this version there is room for one less of those before.
-            let whole = if copy.is_some() { keep } else { keep - 1 };
-            if let Some(copy) = copy {
-                shelf.put(copy);
-            }
-            shelf.trim(whole, policy.retain_bytes)
-        });
+        if publish.to_keep.is_none() {
+            self.shelve(&epoch.prepared.policy, publish, &brought.held);
+        }
         self.core.set_facts(|facts| facts.installed = Some(brought.held.clone()));
+        publish.reached = Some((epoch.clone(), brought.held.clone()));
         PublishResult {
             version: publish.version,
             epoch: epoch.id().epoch,
@@ -261,16 +267,59 @@ impl Source {
             phases_ms: brought.phases_ms,
         }
     }
+
+    /// Puts the copy of a version that is served on the shelf, and takes down what has no room beside it.
+    fn shelve(&self, policy: &UpdatePolicy, publish: &mut Publish, held: &HeldVersion) {
+        let copy = publish.copy.take().or_else(|| {
+            let reader = publish.source.another()?;
+            Some(Arc::new(Retained::elsewhere(held.clone(), publish.algorithm.unwrap_or_default(), reader)))
+        });
+        let keep = usize::try_from(policy.keep.max(1)).unwrap_or(usize::MAX);
+        self.reshelve(|shelf| {
+            // Without a copy of this version there is room for one less of those before.
+            let whole = if copy.is_some() { keep } else { keep - 1 };
+            if let Some(copy) = copy {
+                shelf.put(copy);
+            }
+            shelf.trim(whole, policy.retain_bytes)
+        });
+    }
+}
+
+/// A version whose copy was still under way when all of it was sent.
+struct ToKeep {
+    keeper: Arc<Keeper>,
+    held: HeldVersion,
+    algorithm: DigestAlgorithm,
+}
+
+impl ToKeep {
+    fn is_whole(&self, source: &Tracked) -> bool {
+        self.keeper.is_whole(buckets(source.layout()))
+    }
+}
+
+impl Publish {
+    /// Waits for the copy that is under way, if there is one.
+    async fn keep_whole(&mut self) {
+        let Some(ToKeep { keeper, held, algorithm }) = self.to_keep.take() else { return };
+        let layout = self.source.layout();
+        if keeper.whole(buckets(layout), LAST_COPY).await {
+            self.copy = Retained::in_memory(held, algorithm, layout, keeper.empty()).map(Arc::new);
+        }
+    }
+}
+
+fn buckets(layout: &Layout) -> usize {
+    usize::try_from(layout.bucket_count()).unwrap_or(usize::MAX)
 }
 
 /// What one attempt of a publish tells its asker, and keeps.
 struct PublishStage<'a> {
     source: &'a Source,
-    layout: Layout,
     reporter: &'a mut Reporter,
-    keeper: Option<Arc<Keeper>>,
-    copy: Option<Arc<Retained>>,
-    manifest: Option<String>,
+    /// What the whole stream was.
+    streamed: Option<HeldVersion>,
     algorithm: DigestAlgorithm,
     activation: Activation,
     deadline: Instant,
@@ -284,10 +333,8 @@ impl Stage for PublishStage<'_> {
     }
 
     fn streamed(&mut self, _manifest: &Manifest, held: &HeldVersion) -> Result<(), Failure> {
-        self.manifest = Some(held.manifest.clone());
         lock(&self.source.history).read(held, self.algorithm);
-        let kept = self.keeper.take().map(|keeper| keeper.empty());
-        self.copy = kept.and_then(|buckets| Retained::in_memory(held.clone(), self.algorithm, &self.layout, buckets)).map(Arc::new);
+        self.streamed = Some(held.clone());
         Ok(())
     }
 
@@ -305,67 +352,4 @@ impl Stage for PublishStage<'_> {
     fn switching(&mut self, known: Switching) {
         lock(&self.reach).heard(known);
     }
-}
-
-pub(super) fn publish_error(failure: Failure) -> PublishError {
-    let Failure { code, message, phase, member, .. } = failure;
-    let retryable = matches!(
-        code,
-        PublishErrorCode::NotEnoughReplicas | PublishErrorCode::Timeout | PublishErrorCode::Cancelled | PublishErrorCode::Fenced
-    );
-    PublishError { code, message, retryable, phase: Some(phase), member }
-}
-
-/// Nothing is published while the spec holds the group at a version.
-pub(super) fn pinned(version: Version) -> PublishError {
-    let message = format!(
-        "spec.targetVersion holds the group at version {version}: publish again once it is cleared \
-         (kubectl weightsync rollback NAME --clear)"
-    );
-    PublishError { code: PublishErrorCode::VersionPinned, message, retryable: true, phase: None, member: None }
-}
-
-/// The group refused the version while it was on its way, and was formed anew for that.
-fn refused(publish: &Publish) -> PublishError {
-    let before = publish.failed.as_ref().map_or_else(String::new, |(_, failure)| format!("; the last attempt: {}", failure.message));
-    let message = format!("the canary refused version {}: give other weights a new number{before}", publish.version);
-    PublishError { code: PublishErrorCode::VersionRefused, message, retryable: false, phase: None, member: None }
-}
-
-fn by_topology() -> PublishError {
-    let message = "the object's delivery is External: the trainer's own data plane moves the bytes (weightsync.Topology), \
-                   or set spec.delivery to Agent"
-        .into();
-    PublishError { code: PublishErrorCode::Invalid, message, retryable: false, phase: None, member: None }
-}
-
-fn cancelled() -> PublishError {
-    let message = "the trainer gave the publish up, or went away before all its bytes were taken".into();
-    PublishError { code: PublishErrorCode::Cancelled, message, retryable: true, phase: None, member: None }
-}
-
-fn timed_out(publish: &Publish) -> PublishError {
-    let (code, message) = match &publish.failed {
-        Some((id, failure)) => (
-            PublishErrorCode::Timeout,
-            format!("no update succeeded in time; the last attempt, in epoch {}: {}", id.epoch, failure.message),
-        ),
-        None if publish.attempts == 0 => (
-            PublishErrorCode::NotEnoughReplicas,
-            "no group with enough replicas was formed in time: see the conditions of the WeightSync".into(),
-        ),
-        None => (PublishErrorCode::Timeout, "the update did not end in time".into()),
-    };
-    let failure = publish.failed.as_ref().map(|(_, failure)| failure);
-    PublishError {
-        code,
-        message,
-        retryable: true,
-        phase: failure.map(|failure| failure.phase),
-        member: failure.and_then(|failure| failure.member.clone()),
-    }
-}
-
-fn internal(message: &str) -> PublishError {
-    PublishError { code: PublishErrorCode::Internal, message: message.to_owned(), retryable: true, phase: None, member: None }
 }

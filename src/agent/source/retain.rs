@@ -78,6 +78,8 @@ struct Kept {
     buckets: Vec<Bytes>,
     /// Buckets that came in this attempt.
     came: usize,
+    /// Whether no more will come in it.
+    gave_up: bool,
 }
 
 impl Keeper {
@@ -89,12 +91,14 @@ impl Keeper {
     /// Gets ready for another attempt; false when not all of the `given` buckets of the last one came here in time. A bucket is copied
     /// off the path, so the last one may still be on its way when an attempt ends.
     pub async fn rewind(&self, given: usize, limit: Duration) -> bool {
-        let mut kept = self.0.subscribe();
-        let all = timeout(limit, kept.wait_for(|kept| kept.came >= given)).await;
-        let whole = matches!(&all, Ok(Ok(_)));
-        drop(all);
-        self.0.send_modify(|kept| kept.came = 0);
+        let whole = self.whole(given, limit).await;
+        self.0.send_modify(|kept| (kept.came, kept.gave_up) = (0, false));
         whole
+    }
+
+    /// Whether so many buckets of this attempt are here now.
+    pub fn is_whole(&self, buckets: usize) -> bool {
+        self.0.borrow().came >= buckets
     }
 
     /// A bucket that was kept.
@@ -103,6 +107,7 @@ impl Keeper {
     }
 }
 
+#[async_trait]
 impl Keep for Keeper {
     fn keep(&self, bytes: Bytes) -> Bytes {
         self.note(|| Bytes::copy_from_slice(&bytes))
@@ -110,6 +115,16 @@ impl Keep for Keeper {
 
     fn take(&self, bytes: Bytes) {
         self.note(|| bytes);
+    }
+
+    fn give_up(&self) {
+        self.0.send_modify(|kept| kept.gave_up = true);
+    }
+
+    async fn whole(&self, buckets: usize, limit: Duration) -> bool {
+        let mut kept = self.0.subscribe();
+        let come = timeout(limit, kept.wait_for(|kept| kept.gave_up || kept.came >= buckets)).await;
+        matches!(come, Ok(Ok(kept)) if kept.came >= buckets)
     }
 }
 

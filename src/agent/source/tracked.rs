@@ -14,7 +14,7 @@ use crate::transport::Payload;
 use crate::weights::{Bucket, Layout};
 
 /// Longest wait for the copy of a bucket that was read last.
-const LAST_COPY: Duration = Duration::from_secs(1);
+pub(super) const LAST_COPY: Duration = Duration::from_secs(1);
 
 /// A source that knows how far it was read.
 pub(super) struct Tracked {

@@ -38,6 +38,7 @@ pub const SOON: Duration = Duration::from_secs(20);
 pub struct Member {
     pub name: MemberName,
     pub core: Arc<Core>,
+    pub leader: Arc<Leader>,
     pub part: Part,
     pub queue: Arc<PublishQueue>,
     pub engine: TestEngine,
@@ -343,10 +344,10 @@ impl Start {
             data: data.clone(),
             engine_url: None,
         };
-        let endpoint = Arc::new(Endpoint { core: core.clone(), leader, part: part.clone(), data_address: data });
+        let endpoint = Arc::new(Endpoint { core: core.clone(), leader: leader.clone(), part: part.clone(), data_address: data });
         let limits = Limits { drain: Duration::ZERO, ..Limits::default() };
         tokio::spawn(serve_https(control, self.identity, Access::Group, router(endpoint), limits, cancel.clone()));
-        Member { name, core, part, queue, engine: self.engine, roster, address, role: self.role, cancel, runtime: None }
+        Member { name, core, leader, part, queue, engine: self.engine, roster, address, role: self.role, cancel, runtime: None }
     }
 }
 

@@ -189,7 +189,11 @@ impl Engine for TestEngine {
             inside.paused = false;
             inside.directory = Some(job.directory.clone());
         });
-        Ok(InstallReport { start: EngineStart(start.to_string()), steps_ms: vec![("load".into(), 1)], owes_answer: self.get(|inside| inside.owes) })
+        Ok(InstallReport {
+            start: EngineStart(start.to_string()),
+            steps_ms: vec![("load".into(), 1)],
+            owes_answer: self.get(|inside| inside.owes),
+        })
     }
 
     async fn see_owed_answer(&self, version: &HeldVersion, _deadline: Duration) -> Result<(), InstallError> {

@@ -58,12 +58,14 @@ pub struct TestSource {
     pub repeatable: bool,
     pub gate: Option<Arc<Semaphore>>,
     pub restarts: Arc<std::sync::atomic::AtomicU32>,
+    /// Whether its tensors may change.
+    pub released: Arc<std::sync::atomic::AtomicBool>,
 }
 
 impl TestSource {
     pub fn of(seed: u8) -> Self {
         let (layout, bytes) = weights(seed);
-        Self { layout, bytes: bytes.into(), next: 0, repeatable: true, gate: None, restarts: Arc::default() }
+        Self { layout, bytes: bytes.into(), next: 0, repeatable: true, gate: None, restarts: Arc::default(), released: Arc::default() }
     }
 }
 
@@ -92,7 +94,9 @@ impl VersionSource for TestSource {
         self.next = 0;
         Ok(())
     }
-    async fn released(&mut self) {}
+    async fn released(&mut self) {
+        self.released.store(true, std::sync::atomic::Ordering::SeqCst);
+    }
 }
 
 /// A publish that runs.

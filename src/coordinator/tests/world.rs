@@ -102,7 +102,15 @@ pub(super) fn assignment(role: Role) -> Assignment {
         Role::Source => vec![],
         Role::Rollout => vec![EngineAssignment { kind: "simulated".into(), port: 8000 }],
     };
-    Assignment { role, engines, serve_before_first_version: true, current: None, returned: None, newest: None, transport: TransportPolicy::default() }
+    Assignment {
+        role,
+        engines,
+        serve_before_first_version: true,
+        current: None,
+        returned: None,
+        newest: None,
+        transport: TransportPolicy::default(),
+    }
 }
 
 pub(super) fn role_of(pod: &str) -> Role {

@@ -300,11 +300,11 @@ impl<S: Server> Running<S> {
             self.steps.done("resume");
         }
         let asks = self.pauses || self.job.pause != PausePolicy::External;
-        let owes_answer = asks && !self.pauses && self.terms.canary.is_none() && self.inner.proven.is(&start, self.route.name);
+        let owes_answer = asks && !self.pauses && self.terms.canary.is_none() && self.inner.proven.may_owe(&start, self.route.name);
         if asks && !owes_answer {
             let step = self.inner.see_an_answer(&self.terms, self.until, self.whole).await?;
             self.steps.done(step);
-            self.inner.proven.set(Some((start.clone(), self.route.name)));
+            self.inner.proven.answered(&start, self.route.name);
         }
         Ok(InstallReport { start, steps_ms: std::mem::take(&mut self.steps.done), owes_answer })
     }

@@ -220,8 +220,8 @@ async fn an_answer_that_is_owed_for_a_version_that_was_replaced_holds_nobody() {
     on.engine.see_owed_answer(&held(3), SOON).await.unwrap();
     assert!(!on.asleep().await);
     assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(2)));
-    // It failed once, so the next one is waited for.
-    assert!(!on.install(3).await.unwrap().owes_answer);
+    // It still owes the answer for the version that it holds.
+    assert!(on.engine.see_owed_answer(&held(2), SOON).await.unwrap_err().dirty);
 }
 
 #[tokio::test]

@@ -8,6 +8,7 @@ use std::io::Write;
 use std::sync::Arc;
 
 use super::joining::Joining;
+use super::tables::Use;
 use super::{Server, invalid};
 use crate::gpu::{Communicator, Event, GpuError, Progress, Span, Stream};
 use crate::protocol::worker::{WorkerAnswer, WorkerFault, WorkerFaultCode};
@@ -62,6 +63,12 @@ impl Groups {
             Some(why) => aborted(group, &why),
             None => invalid(format!("group {group} was not joined")),
         })
+    }
+
+    /// What a broadcast does with our memory: who sends it reads it.
+    pub(super) fn use_of(&self, group: u64, root: u32) -> Use {
+        let sends = self.ready.get(&group).is_some_and(|group| group.communicator.rank() == root);
+        if sends { Use::Read } else { Use::Write }
     }
 
     /// Begins a broadcast behind some events.

@@ -1,4 +1,4 @@
-//! What the agent may name by number: rings, host memory, imported memory, events; and the last work on each slot.
+//! What the agent may name by number: rings, host memory, imported memory, events; and what uses each slot.
 //!
 //! Decides whether a place exists and a range lies inside it.
 
@@ -28,13 +28,27 @@ pub(super) struct Tables {
     hosts: HashMap<u64, Memory>,
     memories: HashMap<u64, Memory>,
     events: HashMap<u64, Arc<Event>>,
-    last: HashMap<SlotKey, Arc<Event>>,
+    uses: HashMap<SlotKey, Uses>,
     /// What is being freed aside: a ring that is asked for after it may need that memory.
     freeing: Vec<Weak<()>>,
 }
 
 /// A slot: ring and index.
 pub(super) type SlotKey = (u64, u32);
+
+/// Work on a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Use {
+    Read,
+    Write,
+}
+
+/// What was given to the GPU for a slot last: what wrote it, and what has read it since.
+#[derive(Default)]
+struct Uses {
+    written: Option<Arc<Event>>,
+    read: Vec<Arc<Event>>,
+}
 
 /// A range that a request names, and the slot that it lies in.
 pub(super) struct Named {
@@ -80,21 +94,32 @@ impl Tables {
         number.map(find).transpose()
     }
 
-    /// What work on this slot must wait for.
-    pub(super) fn last(&self, slot: Option<SlotKey>) -> Option<&Arc<Event>> {
-        self.last.get(&slot?)
+    /// What work on this slot must wait for. Readers do not wait for each other: a broadcast that waited for the copy of its bucket to the host
+    /// was as slow as the host's bus.
+    pub(super) fn before(&self, slot: Option<SlotKey>, use_: Use) -> Vec<Arc<Event>> {
+        let Some(uses) = slot.and_then(|slot| self.uses.get(&slot)) else { return Vec::new() };
+        let readers = uses.read.iter().filter(|_| use_ == Use::Write);
+        uses.written.iter().chain(readers).cloned().collect()
     }
 
-    pub(super) fn set_last(&mut self, slot: Option<SlotKey>, event: &Arc<Event>) {
-        if let Some(slot) = slot {
-            self.last.insert(slot, Arc::clone(event));
+    /// Whatever follows, the slot is in use until `event`.
+    pub(super) fn used(&mut self, slot: Option<SlotKey>, use_: Use, event: &Arc<Event>) {
+        let Some(slot) = slot else { return };
+        let uses = self.uses.entry(slot).or_default();
+        match use_ {
+            Use::Write => *uses = Uses { written: Some(Arc::clone(event)), read: Vec::new() },
+            Use::Read => {
+                // What ended need not be waited for; an event that cannot be asked is.
+                uses.read.retain(|read| !matches!(read.fired(), Ok(true)));
+                uses.read.push(Arc::clone(event));
+            }
         }
     }
 
     fn take_out(&mut self, what: WorkerResource) -> Result<Box<dyn Send>, WorkerFault> {
         let gone: Option<Box<dyn Send>> = match what {
             WorkerResource::Ring(number) => {
-                self.last.retain(|(ring, _), _| *ring != number);
+                self.uses.retain(|(ring, _), _| *ring != number);
                 self.rings.remove(&number).map(|ring| Box::new(ring.memory) as Box<dyn Send>)
             }
             WorkerResource::Host(number) => self.hosts.remove(&number).map(|memory| Box::new(memory) as Box<dyn Send>),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::groups::Enqueued;
-use super::tables::Named;
+use super::tables::{Named, Use};
 use super::{Gpu, Incoming, Server, invalid, late, milliseconds_since};
 use crate::gpu::{Device, Digester, Digesting, Event, GpuError, Scratch, Stream};
 use crate::protocol::worker::{Part, Place, WorkerAnswer, WorkerFault, WorkerRequest};
@@ -51,6 +51,7 @@ pub(super) struct Enqueueing {
     pub begun: Instant,
     pub end: Instant,
     at: Named,
+    use_: Use,
     parts: Vec<Part>,
 }
 
@@ -148,16 +149,17 @@ impl Server {
         after: Option<u64>,
     ) -> Result<(), WorkerFault> {
         let Some(gpu) = self.gpu.as_mut() else { return Err(invalid("no GPU was opened")) };
-        let begin = |gpu: &mut Gpu| -> Result<(Named, Enqueued), WorkerFault> {
+        let begin = |gpu: &mut Gpu| -> Result<(Named, Use, Enqueued), WorkerFault> {
             let named = gpu.tables.named(at, bytes)?;
             let after = gpu.tables.event(after)?;
-            let waits = [after.as_ref(), gpu.tables.last(named.slot)];
-            let enqueued = gpu.groups.broadcast(group, &named.span, root, waits.into_iter().flatten())?;
-            Ok((named, enqueued))
+            let use_ = gpu.groups.use_of(group, root);
+            let waits = gpu.tables.before(named.slot, use_);
+            let enqueued = gpu.groups.broadcast(group, &named.span, root, after.iter().chain(&waits))?;
+            Ok((named, use_, enqueued))
         };
         match begin(gpu) {
-            Ok((at, enqueued)) => {
-                gpu.works.enqueueing = Some(Enqueueing { id, group, begun, end, at, parts });
+            Ok((at, use_, enqueued)) => {
+                gpu.works.enqueueing = Some(Enqueueing { id, group, begun, end, at, use_, parts });
                 if enqueued == Enqueued::Yes {
                     self.finish_enqueueing();
                 }
@@ -174,8 +176,8 @@ impl Server {
     /// The broadcast is in its stream: an event and the digest go behind it.
     fn finish_enqueueing(&mut self) {
         let Some(gpu) = self.gpu.as_mut() else { return };
-        let Some(Enqueueing { id, group, begun, end, at, parts }) = gpu.works.enqueueing.take() else { return };
-        if let Err(error) = gpu.behind_broadcast((id, begun, end), group, at, &parts) {
+        let Some(Enqueueing { id, group, begun, end, at, use_, parts }) = gpu.works.enqueueing.take() else { return };
+        if let Err(error) = gpu.behind_broadcast((id, begun, end), group, (at, use_), &parts) {
             self.fail_group(group, &error.to_string());
             self.answer(id, Err(error.fault()));
         }
@@ -281,12 +283,11 @@ impl Gpu {
         &mut self,
         (id, begun, end): (u64, Instant, Instant),
         group: u64,
-        at: Named,
+        (at, use_): (Named, Use),
         parts: &[Part],
     ) -> Result<(), GpuError> {
         let sent = self.groups.record(group)?;
-        // Whatever follows, the slot is in use until then.
-        self.tables.set_last(at.slot, &sent);
+        self.tables.used(at.slot, use_, &sent);
         let digesting = match parts {
             [] => None,
             parts => {
@@ -295,7 +296,7 @@ impl Gpu {
             }
         };
         let done = digesting.as_ref().map_or(sent, |digesting| Arc::clone(&digesting.done));
-        self.tables.set_last(at.slot, &done);
+        self.tables.used(at.slot, Use::Read, &done);
         let (what, group) = ("a broadcast", Some(group));
         self.works.under_way.push(Work { id, what, group, begun, end, done, digesting, answered: false, _held: vec![at] });
         Ok(())
@@ -317,15 +318,14 @@ impl Gpu {
         let scratch = self.works.take_scratch(&self.device, parts.len()).map_err(|error| error.fault())?;
         let start = || -> Result<Digesting, GpuError> {
             let stream = &self.works.digests;
-            if let Some(after) = &after {
-                stream.wait_for(after)?;
+            for event in after.iter().chain(&self.tables.before(named.slot, Use::Read)) {
+                stream.wait_for(event)?;
             }
-            let last = self.tables.last(named.slot);
-            self.works.digester.start(stream, last.map(AsRef::as_ref), &named.span, parts, scratch)
+            self.works.digester.start(stream, None, &named.span, parts, scratch)
         };
         let digesting = start().map_err(|error| error.fault())?;
         let done = Arc::clone(&digesting.done);
-        self.tables.set_last(named.slot, &done);
+        self.tables.used(named.slot, Use::Read, &done);
         let (what, digesting) = ("a digest", Some(digesting));
         self.works.under_way.push(Work { id, what, group: None, begun, end, done, digesting, answered: false, _held: vec![named] });
         Ok(())
@@ -348,7 +348,8 @@ impl Gpu {
             (false, false) => &self.works.within_gpu,
         };
         let start = || -> Result<Arc<Event>, GpuError> {
-            for event in [after.as_ref(), self.tables.last(from.slot), self.tables.last(to.slot)].into_iter().flatten() {
+            let (read, written) = (self.tables.before(from.slot, Use::Read), self.tables.before(to.slot, Use::Write));
+            for event in after.iter().chain(&read).chain(&written) {
                 stream.wait_for(event)?;
             }
             stream.copy(&to.span, &from.span)?;
@@ -358,8 +359,8 @@ impl Gpu {
             stream.record_new()
         };
         let done = start().map_err(|error| error.fault())?;
-        self.tables.set_last(from.slot, &done);
-        self.tables.set_last(to.slot, &done);
+        self.tables.used(from.slot, Use::Read, &done);
+        self.tables.used(to.slot, Use::Write, &done);
         let held = vec![from, to];
         self.works.under_way.push(Work { id, what: COPY, group: None, begun, end, done, digesting: None, answered: false, _held: held });
         Ok(())

@@ -57,6 +57,33 @@ async fn slots_are_filled_sent_and_read_in_the_order_of_the_requests() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn who_reads_a_slot_waits_for_no_other_reader_and_who_writes_waits_for_all() {
+    // A broadcast of a slot takes a second.
+    let machine = Machine::new().with("FAKEGPU_NCCL_MBPS", 1);
+    let members = machine.members(2).await;
+    let members: Vec<&Member> = members.iter().collect();
+    form(1, &members).await;
+    let [source, receiver] = members[..] else { panic!() };
+    let (from, to) = (source.ring.take(SOON).await.unwrap(), receiver.ring.take(SOON).await.unwrap());
+    let (old, new) = (pattern(1, SLOT as usize), pattern(2, SLOT as usize));
+    source.fill(&from, &old).await;
+    let sent = tokio::spawn(
+        source.worker.broadcast_now(Broadcast { group: 1, root: 0, at: from.at(0), bytes: SLOT, parts: Vec::new(), after: None }, SOON),
+    );
+    let received = async { receiver.broadcast(1, &to, SLOT, SOON).await.unwrap() };
+    let beside = async {
+        assert_eq!(source.read(&from, SLOT as usize).await, old);
+        assert!(!sent.is_finished(), "the copy to the host waited for the broadcast");
+        source.fill(&from, &new).await;
+        assert_eq!(source.read(&from, SLOT as usize).await, new);
+    };
+    let (received, ()) = tokio::join!(received, beside);
+    assert_eq!(received.sums, [gsum64(&old)], "the slot was written while it was sent");
+    sent.await.unwrap().unwrap();
+    abort(1, &members).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn digests_of_parts_add_up_to_the_digest_of_the_whole() {
     let machine = Machine::new();
     let member = Member::new(machine.worker(2).await).await;
