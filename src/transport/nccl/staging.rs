@@ -63,7 +63,7 @@ impl Free {
     /// length has no room beside them.
     fn take(&self, bytes: u64) -> Option<Place> {
         let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(fits) = places.free.iter().position(|place| (bytes..=bytes.saturating_mul(2)).contains(&place.length)) {
+        if let Some(fits) = best(places.free.iter().map(|place| place.length), bytes) {
             return Some(places.free.swap_remove(fits));
         }
         let limit = self.limit.load(Ordering::Relaxed);
@@ -88,6 +88,13 @@ impl Free {
             places.bytes = places.bytes.saturating_sub(place.length);
         }
     }
+}
+
+/// Which of these lengths serves best. Buckets of one model differ by a little: were the first that fits taken, a longer one would find none left,
+/// and pinning another gigabyte takes longer than the whole update.
+fn best(lengths: impl Iterator<Item = u64>, bytes: u64) -> Option<usize> {
+    let fit = lengths.enumerate().filter(|(_, length)| (bytes..=bytes.saturating_mul(2)).contains(length));
+    fit.min_by_key(|(_, length)| *length).map(|(place, _)| place)
 }
 
 /// An area on loan.
@@ -238,6 +245,25 @@ impl Drop for Area {
         // Before the permit goes, so that whoever gets the permit finds a place.
         if let Some(place) = self.place.take() {
             self.free.give_back(place);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::best;
+
+    #[test]
+    fn the_shortest_memory_that_fits_is_taken_and_none_that_is_far_too_long() {
+        for (lengths, bytes, taken) in [
+            (&[12, 10, 11][..], 10, Some(1)),
+            (&[12, 10, 11], 11, Some(2)),
+            (&[12, 10], 11, Some(0)),
+            (&[9, 21], 10, None),
+            (&[20], 10, Some(0)),
+            (&[], 1, None),
+        ] {
+            assert_eq!(best(lengths.iter().copied(), bytes), taken, "{bytes} of {lengths:?}");
         }
     }
 }

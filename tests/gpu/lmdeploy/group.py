@@ -145,8 +145,8 @@ class Group:
         """What was said since then: seconds after it, and the reason."""
         return [[round(at - moment, 3), event.get("reason")] for at, event in self.drain()]
 
-    def begin(self, seed: int, *, watch: bool = False, limit: float = 60) -> None:
-        self.trainer.tell(socket=self.socket, version=next(VERSIONS), seed=seed, timeout=limit, watch=watch)
+    def begin(self, seed: int, *, watch: bool = False, most: float = 60, limit: float = 60) -> None:
+        self.trainer.tell(socket=self.socket, version=next(VERSIONS), seed=seed, timeout=limit, watch=watch, most=most)
 
     def end(self, limit: float = 60) -> dict[str, Any]:
         return self.trainer.hear("done", "failed", limit=limit + 20)
@@ -184,11 +184,11 @@ class Group:
     def kill(self, which: str) -> None:
         os.kill(self.processes()[which], signal.SIGKILL)
 
-    def kill_in_transfer(self, seed: int, which: str, after: float, limit: float) -> float:
-        """Begins a publish, and kills when its bytes have moved for so many seconds; the moment of that."""
+    def kill_in_transfer(self, seed: int, which: str, after: float, limit: float, most: float = 60) -> float:
+        """Begins a publish, and kills when its bytes have moved for so many seconds, or it began `most` seconds ago; the moment of that."""
         victim = self.processes()[which]
         self.drain()
-        self.begin(seed, watch=True, limit=limit)
+        self.begin(seed, watch=True, most=most, limit=limit)
         self.trainer.hear("transfer", limit=limit)
         time.sleep(after)
         os.kill(victim, signal.SIGKILL)

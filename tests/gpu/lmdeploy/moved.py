@@ -46,9 +46,19 @@ def whole_step(bed: Bed, server: Server, way: str, *, retain_mib: int, runs: int
         ms = milliseconds(told)
         values = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "runs": short(told), "steps": steps(group)}
         bed.note("whole step", way=way, retain_mib=retain_mib, **values)
+        spaced(bed, group, retain_mib, 2, 3, 2, 3, 2, 3)
     finally:
         bed.keep(group)
         group.stop()
+
+
+def spaced(bed: Bed, group: Group, retain_mib: int, *seeds: int) -> None:
+    """As in training: what an update left to do (a token, a copy) is done before the next one."""
+    told = []
+    for seed in seeds:
+        time.sleep(1)
+        told += group.publish(seed)
+    bed.note("whole step", retain_mib=retain_mib, between="a second", ms=milliseconds(told), runs=short(told), steps=steps(group))
 
 
 def awake(bed: Bed) -> None:
@@ -63,12 +73,7 @@ def awake(bed: Bed) -> None:
         ms = milliseconds(told)
         values = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "runs": short(told), "steps": steps(group)}
         bed.note("whole step", way="update_weights", retain_mib=0, **values)
-        told = []
-        for seed in (3, 2, 3, 2, 3, 2):
-            # As in training: the token that an update left owing is there before the next one.
-            time.sleep(1)
-            told += group.publish(seed)
-        bed.note("whole step", way="update_weights", between="a second", ms=milliseconds(told), runs=short(told), steps=steps(group))
+        spaced(bed, group, 0, 3, 2, 3, 2, 3, 2)
         bed.check("text", server.says() == bed.text("dense", 2), way="update_weights")
         load = Load(server, 8, 200)
         time.sleep(1)
@@ -228,7 +233,7 @@ def colocated(bed: Bed) -> None:
         kept = [str(path) for path in Path("/dev/shm/weightsync-colocated").rglob("*.safetensors")]
         bed.check("no copy through the host", good and not kept, way="colocated", ways=ways[-1:], memory=memory[-1:], kept=kept)
         for which in ("actor worker", "actor agent", "trainer worker"):
-            killed = group.kill_in_transfer(2, which, 0.0, 45)
+            killed = group.kill_in_transfer(2, which, 0.0, 45, most=0.04)
             end = group.end(45)
             again = [] if end["event"] == "done" else group.publish(2, limit=60)
             took = round(time.monotonic() - killed, 3)

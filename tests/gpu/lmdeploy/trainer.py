@@ -1,8 +1,8 @@
 """A torch process with random weights on its GPU that publishes them when it is told to, as a trainer does after each step.
 
-Reads one JSON object a line: {"socket", "version", "seed", "timeout", "watch"}. Answers with one or two lines: with `watch`, {"event":
-"transfer"} when bytes move; then {"event": "done", ...} or {"event": "failed", ...}. It lives as long as its standard input, whatever
-becomes of the agents: that nothing ends it is a part of what is seen.
+Reads one JSON object a line: {"socket", "version", "seed", "timeout", "watch", "most"}. Answers with one or two lines: with `watch`,
+{"event": "transfer"} when bytes move, at most `most` seconds after it began; then {"event": "done", ...} or {"event": "failed", ...}. It
+lives as long as its standard input, whatever becomes of the agents: that nothing ends it is a part of what is seen.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ def publish(publisher: weightsync.Publisher, weights: dict[str, torch.Tensor], o
             try:
                 handle.wait_released(0.0005)
             except weightsync.Timeout:
-                continue
+                # One that is over in less time than there is between two lines of progress is killed by the clock.
+                if time.monotonic() - begun < order["most"]:
+                    continue
             except weightsync.WeightSyncError:
-                break
+                pass
+            break
         say("transfer")
     handle.wait_released()
     released = time.monotonic() - begun
