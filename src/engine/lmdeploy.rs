@@ -58,7 +58,7 @@ struct Lmdeploy {
     /// Its process, as it was last found.
     seen: Mutex<Option<EngineProcess>>,
     /// What a start of it was found to have; asked once, because an update must not wait for it each time.
-    probed: Mutex<Option<route::Probed>>,
+    probed: Mutex<Option<Arc<route::Probed>>>,
     /// When a token was last generated.
     token: Mutex<Option<Instant>>,
 }

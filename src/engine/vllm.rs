@@ -47,6 +47,7 @@ pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineErr
         unproven_routes: config.unproven_routes,
         backend: Mutex::default(),
         late: Mutex::default(),
+        computed: Mutex::default(),
     };
     Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref())))
 }
@@ -58,6 +59,8 @@ struct Vllm {
     backend: Mutex<Option<(String, bool)>>,
     /// A start of the server whose workers' replies are late.
     late: Mutex<Option<String>>,
+    /// A start of the server that generated before it was asked a canary's question.
+    computed: Mutex<Option<String>>,
 }
 
 impl Vllm {
@@ -295,6 +298,12 @@ impl Server for Vllm {
 
     /// A NaN makes the answer an error 500: vLLM 0.32 writes no number that JSON does not have.
     async fn log_probs(&self, canary: &CanaryPolicy, until: Until) -> Result<LogProbs, EngineError> {
+        let start = self.fingerprint(until).await?;
+        // A short prompt of a user's as its first work may kill a worker: see `PROBE_TOKENS`.
+        if self.computed.lock().unwrap_or_else(PoisonError::into_inner).as_ref() != Some(&start) {
+            self.generate(until).await?;
+            *self.computed.lock().unwrap_or_else(PoisonError::into_inner) = Some(start);
+        }
         let (model, _) = self.served(until).await?;
         let reply = self.http.post("/v1/completions", Some(&canary::question(&model, canary, 0)), until).await?;
         canary::of_completions(reply, KIND, "serve a model that generates text, without --max-logprobs below 0")

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use weightsync::engine::{EngineError, Holding, InstallJob, Resumed};
-use weightsync::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
 
 use super::models::Models;
 use super::real::{Server, adapter, venv};
@@ -87,6 +87,35 @@ async fn an_installed_version_answers_as_a_fresh_server_on_its_checkpoint() {
     assert_ne!(engine.health(SOON).await.unwrap(), awake);
     engine.install(&job(&models, "2", 5)).await.unwrap();
     assert_eq!(client.complete(&prompt(), 16).await, expected);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_canary_lets_a_version_pass_or_holds_the_engine_with_what_was_measured() {
+    let models = Models::make(venv().as_deref());
+    let mut server = start(&models, "1");
+    let client = server.ready().await;
+    let engine = adapter(&server, Some(models.path("1")));
+    // One token, which is the server's first work, and whatever log-prob a model can give.
+    let canary = CanaryPolicy { prompt: "a".into(), max_tokens: 3, least_log_prob_milli: -20_000, greatest_log_prob_milli: 0 };
+    let with = |canary: &CanaryPolicy, name, version| InstallJob { canary: Some(canary.clone()), ..job(&models, name, version) };
+    assert!(engine.answers(&canary, SOON).await.unwrap());
+    let report = engine.install(&with(&canary, "2", 2)).await.unwrap();
+    assert_eq!(report.steps_ms.last().map(|(step, _)| step.as_str()), Some("canary"));
+    let second = client.complete(&prompt(), 16).await;
+
+    // Random weights are never that sure of a token.
+    let sure = CanaryPolicy { least_log_prob_milli: -1, ..canary.clone() };
+    let refused = engine.install(&with(&sure, "1", 3)).await.unwrap_err();
+    assert!(refused.dirty && refused.step == "canary", "{refused}");
+    assert!(matches!(refused.source, EngineError::CanaryRefused { .. }), "{refused}");
+    assert!(refused.to_string().contains("of 3 is -") && refused.to_string().contains("expected is -0.001 to 0"), "{refused}");
+    assert_eq!(engine.resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(job(&models, "1", 3).version));
+
+    // A tensor of NaN: the server answers with an error of its own, and the version before makes it serve again.
+    let poisoned = engine.install(&with(&canary, "nan", 4)).await.unwrap_err();
+    assert!(poisoned.dirty && matches!(poisoned.source, EngineError::CanaryRefused { .. }), "{poisoned}");
+    engine.install(&with(&canary, "2", 5)).await.unwrap();
+    assert_eq!(client.complete(&prompt(), 16).await, second);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

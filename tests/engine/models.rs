@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
 /// Folder with `1`, `2`, `3` (versions), `missing` (version 2 without one tensor), `unknown` (with one more), `misfit` (one of another
-/// shape) and `half` (version 2 in two files, the second cut short).
+/// shape), `nan` (one of NaN) and `half` (version 2 in two files, the second cut short).
 pub struct Models {
     folder: TempDir,
 }
@@ -64,6 +64,12 @@ impl Models {
         let mut misfit = whole.clone();
         misfit.insert(one.to_owned(), (json!([1, 2]), vec![0; 4]));
         self.copy_of_2("misfit", &misfit);
+        let mut nan = whole.clone();
+        if let Some((_, bytes)) = nan.get_mut(one) {
+            // All bits set is a NaN in every type of float.
+            bytes.fill(0xff);
+        }
+        self.copy_of_2("nan", &nan);
 
         // The first file ends in the middle of a layer whose q, k and v are loaded together.
         let is_first = |name: &String| !name.contains("layers.1.") || name.contains("q_proj") || name.contains("k_proj");

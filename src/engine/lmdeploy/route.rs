@@ -4,7 +4,7 @@
 //! server with `--enable-abort-handling` can end requests without sleeping.
 
 use std::path::Path;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -29,7 +29,7 @@ const TENSORS: &str = "update_weights";
 const CHECKPOINT_ENGINE: &str = "checkpoint-engine";
 
 /// What one start of a server was found to have.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Probed {
     start: String,
     interface: Option<Value>,
@@ -63,11 +63,11 @@ impl Lmdeploy {
         let config: Option<Value> = config.and_then(|config| serde_json::from_slice(&config).ok());
         allowed::any_route(config.as_ref()).map_err(|why| unsupported(why, "serve a model in bfloat16 or float16"))?;
         let probed = self.probe_start(until).await?;
-        let gpus = probed.gpus;
+        let gpus = probed.gpus.clone();
         let seen =
             Seen { interface: probed.interface.as_ref(), ranks: gpus.len(), config: config.as_ref(), process: process.as_ref(), kv_cache };
         let why_not = match allowed::tensor_route(&seen) {
-            Ok(()) => probed.no_tensors.or(probed.no_abort.filter(|_| pause == PausePolicy::Abort)),
+            Ok(()) => probed.no_tensors.clone().or(probed.no_abort.clone().filter(|_| pause == PausePolicy::Abort)),
             Err(why) => Some(why),
         };
         let Some(why_not) = why_not else {
@@ -85,7 +85,7 @@ impl Lmdeploy {
     }
 
     /// Asks this start for what no file says, once: an update of nothing, and the end of a request that is not there.
-    async fn probe_start(&self, until: Until) -> Result<Probed, EngineError> {
+    async fn probe_start(&self, until: Until) -> Result<Arc<Probed>, EngineError> {
         let known = self.probed.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(known) = known.filter(|known| known.start != UNKNOWN)
             && self.fingerprint(until).await? == known.start
@@ -107,7 +107,7 @@ impl Lmdeploy {
         };
         let reply = self.http.post("/abort_request", Some(&json!({"abort_all": false, "session_id": i32::MAX})), until).await?;
         let no_abort = (reply.status() == 501).then(|| "it cannot end requests: start LMDeploy with --enable-abort-handling".to_owned());
-        let probed = Probed { start, interface: self.interface(until).await, gpus, checkpoint_engine, no_tensors, no_abort };
+        let probed = Arc::new(Probed { start, interface: self.interface(until).await, gpus, checkpoint_engine, no_tensors, no_abort });
         *self.probed.lock().unwrap_or_else(PoisonError::into_inner) = Some(probed.clone());
         Ok(probed)
     }

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::support::{Bench, SOON, TENSORS, adapter, post, until, write_checkpoint};
 use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault};
 use crate::engine::{EngineError, Holding, InstallError};
-use crate::protocol::PausePolicy;
+use crate::protocol::{CanaryPolicy, PausePolicy};
 
 const VLLM: Calls = Calls { kind: "vllm", pause: "/pause", load: "/collective_rpc", label: "/update_weight_version", resume: "/resume" };
 const SGLANG: Calls = Calls {
@@ -351,6 +351,12 @@ async fn a_probe_that_is_the_first_work_of_an_engine_kills_no_worker() {
     bench.engine.install(&bench.job(2)).await.unwrap();
     assert_eq!(bench.digest().await, bench.fresh_digest(2).await);
     // Whoever comes after it may ask short things.
+    bench.complete("x", 1).await;
+
+    // A user's canary may be short, too.
+    let bench = Bench::start_with("vllm", Faults { cold_amx: true, ..Faults::default() }, |_| ()).await;
+    let canary = CanaryPolicy { prompt: "x".into(), max_tokens: 1, least_log_prob_milli: -4000, greatest_log_prob_milli: 0 };
+    assert!(bench.engine.answers(&canary, SOON).await.unwrap());
     bench.complete("x", 1).await;
 
     let cold = Bench::start_with("vllm", Faults { cold_amx: true, ..Faults::default() }, |_| ()).await;
