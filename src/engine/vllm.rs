@@ -301,8 +301,12 @@ impl Server for Vllm {
         let start = self.fingerprint(until).await?;
         // A short prompt of a user's as its first work may kill a worker: see `PROBE_TOKENS`.
         if self.computed.lock().unwrap_or_else(PoisonError::into_inner).as_ref() != Some(&start) {
-            self.generate(until).await?;
-            *self.computed.lock().unwrap_or_else(PoisonError::into_inner) = Some(start);
+            match self.generate(until).await {
+                Ok(()) => *self.computed.lock().unwrap_or_else(PoisonError::into_inner) = Some(start),
+                Err(error @ (EngineError::Unreachable { .. } | EngineError::Timeout { .. })) => return Err(error),
+                // What it answers to the question is judged, not this.
+                Err(_) => {}
+            }
         }
         let (model, _) = self.served(until).await?;
         let reply = self.http.post("/v1/completions", Some(&canary::question(&model, canary, 0)), until).await?;
