@@ -120,7 +120,7 @@ mod tests {
     fn an_error_of_the_engine_is_about_the_weights_and_silence_is_not() {
         let url = || "http://a".to_owned();
         let about = [
-            EngineError::Status { url: url(), status: 500, body: "Out of range float values are not JSON compliant".into() },
+            EngineError::Status { url: url(), status: 500, body: "CUDA error".into() },
             EngineError::BadReply { url: url(), what: "it is not JSON".into() },
         ];
         assert!(about.iter().all(|error| failed_to_compute(error).is_some()));

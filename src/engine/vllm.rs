@@ -281,7 +281,7 @@ impl Server for Vllm {
     async fn generate(&self, until: Until) -> Result<(), EngineError> {
         let (model, _) = self.served(until).await?;
         let body = json!({"model": model, "prompt": vec![0; PROBE_TOKENS], "max_tokens": 1, "temperature": 0, "logprobs": 0});
-        let reply = self.http.post("/v1/completions", Some(&body), until).await?;
+        let reply = self.http.post("/v1/completions", Some(&body), until).await?.unless_no_number()?;
         if matches!(reply.status(), 400 | 404 | 405 | 501) {
             // A server that generates no text, or allows no log-probs, says nothing about its life here.
             return Ok(());
@@ -296,7 +296,6 @@ impl Server for Vllm {
         }
     }
 
-    /// A NaN makes the answer an error 500: vLLM 0.32 writes no number that JSON does not have.
     async fn log_probs(&self, canary: &CanaryPolicy, until: Until) -> Result<LogProbs, EngineError> {
         let start = self.fingerprint(until).await?;
         // A short prompt of a user's as its first work may kill a worker: see `PROBE_TOKENS`.
@@ -309,7 +308,7 @@ impl Server for Vllm {
             }
         }
         let (model, _) = self.served(until).await?;
-        let reply = self.http.post("/v1/completions", Some(&canary::question(&model, canary, 0)), until).await?;
+        let reply = self.http.post("/v1/completions", Some(&canary::question(&model, canary, 0)), until).await?.unless_no_number()?;
         canary::of_completions(reply, KIND, "serve a model that generates text, without --max-logprobs below 0")
     }
 

@@ -98,6 +98,8 @@ impl<S: Server> Inner<S> {
                 return Ok(());
             }
             Err(Silent::Gone(source)) => return Err(clean(self.seen(Failed { step: "probe", source }))),
+            // Put to sleep by somebody else meanwhile, it computes for nobody, and what it holds ends with that.
+            Err(Silent::Spoiled(_)) if self.server.is_paused(whole).await.is_ok_and(|paused| paused) => return Ok(()),
             Err(Silent::Spoiled(source)) => source,
         };
         // An install that is under way waits for its own token.

@@ -38,10 +38,9 @@ pub(super) async fn completions(State(front): State<Arc<Front>>, body: Bytes) ->
         front.core.change(|state| state.dead = true);
     }
     match front.core.generate(&asked.prompt, asked.max_tokens).await {
-        // vLLM writes no number that JSON does not have; the others write null for it.
+        // vLLM writes no number that JSON does not have, and calls that a bad request (seen on 0.32); the others write null for it.
         Ok(generated) if front.core.kind() == Kind::Vllm && asked.logprobs.is_some() && generated.is_nan() => {
-            let message = "Out of range float values are not JSON compliant: nan";
-            error(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", None, message)
+            error(StatusCode::BAD_REQUEST, "BadRequestError", None, "Out of range float values are not JSON compliant")
         }
         Ok(generated) => Json(answer(&front, &asked, &generated)).into_response(),
         Err(cause) => {

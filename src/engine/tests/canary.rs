@@ -79,6 +79,17 @@ async fn a_version_with_a_tensor_of_nan_is_refused_held_and_marked_and_the_one_b
 }
 
 #[tokio::test]
+async fn without_a_canary_a_vllm_that_computes_no_number_is_held_all_the_same() {
+    let bench = Bench::start("vllm").await;
+    bench.engine.install(&bench.job(2)).await.unwrap();
+    poison(&bench, 3);
+    let error = bench.engine.install(&bench.job(3)).await.unwrap_err();
+    assert_eq!((error.step, error.dirty), ("probe", true), "{error}");
+    assert!(error.to_string().contains("a number that JSON does not have"), "{error}");
+    assert!(bench.is_paused().await);
+}
+
+#[tokio::test]
 async fn an_answer_outside_of_the_range_is_refused_with_what_was_measured() {
     for kind in KINDS {
         let bench = Bench::start(kind).await;

@@ -6,7 +6,7 @@ use serde_json::json;
 use tokio::time::Instant;
 
 use super::gpu::{GPUS, GpuBench};
-use super::support::{SOON, held, until};
+use super::support::{SOON, held, post, until};
 use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault};
 use crate::engine::{EngineError, Holding, Resumed};
 use crate::protocol::{KvCachePolicy, PausePolicy};
@@ -208,6 +208,16 @@ async fn an_engine_that_does_not_compute_with_what_it_took_is_held_and_marked_be
     let report = on.install(2).await.unwrap();
     assert!(!report.owes_answer && report.steps_ms.iter().any(|(step, _)| step == "probe"), "{report:?}");
     assert!(!on.asleep().await);
+}
+
+#[tokio::test]
+async fn an_engine_that_its_owner_puts_to_sleep_behind_an_install_owes_no_answer() {
+    let on = bench(WAYS[0]).await;
+    on.install(2).await.unwrap();
+    assert!(on.install(3).await.unwrap().owes_answer);
+    assert_eq!(post(&format!("{}/sleep?level=1", on.bench.simulator.url()), &json!({})).await.0, 200);
+    on.engine.see_owed_answer(&held(3), SOON).await.unwrap();
+    assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(3)), "it is not marked");
 }
 
 #[tokio::test]
