@@ -45,6 +45,7 @@ pub use engine_groups::{Joiner, MOST_RANKS, engine_groups};
 pub use explain::{Bandwidth, ExplainedMember, Explanation, FloorTime, MemberMemory, ModelFacts, explain};
 pub use gpu_memory::{
     CONTEXT_ESTIMATE, GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingChoice, RingLoad, RingWish, USUAL_LOAD, check_gpu, gpu_ring,
+    slots_beside_copies,
 };
 pub use input::{Claim, EndpointKey, GroupSpec, Order, PlanInput, PodFacts, PodPhase, PoolSpec, TrainerSpec, WeightSyncRef};
 pub use outcome::{LeftOut, LeftOutCode, Plan, PlanRefusal};

@@ -294,7 +294,8 @@ impl Gpus {
         seat.nccl.as_ref().map_err(Clone::clone)?;
         let wish = RingWish::of(slots, slot_bytes);
         let room = (seat.gpu.free_bytes, seat.gpu.memory_bytes);
-        Ok(SourceWorker { worker: seat.worker.clone(), gpu: seat.gpu.uuid.clone(), wish, room })
+        let retain = self.core.epoch().map_or(0, |epoch| epoch.prepared.policy.retain_bytes);
+        Ok(SourceWorker { worker: seat.worker.clone(), gpu: seat.gpu.uuid.clone(), wish, room, retain })
     }
 
     /// Keeps what the trainer's socket is told up to date, for ever.

@@ -67,15 +67,9 @@ impl Digester {
         (parts as u64 + BLOCKS) * (PIECE + SUM)
     }
 
-    /// Digests parts of `at` on `stream`, behind `after`. What does not need to wait for `after` is given to the stream before it.
-    pub fn start(
-        &self,
-        stream: &Stream,
-        after: Option<&Event>,
-        at: &Span,
-        parts: &[Part],
-        mut scratch: Scratch,
-    ) -> Result<Digesting, GpuError> {
+    /// Digests parts of `at`, behind what the stream holds. The kernel reads and writes `scratch` in host memory by itself: no copy engine is
+    /// in it, behind whose long copies the sums of a few kilobytes would wait.
+    pub fn start(&self, stream: &Stream, at: &Span, parts: &[Part], mut scratch: Scratch) -> Result<Digesting, GpuError> {
         let Address::Device(base) = at.address() else {
             return Err(GpuError::Invalid { what: "host memory is not digested by the GPU".into() });
         };
@@ -91,28 +85,25 @@ impl Digester {
         }
         let count = pieces.len() as u64;
         let fields = pieces.iter().flat_map(|piece| [piece.offset, piece.bytes, piece.first_word]);
-        scratch.write(0, &fields.flat_map(u64::to_le_bytes).collect::<Vec<u8>>())?;
-        let table_on_gpu = scratch.device(0, count * PIECE)?;
-        let sums_on_gpu = scratch.device(count * PIECE, count * SUM)?;
-        stream.copy(&table_on_gpu, &scratch.host(0, count * PIECE)?)?;
-        stream.fill(&sums_on_gpu, 0)?;
-        if let Some(after) = after {
-            stream.wait_for(after)?;
-        }
-        self.launch(stream, base, &table_on_gpu, &sums_on_gpu, count)?;
-        stream.copy(&scratch.host(count * PIECE, count * SUM)?, &sums_on_gpu)?;
+        let mut table_and_sums: Vec<u8> = fields.flat_map(u64::to_le_bytes).collect();
+        // A kernel that wrote nothing must not leave the sums of the bucket before: zeros are no digest of anybody's.
+        table_and_sums.resize(pieces.len().saturating_mul(usize::try_from(PIECE + SUM).unwrap_or(0)), 0);
+        scratch.write(0, &table_and_sums)?;
+        let (table, sums) = (scratch.host(0, count * PIECE)?, scratch.host(count * PIECE, count * SUM)?);
+        self.launch(stream, base, &table, &sums, count)?;
         Ok(Digesting { scratch, parts: parts.len(), owners, done: stream.record_new()? })
     }
 
     fn launch(&self, stream: &Stream, base: u64, table: &Span, sums: &Span, pieces: u64) -> Result<(), GpuError> {
-        let (Address::Device(mut table), Address::Device(mut sums)) = (table.address(), sums.address()) else {
-            return Err(GpuError::Invalid { what: "the kernel's arguments are not on the GPU".into() });
+        let (Address::Host(table), Address::Host(sums)) = (table.address(), sums.address()) else {
+            return Err(GpuError::Invalid { what: "the kernel's arguments are not in host memory".into() });
         };
-        let mut base = base;
+        // Pinned memory has the same address on every GPU (CUDA driver API, unified addressing).
+        let (mut base, mut table, mut sums) = (base, table.as_ptr().expose_provenance() as u64, sums.as_ptr().expose_provenance() as u64);
         let pieces = u32::try_from(pieces).unwrap_or(0);
         let mut arguments: [*mut c_void; 3] = [(&raw mut base).cast(), (&raw mut table).cast(), (&raw mut sums).cast()];
         // SAFETY: the kernel takes three 64-bit arguments, which the driver copies before it returns; every part lies inside the span, and
-        // the table and the sums have room for all parts.
+        // the table and the sums are pinned memory with room for all parts, which `Digesting` keeps until its event fired.
         let code = unsafe {
             (self.driver.launch_kernel)(
                 self.function,

@@ -1,6 +1,8 @@
 // gsum64 of parts of GPU memory: for part p, the sum over its 8-byte little-endian words d[i] of (lo32(x) * hi32(x) + x) mod 2^64 with
 // x = d[i] xor (first_word + i + 1) * 0x9E3779B97F4A7C15; a last word of fewer than 8 bytes counts as if zeros followed. Order-free, so
 // any number of threads may share it, and sums of parts add up. The twin on the CPU is src/weights/gsum.rs.
+// One thread block a part. The parts are read from pinned host memory and the sums are written there, by the kernel itself: a copy of a few
+// sums to the host waited for the bucket that another stream was copying there, 20 ms, because both go through the same copy engine.
 // gsum64.ptx is made from this file; see the first lines there.
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -15,11 +17,14 @@ __device__ __forceinline__ u64 mix(u64 d, u64 k) {
 }
 
 extern "C" __global__ void gsum64(const u8* __restrict__ base, const Part* __restrict__ parts, u64* __restrict__ sums) {
-    Part part = parts[blockIdx.y];
+    __shared__ Part part;
+    __shared__ u64 of_warp[32];
+    if (threadIdx.x == 0) part = parts[blockIdx.y];
+    __syncthreads();
     const u8* start = base + part.offset;
     u64 words = part.bytes >> 3;
-    u64 step = (u64)gridDim.x * blockDim.x;
-    u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    u64 step = blockDim.x;
+    u64 thread = threadIdx.x;
     u64 a = 0, b = 0;
     // 16-byte loads need 16-byte addresses: one word may stand before the first pair.
     u64 head = (((u64)start >> 3) & 1) & (words > 0);
@@ -57,5 +62,12 @@ extern "C" __global__ void gsum64(const u8* __restrict__ base, const Part* __res
     }
     a += b;
     for (int o = 16; o; o >>= 1) a += __shfl_down_sync(0xffffffffu, a, o);
-    if ((threadIdx.x & 31) == 0) atomicAdd(&sums[blockIdx.y], a);
+    u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    if (lane == 0) of_warp[warp] = a;
+    __syncthreads();
+    if (warp == 0) {
+        a = lane < (blockDim.x + 31) / 32 ? of_warp[lane] : 0;
+        for (int o = 16; o; o >>= 1) a += __shfl_down_sync(0xffffffffu, a, o);
+        if (lane == 0) sums[blockIdx.y] = a;
+    }
 }

@@ -208,7 +208,7 @@ impl Span {
     }
 }
 
-/// A little pinned host memory with as much GPU memory beside it: what goes to a kernel, and what comes back.
+/// A little pinned host memory, which kernels read and write, with as much GPU memory beside it, for what cannot.
 pub struct Scratch {
     host: Memory,
     device: Memory,

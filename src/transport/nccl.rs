@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 
 pub use self::borrow::{Borrowed, NotBorrowed};
 use self::communicator::Present;
@@ -124,6 +125,31 @@ impl Carriers for Receivers {
         }
         let silence = Duration::from_millis(hello.silence_ms);
         Ok(Box::new(Receiver::start(communicator, store.clone(), carried.root, silence)?))
+    }
+}
+
+/// A part of some bytes; what lies behind their end is left out.
+fn cut(bytes: &Bytes, offset: u64, length: u64) -> Bytes {
+    let place = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(bytes.len());
+    bytes.slice(place(offset)..place(offset.saturating_add(length)))
+}
+
+/// The digest of one piece of a bucket, as a GPU gave it.
+struct PieceSum {
+    first: bool,
+    last: bool,
+    sum: u64,
+}
+
+/// gsum64 of the bucket whose pieces end now: sums of pieces add up.
+#[derive(Default)]
+struct BucketSum(u64);
+
+impl BucketSum {
+    /// Adds the next piece; gives the bucket's sum with its last one.
+    fn add(&mut self, piece: &PieceSum) -> Option<u64> {
+        self.0 = if piece.first { piece.sum } else { self.0.wrapping_add(piece.sum) };
+        piece.last.then_some(self.0)
     }
 }
 

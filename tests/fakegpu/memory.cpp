@@ -127,6 +127,15 @@ static size_t used_bytes(const Device *device) {
   return used;
 }
 
+// Copies of one process to the host go one after the other, whatever streams they are in: there is one engine for them.
+static void wait_for_engine(size_t bytes) {
+  static const long speed = setting("FAKEGPU_TO_HOST_MBPS", 0);
+  static auto *engine = new std::mutex;
+  if (!speed) return;
+  std::lock_guard<std::mutex> lock(*engine);
+  nap(long(bytes) / speed);
+}
+
 static void copy(const char *name, Stream *stream, Device *device, Span to, Span from, bool wait) {
   struct Done {
     std::mutex mutex;
@@ -134,7 +143,9 @@ static void copy(const char *name, Stream *stream, Device *device, Span to, Span
     bool done = false;
   };
   auto done = std::make_shared<Done>();
+  const bool to_host = !to.memory || !to.memory->on_device();
   stream->push({name, [=] {
+    if (to_host) wait_for_engine(to.size);
     if (!to.usable(name) || !from.usable(name)) device->broken = ILLEGAL_ADDRESS;
     else if (!device->broken) memmove(to.bytes, from.bytes, to.size);
     std::lock_guard<std::mutex> lock(done->mutex);

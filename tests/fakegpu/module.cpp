@@ -26,7 +26,7 @@ uint64_t gsum64(const char *bytes, uint64_t length, uint64_t first_word) {
   return sum;
 }
 
-// gsum64(const u8 *base, const Part *parts, u64 *sums): adds to `sums[p]`, one part for each row of the grid. A wrong address is met when
+// gsum64(const u8 *base, const Part *parts, u64 *sums): gives `sums[p]`, one part for each row of the grid. A wrong address is met when
 // the kernel runs, not when it is launched; the context is lost then.
 void run_gsum64(Device *device, uint64_t base, uint64_t parts, uint64_t sums, unsigned rows) {
   Span list, out;
@@ -38,9 +38,7 @@ void run_gsum64(Device *device, uint64_t base, uint64_t parts, uint64_t sums, un
     good = span_at(base + part.offset, part.bytes, "gsum64", &bytes);
     if ((base + part.offset) % 8) violation("gsum64: a part does not start at a word"), good = false;
     if (!good) break;
-    uint64_t sum;
-    memcpy(&sum, out.bytes + row * 8, 8);
-    sum += gsum64(bytes.bytes, part.bytes, part.first_word);
+    uint64_t sum = gsum64(bytes.bytes, part.bytes, part.first_word);
     memcpy(out.bytes + row * 8, &sum, 8);
   }
   if (!good) device->broken = ILLEGAL_ADDRESS;

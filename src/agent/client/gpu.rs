@@ -6,7 +6,7 @@
 
 use tokio::sync::watch;
 
-use crate::plan::{GpuRing, GpuRoom, NoSharing, RingLoad, RingWish, gpu_ring};
+use crate::plan::{GpuRing, GpuRoom, NoSharing, RingLoad, RingWish, gpu_ring, slots_beside_copies};
 use crate::protocol::GpuOffer;
 use crate::weights::{Layout, LayoutError, TensorSpec};
 use crate::worker::Worker;
@@ -23,6 +23,8 @@ pub struct SourceWorker {
     /// Bytes of the GPU that were free when the worker took it, before any ring, and all of them. Not renewed: what a version is cut into
     /// must not change from one publish to the next.
     pub room: (u64, u64),
+    /// How many bytes of versions are kept on the host: what fits there is copied out of the ring.
+    pub retain: u64,
 }
 
 impl std::fmt::Debug for SourceWorker {
@@ -55,7 +57,9 @@ impl SourceWorker {
         let largest = layout.largest_bucket();
         let wish = RingWish { slots: self.wish.slots, slot_bytes: Some(largest.max(1)) };
         let ring = self.choose(wish, RingLoad { bytes: layout.total_bytes, largest })?;
-        let slots = ring.slots.min(layout.bucket_count()).max(1);
+        let copied = self.wish.slots.is_none() && layout.total_bytes <= self.retain;
+        let slots = if copied { slots_beside_copies(&ring, layout.bucket_count(), self.room.0) } else { ring.slots };
+        let slots = slots.min(layout.bucket_count()).max(1);
         Ok(RingSize { slots, slot_bytes: ring.slot_bytes.next_multiple_of(PAGE) })
     }
 

@@ -225,10 +225,9 @@ impl<'a> Attempt<'a> {
         // The trainer may change its tensors once a whole copy is here or every member has them, whichever is first: engines switch meanwhile.
         let (verified, silence) = (Notify::new(), self.silence);
         let released = async {
-            let buckets = usize::try_from(layout.bucket_count()).unwrap_or(usize::MAX);
             let kept = async {
                 match copy {
-                    Some(copy) if copy.whole(buckets, silence).await => {}
+                    Some(copy) if copy.whole(layout.bucket_count(), silence).await => {}
                     _ => std::future::pending().await,
                 }
             };

@@ -48,7 +48,7 @@ pub trait Keep: Send + Sync {
 
     /// Waits until so many buckets of this attempt were kept, at most `limit`: a copy may still be under way when all was sent. False when it
     /// is not whole.
-    async fn whole(&self, buckets: usize, limit: Duration) -> bool;
+    async fn whole(&self, buckets: u32, limit: Duration) -> bool;
 }
 
 /// What is sent, and who keeps a copy of it.

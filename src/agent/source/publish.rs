@@ -295,7 +295,7 @@ struct ToKeep {
 
 impl ToKeep {
     fn is_whole(&self, source: &Tracked) -> bool {
-        self.keeper.is_whole(buckets(source.layout()))
+        self.keeper.is_whole(source.layout().bucket_count())
     }
 }
 
@@ -304,14 +304,10 @@ impl Publish {
     async fn keep_whole(&mut self) {
         let Some(ToKeep { keeper, held, algorithm }) = self.to_keep.take() else { return };
         let layout = self.source.layout();
-        if keeper.whole(buckets(layout), LAST_COPY).await {
+        if keeper.whole(layout.bucket_count(), LAST_COPY).await {
             self.copy = Retained::in_memory(held, algorithm, layout, keeper.empty()).map(Arc::new);
         }
     }
-}
-
-fn buckets(layout: &Layout) -> usize {
-    usize::try_from(layout.bucket_count()).unwrap_or(usize::MAX)
 }
 
 /// What one attempt of a publish tells its asker, and keeps.

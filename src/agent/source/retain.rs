@@ -77,7 +77,7 @@ pub struct Keeper(watch::Sender<Kept>);
 struct Kept {
     buckets: Vec<Bytes>,
     /// Buckets that came in this attempt.
-    came: usize,
+    came: u32,
     /// Whether no more will come in it.
     gave_up: bool,
 }
@@ -90,20 +90,20 @@ impl Keeper {
 
     /// Gets ready for another attempt; false when not all of the `given` buckets of the last one came here in time. A bucket is copied
     /// off the path, so the last one may still be on its way when an attempt ends.
-    pub async fn rewind(&self, given: usize, limit: Duration) -> bool {
+    pub async fn rewind(&self, given: u32, limit: Duration) -> bool {
         let whole = self.whole(given, limit).await;
         self.0.send_modify(|kept| (kept.came, kept.gave_up) = (0, false));
         whole
     }
 
     /// Whether so many buckets of this attempt are here now.
-    pub fn is_whole(&self, buckets: usize) -> bool {
+    pub fn is_whole(&self, buckets: u32) -> bool {
         self.0.borrow().came >= buckets
     }
 
     /// A bucket that was kept.
-    pub fn bucket(&self, number: usize) -> Option<Bytes> {
-        self.0.borrow().buckets.get(number).cloned()
+    pub fn bucket(&self, number: u32) -> Option<Bytes> {
+        self.0.borrow().buckets.get(usize::try_from(number).ok()?).cloned()
     }
 }
 
@@ -121,7 +121,7 @@ impl Keep for Keeper {
         self.0.send_modify(|kept| kept.gave_up = true);
     }
 
-    async fn whole(&self, buckets: usize, limit: Duration) -> bool {
+    async fn whole(&self, buckets: u32, limit: Duration) -> bool {
         let mut kept = self.0.subscribe();
         let come = timeout(limit, kept.wait_for(|kept| kept.gave_up || kept.came >= buckets)).await;
         matches!(come, Ok(Ok(kept)) if kept.came >= buckets)
@@ -133,7 +133,7 @@ impl Keeper {
         let before = self.0.borrow().came;
         let copy = self.bucket(before).unwrap_or_else(copy);
         self.0.send_modify(|kept| {
-            if kept.buckets.len() == kept.came {
+            if kept.buckets.len() as u64 == u64::from(kept.came) {
                 kept.buckets.push(copy.clone());
             }
             kept.came += 1;

@@ -21,9 +21,9 @@ pub(super) struct Tracked {
     source: Box<dyn VersionSource>,
     released: bool,
     /// Buckets given in this attempt.
-    given: usize,
+    given: u32,
     /// Buckets taken from the source since its start.
-    read: usize,
+    read: u32,
     kept: Option<Arc<Keeper>>,
 }
 
@@ -62,7 +62,7 @@ impl VersionSource for Tracked {
 
     async fn next(&mut self, silence: Duration) -> Result<Option<(Bucket, Payload)>, SourceError> {
         if self.given < self.read {
-            let bucket = u32::try_from(self.given).ok().and_then(|sequence| self.layout().bucket(sequence));
+            let bucket = self.layout().bucket(self.given);
             let bytes = self.kept.as_ref().and_then(|kept| kept.bucket(self.given));
             let (Some(bucket), Some(bytes)) = (bucket, bytes) else {
                 return Err(SourceError::Nonsense { what: "the copy of what was read lacks a bucket".into() });

@@ -37,7 +37,7 @@ impl Keep for Copying {
 
     fn give_up(&self) {}
 
-    async fn whole(&self, buckets: usize, _: Duration) -> bool {
+    async fn whole(&self, buckets: u32, _: Duration) -> bool {
         assert!(buckets > 1);
         if self.0 == Copied::Later {
             std::future::pending::<()>().await;
@@ -103,7 +103,7 @@ async fn engines_switch_while_a_copy_is_under_way_and_the_trainer_is_released_wh
 #[tokio::test]
 async fn a_copy_is_whole_when_every_bucket_came_and_one_that_failed_is_not_waited_for() {
     let (layout, bytes) = weights(1);
-    let buckets = layout.bucket_count() as usize;
+    let buckets = layout.bucket_count();
     let cut = |bucket: u32| {
         let bucket = layout.bucket(bucket).unwrap();
         let at = |offset: u64| usize::try_from(offset).unwrap();

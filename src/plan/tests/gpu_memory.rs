@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use crate::plan::{GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingLoad, RingWish, check_gpu, gpu_ring};
+use crate::plan::{GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingLoad, RingWish, check_gpu, gpu_ring, slots_beside_copies};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -120,4 +120,21 @@ proptest! {
             prop_assert!(of(one + more).is_ok_and(|ring| ring >= tight));
         }
     }
+}
+
+#[test]
+fn a_source_whose_buckets_are_also_copied_gets_more_slots_where_there_is_room() {
+    let ring = GpuRing { slots: 3, slot_bytes: GIB };
+    for (buckets, free, slots) in [
+        (6, 120 * GIB, 4),
+        (19, 1000 * GIB, 13),
+        (6, 48 * GIB, 3),
+        (19, 80 * GIB, 5),
+        (2, 120 * GIB, 3),
+        (0, 0, 3),
+        (u32::MAX, u64::MAX, (1 << 30) - 1),
+    ] {
+        assert_eq!(slots_beside_copies(&ring, buckets, free), slots, "{buckets} buckets, {free} bytes free");
+    }
+    assert_eq!(slots_beside_copies(&GpuRing { slots: 2, slot_bytes: 0 }, 9, GIB), 2);
 }

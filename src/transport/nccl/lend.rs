@@ -16,20 +16,12 @@ use futures::stream::{FuturesOrdered, StreamExt};
 use tokio::sync::mpsc;
 
 use super::communicator::{Communicator, Seat, patience};
-use super::pieces;
-use super::staging::AREA;
+use super::{BucketSum, PieceSum, cut, pieces};
 use crate::protocol::worker::Part;
 use crate::protocol::{BucketHeader, LentPiece, MemberName, StreamFailure};
 use crate::transport::tcp::Downstream;
 use crate::transport::{BucketSink, Payload, TransportError};
 use crate::worker::{Copy, Slot, Sums, WorkerError};
-
-/// The digest of one piece, and whether it is the first and the last of its bucket.
-struct Digested {
-    first: bool,
-    last: bool,
-    sum: u64,
-}
 
 /// See [`BucketSink`].
 pub(super) struct Lending {
@@ -42,9 +34,9 @@ pub(super) struct Lending {
     out: BTreeMap<u32, Slot>,
     taken: mpsc::UnboundedReceiver<u32>,
     next: u32,
-    digests: FuturesOrdered<BoxFuture<'static, Result<Digested, WorkerError>>>,
-    /// gsum64 of the pieces of the bucket whose digests end now.
-    total: u64,
+    digests: FuturesOrdered<BoxFuture<'static, Result<PieceSum, WorkerError>>>,
+    /// Of the bucket whose digests end now.
+    sum: BucketSum,
     failure: Option<StreamFailure>,
 }
 
@@ -54,7 +46,7 @@ impl Lending {
         let seat = communicator.seats().first()?.clone();
         let taken = chain.taken()?;
         let (out, digests) = (BTreeMap::new(), FuturesOrdered::new());
-        Some(Self { chain, communicator, seat, borrower, silence, out, taken, next: 0, digests, total: 0, failure: None })
+        Some(Self { chain, communicator, seat, borrower, silence, out, taken, next: 0, digests, sum: BucketSum::default(), failure: None })
     }
 
     /// Waits for `work` while slots come back, digests end, and the chain is listened to.
@@ -77,10 +69,9 @@ impl Lending {
         }
     }
 
-    fn digested(&mut self, digested: &Digested) {
-        self.total = if digested.first { digested.sum } else { self.total.wrapping_add(digested.sum) };
-        if digested.last {
-            self.chain.digest(self.total.into());
+    fn digested(&mut self, digested: &PieceSum) {
+        if let Some(sum) = self.sum.add(digested) {
+            self.chain.digest(sum.into());
         }
     }
 
@@ -120,7 +111,7 @@ impl Lending {
             self.digests.push_back(Box::pin(async move {
                 let Sums { sums, .. } = worker.digest(at, vec![part], None, within).await?;
                 let sum = sums.first().copied().ok_or(WorkerError::Nonsense { what: "digest" })?;
-                Ok(Digested { first, last, sum })
+                Ok(PieceSum { first, last, sum })
             }));
         }
         Ok(())
@@ -138,13 +129,7 @@ async fn put(seat: Seat, payload: Payload, offset: u64, bytes: u64, silence: Dur
         }
         Payload::Device(_) => return Err(WorkerError::Gone { cause: "the bytes lie in memory of another worker".into() }),
         Payload::Host(all) => {
-            let place = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(all.len());
-            let mut copies = Vec::new();
-            for (at, length) in pieces(bytes, AREA) {
-                let start = offset.saturating_add(at);
-                let part = all.slice(place(start)..place(start.saturating_add(length)));
-                copies.push(seat.staging.bring(part, slot.at(at), within).await?);
-            }
+            let copies = seat.staging.bring_all(&cut(&all, offset, bytes), &slot, 0, within).await?;
             try_join_all(copies).await?;
         }
     }

@@ -6,9 +6,9 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::future::BoxFuture;
 
-use super::staging::{AREA, Staging};
+use super::cut;
+use super::staging::{Bringing, Staging};
 use crate::transport::{DevicePayload, Payload};
 use crate::weights::{Layout, WireBucket, WireError};
 use crate::worker::{Copy, Event, Ring, Slot, Span, Worker, WorkerError};
@@ -35,7 +35,7 @@ pub struct PackedBucket {
     /// Its broadcasts, in order.
     pub broadcasts: Vec<Packed>,
     /// Copies that are under way into its memory. On the GPU they are before the broadcasts; they must end well.
-    pub copies: Vec<BoxFuture<'static, Result<(), WorkerError>>>,
+    pub copies: Vec<Bringing>,
     /// Kept until all was sent.
     pub held: Held,
 }
@@ -96,11 +96,7 @@ impl Packer {
                 }
                 Payload::Host(bytes) => {
                     let whole = gather(bytes, wire);
-                    for (offset, length) in super::pieces(whole.len() as u64, AREA) {
-                        let piece = cut(&whole, offset, length);
-                        let brought = self.staging.bring(piece, slot.at(at.saturating_add(offset)), within).await?;
-                        packed.copies.push(Box::pin(brought));
-                    }
+                    packed.copies.extend(self.staging.bring_all(&whole, &slot, at, within).await?);
                 }
             }
             packed.broadcasts.push(Packed { span: slot.at(at), bytes: wire.bytes, after: None });
@@ -128,10 +124,4 @@ fn gather(bytes: &Bytes, wire: &WireBucket) -> Bytes {
         whole.extend_from_slice(&cut(bytes, *offset, *length));
     }
     whole.into()
-}
-
-fn cut(bytes: &Bytes, offset: u64, length: u64) -> Bytes {
-    let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
-    let end = start.saturating_add(usize::try_from(length).unwrap_or(usize::MAX)).min(bytes.len());
-    bytes.slice(start..end)
 }

@@ -16,23 +16,15 @@ use tokio::sync::OwnedMutexGuard;
 use tokio::time::sleep;
 
 use super::communicator::{Communicator, patience};
-use super::pieces;
-use super::staging::AREA;
+use super::staging::Bringing;
+use super::{BucketSum, PieceSum, cut, pieces};
 use crate::protocol::worker::Part;
 use crate::protocol::{BucketHeader, StreamFailure};
 use crate::transport::tcp::Downstream;
 use crate::transport::{BucketSink, DevicePayload, Payload, TransportError};
 use crate::worker::{Broadcast, Event, Span, Sums, WorkerError};
 
-/// The end of the broadcast of one piece.
-struct Sent {
-    /// Whether the digest of the bucket is complete with it.
-    last: bool,
-    first: bool,
-    sum: u64,
-}
-
-type UnderWay = BoxFuture<'static, Result<Sent, WorkerError>>;
+type UnderWay = BoxFuture<'static, Result<PieceSum, WorkerError>>;
 
 /// See [`BucketSink`].
 pub(super) struct Sink {
@@ -40,8 +32,8 @@ pub(super) struct Sink {
     communicator: Arc<Communicator>,
     silence: Duration,
     under_way: FuturesOrdered<UnderWay>,
-    /// gsum64 of the pieces of the bucket whose broadcasts end now.
-    total: u64,
+    /// Of the bucket whose broadcasts end now.
+    sum: BucketSum,
     failure: Option<StreamFailure>,
     finished: bool,
     _stream: OwnedMutexGuard<()>,
@@ -56,7 +48,7 @@ enum From {
 impl Sink {
     pub(super) fn new(chain: Downstream, communicator: Arc<Communicator>, silence: Duration, stream: OwnedMutexGuard<()>) -> Self {
         let under_way = FuturesOrdered::new();
-        Self { chain, communicator, silence, under_way, total: 0, failure: None, finished: false, _stream: stream }
+        Self { chain, communicator, silence, under_way, sum: BucketSum::default(), failure: None, finished: false, _stream: stream }
     }
 
     /// Waits for `work` while broadcasts under way end and the chain is listened to.
@@ -78,10 +70,9 @@ impl Sink {
         }
     }
 
-    fn sent(&mut self, sent: &Sent) {
-        self.total = if sent.first { sent.sum } else { self.total.wrapping_add(sent.sum) };
-        if sent.last {
-            self.chain.digest(self.total.into());
+    fn sent(&mut self, sent: &PieceSum) {
+        if let Some(sum) = self.sum.add(sent) {
+            self.chain.digest(sum.into());
         }
     }
 
@@ -109,11 +100,7 @@ impl Sink {
         let mut announced = false;
         for (offset, bytes) in pieces(header.bytes, self.communicator.slot_bytes()) {
             let from = match &payload {
-                Payload::Host(all) => {
-                    let start = usize::try_from(offset).unwrap_or(usize::MAX).min(all.len());
-                    let end = start.saturating_add(usize::try_from(bytes).unwrap_or(usize::MAX)).min(all.len());
-                    From::Host(all.slice(start..end))
-                }
+                Payload::Host(all) => From::Host(cut(all, offset, bytes)),
                 Payload::Device(device) => From::Device(device.clone()),
             };
             let (communicator, silence) = (self.communicator.clone(), self.silence);
@@ -152,14 +139,14 @@ impl Sink {
             // What the memory came from is given back now.
             drop(ready.lent);
             let sum = sums.first().and_then(|sums| sums.sums.first()).copied();
-            sum.map(|sum| Sent { last, first, sum }).ok_or(WorkerError::Nonsense { what: "broadcast" })
+            sum.map(|sum| PieceSum { first, last, sum }).ok_or(WorkerError::Nonsense { what: "broadcast" })
         })
     }
 }
 
 /// What must end before a piece is gone, and what is kept until then.
 struct Ready {
-    copies: Vec<BoxFuture<'static, Result<(), WorkerError>>>,
+    copies: Vec<Bringing>,
     lent: Option<DevicePayload>,
 }
 
@@ -184,12 +171,7 @@ async fn place(communicator: Arc<Communicator>, from: From, offset: u64, silence
         }
         From::Host(bytes) => {
             let slot = first.ring.take(silence).await?;
-            let mut copies: Vec<BoxFuture<'static, _>> = Vec::new();
-            for (at, length) in pieces(bytes.len() as u64, AREA) {
-                let start = usize::try_from(at).unwrap_or(usize::MAX).min(bytes.len());
-                let end = start.saturating_add(usize::try_from(length).unwrap_or(usize::MAX)).min(bytes.len());
-                copies.push(Box::pin(first.staging.bring(bytes.slice(start..end), slot.at(at), silence).await?));
-            }
+            let copies = first.staging.bring_all(&bytes, &slot, 0, silence).await?;
             Placed { spans: vec![slot.at(0)], after: None, ready: Ready { copies, lent: None } }
         }
     };

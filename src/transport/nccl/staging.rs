@@ -9,10 +9,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures::future::BoxFuture;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::{cut, pieces};
 use crate::runtime::memfd::SharedMemory;
-use crate::worker::{Copy, Event, HostMemory, Span, Worker, WorkerError};
+use crate::worker::{Copy, Event, HostMemory, Slot, Span, Worker, WorkerError};
 
 /// Length of an area in bytes.
 pub(super) const AREA: u64 = 16 << 20;
@@ -25,6 +27,9 @@ const REGION: u64 = 1 << 20;
 
 /// Making an area takes memory, which may have to be swept together first.
 const MAKING: Duration = Duration::from_secs(10);
+
+/// The end of a copy to a GPU.
+pub(super) type Bringing = BoxFuture<'static, Result<(), WorkerError>>;
 
 /// The areas of one worker.
 #[derive(Clone)]
@@ -166,6 +171,16 @@ impl Staging {
     /// Writes a few bytes to a GPU; returns when they are there.
     pub async fn write(&self, bytes: Bytes, to: Span, within: Duration) -> Result<(), WorkerError> {
         self.bring(bytes, to, within).await?.await
+    }
+
+    /// As [`bring`](Self::bring), for any number of bytes, into a slot from its byte `at` on.
+    pub(super) async fn bring_all(&self, bytes: &Bytes, slot: &Slot, at: u64, within: Duration) -> Result<Vec<Bringing>, WorkerError> {
+        let mut brought: Vec<Bringing> = Vec::new();
+        for (offset, length) in pieces(bytes.len() as u64, AREA) {
+            let piece = cut(bytes, offset, length);
+            brought.push(Box::pin(self.bring(piece, slot.at(at.saturating_add(offset)), within).await?));
+        }
+        Ok(brought)
     }
 
     /// Writes bytes, at most [`AREA`], into an area and has them copied to a GPU. The copy is asked for when this returns; the returned

@@ -292,7 +292,8 @@ impl Gpu {
             [] => None,
             parts => {
                 let scratch = self.works.take_scratch(&self.device, parts.len())?;
-                Some(self.works.digester.start(&self.works.digests, Some(&sent), &at.span, parts, scratch)?)
+                self.works.digests.wait_for(&sent)?;
+                Some(self.works.digester.start(&self.works.digests, &at.span, parts, scratch)?)
             }
         };
         let done = digesting.as_ref().map_or(sent, |digesting| Arc::clone(&digesting.done));
@@ -321,7 +322,7 @@ impl Gpu {
             for event in after.iter().chain(&self.tables.before(named.slot, Use::Read)) {
                 stream.wait_for(event)?;
             }
-            self.works.digester.start(stream, None, &named.span, parts, scratch)
+            self.works.digester.start(stream, &named.span, parts, scratch)
         };
         let digesting = start().map_err(|error| error.fault())?;
         let done = Arc::clone(&digesting.done);

@@ -87,8 +87,8 @@ class Group:
         delivery: str = "Agent",
         retain_mib: int = 0,
         trainer_gpu: int = 1,
-        bucket_mib: int = 1024,
-        buffers: int = 3,
+        bucket_mib: int | None = None,
+        buffers: int | None = None,
     ) -> None:
         gpus = uuids()
         self.trainer, self.events = trainer, list[tuple[float, dict[str, Any]]]()
@@ -104,7 +104,7 @@ class Group:
             ],
             "delivery": delivery,
             "update": {"pause": "Abort", "kvCache": "Reset", "retainMiB": retain_mib},
-            "transport": {"nccl": {"bucketMiB": bucket_mib, "buffers": buffers}},
+            "transport": {"nccl": {name: said for name, said in (("bucketMiB", bucket_mib), ("buffers", buffers)) if said}},
         }
         file.write_text(json.dumps(about))
         environment = os.environ | {"WEIGHTSYNC_MODEL_DIR": str(server.model), "WEIGHTSYNC_LOG": args.log}

@@ -101,7 +101,7 @@ def awake(bed: Bed) -> None:
 def asleep(bed: Bed) -> None:
     """The route of sleeping servers: checkpoint-engine."""
     server = bed.server("asleep")
-    whole_step(bed, server, "checkpoint-engine", retain_mib=0, runs=6)
+    whole_step(bed, server, "checkpoint-engine", retain_mib=65536, runs=6)
     group = Group(bed.args, server, bed.trainer("dense"), "asleep")
     try:
         group.publish(2, limit=120)

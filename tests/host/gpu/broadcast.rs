@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use weightsync::protocol::worker::{Part, WorkerAnswer, WorkerFaultCode};
-use weightsync::worker::Broadcast;
+use weightsync::worker::{Broadcast, Copy};
 
 use super::bed::{Machine, Member, SLOT, abort, all, fault, form, gsum64, pattern, verified_broadcast};
 use crate::world::SOON;
@@ -81,6 +81,22 @@ async fn who_reads_a_slot_waits_for_no_other_reader_and_who_writes_waits_for_all
     assert_eq!(received.sums, [gsum64(&old)], "the slot was written while it was sent");
     sent.await.unwrap().unwrap();
     abort(1, &members).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_digest_does_not_wait_for_the_copy_of_another_bucket_to_the_host() {
+    // A copy of a slot to the host takes a second.
+    let machine = Machine::new().with("FAKEGPU_TO_HOST_MBPS", 1);
+    let member = Member::new(machine.worker(0).await).await;
+    let (copied, digested) = (member.ring.take(SOON).await.unwrap(), member.ring.take(SOON).await.unwrap());
+    let bytes = pattern(3, SLOT as usize);
+    member.fill(&digested, &bytes).await;
+    let copy = Copy { from: copied.at(0), to: member.host.at(copied.offset()), bytes: SLOT, after: None, then: None };
+    let copy = tokio::spawn(member.worker.copy_now(copy, SOON));
+    let sums = member.worker.digest(digested.at(0), vec![Part { offset: 0, bytes: SLOT, first_word: 0 }], None, SOON).await.unwrap();
+    assert!(!copy.is_finished(), "the sums went to the host behind the bucket");
+    assert_eq!(sums.sums, [gsum64(&bytes)]);
+    copy.await.unwrap().unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
