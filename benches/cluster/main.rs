@@ -20,6 +20,12 @@ mod http;
 #[path = "../../tests/e2e/node.rs"]
 #[allow(dead_code)]
 mod node;
+#[path = "../../tests/e2e/operator.rs"]
+#[allow(dead_code)]
+mod operator;
+#[path = "../../tests/e2e/policies.rs"]
+#[allow(dead_code)]
+mod policies;
 #[path = "../transport/report.rs"]
 #[allow(dead_code)]
 mod report;

@@ -11,6 +11,8 @@ use kube::core::GroupVersionKind;
 use kube::{Api, Client, ResourceExt};
 use serde_json::{Value, json};
 
+use super::policies::Enforced;
+
 /// A namespace of its own, deleted when the test is over.
 pub struct Cluster {
     pub client: Client,
@@ -42,11 +44,13 @@ impl Cluster {
     {
         let cluster = Self::new(name).await;
         let (client, namespace) = (cluster.client.clone(), cluster.namespace.clone());
+        let policies = Enforced::begin(&client, &namespace).await;
         let outcome = tokio::spawn(test(cluster)).await;
         let after = Self { client: client.clone(), namespace: namespace.clone() };
         if outcome.is_err() {
             after.tell_everything().await;
         }
+        policies.end().await;
         let _ = Api::<Namespace>::all(client).delete(&namespace, &DeleteParams::default().grace_period(0)).await;
         if let Err(error) = outcome {
             std::panic::resume_unwind(error.into_panic());

@@ -1,7 +1,8 @@
 //! End-to-end tests on a cluster: `make e2e` makes a kind cluster, installs the chart and runs these, one after the other.
 //!
 //! They work on any kubeconfig whose cluster `tests/e2e/prepare.sh` made ready (images, checkpoints, the chart); those that send signals to
-//! processes need kind's node as well. Without a cluster every test fails, saying so.
+//! processes, and the network policies that are enforced in all of them, need kind's node as well
+//! (`WEIGHTSYNC_E2E_POLICIES=cluster`: the cluster's network enforces policies by itself). Without a cluster every test fails, saying so.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, missing_docs)]
 
@@ -17,6 +18,7 @@ mod invalid;
 mod node;
 mod operate;
 mod operator;
+mod policies;
 mod service;
 mod versions;
 mod wrap;

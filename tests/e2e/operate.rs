@@ -1,7 +1,6 @@
 //! The operator's tools on a cluster: the plugin's verbs through the real API server, its metrics, and the chart's own check.
 
 mod network;
-mod policies;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -44,10 +44,16 @@ pub async fn scale_controller(cluster: &Cluster, replicas: i32) {
 
 /// Runs helm to its end, which must be good.
 pub async fn helm(arguments: &[&str]) {
+    told_by_helm(arguments).await;
+}
+
+/// What helm prints, which must end well.
+pub async fn told_by_helm(arguments: &[&str]) -> String {
     let mut command = tokio::process::Command::new("helm");
     command.args(arguments).stdin(Stdio::null()).kill_on_drop(true);
     let output = tokio::time::timeout(HELM, command.output()).await.expect("helm ends").unwrap();
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 /// Upgrades the operator of all tests to the chart of this tree, with arguments beside the values that it has.

@@ -25,6 +25,7 @@ state=$(helm status weightsync --namespace weightsync-system --output json 2>/de
 [ "$state" = deployed ] || helm uninstall weightsync --namespace weightsync-system --ignore-not-found --wait --timeout 60s
 helm upgrade --install weightsync "$root/charts/weightsync" --namespace weightsync-system --create-namespace \
   --set image.repository=docker.io/local/weightsync --set image.tag=test --set image.pullPolicy=Never \
+  --set networkPolicy.controller.enabled=true \
   --wait --timeout 120s
 # The same tag may hold a new image.
 kubectl -n weightsync-system rollout restart deployment/weightsync

@@ -6,6 +6,7 @@ use std::time::Duration;
 use k8s_openapi::api::admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, Service, ServiceAccount};
+use k8s_openapi::api::networking::v1::NetworkPolicy;
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding};
 use kube::api::{DeleteParams, ListParams};
 use kube::{Api, Resource, ResourceExt};
@@ -44,6 +45,7 @@ async fn left_behind(cluster: &Cluster) -> Vec<String> {
     left::<RoleBinding>(cluster, &mut found).await;
     left::<ClusterRole>(cluster, &mut found).await;
     left::<ClusterRoleBinding>(cluster, &mut found).await;
+    left::<NetworkPolicy>(cluster, &mut found).await;
     left::<ValidatingAdmissionPolicy>(cluster, &mut found).await;
     left::<ValidatingAdmissionPolicyBinding>(cluster, &mut found).await;
     found
@@ -60,8 +62,9 @@ async fn uninstalled(cluster: &Cluster) {
     let watched = format!("watchNamespaces={{{}}}", cluster.namespace);
     let image = ["image.repository=docker.io/local/weightsync", "image.tag=test", "image.pullPolicy=Never"];
     let off = ["injection.enabled=false", "crds.enabled=false", "aggregateRoles=false", watched.as_str()];
+    let policies = ["networkPolicy.controller.enabled=true", "networkPolicy.agents.enabled=true"];
     let mut install = vec!["install", RELEASE, CHART, "--namespace", &cluster.namespace, "--wait", "--timeout", "120s"];
-    for value in image.iter().chain(&off) {
+    for value in image.iter().chain(&off).chain(&policies) {
         install.extend(["--set", value]);
     }
     helm(&install).await;

@@ -7,23 +7,15 @@ use kube::ResourceExt;
 use kube::api::LogParams;
 use serde_json::{Value, json};
 
-use super::policies::{enforce, lift};
 use crate::asks::{publish_to, served};
 use crate::cluster::{Cluster, eventually};
 use crate::fixtures::{ENGINE_PORT, STATUS_PORT, simulated_vllm, torch_trainer, weightsync};
 use crate::node::{on_node, process};
-use crate::operator::{controllers, operator, upgrade};
+use crate::operator::{controllers, operator};
+use crate::policies::lift;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const START: Duration = Duration::from_secs(120);
-
-/// Turns the chart's policies on for the operator and for one namespace, or off.
-async fn policies(on: bool, namespace: &str) {
-    let of_controller = format!("networkPolicy.controller.enabled={on}");
-    let of_agents = format!("networkPolicy.agents.enabled={on}");
-    let where_agents = format!("networkPolicy.agents.namespaces={{{namespace}}}");
-    upgrade(&["--set", &of_controller, "--set", &of_agents, "--set", &where_agents]).await;
-}
 
 /// Where a pod's agent listens for members: control and data port, as it says itself.
 async fn listens(cluster: &Cluster, pod: &str) -> (u16, u16) {
@@ -59,7 +51,6 @@ async fn address(cluster: &Cluster, pod: &str) -> String {
 
 /// Answers the stranger's process and what it must not reach.
 async fn strangers_are_kept_out(cluster: &Cluster) -> (String, Vec<(String, u16)>) {
-    policies(true, &cluster.namespace).await;
     let controller = controllers(cluster).await[0].name_any();
     let controller = address(&operator(cluster), &controller).await;
 
@@ -70,11 +61,6 @@ async fn strangers_are_kept_out(cluster: &Cluster) -> (String, Vec<(String, u16)
     let mut stranger = simulated_vllm("stranger");
     stranger["metadata"]["labels"] = json!({"app": "stranger"});
     cluster.create_pod(stranger).await;
-    for pod in ["trainer-0", "sim-0", "sim-1", "stranger"] {
-        address(cluster, pod).await;
-    }
-    // Before there is a group: it is formed, fed and watched with the policies enforced.
-    enforce(&cluster.client).await;
     cluster.apply(&weightsync("run")).await.unwrap();
     cluster.await_ready("trainer-0", START).await;
     cluster.await_group("run", 2, START).await;
@@ -101,13 +87,8 @@ async fn strangers_are_kept_out(cluster: &Cluster) -> (String, Vec<(String, u16)
 #[tokio::test(flavor = "multi_thread")]
 async fn with_the_charts_network_policies_a_group_forms_and_takes_a_version_and_strangers_reach_no_port_of_ours() {
     Cluster::run("network", |cluster| async move {
-        let cluster = std::sync::Arc::new(cluster);
-        let within = cluster.clone();
-        let outcome = tokio::spawn(async move { strangers_are_kept_out(&within).await }).await;
-        // Whatever became of it: addresses of these pods are given to others.
+        let (stranger, doors) = strangers_are_kept_out(&cluster).await;
         lift().await;
-        policies(false, &cluster.namespace).await;
-        let (stranger, doors) = outcome.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
         for (address, port) in doors {
             eventually(&format!("nothing but the policies kept strangers off {address}:{port}"), MINUTE, || async {
                 if reaches(&stranger, &address, port).await { Ok(()) } else { Err("closed") }

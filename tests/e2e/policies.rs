@@ -1,9 +1,13 @@
-//! Network policies, enforced: where the cluster's network does not do it (tests/cluster/README.md), this writes what the policies say of
-//! the pods there are as nftables rules of the node. Part of `networking.k8s.io/v1` that the chart uses: selectors of pods and namespaces,
-//! TCP and UDP ports by number and name. What it does not know fails the test.
+//! The chart's network policies, on in every test: those of the controllers by `prepare.sh`, those of the pods that take part in the test's own
+//! namespace from here.
+//!
+//! Where the cluster's network does not enforce them (tests/cluster/README.md), this writes what they say of the pods there are as nftables
+//! rules of the node, and again whenever pods or policies change. Part of `networking.k8s.io/v1` that the chart uses: selectors of pods and
+//! namespaces, TCP and UDP ports by number and name. What it does not know fails the test.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Namespace, Pod};
 use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicyPeer, NetworkPolicyPort};
@@ -11,8 +15,13 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::api::ListParams;
 use kube::{Api, Client, ResourceExt};
+use serde_json::json;
+use tokio::sync::Mutex;
+use tokio::task::JoinHandle;
 
+use crate::fixtures::ENGINE_PORT;
 use crate::node::on_node;
+use crate::operator::{CHART, NAMESPACE, told_by_helm};
 
 const TABLE: &str = "inet weightsync_e2e";
 
@@ -40,14 +49,15 @@ fn address(pod: &Pod) -> Option<&str> {
 }
 
 impl Seen {
-    async fn now(client: &Client) -> Self {
-        let all = ListParams::default();
-        let namespaces = Api::<Namespace>::all(client.clone()).list(&all).await.unwrap().items;
-        Self {
-            policies: Api::all(client.clone()).list(&all).await.unwrap().items,
-            pods: Api::all(client.clone()).list(&all).await.unwrap().items,
+    /// What the API server last heard of; an error while there is none.
+    async fn now(client: &Client) -> kube::Result<Self> {
+        let all = ListParams::default().match_any();
+        let namespaces = Api::<Namespace>::all(client.clone()).list(&all).await?.items;
+        Ok(Self {
+            policies: Api::all(client.clone()).list(&all).await?.items,
+            pods: Api::all(client.clone()).list(&all).await?.items,
             namespaces: namespaces.into_iter().map(|one| (one.name_any(), one.metadata.labels.unwrap_or_default())).collect(),
-        }
+        })
     }
 
     /// Addresses of the pods that a peer of a policy means.
@@ -149,13 +159,75 @@ impl Seen {
     }
 }
 
-/// Enforces what the policies say of the pods that there are now; connections that stand go on.
-pub async fn enforce(client: &Client) {
-    let script = Seen::now(client).await.script();
-    on_node(&["sh", "-c", &format!("nft -f - <<'RULES'\n{script}RULES")]).await;
+/// How often it is looked for changes. Until then a new pod is nobody's peer, as it is for a while in any network.
+const LOOK: Duration = Duration::from_millis(300);
+
+/// The rules that the node has; none while nothing is to be enforced.
+static RULES: Mutex<Option<String>> = Mutex::const_new(None);
+
+/// Keeps policies enforced until it is ended.
+pub struct Enforced(Option<JoinHandle<()>>);
+
+impl Enforced {
+    /// Lets only who takes part, the controllers and users of engines (`app: asker`) reach the pods of a namespace that take part.
+    pub async fn begin(client: &Client, namespace: &str) -> Self {
+        let where_agents = format!("networkPolicy.agents.namespaces={{{namespace}}}");
+        let users = json!([{"from": [{"podSelector": {"matchLabels": {"app": "asker"}}}], "ports": [{"port": ENGINE_PORT}]}]);
+        let users = format!("networkPolicy.agents.ingress={users}");
+        let template = [
+            "template",
+            "weightsync",
+            CHART,
+            "--kube-version",
+            "1.36.0",
+            "--namespace",
+            NAMESPACE,
+            "--show-only",
+            "templates/networkpolicy.yaml",
+        ];
+        let values = ["--set", "networkPolicy.agents.enabled=true", "--set", &where_agents, "--set-json", &users];
+        let told = told_by_helm(&[template.as_slice(), &values].concat()).await;
+        let policy = told.split("---\n").find(|document| document.contains("kind: NetworkPolicy")).expect("helm makes a policy");
+        let policy: NetworkPolicy = serde_saphyr::from_str(policy).unwrap();
+        Api::namespaced(client.clone(), namespace).create(&kube::api::PostParams::default(), &policy).await.unwrap();
+        if std::env::var("WEIGHTSYNC_E2E_POLICIES").is_ok_and(|by| by == "cluster") {
+            return Self(None);
+        }
+        *RULES.lock().await = Some(String::new());
+        Self(Some(tokio::spawn(keep(client.clone()))))
+    }
+
+    /// Enforces nothing any more. Fails where enforcing failed.
+    pub async fn end(self) {
+        let Some(task) = self.0 else { return };
+        if task.is_finished() {
+            task.await.expect("policies are enforced");
+        } else {
+            task.abort();
+        }
+        lift().await;
+    }
 }
 
-/// Enforces nothing any more.
+async fn keep(client: Client) {
+    let mut every = tokio::time::interval(LOOK);
+    every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        every.tick().await;
+        // Without an API server the rules stay as they are.
+        let Ok(seen) = Seen::now(&client).await else { continue };
+        let script = seen.script();
+        let mut rules = RULES.lock().await;
+        if rules.as_ref().is_some_and(|rules| *rules != script) {
+            on_node(&["sh", "-c", &format!("nft -f - <<'RULES'\n{script}RULES")]).await;
+            *rules = Some(script);
+        }
+    }
+}
+
+/// Enforces nothing from now on, in this test.
 pub async fn lift() {
+    let mut rules = RULES.lock().await;
+    *rules = None;
     on_node(&["sh", "-c", &format!("nft add table {TABLE}; nft delete table {TABLE}")]).await;
 }
