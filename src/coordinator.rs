@@ -6,6 +6,7 @@
 
 mod attachment;
 mod calls;
+mod clock;
 mod directory;
 mod enrollment;
 mod news;

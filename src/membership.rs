@@ -71,6 +71,8 @@ pub struct Membership {
     wake: Option<u64>,
     /// Until when agents of an earlier controller's group are waited for; unset before the first step.
     adopt_until: Option<u64>,
+    /// No word of a member moves that further than this.
+    adopt_most: u64,
     /// Whether there was an epoch before this controller.
     had_epoch: bool,
     /// The highest epoch that was persisted or seen.
@@ -130,6 +132,7 @@ impl Membership {
             now: 0,
             wake: None,
             adopt_until: None,
+            adopt_most: 0,
             had_epoch: restored.epoch > 0,
             epoch: restored.epoch,
             over: 0,
@@ -220,7 +223,9 @@ impl Membership {
             self.overslept = late > tolerated;
         }
         self.now = now;
-        self.adopt_until.get_or_insert(now.saturating_add(self.config.adopt_window_ms));
+        if self.adopt_until.is_none() {
+            self.wait_for_announcements();
+        }
     }
 
     /// Asks all questions until nothing changes any more.

@@ -22,6 +22,8 @@ const ENROLL_DEADLINE: Duration = Duration::from_secs(15);
 const ANNOUNCE_DEADLINE: Duration = Duration::from_secs(5);
 /// Between announcements while nobody listens.
 const ANNOUNCE_EVERY: Duration = Duration::from_secs(1);
+/// The longest time between announcements to a controller that takes them and does not come to listen: it is busy with others.
+const ANNOUNCE_BUSY: Duration = Duration::from_secs(4);
 /// Between announcements while somebody does: the assignment may have changed, and the word of it may be lost.
 const REFRESH_EVERY: Duration = Duration::from_secs(10);
 /// How often it is looked whether somebody still listens.
@@ -170,10 +172,11 @@ pub enum AnnouncingEnded {
 }
 
 impl Announcer {
-    /// Announces each second while nobody listens (at once when a listener went away), every ten seconds otherwise, and whenever it is
-    /// told to.
+    /// Announces each second while nobody listens (at once when a listener went away; less often to a controller that is busy), every ten
+    /// seconds otherwise, and whenever it is told to.
     pub async fn run(self, cancel: CancellationToken) -> AnnouncingEnded {
         let mut said = String::new();
+        let mut patience = ANNOUNCE_EVERY;
         loop {
             let announcement = Announcement { attached: (self.attached)(), ..self.announcement.clone() };
             let asked = self.client.post_json::<_, AnnounceResponse>("/v1/agents/announce", &announcement, ANNOUNCE_DEADLINE);
@@ -181,6 +184,7 @@ impl Announcer {
                 () = cancel.cancelled() => return AnnouncingEnded::Cancelled,
                 answer = asked => answer,
             };
+            let taken = answer.is_ok();
             match answer {
                 Ok(response) => {
                     self.assignment.send_if_modified(|now| {
@@ -204,22 +208,31 @@ impl Announcer {
             tokio::select! {
                 () = cancel.cancelled() => return AnnouncingEnded::Cancelled,
                 () = self.refresh.notified() => {}
-                () = self.rest() => {}
+                listened = self.rest(patience) => {
+                    // Thousands of agents that announced themselves each second kept a new controller from listening to any of them.
+                    patience = if taken && !listened { ANNOUNCE_BUSY.min(patience * 2) } else { ANNOUNCE_EVERY };
+                }
             }
         }
     }
 
-    /// Returns when nobody listens any more, or when the assignment should be asked for again.
-    async fn rest(&self) {
-        sleep(pause()).await;
-        let refresh = Instant::now() + REFRESH_EVERY;
-        while (self.attached)() && Instant::now() < refresh {
+    /// Returns when nobody listens any more, when the assignment should be asked for again, or when nobody came to listen for as long as
+    /// `patience`. Tells whether somebody listened.
+    async fn rest(&self, patience: Duration) -> bool {
+        // Many agents that lost one controller must not all come back in one instant.
+        let spread = |time: Duration| time.mul_f64(rand::rng().random_range(0.7..1.0));
+        let begun = Instant::now();
+        sleep(spread(ANNOUNCE_EVERY)).await;
+        let (refresh, patience) = (Instant::now() + REFRESH_EVERY, begun + spread(patience));
+        let mut listened = false;
+        loop {
+            let attached = (self.attached)();
+            let until = if attached { refresh } else { patience };
+            if Instant::now() >= until || listened && !attached {
+                return listened || attached;
+            }
+            listened |= attached;
             sleep(LOOK_EVERY).await;
         }
     }
-}
-
-/// Many agents that lost one controller must not all come back in one instant.
-fn pause() -> Duration {
-    ANNOUNCE_EVERY.mul_f64(rand::rng().random_range(0.7..1.0))
 }

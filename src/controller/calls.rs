@@ -3,10 +3,15 @@
 
 use std::time::Duration;
 
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 /// Longest call.
 const DEADLINE: Duration = Duration::from_secs(10);
+/// Calls at once; those of the lease are not among them.
+static TURNS: Semaphore = Semaphore::const_new(64);
+/// Longest wait for a turn.
+const TURN: Duration = Duration::from_secs(30);
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
@@ -48,10 +53,13 @@ pub(super) struct Calls;
 impl Calls {
     /// Runs one call; `what` says for people what it does.
     pub(super) async fn run<T>(self, what: impl Into<String>, call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, ApiError> {
+        let what = what.into();
+        // Each call that runs beside others opens a connection of its own: five hundred at once cost more than what they ask for.
+        let Ok(_turn) = timeout(TURN, TURNS.acquire()).await else { return Err(ApiError::Timeout { what, deadline: TURN }) };
         match timeout(DEADLINE, call).await {
             Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(source)) => Err(ApiError::Kube { what: what.into(), source: Box::new(source) }),
-            Err(_) => Err(ApiError::Timeout { what: what.into(), deadline: DEADLINE }),
+            Ok(Err(source)) => Err(ApiError::Kube { what, source: Box::new(source) }),
+            Err(_) => Err(ApiError::Timeout { what, deadline: DEADLINE }),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Listens to one agent. Decides when it is lost: its connection closed or fell silent, and one attempt to open it again failed. What it
 //! says is passed on as it is; whoever speaks for another life of the agent is not listened to.
 
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -14,6 +15,8 @@ use crate::runtime::https::{AgentClient, EventStream};
 
 /// A stream that ends sooner than this after it was opened again is not opened a third time: its agent accepts, but does not work.
 const STEADY: Duration = Duration::from_secs(1);
+/// One that is open for less than this is not replaced: the announcement may have been sent before the agent saw it.
+const FRESH: Duration = Duration::from_millis(500);
 
 /// What comes from an agent.
 pub(super) enum Heard {
@@ -33,7 +36,8 @@ pub(super) struct FromAgent {
 /// A running listener; dropping it ends it.
 pub(super) struct Attachment {
     pub(super) number: u64,
-    pub(super) since: Instant,
+    /// When it was first opened.
+    opened: Arc<OnceLock<Instant>>,
     _task: AbortOnDropHandle<()>,
 }
 
@@ -50,19 +54,25 @@ pub(super) struct Listener {
 
 impl Attachment {
     pub(super) fn start(listener: Listener, cancel: CancellationToken) -> Self {
-        let number = listener.number;
+        let (number, opened) = (listener.number, Arc::<OnceLock<Instant>>::default());
+        let of_task = opened.clone();
         let task = tokio::spawn(async move {
             tokio::select! {
                 () = cancel.cancelled() => {}
-                () = listener.run() => {}
+                () = listener.run(&of_task) => {}
             }
         });
-        Self { number, since: Instant::now(), _task: AbortOnDropHandle::new(task) }
+        Self { number, opened, _task: AbortOnDropHandle::new(task) }
+    }
+
+    /// Whether it is being opened, which has a deadline, or was a moment ago.
+    pub(super) fn is_fresh(&self) -> bool {
+        self.opened.get().is_none_or(|opened| opened.elapsed() < FRESH)
     }
 }
 
 impl Listener {
-    async fn run(self) {
+    async fn run(self, first_opened: &OnceLock<Instant>) {
         let mut opened_before = false;
         let cause = loop {
             let events = self.client.events(&self.address, &self.agent.pod_uid, "/v1/events", self.timing.attach, self.silence).await;
@@ -71,6 +81,7 @@ impl Listener {
                 Err(error) => break error.to_string(),
             };
             let opened = Instant::now();
+            first_opened.get_or_init(|| opened);
             let Some(cause) = self.listen(stream).await else { return };
             if opened_before && opened.elapsed() < STEADY {
                 break cause;

@@ -4,7 +4,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 
 use super::news::News;
 use crate::protocol::{Announcement, Assignment, HeldVersion, Rejection, Returned, Version};
@@ -20,7 +21,14 @@ pub struct Claimed {
 
 /// Claims of all objects. Clones share them.
 #[derive(Clone, Default)]
-pub struct Directory(Arc<Mutex<Inner>>);
+pub struct Directory(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    inner: Mutex<Inner>,
+    /// When an agent of any object was last heard of for the first time.
+    arrival: watch::Sender<Option<Instant>>,
+}
 
 #[derive(Default)]
 struct Inner {
@@ -46,7 +54,17 @@ struct Object {
 
 impl Directory {
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An agent of some object was heard of for the first time.
+    pub(super) fn arrived(&self) {
+        self.0.arrival.send_replace(Some(Instant::now()));
+    }
+
+    /// When that was last so: a controller that agents still come back to has not heard of all of them.
+    pub(super) fn last_arrival(&self) -> Option<Instant> {
+        *self.0.arrival.borrow()
     }
 
     /// Makes an object known; `created` is its creation time in ms since 1970.

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -14,6 +14,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::attachment::{Attachment, FromAgent, Heard, Listener};
 use super::calls::{Calls, Target};
+use super::clock::Clock;
 use super::directory::Directory;
 use super::ports::{CoordinatorEvent, EpochStore, EventSink};
 use crate::membership::{Decision, LeftOut, Membership, MembershipConfig, MembershipView, Observation, Restored};
@@ -28,8 +29,6 @@ const LINES: usize = 1024;
 /// Agents of one pod that are listened to at once: a pod with more engines than this is not served, and a pod that invents agents cannot
 /// exhaust memory.
 const AGENTS_OF_A_POD: usize = 64;
-/// An attachment younger than this is not replaced: the announcement may have been sent before the agent saw it.
-const FRESH: Duration = Duration::from_millis(500);
 
 /// Deadlines of the coordinator's own. Those of members are in [`MembershipConfig`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,31 +142,8 @@ pub struct Coordinator {
 struct Agent {
     address: String,
     attachment: Option<Attachment>,
-}
-
-/// Milliseconds since 1970 that never go back.
-struct Clock {
-    started: Instant,
-    at_start: u64,
-}
-
-impl Clock {
-    fn new() -> Self {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self { started: Instant::now(), at_start: millis(since) }
-    }
-
-    fn now(&self) -> u64 {
-        self.at_start + millis(self.started.elapsed())
-    }
-
-    fn instant(&self, at: u64) -> Instant {
-        self.started + Duration::from_millis(at.saturating_sub(self.at_start))
-    }
-}
-
-fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+    /// Whether it told of itself.
+    told: bool,
 }
 
 impl Coordinator {
@@ -220,9 +196,9 @@ impl Coordinator {
                 () = at(wakeup) => vec![Observation::Tick],
             };
             let mut changed = false;
-            for observation in observations {
+            for observation in self.others_came_back().into_iter().chain(observations) {
                 // A heartbeat of each of a thousand agents each second must not make a view of a thousand members each time.
-                changed |= !matches!(observation, Observation::Alive { .. });
+                changed |= !matches!(observation, Observation::Alive { .. } | Observation::ComingBack { .. });
                 let decisions = self.membership.step(self.clock.now(), observation);
                 changed |= !decisions.is_empty();
                 for decision in decisions {
@@ -236,6 +212,12 @@ impl Coordinator {
                 self.publish();
             }
         }
+    }
+
+    /// Before anything else is decided: nobody's time is over while agents still come back to this controller.
+    fn others_came_back(&self) -> Option<Observation> {
+        let arrival = self.context.directory.last_arrival().filter(|_| self.membership.waits_for_earlier_group())?;
+        Some(Observation::ComingBack { at: self.clock.at(arrival) })
     }
 
     fn publish(&mut self) {
@@ -292,7 +274,7 @@ impl Coordinator {
         let from = announcement.incarnation.clone();
         let known = self.agents.get(&from).and_then(|agent| agent.attachment.as_ref());
         // A new connection each time that one of thousands of agents asks for its assignment would cost a second handshake for each.
-        if known.is_some_and(|attachment| announcement.attached || attachment.since.elapsed() < FRESH) {
+        if known.is_some_and(|attachment| announcement.attached || attachment.is_fresh()) {
             return Vec::new();
         }
         let of_pod = self.agents.keys().filter(|other| other.pod_uid == from.pod_uid && **other != from).count();
@@ -316,7 +298,11 @@ impl Coordinator {
         };
         tracing::debug!(pod = %announcement.pod, address = %announcement.control_address, "listening to an agent");
         let attachment = Some(Attachment::start(listener, self.cancel.child_token()));
-        self.agents.insert(from, Agent { address: announcement.control_address.clone(), attachment });
+        let told = self.agents.remove(&from).is_some_and(|agent| agent.told);
+        if !told {
+            self.context.directory.arrived();
+        }
+        self.agents.insert(from, Agent { address: announcement.control_address.clone(), attachment, told });
         vec![Observation::Announced(announcement)]
     }
 
@@ -333,6 +319,9 @@ impl Coordinator {
             Heard::Lost(_) => return Vec::new(),
             Heard::Event(event) => event,
         };
+        if !std::mem::replace(&mut agent.told, true) {
+            self.context.directory.arrived();
+        }
         vec![match *event {
             AgentEvent::Snapshot { state } => Observation::State(state),
             AgentEvent::Heartbeat => Observation::Alive { from },

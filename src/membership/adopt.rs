@@ -13,7 +13,38 @@ use super::assess::Assessment;
 use super::group::Group;
 use super::mutation::Mutation;
 
+/// So many times the window is waited for members that come one by one.
+const ADOPT_WINDOWS: u64 = 10;
+
 impl Membership {
+    /// Agents of an earlier controller's group have some time from now on.
+    pub(super) fn wait_for_announcements(&mut self) {
+        let window = self.config.adopt_window_ms;
+        self.adopt_until = Some(self.now.saturating_add(window));
+        self.adopt_most = self.now.saturating_add(window.saturating_mul(ADOPT_WINDOWS));
+    }
+
+    /// A member of an earlier controller's group told of itself for the first time: the others have as long from now on. Of thousands of
+    /// agents that come back at once, those of one group come one by one; a group that was formed anew without the late ones was formed once
+    /// more for each of them.
+    pub(super) fn one_came_back(&mut self) {
+        if self.adopting_until().is_some() {
+            self.others_came_back(self.now);
+        }
+    }
+
+    /// Agents of other objects came back until `at`. Nothing to a controller that has decided.
+    pub(super) fn others_came_back(&mut self, at: u64) {
+        if let Some(until) = self.adopt_until.filter(|_| self.waits_for_earlier_group()) {
+            self.adopt_until = Some(until.max(at.saturating_add(self.config.adopt_window_ms).min(self.adopt_most)));
+        }
+    }
+
+    /// Whether a group of an earlier controller may still be taken over, and it matters who comes back to this one.
+    pub fn waits_for_earlier_group(&self) -> bool {
+        self.had_epoch && self.over == 0 && self.group.is_none() && self.forming.is_none()
+    }
+
     /// Until when agents of an earlier controller's group are waited for; none when that time is over or there was no such group.
     pub(super) fn adopting_until(&self) -> Option<u64> {
         self.adopt_until.filter(|until| self.had_epoch && self.now < *until && !self.switch.is(Mutation::AdoptionSkipped))

@@ -45,8 +45,9 @@ pub struct MembershipConfig {
     pub commit_deadline_ms: u64,
     /// An agent from which nothing came for this long is silent (three heartbeats).
     pub agent_silence_ms: u64,
-    /// After a start with an earlier epoch: how long agents have to announce themselves before anything is decided. Longer than they take to
-    /// find that the controller before is gone without a word (a heartbeat, its acknowledgement's deadline, an announcement: 4.2 s).
+    /// After a start with an earlier epoch: how long agents have to announce themselves before anything is decided, from the start and from the
+    /// last one that did. Longer than they take to find that the controller before is gone without a word (a heartbeat, its
+    /// acknowledgement's deadline, an announcement: 4.2 s).
     pub adopt_window_ms: u64,
     /// A write of the epoch that failed or was not answered is asked for again after this long; doubles up to 16 times this.
     pub persist_retry_ms: u64,

@@ -25,6 +25,12 @@ pub enum Observation {
     Announced(Announcement),
     /// Everything an agent knows of itself, from its event stream.
     State(Box<MemberState>),
+    /// Agents of other objects were last heard of for the first time then, in ms since 1970. A controller to which thousands come back after a
+    /// restart has not heard of all of its own in the time that suffices for a few.
+    ComingBack {
+        /// When.
+        at: u64,
+    },
     /// A line came from an agent, a heartbeat for instance.
     Alive {
         /// Which agent.

@@ -29,6 +29,7 @@ impl Membership {
             }
             Observation::Announced(announcement) => self.agents.announce(self.now, announcement),
             Observation::State(state) => self.note_state(*state),
+            Observation::ComingBack { at } => self.others_came_back(at),
             Observation::Alive { from } => self.agents.alive(self.now, &from),
             Observation::AgentLost { from, cause } => self.agents.lost(&from, cause),
             Observation::Prepared { id, member, response } => self.note_prepared(&id, &member, *response),
@@ -81,6 +82,10 @@ impl Membership {
         let life = state.incarnation.clone();
         let committed = matches!(state.phase, MemberPhase::Ready | MemberPhase::Updating).then(|| state.epoch.clone()).flatten();
         let name = state.member.clone();
+        let of_ours = committed.as_ref().is_some_and(|epoch| epoch.weightsync == self.config.weightsync && epoch.epoch > self.over);
+        if of_ours && self.agents.get(&life).is_some_and(|agent| agent.state.is_none()) {
+            self.one_came_back();
+        }
         if self.agents.state(self.now, state) {
             let what = "its engine started anew: it serves again once it holds the current version";
             self.event(Reason::EngineRestarted, what.to_owned(), name, true);

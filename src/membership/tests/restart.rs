@@ -1,7 +1,7 @@
 //! A controller that starts: what it takes over, and what it does not.
 
 use super::desk::*;
-use crate::membership::{Decision, GroupStage, MemberStanding, Restored};
+use crate::membership::{Decision, GroupStage, MemberStanding, Observation, Restored};
 use crate::plan::LeftOutCode;
 use crate::protocol::*;
 
@@ -91,6 +91,76 @@ fn agents_that_have_not_announced_themselves_yet_are_waited_for() {
     desk.announce(2);
     assert_eq!(desk.membership.view().stage, GroupStage::Committed);
     assert_eq!(desk.epoch(), 1);
+}
+
+#[test]
+fn members_that_come_one_by_one_are_waited_for_longer_and_not_for_ever() {
+    let working = Desk::formed(3);
+    let mut desk = beside(&working);
+    desk.plan(&[0, 1, 2, 3], Vec::new());
+    desk.announce(0);
+    let mut decisions = Vec::new();
+    for n in 1..=3 {
+        let there: Vec<_> = (0..n).collect();
+        decisions.extend(desk.wait(5_000, &there));
+        desk.announce(n);
+    }
+    assert!(!persists(&decisions), "{decisions:?}");
+    assert_eq!((desk.membership.view().stage, desk.epoch()), (GroupStage::Committed, 1), "15 s after the start it is taken over");
+
+    // One that tells the same again is none that came back.
+    let mut desk = beside(&working);
+    desk.plan(&[0, 1, 2, 3], Vec::new());
+    desk.announce(0);
+    desk.wait(5_000, &[0]);
+    desk.announce(0);
+    desk.wait(2_200, &[0]);
+    assert_ne!(desk.membership.view().stage, GroupStage::Adopting);
+}
+
+#[test]
+fn while_agents_of_other_objects_come_back_nobody_counts_as_gone() {
+    let working = Desk::formed(2);
+    let mut desk = beside(&working);
+    desk.plan(&[0, 1, 2], Vec::new());
+    let begun = desk.now;
+    let mut decisions = Vec::new();
+    // Nobody of this object is heard of for half a minute, others all the time.
+    for _ in 0..10 {
+        decisions.extend(desk.wait(3_000, &[]));
+        let at = desk.now;
+        decisions.extend(desk.see(Observation::ComingBack { at }));
+    }
+    assert!(decisions.is_empty() && desk.membership.view().stage == GroupStage::Adopting, "{decisions:?}");
+    for n in 0..=2 {
+        desk.announce(n);
+    }
+    assert_eq!((desk.membership.view().stage, desk.epoch()), (GroupStage::Committed, 1));
+
+    // A minute is enough: others may come and go for ever.
+    let mut desk = beside(&working);
+    desk.plan(&[0, 1, 2], Vec::new());
+    while desk.now < begun + 61_000 {
+        desk.wait(3_000, &[]);
+        let at = desk.now;
+        desk.see(Observation::ComingBack { at });
+    }
+    assert_ne!(desk.membership.view().stage, GroupStage::Adopting);
+}
+
+#[test]
+fn an_agent_that_announced_itself_and_is_not_heard_yet_is_waited_for_however_long_it_is_silent() {
+    let working = Desk::formed(2);
+    let mut desk = beside(&working);
+    desk.plan(&[0, 1, 2], Vec::new());
+    desk.announce(0);
+    desk.announce(1);
+    let announced = desk.announcement(2);
+    desk.see(Observation::Announced(announced));
+    let decisions = desk.wait(5_000, &[0, 1]);
+    assert!(!persists(&decisions), "{decisions:?}");
+    desk.announce(2);
+    assert_eq!((desk.membership.view().stage, desk.epoch()), (GroupStage::Committed, 1));
 }
 
 #[test]

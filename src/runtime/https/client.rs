@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tokio::time::{Instant, timeout_at};
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::stream::EventStream;
 use crate::protocol::{Refusal, Rejection};
@@ -23,6 +24,10 @@ const IDLE: Duration = Duration::from_secs(8);
 const CONNECT: Duration = Duration::from_millis(1500);
 /// Longest body of an answer in bytes; streams are read line by line instead.
 const MAX_ANSWER: usize = 64 << 20;
+/// Streams that are being opened at once.
+const OPENING: usize = 64;
+/// Longest wait for a turn to open one: 64 dead agents hold it up for one deadline.
+const TURN: Duration = Duration::from_secs(60);
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
@@ -42,12 +47,16 @@ pub enum CallError {
 
 /// Calls agents' control servers.
 #[derive(Clone)]
-pub struct AgentClient(Arc<Pool>);
+pub struct AgentClient {
+    pool: Arc<Pool>,
+    opening: Arc<Semaphore>,
+}
 
 impl AgentClient {
     /// Shows `identity` to peers.
     pub fn new(identity: Identity) -> Self {
-        Self(Arc::new(Pool { identity, clients: Mutex::default(), idle: 4, connect: None }))
+        let pool = Pool { identity, clients: Mutex::default(), idle: 4, connect: None };
+        Self { pool: Arc::new(pool), opening: Arc::new(Semaphore::new(OPENING)) }
     }
 
     /// Posts `body` to the agent of that pod at `address` (`IP:PORT`); the whole call ends within `deadline`.
@@ -57,7 +66,7 @@ impl AgentClient {
         R: DeserializeOwned,
     {
         let call = Call { address, name: agent_name(pod_uid), path, deadline };
-        self.0.json(call, |client, url| client.post(url).json(body)).await
+        self.pool.json(call, |client, url| client.post(url).json(body)).await
     }
 
     /// Gets JSON from the agent of that pod at `address` (`IP:PORT`); the whole call ends within `deadline`.
@@ -69,10 +78,11 @@ impl AgentClient {
         deadline: Duration,
     ) -> Result<R, CallError> {
         let call = Call { address, name: agent_name(pod_uid), path, deadline };
-        self.0.json(call, reqwest::Client::get).await
+        self.pool.json(call, reqwest::Client::get).await
     }
 
-    /// Opens a stream of one JSON object a line; it must begin within `deadline`, and counts as silent after `silence` without a line.
+    /// Opens a stream of one JSON object a line; it must begin within `deadline`, and counts as silent after `silence` without a line. Of very
+    /// many only some are opened at once: all of them together would need longer for their handshakes than any deadline.
     pub async fn events<T: DeserializeOwned>(
         &self,
         address: &str,
@@ -82,7 +92,8 @@ impl AgentClient {
         silence: Duration,
     ) -> Result<EventStream<T>, CallError> {
         let call = Call { address, name: agent_name(pod_uid), path, deadline };
-        let response = self.0.send(&call, reqwest::Client::get).await?;
+        let _turn = timeout(TURN, self.opening.acquire()).await.map_err(|_| call.timed_out())?;
+        let response = self.pool.send(&call, reqwest::Client::get).await?;
         Ok(EventStream::new(response, silence))
     }
 }

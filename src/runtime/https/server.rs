@@ -2,6 +2,7 @@
 //! is told so. It never looks into a request.
 
 use std::convert::Infallible;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +15,7 @@ use axum::response::{IntoResponse, Response};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, Interest};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
@@ -25,6 +26,9 @@ use tower::ServiceExt;
 
 use crate::protocol::{Refusal, RefusalCode};
 use crate::runtime::identity::{ClientCertificates, Identity, IdentityError, PeerIdentity};
+
+/// Handshakes at once. Of thousands that were all begun at once each took longer than its client waited, and none ended.
+const HANDSHAKES: usize = 64;
 
 /// How much and how long a peer may take.
 #[derive(Debug, Clone)]
@@ -88,11 +92,23 @@ pub async fn serve_https(
     let acceptor = TlsAcceptor::from(identity.server_config(clients)?);
     let router = router.layer(DefaultBodyLimit::max(limits.body_bytes));
     let limits = Arc::new(limits);
+    let turns = Arc::new(Semaphore::new(HANDSHAKES));
     accept(listener, limits.clone(), cancel.clone(), move |stream, from| {
         let (acceptor, router, limits, cancel, identity) =
             (acceptor.clone(), router.clone(), limits.clone(), cancel.clone(), identity.clone());
+        let turns = turns.clone();
         async move {
-            let tls = match timeout(limits.handshake, acceptor.accept(stream)).await {
+            let handshake = async {
+                // Whoever says nothing takes no turn.
+                stream.ready(Interest::READABLE).await?;
+                let _turn = turns.acquire().await;
+                // Whoever waited for its turn for too long is gone: no key is computed for it.
+                if stream.ready(Interest::READABLE).await?.is_read_closed() {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+                acceptor.accept(stream).await
+            };
+            let tls = match timeout(limits.handshake, handshake).await {
                 Ok(Ok(tls)) => tls,
                 Ok(Err(error)) => return tracing::debug!(%from, %error, "TLS handshake failed"),
                 Err(_) => return tracing::debug!(%from, "TLS handshake timed out"),
