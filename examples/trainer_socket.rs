@@ -124,7 +124,7 @@ impl Gpu {
         let (worker, facts) = self.worker(&self.uuid).await?;
         let room = (facts.free_bytes, facts.memory_bytes);
         let wish = RingWish { slots: Some(2), slot_bytes: self.slot_bytes };
-        drop(self.source.send_replace(Ok(SourceWorker { worker, gpu: facts.uuid, wish, room })));
+        drop(self.source.send_replace(Ok(SourceWorker { worker, gpu: facts.uuid, wish, room, retain: 0 })));
         Ok(())
     }
 

@@ -186,12 +186,14 @@ impl Reply {
     /// The same, unless the server computed a number that JSON does not have. vLLM 0.32 blames the question for that: 400, `BadRequestError`
     /// (seen on the real server; a question that it does not take looks the same but for the words).
     pub(super) fn unless_no_number(self) -> Result<Self, EngineError> {
-        let body = shown(&self.body);
-        if self.status == 400 && body.contains("not JSON compliant") {
-            let what = format!("it computed a number that JSON does not have: {body}");
-            return Err(EngineError::BadReply { url: self.url, what });
+        if self.status != 400 {
+            return Ok(self);
         }
-        Ok(self)
+        let body = shown(&self.body);
+        if !body.contains("not JSON compliant") {
+            return Ok(self);
+        }
+        Err(EngineError::BadReply { url: self.url, what: format!("it computed a number that JSON does not have: {body}") })
     }
 
     /// The error for a status that is not the expected one.
