@@ -65,18 +65,27 @@ pub struct Frozen {
 }
 
 impl Frozen {
-    /// Stops a process for `seconds`, or until it is thawed.
+    /// Stops a process for `seconds`, or until it is thawed. It stands still when this returns: a signal takes effect a little after it
+    /// was sent, and the thread that had a CPU at that moment may still have answered somebody.
     pub async fn new(process: &str, seconds: u32) -> Self {
         let folder = format!("/run/frozen-{}", uuid::Uuid::new_v4());
+        let moving = format!("grep -L ^State:.T /proc/{process}/task/*/status | grep -q .");
         // Made once, also where docker has the command run twice.
         let body = format!(
-            "kill -STOP {process}; date +%s.%N >{folder}/from; \
+            "kill -STOP {process}; \
+             while {moving}; do sleep 0.01; done; \
+             date +%s.%N >{folder}/at; mv {folder}/at {folder}/from; \
              for _ in $(seq {}); do [ -e {folder}/thaw ] && break; sleep 0.1; done; \
              date +%s.%N >{folder}/to; kill -CONT {process}; mv {folder}/to {folder}/until",
             seconds * 10
         );
         let script = format!("mkdir {folder} 2>/dev/null || exit 0; setsid sh -c '{body}' >/dev/null 2>&1 </dev/null &");
         on_node(&["sh", "-c", &script]).await;
+        eventually("the process stands still", EXEC, || async {
+            let still = on_node(&["sh", "-c", &format!("ls {folder}/from 2>/dev/null || true")]).await;
+            if still.is_empty() { Err("it has a thread that runs".to_owned()) } else { Ok(()) }
+        })
+        .await;
         Self { folder }
     }
 
