@@ -157,7 +157,7 @@ impl Core {
 
     /// Takes a prepare. The epoch before it, if any, is over when this returns.
     pub fn prepare(&self, request: &PrepareRequest) -> Result<Step, Refusal> {
-        self.ends_by(|| format!("epoch {} takes its place", request.id.epoch));
+        self.ends_by(|| request.ends_others_because());
         let step = self.regroup(|grouped| grouped.group.prepare(request))?;
         Ok(step)
     }

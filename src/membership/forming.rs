@@ -87,7 +87,8 @@ impl Membership {
         if why == Reason::BeingFed {
             self.repairs = self.repairs.saturating_add(1);
         }
-        self.end_group(&assessment, &id);
+        let because = self.because(why);
+        self.end_group(&assessment, &id, &because);
         self.over = self.over.max(epoch.saturating_sub(1));
         self.urgent = None;
         let policy = self.config.policy.clone();
@@ -98,6 +99,7 @@ impl Membership {
                 member: member.candidate.name.clone(),
                 roster: roster.clone(),
                 policy: policy.clone(),
+                why: because.clone(),
                 deadline_ms,
             };
             self.out.push(Decision::Prepare { to: member.life.clone(), request: Box::new(request) });
@@ -132,12 +134,19 @@ impl Membership {
         roster
     }
 
+    /// Why a new epoch is formed, for a person: whose loss ended the one before, the first few of them, or what else asked for it.
+    fn because(&self, why: Reason) -> String {
+        let lost = self.group.iter().flat_map(|group| &group.lost);
+        let lost: Vec<_> = lost.take(3).map(|(name, (reason, message))| format!("{name}: {reason}: {message}")).collect();
+        if lost.is_empty() { why.to_string() } else { lost.join("; ") }
+    }
+
     /// Members of the old group that are not asked for the new one are told that it is over; the others hear it with their prepare.
-    fn end_group(&mut self, assessment: &Assessment, new: &EpochId) {
+    fn end_group(&mut self, assessment: &Assessment, new: &EpochId, because: &str) {
         let Some(group) = self.group.take() else { return };
         let left = group.lives.iter().filter(|(name, life)| assessment.life(name) != Some(*life));
         let left: Vec<Incarnation> = left.map(|(_, life)| life.clone()).collect();
-        let reason = format!("epoch {} takes its place", new.epoch);
+        let reason = format!("epoch {} takes its place: {because}", new.epoch);
         self.tell_over(&left, &group.id, &reason);
     }
 

@@ -23,8 +23,20 @@ pub struct PrepareRequest {
     pub roster: Roster,
     /// Rules of updates.
     pub policy: UpdatePolicy,
+    /// Why there is a new epoch, for a person: whose loss ended the one before. A prepare may be the first that a member hears of it, and
+    /// whoever waits in the old epoch wants to know more than that a new one came. Empty from a controller that does not say it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub why: String,
     /// Answer within this long.
     pub deadline_ms: u64,
+}
+
+impl PrepareRequest {
+    /// Why the epoch before this one is over, for a person.
+    pub fn ends_others_because(&self) -> String {
+        let place = format!("epoch {} takes its place", self.id.epoch);
+        if self.why.is_empty() { place } else { format!("{place}: {}", self.why) }
+    }
 }
 
 /// Answer to [`PrepareRequest`] (HTTP 200).

@@ -239,6 +239,7 @@ impl Bed {
             member: member.name.clone(),
             roster: roster.clone(),
             policy: self.policy.clone(),
+            why: "because of the test".to_owned(),
             deadline_ms: 5_000,
         };
         for member in members {
@@ -259,6 +260,7 @@ impl Bed {
             member: member.name.clone(),
             roster: Self::roster(members),
             policy: self.policy.clone(),
+            why: "because of the test".to_owned(),
             deadline_ms: 5_000,
         }
     }

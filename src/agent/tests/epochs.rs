@@ -31,6 +31,21 @@ async fn f09_an_older_epoch_and_a_fenced_one_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_prepare_that_comes_before_any_fence_says_why_the_epoch_before_is_over() {
+    let mut bed = Bed::new();
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    let members = [&source, &rollout];
+    bed.form(&members, None).await;
+    bed.form(&members, None).await;
+    assert_eq!(source.core.why_over(), "epoch 2 takes its place: because of the test");
+    // From an earlier controller, which does not say why.
+    bed.epoch += 1;
+    let prepare = PrepareRequest { why: String::new(), ..bed.prepare_request(&members, &source) };
+    let _: PrepareResponse = bed.post(&source, "/v1/epoch/prepare", &prepare).await.unwrap();
+    assert_eq!(source.core.why_over(), "epoch 3 takes its place");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_commit_that_was_never_prepared_here_is_refused() {
     let mut bed = Bed::new();
     let rollout = bed.rollout("actors/r-0");

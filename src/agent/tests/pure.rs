@@ -50,7 +50,7 @@ fn prepare(id: &EpochId, pod_uid: &str, port: u16, role: Role) -> PrepareRequest
         canary: None,
     };
     let roster = Roster { members: vec![member], world_size: 2, chain: vec![name.clone()] };
-    PrepareRequest { id: id.clone(), member: name, roster, policy, deadline_ms: 1 }
+    PrepareRequest { id: id.clone(), member: name, roster, policy, why: String::new(), deadline_ms: 1 }
 }
 
 fn commit(id: &EpochId, instance: &str) -> CommitRequest {

@@ -5,6 +5,15 @@ use crate::membership::{Decision, MemberStanding, Observation};
 use crate::plan::LeftOutCode;
 use crate::protocol::*;
 
+/// Why there is a new epoch, as each prepare says.
+fn told_why(decisions: &[Decision]) -> Vec<&str> {
+    let whys = decisions.iter().filter_map(|decision| match decision {
+        Decision::Prepare { request, .. } => Some(request.why.as_str()),
+        _ => None,
+    });
+    whys.collect()
+}
+
 #[test]
 fn a_lost_agent_is_left_out_in_the_same_step_and_named() {
     let mut desk = Desk::formed(2);
@@ -13,9 +22,16 @@ fn a_lost_agent_is_left_out_in_the_same_step_and_named() {
     assert_eq!(desk.event(Reason::AgentLost).unwrap(), (Some(name(2)), "connection closed".to_owned()));
     let decisions = desk.see(Observation::EpochPersisted { epoch: 2 });
     assert_eq!(asked(&decisions), [name(0), name(1)]);
+    // Whoever hears of it by the prepare only is told who was lost.
+    assert_eq!(told_why(&decisions), ["actors/r2: AgentLost: connection closed"; 2]);
     desk.obey(decisions);
     let view = desk.membership.view();
     assert_eq!((view.epoch, view.committed, view.world_size), (2, true, 2));
+}
+
+#[test]
+fn members_are_told_what_else_than_a_loss_asks_for_a_new_epoch() {
+    assert_eq!(told_why(&Desk::formed(1).decisions), ["GroupForming", "GroupForming"]);
 }
 
 #[test]

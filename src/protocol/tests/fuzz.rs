@@ -82,7 +82,7 @@ pub(super) fn messages() -> Vec<Message> {
     let handle = "A".repeat(86) + "==";
     let ring = json!({"ring": 1, "gpu": "GPU-1", "handle": "h", "bytes": 2, "check": "c", "proven": false});
     messages! {
-        PrepareRequest: json!({"id": id, "member": "rollouts/a", "roster": roster, "policy": policy, "deadlineMs": 5});
+        PrepareRequest: json!({"id": id, "member": "rollouts/a", "roster": roster, "policy": policy, "why": "w", "deadlineMs": 5});
         PrepareResponse: json!({"incarnation": life, "dataAddress": "a", "gpus": {"gpus": [gpu], "nccl": 1, "reason": "r", "unshared": "u"}, "state": state});
         CommitRequest: json!({
             "id": id, "addresses": [{"member": "rollouts/a", "incarnation": life, "control": "c", "data": "d", "engineUrl": "e"}],
