@@ -14,6 +14,7 @@ mod external;
 mod gpu;
 mod gpu_ring;
 mod host_ring;
+mod lent;
 mod publish;
 mod queue;
 mod ring;

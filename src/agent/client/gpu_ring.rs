@@ -17,6 +17,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::gpu::{RingSize, SourceWorker};
+use super::lent::LentSlots;
 use super::ring::{Ring as Kept, RingOfConnection};
 use super::turn::Turn;
 use crate::protocol::worker::{IpcHandle, Part};
@@ -97,8 +98,7 @@ pub(super) struct TrainerGpuRing {
     check: [u8; CHECK_BYTES],
     /// The trainer's event of each slot, once proven; empty when events cannot be shared.
     events: Mutex<Option<Vec<Event>>>,
-    /// Slots that the trainer may write, or writes.
-    lent: Mutex<BTreeMap<u32, Slot>>,
+    lent: LentSlots<Slot>,
 }
 
 impl TrainerGpuRing {
@@ -108,7 +108,7 @@ impl TrainerGpuRing {
         let ring = source.worker.ring(size.slots, size.slot_bytes, STEP).await.map_err(|error| error.to_string())?;
         let (number, ends, gpu) = (NUMBER.fetch_add(1, Ordering::Relaxed), Ends::default(), source.gpu.clone());
         lock(&rings.0).rings.insert(number, ends.clone());
-        let (rings, turn, lent) = (Arc::clone(rings), Arc::clone(turn), Mutex::default());
+        let (rings, turn, lent) = (Arc::clone(rings), Arc::clone(turn), LentSlots::default());
         Ok(Self { rings, ends, turn, number, gpu, ring, check: rand::random(), events: Mutex::new(None), lent })
     }
 
@@ -198,20 +198,19 @@ impl TrainerGpuRing {
 
     /// Lends all slots to the trainer.
     pub(super) async fn lend_all(&self) -> Result<(), String> {
-        let taken = self.take_all().await?;
-        *lock(&self.lent) = taken;
+        self.lent.lend_all(self.take_all().await?);
         Ok(())
     }
 
     /// Takes what was lent back; what is read stays so until it was read.
     pub(super) fn take_back(&self) {
-        lock(&self.lent).clear();
+        self.lent.take_all_back();
     }
 
     /// A slot that the trainer filled, and its event where that is to be waited for. None when it was not lent, or has no event.
     pub(super) fn filled(&self, slot: u32, event: bool) -> Option<(Slot, Option<Event>)> {
         let after = if event { Some(lock(&self.events).as_ref()?.get(slot as usize)?.clone()) } else { None };
-        let slot = lock(&self.lent).remove(&slot)?;
+        let slot = self.lent.take(slot)?;
         Some((slot, after))
     }
 
@@ -225,7 +224,7 @@ impl TrainerGpuRing {
                 return;
             };
             let index = slot.index();
-            turn.free(since, index, || _ = lock(&self.lent).insert(index, slot));
+            turn.free(since, index, || self.lent.lend(index, slot));
         }
     }
 }
@@ -234,7 +233,7 @@ impl Drop for TrainerGpuRing {
     fn drop(&mut self) {
         let (rings, ends, number, turn) = (Arc::clone(&self.rings), self.ends.clone(), self.number, Arc::clone(&self.turn));
         let (ring, events) = (self.ring.clone(), lock(&self.events).take());
-        lock(&self.lent).clear();
+        self.lent.take_all_back();
         let worker = ring.worker().clone();
         let freeing = async move {
             if !ends.closed.is_cancelled() && worker.cause().is_none() {

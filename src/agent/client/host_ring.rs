@@ -55,6 +55,6 @@ impl AsRef<[u8]> for Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        self.turn.free(self.since, self.slot, || {});
+        self.turn.free(self.since, self.slot, || true);
     }
 }

@@ -59,11 +59,10 @@ impl Turn {
     }
 
     /// Lends a slot of the ring that was announced in the attempt `since` again, unless another ring is written now. `lend` is done before
-    /// the client hears of it.
-    pub(super) fn free(&self, since: u32, slot: u32, lend: impl FnOnce()) {
+    /// the client hears of it, and says whether it is still lent.
+    pub(super) fn free(&self, since: u32, slot: u32, lend: impl FnOnce() -> bool) {
         let mut book = self.slots();
-        if book.as_mut().is_some_and(|slots| slots.free(since, slot)) {
-            lend();
+        if book.as_mut().is_some_and(|slots| slots.free(since, slot)) && lend() {
             self.outbox.say(ClientReply::Free { slot });
         }
     }
