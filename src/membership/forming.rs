@@ -20,6 +20,9 @@ use super::{Decision, Membership};
 /// How long others that fail for the same cause are waited for after a first failure, in ms.
 pub(super) const SETTLE_MS: u64 = 300;
 
+/// Members that the reason of an epoch names.
+const NAMED: usize = 3;
+
 impl Membership {
     /// Asks for the next number.
     pub(super) fn persist(&mut self, why: Reason) {
@@ -107,6 +110,7 @@ impl Membership {
         self.forming = Some(Forming::Round(Box::new(Round {
             id,
             roster,
+            why: because,
             members: assessment.eligible,
             policy,
             phase: Phase::Preparing,
@@ -137,8 +141,16 @@ impl Membership {
     /// Why a new epoch is formed, for a person: whose loss ended the one before, the first few of them, or what else asked for it.
     fn because(&self, why: Reason) -> String {
         let lost = self.group.iter().flat_map(|group| &group.lost);
-        let lost: Vec<_> = lost.take(3).map(|(name, (reason, message))| format!("{name}: {reason}: {message}")).collect();
-        if lost.is_empty() { why.to_string() } else { lost.join("; ") }
+        let lost: Vec<_> = lost.take(NAMED).map(|(name, (reason, message))| format!("{name}: {reason}: {message}")).collect();
+        if !lost.is_empty() {
+            return lost.join("; ");
+        }
+        let lives = self.group.iter().flat_map(|group| &group.lives).filter(|(_, life)| why == Reason::BeingFed && self.life_lacks(life));
+        let lacking: Vec<_> = lives.take(NAMED).map(|(name, _)| name.to_string()).collect();
+        match self.wanted().filter(|_| !lacking.is_empty()) {
+            Some(wanted) => format!("{why}: {} without version {}", lacking.join(", "), wanted.version),
+            None => why.to_string(),
+        }
     }
 
     /// Members of the old group that are not asked for the new one are told that it is over; the others hear it with their prepare.
@@ -349,8 +361,8 @@ impl Membership {
             Phase::Committing { feeder, returned, transport, .. } => (feeder, returned, *transport),
             Phase::Preparing => (None, None, TransportChoice::default()),
         };
-        let (epoch, world) = (round.id.epoch, round.roster.world_size);
-        let message = format!("epoch {epoch}: {} members, world size {world}, over {}", round.members.len(), transport.name());
+        let (epoch, world, why) = (round.id.epoch, round.roster.world_size, &round.why);
+        let message = format!("epoch {epoch}: {} members, world size {world}, over {} ({why})", round.members.len(), transport.name());
         self.event(Reason::GroupFormed, message, None, false);
         // Nobody joins the first group: all make it, and one Event for each of them would say nothing more.
         let joined = round.members.iter().map(|member| member.candidate.name.clone());

@@ -100,6 +100,8 @@ pub(super) struct Persisting {
 pub(super) struct Round {
     pub id: EpochId,
     pub roster: Roster,
+    /// Why there is a new epoch, for a person.
+    pub why: String,
     pub members: Vec<Eligible>,
     pub policy: UpdatePolicy,
     pub phase: Phase,

@@ -139,3 +139,14 @@ fn an_update_under_way_to_a_member_is_not_cut_off_by_an_epoch_to_feed_it() {
     assert!(!persists(&desk.wait(30_000, &[0, 1, 2])));
     assert_eq!(desk.member(2).reason, Reason::BeingFed);
 }
+
+#[test]
+fn an_epoch_that_is_formed_to_feed_somebody_says_whom_and_with_what() {
+    let mut desk = Desk::formed(2);
+    desk.serves(3);
+    desk.tell(2, |state| (state.installed, state.retained) = (None, None));
+    let decisions = desk.wait(10_000, &[0, 1, 2]);
+    desk.obey(decisions);
+    let (_, message) = desk.event(Reason::GroupFormed).unwrap();
+    assert!(message.starts_with("epoch 2: ") && message.ends_with("(BeingFed: actors/r2 without version 3)"), "{message}");
+}
