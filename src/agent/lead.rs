@@ -6,6 +6,7 @@
 mod attempt;
 mod calls;
 mod communicator;
+mod engine_round;
 mod engine_sink;
 mod engines;
 mod external;

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::ConformanceError;
@@ -264,7 +265,8 @@ impl Source {
         version: HeldVersion,
         checkpoint: &Checkpoint,
     ) -> Result<InstallReport, InstallError> {
-        let mut install = group.begin(job).await?;
+        // One bucket at a time: no request is made ahead.
+        let mut install = group.begin(job, watch::Sender::new(None).subscribe()).await?;
         install.open().await?;
         match self.buckets(install.as_mut(), formed, job, checkpoint).await {
             Ok(()) => install.finish(version).await,

@@ -9,7 +9,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures::future::BoxFuture;
 use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::device::{DeviceBucket, DeviceInstall, DeviceJob, Released};
 use super::feed::{Feed, no_form};
@@ -55,8 +58,16 @@ pub trait EngineGroup: Send + Sync {
     /// Leaves the group that it was in, if any. Rank 0 must have aborted its communicator: leaving is a rendezvous otherwise.
     async fn leave(&self, deadline: Duration) -> Result<(), EngineError>;
 
+    /// Whether its server queues the request for a bucket behind the one that it works on. Where it does, that request is made as soon as it is
+    /// asked for, see [`begin`](Self::begin).
+    fn ahead(&self) -> bool {
+        false
+    }
+
     /// Begins an install from the group that it joined last. Nothing is changed before [`DeviceInstall::open`]; places of buckets are empty.
-    async fn begin(&self, job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError>;
+    /// `asked` is the highest sequence that rank 0 asked for: it asks for a bucket when the one before it was broadcast, so whoever works
+    /// [`ahead`](Self::ahead) may be told of it while it still loads that one.
+    async fn begin(&self, job: &DeviceJob, asked: watch::Receiver<Option<u32>>) -> Result<Box<dyn DeviceInstall>, InstallError>;
 }
 
 /// The group calls of one kind of server: paths, bodies and which reply means success. The order is the adapter's.
@@ -76,24 +87,38 @@ pub(super) trait GroupServer: Send + Sync {
         true
     }
 
+    /// Whether requests for buckets are worked off one after the other in the order in which they came, so that one may wait in the server.
+    fn ahead(&self) -> bool {
+        false
+    }
+
     /// Opens what an update needs. One that was left open (by a trainer that died) is closed first, and its engine counts as touched.
     async fn open(&self, name: &str, until: Until) -> Result<Box<dyn GroupFeed>, EngineError>;
 }
 
 /// One update of one kind of server.
 #[async_trait]
-pub(super) trait GroupFeed: Send {
+pub(super) trait GroupFeed: Send + Sync {
     /// Whether somebody else's update was found open and closed: the engine may hold a mixture before anything was sent.
     fn found_open(&self) -> bool;
 
-    /// Has the engine enter the broadcast of these tensors; returns when it says that it took them.
-    async fn receive(&mut self, tensors: &Tensors, until: Until) -> Result<(), EngineError>;
+    /// Has the engine enter the broadcast of these tensors; ends when it says that it took them. `last` is for the last broadcast of the update.
+    fn receive(&self, tensors: Tensors, last: bool, until: Until) -> BoxFuture<'static, Result<(), EngineError>>;
 
-    /// The engine's last step.
+    /// The engine's last step, where it was not part of the last request.
     async fn close(&mut self, until: Until) -> Result<(), EngineError>;
 
     /// Closes what is open, so that the next update finds nothing in its way.
     async fn fail(&mut self, until: Until);
+}
+
+/// Whose calls feed an engine from a group.
+pub(super) struct OfGroup {
+    pub(super) server: Arc<dyn GroupServer>,
+    /// The group's name.
+    pub(super) name: String,
+    /// See [`EngineGroup::begin`].
+    pub(super) asked: watch::Receiver<Option<u32>>,
 }
 
 /// The tensors of one broadcast in torch's words.
@@ -118,32 +143,78 @@ pub(super) struct FromGroup {
     layout: Arc<Layout>,
     feed: Box<dyn GroupFeed>,
     touched: bool,
+    /// The highest sequence that was asked for; none where the server takes one request at a time.
+    asked: Option<watch::Receiver<Option<u32>>>,
+    /// Longest wait for one bucket, and the end of the whole.
+    silence: Duration,
+    whole: Until,
+    /// The bucket behind the one that the engine works on, which the engine was told of already.
+    next: Option<(u32, Entering)>,
 }
+
+/// An engine that is in the broadcasts of one bucket, or about to be.
+type Entering = AbortOnDropHandle<Result<(), EngineError>>;
 
 impl FromGroup {
     /// Everything that cannot be sent is refused here, before anything is.
-    pub(super) async fn open(server: &dyn GroupServer, name: &str, layout: Arc<Layout>, until: Until) -> Result<Self, EngineError> {
+    pub(super) async fn open(of: &OfGroup, layout: Arc<Layout>, silence: Duration, until: Until) -> Result<Self, EngineError> {
         for bucket in layout.buckets() {
             for wire in layout.wire(&bucket).map_err(|error| unsendable(&error))? {
                 Tensors::of(&layout, &wire)?;
             }
         }
-        let feed = server.open(name, until).await?;
+        let feed = of.server.open(&of.name, until).await?;
         let touched = feed.found_open();
-        Ok(Self { layout, feed, touched })
+        let asked = of.server.ahead().then(|| of.asked.clone());
+        Ok(Self { layout, feed, touched, asked, silence, whole: until, next: None })
+    }
+
+    /// Tells the engine of a bucket. It goes on by itself.
+    fn enter(&mut self, sequence: u32, until: Until) -> Result<Entering, EngineError> {
+        let none = || EngineError::Unsupported { what: format!("there is no bucket {sequence}"), next_step: "report this".into() };
+        let bucket = self.layout.bucket(sequence).ok_or_else(none)?;
+        let is_last = sequence.saturating_add(1) == self.layout.bucket_count();
+        let wire = self.layout.wire(&bucket).map_err(|error| unsendable(&error))?;
+        let count = wire.len();
+        let tensors: Vec<Tensors> = wire.iter().map(|wire| Tensors::of(&self.layout, wire)).collect::<Result<_, _>>()?;
+        let tensors = tensors.into_iter().zip(1..);
+        let calls: Vec<_> = tensors.map(|(tensors, number)| self.feed.receive(tensors, is_last && number == count, until)).collect();
+        self.touched = true;
+        // None is made before the one before it was answered.
+        Ok(AbortOnDropHandle::new(tokio::spawn(async move {
+            for call in calls {
+                call.await?;
+            }
+            Ok(())
+        })))
     }
 }
 
 #[async_trait]
 impl Feed for FromGroup {
     async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError> {
-        let wire = self.layout.wire(&bucket.bucket).map_err(|error| unsendable(&error))?;
-        for wire in wire {
-            let tensors = Tensors::of(&self.layout, &wire)?;
-            self.touched = true;
-            self.feed.receive(&tensors, until).await?;
+        let sequence = bucket.bucket.sequence;
+        let mut entered = match self.next.take() {
+            Some((told, entering)) if told == sequence => entering,
+            _ => self.enter(sequence, until)?,
+        };
+        let mut asked = self.asked.clone();
+        loop {
+            tokio::select! {
+                biased;
+                received = &mut entered => {
+                    received.map_err(|_| EngineError::Cancelled)??;
+                    return Ok(Released::Now);
+                }
+                () = next_is_asked_for(asked.as_mut(), sequence) => {
+                    asked = None;
+                    let next = sequence.saturating_add(1);
+                    if self.layout.bucket(next).is_some() {
+                        self.next = Some((next, self.enter(next, self.whole.at_most(self.silence))?));
+                    }
+                }
+            }
         }
-        Ok(Released::Now)
     }
 
     fn touched(&self) -> bool {
@@ -155,8 +226,25 @@ impl Feed for FromGroup {
     }
 
     async fn fail(&mut self, _: &str, until: Until) {
+        // It is in a broadcast that rank 0 carries to its end. Were it said before that this engine failed, rank 0 would abort, and an engine
+        // that is left in a broadcast may never come out of it.
+        if let Some((sequence, entered)) = self.next.take()
+            && !matches!(tokio::time::timeout(until.left(), entered).await, Ok(Ok(Ok(()))))
+        {
+            tracing::warn!(sequence, "the bucket behind the one that failed did not end well either");
+        }
         self.feed.fail(until).await;
     }
+}
+
+/// Waits until the bucket behind this one is asked for; for ever where nobody is told ahead.
+async fn next_is_asked_for(asked: Option<&mut watch::Receiver<Option<u32>>>, sequence: u32) {
+    if let Some(asked) = asked
+        && asked.wait_for(|asked| asked.is_some_and(|asked| asked > sequence)).await.is_ok()
+    {
+        return;
+    }
+    std::future::pending::<()>().await;
 }
 
 fn unsendable(error: &crate::weights::WireError) -> EngineError {

@@ -160,4 +160,7 @@ pub enum Receive {
 pub struct ReceiveResponse {
     /// Time of the engine's calls, in ms.
     pub took_ms: u64,
+    /// Whether the engine may be asked for the next bucket while it loads this one.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub ahead: bool,
 }

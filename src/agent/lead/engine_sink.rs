@@ -1,47 +1,29 @@
-//! The leader's end of a stream that engines receive by themselves: has every engine enter a bucket, broadcasts it, and watches both.
+//! The leader's end of a stream that engines receive by themselves: which bucket is asked for when, and how the stream ends.
 //!
-//! Decides when a bucket went well (every engine answered success *and* our own broadcasts ended) and who is at fault otherwise. An answer and a
-//! collective are watched together: an engine that refuses does so without entering the broadcast, so its refusal aborts its group at
-//! once (other groups end the bucket first, which spares their engines a broadcast without an end), and an engine that says success while nothing was broadcast has a group that does nothing. One bucket is under way at a time, so that
-//! no engine is asked for two things at once; the next one is read and digested meanwhile. The first bucket thereby proves the group.
+//! The next bucket is read and digested while one is under way. No engine is asked for two things at once, unless all of them queue requests:
+//! those are asked for the next bucket as soon as we broadcast the one before, which they are still loading. Never earlier: requests that
+//! overtook each other would put bytes into other tensors, and nobody would notice. That is why the one before must be long: what fits into
+//! NCCL's buffers is broadcast as far as we can see before any engine asked for it. Whatever fails ends all groups.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use futures::future::{BoxFuture, try_join_all};
+use futures::future::BoxFuture;
 use futures::stream::{FuturesUnordered, StreamExt};
-use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep_until};
+use tokio::sync::oneshot;
 
-use super::calls::Calls;
-use super::engines::{EngineGroupsLed, Led};
-use crate::agent::group::refusal;
-use crate::protocol::{BucketHeader, MemberName, Receive, ReceiveRequest, ReceiveResponse, RefusalCode, StreamFailure, UpdateId};
-use crate::runtime::https::CallError;
-use crate::transport::nccl::{PackedBucket, Packer};
+use super::engine_round::{EngineStream, failed_call};
+use crate::protocol::{BucketHeader, Receive, StreamFailure};
+use crate::transport::nccl::Packer;
 use crate::transport::{BucketSink, Payload, TransportError};
 use crate::weights::{Bucket, Layout};
-use crate::worker::{Broadcast, GRACE, WorkerError};
 
-/// Once an engine said that it received, our broadcast ends within this long, or the engine took no part in it.
-const AFTER_SUCCESS: Duration = Duration::from_secs(2);
-/// What an agent may take beyond the time that its engine has.
-const ANSWER: Duration = Duration::from_secs(2);
-
-/// What was sent, and into which group; none: it was copied into its place.
-type Sent = BoxFuture<'static, (Option<usize>, Result<(), WorkerError>)>;
-
-/// What all of a stream is about.
-#[derive(Clone)]
-pub(super) struct EngineStream {
-    pub(super) led: Arc<EngineGroupsLed>,
-    pub(super) calls: Calls,
-    pub(super) update: UpdateId,
-    pub(super) me: MemberName,
-    /// Longest wait for one bucket.
-    pub(super) silence: Duration,
+/// A broadcast of so many bytes can end here only when the others are in it: more than NCCL's buffers of 64 channels hold, twice. One buffer
+/// has 4 MiB unless `NCCL_BUFFSIZE` says otherwise (NCCL 2.28).
+fn ahead_from() -> u64 {
+    let set = std::env::var("NCCL_BUFFSIZE").ok().and_then(|bytes| bytes.parse::<u64>().ok());
+    set.unwrap_or(4 << 20).saturating_mul(128)
 }
 
 /// See [`BucketSink`].
@@ -49,9 +31,17 @@ pub(super) struct EngineSink {
     stream: EngineStream,
     layout: Arc<Layout>,
     packer: Packer,
-    under_way: Option<BoxFuture<'static, Result<(), StreamFailure>>>,
-    failure: Option<StreamFailure>,
-    finished: bool,
+    /// From how many bytes on the next bucket is asked for behind a broadcast; none where an engine takes one request at a time.
+    ahead_from: Option<u64>,
+    /// Whether the next bucket must wait until the last one was answered.
+    waits: bool,
+    /// Buckets that are under way, by sequence: one, or two whose first was broadcast already.
+    rounds: FuturesUnordered<BoxFuture<'static, (u32, Result<(), StreamFailure>)>>,
+    /// Comes when the last of them was broadcast; closed when it ended.
+    broadcast: Option<oneshot::Receiver<()>>,
+    /// The first thing that went wrong, and with which bucket.
+    failure: Option<(u32, StreamFailure)>,
+    broken_off: bool,
 }
 
 impl EngineSink {
@@ -63,211 +53,102 @@ impl EngineSink {
         let packer = Packer::new(stream.led.worker.clone(), stream.led.staging.clone(), &layout);
         let packer = packer.map_err(|error| TransportError::Communicator { cause: error.to_string() })?;
         let mut asked = stream.ask_all(Receive::Open, pausing);
+        let mut ahead = true;
         while let Some(answer) = asked.join_next().await {
             match answer {
-                Ok((_, Ok(_))) => {}
+                Ok((_, Ok(opened))) => ahead &= opened.ahead,
                 Ok((member, Err(error))) => return Err(failed_call(&member, error).into()),
                 Err(ended) => return Err(TransportError::Communicator { cause: ended.to_string() }),
             }
         }
-        Ok(Self { stream, layout, packer, under_way: None, failure: None, finished: false })
+        let rounds = FuturesUnordered::new();
+        let ahead_from = ahead.then(ahead_from);
+        Ok(Self { stream, layout, packer, ahead_from, waits: true, rounds, broadcast: None, failure: None, broken_off: false })
     }
 
-    /// Waits for the bucket that is under way. May be dropped and called again.
-    async fn settle(&mut self) -> Result<(), StreamFailure> {
-        let Some(under_way) = self.under_way.as_mut() else { return Ok(()) };
-        let ended = under_way.await;
-        self.under_way = None;
-        ended
-    }
-
-    async fn bucket(&mut self, header: BucketHeader, payload: Payload) -> Result<(), StreamFailure> {
-        let bucket = Bucket { sequence: header.sequence, offset: header.offset, bytes: header.bytes };
-        let wire = self.layout.wire(&bucket).map_err(|error| StreamFailure::Communicator { cause: error.to_string() })?;
-        let packed = self.packer.pack(&payload, &wire, self.stream.silence).await;
-        let packed = packed.map_err(|error| self.stream.blame(&error))?;
-        self.settle().await?;
-        self.under_way = Some(Box::pin(self.stream.clone().round(header.sequence, packed)));
+    /// Waits for all buckets that are under way. May be dropped and called again.
+    async fn settle(&mut self) -> Result<(), (u32, StreamFailure)> {
+        while let Some(ended) = self.rounds.next().await {
+            of(ended)?;
+        }
         Ok(())
     }
 
-    fn fail(&mut self, failure: StreamFailure) -> TransportError {
-        let failure = self.failure.get_or_insert(failure).clone();
-        self.under_way = None;
-        let error = TransportError::from(failure);
-        drop(self.stream.led.break_off(&error.to_string()));
-        error
-    }
-}
-
-/// What is known of one bucket while it is under way. A group that fails is aborted at once; the others end this bucket first, because an engine
-/// that is left in a broadcast may never come out of it.
-struct Round {
-    /// Groups that have not ended, by number: whether our broadcasts are under way, and who has not answered.
-    open: BTreeMap<usize, (bool, Vec<MemberName>)>,
-    /// Who said that it received.
-    received: Vec<MemberName>,
-    /// Groups whose broadcast failed here, why, and until when somebody else may be named.
-    broken: Vec<(Instant, usize, StreamFailure)>,
-    failure: Option<StreamFailure>,
-}
-
-impl EngineStream {
-    fn ask_all(&self, what: Receive, within: Duration) -> JoinSet<(MemberName, Result<ReceiveResponse, CallError>)> {
-        let mut asked = JoinSet::new();
-        for (member, _) in self.led.groups.iter().flat_map(|group| &group.plan.members) {
-            let (calls, member) = (self.calls.clone(), member.clone());
-            let deadline_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
-            let request = ReceiveRequest { update: self.update.clone(), what, deadline_ms };
-            asked.spawn(async move {
-                let answer = calls.ask(&member, "/v1/update/receive", &request, within + ANSWER).await;
-                (member, answer)
-            });
+    /// Waits until another bucket may be asked for.
+    async fn next_may_go(&mut self) -> Result<(), (u32, StreamFailure)> {
+        if self.waits {
+            return self.settle().await;
         }
-        asked
-    }
-
-    /// One bucket: every engine is asked to enter it while we broadcast.
-    async fn round(self, sequence: u32, packed: PackedBucket) -> Result<(), StreamFailure> {
-        let PackedBucket { broadcasts, copies, held } = packed;
-        let within = self.silence.saturating_sub(GRACE).max(self.silence / 2);
-        let mut asked = self.ask_all(Receive::Bucket(sequence), self.silence);
-        let mut sending: FuturesUnordered<Sent> = FuturesUnordered::new();
-        sending.push(Box::pin(async move { (None, try_join_all(copies).await.map(drop)) }));
-        for (number, group) in self.led.groups.iter().enumerate() {
-            let (group, worker) = (group.clone(), self.led.worker.clone());
-            let parts: Vec<_> = broadcasts.iter().map(|packed| (packed.span.clone(), packed.bytes, packed.after.clone())).collect();
-            sending.push(Box::pin(async move {
-                let sent = async {
-                    group.communicate(within).await?;
-                    let enter = |(at, bytes, after)| {
-                        let broadcast = Broadcast { group: group.number(), root: 0, at, bytes, parts: Vec::new(), after };
-                        worker.broadcast_now(broadcast, within)
-                    };
-                    // All are asked for at once, in the order of the wire.
-                    let entered: Vec<_> = parts.into_iter().map(enter).collect();
-                    try_join_all(entered).await.map(drop)
-                };
-                (Some(number), sent.await)
-            }));
-        }
-        let mut round = Round::new(&self.led.groups);
-        let mut too_late: Option<Instant> = None;
-        while round.is_open() {
+        while self.broadcast.is_some() || self.rounds.len() > 1 {
             tokio::select! {
                 biased;
-                why = self.led.breaks() => return Err(StreamFailure::Communicator { cause: why }),
-                Some(answer) = asked.join_next() => match answer {
-                    Ok((member, Ok(_))) => round.received(member),
-                    Ok((member, Err(error))) => {
-                        let group = self.led.groups.iter().position(|group| group.plan.offset(&member).is_some());
-                        round.fails(&self.led, group, failed_call(&member, error));
-                    }
-                    Err(ended) => return Err(StreamFailure::Communicator { cause: ended.to_string() }),
-                },
-                Some((group, sent)) = sending.next() => match (group, sent) {
-                    (Some(group), Ok(())) => round.sent(group),
-                    (None, Ok(())) => {}
-                    (None, Err(error)) => round.fails(&self.led, None, self.blame(&error)),
-                    // An engine that refused at the same time is the cause, and says so in a moment.
-                    (Some(group), Err(error)) => round.broken.push((Instant::now() + GRACE, group, self.blame(&error))),
-                },
-                () = at(round.broken.first().map(|(until, ..)| *until)) => {
-                    let (_, group, why) = round.broken.remove(0);
-                    round.fails(&self.led, Some(group), why);
-                },
-                () = at(too_late) => if let Some((group, member)) = round.idle(&self.led.groups) {
-                    let why = did_nothing(&member, sequence);
-                    round.fails(&self.led, Some(group), why);
-                },
+                Some(ended) = self.rounds.next() => of(ended)?,
+                () = over(self.broadcast.as_mut()) => self.broadcast = None,
             }
-            // Only as long as somebody is under suspicion.
-            too_late = round.idle(&self.led.groups).and_then(|_| too_late.or_else(|| Some(Instant::now() + AFTER_SUCCESS)));
         }
-        drop(held);
-        round.failure.map_or(Ok(()), Err)
+        Ok(())
     }
 
-    fn blame(&self, error: &WorkerError) -> StreamFailure {
-        match error {
-            WorkerError::Fault { .. } | WorkerError::NoSlot { .. } => StreamFailure::Communicator { cause: error.to_string() },
-            _ => StreamFailure::Lost { peer: self.me.clone(), cause: error.to_string() },
+    async fn bucket(&mut self, header: BucketHeader, payload: Payload) -> Result<(), (u32, StreamFailure)> {
+        let sequence = header.sequence;
+        let bucket = Bucket { sequence, offset: header.offset, bytes: header.bytes };
+        let wire = self.layout.wire(&bucket).map_err(|error| (sequence, StreamFailure::Communicator { cause: error.to_string() }))?;
+        let packed = {
+            let mut packing = std::pin::pin!(self.packer.pack(&payload, &wire, self.stream.silence));
+            loop {
+                tokio::select! {
+                    biased;
+                    packed = &mut packing => break packed,
+                    // Those that are under way give back the memory that this one may wait for.
+                    Some(ended) = self.rounds.next() => of(ended)?,
+                }
+            }
+        };
+        let packed = packed.map_err(|error| (sequence, self.stream.blame(&error)))?;
+        self.next_may_go().await?;
+        // Of a bucket of several element types the last broadcast is the one that an engine may not have asked for yet.
+        let last = wire.last().map_or(0, |wire| wire.bytes);
+        self.waits = self.ahead_from.is_none_or(|from| last < from);
+        let (sent, broadcast) = oneshot::channel();
+        let round = self.stream.clone().round(sequence, packed, sent);
+        self.rounds.push(Box::pin(async move { (sequence, round.await) }));
+        self.broadcast = Some(broadcast);
+        Ok(())
+    }
+
+    /// Ends all groups, once the bucket behind the one that failed is over: an engine that is left in a broadcast may never come out of it. Of
+    /// two that failed, the first one says why. May be dropped and called again.
+    async fn fail(&mut self, failed: (u32, StreamFailure)) -> TransportError {
+        self.failure.get_or_insert(failed);
+        while let Some((sequence, ended)) = self.rounds.next().await {
+            if let Err(why) = ended
+                && self.failure.as_ref().is_none_or(|(first, _)| sequence < *first)
+            {
+                self.failure = Some((sequence, why));
+            }
         }
+        let why = self.failure.clone().map(|(_, why)| why);
+        let error = TransportError::from(why.unwrap_or_else(|| StreamFailure::Communicator { cause: "it was given up".into() }));
+        if !self.broken_off {
+            self.break_off(&error.to_string());
+        }
+        error
+    }
+
+    fn break_off(&mut self, why: &str) {
+        self.broken_off = true;
+        drop(self.stream.led.break_off(why));
     }
 }
 
-impl Round {
-    fn new(groups: &[Arc<Led>]) -> Self {
-        let members = |group: &Arc<Led>| (true, group.plan.members.iter().map(|(name, _)| name.clone()).collect());
-        Self { open: groups.iter().map(members).enumerate().collect(), received: Vec::new(), broken: Vec::new(), failure: None }
-    }
-
-    fn is_open(&self) -> bool {
-        !self.open.is_empty()
-    }
-
-    fn received(&mut self, member: MemberName) {
-        for (_, waiting) in self.open.values_mut() {
-            waiting.retain(|name| *name != member);
-        }
-        self.received.push(member);
-        self.close();
-    }
-
-    fn sent(&mut self, group: usize) {
-        if let Some((sending, _)) = self.open.get_mut(&group) {
-            *sending = false;
-        }
-        self.close();
-    }
-
-    fn close(&mut self) {
-        self.open.retain(|_, (sending, waiting)| *sending || !waiting.is_empty());
-    }
-
-    /// The first reason stays. Without a group it is about all of them.
-    fn fails(&mut self, led: &EngineGroupsLed, group: Option<usize>, why: StreamFailure) {
-        let failed: Vec<usize> = group.map_or_else(|| self.open.keys().copied().collect(), |group| vec![group]);
-        let open: Vec<usize> = failed.into_iter().filter(|group| self.open.remove(group).is_some()).collect();
-        // What a group that failed says later is a consequence.
-        if !open.is_empty() {
-            self.failure.get_or_insert(why);
-        }
-        for group in open {
-            led.abort(group);
-        }
-    }
-
-    /// A group with an engine that says that it received what was not broadcast. To make a communicator is a rendezvous of all ranks, and
-    /// nobody can have received in one that does not stand; where it stands, a short bucket may be there before the others entered.
-    fn idle(&self, groups: &[Arc<Led>]) -> Option<(usize, MemberName)> {
-        self.open.iter().filter(|(_, (sending, _))| *sending).find_map(|(number, (_, waiting))| {
-            let group = groups.get(*number)?;
-            let first = self.received.iter().find(|member| group.plan.offset(member).is_some())?;
-            (waiting.is_empty() || !group.stands()).then(|| (*number, first.clone()))
-        })
-    }
+fn of((sequence, ended): (u32, Result<(), StreamFailure>)) -> Result<(), (u32, StreamFailure)> {
+    ended.map_err(|failure| (sequence, failure))
 }
 
-fn did_nothing(member: &MemberName, sequence: u32) -> StreamFailure {
-    let message = format!(
-        "its engine says that it received bucket {sequence}, of which nothing was broadcast: its group does nothing (torch 2.15 makes such \
-         groups unless TORCH_DIST_USE_NCCL2=0 is in the engine's environment; vLLM with VLLM_DISABLE_PYNCCL=1)"
-    );
-    StreamFailure::Refused { peer: member.clone(), refusal: refusal(RefusalCode::EngineRefused, message) }
-}
-
-fn failed_call(member: &MemberName, error: CallError) -> StreamFailure {
-    match error {
-        CallError::Refused { refusal, .. } => StreamFailure::Refused { peer: member.clone(), refusal },
-        error => StreamFailure::Lost { peer: member.clone(), cause: error.to_string() },
-    }
-}
-
-/// Waits until then; for ever when there is no such time.
-async fn at(time: Option<Instant>) {
-    match time {
-        Some(time) => sleep_until(time).await,
+/// Waits until the bucket was broadcast, or ended.
+async fn over(broadcast: Option<&mut oneshot::Receiver<()>>) {
+    match broadcast {
+        Some(broadcast) => drop(broadcast.await),
         None => std::future::pending().await,
     }
 }
@@ -275,11 +156,13 @@ async fn at(time: Option<Instant>) {
 #[async_trait]
 impl BucketSink for EngineSink {
     async fn send(&mut self, header: BucketHeader, payload: Payload, _digest: u128) -> Result<(), TransportError> {
-        if let Some(failure) = &self.failure {
-            return Err(failure.clone().into());
+        if let Some(failed) = self.failure.clone() {
+            return Err(self.fail(failed).await);
         }
-        let sent = self.bucket(header, payload).await;
-        sent.map_err(|failure| self.fail(failure))
+        match self.bucket(header, payload).await {
+            Ok(()) => Ok(()),
+            Err(failure) => Err(self.fail(failure).await),
+        }
     }
 
     /// Digests are of tensors; engines report none that could be compared.
@@ -292,33 +175,33 @@ impl BucketSink for EngineSink {
     }
 
     async fn failed(&mut self) -> TransportError {
-        if let Some(failure) = &self.failure {
-            return failure.clone().into();
+        if let Some(failed) = self.failure.clone() {
+            return self.fail(failed).await;
         }
         if let Err(failure) = self.settle().await {
-            return self.fail(failure);
+            return self.fail(failure).await;
         }
         let cause = self.stream.led.breaks().await;
-        self.fail(StreamFailure::Communicator { cause })
+        self.fail((u32::MAX, StreamFailure::Communicator { cause })).await
     }
 
     async fn finish(mut self: Box<Self>) -> Result<(), TransportError> {
-        if let Some(failure) = &self.failure {
-            return Err(failure.clone().into());
+        if let Some(failed) = self.failure.clone() {
+            return Err(self.fail(failed).await);
         }
-        if let Err(failure) = self.settle().await {
-            return Err(self.fail(failure));
+        match self.settle().await {
+            Ok(()) => Ok(()),
+            Err(failure) => Err(self.fail(failure).await),
         }
-        self.finished = true;
-        Ok(())
     }
 }
 
 impl Drop for EngineSink {
     /// A stream that was given up in the middle leaves engines in a broadcast; one between two buckets harms nobody.
     fn drop(&mut self) {
-        if !self.finished && self.failure.is_none() && self.under_way.is_some() {
-            drop(self.stream.led.break_off("the stream was given up in the middle of a bucket"));
+        let failure = self.failure.take().map(|(_, failure)| TransportError::from(failure).to_string());
+        if !self.broken_off && (failure.is_some() || !self.rounds.is_empty()) {
+            self.break_off(failure.as_deref().unwrap_or("the stream was given up in the middle of a bucket"));
         }
     }
 }

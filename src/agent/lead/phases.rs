@@ -9,7 +9,8 @@ use tokio::time::{Instant, sleep_until};
 
 use super::attempt::{Attempt, Stage};
 use super::calls::{Answer, Answers, Following};
-use super::engine_sink::{EngineSink, EngineStream};
+use super::engine_round::EngineStream;
+use super::engine_sink::EngineSink;
 use super::fan::Fan;
 use super::openings::Openings;
 use super::probe::Opening;

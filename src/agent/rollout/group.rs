@@ -8,7 +8,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
 use super::switch::Switch;
@@ -43,6 +43,8 @@ pub(super) struct GroupReceiver {
     buckets: Vec<Bucket>,
     /// Buckets that the engine took.
     taken: Mutex<usize>,
+    /// The highest sequence that was asked for.
+    asked: watch::Sender<Option<u32>>,
     orders: mpsc::UnboundedSender<Order>,
 }
 
@@ -146,7 +148,8 @@ impl Rollout {
         let policy = Self::policy_of(epoch);
         let job = self.device_job(request.update.version, request.manifest_digest.clone(), layout.clone(), &policy);
         let group = self.engine.group().ok_or_else(|| refused(no_groups(self.engine.kind()).to_string()))?;
-        let install = group.begin(&job).await.map_err(|error| refused(error.to_string()))?;
+        let asked = watch::Sender::new(None);
+        let install = group.begin(&job, asked.subscribe()).await.map_err(|error| refused(error.to_string()))?;
         let (orders, inbox) = mpsc::unbounded_channel();
         let receiver = Arc::new(GroupReceiver {
             update: request.update.clone(),
@@ -154,6 +157,7 @@ impl Rollout {
             algorithm: request.algorithm,
             buckets: layout.buckets().collect(),
             taken: Mutex::default(),
+            asked,
             orders,
         });
         tokio::spawn(self.clone().speak(Arc::downgrade(&receiver), install, inbox, job.timeout));
@@ -171,10 +175,15 @@ impl Rollout {
         let begun = Instant::now();
         let (answer, answered) = oneshot::channel();
         let gone = || refusal(RefusalCode::EngineRefused, "the engine's install ended before");
+        if let Receive::Bucket(sequence) = request.what {
+            // Before its turn: an engine that queues requests is told of it while it loads the bucket before.
+            receiver.asked.send_if_modified(|asked| asked.replace(sequence).is_none_or(|before| before < sequence));
+        }
         receiver.orders.send(Order::Do(request.what, answer)).map_err(|_| gone())?;
         answered.await.unwrap_or_else(|_| Err(gone()))?;
         self.heard_leader(&request.update);
-        Ok(ReceiveResponse { took_ms: u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX) })
+        let ahead = self.engine.group().is_some_and(|group| group.ahead());
+        Ok(ReceiveResponse { took_ms: u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX), ahead })
     }
 
     /// Speaks to the engine in the order of what it is told, until the end of the attempt.

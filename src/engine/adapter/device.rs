@@ -15,7 +15,7 @@ use super::install::{Before, Failed, MOST_RESERVE, Steps, Terms, at, clean};
 use super::{Inner, Loading};
 use crate::engine::device::{DeviceBucket, DeviceInstall, DeviceJob, DeviceRoute, Released};
 use crate::engine::feed::{Feed, FeedJob};
-use crate::engine::group::{FromGroup, GroupServer};
+use crate::engine::group::{FromGroup, OfGroup};
 use crate::engine::http::Until;
 use crate::engine::server::Server;
 use crate::engine::{EngineError, InstallError, InstallReport};
@@ -38,9 +38,6 @@ struct Handle {
     holds: bool,
 }
 
-/// Whose calls feed an engine from a group, and the group's name.
-type OfGroup = (Arc<dyn GroupServer>, String);
-
 /// Looks at the server and waits for the turn to change it.
 pub(super) async fn begin<S: Server>(
     inner: Arc<Inner<S>>,
@@ -61,7 +58,7 @@ pub(super) async fn begin<S: Server>(
     let served = inner.served_model();
     let route = match &group {
         None => inner.server.device_route(job.pause, job.kv_cache, served.as_deref(), until).await.map_err(at("start")),
-        Some((server, _)) => Ok(DeviceRoute { name: "group", gpus: Vec::new(), gated: server.pauses(), why_not_faster: None }),
+        Some(of) => Ok(DeviceRoute { name: "group", gpus: Vec::new(), gated: of.server.pauses(), why_not_faster: None }),
     };
     let route = route.map_err(|failed| clean(inner.seen(failed)))?;
     let tensors: Vec<_> = job.layout.tensors().cloned().collect();
@@ -247,8 +244,8 @@ impl<S: Server> Running<S> {
             self.inner.pause(&self.terms, until).await?;
         }
         self.inner.mark(&self.terms, until).await.map_err(at("pause"))?;
-        self.feed = Some(if let Some((server, name)) = &self.group {
-            let feed = FromGroup::open(server.as_ref(), name, self.job.layout.clone(), until).await.map_err(at("pause"))?;
+        self.feed = Some(if let Some(of) = &self.group {
+            let feed = FromGroup::open(of, self.job.layout.clone(), self.job.silence, until).await.map_err(at("pause"))?;
             // Whoever opened an update before us may have written into the weights.
             self.dirty.fetch_or(feed.touched(), Ordering::AcqRel);
             Box::new(feed)

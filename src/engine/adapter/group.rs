@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use tokio::sync::watch;
 
 use super::{Inner, device};
-use crate::engine::group::GroupServer;
+use crate::engine::group::{GroupServer, OfGroup};
 use crate::engine::http::Until;
 use crate::engine::server::Server;
 use crate::engine::{DeviceInstall, DeviceJob, EngineError, EngineGroup, GroupJoin, GroupJoined, InstallError};
@@ -60,12 +61,16 @@ impl<S: Server> EngineGroup for Member<S> {
         self.clear(until).await
     }
 
-    async fn begin(&self, job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
+    fn ahead(&self) -> bool {
+        self.server.ahead()
+    }
+
+    async fn begin(&self, job: &DeviceJob, asked: watch::Receiver<Option<u32>>) -> Result<Box<dyn DeviceInstall>, InstallError> {
         let Some(name) = self.inner.group.get() else {
             let what = "the engine is in no group".to_owned();
             let source = EngineError::Unsupported { what, next_step: "it joins with the next epoch".into() };
             return Err(InstallError { step: "start", dirty: false, source });
         };
-        device::begin(Arc::clone(&self.inner), job.clone(), Some((Arc::clone(&self.server), name))).await
+        device::begin(Arc::clone(&self.inner), job.clone(), Some(OfGroup { server: Arc::clone(&self.server), name, asked })).await
     }
 }

@@ -2,11 +2,14 @@
 //!
 //! Facts are from the wheel of 0.18.0 (`serve/openai/endpoints/management.py`, `pytorch/engine/model_agent/agent.py`) and were seen on the
 //! running server. Only the Ray executor knows groups; the others answer 500 to everything about them. There is no session: the last
-//! request says `finished`, without which graphs and fused layers stay stale while every reply says success.
+//! request says `finished`, without which graphs and fused layers stay stale while every reply says success. Requests wait for a lock of the
+//! engine's in the order in which they came (`pytorch/engine/engine.py`, `_run_weights_update`).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
+use futures::future::BoxFuture;
 use serde_json::{Value, json};
 
 use crate::engine::EngineError;
@@ -55,15 +58,22 @@ impl GroupServer for LmdeployGroup {
         false
     }
 
+    fn ahead(&self) -> bool {
+        true
+    }
+
     async fn open(&self, name: &str, _: Until) -> Result<Box<dyn GroupFeed>, EngineError> {
-        Ok(Box::new(Update { http: self.http.clone(), group: name.to_owned() }))
+        Ok(Box::new(Update { http: self.http.clone(), group: name.to_owned(), finished: Arc::default() }))
     }
 }
 
 /// An update under way; the server knows of none.
+#[derive(Clone)]
 struct Update {
     http: Arc<EngineHttp>,
     group: String,
+    /// Whether the engine took its last step.
+    finished: Arc<AtomicBool>,
 }
 
 impl Update {
@@ -76,7 +86,9 @@ impl Update {
             "load_format": "flattened_bucket",
             "finished": finished,
         });
-        post_ok(&self.http, "/update_weights_from_distributed", &body, ("success", Value::Bool(true)), until).await
+        post_ok(&self.http, "/update_weights_from_distributed", &body, ("success", Value::Bool(true)), until).await?;
+        self.finished.fetch_or(finished, Ordering::AcqRel);
+        Ok(())
     }
 }
 
@@ -86,12 +98,17 @@ impl GroupFeed for Update {
         false
     }
 
-    async fn receive(&mut self, tensors: &Tensors, until: Until) -> Result<(), EngineError> {
-        self.post(tensors, false, until).await
+    /// The last step goes with the last bucket: a request of its own takes the engine's workers several ms more.
+    fn receive(&self, tensors: Tensors, last: bool, until: Until) -> BoxFuture<'static, Result<(), EngineError>> {
+        let update = self.clone();
+        Box::pin(async move { update.post(&tensors, last, until).await })
     }
 
-    /// Without tensors there is no broadcast, only the last step.
+    /// Without tensors there is no broadcast, only the last step: of a version without bytes.
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {
+        if self.finished.load(Ordering::Acquire) {
+            return Ok(());
+        }
         self.post(&Tensors { names: Vec::new(), dtypes: Vec::new(), shapes: Vec::new() }, true, until).await
     }
 

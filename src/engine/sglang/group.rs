@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use futures::future::BoxFuture;
 use serde_json::{Value, json};
 
 use super::world_size;
@@ -93,7 +94,7 @@ impl GroupFeed for Session {
         self.found_open
     }
 
-    async fn receive(&mut self, tensors: &Tensors, until: Until) -> Result<(), EngineError> {
+    fn receive(&self, tensors: Tensors, _: bool, until: Until) -> BoxFuture<'static, Result<(), EngineError>> {
         let body = json!({
             "names": tensors.names,
             "dtypes": tensors.dtypes,
@@ -106,7 +107,8 @@ impl GroupFeed for Session {
             "selector": "all",
             "torch_empty_cache": false,
         });
-        self.server.success("/update_weights_from_distributed", &body, until).await
+        let server = SglangGroup { http: self.server.http.clone() };
+        Box::pin(async move { server.success("/update_weights_from_distributed", &body, until).await })
     }
 
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {

@@ -11,6 +11,7 @@ use axum::extract::State;
 use axum::http::{Method, StatusCode, Uri};
 use axum::response::IntoResponse;
 use serde_json::{Value, json};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::support::{SOON, adapter, held, recorded};
@@ -192,7 +193,7 @@ fn job() -> DeviceJob {
 async fn begun(engine: &Arc<dyn Engine>, rendezvous: Rendezvous) -> Box<dyn DeviceInstall> {
     let group = engine.group().unwrap();
     group.join(&join(1, rendezvous), SOON).await.unwrap();
-    group.begin(&job()).await.unwrap()
+    group.begin(&job(), watch::Sender::new(None).subscribe()).await.unwrap()
 }
 
 async fn received(engine: &Arc<dyn Engine>, rendezvous: Rendezvous) -> Result<InstallReport, InstallError> {

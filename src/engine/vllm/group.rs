@@ -5,10 +5,12 @@
 //! update that was left open refuses the next one, and leaving the group as well, until it is finished, which finalises a half-written model.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use futures::future::BoxFuture;
 use serde_json::{Value, json};
 
 use crate::engine::EngineError;
@@ -107,7 +109,7 @@ impl GroupServer for VllmGroup {
             ) => true,
             Err(error) => return Err(error),
         };
-        Ok(Box::new(Session { server: Self { http: self.http.clone() }, found_open, open: true }))
+        Ok(Box::new(Session { server: Self { http: self.http.clone() }, found_open, open: Arc::new(AtomicBool::new(true)) }))
     }
 }
 
@@ -115,7 +117,7 @@ impl GroupServer for VllmGroup {
 struct Session {
     server: VllmGroup,
     found_open: bool,
-    open: bool,
+    open: Arc<AtomicBool>,
 }
 
 #[async_trait]
@@ -124,22 +126,27 @@ impl GroupFeed for Session {
         self.found_open
     }
 
-    async fn receive(&mut self, tensors: &Tensors, until: Until) -> Result<(), EngineError> {
+    fn receive(&self, tensors: Tensors, _: bool, until: Until) -> BoxFuture<'static, Result<(), EngineError>> {
         let body = json!({"update_info": {"names": tensors.names, "dtype_names": tensors.dtypes, "shapes": tensors.shapes}});
-        let received = self.server.message("/update_weights", &body, "Weights updated", until).await;
-        // An update that fails in the engine is closed by it.
-        self.open &= !matches!(received, Err(EngineError::Status { status: 500, .. }));
-        received
+        let (server, open) = (VllmGroup { http: self.server.http.clone() }, self.open.clone());
+        Box::pin(async move {
+            let received = server.message("/update_weights", &body, "Weights updated", until).await;
+            // An update that fails in the engine is closed by it.
+            if matches!(received, Err(EngineError::Status { status: 500, .. })) {
+                open.store(false, Ordering::Release);
+            }
+            received
+        })
     }
 
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {
         self.server.finish(until).await?;
-        self.open = false;
+        self.open.store(false, Ordering::Release);
         Ok(())
     }
 
     async fn fail(&mut self, until: Until) {
-        if self.open
+        if self.open.load(Ordering::Acquire)
             && let Err(error) = self.server.finish(until).await
         {
             tracing::warn!(engine = self.server.http.url(), %error, "a failed update cannot be finished");

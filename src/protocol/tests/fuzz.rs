@@ -115,7 +115,7 @@ pub(super) fn messages() -> Vec<Message> {
         });
         EngineJoinResponse: json!({"clearedMs": 1, "joinedMs": 2});
         ReceiveRequest: json!({"update": update, "what": {"bucket": 3}, "deadlineMs": 5}), json!({"update": update, "what": "open", "deadlineMs": 5});
-        ReceiveResponse: json!({"tookMs": 1});
+        ReceiveResponse: json!({"tookMs": 1, "ahead": true});
         EnrollRequest: json!({"token": "t", "namespace": "n", "pod": "p", "incarnation": life, "csrPem": "c"});
         EnrollResponse: json!({"certificatePem": "c", "caPem": "c", "weightsync": "w", "renewAfterMs": 1, "assignment": assignment});
         Announcement: json!({

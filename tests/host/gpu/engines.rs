@@ -130,3 +130,50 @@ async fn an_engine_whose_rank_dies_in_a_broadcast_is_left_out_and_the_others_get
     assert_eq!(installed(&result), ["rollouts/actor-0"], "{result}");
     assert!(engines[0].serves(&model) && !engines[1].serves(&model));
 }
+
+/// Buckets of a test are short: they go ahead where NCCL holds nothing back.
+fn without_buffers() -> Machine {
+    Machine::new().with("NCCL_BUFFSIZE", 1)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn engines_that_queue_requests_are_asked_for_the_next_bucket_while_they_load_one() {
+    let machine = without_buffers();
+    let (world, engines) = joined(&machine, json!({}), &[Kind::Lmdeploy, Kind::Lmdeploy]).await;
+    engines.iter().for_each(|engine| engine.lingers(u64::MAX));
+    for version in 1..=3 {
+        let (model, result) = publish(&world, version).await;
+        assert_eq!((installed(&result).len(), &result["attempts"]), (2, &json!(1)), "{result}");
+        assert!(engines.iter().all(|engine| engine.serves(&model)), "version {version}");
+    }
+    // The last step went with the last bucket.
+    assert_eq!(engines[0].count("/update_weights_from_distributed"), 3 * 8);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn engines_are_not_asked_ahead_behind_a_bucket_that_fits_into_nccls_buffers_or_beside_one_that_queues_nothing() {
+    for (machine, kinds) in [(Machine::new(), [Kind::Lmdeploy; 2]), (without_buffers(), [Kind::Lmdeploy, Kind::Sglang])] {
+        let (world, engines) = joined(&machine, json!({}), &kinds).await;
+        let (model, result) = publish(&world, 1).await;
+        assert_eq!((installed(&result).len(), &result["attempts"]), (2, &json!(1)), "{result}");
+        assert!(engines.iter().all(|engine| engine.serves(&model) && engine.most_at_once() == 1));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_fails_with_a_bucket_leaves_no_other_one_in_the_next_broadcast() {
+    let machine = without_buffers();
+    let (world, engines) = joined(&machine, json!({"silenceSeconds": 10}), &[Kind::Lmdeploy, Kind::Lmdeploy]).await;
+    // Both are in the fourth broadcast when one fails with the third.
+    engines.iter().for_each(|engine| engine.lingers(3));
+    engines[1].spoils(3);
+    let joins = engines[1].count("/init_weights_update_group");
+    let (model, result) = publish(&world, 1).await;
+    assert!(result["attempts"].as_u64().unwrap() > 1, "{result}");
+    assert!(engines[0].serves(&model) && engines[0].runs());
+    // The one that failed holds a mixture, and takes the next version: it has no GPU of its own to be fed from.
+    until("the engine that failed to join anew", || async { engines[1].count("/init_weights_update_group") > joins }).await;
+    let (model, result) = publish(&world, 2).await;
+    assert_eq!(installed(&result).len(), 2, "{result}");
+    assert!(engines.iter().all(|engine| engine.serves(&model) && engine.runs()));
+}

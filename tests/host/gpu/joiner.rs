@@ -3,6 +3,8 @@
 //! The engine's core does one thing at a time and has no deadline, as the real ones: while it waits in a collective, only its front answers. What it
 //! serves changes with the last step of an update, never before.
 
+mod core;
+
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -13,14 +15,13 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
-use base64::Engine as _;
 use serde_json::{Value, json};
-use weightsync::protocol::worker::{NcclId, Opaque, Proof};
-use weightsync::torch::store::{Client, nccl_id_keys};
+use tokio::sync::watch;
+use tokio::time::timeout;
 use weightsync::weights::safetensors::Checkpoint;
 use weightsync::weights::{digest_hex, tensor_digest};
-use weightsync::worker::Broadcast;
 
+use self::core::Core;
 use super::bed::{Machine, Member};
 use crate::world::SOON;
 
@@ -35,15 +36,6 @@ pub enum Kind {
     Lmdeploy,
 }
 
-/// A group that it is in.
-struct Group {
-    name: String,
-    /// The store's connection, and whether the communicator was made.
-    store: Option<Client>,
-    rank: (u32, u32),
-    stands: bool,
-}
-
 #[derive(Default)]
 struct Inside {
     calls: Vec<String>,
@@ -56,6 +48,13 @@ struct Inside {
     instead: HashMap<String, (u32, u32, u16, Value)>,
     /// Its group does nothing and says success (torch 2.15 with nccl2).
     idle: bool,
+    /// Answers so many buckets, counted over all updates, only when it was asked for the one behind them.
+    lingers: u64,
+    /// Takes this bucket, counted from 1 over all updates, and fails with it.
+    spoils: Option<u64>,
+    /// Buckets that it took, and the most requests for buckets that it had at one time.
+    answered: u64,
+    most_at_once: u64,
 }
 
 /// An engine. Its server ends with it.
@@ -68,12 +67,8 @@ struct Shared {
     kind: Kind,
     inside: Mutex<Inside>,
     core: tokio::sync::Mutex<Core>,
-}
-
-struct Core {
-    member: Member,
-    group: Option<Group>,
-    next: u64,
+    /// Buckets that it was asked for.
+    asked: watch::Sender<u64>,
 }
 
 impl Drop for Joiner {
@@ -88,7 +83,7 @@ impl Joiner {
         let member = Member::new(machine.worker(gpu).await).await;
         let inside = Inside { version: "default".into(), ..Inside::default() };
         let core = tokio::sync::Mutex::new(Core { member, group: None, next: 0 });
-        let shared = Arc::new(Shared { kind, inside: Mutex::new(inside), core });
+        let shared = Arc::new(Shared { kind, inside: Mutex::new(inside), core, asked: watch::Sender::new(0) });
         let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await.unwrap();
         let router = Router::new().fallback(answer).with_state(shared.clone());
         let serving = tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
@@ -112,6 +107,21 @@ impl Joiner {
     /// Says success to all of an update, and enters nothing.
     pub fn idle(&self, idle: bool) {
         self.with(|inside| inside.idle = idle);
+    }
+
+    /// Answers none of the first so many buckets before it is asked for the next one, except the last of an update.
+    pub fn lingers(&self, buckets: u64) {
+        self.with(|inside| inside.lingers = buckets);
+    }
+
+    /// Takes a bucket, counted from 1 over all updates, and fails with it.
+    pub fn spoils(&self, bucket: u64) {
+        self.with(|inside| inside.spoils = Some(bucket));
+    }
+
+    /// The most requests for buckets that it had at one time.
+    pub fn most_at_once(&self) -> u64 {
+        self.with(|inside| inside.most_at_once)
     }
 
     /// How often a path was called.
@@ -169,6 +179,11 @@ impl Shared {
     async fn reply(&self, method: &Method, path: &str, body: &Value) -> Reply {
         if let Some(reply) = self.front(method, path, body) {
             return reply;
+        }
+        if path.starts_with("/update_weights") && body["names"].as_array().is_some_and(|names| !names.is_empty()) {
+            self.asked.send_modify(|asked| *asked += 1);
+            let asked = *self.asked.borrow();
+            self.with(|inside| inside.most_at_once = inside.most_at_once.max(asked - inside.answered));
         }
         // All else goes by way of the core, and waits for it.
         let mut core = self.core.lock().await;
@@ -303,6 +318,16 @@ impl Shared {
                 self.with(|inside| inside.taken.insert(name.to_owned(), digest));
                 at += length;
             }
+            let (lingers, spoils, taken) = self.with(|inside| {
+                inside.answered += 1;
+                (inside.answered <= inside.lingers && body["finished"] == json!(false), inside.spoils, inside.answered)
+            });
+            if lingers && timeout(SOON, self.asked.subscribe().wait_for(|asked| *asked > taken)).await.is_err() {
+                return failed("nobody asked for the next bucket");
+            }
+            if spoils == Some(taken) {
+                return (400, json!({"success": false, "message": "partially updated"}));
+            }
         }
         if body["finished"] == json!(true) {
             self.with(Inside::finish);
@@ -315,53 +340,5 @@ impl Inside {
     fn finish(&mut self) {
         let taken = std::mem::take(&mut self.taken);
         self.serves.extend(taken);
-    }
-}
-
-impl Core {
-    async fn leave(&mut self, group: Group) {
-        if group.stands {
-            let _gone = self.member.worker.abort(self.next, SOON).await;
-        }
-    }
-
-    async fn join_store(&mut self, body: &Value) -> Reply {
-        let address = format!("{}:{}", body["master_address"].as_str().unwrap(), body["master_port"]).parse().unwrap();
-        let number = |name: &str| u32::try_from(body[name].as_u64().unwrap()).unwrap();
-        let name = body["group_name"].as_str().unwrap().to_owned();
-        let mut store = Client::connect(address, FOR_EVER).await.unwrap();
-        store.hello().await.unwrap();
-        self.next += 1;
-        self.group = Some(Group { name, store: Some(store), rank: (number("rank_offset"), number("world_size")), stands: false });
-        (200, json!({"success": true, "message": "joined"}))
-    }
-
-    async fn join_id(&mut self, info: &Value) -> Reply {
-        let id = base64::engine::general_purpose::STANDARD.decode(info["nccl_unique_id_b64"].as_str().unwrap_or("*"));
-        let Some(id) = id.ok().and_then(|id| <[u8; 128]>::try_from(id).ok()) else { return failed("it is not valid standard base64") };
-        let number = |name: &str| u32::try_from(info[name].as_u64().unwrap()).unwrap();
-        let rank = (number("rank_offset"), number("world_size"));
-        self.next += 1;
-        if self.member.worker.join_as(self.next, Opaque(id), rank, Proof::AllReduce, FOR_EVER).await.is_err() {
-            return failed("NCCL error");
-        }
-        self.group = Some(Group { name: String::new(), store: None, rank, stands: true });
-        (200, json!({"message": "Weight transfer initialized"}))
-    }
-
-    /// Enters one broadcast; makes the communicator first where a store was joined, as torch does.
-    async fn receive(&mut self, bytes: u64) -> Option<Vec<u8>> {
-        let group = self.group.as_mut()?;
-        if !group.stands {
-            let [key, _] = nccl_id_keys(&group.name);
-            let id = group.store.as_mut()?.get(&key, FOR_EVER).await.ok()?;
-            let id: NcclId = Opaque(id.try_into().ok()?);
-            self.member.worker.join_as(self.next, id, group.rank, Proof::Nothing, FOR_EVER).await.ok()?;
-            group.stands = true;
-        }
-        let slot = self.member.ring.take(SOON).await.ok()?;
-        let broadcast = Broadcast { group: self.next, root: 0, at: slot.at(0), bytes, parts: Vec::new(), after: None };
-        self.member.worker.broadcast(broadcast, FOR_EVER).await.ok()?;
-        Some(self.member.read(&slot, usize::try_from(bytes).unwrap()).await)
     }
 }

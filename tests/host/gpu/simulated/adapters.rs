@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use weightsync::engine::{DeviceBucket, DeviceJob, Engine, EngineConfig, GroupJoin, InstallError, connect};
 use weightsync::protocol::worker::{NcclId, Proof};
@@ -66,7 +67,7 @@ async fn join(bed: &Bed, engine: &dyn Engine, number: u64) -> NcclId {
 /// An update in that group; `makes`: rank 0's communicator is made with the first bucket.
 async fn update(bed: &Bed, engine: &dyn Engine, model: &Model, (number, makes): (u64, Option<NcclId>)) -> Result<(), InstallError> {
     let job = job(bed, model, SOON);
-    let mut install = engine.group().unwrap().begin(&job).await?;
+    let mut install = engine.group().unwrap().begin(&job, watch::Sender::new(None).subscribe()).await?;
     install.open().await?;
     for (bucket, first) in job.layout.buckets().zip([0, 2]) {
         let send = async {
@@ -116,7 +117,7 @@ async fn f08_ranks_that_look_under_another_name_cost_the_deadline_and_the_store_
     engine.group().unwrap().join(&named, SOON).await.unwrap();
     let new = model(7);
     let job = job(&bed, &new, 2 * A_WHILE);
-    let mut install = engine.group().unwrap().begin(&job).await.unwrap();
+    let mut install = engine.group().unwrap().begin(&job, watch::Sender::new(None).subscribe()).await.unwrap();
     install.open().await.unwrap();
     let bucket = job.layout.buckets().next().unwrap();
     let error = install.bucket(DeviceBucket { bucket, places: Vec::new() }).await.unwrap_err();
