@@ -140,7 +140,9 @@ fn without_buffers() -> Machine {
 async fn engines_that_queue_requests_are_asked_for_the_next_bucket_while_they_load_one() {
     let machine = without_buffers();
     let (world, engines) = joined(&machine, json!({}), &[Kind::Lmdeploy, Kind::Lmdeploy]).await;
-    engines.iter().for_each(|engine| engine.lingers(u64::MAX));
+    for engine in &engines {
+        engine.lingers(u64::MAX);
+    }
     for version in 1..=3 {
         let (model, result) = publish(&world, version).await;
         assert_eq!((installed(&result).len(), &result["attempts"]), (2, &json!(1)), "{result}");
@@ -165,7 +167,9 @@ async fn an_engine_that_fails_with_a_bucket_leaves_no_other_one_in_the_next_broa
     let machine = without_buffers();
     let (world, engines) = joined(&machine, json!({"silenceSeconds": 10}), &[Kind::Lmdeploy, Kind::Lmdeploy]).await;
     // Both are in the fourth broadcast when one fails with the third.
-    engines.iter().for_each(|engine| engine.lingers(3));
+    for engine in &engines {
+        engine.lingers(3);
+    }
     engines[1].spoils(3);
     let joins = engines[1].count("/init_weights_update_group");
     let (model, result) = publish(&world, 1).await;
