@@ -1,23 +1,30 @@
-//! Fills an empty API server: namespaces, nodes, objects, pods that run as if a kubelet had started them, and the tokens of their agents.
+//! Fills an empty API server: namespaces, nodes, objects, pods, which KWOK makes ready as a kubelet would, and the tokens of their agents.
 
+use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr};
+use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use futures::{StreamExt, TryStreamExt};
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod, Secret, ServiceAccount};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
-use kube::api::{Patch, PatchParams, PostParams};
+use kube::api::PostParams;
+use kube::runtime::WatchStreamExt;
 use kube::runtime::wait::{await_condition, conditions};
+use kube::runtime::watcher::{self, watcher};
 use kube::{Api, Client, ResourceExt};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use tokio::time::timeout;
 use weightsync::api::{WeightSync, crd};
 use weightsync::protocol::Role;
 use weightsync::runtime::identity::Ca;
 
 /// Requests to the API server at once.
 const AT_ONCE: usize = 32;
+/// KWOK makes one more pod ready within this long.
+const SILENCE: Duration = Duration::from_secs(60);
 /// Namespace of the controller.
 pub const SYSTEM: &str = "weightsync-system";
 /// Name of the installation.
@@ -78,11 +85,16 @@ pub async fn fill(client: &Client, extent: Extent, ca: &Ca) -> Result<Vec<Place>
 
     let nodes = (0..extent.objects).map(|object| {
         let nodes: Api<Node> = Api::all(client.clone());
-        async move { create(&nodes, json!({"metadata": {"name": node(object)}})).await }
+        let range = format!("127.{}.{}.0/24", 1 + object / 256, object % 256);
+        async move { create(&nodes, json!({"metadata": {"name": node(object)}, "spec": {"podCIDR": range, "podCIDRs": [range]}})).await }
     });
     futures::stream::iter(nodes).buffer_unordered(AT_ONCE).try_collect::<Vec<Node>>().await?;
-    let pods = (0..extent.pods()).map(|number| place(client.clone(), extent, number));
-    let places = futures::stream::iter(pods).buffer_unordered(AT_ONCE).try_collect().await?;
+    let pods = (0..extent.pods()).map(|number| pod(client.clone(), extent, number));
+    futures::stream::iter(pods).buffer_unordered(AT_ONCE).try_collect::<Vec<Pod>>().await?;
+    let mut ready = ready(client, extent).await?;
+    let places = (0..extent.pods()).filter_map(|number| ready.remove(&member(extent, number).1).map(|pod| (number, pod)));
+    let places = places.map(|(number, pod)| place(client.clone(), extent, number, pod));
+    let places = futures::stream::iter(places).buffer_unordered(AT_ONCE).try_collect().await?;
     let objects = (0..extent.objects).map(|object| {
         let objects: Api<WeightSync> = Api::namespaced(client.clone(), &extent.namespace(object));
         async move { create(&objects, weightsync(object)).await }
@@ -118,16 +130,19 @@ fn weightsync(object: usize) -> Value {
     })
 }
 
-/// Makes one pod, says that it runs, and has a token made for its agent.
-async fn place(client: Client, extent: Extent, number: usize) -> Result<Place> {
+/// Name of a pod, and of its agent's part in the group.
+fn member(extent: Extent, number: usize) -> (usize, String, Role) {
     let (object, member) = (number / (1 + extent.rollouts), number % (1 + extent.rollouts));
-    let (role, part, consent, name) = if member == 0 {
-        (Role::Source, "trainer", "trainer", format!("{}-trainer-0", object_name(object)))
-    } else {
-        (Role::Rollout, "actor", "rollout", format!("{}-actor-{}", object_name(object), member - 1))
-    };
-    let namespace = extent.namespace(object);
-    let pods: Api<Pod> = Api::namespaced(client.clone(), &namespace);
+    match member {
+        0 => (object, format!("{}-trainer-0", object_name(object)), Role::Source),
+        _ => (object, format!("{}-actor-{}", object_name(object), member - 1), Role::Rollout),
+    }
+}
+
+/// Makes one pod, on the node of its object.
+async fn pod(client: Client, extent: Extent, number: usize) -> Result<Pod> {
+    let (object, name, role) = member(extent, number);
+    let (part, consent) = if role == Role::Source { ("trainer", "trainer") } else { ("actor", "rollout") };
     // As large as pods of this kind are: the controller keeps them all.
     let env: Vec<Value> = (0..20).map(|number| json!({"name": format!("SETTING_{number}"), "value": "a value as long as many"})).collect();
     let pod = json!({
@@ -140,29 +155,40 @@ async fn place(client: Client, extent: Extent, number: usize) -> Result<Place> {
             }],
         },
     });
-    let pod = create(&pods, pod).await?;
-    // 127.0.0.1 is the API server's and the controller's.
+    create(&Api::namespaced(client, &extent.namespace(object)), pod).await
+}
+
+/// Waits until KWOK made every pod ready; their uids by name.
+async fn ready(client: &Client, extent: Extent) -> Result<HashMap<String, String>> {
+    let mut ready = HashMap::new();
+    let mut seen = std::pin::pin!(watcher(Api::<Pod>::all(client.clone()), watcher::Config::default()).default_backoff().applied_objects());
+    while ready.len() < extent.pods() {
+        let next = timeout(SILENCE, seen.next()).await;
+        let next = next.with_context(|| format!("{} of {} pods are ready, and KWOK does no more", ready.len(), extent.pods()))?;
+        let Some(Ok(pod)) = next else { continue };
+        let status = pod.status.clone().unwrap_or_default();
+        let is_ready = status.conditions.iter().flatten().any(|condition| condition.type_ == "Ready" && condition.status == "True");
+        if is_ready {
+            ready.insert(pod.name_any(), pod.uid().unwrap_or_default());
+        }
+    }
+    Ok(ready)
+}
+
+/// Has a token made for the agent of one pod.
+async fn place(client: Client, extent: Extent, number: usize, uid: String) -> Result<Place> {
+    let (object, pod, role) = member(extent, number);
+    // Its own, because KWOK 0.8 gives two pods of a node that it makes ready at once the same address.
     let bytes = u32::try_from(number + 0x1_0000)?.to_be_bytes();
     let ip = IpAddr::from(Ipv4Addr::new(127, bytes[1], bytes[2], bytes[3]));
-    let at = "2026-01-01T00:00:00Z";
-    let ready = ["PodScheduled", "Initialized", "ContainersReady", "Ready"];
-    let status = json!({"status": {
-        "phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "hostIP": "10.0.0.1", "startTime": at,
-        "conditions": ready.map(|kind| json!({"type": kind, "status": "True", "lastTransitionTime": at})),
-        "containerStatuses": [{
-            "name": part, "image": "registry.example/engine:1", "imageID": "sha256:0", "ready": true, "started": true, "restartCount": 0,
-            "containerID": format!("containerd://{number}"), "state": {"running": {"startedAt": at}},
-        }],
-    }});
-    pods.patch_status(&name, &PatchParams::default(), &Patch::Merge(status)).await?;
-    let uid = pod.uid().unwrap_or_default();
+    let namespace = extent.namespace(object);
     let bound =
-        BoundObjectReference { kind: Some("Pod".into()), api_version: Some("v1".into()), name: Some(name.clone()), uid: Some(uid.clone()) };
+        BoundObjectReference { kind: Some("Pod".into()), api_version: Some("v1".into()), name: Some(pod.clone()), uid: Some(uid.clone()) };
     let spec =
         TokenRequestSpec { audiences: vec!["weightsync.dev".into()], bound_object_ref: Some(bound), expiration_seconds: Some(24 * 3600) };
     let request = TokenRequest { spec, ..TokenRequest::default() };
     let accounts: Api<ServiceAccount> = Api::namespaced(client, &namespace);
     let answer = accounts.create_token_request(ACCOUNT, &PostParams::default(), &request).await?;
     let token = answer.status.map(|status| status.token).unwrap_or_default();
-    Ok(Place { object, namespace, pod: name, uid, ip, role, token })
+    Ok(Place { object, namespace, pod, uid, ip, role, token })
 }

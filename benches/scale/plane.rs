@@ -1,10 +1,11 @@
-//! An etcd and a kube-apiserver on loopback, and nothing else of Kubernetes: no scheduler, no kubelet, no controllers. Both end with the bench.
+//! An etcd and a kube-apiserver on loopback, KWOK in the place of kubelets, and nothing else of Kubernetes: no scheduler, no controllers. All
+//! end with the bench.
 
-use std::fs;
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
+use std::{env, fs};
 
 use anyhow::{Context, Result, ensure};
 use kube::config::{KubeConfigOptions, Kubeconfig};
@@ -32,7 +33,7 @@ pub struct Plane {
     pub client: Client,
     pub kubeconfig: PathBuf,
     pub dir: TempDir,
-    _processes: Vec<Process>,
+    processes: Vec<Process>,
 }
 
 /// A port that nobody has now.
@@ -86,9 +87,22 @@ impl Plane {
         fs::write(&kubeconfig, config.to_string())?;
         let config: Kubeconfig = serde_json::from_value(config)?;
         let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await?;
-        let plane = Self { client: Client::try_from(config)?, kubeconfig, dir, _processes: processes };
+        let mut plane = Self { client: Client::try_from(config)?, kubeconfig, dir, processes };
         plane.answers().await?;
+        plane.processes.push(plane.kubelets()?);
         Ok(plane)
+    }
+
+    /// KWOK with its own stages, which `tests/cluster/control-plane.sh` took from its module: every node of the API server is its.
+    fn kubelets(&self) -> Result<Process> {
+        let stages =
+            PathBuf::from(env::var("WEIGHTSYNC_CACHE").context("tests/cluster/env.sh says where KWOK's stages are")?).join("kwok-stages");
+        let mut kwok = Command::new("kwok");
+        kwok.env("KWOK_WORKDIR", self.dir.path()).arg("--manage-all-nodes").arg("--kubeconfig").arg(&self.kubeconfig);
+        for stage in fs::read_dir(&stages).with_context(|| format!("{} cannot be read", stages.display()))? {
+            kwok.arg("--config").arg(stage?.path());
+        }
+        spawn(&mut kwok, &self.dir.path().join("kwok.log"))
     }
 
     async fn answers(&self) -> Result<()> {
