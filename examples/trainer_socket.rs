@@ -262,7 +262,9 @@ async fn take(mut job: PublishJob, args: &Args, gpu: Option<&Gpu>) -> anyhow::Re
     }
     let digested = layout.entries.iter().filter(|_| !args.discard);
     let digests: serde_json::Map<_, _> = digested
-        .map(|entry| Ok((entry.tensor.name.clone(), digest_hex(bucket_digest(bytes_of(&stream, entry.offset, entry.bytes)?)).into())))
+        .map(|entry| {
+            Ok((entry.tensor.full_name().into_owned(), digest_hex(bucket_digest(bytes_of(&stream, entry.offset, entry.bytes)?)).into()))
+        })
         .collect::<anyhow::Result<_>>()?;
     println!(
         "{}",
@@ -293,7 +295,7 @@ fn safetensors(layout: &Layout, stream: &[u8]) -> anyhow::Result<Vec<u8>> {
         let start = data.len();
         data.extend_from_slice(bytes_of(stream, entry.offset, entry.bytes)?);
         let tensor = serde_json::json!({ "dtype": entry.tensor.dtype, "shape": entry.tensor.shape, "data_offsets": [start, data.len()] });
-        header.insert(entry.tensor.name.clone(), tensor);
+        header.insert(entry.tensor.full_name().into_owned(), tensor);
     }
     let header = serde_json::to_vec(&header)?;
     Ok([&(header.len() as u64).to_le_bytes()[..], &header, &data].concat())

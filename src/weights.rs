@@ -11,6 +11,7 @@ mod layout;
 mod load_unit;
 mod manifest;
 pub mod safetensors;
+mod section;
 mod wire;
 
 pub use coverage::{Coverage, CoverageError};
@@ -23,6 +24,7 @@ pub use gsum::{Gsum64, gsum64, gsum64_from};
 pub use layout::{ALIGNMENT, Bucket, Cuts, Encoding, Entry, EntryPart, Layout, LayoutError, TensorSpec, default_bucket_bytes};
 pub use load_unit::{LoadUnit, LoadUnits};
 pub use manifest::{DigestAlgorithm, Manifest, ManifestError};
+pub use section::Section;
 pub use wire::{WireBucket, WireError};
 
 /// A name from outside as it may stand in an error or a log line: no control characters, and not longer than 200 characters.

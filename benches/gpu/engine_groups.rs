@@ -322,10 +322,10 @@ fn layout(settings: &Settings, engine: Engine, sent: Sent) -> Result<Layout> {
     for (number, shape) in shapes.into_iter().enumerate() {
         for dtype in &dtypes {
             let name = format!("model.layers.{number}.{dtype:?}");
-            tensors.push(TensorSpec { name, dtype: *dtype, shape: shape.to_vec(), load_unit: None });
+            tensors.push(TensorSpec::new(name, *dtype, shape.to_vec()));
         }
     }
-    tensors.push(TensorSpec { name: "model.embed".into(), dtype: D::BF16, shape: vec![4099, 4093], load_unit: None });
+    tensors.push(TensorSpec::new("model.embed".into(), D::BF16, vec![4099, 4093]));
     let layout = Layout::new("model", tensors, BUCKET)?.cut_between_tensors();
     if layout.bucket_count() < 4 {
         bail!("too few buckets");

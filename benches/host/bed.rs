@@ -209,12 +209,8 @@ impl Installs {
 
 fn layout(megabytes: u64) -> Result<Layout> {
     // Matrices of 32 MB, as in a model of some billion parameters.
-    let tensors = (0..megabytes.div_ceil(32)).map(|number| TensorSpec {
-        name: format!("model.layers.{number}.mlp.weight"),
-        dtype: Dtype::BF16,
-        shape: vec![4000, 4000],
-        load_unit: None,
-    });
+    let name = |number| format!("model.layers.{number}.mlp.weight");
+    let tensors = (0..megabytes.div_ceil(32)).map(|number| TensorSpec::new(name(number), Dtype::BF16, vec![4000, 4000]));
     Ok(Layout::new("model", tensors.collect(), 0)?)
 }
 

@@ -81,7 +81,8 @@ impl Coverage {
     pub fn check(&self, layout: &Layout) -> Result<(), CoverageError> {
         let Some((gap, _)) = self.first_gap() else { return Ok(()) };
         // A gap between two tensors is told by the tensor behind it.
-        let tensor = layout.entries.iter().find(|entry| entry.end() > gap).map_or_else(String::new, |entry| shown(&entry.tensor.name));
+        let tensor =
+            layout.entries.iter().find(|entry| entry.end() > gap).map_or_else(String::new, |entry| shown(&entry.tensor.full_name()));
         Err(CoverageError::Missing { tensor, missing: self.total - self.written, total: self.total })
     }
 }

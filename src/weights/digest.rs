@@ -299,7 +299,7 @@ impl TensorHasher {
         match self.layout.entries.get(self.done.len()) {
             None => Ok(self.done),
             Some(entry) => Err(TensorHasherError::TooShort {
-                tensor: shown(&entry.tensor.name),
+                tensor: shown(&entry.tensor.full_name()),
                 position: self.position,
                 total: self.layout.total_bytes,
             }),

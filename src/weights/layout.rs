@@ -12,7 +12,7 @@ use std::collections::HashSet;
 use serde::{Deserialize, Serialize};
 
 use super::dtype::SizeError;
-use super::{Dtype, shown};
+use super::{Dtype, Section, shown};
 
 /// Every tensor starts at a multiple of this many bytes, so that any element type can be read in place.
 pub const ALIGNMENT: u64 = 64;
@@ -35,6 +35,16 @@ pub struct TensorSpec {
     /// Tensors with the same load unit are loaded together by the engine (q, k, v of one fused layer).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub load_unit: Option<String>,
+    /// The model that it is for.
+    #[serde(default, skip_serializing_if = "Section::is_model")]
+    pub section: Section,
+}
+
+impl TensorSpec {
+    /// A tensor of the model that answers, in no load unit.
+    pub fn new(name: String, dtype: Dtype, shape: Vec<u64>) -> Self {
+        Self { name, dtype, shape, load_unit: None, section: Section::Model }
+    }
 }
 
 /// How an entry's bytes become the tensor. Only plain bytes today; deltas and quantised forms would be added here.
@@ -103,7 +113,7 @@ pub enum Cuts {
     #[default]
     Even,
     /// Between tensors: a bucket holds as many whole tensors as its length allows, and a tensor longer than that has a bucket of its own
-    /// that is as long as it. Engines that read tensors out of GPU memory must see each one whole, so this is how a stream is cut that is
+    /// that is as long as it. None holds tensors of two sections. Engines that read tensors out of GPU memory must see each one whole, so this is how a stream is cut that is
     /// handed over without passing a host. Tensors of one load unit share a bucket where they fit into one.
     BetweenTensors,
 }
@@ -112,7 +122,7 @@ pub enum Cuts {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Layout {
-    /// Which artifact of the model this is; `model` today, an adapter or a draft model one day.
+    /// Which artifact of the model this is; `model` today, an adapter one day. A draft model is a [`Section`] of it.
     pub artifact: String,
     /// Tensors in stream order.
     pub entries: Vec<Entry>,
@@ -136,6 +146,10 @@ pub enum LayoutError {
     PartialByte { name: String, bits: u64 },
     #[error("tensor {name} appears twice")]
     Duplicate { name: String },
+    #[error("tensor {name} of the model comes behind one of the draft model: the draft model's come last")]
+    OutOfOrder { name: String },
+    #[error("the version has tensors of a draft model and none of the model")]
+    DraftAlone,
     #[error("tensor name {name:?} cannot be used: {what}")]
     BadName { name: String, what: &'static str },
     #[error("a bucket must hold at least {ALIGNMENT} bytes, {bytes} were asked for")]
@@ -186,7 +200,7 @@ impl Layout {
         let (places, total_bytes) = places(self.entries.iter().map(|entry| &entry.tensor))?;
         for (entry, (offset, bytes)) in self.entries.iter().zip(places) {
             if (entry.offset, entry.bytes) != (offset, bytes) {
-                let name = shown(&entry.tensor.name);
+                let name = shown(&entry.tensor.full_name());
                 return inconsistent(format!(
                     "tensor {name} is said to be {} bytes at {}, it is {bytes} bytes at {offset}",
                     entry.bytes, entry.offset
@@ -270,12 +284,20 @@ fn places<'a>(tensors: impl Iterator<Item = &'a TensorSpec>) -> Result<(Vec<(u64
     let mut seen = HashSet::new();
     let mut end = 0u64;
     let mut places = Vec::new();
+    let mut section = Section::Model;
     for tensor in tensors {
-        let name = || shown(&tensor.name);
+        let name = || shown(&tensor.full_name());
         check_name(&tensor.name)?;
-        if !seen.insert(tensor.name.as_str()) {
+        if !seen.insert(tensor.full_name()) {
             return Err(LayoutError::Duplicate { name: name() });
         }
+        if tensor.section < section {
+            return Err(LayoutError::OutOfOrder { name: name() });
+        }
+        if places.is_empty() && tensor.section == Section::Draft {
+            return Err(LayoutError::DraftAlone);
+        }
+        section = tensor.section;
         let bytes = tensor.dtype.tensor_bytes(&tensor.shape).map_err(|error| match error {
             SizeError::TooLarge => LayoutError::TooLarge { name: name() },
             SizeError::PartialByte(bits) => LayoutError::PartialByte { name: name(), bits },

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use super::Layout;
+use super::{Layout, Section};
 
 /// Tensors that an engine loads together; a tensor without a load unit is one by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,16 +26,16 @@ impl LoadUnits {
     /// Groups the tensors of a layout.
     pub fn new(layout: &Layout) -> Self {
         let mut units: Vec<LoadUnit> = Vec::new();
-        let mut named: HashMap<&str, usize> = HashMap::new();
+        let mut named: HashMap<(&str, Section), usize> = HashMap::new();
         for (index, entry) in layout.entries.iter().enumerate() {
-            let known = entry.tensor.load_unit.as_deref().and_then(|name| named.get(name).copied());
+            let known = entry.tensor.load_unit.as_deref().and_then(|name| named.get(&(name, entry.tensor.section)).copied());
             if let Some(unit) = known.and_then(|position| units.get_mut(position)) {
                 unit.entries.push(index);
                 unit.end = unit.end.max(entry.end());
                 continue;
             }
             if let Some(name) = &entry.tensor.load_unit {
-                named.insert(name, units.len());
+                named.insert((name, entry.tensor.section), units.len());
             }
             units.push(LoadUnit { entries: vec![index], start: entry.offset, end: entry.end() });
         }

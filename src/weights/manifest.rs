@@ -3,9 +3,11 @@
 //! Decides the canonical bytes that blake3 is taken over, so that two programs that mean the same version say the same digest,
 //! whatever JSON they speak. A changed encoding needs a new domain line, or old and new agents would disagree without a reason.
 
+use std::borrow::Cow;
+
 use serde::{Deserialize, Serialize};
 
-use super::{Cuts, Encoding, Layout, LayoutError, digest_hex, parse_digest_hex, shown};
+use super::{Cuts, Encoding, Layout, LayoutError, Section, TensorSpec, digest_hex, parse_digest_hex, shown};
 
 /// How bucket and tensor digests of a version are computed; one for the whole version.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,7 +73,7 @@ impl Manifest {
         self.layout.validate()?;
         self.count_digests()?;
         match self.with_names().find(|(_, digest)| parse_digest_hex(digest).is_none()) {
-            Some((name, _)) => Err(ManifestError::NotADigest { tensor: shown(name) }),
+            Some((name, _)) => Err(ManifestError::NotADigest { tensor: shown(&name) }),
             None => Ok(()),
         }
     }
@@ -87,7 +89,7 @@ impl Manifest {
         match differing.next() {
             None => Ok(()),
             Some(name) => {
-                Err(ManifestError::Differs { tensor: shown(name), tensors: differing.count() + 1, total: self.layout.entries.len() })
+                Err(ManifestError::Differs { tensor: shown(&name), tensors: differing.count() + 1, total: self.layout.entries.len() })
             }
         }
     }
@@ -108,13 +110,13 @@ impl Manifest {
         if digests == tensors { Ok(()) } else { Err(ManifestError::Count { digests, tensors }) }
     }
 
-    fn with_names(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.layout.tensors().map(|tensor| tensor.name.as_str()).zip(self.tensor_digests.iter().map(String::as_str))
+    fn with_names(&self) -> impl Iterator<Item = (Cow<'_, str>, &str)> {
+        self.layout.tensors().map(TensorSpec::full_name).zip(self.tensor_digests.iter().map(String::as_str))
     }
 }
 
 impl Layout {
-    /// blake3 (64 hex digits) over names, types, shapes, encodings, load units, places and the bucket cut, in their canonical encoding.
+    /// blake3 (64 hex digits) over names, types, shapes, sections, encodings, load units, places and the bucket cut, in their canonical encoding.
     pub fn digest(&self) -> String {
         let mut hash = Canonical::new("weightsync layout 1\n");
         hash.layout(self);
@@ -163,6 +165,10 @@ impl Canonical {
                     self.number(1);
                     self.text(unit);
                 }
+            }
+            // Says nothing, as before there was another.
+            if entry.tensor.section != Section::Model {
+                self.text(entry.tensor.section.name());
             }
             self.text(match entry.encoding {
                 Encoding::Plain => "plain",

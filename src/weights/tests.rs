@@ -9,6 +9,7 @@ mod layout;
 mod load_unit;
 mod manifest;
 mod safetensors;
+mod section;
 mod wire;
 
 use proptest::prelude::*;
@@ -17,7 +18,7 @@ use super::{Dtype, TensorSpec};
 
 /// A tensor without a load unit.
 pub fn tensor(name: &str, dtype: Dtype, shape: &[u64]) -> TensorSpec {
-    TensorSpec { name: name.into(), dtype, shape: shape.to_vec(), load_unit: None }
+    TensorSpec::new(name.into(), dtype, shape.to_vec())
 }
 
 /// Lists of tensors of every type, scalars and empty ones among them, in a few load units.
@@ -29,7 +30,8 @@ pub fn tensors() -> impl Strategy<Value = Vec<TensorSpec>> {
             if dtype.bits() < 8 {
                 shape.push(4);
             }
-            TensorSpec { name: format!("layers.{index}.weight"), dtype, shape, load_unit: unit.map(|unit| format!("unit {unit}")) }
+            let tensor = TensorSpec::new(format!("layers.{index}.weight"), dtype, shape);
+            TensorSpec { load_unit: unit.map(|unit| format!("unit {unit}")), ..tensor }
         });
         named.collect()
     })

@@ -36,7 +36,7 @@ impl Layout {
         for part in self.parts(bucket.offset, bucket.bytes) {
             let tensor = &part.entry.tensor;
             if self.cuts != Cuts::BetweenTensors || part.in_tensor != 0 || part.bytes != part.entry.bytes {
-                return Err(WireError::Torn { sequence: bucket.sequence, name: super::shown(&tensor.name) });
+                return Err(WireError::Torn { sequence: bucket.sequence, name: super::shown(&tensor.full_name()) });
             }
             let at = wire.iter().position(|wire| wire.dtype == tensor.dtype).unwrap_or(wire.len());
             if at == wire.len() {

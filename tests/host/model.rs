@@ -61,8 +61,7 @@ impl Model {
 
     /// As a trainer announces them.
     pub fn specs(&self) -> Vec<TensorSpec> {
-        let spec =
-            |(name, length): &(String, u64)| TensorSpec { name: name.clone(), dtype: Dtype::F32, shape: vec![*length], load_unit: None };
+        let spec = |(name, length): &(String, u64)| TensorSpec::new(name.clone(), Dtype::F32, vec![*length]);
         self.tensors.iter().map(spec).collect()
     }
 

@@ -98,7 +98,7 @@ impl Raw {
 
 /// Tensors that need nine buckets of 4 KiB, an empty one and a scalar among them.
 fn tensors() -> Vec<TensorSpec> {
-    let spec = |name: &str, dtype, shape: &[u64]| TensorSpec { name: name.into(), dtype, shape: shape.into(), load_unit: None };
+    let spec = |name: &str, dtype, shape: &[u64]| TensorSpec::new(name.into(), dtype, shape.into());
     vec![
         spec("embed", Dtype::BF16, &[64, 128]),
         spec("scale", Dtype::F32, &[]),

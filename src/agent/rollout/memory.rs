@@ -180,7 +180,7 @@ impl MemoryReceiver {
             let offset = start + part.in_range;
             let place = usize::try_from(offset).ok().zip(usize::try_from(offset + part.bytes).ok());
             let bytes = place.and_then(|(first, end)| arriving.memory.bytes(first..end)).ok_or("a bucket lies outside of the ring")?;
-            let name = &part.entry.tensor.name;
+            let name = part.entry.tensor.full_name();
             let known = arriving.hasher.ended().get(part.index).copied().ok_or_else(|| format!("tensor {name} is not whole"))?;
             let digest = if self.digest == HostDigest::Xxh3_128 && self.algorithm == DigestAlgorithm::Xxh3_128 {
                 digest_hex(known)

@@ -207,7 +207,7 @@ mod tests {
     fn write_and_end(done: &Sender<[Result<(), RefusalCode>; 2]>) {
         let folder = tempfile::tempdir().unwrap();
         let (agent, _) = AgentDir::open(folder.path(), "a").unwrap();
-        let tensor = TensorSpec { name: "w".into(), dtype: Dtype::U8, shape: vec![64], load_unit: None };
+        let tensor = TensorSpec::new("w".into(), Dtype::U8, vec![64]);
         let layout = Arc::new(Layout::new("model", vec![tensor], 0).unwrap());
         let plan = SafetensorsPlan::new(&layout, None).unwrap();
         let epoch = EpochId { weightsync: "w".into(), created: 1, term: 0, epoch: 1 };

@@ -75,7 +75,7 @@ impl Version {
     }
 
     fn digest_as(&self, part: &EntryPart<'_>, offset: u64, digest: HostDigest) -> Result<String, String> {
-        let name = &part.entry.tensor.name;
+        let name = part.entry.tensor.full_name();
         let known = self.manifest.tensor_digests.get(part.index).ok_or("the manifest has too few digests")?;
         if digest == HostDigest::Xxh3_128 && self.manifest.algorithm == DigestAlgorithm::Xxh3_128 {
             return Ok(known.clone());

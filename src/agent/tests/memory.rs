@@ -27,11 +27,10 @@ fn bed_with_memory(bytes: u64) -> (Bed, tempfile::TempDir) {
 
 /// 14 MB in tensors of many lengths, in buckets of 1 MiB.
 fn large(seed: u8) -> TestSource {
-    let spec = |index: u64| TensorSpec {
-        name: format!("layer.{index}"),
-        dtype: if index.is_multiple_of(3) { Dtype::U8 } else { Dtype::BF16 },
-        shape: if index % 5 == 4 { vec![] } else { vec![1 + index % 7, 90_001] },
-        load_unit: None,
+    let spec = |index: u64| {
+        let dtype = if index.is_multiple_of(3) { Dtype::U8 } else { Dtype::BF16 };
+        let shape = if index % 5 == 4 { vec![] } else { vec![1 + index % 7, 90_001] };
+        TensorSpec::new(format!("layer.{index}"), dtype, shape)
     };
     let layout = Layout::new("model", (0..30).map(spec).collect(), MIB).unwrap();
     let mut bytes = vec![0; usize::try_from(layout.total_bytes).unwrap()];

@@ -18,7 +18,7 @@ use crate::weights::{Bucket, Dtype, Layout, TensorSpec, digest_hex, tensor_diges
 
 /// Weights that differ for each seed: three tensors, one larger than a bucket.
 pub fn weights(seed: u8) -> (Layout, Vec<u8>) {
-    let spec = |name: &str, dtype, shape: &[u64]| TensorSpec { name: name.into(), dtype, shape: shape.to_vec(), load_unit: None };
+    let spec = |name: &str, dtype, shape: &[u64]| TensorSpec::new(name.into(), dtype, shape.to_vec());
     let tensors = vec![
         spec("embed", Dtype::F32, &[1000]),
         spec("layer.0.w", Dtype::BF16, &[300, 700]),

@@ -23,7 +23,7 @@ pub const LONGEST_TENSOR: u64 = 1024 * 512 * 2;
 
 /// Tensors of a toy transformer of about `mebibytes` MiB.
 pub fn tensors(mebibytes: u32) -> Vec<TensorSpec> {
-    let spec = |name: String, dtype, shape: &[u64]| TensorSpec { name, dtype, shape: shape.to_vec(), load_unit: None };
+    let spec = |name: String, dtype, shape: &[u64]| TensorSpec::new(name, dtype, shape.to_vec());
     let mut all = vec![spec("model.embed_tokens.weight".into(), Dtype::BF16, &[1024, 512])];
     // 2 MiB a layer: four square projections and two norms.
     let layers = u64::from(mebibytes).saturating_sub(2) / 2;

@@ -149,7 +149,7 @@ fn a_file_that_makes_no_sense_is_an_error_with_its_place() {
 #[test]
 fn a_checkpoint_gives_bytes_buckets_and_floor_times() {
     let folder = tempfile::tempdir().unwrap();
-    let tensors = vec![TensorSpec { name: "w".to_owned(), dtype: Dtype::F32, shape: vec![1000], load_unit: None }];
+    let tensors = vec![TensorSpec::new("w".to_owned(), Dtype::F32, vec![1000])];
     let layout = Layout::new("model", tensors, 0).unwrap();
     let header = json!({"w": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).to_string();
     let mut file = (header.len() as u64).to_le_bytes().to_vec();

@@ -68,8 +68,7 @@ fn a_key_that_no_header_can_carry_is_refused_without_printing_it() {
 }
 
 fn specs(tensors: &[(&str, &[u64])]) -> Vec<TensorSpec> {
-    let spec =
-        |(name, shape): &(&str, &[u64])| TensorSpec { name: (*name).into(), dtype: Dtype::BF16, shape: shape.to_vec(), load_unit: None };
+    let spec = |(name, shape): &(&str, &[u64])| TensorSpec::new((*name).into(), Dtype::BF16, shape.to_vec());
     tensors.iter().map(spec).collect()
 }
 

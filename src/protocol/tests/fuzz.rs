@@ -59,7 +59,7 @@ pub(super) fn messages() -> Vec<Message> {
         "id": id, "version": 9, "attempt": 1, "phase": "Transfer", "totalBytes": 10, "members": [row], "phasesMs": [["begin", 1]],
         "failure": "f", "feeding": false,
     });
-    let tensor = json!({"name": "w", "dtype": "F32", "shape": [2, 3], "load_unit": "u"});
+    let tensor = json!({"name": "w", "dtype": "F32", "shape": [2, 3], "load_unit": "u", "section": "draft"});
     let mut entry = tensor.clone();
     entry["offset"] = json!(0);
     entry["bytes"] = json!(24);

@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use super::{INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, SafetensorsError, header_length, parse_header, parse_index};
-use crate::weights::{Layout, TensorSpec, shown};
+use crate::weights::{Layout, Section, TensorSpec, shown};
 
 /// A tensor of a checkpoint and where it lies.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -115,7 +115,7 @@ impl Checkpoint {
                 bytes: tensor.end.saturating_sub(tensor.begin),
                 file: position,
                 offset: start.saturating_add(tensor.begin),
-                spec: TensorSpec { name: tensor.name, dtype: tensor.dtype, shape: tensor.shape, load_unit: None },
+                spec: TensorSpec::new(tensor.name, tensor.dtype, tensor.shape),
             }));
         }
         let mut seen = BTreeMap::new();
@@ -125,6 +125,19 @@ impl Checkpoint {
             }
         }
         Ok(checkpoint)
+    }
+
+    /// This checkpoint of a model with that of its draft model behind it, whose tensors are of the section [`Section::Draft`] then.
+    #[must_use]
+    pub fn with_draft(mut self, draft: Self) -> Self {
+        let files = self.files.len();
+        self.files.extend(draft.files);
+        self.tensors.extend(draft.tensors.into_iter().map(|mut tensor| {
+            tensor.file += files;
+            tensor.spec.section = Section::Draft;
+            tensor
+        }));
+        self
     }
 
     /// Tensors in their order: files by name, tensors as they lie in their file.

@@ -1,8 +1,8 @@
 //! Safetensors files that are written as the stream arrives: their headers, and where each part of the stream goes.
 //!
 //! Decides names, headers and places from a layout alone, so a receiver writes every part at its final place and the files are whole when
-//! the stream is. Tensors of a file are ordered by falling element size, as safetensors' own writer does, so that each is aligned. It
-//! never opens a file.
+//! the stream is. Tensors of a file are ordered by falling element size, as safetensors' own writer does, so that each is aligned.
+//! Tensors of a draft model stand there by their full names. It never opens a file.
 
 use std::fmt::Write as _;
 
@@ -87,7 +87,7 @@ impl SafetensorsPlan {
             let begin = end;
             end = end.saturating_add(entry.bytes);
             write_tensor(&mut header, entry, begin, end)
-                .map_err(|_| SafetensorsError::tensor(&name, &entry.tensor.name, "cannot be described in a header"))?;
+                .map_err(|_| SafetensorsError::tensor(&name, &entry.tensor.full_name(), "cannot be described in a header"))?;
         }
         header.push('}');
         while !(header.len() + 8).is_multiple_of(DATA_ALIGNMENT) {
@@ -129,7 +129,7 @@ fn cut(layout: &Layout, shard_bytes: u64) -> Vec<Vec<(usize, &Entry)>> {
 }
 
 fn write_tensor(header: &mut String, entry: &Entry, begin: u64, end: u64) -> Result<(), std::fmt::Error> {
-    let name = serde_json::to_string(&entry.tensor.name).map_err(|_| std::fmt::Error)?;
+    let name = serde_json::to_string(&entry.tensor.full_name()).map_err(|_| std::fmt::Error)?;
     write!(header, r#",{name}:{{"dtype":"{}","shape":["#, entry.tensor.dtype.name())?;
     for (position, size) in entry.tensor.shape.iter().enumerate() {
         let comma = if position == 0 { "" } else { "," };
@@ -141,7 +141,7 @@ fn write_tensor(header: &mut String, entry: &Entry, begin: u64, end: u64) -> Res
 fn index(layout: &Layout, plan: &SafetensorsPlan) -> Result<Vec<u8>, SafetensorsError> {
     let files = layout.tensors().zip(&plan.places).filter_map(|(tensor, (file, _))| {
         let file = plan.files.get(*file)?;
-        Some((tensor.name.clone(), serde_json::Value::String(file.name.clone())))
+        Some((tensor.full_name().into_owned(), serde_json::Value::String(file.name.clone())))
     });
     let weight_map: serde_json::Map<_, _> = files.collect();
     let size: u64 = layout.entries.iter().map(|entry| entry.bytes).sum();

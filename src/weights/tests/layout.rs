@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::{tensor, tensors};
-use crate::weights::{ALIGNMENT, Dtype, Layout, LayoutError, default_bucket_bytes};
+use crate::weights::{ALIGNMENT, Dtype, Layout, LayoutError, Section, default_bucket_bytes};
 
 #[test]
 fn tensors_start_aligned_and_keep_their_order() {
@@ -169,11 +169,13 @@ fn the_cut_is_part_of_what_a_layout_is() {
 proptest! {
     #[test]
     fn buckets_cut_between_tensors_cover_the_stream_and_tear_no_tensor(
-        sizes in proptest::collection::vec(0_u64..500, 0..40), units in proptest::collection::vec(0_u8..6, 40), bucket in 1_u64..8
+        sizes in proptest::collection::vec(0_u64..500, 0..40), units in proptest::collection::vec(0_u8..6, 40), bucket in 1_u64..8,
+        draft in 1_usize..60
     ) {
         let specs = sizes.iter().zip(&units).enumerate().map(|(number, (size, unit))| {
             let mut tensor = tensor(&format!("t{number}"), Dtype::U8, &[*size]);
             tensor.load_unit = (*unit < 3).then(|| unit.to_string());
+            tensor.section = if number < draft { Section::Model } else { Section::Draft };
             tensor
         });
         let layout = Layout::new("model", specs.collect(), bucket * ALIGNMENT).unwrap().cut_between_tensors();
@@ -184,6 +186,7 @@ proptest! {
             end += bucket.bytes;
             for part in layout.parts(bucket.offset, bucket.bytes) {
                 prop_assert_eq!((part.in_tensor, part.bytes), (0, part.entry.bytes), "{} is torn", part.entry.tensor.name);
+                prop_assert_eq!(part.entry.tensor.section, layout.section(&bucket), "a bucket is loaded into one model");
             }
             let several = layout.parts(bucket.offset, bucket.bytes).count() > 1;
             prop_assert!(!several || bucket.bytes <= layout.bucket_bytes.next_multiple_of(ALIGNMENT));

@@ -1,5 +1,5 @@
 use super::tensor;
-use crate::weights::{DigestAlgorithm, Dtype, Layout, Manifest, ManifestError};
+use crate::weights::{DigestAlgorithm, Dtype, Layout, Manifest, ManifestError, Section};
 
 fn manifest() -> Manifest {
     let layout = Layout::new("model", vec![tensor("a", Dtype::F32, &[8]), tensor("b", Dtype::U8, &[3])], 64).unwrap();
@@ -8,7 +8,7 @@ fn manifest() -> Manifest {
 
 #[test]
 fn every_fact_of_a_manifest_changes_its_digest() {
-    let changes: [fn(&mut Manifest); 10] = [
+    let changes: [fn(&mut Manifest); 11] = [
         |manifest| manifest.version = 8,
         |manifest| manifest.layout.artifact = "adapter".into(),
         |manifest| manifest.layout.bucket_bytes = 128,
@@ -17,6 +17,7 @@ fn every_fact_of_a_manifest_changes_its_digest() {
         |manifest| manifest.layout.entries[0].tensor.shape = vec![2, 4],
         |manifest| manifest.layout.entries[0].tensor.load_unit = Some("u".into()),
         |manifest| manifest.layout.entries[0].tensor.load_unit = Some(String::new()),
+        |manifest| manifest.layout.entries[1].tensor.section = Section::Draft,
         |manifest| manifest.layout.entries.swap(0, 1),
         |manifest| manifest.tensor_digests.swap(0, 1),
     ];

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use crate::weights::{Dtype, Layout, TensorSpec, WireError};
 
 fn spec(name: &str, dtype: Dtype, shape: &[u64]) -> TensorSpec {
-    TensorSpec { name: name.into(), dtype, shape: shape.to_vec(), load_unit: None }
+    TensorSpec::new(name.into(), dtype, shape.to_vec())
 }
 
 fn layout(tensors: Vec<TensorSpec>, bucket: u64) -> Layout {

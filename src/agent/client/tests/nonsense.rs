@@ -55,7 +55,7 @@ async fn bytes_that_are_no_text_are_answered_and_closed() {
 async fn a_publish_that_makes_no_sense_is_refused_and_the_connection_lives() {
     let agent = agent();
     let mut raw = agent.greeted().await;
-    let tensor = |name: &str, shape: &[u64]| TensorSpec { name: name.into(), dtype: Dtype::F32, shape: shape.into(), load_unit: None };
+    let tensor = |name: &str, shape: &[u64]| TensorSpec::new(name.into(), Dtype::F32, shape.into());
     for (tensors, timeout_ms, word) in [
         (vec![tensor("a", &[1]), tensor("a", &[1])], 1000, "appears twice"),
         (vec![tensor("a", &[u64::MAX, 2])], 1000, "64 bits"),
