@@ -12,6 +12,7 @@ mod adapter;
 mod canary;
 mod checkpoint_engine;
 pub mod device;
+pub(crate) mod draft;
 mod evidence;
 mod external;
 mod fastdeploy;
@@ -42,6 +43,7 @@ use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
 pub use device::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, DeviceRoute, Released};
+pub use draft::DraftWay;
 pub use external::{External, ExternalMark, ExternalProof};
 pub(crate) use group::no_groups;
 pub use group::{EngineGroup, GroupJoin, GroupJoined};
@@ -173,8 +175,13 @@ pub trait Engine: Send + Sync {
         Ok(())
     }
 
+    /// Whether these tensors of a draft model, which would come that way, would all be taken; asked before a byte moves. Else what would help.
+    async fn takes_draft(&self, way: DraftWay, _draft: Vec<TensorSpec>, _deadline: Duration) -> Result<(), EngineError> {
+        Err(draft::untaken(self.kind(), way))
+    }
+
     /// Whether a version of these tensors would replace all that the server was started with, as far as that can be seen from here
-    /// ([`EngineConfig::served_model`]); asked before a byte moves. Reads file headers only.
+    /// ([`EngineConfig::served_model`]); asked before a byte moves. Reads file headers only. Tensors of a draft model are passed over.
     fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError>;
 
     /// Whether it lives and answers, and which start of it. A pause of ours is not ill health.

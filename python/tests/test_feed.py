@@ -51,13 +51,15 @@ class FakeAgent:
         line: dict[str, Any] = json.loads(self._files[rank].readline())
         return line
 
-    def put(self, sequence: int, name: str, tensor: torch.Tensor, offset: int, copy: bool, digest: str | None = None) -> None:
+    def put(
+        self, sequence: int, name: str, tensor: torch.Tensor, offset: int, copy: bool, digest: str | None = None, draft: bool = False
+    ) -> None:
         data = tensor.view(torch.uint8).numpy().tobytes()
         os.pwrite(self.memory, data, offset)
         digest = digest or blake3.blake3(data).hexdigest()
         dtype = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}[tensor.dtype]
         place = [name, dtype, list(tensor.shape), offset, len(data), digest]
-        self.say({"event": "bucket", "sequence": sequence, "copy": copy, "tensors": [place]})
+        self.say({"event": "bucket", "sequence": sequence, "copy": copy, "tensors": [place], **({"draft": True} if draft else {})})
 
     def die(self) -> None:
         for file, worker in zip(self._files, self._workers, strict=True):
@@ -130,6 +132,40 @@ def test_two_ranks_take_the_same_memory_and_what_one_writes_the_other_does_not_s
     agent.feeds[1].close()
     # What looks into the memory keeps it.
     assert all(torch.equal(second[name], tensor) for name, tensor in tensors)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_draft_model_comes_behind_its_model_and_each_takes_its_own(agent_of: Start, copy: bool) -> None:
+    model_tensors, draft_tensors = model(3), model(4)
+    agent = agent_of(1, 128 * 12)
+    assert agent.hellos[0]["draft"]
+    agent.open()
+    feed = agent.feeds[0]
+    for sequence, (name, tensor) in enumerate([*model_tensors, *draft_tensors]):
+        agent.put(sequence, name, tensor, 128 * sequence, copy, draft=sequence >= 6)
+    agent.say({"event": "end", "buckets": 12})
+    with pytest.raises(Failed, match="before its model"):
+        feed.turn_to(draft=True)
+    for draft, expected in ((False, model_tensors), (True, draft_tensors)):
+        feed.turn_to(draft=draft)
+        taken = dict(feed.tensors())
+        feed.must_be_whole()
+        assert feed.over == draft
+        assert len(taken) == 6
+        assert all(torch.equal(taken[name], tensor) for name, tensor in expected)
+
+
+def test_a_bucket_of_the_model_behind_its_draft_model_is_refused(agent_of: Start) -> None:
+    agent = agent_of(1, 256)
+    agent.open()
+    name, tensor = model(5)[0]
+    agent.put(0, name, tensor, 0, copy=False, draft=True)
+    agent.put(1, name, tensor, 128, copy=False)
+    feed = agent.feeds[0]
+    assert not list(feed.tensors())
+    feed.turn_to(draft=True)
+    with pytest.raises(Failed, match="behind one of its draft model"):
+        list(feed.tensors())
 
 
 def test_a_digest_that_differs_is_refused_before_the_tensor_is_seen(agent_of: Start) -> None:

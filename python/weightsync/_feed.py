@@ -61,6 +61,8 @@ class Bucket:
 
     sequence: int
     copy: bool
+    draft: bool
+    """Whether they are for the draft model, which comes behind the model."""
     tensors: tuple[Tensor, ...]
 
 
@@ -75,32 +77,45 @@ class Feed:
         self._arrived: queue.SimpleQueue[Bucket | BaseException | None] = queue.SimpleQueue()
         self._memory: mmap.mmap | None = None
         self._length = 0
+        self.over = False
+        """Whether every bucket was taken."""
+        self._draft = False
         self._whole = False
-        hello = {"token": token, "protocol": PROTOCOL, "rank": rank, "ranks": ranks, "device": device, "open": active}
+        self._ahead: Bucket | None = None
+        hello = {"token": token, "protocol": PROTOCOL, "rank": rank, "ranks": ranks, "device": device, "open": active, "draft": True}
         self._say({"hello": {**hello, "digests": sorted(self._digesters)}})
         threading.Thread(target=self._listen, name="weightsync-feed", daemon=True).start()
 
+    def turn_to(self, *, draft: bool) -> None:
+        """What follows is taken by the draft model, or by the model. Raises where that is not what comes next."""
+        if draft != (self._ahead is not None):
+            raise Failed("a draft model was to be updated before its model, or without one in the version")
+        self._draft, self._whole = draft, False
+
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Every tensor of the version as (name, torch tensor), in the order of the buckets; waits for those that are still to come.
+        """Every tensor for the model as (name, torch tensor), in the order of the buckets; waits for those that are still to come.
 
         A tensor of a bucket that is not copied looks into the shared memory, which stays as it is for as long as anything looks into it.
         Raises what went wrong: a digest that differs, an agent that is gone or silent.
         """
         while True:
-            bucket = self._arrived.get()
+            bucket, self._ahead = self._ahead or self._arrived.get(), None
             if bucket is None:
-                self._whole = True
+                self._whole = self.over = True
                 return
             if isinstance(bucket, BaseException):
                 raise bucket
+            if bucket.draft != self._draft:
+                self._whole, self._ahead = True, bucket
+                return
             for tensor in bucket.tensors:
                 yield tensor.name, self._tensor(tensor, bucket.copy)
             self._say({"taken": bucket.sequence})
 
     def must_be_whole(self) -> None:
-        """Raises unless every bucket was taken: a loader may stop early and say nothing."""
+        """Raises unless every bucket for the model was taken: a loader may stop early and say nothing."""
         if not self._whole:
-            raise Failed("the model stopped taking tensors before the end of the version")
+            raise Failed("the model stopped taking tensors before the end of those for it")
 
     def did(self, step: str) -> None:
         """Says that a step of the session was taken. An agent that is gone is not told."""
@@ -120,7 +135,7 @@ class Feed:
     def _listen(self) -> None:
         try:
             silence = self._open(self._next("memory", FIRST_WORD))
-            expected = 0
+            expected, drafts = 0, False
             while True:
                 message = self._next(None, silence)
                 match message["event"]:
@@ -130,6 +145,9 @@ class Feed:
                         bucket = _bucket(message, self._length)
                         if bucket.sequence != expected:
                             raise Failed(f"bucket {bucket.sequence} was told of, {expected} was expected")
+                        if drafts and not bucket.draft:
+                            raise Failed(f"bucket {bucket.sequence} of the model was told of behind one of its draft model")
+                        drafts = bucket.draft
                         self._check(bucket)
                         self._say({"verified": expected})
                         self._arrived.put(bucket)
@@ -209,7 +227,7 @@ def _bucket(message: Mapping[str, Any], memory: int) -> Bucket:
             Tensor(str(name), str(dtype), tuple(map(int, shape)), int(offset), int(length), str(digest))
             for name, dtype, shape, offset, length, digest in message["tensors"]
         )
-        bucket = Bucket(int(message["sequence"]), bool(message["copy"]), tensors)
+        bucket = Bucket(int(message["sequence"]), bool(message["copy"]), bool(message.get("draft")), tensors)
     except (KeyError, TypeError, ValueError) as error:
         raise Failed(f"the agent described a bucket that makes no sense: {error}") from error
     for tensor in tensors:

@@ -2,8 +2,9 @@
 
 vLLM finds it by itself where this package is installed (entry point group `vllm.general_plugins`), and uses it when the server is started
 with `--weight-transfer-config '{"backend": "weightsync"}'`. The agent drives a session: init (each worker connects to the agent), start,
-one update that takes the whole version while it comes, finish. Decides what a session that did not end well leaves behind: no layer taken
-apart, and no word of success. It never sets the version; the agent does, with its last step.
+one update that takes all tensors of the model while they come, finish; and for a version with a draft model a second one, whose target
+vLLM sets. Decides what a session that did not end well leaves behind: no layer taken apart, and no word of success. It never sets the
+version; the agent does, with its last step.
 
 What became of each step is said on the agent's socket, by every rank for itself, and nothing here raises: vLLM reads the replies of workers
 one after the other and stops at the first failure, so that those of the other ranks are taken for replies to later calls, for good
@@ -61,13 +62,13 @@ class WeightSyncTransferEngine(WeightTransferEngine[WeightSyncInitInfo, WeightSy
 
     init_info_cls = WeightSyncInitInfo
     update_info_cls = WeightSyncUpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = True
 
     _feed: Feed | None = None
     _open = False
     """Whether vLLM counts a session as active: from start to finish."""
     _whole = False
-    """Whether the session has loaded a whole version."""
+    """Whether the session has loaded its whole model."""
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> WeightSyncInitInfo:
         """Takes what is there: a field that is missing or wrong shows when the agent waits for this worker."""
@@ -96,7 +97,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[WeightSyncInitInfo, WeightSy
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Takes the whole version; returns when the model has taken its last tensor, or when that failed."""
+        """Takes all tensors of the session's model; returns when it has taken the last one, or when that failed."""
         with self._reported("updated"):
             self.receive_weights(WeightSyncUpdateInfo(str(update_info.get("token"))))
 
@@ -105,12 +106,14 @@ class WeightSyncTransferEngine(WeightTransferEngine[WeightSyncInitInfo, WeightSy
         feed = self._feed
         if feed is None or feed.token != update_info.token:
             raise RuntimeError("no agent feeds this worker, or another one than the update says")
+        # vLLM gives a draft session another target than the one that this was made for.
+        feed.turn_to(draft=self.model is not self._default_model)
         self.model.load_weights(feed.tensors())
         feed.must_be_whole()
         self._whole = True
 
     def finish_weight_update(self) -> None:
-        """The last step: post-processing, and every layer whole again. Without a whole version layers get back what they had."""
+        """The last step: post-processing, and every layer whole again. A model that did not come whole gets back what it had."""
         whole, self._open, self._whole = self._whole, False, False
         if not whole:
             self._put_layers_back()
@@ -118,7 +121,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[WeightSyncInitInfo, WeightSy
             return
         with self._reported("finished"):
             finalize_layerwise_reload(self.model, self.model_config)
-        self.shutdown()
+        if self._feed is None or self._feed.over:
+            self.shutdown()
 
     def shutdown(self) -> None:
         """Lets the agent and its memory go."""

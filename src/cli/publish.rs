@@ -34,6 +34,9 @@ pub struct PublishArgs {
     /// The agent's socket (`@weightsync/POD_UID`); found by itself when only one agent listens here.
     #[arg(long, env = "WEIGHTSYNC_SOCKET")]
     socket: Option<SocketName>,
+    /// Checkpoint of the model that drafts tokens for it in the engines; both are one version.
+    #[arg(long, value_name = "DIR", conflicts_with = "on_agent")]
+    draft: Option<PathBuf>,
     /// Let the agent read the checkpoint: it must see the same path.
     #[arg(long)]
     on_agent: bool,
@@ -105,7 +108,11 @@ impl PublishArgs {
             );
         }
         // Read before the agent is bothered: a bad checkpoint is the likelier mistake.
-        let checkpoint = Checkpoint::open(&self.checkpoint).map_err(|error| TrainerError::Source(error.into()))?;
+        let open = |path: &PathBuf| Checkpoint::open(path).map_err(|error| TrainerError::Source(error.into()));
+        let mut checkpoint = open(&self.checkpoint)?;
+        if let Some(draft) = &self.draft {
+            checkpoint = checkpoint.with_draft(open(draft)?);
+        }
         let request =
             ClientRequest::Publish { version, tensors: checkpoint.specs(), queue, activation, repeatable: true, timeout_ms, gpu: None };
         let mut fill = |layout: &crate::weights::Layout, bucket: crate::weights::Bucket, into: &mut [u8]| {

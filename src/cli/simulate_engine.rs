@@ -21,6 +21,9 @@ pub struct SimulateEngineArgs {
     /// Checkpoint to start with: a directory with safetensors files.
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
+    /// vLLM and SGLang only: checkpoint of a model that drafts for it.
+    #[arg(long, value_name = "DIR")]
+    pub draft: Option<PathBuf>,
     /// Address to listen on.
     #[arg(long, default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
     pub host: IpAddr,
@@ -131,6 +134,7 @@ impl SimulateEngineArgs {
                 Some(backend) => Some(WeightTransfer::of(&backend)),
                 None => self.weightsync_backend.then(WeightTransfer::weightsync),
             },
+            draft: self.draft,
             served_model_name: self.served_model_name,
             world_size: self.world_size,
             max_model_len: self.max_model_len,

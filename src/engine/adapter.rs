@@ -23,6 +23,7 @@ use tokio::sync::{Mutex, OwnedMutexGuard};
 
 use self::last_group::LastGroup;
 use self::proof::Proven;
+use super::draft::DraftWay;
 use super::http::Until;
 use super::server::Server;
 use super::start::StartWatch;
@@ -31,7 +32,7 @@ use super::{
     InstallError, InstallJob, InstallReport, Resumed,
 };
 use crate::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
-use crate::weights::TensorSpec;
+use crate::weights::{Section, TensorSpec};
 
 /// An engine behind its [`Server`] calls. Clones share it.
 pub(super) struct Adapter<S>(Arc<Inner<S>>);
@@ -85,7 +86,9 @@ impl<S: Server> Inner<S> {
 
     /// Whether these tensors are a whole replacement for what the server was started with.
     fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError> {
-        self.served_model().map_or(Ok(()), |served| self.server.fits(&served, tensors))
+        let Some(served) = self.served_model() else { return Ok(()) };
+        let model: Vec<_> = tensors.iter().filter(|tensor| tensor.section == Section::Model).cloned().collect();
+        self.server.fits(&served, &model)
     }
 
     /// Waits for the turn to change the engine.
@@ -222,6 +225,10 @@ impl<S: Server> Engine for Adapter<S> {
 
     fn takes_directories(&self) -> Result<(), EngineError> {
         self.0.server.takes_directories()
+    }
+
+    async fn takes_draft(&self, way: DraftWay, draft: Vec<TensorSpec>, deadline: Duration) -> Result<(), EngineError> {
+        self.0.server.takes_draft(way, draft, Until::new(deadline)).await
     }
 
     fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError> {

@@ -20,7 +20,7 @@ use super::http::{EngineHttp, Until};
 use super::{EngineError, InstallError};
 use crate::protocol::{GroupFacts, GroupPlace};
 use crate::torch::{TorchError, dtype_name};
-use crate::weights::{Layout, WireBucket};
+use crate::weights::{Layout, Section, WireBucket};
 
 /// A group to be joined.
 #[derive(Clone)]
@@ -60,9 +60,7 @@ pub trait EngineGroup: Send + Sync {
 
     /// Whether its server queues the request for a bucket behind the one that it works on. Where it does, that request is made as soon as it is
     /// asked for, see [`begin`](Self::begin).
-    fn ahead(&self) -> bool {
-        false
-    }
+    fn ahead(&self) -> bool;
 
     /// Begins an install from the group that it joined last. Nothing is changed before [`DeviceInstall::open`]; places of buckets are empty.
     /// `asked` is the highest sequence that rank 0 asked for: it asks for a bucket when the one before it was broadcast, so whoever works
@@ -92,8 +90,8 @@ pub(super) trait GroupServer: Send + Sync {
         false
     }
 
-    /// Opens what an update needs. One that was left open (by a trainer that died) is closed first, and its engine counts as touched.
-    async fn open(&self, name: &str, until: Until) -> Result<Box<dyn GroupFeed>, EngineError>;
+    /// Opens what an update needs, with a draft model or without. One that was left open (by a trainer that died) is closed first, and its engine counts as touched.
+    async fn open(&self, name: &str, with_draft: bool, until: Until) -> Result<Box<dyn GroupFeed>, EngineError>;
 }
 
 /// One update of one kind of server.
@@ -104,6 +102,11 @@ pub(super) trait GroupFeed: Send + Sync {
 
     /// Has the engine enter the broadcast of these tensors; ends when it says that it took them. `last` is for the last broadcast of the update.
     fn receive(&self, tensors: Tensors, last: bool, until: Until) -> BoxFuture<'static, Result<(), EngineError>>;
+
+    /// What follows is for the draft model; the model is whole.
+    async fn turn_to_draft(&mut self, _until: Until) -> Result<(), EngineError> {
+        Err(EngineError::Unsupported { what: "this engine takes no draft model from a group".into(), next_step: "report this".into() })
+    }
 
     /// The engine's last step, where it was not part of the last request.
     async fn close(&mut self, until: Until) -> Result<(), EngineError>;
@@ -150,6 +153,8 @@ pub(super) struct FromGroup {
     whole: Until,
     /// The bucket behind the one that the engine works on, which the engine was told of already.
     next: Option<(u32, Entering)>,
+    /// Which model the engine loads into.
+    section: Section,
 }
 
 /// An engine that is in the broadcasts of one bucket, or about to be.
@@ -163,10 +168,10 @@ impl FromGroup {
                 Tensors::of(&layout, &wire)?;
             }
         }
-        let feed = of.server.open(&of.name, until).await?;
+        let feed = of.server.open(&of.name, layout.has_draft(), until).await?;
         let touched = feed.found_open();
         let asked = of.server.ahead().then(|| of.asked.clone());
-        Ok(Self { layout, feed, touched, asked, silence, whole: until, next: None })
+        Ok(Self { layout, feed, touched, asked, silence, whole: until, next: None, section: Section::Model })
     }
 
     /// Tells the engine of a bucket. It goes on by itself.
@@ -194,6 +199,11 @@ impl FromGroup {
 impl Feed for FromGroup {
     async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError> {
         let sequence = bucket.bucket.sequence;
+        let section = self.layout.section(&bucket.bucket);
+        if section != self.section {
+            self.feed.turn_to_draft(until).await?;
+            self.section = section;
+        }
         let mut entered = match self.next.take() {
             Some((told, entering)) if told == sequence => entering,
             _ => self.enter(sequence, until)?,

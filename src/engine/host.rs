@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{InstallError, InstallReport};
 use crate::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
-use crate::weights::{BlockHasher, Layout, TensorSpec, digest_hex};
+use crate::weights::{BlockHasher, Layout, Section, TensorSpec, digest_hex};
 
 /// Memory that the agent shares with the workers of an engine. Workers map it privately: they never change it.
 #[derive(Debug)]
@@ -139,8 +139,15 @@ pub struct HostBucket {
     /// Workers copy the tensors when they take them, and the place may be used again then. Else it must stay as it is until the install
     /// ended: vLLM keeps views of tensors until all of a layer is there.
     pub copy: bool,
-    /// The tensors.
+    /// The tensors, of one section.
     pub tensors: Vec<HostTensor>,
+}
+
+impl HostBucket {
+    /// The model that its tensors are for: all of them for the same.
+    pub fn section(&self) -> Section {
+        self.tensors.first().map_or(Section::Model, |tensor| tensor.spec.section)
+    }
 }
 
 /// An install that is under way. Dropping it is giving it up: the engine is then held as after [`abandon`](Self::abandon).

@@ -10,6 +10,7 @@ use async_trait::async_trait;
 
 use super::canary::LogProbs;
 use super::device::DeviceRoute;
+use super::draft::{DraftWay, untaken};
 use super::feed::{Feed, FeedJob};
 use super::group::GroupServer;
 use super::host::HostJob;
@@ -77,6 +78,11 @@ pub(super) trait Server: Send + Sync + 'static {
     /// Whether tensors are a whole replacement for the checkpoint at `served`, which this process sees.
     fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<(), EngineError> {
         fit::check(served, tensors)
+    }
+
+    /// Whether it takes all tensors of a draft model that would come that way.
+    async fn takes_draft(&self, way: DraftWay, _draft: Vec<TensorSpec>, _until: Until) -> Result<(), EngineError> {
+        Err(untaken(self.kind(), way))
     }
 
     /// Readies what a load will read, where the engine reads from a place of its own; before anything of it is paused or touched. `from` is a

@@ -20,12 +20,14 @@ use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
 use super::checkpoint_engine::Call;
 use super::device::DeviceRoute;
+use super::draft::{DraftWay, none_there, untaken};
 use super::feed::{self, CheckpointEngine, Feed, FeedJob};
 use super::group::GroupServer;
 use super::http::{Answer, EngineHttp, Until};
 use super::server::Server;
 use super::{Engine, EngineConfig, EngineError, Holding};
 use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
+use crate::weights::TensorSpec;
 
 const KIND: &str = "sglang";
 /// Between two tries to empty a cache that something still holds.
@@ -257,6 +259,18 @@ impl Server for Sglang {
         let tensors = tensors::UNPROVEN.allowed(&info.string("version")?, self.unproven_routes).is_ok();
         let name = if tensors { tensors::WAY } else { "checkpoint-engine" };
         Ok(DeviceRoute { name, gpus: Vec::new(), gated: true, why_not_faster: None })
+    }
+
+    /// Only an update from a group says which of the two models loads what it brings (`selector`). What the draft model's checkpoint holds is not
+    /// told (EAGLE's lacks what it shares), so nothing is compared.
+    async fn takes_draft(&self, way: DraftWay, _: Vec<TensorSpec>, until: Until) -> Result<(), EngineError> {
+        if way != DraftWay::Group {
+            return Err(untaken(KIND, way));
+        }
+        let info = self.server_info(until).await?;
+        // NGRAM drafts from the text itself.
+        let drafts = info.value().get("speculative_algorithm").and_then(Value::as_str).is_some_and(|algorithm| algorithm != "NGRAM");
+        if drafts { Ok(()) } else { Err(none_there("--speculative-algorithm and --speculative-draft-model-path")) }
     }
 
     fn groups(&self) -> Option<Arc<dyn GroupServer>> {

@@ -56,6 +56,8 @@ pub struct SimulatorOptions {
     pub engine: String,
     /// Checkpoint to start with.
     pub model: PathBuf,
+    /// vLLM and SGLang: checkpoint of the model that drafts for it.
+    pub draft: Option<PathBuf>,
     /// Name under which it is served.
     pub served_model_name: String,
     /// Ranks to report.
@@ -104,6 +106,7 @@ impl SimulatorOptions {
         Self {
             engine: engine.to_owned(),
             model,
+            draft: None,
             served_model_name: "model".to_owned(),
             world_size: 1,
             max_model_len: 4096,
@@ -162,22 +165,29 @@ impl Simulator {
             abort_handling: options.abort_handling,
             checkpoint_engine: options.checkpoint_engine,
         };
-        let (model, of_snapshot) = (options.model.clone(), options.fastdeploy.load_strategy == "ipc_snapshot");
-        let opened = tokio::task::spawn_blocking(move || match kind {
-            // A server that waits for a trainer's memory begins with the checkpoint that it was given, so that it can be told from others.
-            Kind::Fastdeploy if of_snapshot => {
-                let files = fastdeploy::start_from(&model)?;
-                Served::of_files(files.iter().map(PathBuf::as_path))
-            }
-            _ => Served::open(&model),
+        if options.draft.is_some() && !matches!(kind, Kind::Vllm | Kind::Sglang) {
+            return Err(SimulatorError::Model { cause: format!("{} is simulated without a draft model of its own", options.engine) });
+        }
+        let (model, draft, of_snapshot) =
+            (options.model.clone(), options.draft.clone(), options.fastdeploy.load_strategy == "ipc_snapshot");
+        let opened = tokio::task::spawn_blocking(move || {
+            let served = match kind {
+                // A server that waits for a trainer's memory begins with the checkpoint that it was given, so that it can be told from others.
+                Kind::Fastdeploy if of_snapshot => {
+                    let files = fastdeploy::start_from(&model)?;
+                    Served::of_files(files.iter().map(PathBuf::as_path))
+                }
+                _ => Served::open(&model),
+            };
+            Ok::<_, String>((served?, draft.map(|draft| Served::open(&draft)).transpose()?))
         })
         .await;
         let ranks = Ranks::new(options.groups, gpus.uuids.clone(), gpus.memory.clone());
         let served = opened.map_err(|error| error.to_string()).and_then(|opened| opened);
-        let served = served.map_err(|cause| SimulatorError::Model { cause })?;
+        let (served, draft) = served.map_err(|cause| SimulatorError::Model { cause })?;
         let stop = CancellationToken::new();
         let front = Arc::new(Front {
-            core: Arc::new(Core::new(kind, served, options.faults)),
+            core: Arc::new(Core::new(kind, served, draft, options.faults)),
             model: options.served_model_name,
             model_directory: options.model.to_string_lossy().into_owned(),
             max_model_len: options.max_model_len,
@@ -197,7 +207,7 @@ impl Simulator {
         }
         let routes = match kind {
             Kind::Fastdeploy => fastdeploy::routes(options.fastdeploy, gpus, options.model),
-            Kind::Vllm => vllm::routes(options.dev_mode, gpus, options.weight_transfer, ranks),
+            Kind::Vllm => vllm::routes(options.dev_mode, gpus, (options.weight_transfer, options.draft), ranks),
             Kind::Sglang => sglang::routes(options.health_timeout, gpus, SglangGroups::new(TorchGroups::new(ranks))),
             Kind::Lmdeploy => lmdeploy::routes(gpus, TorchGroups::new(ranks)),
         };

@@ -2,6 +2,7 @@
 
 mod canary;
 mod device;
+mod draft;
 mod external;
 mod failures;
 mod fastdeploy;

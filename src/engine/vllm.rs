@@ -7,7 +7,9 @@
 
 mod backend;
 mod buckets;
+mod draft;
 mod group;
+mod progress;
 mod sleep;
 mod workers;
 
@@ -23,6 +25,7 @@ use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
 use super::checkpoint_engine::Call;
 use super::device::DeviceRoute;
+use super::draft::DraftWay;
 use super::feed::{self, CheckpointEngine, Feed, FeedJob};
 use super::group::GroupServer;
 use super::host::HostJob;
@@ -31,6 +34,7 @@ use super::http::{Answer, EngineHttp, Reply, Until};
 use super::server::{Server, Sleeps, no_host_route};
 use super::{Engine, EngineConfig, EngineError, Holding};
 use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
+use crate::weights::TensorSpec;
 
 const KIND: &str = "vllm";
 /// Between two tries to empty a cache that something still holds.
@@ -354,6 +358,10 @@ impl Server for Vllm {
             return Err(unsupported("vLLM was not started with checkpoint-engine's workers".into(), next));
         }
         Ok(DeviceRoute { name: "checkpoint-engine", gpus: Vec::new(), gated: true, why_not_faster: None })
+    }
+
+    async fn takes_draft(&self, way: DraftWay, draft: Vec<TensorSpec>, until: Until) -> Result<(), EngineError> {
+        draft::check(&self.http, way, draft, until).await
     }
 
     fn groups(&self) -> Option<Arc<dyn GroupServer>> {

@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tempfile::TempDir;
-use weightsync::engine::{Holding, Resumed};
+use weightsync::engine::{DraftWay, Engine, Holding, Resumed};
+use weightsync::weights::safetensors::Checkpoint;
 
 use super::client::Client;
 use super::feeder::{Feeder, Ring, held};
@@ -192,4 +193,60 @@ async fn two_ranks_take_a_version_each_and_are_believed_by_their_own_word_when_t
         }
         assert_eq!(answer(&client).await, if name == "1" { first.clone() } else { second.clone() }, "{ring:?}");
     }
+}
+
+/// Feeds a model, and another one behind it as its draft model.
+async fn feed_both(engine: &Arc<dyn Engine>, models: &Models, (model, draft): (&str, &str), version: u64, ring: Ring) {
+    let open = |name| Checkpoint::open(&models.path(name)).unwrap();
+    let held = held(version, &format!("{model} {draft}"));
+    let both = open(model).with_draft(open(draft));
+    let mut feeder = Feeder::begin_with(engine, both, held, ring, SOON).await.unwrap();
+    feeder.tell(usize::MAX).await.unwrap();
+    feeder.finish().await.unwrap();
+}
+
+/// Of the tokens that were drafted for a few answers, those that the model would have said too. Only the real server drafts.
+async fn accepted(client: &Client) -> f64 {
+    let counted = async || {
+        let metrics = client.get("/metrics").await.text;
+        let of =
+            |name: &str| metrics.lines().find(|line| line.starts_with(name)).and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
+        (of("vllm:spec_decode_num_accepted_tokens_total").unwrap(), of("vllm:spec_decode_num_draft_tokens_total").unwrap())
+    };
+    let before = counted().await;
+    for text in ["A first question", "The quick brown fox", "Weights and rollouts"] {
+        client.complete(text, 40).await;
+    }
+    let after = counted().await;
+    (after.0 - before.0) / (after.1 - before.1)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_draft_model_is_updated_behind_its_model_and_drafts_what_the_model_says_when_both_are_the_same() {
+    let models = Models::make(venv().as_deref());
+    let real = venv();
+    let mut server = match &real {
+        Some(venv) => Server::vllm_with_draft(venv, &models.path("1"), &models.path("3"), &installed(venv)),
+        None => Server::simulator_with_draft(&models.path("1"), &models.path("3")),
+    };
+    let client = server.ready().await;
+    let engine = adapter(&server, Some(models.path("1")));
+    let specs = Checkpoint::open(&models.path("2")).unwrap().specs();
+    engine.takes_draft(DraftWay::HostMemory, specs.clone(), SOON).await.unwrap();
+    let lacking = specs.into_iter().skip(1).collect();
+    let refused = engine.takes_draft(DraftWay::HostMemory, lacking, SOON).await.unwrap_err().to_string();
+    assert!(refused.contains("lacks"), "{refused}");
+    let first = answer(&client).await;
+    let mut version = 2;
+    for (both, ring) in [(("2", "2"), Ring::WholeModel), (("1", "3"), Ring::OneTensor), (("2", "2"), Ring::Tensors(3))] {
+        feed_both(&engine, &models, both, version, ring).await;
+        assert_eq!(answer(&client).await == first, both.0 == "1", "{both:?}");
+        if real.is_some() {
+            let accepted = accepted(&client).await;
+            println!("model {}, draft model {}: {accepted:.2} of the drafted tokens are accepted", both.0, both.1);
+            assert!(if both.0 == both.1 { accepted > 0.9 } else { accepted < 0.5 }, "{both:?}: {accepted}");
+        }
+        version += 1;
+    }
+    assert!(matches!(engine.holding(SOON).await.unwrap(), Holding::Version(held) if held.version == version - 1));
 }

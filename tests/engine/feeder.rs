@@ -50,7 +50,18 @@ impl Feeder {
         ring: Ring,
         within: Duration,
     ) -> Result<Self, InstallError> {
-        let checkpoint = Checkpoint::open(directory).unwrap();
+        let name = directory.display().to_string();
+        Self::begin_with(engine, Checkpoint::open(directory).unwrap(), held(version, &name), ring, within).await
+    }
+
+    /// The same with a checkpoint that was opened, which may have a draft model behind the model.
+    pub async fn begin_with(
+        engine: &Arc<dyn Engine>,
+        checkpoint: Checkpoint,
+        held: HeldVersion,
+        ring: Ring,
+        within: Duration,
+    ) -> Result<Self, InstallError> {
         // Buckets of one tensor each.
         let layout = Layout::new("model", checkpoint.specs(), 64).unwrap();
         let cut = layout.clone().cut_between_tensors();
@@ -63,9 +74,8 @@ impl Feeder {
         let bytes = if whole { cut.total_bytes } else { slots * slot };
         let memory = tempfile::tempfile().unwrap();
         memory.set_len(bytes).unwrap();
-        let held = held(version, &directory.display().to_string());
         let job = HostJob {
-            version,
+            version: held.version,
             manifest: Some(held.manifest.clone()),
             layout: Arc::new(layout),
             memory: Arc::new(HostMemory::of(&memory, bytes).unwrap()),

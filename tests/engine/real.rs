@@ -61,6 +61,15 @@ impl Server {
         })
     }
 
+    /// The same with a model that drafts two tokens at a time.
+    pub fn vllm_with_draft(venv: &Path, model: &Path, draft: &Path, packages: &Path) -> Self {
+        Self::real(venv, model, |command| {
+            let speculation = serde_json::json!({"method": "draft_model", "model": draft, "num_speculative_tokens": 2});
+            command.env("PYTHONPATH", packages).args(["--weight-transfer-config", r#"{"backend": "weightsync"}"#]);
+            command.args(["--speculative-config", &speculation.to_string()]);
+        })
+    }
+
     fn real(venv: &Path, model: &Path, more: impl FnOnce(&mut Command)) -> Self {
         let mut command = Command::new(venv.join("bin/vllm"));
         let port = free_port();
@@ -107,6 +116,13 @@ impl Server {
     pub fn simulator_with_backend(model: &Path, faults: &str, ranks: u32) -> Self {
         Self::simulated(model, faults, |command| {
             command.args(["--weightsync-backend", "--no-ray", "--world-size", &ranks.to_string()]);
+        })
+    }
+
+    /// The simulator with that back end and a draft model.
+    pub fn simulator_with_draft(model: &Path, draft: &Path) -> Self {
+        Self::simulated(model, r#"{"tokenMs":10}"#, |command| {
+            command.args(["--weightsync-backend", "--no-ray"]).arg("--draft").arg(draft);
         })
     }
 

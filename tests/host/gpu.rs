@@ -9,6 +9,7 @@ mod colocated;
 mod deliveries;
 mod demo;
 mod doctor;
+mod drafts;
 mod engines;
 mod feed;
 mod group;

@@ -10,6 +10,7 @@ mod chart;
 mod conformance;
 mod demo;
 mod docs;
+mod drafts;
 mod external;
 mod gpu;
 mod model;

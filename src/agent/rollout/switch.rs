@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::{Rollout, Version, same_version};
-use crate::engine::{EngineError, EngineStart, InstallError, InstallJob, InstallReport, Resumed};
+use crate::engine::{DraftWay, EngineError, EngineStart, InstallError, InstallJob, InstallReport, Resumed, draft};
 use crate::protocol::{HeldVersion, PausePolicy, UpdatePolicy};
 
 /// What an adapter may take beyond the time that it was given.
@@ -81,12 +81,19 @@ impl Rollout {
         let installed = async {
             if route.is_some() {
                 match self.install_through_memory(&version, policy).await {
-                    // Nothing was touched, and there is another way.
-                    Err(InstallError { step: "start", dirty: false, source: error @ EngineError::Unsupported { .. } }) => {
+                    // Nothing was touched, and there is another way; not for a draft model.
+                    Err(InstallError { step: "start", dirty: false, source: error @ EngineError::Unsupported { .. } })
+                        if !version.layout.has_draft() =>
+                    {
                         tracing::warn!(%error, "the version does not go into the engine by shared memory");
                     }
                     done => return done,
                 }
+            }
+            if version.layout.has_draft() {
+                // Neither of the other ways says which model a tensor is for.
+                let source = draft::untaken(self.engine.kind(), DraftWay::Other);
+                return Err(InstallError { step: "start", dirty: false, source });
             }
             match self.engine.takes_directories() {
                 Ok(()) => self.engine.install(&job).await,

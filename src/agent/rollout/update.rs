@@ -12,13 +12,14 @@ use super::machine::{Activating, Finishing, Opening};
 use super::receive::{Listener, Receiver};
 use super::{Arriving, Inner, Receiving, Rollout, Version};
 use crate::agent::group::{Epoch, refusal};
+use crate::engine::{DraftWay, draft};
 use crate::protocol::{
     AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, MemberName, Refusal, RefusalCode, UpdateId,
     UpdateStatus,
 };
 use crate::runtime::deadline::ProgressDeadline;
-use crate::weights::Layout;
 use crate::weights::safetensors::SafetensorsPlan;
+use crate::weights::{Layout, Section, TensorSpec};
 
 /// Longest wait of a status request for news.
 pub const LONG_POLL: Duration = Duration::from_secs(1);
@@ -171,10 +172,12 @@ impl Rollout {
             return Err(refusal(RefusalCode::EngineRefused, what));
         }
         if !staged_only && Self::takes_from_group(epoch, request) {
+            self.takes_draft(DraftWay::Group, &layout, health).await?;
             return self.open_group(epoch, request, &layout).await.map(Arriving::Group);
         }
         let why_not = match self.takes_device(epoch, request) {
             Ok(()) if staged_only => "membership.maxUnavailable wants engines paused for the switch only".to_owned(),
+            Ok(()) if layout.has_draft() => draft::untaken(self.engine.kind(), DraftWay::Other).to_string(),
             Ok(()) => match self.open_device(epoch, request, &layout).await {
                 Ok(receiver) => return Ok(Arriving::Device(receiver)),
                 Err(refusal) => refusal.message,
@@ -183,6 +186,9 @@ impl Rollout {
         };
         if let Err(error) = self.takes_files() {
             return Err(refusal(RefusalCode::EngineRefused, format!("{error}; from GPU memory: {why_not}")));
+        }
+        if layout.has_draft() {
+            self.takes_draft(self.way_of_files().await, &layout, health).await?;
         }
         tracing::info!(why_not, "the version is put into files and not handed over from GPU memory as it comes");
         let plan = SafetensorsPlan::new(&layout, None).map_err(|error| refusal(RefusalCode::Invalid, error.to_string()))?;
@@ -205,6 +211,22 @@ impl Rollout {
         let receiver = Receiver::create(request.update.clone(), layout, request.algorithm, plan, dir, listener)
             .map_err(|error| internal(format!("the files of version {} cannot be made: {error}", request.update.version)))?;
         Ok(Arriving::Files(Arc::new(receiver)))
+    }
+
+    /// Whether the engine takes the draft model of a version that comes that way, where the version has one.
+    async fn takes_draft(&self, way: DraftWay, layout: &Layout, deadline: Duration) -> Result<(), Refusal> {
+        let of_draft = |tensor: &&TensorSpec| tensor.section == Section::Draft;
+        let draft: Vec<_> = layout.tensors().filter(of_draft).cloned().collect();
+        if draft.is_empty() {
+            return Ok(());
+        }
+        let taken = self.engine.takes_draft(way, draft, deadline).await;
+        taken.map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))
+    }
+
+    /// How a version that lies in files comes into the engine.
+    async fn way_of_files(&self) -> DraftWay {
+        if self.memory_route().await.is_some() { DraftWay::HostMemory } else { DraftWay::Other }
     }
 
     /// Lets the stream in, and ends the attempt when its leader falls silent or its epoch is over.

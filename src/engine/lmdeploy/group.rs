@@ -62,7 +62,7 @@ impl GroupServer for LmdeployGroup {
         true
     }
 
-    async fn open(&self, name: &str, _: Until) -> Result<Box<dyn GroupFeed>, EngineError> {
+    async fn open(&self, name: &str, _: bool, _: Until) -> Result<Box<dyn GroupFeed>, EngineError> {
         Ok(Box::new(Update { http: self.http.clone(), group: name.to_owned(), finished: Arc::default() }))
     }
 }

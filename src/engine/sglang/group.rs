@@ -3,7 +3,8 @@
 //! Facts are from the wheel of 0.5.23 (`srt/entrypoints/http_server.py`, `srt/managers/scheduler_components/weight_updater.py`,
 //! `srt/managers/tokenizer_control_mixin.py`). Updates are refused outside a session, at once and without entering the broadcast; a session
 //! that a dead trainer left open refuses the next one until it is ended, and ending it finalises a half-written model. The version is never
-//! sent with a bucket: the server would record it although later buckets fail.
+//! sent with a bucket: the server would record it although later buckets fail. One session is for both models, and each bucket says which of
+//! them load it; without a draft model in the version both do, as MTP layers need that are a part of the model's own checkpoint.
 
 use std::sync::Arc;
 
@@ -63,8 +64,7 @@ impl GroupServer for SglangGroup {
         join_by_store(&self.http, join, until).await
     }
 
-    async fn open(&self, name: &str, until: Until) -> Result<Box<dyn GroupFeed>, EngineError> {
-        // `all` loads what comes into the draft model as well.
+    async fn open(&self, name: &str, with_draft: bool, until: Until) -> Result<Box<dyn GroupFeed>, EngineError> {
         let begin = json!({ "selector": "all" });
         let found_open = match self.success("/begin_weight_update", &begin, until).await {
             Ok(()) => false,
@@ -76,7 +76,9 @@ impl GroupServer for SglangGroup {
             }
             Err(error) => return Err(error),
         };
-        Ok(Box::new(Session { server: Self { http: self.http.clone() }, group: name.to_owned(), found_open, open: true }))
+        let server = Self { http: self.http.clone() };
+        let selector = if with_draft { "target" } else { "all" };
+        Ok(Box::new(Session { server, group: name.to_owned(), found_open, open: true, selector }))
     }
 }
 
@@ -86,6 +88,8 @@ struct Session {
     group: String,
     found_open: bool,
     open: bool,
+    /// Which models load what is received now.
+    selector: &'static str,
 }
 
 #[async_trait]
@@ -104,11 +108,16 @@ impl GroupFeed for Session {
             "abort_all_requests": false,
             "weight_version": null,
             "load_format": "flattened_bucket",
-            "selector": "all",
+            "selector": self.selector,
             "torch_empty_cache": false,
         });
         let server = SglangGroup { http: self.server.http.clone() };
         Box::pin(async move { server.success("/update_weights_from_distributed", &body, until).await })
+    }
+
+    async fn turn_to_draft(&mut self, _: Until) -> Result<(), EngineError> {
+        self.selector = "draft";
+        Ok(())
     }
 
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {

@@ -48,8 +48,10 @@ struct Session {
     feeds: Vec<Feed>,
     /// Between start and finish.
     open: bool,
-    /// A whole version was loaded.
+    /// Its model was loaded in full.
     whole: bool,
+    /// It is the draft model's.
+    draft: bool,
 }
 
 /// What the routes share.
@@ -72,6 +74,7 @@ pub(super) fn routes(transfer: Option<&WeightTransfer>) -> Router<Arc<Front>> {
     Router::new()
         .route("/init_weight_transfer_engine", post(init))
         .route("/start_weight_update", post(start))
+        .route("/start_draft_weight_update", post(start_draft))
         .route("/update_weights", post(update))
         .route("/finish_weight_update", post(finish))
         .layer(Extension(backend))
@@ -98,6 +101,8 @@ fn reply(front: &Front, outcome: Result<(), &str>, message: &str) -> Response {
     }
 }
 
+/// What a vLLM without one says to the start of its draft model's session.
+pub(super) const NO_DRAFT: &str = "Draft model weight update requested, but no draft model is configured.";
 const NOT_CONFIGURED: &str = "Weight transfer not configured. Please set weight_transfer_config to enable weight transfer.";
 
 async fn init(State(front): State<Arc<Front>>, Extension(backend): Extension<Option<Backend>>, body: Bytes) -> Response {
@@ -122,21 +127,31 @@ async fn init(State(front): State<Arc<Front>>, Extension(backend): Extension<Opt
 }
 
 async fn start(State(front): State<Arc<Front>>, Extension(backend): Extension<Option<Backend>>) -> Response {
-    const DONE: &str = "Weight update started";
+    started(&front, backend, false, "Weight update started").await
+}
+
+async fn start_draft(State(front): State<Arc<Front>>, Extension(backend): Extension<Option<Backend>>) -> Response {
+    started(&front, backend, true, "Draft weight update started").await
+}
+
+async fn started(front: &Front, backend: Option<Backend>, draft: bool, done: &str) -> Response {
     let _turn = match front.core.turn().await {
         Ok(turn) => turn,
         Err(error) => return dead(error),
     };
-    let Some(backend) = backend else { return reply(&front, Err(NOT_CONFIGURED), DONE) };
+    let Some(backend) = backend else { return reply(front, Err(NOT_CONFIGURED), done) };
     let mut session = backend.session();
     if session.open {
         let refused = "start_weight_update called while a weight update is already active. Call finish_weight_update first.";
-        return reply(&front, Err(refused), DONE);
+        return reply(front, Err(refused), done);
     }
-    (session.open, session.whole) = (true, false);
+    if draft && front.core.state().draft.is_none() {
+        return reply(front, Err(NO_DRAFT), done);
+    }
+    (session.open, session.whole, session.draft) = (true, false, draft);
     front.core.take_apart();
     session.feeds.iter().for_each(|feed| feed.did("started"));
-    reply(&front, Ok(()), DONE)
+    reply(front, Ok(()), done)
 }
 
 async fn update(State(front): State<Arc<Front>>, Extension(backend): Extension<Option<Backend>>, body: Bytes) -> Response {
@@ -148,14 +163,15 @@ async fn update(State(front): State<Arc<Front>>, Extension(backend): Extension<O
     let Some(backend) = backend else { return reply(&front, Err(NOT_CONFIGURED), DONE) };
     let info = serde_json::from_slice::<Value>(&body).unwrap_or_default();
     let token = info.pointer("/update_info/token").and_then(Value::as_str).unwrap_or_default();
-    let mut feeds = {
+    let (mut feeds, draft) = {
         let mut session = backend.session();
         if !session.open {
             return reply(&front, Err("start_weight_update must be called before update_weights."), DONE);
         }
-        if session.token == token { std::mem::take(&mut session.feeds) } else { Vec::new() }
+        let feeds = if session.token == token { std::mem::take(&mut session.feeds) } else { Vec::new() };
+        (feeds, session.draft)
     };
-    let ranks = feeds.iter_mut().enumerate().map(|(rank, feed)| take(&front, rank, feed));
+    let ranks = feeds.iter_mut().enumerate().map(|(rank, feed)| take(&front, rank, feed, draft));
     let taken: Vec<Result<(), String>> = join_all(ranks).await;
     let mut session = backend.session();
     session.whole = !taken.is_empty() && taken.iter().all(Result::is_ok);
@@ -174,17 +190,20 @@ async fn update(State(front): State<Arc<Front>>, Extension(backend): Extension<O
 }
 
 /// One worker takes its feed; the first one's weights are those that are served.
-async fn take(front: &Front, rank: usize, feed: &mut Feed) -> Result<(), String> {
+async fn take(front: &Front, rank: usize, feed: &mut Feed, draft: bool) -> Result<(), String> {
+    let load = async |tensors| match (rank, draft) {
+        (0, false) => front.core.take(tensors).await,
+        (0, true) => front.core.take_draft(tensors),
+        _ => Ok(()),
+    };
     let mut views = Vec::new();
     loop {
-        match feed.next().await {
+        match feed.next(draft).await {
             Arrived::Bucket(bucket) => {
                 let (copied, kept): (Vec<Place>, Vec<Place>) = bucket.tensors.into_iter().partition(|_| bucket.copy);
                 let copied = copied.iter().map(|place| feed.read(place)).collect::<Result<Vec<_>, _>>()?;
                 views.extend(kept);
-                if rank == 0 {
-                    front.core.take(copied).await?;
-                }
+                load(copied).await?;
                 feed.say(&json!({"taken": bucket.sequence}))?;
             }
             Arrived::End => break,
@@ -192,7 +211,7 @@ async fn take(front: &Front, rank: usize, feed: &mut Feed) -> Result<(), String>
         }
     }
     let read = views.iter().map(|place| feed.read(place)).collect::<Result<Vec<_>, _>>()?;
-    if rank == 0 { front.core.take(read).await } else { Ok(()) }
+    load(read).await
 }
 
 async fn finish(State(front): State<Arc<Front>>, Extension(backend): Extension<Option<Backend>>) -> Response {
@@ -209,7 +228,7 @@ async fn finish(State(front): State<Arc<Front>>, Extension(backend): Extension<O
     front.core.put_together();
     let step = if session.whole { "finished" } else { "ended" };
     session.feeds.iter().for_each(|feed| feed.did(step));
-    if session.whole {
+    if session.whole && session.feeds.iter().all(Feed::over) {
         session.feeds.clear();
     }
     (session.open, session.whole) = (false, false);

@@ -62,6 +62,8 @@ struct Request {
 /// What changes.
 pub(super) struct State {
     pub(super) served: Served,
+    /// The draft model, where there is one. No answer depends on it.
+    pub(super) draft: Option<Served>,
     pub(super) faults: Faults,
     pub(super) version: String,
     pub(super) pause: Pause,
@@ -96,24 +98,13 @@ pub(super) struct Core {
 pub(super) struct Dead;
 
 impl Core {
-    pub(super) fn new(kind: Kind, served: Served, faults: Faults) -> Self {
+    pub(super) fn new(kind: Kind, served: Served, draft: Option<Served>, faults: Faults) -> Self {
         let digest = served.digest();
-        let state = State {
-            served,
-            faults,
-            version: "default".to_owned(),
-            pause: Pause::Running,
-            sleep: (0, 0),
-            dead: false,
-            late: None,
-            calls: Vec::new(),
-            digest,
-            leftover: Leftover::Nothing,
-            taken: 0,
-            requests: BTreeMap::new(),
-            next: 0,
-            prefixes: HashMap::new(),
-        };
+        let (version, pause, leftover) = ("default".to_owned(), Pause::Running, Leftover::Nothing);
+        let (calls, requests, prefixes) = (Vec::new(), BTreeMap::new(), HashMap::new());
+        let (sleep, dead, late, taken, next) = ((0, 0), false, None, 0, 0);
+        let state =
+            State { served, draft, faults, version, pause, sleep, dead, late, calls, digest, leftover, taken, requests, next, prefixes };
         Self { kind, state: Mutex::new(state), turn: tokio::sync::Mutex::default(), changed: watch::Sender::new(()) }
     }
 
@@ -286,6 +277,14 @@ impl Core {
             }
             state.digest = state.served.digest() ^ UNFINISHED;
             Ok(())
+        })
+    }
+
+    /// Replaces some parameters of the draft model by what was handed over.
+    pub(super) fn take_draft(&self, tensors: Vec<Taken>) -> Result<(), String> {
+        self.change(|state| {
+            let draft = state.draft.as_mut().ok_or("there is no draft model")?;
+            tensors.into_iter().try_for_each(|tensor| draft.take(tensor, None, false))
         })
     }
 

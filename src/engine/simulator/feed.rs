@@ -35,6 +35,9 @@ pub(super) struct Place(String, String, Vec<u64>, u64, u64, String);
 pub(super) struct Told {
     pub(super) sequence: u32,
     pub(super) copy: bool,
+    /// For the draft model, which comes behind the model.
+    #[serde(default)]
+    pub(super) draft: bool,
     pub(super) tensors: Vec<Place>,
 }
 
@@ -59,6 +62,9 @@ pub(super) struct Feed {
     arrived: mpsc::UnboundedReceiver<Arrived>,
     memory: Arc<OnceLock<File>>,
     socket: UnixStream,
+    /// The first bucket for the draft model.
+    ahead: Option<Told>,
+    over: bool,
 }
 
 impl Drop for Feed {
@@ -74,7 +80,7 @@ impl Feed {
         let address = SocketAddr::from_abstract_name(socket.as_bytes());
         let socket = address.and_then(|address| UnixStream::connect_addr(&address));
         let socket = socket.map_err(|error| format!("no agent answers: {error}"))?;
-        let hello = json!({"token": token, "protocol": 1, "rank": rank, "ranks": ranks, "device": "cpu", "digests": digests, "open": open});
+        let hello = json!({"token": token, "protocol": 1, "rank": rank, "ranks": ranks, "device": "cpu", "digests": digests, "open": open, "draft": true});
         say(&socket, &json!({"hello": hello}))?;
         let listening = socket.try_clone().map_err(|error| error.to_string())?;
         let (to_engine, arrived) = mpsc::unbounded_channel();
@@ -86,12 +92,33 @@ impl Feed {
                 let _gone = to_engine.send(Arrived::Failed(cause));
             }
         });
-        Ok(Self { arrived, memory, socket })
+        Ok(Self { arrived, memory, socket, ahead: None, over: false })
     }
 
-    /// What comes next; waits for it.
-    pub(super) async fn next(&mut self) -> Arrived {
-        self.arrived.recv().await.unwrap_or_else(|| Arrived::Failed("the agent went away".into()))
+    /// What comes next for the model, or for the draft model; waits for it. The model ends where the draft model begins.
+    pub(super) async fn next(&mut self, draft: bool) -> Arrived {
+        let next = match self.ahead.take() {
+            Some(bucket) => Arrived::Bucket(bucket),
+            None => self.arrived.recv().await.unwrap_or_else(|| Arrived::Failed("the agent went away".into())),
+        };
+        match next {
+            Arrived::Bucket(bucket) if bucket.draft && !draft => {
+                self.ahead = Some(bucket);
+                Arrived::End
+            }
+            Arrived::Bucket(bucket) if !bucket.draft && draft => {
+                Arrived::Failed("a bucket of the model came behind its draft model".into())
+            }
+            next => {
+                self.over |= matches!(next, Arrived::End);
+                next
+            }
+        }
+    }
+
+    /// Whether everything was taken.
+    pub(super) fn over(&self) -> bool {
+        self.over
     }
 
     /// What lies there now.

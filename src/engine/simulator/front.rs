@@ -23,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::core::Core;
 use super::faults::{Fault, Faults};
+use super::served::Served;
 use crate::weights::digest_hex;
 
 /// Calls that are remembered.
@@ -113,6 +114,7 @@ async fn digest(State(front): State<Arc<Front>>) -> Json<Value> {
     let tensors = state.served.tensors();
     Json(json!({
         "digest": digest_hex(state.digest()),
+        "draft": state.draft.as_ref().map(Served::tensors),
         "count": tensors.len(),
         "tensors": tensors,
         "version": state.version,

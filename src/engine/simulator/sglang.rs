@@ -98,10 +98,11 @@ async fn ready(State(front): State<Arc<Front>>, Extension(flags): Extension<Arc<
 async fn server_info(State(front): State<Arc<Front>>) -> Response {
     let Ok(_turn) = front.core.turn().await else { return gone(&front).await };
     let size = front.world_size();
+    let speculation = front.core.state().draft.as_ref().map(|_| "EAGLE");
     Json(json!({
         "model_path": front.model_directory, "served_model_name": front.model, "tp_size": size, "pp_size": 1, "dp_size": 1,
         "enable_dp_attention": false, "random_seed": 0, "load_format": "auto", "startup_time": {"e2e": front.started},
-        "internal_states": [{"world_size": size}], "version": "0.5.23", "frontend": "python",
+        "internal_states": [{"world_size": size}], "speculative_algorithm": speculation, "version": "0.5.23", "frontend": "python",
     }))
     .into_response()
 }

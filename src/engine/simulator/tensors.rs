@@ -10,7 +10,7 @@ use crate::torch::pickle::Value;
 use crate::weights::Dtype;
 
 /// A tensor that was read.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Taken {
     pub(super) name: String,
     pub(super) dtype: Dtype,

@@ -3,7 +3,7 @@
 //! Rules kept on purpose: every pause queues new requests (none is refused), `resume` is never an error, the engine's routes are not
 //! guarded by the API key, `/health` tells nothing about the engine core, and a reload that failed half-way spoils the next one.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use axum::body::Bytes;
@@ -30,8 +30,13 @@ pub(super) fn guarded(path: &str) -> bool {
 }
 
 /// The routes; those for weights only in dev mode.
-pub(super) fn routes(dev_mode: bool, gpus: GpuOptions, transfer: Option<WeightTransfer>, ranks: Arc<Ranks>) -> Router<Arc<Front>> {
-    let info = server_info(&gpus, transfer.as_ref());
+pub(super) fn routes(
+    dev_mode: bool,
+    gpus: GpuOptions,
+    (transfer, draft): (Option<WeightTransfer>, Option<PathBuf>),
+    ranks: Arc<Ranks>,
+) -> Router<Arc<Front>> {
+    let info = server_info(&gpus, transfer.as_ref(), draft.as_deref());
     let session = match &transfer {
         Some(vllms) if ["nccl", "ipc"].contains(&vllms.backend.as_str()) => group::vllm::routes(Transfer::new(ranks, &vllms.backend)),
         ours => backend::routes(ours.as_ref()),
@@ -85,10 +90,12 @@ pub(super) fn worker_failed(cause: &str) -> Response {
 }
 
 /// What the development route says of the server's configuration, as far as anybody asks.
-fn server_info(gpus: &GpuOptions, transfer: Option<&WeightTransfer>) -> Value {
+fn server_info(gpus: &GpuOptions, transfer: Option<&WeightTransfer>, draft: Option<&Path>) -> Value {
     let extension = if gpus.checkpoint_engine { "checkpoint_engine.worker.VllmColocateWorkerExtension" } else { "" };
     let transfer = transfer.map(|transfer| json!({"backend": transfer.backend}));
-    json!({"vllm_config": {"weight_transfer_config": transfer, "parallel_config": {"worker_extension_cls": extension}}})
+    let speculation = draft.map(|draft| json!({"method": "draft_model", "model": draft, "draft_model_config": {"model": draft}}));
+    let parallel = json!({"worker_extension_cls": extension});
+    json!({"vllm_config": {"weight_transfer_config": transfer, "parallel_config": parallel, "speculative_config": speculation}})
 }
 
 pub(super) fn dead(_: Dead) -> Response {

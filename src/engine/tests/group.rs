@@ -32,7 +32,7 @@ struct Inside {
 }
 
 #[derive(Clone, Default)]
-struct Server(Arc<Mutex<Inside>>);
+pub(super) struct Server(Arc<Mutex<Inside>>);
 
 impl Server {
     fn with<T>(&self, read: impl FnOnce(&mut Inside) -> T) -> T {
@@ -44,7 +44,7 @@ impl Server {
     }
 
     /// Paths of POST calls that are about groups and updates.
-    fn posts(&self) -> Vec<String> {
+    pub(super) fn posts(&self) -> Vec<String> {
         let plain = [
             "/pause_generation",
             "/continue_generation",
@@ -64,7 +64,7 @@ impl Server {
         })
     }
 
-    fn bodies(&self, path: &str) -> Vec<Value> {
+    pub(super) fn bodies(&self, path: &str) -> Vec<Value> {
         self.with(|inside| inside.calls.iter().filter(|(called, _)| called == path).map(|(_, body)| body.clone()).collect())
     }
 
@@ -140,6 +140,9 @@ impl Inside {
                 let active = failed("start_weight_update called while a weight update is already active. Call finish_weight_update first.");
                 self.session(true, json!({"message": "Weight update started"}), active)
             }
+            "/start_draft_weight_update" => {
+                self.session(true, json!({"message": "Draft weight update started"}), failed("a session is active"))
+            }
             "/finish_weight_update" => {
                 self.session(false, json!({"message": "Weight update finished"}), failed("without a matching start"))
             }
@@ -156,7 +159,7 @@ impl Inside {
     }
 }
 
-async fn engine(kind: &str) -> (Server, Arc<dyn Engine>) {
+pub(super) async fn engine(kind: &str) -> (Server, Arc<dyn Engine>) {
     let server = Server::default();
     server.with(|inside| inside.version = "default".into());
     let url = server.clone().start().await;
@@ -173,7 +176,7 @@ fn join(epoch: u64, rendezvous: Rendezvous) -> GroupJoin {
 
 /// Two buckets; the first has two element types.
 fn job() -> DeviceJob {
-    let tensor = |name: &str, dtype, shape: &[u64]| TensorSpec { name: name.into(), dtype, shape: shape.to_vec(), load_unit: None };
+    let tensor = |name: &str, dtype, shape: &[u64]| TensorSpec::new(name.into(), dtype, shape.to_vec());
     let tensors = vec![tensor("a", Dtype::BF16, &[3, 5]), tensor("scale", Dtype::F32, &[1]), tensor("b", Dtype::BF16, &[64])];
     DeviceJob {
         version: 4,
@@ -197,9 +200,17 @@ async fn begun(engine: &Arc<dyn Engine>, rendezvous: Rendezvous) -> Box<dyn Devi
 }
 
 async fn received(engine: &Arc<dyn Engine>, rendezvous: Rendezvous) -> Result<InstallReport, InstallError> {
-    let mut install = begun(engine, rendezvous).await;
+    received_of(engine, rendezvous, Layout::clone(&job().layout)).await
+}
+
+/// Joins a group and takes a version of that layout.
+pub(super) async fn received_of(engine: &Arc<dyn Engine>, rendezvous: Rendezvous, layout: Layout) -> Result<InstallReport, InstallError> {
+    let group = engine.group().unwrap();
+    group.join(&join(1, rendezvous), SOON).await.unwrap();
+    let job = DeviceJob { layout: Arc::new(layout), ..job() };
+    let mut install = group.begin(&job, watch::Sender::new(None).subscribe()).await.unwrap();
     install.open().await?;
-    for bucket in job().layout.buckets() {
+    for bucket in job.layout.buckets() {
         install.bucket(DeviceBucket { bucket, places: Vec::new() }).await?;
     }
     install.finish(held(4)).await

@@ -17,23 +17,26 @@ use crate::weights::Layout;
 use crate::weights::safetensors::Checkpoint;
 
 /// A version and the memory that it is fed from.
-struct Version {
+pub(super) struct Version {
     checkpoint: Checkpoint,
-    layout: Arc<Layout>,
+    pub(super) layout: Arc<Layout>,
     memory: File,
     number: u64,
 }
 
 impl Version {
     fn of(bench: &Bench, number: u64) -> Self {
-        let checkpoint = Checkpoint::open(&bench.directory(number)).unwrap();
+        Self::from(Checkpoint::open(&bench.directory(number)).unwrap(), number)
+    }
+
+    pub(super) fn from(checkpoint: Checkpoint, number: u64) -> Self {
         let layout = Arc::new(Layout::new("model", checkpoint.specs(), 64).unwrap());
         let memory = tempfile::tempfile().unwrap();
         memory.set_len(layout.total_bytes).unwrap();
         Self { checkpoint, layout, memory, number }
     }
 
-    fn job(&self) -> HostJob {
+    pub(super) fn job(&self) -> HostJob {
         HostJob {
             version: self.number,
             manifest: Some(held(self.number).manifest),
@@ -49,7 +52,7 @@ impl Version {
     }
 
     /// The tensor with that index, written at its place in the stream, or at the beginning of the memory.
-    fn bucket(&self, index: usize, digest: HostDigest, place: Option<u64>) -> HostBucket {
+    pub(super) fn bucket(&self, index: usize, digest: HostDigest, place: Option<u64>) -> HostBucket {
         let entry = &self.layout.entries[index];
         let mut bytes = vec![0; usize::try_from(entry.bytes).unwrap()];
         self.checkpoint.read_tensor(index, 0, &mut bytes).unwrap();
@@ -67,14 +70,14 @@ impl Version {
         Ok(())
     }
 
-    async fn install(&self, bench: &Bench) -> Result<InstallReport, InstallError> {
+    pub(super) async fn install(&self, bench: &Bench) -> Result<InstallReport, InstallError> {
         let mut install = bench.engine.begin_host(&self.job()).await?;
         self.tell(&mut install).await?;
         install.finish(held(self.number)).await
     }
 }
 
-async fn bench(more: impl FnOnce(&mut SimulatorOptions)) -> Bench {
+pub(super) async fn bench(more: impl FnOnce(&mut SimulatorOptions)) -> Bench {
     let with = |options: &mut SimulatorOptions| {
         options.weight_transfer = Some(WeightTransfer::weightsync());
         more(options);

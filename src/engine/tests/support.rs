@@ -118,13 +118,17 @@ impl Bench {
 
     /// Digest of what a fresh simulator serves that was started with the checkpoint of that version.
     pub(in crate::engine) async fn fresh_digest(&self, version: u64) -> String {
+        self.fresh(version).await["digest"].as_str().unwrap().to_owned()
+    }
+
+    /// All that it tells of what it serves.
+    pub(in crate::engine) async fn fresh(&self, version: u64) -> Value {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut options = SimulatorOptions::new(self.kind, self.directory(version));
         // The one that starts with a checkpoint.
         "ipc".clone_into(&mut options.fastdeploy.load_strategy);
         let fresh = Simulator::start(options, listener).await.unwrap();
-        let digest = get(&format!("{}/simulator/digest", fresh.url())).await;
-        digest["digest"].as_str().unwrap().to_owned()
+        get(&format!("{}/simulator/digest", fresh.url())).await
     }
 
     pub(in crate::engine) async fn set_faults(&self, faults: Faults) {

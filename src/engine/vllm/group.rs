@@ -39,6 +39,10 @@ impl VllmGroup {
         self.message("/start_weight_update", &json!({}), "Weight update started", until).await
     }
 
+    async fn start_draft(&self, until: Until) -> Result<(), EngineError> {
+        self.message("/start_draft_weight_update", &json!({}), "Draft weight update started", until).await
+    }
+
     /// The version is written by a call of its own, and last.
     async fn finish(&self, until: Until) -> Result<(), EngineError> {
         self.message("/finish_weight_update", &json!({ "weight_version": null }), "Weight update finished", until).await
@@ -92,7 +96,7 @@ impl GroupServer for VllmGroup {
         self.message("/init_weight_transfer_engine", &body, "Weight transfer initialized", until).await
     }
 
-    async fn open(&self, _: &str, until: Until) -> Result<Box<dyn GroupFeed>, EngineError> {
+    async fn open(&self, _: &str, _: bool, until: Until) -> Result<Box<dyn GroupFeed>, EngineError> {
         let found_open = match self.start(until).await {
             Ok(()) => false,
             Err(EngineError::Status { status: 500, body, .. }) if body.contains("already active") => {
@@ -137,6 +141,14 @@ impl GroupFeed for Session {
             }
             received
         })
+    }
+
+    /// A session has one target: that of the model ends, another is begun.
+    async fn turn_to_draft(&mut self, until: Until) -> Result<(), EngineError> {
+        self.close(until).await?;
+        // Whether it began is not always known; ending one that did not begin does no harm.
+        self.open.store(true, Ordering::Release);
+        self.server.start_draft(until).await
     }
 
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {

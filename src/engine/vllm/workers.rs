@@ -21,9 +21,11 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
+use super::progress::{Progress, Rank, Step, reached};
 use crate::engine::EngineError;
 use crate::engine::host::{HostBucket, HostDigest, HostMemory};
 use crate::engine::http::Until;
+use crate::weights::Section;
 
 /// Not the prefix of agents' own sockets: trainers look for those.
 const PREFIX: &str = "weightsync-feed/";
@@ -37,6 +39,8 @@ const WAITING: usize = 64;
 /// What is agreed before the first bucket.
 pub(super) struct Rules {
     pub(super) token: String,
+    /// Whether a draft model comes behind the model.
+    pub(super) draft: bool,
     /// Longest time between two lines to a worker; half of it without a bucket makes us say that we live.
     pub(super) silence: Duration,
 }
@@ -51,6 +55,9 @@ struct Hello {
     digests: Vec<String>,
     /// Whether a session is open, which an earlier life of an agent left.
     open: bool,
+    /// Whether it can be told of buckets for a draft model.
+    #[serde(default)]
+    draft: bool,
 }
 
 /// What a worker says.
@@ -66,45 +73,6 @@ enum Said {
     Did(Step),
     /// It cannot go on.
     Failed(String),
-}
-
-/// Steps of a session.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub(super) enum Step {
-    /// A session that was open before is over.
-    Ended,
-    /// Layers are taken apart.
-    Started,
-    /// All was loaded.
-    Updated,
-    /// Every layer is whole and new.
-    Finished,
-}
-
-/// How far one rank is.
-#[derive(Debug, Clone, Default)]
-struct Rank {
-    verified: u32,
-    taken: u32,
-    did: Option<Step>,
-}
-
-/// How far each rank is.
-#[derive(Debug, Clone, Default)]
-struct Progress {
-    ranks: BTreeMap<u32, Rank>,
-    failure: Option<String>,
-}
-
-impl Progress {
-    fn verified(&self) -> u32 {
-        self.ranks.values().map(|rank| rank.verified).min().unwrap_or(0)
-    }
-
-    fn taken(&self) -> u32 {
-        self.ranks.values().map(|rank| rank.taken).min().unwrap_or(0)
-    }
 }
 
 /// A socket that workers are told to connect to.
@@ -143,7 +111,9 @@ impl Workers {
             json!([tensor.spec.name, tensor.spec.dtype.name(), tensor.spec.shape, tensor.offset, tensor.bytes, tensor.digest])
         };
         let tensors: Vec<_> = bucket.tensors.iter().map(tensor).collect();
-        format!("{}\n", json!({"event": "bucket", "sequence": bucket.sequence, "copy": bucket.copy, "tensors": tensors}))
+        let (copy, draft) = (bucket.copy, bucket.section() == Section::Draft);
+        let line = json!({"event": "bucket", "sequence": bucket.sequence, "copy": copy, "draft": draft, "tensors": tensors});
+        format!("{line}\n")
     }
 
     /// Says a line to every worker; waits while one has not taken earlier ones. Wants to be ended by a deadline.
@@ -182,11 +152,11 @@ impl Workers {
         self.left_open
     }
 
-    /// Waits until every worker took that step of the session. Wants to be ended by a deadline.
-    pub(super) fn did(&self, step: Step) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
+    /// Waits until every worker took that step of a session, counted from 1 (0: one that somebody left open). Wants to be ended by a deadline.
+    pub(super) fn did(&self, session: u32, step: Step) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
         let progress = self.progress.clone();
         async move {
-            reached(progress, move |progress| progress.ranks.values().all(|rank| rank.did >= Some(step))).await;
+            reached(progress, move |progress| progress.did(session, step)).await;
             Ok(())
         }
     }
@@ -215,13 +185,6 @@ impl Workers {
     pub(super) fn close(&mut self) {
         self.lines.clear();
         self.tasks.abort_all();
-    }
-}
-
-/// Waits for progress; pending when it can never come.
-async fn reached(mut progress: watch::Receiver<Progress>, far: impl FnMut(&Progress) -> bool) {
-    if progress.wait_for(far).await.is_err() {
-        std::future::pending::<()>().await;
     }
 }
 
@@ -266,7 +229,7 @@ impl Listening {
             let (to_writer, inbox) = mpsc::channel(WAITING);
             lines.push(to_writer);
             tasks.spawn(write(writer, inbox, rules.silence / 3));
-            tasks.spawn(read(reader, rank, known.clone()));
+            tasks.spawn(read(reader, rank, if rules.draft { 2 } else { 1 }, known.clone()));
         }
         Ok((Workers { url: self.url, lines, progress, left_open, tasks }, digest))
     }
@@ -288,6 +251,12 @@ impl Listening {
             return Err(EngineError::Unsupported {
                 what: format!("rank {} computes on {:?}, and shared memory of the host is for CPU", hello.rank, hello.device),
                 next_step: "it is fed from a directory".into(),
+            });
+        }
+        if rules.draft && !hello.draft {
+            return Err(EngineError::Unsupported {
+                what: format!("the package weightsync beside rank {} knows no draft models", hello.rank),
+                next_step: "install the one of this agent's version in the server's environment".into(),
             });
         }
         if hello.ranks != self.ranks || hello.rank >= self.ranks {
@@ -329,12 +298,12 @@ async fn next(reader: &mut BufReader<OwnedReadHalf>) -> Result<Said, String> {
 }
 
 /// Notes what a worker says until it is gone. One that closes behind its last step has not failed.
-async fn read(mut reader: BufReader<OwnedReadHalf>, rank: u32, progress: watch::Sender<Progress>) {
+async fn read(mut reader: BufReader<OwnedReadHalf>, rank: u32, sessions: u32, progress: watch::Sender<Progress>) {
     loop {
         let said = next(&mut reader).await;
         let over = said.is_err();
         progress.send_modify(|progress| {
-            let finished = progress.ranks.get(&rank).is_some_and(|rank| rank.did == Some(Step::Finished));
+            let finished = progress.ranks.get(&rank).is_some_and(|rank| rank.sessions == sessions && rank.did == Some(Step::Finished));
             if over && finished {
                 return;
             }
@@ -348,7 +317,9 @@ async fn read(mut reader: BufReader<OwnedReadHalf>, rank: u32, progress: watch::
                     return;
                 }
                 Ok(Said::Did(step)) => {
-                    progress.ranks.entry(rank).or_default().did = Some(step);
+                    let rank = progress.ranks.entry(rank).or_default();
+                    rank.sessions += u32::from(step == Step::Started);
+                    rank.did = Some(step);
                     return;
                 }
                 Ok(Said::Failed(why)) | Err(why) => why,

@@ -15,6 +15,8 @@ pub struct Actor {
     pub(super) ranks: u32,
     pub(super) said: u32,
     pub(super) absent: bool,
+    /// With a draft model, which is the world's first model too.
+    pub(super) drafts: bool,
     pub(super) gpu: Option<u32>,
     /// The program's own name and more words of its command.
     pub(super) words: Vec<String>,
@@ -23,12 +25,17 @@ pub struct Actor {
 impl Actor {
     /// A simulated vLLM with one rank and no faults.
     pub fn new() -> Self {
-        Self { kind: "vllm", faults: json!({}), ranks: 1, said: 1, absent: false, gpu: None, words: Vec::new() }
+        Self { kind: "vllm", faults: json!({}), ranks: 1, said: 1, absent: false, drafts: false, gpu: None, words: Vec::new() }
     }
 
     /// Started with WeightSync's own weight-transfer back end.
     pub fn with_backend(self) -> Self {
         Self { words: vec![PROGRAM.to_owned(), "--weightsync-backend".to_owned()], ..self }
+    }
+
+    /// With a model that drafts for it.
+    pub fn drafting(self) -> Self {
+        Self { drafts: true, ..self }
     }
 
     /// With one rank on each of these GPUs of its machine, and able to join groups with them.
@@ -99,5 +106,6 @@ pub(super) fn engine(actor: &Actor, port: u16, folder: &Path) -> Vec<String> {
     let words = ["simulate-engine", "--engine", actor.kind, "--server-port", &port, "--model", &model, "--world-size", &ranks];
     let (name, own) = actor.words.split_first().map_or((PROGRAM, &[][..]), |(name, own)| (name.as_str(), own));
     let words = std::iter::once(name).chain(words).chain(["--faults", &faults, "--served-model-name", &served]);
+    let words = words.chain(actor.drafts.then_some(["--draft", &model]).into_iter().flatten());
     words.map(str::to_owned).chain(own.iter().cloned()).collect()
 }

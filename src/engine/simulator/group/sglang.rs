@@ -228,7 +228,8 @@ where
 
 async fn load(front: &Arc<Front>, state: &SglangGroups, body: &Map<String, Value>, taken: Vec<Taken>) -> Response {
     let told = front.core.state().faults.load_rank == 0;
-    if let Err(cause) = front.core.take(taken).await
+    let selector = body.get("selector").and_then(Value::as_str).unwrap_or("all");
+    if let Err(cause) = into_models(front, selector, taken).await
         && told
     {
         let message = format!(
@@ -254,6 +255,17 @@ async fn load(front: &Arc<Front>, state: &SglangGroups, body: &Map<String, Value
         message = format!("{message} Weight version updated to {version}.");
     }
     said(true, message)
+}
+
+/// What was received goes into the models that the call names; a server without a draft model has none to name.
+async fn into_models(front: &Front, selector: &str, taken: Vec<Taken>) -> Result<(), String> {
+    if !["all", "target", "draft"].contains(&selector) {
+        return Err(format!("invalid selector '{selector}'; expected 'target', 'draft', or 'all'"));
+    }
+    if selector != "target" && front.core.state().draft.is_some() {
+        front.core.take_draft(taken.clone())?;
+    }
+    if selector == "draft" { Ok(()) } else { front.core.take(taken).await }
 }
 
 async fn distributed(state: Arc<SglangGroups>, body: Map<String, Value>) -> Result<Vec<Taken>, Trouble> {

@@ -19,6 +19,7 @@ use futures::future::join_all;
 use serde_json::{Map, Value, json};
 use tokio::sync::Mutex;
 
+use super::super::backend::NO_DRAFT;
 use super::super::front::Front;
 use super::super::tensors::Taken;
 use super::super::vllm::{dead, invalid, worker_failed};
@@ -38,6 +39,8 @@ pub(in super::super) struct Transfer {
 #[derive(Default)]
 struct Session {
     active: bool,
+    /// It is the draft model's.
+    draft: bool,
     members: Option<Vec<Member>>,
     /// Bytes of a packed bucket; per tensor without.
     packed: Option<u64>,
@@ -61,6 +64,7 @@ pub(in super::super) fn routes(transfer: Arc<Transfer>) -> Router<Arc<Front>> {
         .route("/init_weight_transfer_engine", post(init))
         .route("/shutdown_weight_transfer_engine", post(shutdown))
         .route("/start_weight_update", post(start))
+        .route("/start_draft_weight_update", post(start_draft))
         .route("/update_weights", post(update))
         .route("/finish_weight_update", post(finish))
         .layer(Extension(transfer))
@@ -256,6 +260,14 @@ async fn shutdown(State(front): State<Arc<Front>>, Extension(state): Shared) -> 
 }
 
 async fn start(State(front): State<Arc<Front>>, Extension(state): Shared) -> Response {
+    started(&front, &state, false, "Weight update started").await
+}
+
+async fn start_draft(State(front): State<Arc<Front>>, Extension(state): Shared) -> Response {
+    started(&front, &state, true, "Draft weight update started").await
+}
+
+async fn started(front: &Front, state: &Transfer, draft: bool, done: &str) -> Response {
     let _turn = match front.core.turn().await {
         Ok(turn) => turn,
         Err(cause) => return dead(cause),
@@ -264,9 +276,12 @@ async fn start(State(front): State<Arc<Front>>, Extension(state): Shared) -> Res
     if session.active {
         return worker_failed("start_weight_update called while a weight update is already active. Call finish_weight_update first.");
     }
-    session.active = true;
+    if draft && front.core.state().draft.is_none() {
+        return worker_failed(NO_DRAFT);
+    }
+    (session.active, session.draft) = (true, draft);
     front.core.take_apart();
-    message("Weight update started")
+    message(done)
 }
 
 async fn update(State(front): State<Arc<Front>>, Extension(state): Shared, bytes: Bytes) -> Response {
@@ -285,7 +300,9 @@ async fn update(State(front): State<Arc<Front>>, Extension(state): Shared, bytes
             Ok(taken) => taken,
             Err(trouble) => return answer(&held, Err(trouble), "").await,
         };
-        if let Err(cause) = held.core.take(taken).await {
+        let draft = state.session.lock().await.draft;
+        let loaded = if draft { held.core.take_draft(taken) } else { held.core.take(taken).await };
+        if let Err(cause) = loaded {
             state.session.lock().await.active = false;
             return worker_failed(&cause);
         }

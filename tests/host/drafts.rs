@@ -1,0 +1,62 @@
+//! Versions with a draft model: who takes one, who is left out and why, and what an engine holds of both.
+
+use serde_json::json;
+
+use crate::model::Model;
+use crate::world::{Actor, Published, World, behind, installed};
+
+/// Makes the model and the draft model of a version, which have tensors of the same names.
+pub type Make = fn(u64) -> Model;
+
+fn draft(make: Make, version: u64) -> Model {
+    make(version + 100)
+}
+
+/// Publishes both, and says what came of it.
+pub async fn publish(world: &World, make: Make, version: u64) -> Published {
+    let model = make(version).save(&world.folder().join(format!("v{version}")));
+    let draft = draft(make, version).save(&world.folder().join(format!("v{version}-draft")));
+    world.publish(&model, version, &["--draft", &draft.to_string_lossy()]).await
+}
+
+/// Whether an engine serves exactly both of that version.
+pub async fn serves(world: &World, number: usize, make: Make, version: u64) -> bool {
+    let held = world.simulator(number, "digest").await;
+    held["tensors"] == make(version).digests() && held["draft"] == draft(make, version).digests()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn both_models_of_a_version_reach_the_workers_of_an_engine_and_one_without_a_draft_model_is_left_out_by_name() {
+    let drafting = || Actor::new().with_backend().drafting();
+    let world = World::start(json!({}), [drafting().ranks(2, 2), Actor::new().with_backend(), Actor::new().drafting()]).await;
+    world.until_ready(3).await;
+    for version in 1..=2 {
+        let result = publish(&world, Model::small, version).await.done();
+        assert_eq!(installed(&result), ["rollouts/actor-0"], "{result}");
+        assert!(behind(&result, "rollouts/actor-1").contains("started without one"), "{result}");
+        assert!(behind(&result, "rollouts/actor-2").contains("does not take from a directory"), "{result}");
+        assert!(serves(&world, 0, Model::small, version).await, "version {version}");
+    }
+    // A version without one brings the others back, and leaves the draft model as it is.
+    let checkpoint = Model::small(3).save(&world.folder().join("v3"));
+    world.publish(&checkpoint, 3, &[]).await.done();
+    for number in 0..3 {
+        world.until_serves(number, &Model::small(3)).await;
+    }
+    assert_eq!(world.simulator(0, "digest").await["draft"], draft(Model::small, 2).digests());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_fails_with_the_draft_model_is_fed_again_in_full() {
+    let world = World::start(json!({}), [Actor::new().with_backend().drafting()]).await;
+    world.until_ready(1).await;
+    let lost = json!({"path": "/start_draft_weight_update", "times": 1, "fault": {"kind": "disconnect"}});
+    world.spoil(0, &json!({"rules": [lost]})).await;
+    // By the next attempt, or by the next version.
+    let version = if publish(&world, Model::small, 1).await.code == 0 { 1 } else { 2 };
+    if version == 2 {
+        publish(&world, Model::small, 2).await.done();
+    }
+    assert!(serves(&world, 0, Model::small, version).await);
+    world.until_ready(1).await;
+}
