@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import LIMIT, Agent
+from safetensors.torch import load_file
 
 import weightsync
 from weightsync._dtypes import dtype_name
@@ -136,3 +137,12 @@ def test_memory_for_what_is_gathered_is_allocated_once_and_used_again() -> None:
         places.append((first.data_ptr(), second.data_ptr()))
     assert places[1] == places[2]
     assert scratch.take(torch.float32, (0, 3), "cpu").shape == (0, 3)
+
+
+def test_a_model_and_its_draft_model_are_one_version(agent: Agent, publisher: weightsync.Publisher) -> None:
+    model, draft = {"w": torch.ones(4), "v": torch.zeros(3)}, {"w": torch.full((5,), 2.0)}
+    source = weightsync.with_draft(model, weightsync.state_dict(draft))
+    assert [(meta.name, meta.section) for meta in source.metas()] == [("w", "model"), ("v", "model"), ("w", "draft")]
+    assert publisher.publish(source, version=1, timeout=LIMIT).version == 1
+    held = load_file(agent.file(1))
+    assert {name: tensor.tolist() for name, tensor in held.items()} == {"w": [1] * 4, "v": [0] * 3, "draft/w": [2] * 5}

@@ -25,7 +25,7 @@ from .errors import (
 )
 from .publisher import Publisher, PublishHandle
 from .result import Progress, Replica, Result, Roster
-from .sources import fsdp2, module, sharded, state_dict, stream
+from .sources import fsdp2, module, sharded, state_dict, stream, with_draft
 from .topology import Topology
 
 __all__ = [
@@ -63,4 +63,5 @@ __all__ = [
     "sharded",
     "state_dict",
     "stream",
+    "with_draft",
 ]

@@ -23,6 +23,7 @@ class Ring:
         self.slot_bytes = slot_bytes
         self.total_bytes = int(layout["totalBytes"])
         self.places = [(str(entry["name"]), int(entry["offset"]), int(entry["bytes"])) for entry in layout["entries"]]
+        self._sections = [str(entry.get("section", "model")) for entry in layout["entries"]]
         # Buckets are cut at multiples of a length, or where the agent says.
         bucket_bytes = int(layout["bucketBytes"])
         starts = [int(start) for start in announced.get("cuts") or ()]
@@ -38,6 +39,8 @@ class Ring:
         """The agent's layout must be that of the tensors that were announced."""
         if [(name, length) for name, _, length in self.places] != [(meta.name, meta.bytes) for meta in metas]:
             raise Failed("the agent's layout is not that of the tensors that were announced")
+        if self._sections != [meta.section for meta in metas]:
+            raise Failed("the agent knows no draft models: its program is older than this package")
 
     def batches(self) -> list[int]:
         """How many tensors are gathered between two agreements: those that begin in one bucket."""

@@ -154,7 +154,7 @@ class Run:
 
     def _start(self, start: Callable[[dict[str, Any]], tuple[Connection, Published]]) -> int:
         if self.group.rank == 0:
-            tensors = [{"name": meta.name, "dtype": meta.dtype, "shape": list(meta.shape)} for meta in self._metas]
+            tensors = [_announced(meta) for meta in self._metas]
             request = {**self._request, "tensors": tensors}
             offered = offer(self._cuda, self._source.known()) if self._cuda is not None else None
             if offered is not None and self._cuda is not None:
@@ -357,6 +357,11 @@ class Run:
     def _together(self, step: Callable[[], int], failure: Exception | None = None) -> int:
         """All ranks do a step, and go on only when all can."""
         return together(self.group, step, partial(_as_error, self.group), failure)
+
+
+def _announced(meta: Meta) -> dict[str, Any]:
+    section = {"section": meta.section} if meta.section != "model" else {}
+    return {"name": meta.name, "dtype": meta.dtype, "shape": list(meta.shape), **section}
 
 
 def _exhaust(tensors: Iterator[tuple[str, Any]], total: int) -> Exception | None:

@@ -25,6 +25,8 @@ class Meta:
     dtype: str
     """safetensors name, for instance `BF16`."""
     shape: tuple[int, ...]
+    section: str = "model"
+    """Which of an engine's models it is for: `model`, or `draft` for the one that drafts tokens."""
 
     @property
     def bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ._dtypes import common_name, dtype_name
@@ -65,6 +66,15 @@ def sharded(factory: Callable[[], Iterable[Any]], specs: Iterable[Any]) -> Sourc
 
     _refuse_iterator(factory, "sharded")
     return Sharded(factory, metas_of(specs))
+
+
+def with_draft(model: Any, draft: Any) -> Source:
+    """A model, and the model that drafts tokens for it in the engine (EAGLE, MTP, a small one), as one version.
+
+    Both are whatever `publish` takes. `draft` has the names that the draft model's own checkpoint has. A version is served when an engine
+    took every tensor of both; an engine that cannot take both is named, with what would help.
+    """
+    return _WithDraft(as_source(model), as_source(draft))
 
 
 def as_source(what: Any) -> Source:
@@ -147,6 +157,23 @@ class _Metadata(Source):
 
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
         return iter(self._source)
+
+
+class _WithDraft(Source):
+    def __init__(self, model: Source, draft: Source) -> None:
+        self._model = model
+        self._draft = draft
+
+    def metas(self) -> list[Meta]:
+        return [*self._model.metas(), *(replace(meta, section="draft") for meta in self._draft.metas())]
+
+    def known(self) -> Iterable[Any] | None:
+        model, draft = self._model.known(), self._draft.known()
+        return None if model is None or draft is None else (*model, *draft)
+
+    def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
+        yield from self._model.tensors(group)
+        yield from self._draft.tensors(group)
 
 
 def _convert(tensor: Any, dtype: str) -> Any:
