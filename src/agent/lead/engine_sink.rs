@@ -119,16 +119,16 @@ impl EngineSink {
     /// Ends all groups, once the bucket behind the one that failed is over: an engine that is left in a broadcast may never come out of it. Of
     /// two that failed, the first one says why. May be dropped and called again.
     async fn fail(&mut self, failed: (u32, StreamFailure)) -> TransportError {
-        self.failure.get_or_insert(failed);
+        let mut first = self.failure.get_or_insert(failed).clone();
         while let Some((sequence, ended)) = self.rounds.next().await {
             if let Err(why) = ended
-                && self.failure.as_ref().is_none_or(|(first, _)| sequence < *first)
+                && sequence < first.0
             {
-                self.failure = Some((sequence, why));
+                first = (sequence, why);
+                self.failure = Some(first.clone());
             }
         }
-        let why = self.failure.clone().map(|(_, why)| why);
-        let error = TransportError::from(why.unwrap_or_else(|| StreamFailure::Communicator { cause: "it was given up".into() }));
+        let error = TransportError::from(first.1);
         if !self.broken_off {
             self.break_off(&error.to_string());
         }
