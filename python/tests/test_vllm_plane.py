@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -154,9 +155,9 @@ def test_a_trainer_with_vllms_own_group_is_told_of_a_dead_rank_and_the_next_epoc
         assert len(update.result.installed) == 2, update.result
         answers = [completion(replica.url) for replica in epoch.replicas]
         assert answers[0] == answers[1] != before
-        told: list[float] = []
+        told: queue.SimpleQueue[float] = queue.SimpleQueue()
         killed: list[float] = []
-        epoch.on_fenced(lambda reason: told.append(time.monotonic()))
+        epoch.on_fenced(lambda reason: told.put(time.monotonic()))
 
         def kill() -> None:
             servers.kill(1)
@@ -171,8 +172,10 @@ def test_a_trainer_with_vllms_own_group_is_told_of_a_dead_rank_and_the_next_epoc
 
         with pytest.raises(weightsync.Fenced, match="actor-1") as raised:
             broken_off()
-        assert told[0] - killed[0] < 10, "the trainer was told within its deadline"
-        print(f"told {told[0] - killed[0]:.2f} s after the kill: {raised.value}")
+        # Whoever works with the epoch may hear of it before the one who listens.
+        took = told.get(timeout=LIMIT) - killed[0]
+        assert took < 10, "the trainer was told within its deadline"
+        print(f"told {took:.2f} s after the kill: {raised.value}")
         served: list[tuple[str, ...]] = []
         for epoch in epochs:
             try:
