@@ -143,7 +143,8 @@ class Group:
 
     def since(self, moment: float) -> list[list[Any]]:
         """What was said since then: seconds after it, and the reason."""
-        return [[round(at - moment, 3), event.get("reason")] for at, event in self.drain()]
+        self.drain()
+        return [[round(at - moment, 3), event.get("reason")] for at, event in self.events if at >= moment]
 
     def begin(self, seed: int, *, watch: bool = False, most: float = 60, limit: float = 60) -> None:
         self.trainer.tell(socket=self.socket, version=next(VERSIONS), seed=seed, timeout=limit, watch=watch, most=most)

@@ -8,58 +8,103 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
+from itertools import count
 from typing import Any
 
 from tests.gpu.lmdeploy.bed import Bed
 from tests.gpu.lmdeploy.group import Group
 from tests.gpu.lmdeploy.moved import milliseconds, short, steps
+from tests.gpu.lmdeploy.server import MostMemory, gpu_memory
+
+PORTS = count(29611)
+# The last one holds the model as a whole.
+BUCKETS_MIB = (1024, 2048, 3072, 6144)
 
 
-def as_xtuner_does(bed: Bed, port: int) -> dict[str, Any]:
+def as_xtuner_does(bed: Bed, mib: int = 1024) -> dict[str, Any]:
     """The same endpoints, driven from torch: see xtuner.py."""
     url = bed.server("joined").url
-    words = [sys.executable, "-m", "tests.gpu.lmdeploy.xtuner", "--url", url, "--port", str(port)]
+    words = [sys.executable, "-m", "tests.gpu.lmdeploy.xtuner", "--url", url, "--port", str(next(PORTS)), "--mib", str(mib)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"torch as rank 0 failed: {done.stderr[-2000:]}")
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    bed.note("driven from torch", median_ms=statistics.median(said["ms"]), **said)
+    bed.note("driven from torch", mib=mib, median_ms=statistics.median(said["ms"]), **said)
     return said
+
+
+def phases(told: list[dict[str, Any]]) -> dict[str, float]:
+    """The median of each phase, in ms."""
+    each = [publish["result"]["phases_ms"] for publish in told]
+    return {name: statistics.median(ms[name] for ms in each) for name in each[0]}
+
+
+def whole_step(bed: Bed, group: Group, told: list[dict[str, Any]], before: dict[str, Any] | None, **about: Any) -> None:
+    ms = milliseconds(told)
+    values: dict[str, Any] = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "phases_ms": phases(told)}
+    if before:
+        values["ratio"] = round(statistics.median(before["ms"]) / statistics.median(ms), 3)
+    bed.note("joined whole step", **about, **values, runs=short(told), steps=steps(group))
+
+
+def spaced(bed: Bed, group: Group, between: str, **about: Any) -> None:
+    """As in training: there is a token between two updates."""
+    told = []
+    for seed in (2, 3, 2, 3, 2, 3):
+        time.sleep(1) if between == "a second" else bed.server("joined").says()
+        told += group.publish(seed)
+    whole_step(bed, group, told, None, between=between, **about)
 
 
 def publishes(bed: Bed) -> None:
     """Text against a fresh server; what a publish takes beside torch's own rank 0 in the same run."""
     server = bed.server("joined")
-    before = bed.attempt("driven from torch", lambda: as_xtuner_does(bed, 29611))
+    bed.note("memory before any update", mib=gpu_memory(0))
+    before = bed.attempt("driven from torch", lambda: as_xtuner_does(bed))
     group = Group(bed.args, server, bed.trainer("dense"), "joined", delivery="Engine")
     try:
         told = group.publish(3, 2, 3, limit=120)
         bed.check("joined", server.says() == bed.text("dense", 3), versions=short(told))
-        told = group.publish(*[2, 3] * 5)
-        ms = milliseconds(told)
-        values: dict[str, Any] = {
-            "ms": statistics.median(ms),
-            "least": min(ms),
-            "most": max(ms),
-            "runs": short(told),
-            "steps": steps(group),
-        }
-        if before:
-            values["ratio"] = round(statistics.median(before["ms"]) / statistics.median(ms), 3)
-        bed.note("joined whole step", **values)
+        whole_step(bed, group, group.publish(*[2, 3] * 5), before)
         bed.check("joined text", server.says() == bed.text("dense", 3))
         for between in ("a second", "text"):
-            told = []
-            for seed in (2, 3, 2, 3, 2, 3):
-                time.sleep(1) if between == "a second" else server.says()
-                told += group.publish(seed)
-            bed.note("joined whole step", between=between, ms=milliseconds(told), runs=short(told), steps=steps(group)[-4:])
+            spaced(bed, group, between)
         deaths(bed, group)
     finally:
         bed.keep(group)
         group.stop()
-    bed.attempt("driven from torch", lambda: as_xtuner_does(bed, 29612))
+    bed.attempt("driven from torch", lambda: as_xtuner_does(bed))
+
+
+def buckets(bed: Bed) -> None:
+    """What longer buckets give, beside torch with buckets as long; each length twice, in two orders."""
+    before = {mib: bed.attempt("driven from torch", partial(as_xtuner_does, bed, mib)) for mib in BUCKETS_MIB}
+    for turn, lengths in enumerate((BUCKETS_MIB, BUCKETS_MIB[::-1])):
+        for mib in lengths:
+            bed.attempt(f"buckets of {mib} MiB", partial(in_buckets, bed, mib, turn, before[BUCKETS_MIB[0]]))
+    for mib in BUCKETS_MIB[::-1]:
+        bed.attempt("driven from torch", partial(as_xtuner_does, bed, mib))
+
+
+def in_buckets(bed: Bed, mib: int, turn: int, before: dict[str, Any] | None) -> None:
+    """Back to back, a second apart, and what lies on the engine's GPU meanwhile."""
+    server, about = bed.server("joined"), {"mib": mib, "turn": turn}
+    group = Group(bed.args, server, bed.trainer("dense"), f"buckets-{mib}-{turn}", delivery="Engine", bucket_mib=mib)
+    try:
+        told = group.publish(3, 2, 3, limit=120)
+        bed.check("joined", server.says() == bed.text("dense", 3), **about, versions=short(told))
+        whole_step(bed, group, group.publish(*[2, 3] * 5), before, **about)
+        bed.check("joined text", server.says() == bed.text("dense", 3), **about)
+        spaced(bed, group, "a second", **about)
+        with MostMemory(0) as memory:
+            group.publish(*[2, 3] * 5)
+        bed.note("memory", **about, idle_mib=memory.least, most_mib=memory.most, readings=memory.readings, ours=group.holdings())
+        bed.check("joined text after all", server.says() == bed.text("dense", 3), **about)
+    finally:
+        bed.keep(group)
+        group.stop()
 
 
 def deaths(bed: Bed, group: Group) -> None:

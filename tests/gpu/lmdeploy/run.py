@@ -13,6 +13,7 @@ from tests.gpu.lmdeploy.bed import Bed
 # Part: the servers that it needs, and about how many seconds it takes when nothing hangs.
 PARTS: dict[str, tuple[set[str], int, Callable[[Bed], None]]] = {
     "joined": ({"joined"}, 60, joined.publishes),
+    "buckets": ({"joined"}, 170, joined.buckets),
     "awake": ({"awake"}, 40, moved.awake),
     "floor": ({"awake"}, 20, floors.awake),
     "asleep": ({"asleep"}, 30, moved.asleep),

@@ -133,6 +133,24 @@ def gpu_memory(gpu: int) -> int:
     return int(subprocess.check_output(words, text=True).split()[0])
 
 
+class MostMemory:
+    """The least and the most MiB in use on a GPU within the block, as far as a reading every few milliseconds sees them."""
+
+    def __init__(self, gpu: int) -> None:
+        self.words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", str(gpu), "-lms", "2"]
+        self.least = self.most = self.readings = 0
+
+    def __enter__(self) -> MostMemory:
+        self.process = subprocess.Popen(self.words, stdout=subprocess.PIPE, text=True)
+        time.sleep(0.5)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGINT)
+        seen = [int(line) for line in self.process.communicate(timeout=10)[0].split() if line.isdigit()]
+        self.least, self.most, self.readings = min(seen, default=0), max(seen, default=0), len(seen)
+
+
 class Load:
     """Clients that ask without end, and how their requests ended."""
 
