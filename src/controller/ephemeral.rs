@@ -6,8 +6,8 @@
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
-    Container, ContainerStatus, EnvVar, EnvVarSource, EphemeralContainer, ObjectFieldSelector, Pod, PodSpec, SecretKeySelector,
-    SecurityContext,
+    Container, ContainerStateTerminated, ContainerStatus, EnvVar, EnvVarSource, EphemeralContainer, ObjectFieldSelector, Pod, PodSpec,
+    SecretKeySelector, SecurityContext,
 };
 use k8s_openapi::jiff::Timestamp;
 
@@ -23,6 +23,8 @@ const INJECTED: [&str; 2] = ["weightsync-agent", WRAPPED];
 const WRAPPED: &str = "weightsync-program";
 /// Annotation that says how the agent comes into a pod.
 const INJECT: &str = "weightsync.dev/inject";
+/// What the kubelet (1.36) says of a container that was made and could not be started.
+const NOT_STARTED: &str = "RunContainerError";
 const BASE: Duration = Duration::from_secs(2);
 const CAP: Duration = Duration::from_secs(300);
 
@@ -93,21 +95,30 @@ pub(super) fn need(pod: &Pod, target: &str, now: Timestamp) -> Need {
 }
 
 fn is_ended(status: &ContainerStatus) -> bool {
-    status.state.as_ref().is_some_and(|state| state.terminated.is_some())
+    end(status).is_some()
+}
+
+/// How an ephemeral container ended. One that the runtime made and could not start is told as waiting where the pod's containers are started
+/// again, and its end as the last state; the kubelet (1.36) never tries an ephemeral one again, so waiting for it is waiting for ever.
+fn end(status: &ContainerStatus) -> Option<&ContainerStateTerminated> {
+    let state = status.state.as_ref()?;
+    let not_started = state.waiting.as_ref().is_some_and(|waiting| waiting.reason.as_deref() == Some(NOT_STARTED));
+    let last = status.last_state.as_ref().filter(|_| not_started);
+    state.terminated.as_ref().or_else(|| last?.terminated.as_ref())
 }
 
 /// An image that cannot be pulled waits for the pod's life: the entry can be neither changed nor removed.
 fn cannot_start(status: &ContainerStatus) -> Option<String> {
     let waiting = status.state.as_ref()?.waiting.as_ref()?;
     let reason = waiting.reason.as_deref()?;
-    let stuck = ["ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"];
+    let stuck = ["ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError", NOT_STARTED];
     let message = waiting.message.as_deref().unwrap_or_default();
     stuck.contains(&reason).then(|| format!("container {} cannot start: {reason} {message}", status.name).trim_end().to_owned())
 }
 
 /// How long to wait still: doubles with each launch, counted from the last end.
 fn back_off(ended: &[&ContainerStatus], now: Timestamp) -> Option<Duration> {
-    let ends = ended.iter().filter_map(|status| status.state.as_ref()?.terminated.as_ref()?.finished_at.as_ref());
+    let ends = ended.iter().filter_map(|status| end(status)?.finished_at.as_ref());
     let last = ends.map(|time| time.0).max()?;
     let doublings = u32::try_from(ended.len().saturating_sub(1)).unwrap_or(u32::MAX);
     let wait = BASE.saturating_mul(2u32.saturating_pow(doublings)).min(CAP);

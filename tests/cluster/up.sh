@@ -38,7 +38,12 @@ else
   rm -f "$made"
   kind delete cluster --quiet --name "$WEIGHTSYNC_CLUSTER"
   say "creating the cluster"
-  kind create cluster --quiet --config <(echo "$config") --wait 180s ${image:+--image "$image"} 8>&-
+  create() {
+    kind create cluster --verbosity 1 --config <(echo "$config") --wait 180s ${image:+--image "$image"} >"$WEIGHTSYNC_STATE/kind.log" 2>&1 8>&-
+  }
+  # Seen once, beside a build that held both cores: kind gave up after 70 s, and said nothing because it had been told to be quiet.
+  create || { tail -n 40 "$WEIGHTSYNC_STATE/kind.log" >&2; say "once more"; kind delete cluster --quiet --name "$WEIGHTSYNC_CLUSTER"; create; } ||
+    { tail -n 40 "$WEIGHTSYNC_STATE/kind.log" >&2; exit 1; }
   kubectl wait --for=condition=Ready pods --all --all-namespaces --timeout=180s >/dev/null
   printf %s "$image$config" >"$made"
   say "the cluster is ready"

@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
-use kube::api::DeleteParams;
+use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::json;
 
 use super::asks::{between_20_and_80_percent, faults, publish, publish_to, served};
 use super::cluster::{Cluster, describe};
-use super::fixtures::{simulated_vllm, torch_trainer, weightsync};
+use super::fixtures::{IMAGE, simulated_vllm, torch_trainer, weightsync};
 use super::node::signal;
 use super::operator::{controllers, operator, scale_controller};
 
@@ -188,6 +188,37 @@ async fn running_pods_without_a_sidecar_are_adopted_and_get_a_version() {
         // The pod's gate is opened by the controller.
         cluster.await_ready("sim-user", MINUTE).await;
         assert_eq!(served(&cluster, "sim-root").await, served(&cluster, "sim-user").await);
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_that_the_runtime_cannot_start_is_followed_by_another() {
+    Cluster::run("not-started", |cluster| async move {
+        for mut pod in [torch_trainer("trainer-0"), simulated_vllm("sim-0")] {
+            pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "false"});
+            pod["spec"]["securityContext"] = json!({"runAsUser": 0, "runAsGroup": 0});
+            cluster.create_pod(pod).await;
+        }
+        for pod in ["trainer-0", "sim-0"] {
+            cluster.await_ready(pod, START).await;
+        }
+        // What a container of ours is like whose start runc refuses: the kubelet never tries an ephemeral one again.
+        let broken = json!({"name": "weightsync-agent-1", "image": IMAGE, "imagePullPolicy": "Never", "command": ["/nothing"]});
+        let patch = Patch::Strategic(json!({"spec": {"ephemeralContainers": [broken]}}));
+        cluster.api::<Pod>().patch_ephemeral_containers("sim-0", &PatchParams::default(), &patch).await.unwrap();
+        cluster
+            .await_pod("sim-0", "its agent could not be started", MINUTE, |pod| {
+                let text = describe(pod);
+                if text.contains("RunContainerError") { Ok(()) } else { Err(text) }
+            })
+            .await;
+        let mut object = weightsync("run");
+        object["spec"]["agent"] = json!({"launch": "Ephemeral"});
+        cluster.apply(&object).await.unwrap();
+        cluster.await_group("run", 1, START).await;
+        publish_to(&cluster, "trainer-0", 1, 1).await;
+        cluster.await_version("run", 1, 1, MINUTE).await;
     })
     .await;
 }

@@ -19,7 +19,7 @@ fn with_agents(states: &[Value]) -> Pod {
         pod["spec"]["ephemeralContainers"] = json!(entries);
         let statuses = states.iter().enumerate().filter(|(_, state)| !state.is_null());
         let statuses = statuses.map(
-            |(number, state)| json!({"name": name(number), "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state}),
+            |(number, state)| json!({"name": name(number), "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state, "lastState": state.get("last").cloned().unwrap_or_default()}),
         );
         pod["status"]["ephemeralContainerStatuses"] = json!(statuses.collect::<Vec<Value>>());
     })
@@ -75,6 +75,19 @@ fn a_pod_gets_so_many_agents_and_no_more() {
 fn an_image_that_cannot_be_pulled_is_told() {
     let stuck = with_agents(&[json!({"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}})]);
     assert!(matches!(need(&stuck, "engine", now()), Need::Stuck(message) if message.contains("no such image")));
+}
+
+#[test]
+fn an_agent_that_the_runtime_could_not_start_is_followed_by_another() {
+    // As Kubernetes 1.36 tells it when runc fails (seen: "unable to freeze"); nobody starts that container again.
+    let failed = |at: &str| {
+        let end = json!({"exitCode": 128, "reason": "StartError", "finishedAt": at});
+        json!({"waiting": {"reason": "RunContainerError", "message": "runc create failed"}, "last": {"terminated": end}})
+    };
+    assert_eq!(need(&with_agents(&[failed("2026-01-01T00:00:00Z")]), "engine", now()), Need::Launch("weightsync-agent-2".into()));
+    assert!(matches!(need(&with_agents(&[failed("2026-01-01T00:59:59Z")]), "engine", now()), Need::Wait(_)));
+    let not_over = with_agents(&[json!({"waiting": {"reason": "RunContainerError", "message": "runc create failed"}})]);
+    assert!(matches!(need(&not_over, "engine", now()), Need::Stuck(message) if message.contains("runc create failed")));
 }
 
 #[test]
