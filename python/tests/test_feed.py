@@ -16,6 +16,7 @@ import torch
 from conftest import LIMIT
 
 from weightsync._feed import Feed, digesters
+from weightsync._gpu_feed import GpuFeed
 from weightsync.errors import AgentLost, Failed
 
 _numbers = itertools.count()
@@ -24,7 +25,7 @@ _numbers = itertools.count()
 class FakeAgent:
     """Listens for some ranks, and shares a memfd with them."""
 
-    def __init__(self, ranks: int, length: int) -> None:
+    def __init__(self, ranks: int, length: int, gpus: list[GpuFeed] | None = None) -> None:
         self.name = f"weightsync-feed/test-{os.getpid()}-{next(_numbers)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.name)
@@ -32,7 +33,8 @@ class FakeAgent:
         self.memory = os.memfd_create("test")
         os.ftruncate(self.memory, length)
         self._length = length
-        self.feeds = [Feed(self.name, "token", rank, ranks, "cpu") for rank in range(ranks)]
+        device = "cpu" if gpus is None else "cuda"
+        self.feeds = [Feed(self.name, "token", rank, ranks, device, gpu=gpus[rank] if gpus else None) for rank in range(ranks)]
         self._workers = [self._listener.accept()[0] for _ in self.feeds]
         self._files = [worker.makefile("r", encoding="utf-8") for worker in self._workers]
         self.hellos = [self.heard(rank)["hello"] for rank in range(ranks)]

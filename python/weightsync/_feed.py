@@ -1,9 +1,10 @@
 """One worker's end of a feed: the buckets of a version in shared memory, told by the agent beside the engine, checked and handed over.
 
 A thread takes what the agent says and checks every tensor's digest over the shared bytes while the engine still serves; the engine's own
-thread takes what was checked, in order, when it loads. Decides whether what was told is a whole version. It never maps memory so that a
-loader which writes into what it is given changes it for others, never says that a place may be used again before nobody looks into it
-(an engine may keep views of tensors until a whole layer is there), and never reads pickle.
+thread takes what was checked, in order, when it loads. Buckets in memory of the worker's GPU it copies and checks itself (`_gpu_feed`).
+Decides whether what was told is a whole version. It never maps memory so that a loader which writes into what it is given changes it for
+others, never says that a place may be used again before nobody looks into it (an engine may keep views of tensors until a whole layer is
+there), and never reads pickle.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._dtypes import BITS, byte_length, common_name
+from ._gpu_feed import GpuFeed, Place, place
 from ._socket import Wire
 from .errors import Failed, WeightSyncError
 
@@ -64,13 +66,18 @@ class Bucket:
     draft: bool
     """Whether they are for the draft model, which comes behind the model."""
     tensors: tuple[Tensor, ...]
+    place: Place | None = None
+    """Where they lie on the worker's GPU; offsets of tensors count from there. None in memory of the host."""
 
 
 class Feed:
     """A connection to the agent for one version, and the thread that listens on it."""
 
-    def __init__(self, socket: str, token: str, rank: int, ranks: int, device: str, active: bool = False) -> None:
+    def __init__(
+        self, socket: str, token: str, rank: int, ranks: int, device: str, active: bool = False, gpu: GpuFeed | None = None
+    ) -> None:
         self.token = token
+        self._gpu = gpu
         self._digesters = digesters()
         self._wire = Wire(socket.removeprefix("@"))
         self._saying = threading.Lock()
@@ -83,7 +90,9 @@ class Feed:
         self._whole = False
         self._ahead: Bucket | None = None
         hello = {"token": token, "protocol": PROTOCOL, "rank": rank, "ranks": ranks, "device": device, "open": active, "draft": True}
-        self._say({"hello": {**hello, "digests": sorted(self._digesters)}})
+        on_gpu = {} if gpu is None else {"gpu": gpu.uuid}
+        digests = [*sorted(self._digesters), *(["gsum64"] if gpu is not None else [])]
+        self._say({"hello": {**hello, **on_gpu, "digests": digests}})
         threading.Thread(target=self._listen, name="weightsync-feed", daemon=True).start()
 
     def turn_to(self, *, draft: bool) -> None:
@@ -108,6 +117,12 @@ class Feed:
             if bucket.draft != self._draft:
                 self._whole, self._ahead = True, bucket
                 return
+            if bucket.place is not None:
+                copy = self._copied(bucket, bucket.place)
+                self._say({"taken": bucket.sequence})
+                for tensor in bucket.tensors:
+                    yield tensor.name, _shaped(copy[tensor.offset : tensor.offset + tensor.length], tensor)
+                continue
             for tensor in bucket.tensors:
                 yield tensor.name, self._tensor(tensor, bucket.copy)
             self._say({"taken": bucket.sequence})
@@ -131,13 +146,15 @@ class Feed:
         """Ends the connection. What looks into the memory keeps it."""
         self._wire.close()
         self._memory = None
+        if self._gpu is not None:
+            self._gpu.close()
 
     def _listen(self) -> None:
         try:
-            silence = self._open(self._next("memory", FIRST_WORD))
+            silence = self._open(self._next(FIRST_WORD))
             expected, drafts = 0, False
             while True:
-                message = self._next(None, silence)
+                message = self._next(silence)
                 match message["event"]:
                     case "alive":
                         continue
@@ -148,8 +165,10 @@ class Feed:
                         if drafts and not bucket.draft:
                             raise Failed(f"bucket {bucket.sequence} of the model was told of behind one of its draft model")
                         drafts = bucket.draft
-                        self._check(bucket)
-                        self._say({"verified": expected})
+                        # What lies on a GPU is checked by whoever copies it.
+                        if bucket.place is None:
+                            self._check(bucket)
+                            self._say({"verified": expected})
                         self._arrived.put(bucket)
                         expected += 1
                     case "end":
@@ -163,15 +182,17 @@ class Feed:
             self.failed(str(error))
             self._arrived.put(error)
 
-    def _next(self, event: str | None, within: float) -> dict[str, Any]:
+    def _next(self, within: float) -> dict[str, Any]:
         message = self._wire.receive(within)
         if message is None:
             raise Failed(f"the agent said nothing for {within:g} s")
-        if event is not None and message["event"] != event:
-            raise Failed(f"the agent said {message['event']!r}, {event!r} was expected")
         return message
 
     def _open(self, message: Mapping[str, Any]) -> float:
+        if message["event"] == "gpu" and self._gpu is not None and message.get("digest") == "gsum64":
+            return float(message["silence"])
+        if message["event"] != "memory":
+            raise Failed(f"the agent said {message['event']!r}, where the memory lies was expected")
         if message.get("digest") not in self._digesters:
             raise Failed(f"digests are said to be {message.get('digest')!r}, which cannot be computed here")
         self._digest = self._digesters[message["digest"]]
@@ -204,30 +225,48 @@ class Feed:
                 if computed != tensor.digest:
                     raise Failed(f"tensor {tensor.name} is not what the agent says: its digest is {computed}, not {tensor.digest}")
 
+    def _copied(self, bucket: Bucket, place: Place) -> Any:
+        if self._gpu is None:
+            raise Failed("the agent told of memory on a GPU, and this worker computes on none")
+        copy = self._gpu.take(place)
+        sums = self._gpu.sums(copy, [(tensor.offset, tensor.length) for tensor in bucket.tensors])
+        for tensor, computed in zip(bucket.tensors, sums, strict=True):
+            if computed != tensor.digest:
+                raise Failed(f"tensor {tensor.name} is not what the agent says: its digest is {computed}, not {tensor.digest}")
+        return copy
+
     def _tensor(self, tensor: Tensor, copy: bool) -> Any:
         torch = importlib.import_module("torch")
-        dtype = getattr(torch, common_name(tensor.dtype))
         if self._memory is None:
             raise Failed("the feed was closed")
         flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=tensor.length, offset=tensor.offset)
-        if copy or tensor.offset % (BITS[tensor.dtype] // 8):
-            # The place of a copied one is used again; a misaligned one cannot be read as its type where it lies.
-            flat = flat.clone()
-        return flat.view(dtype).view(tensor.shape)
+        # The place of a copied one is used again.
+        return _shaped(flat.clone() if copy else flat, tensor)
 
     def _say(self, message: Mapping[str, Any]) -> None:
         with self._saying:
             self._wire.send(message)
 
 
+def _shaped(flat: Any, tensor: Tensor) -> Any:
+    """Bytes as a tensor of its type and shape: a view of them, where they can be read as its type."""
+    torch = importlib.import_module("torch")
+    dtype = getattr(torch, common_name(tensor.dtype))
+    if flat.data_ptr() % (BITS[tensor.dtype] // 8):
+        flat = flat.clone()
+    return flat.view(dtype).view(tensor.shape)
+
+
 def _bucket(message: Mapping[str, Any], memory: int) -> Bucket:
     """Reads a bucket; refuses one that does not lie in the memory or whose lengths are not those of its types and shapes."""
+    on_gpu = place(message["memory"], message.get("bytes")) if "memory" in message else None
+    memory = memory if on_gpu is None else on_gpu.length
     try:
         tensors = tuple(
             Tensor(str(name), str(dtype), tuple(map(int, shape)), int(offset), int(length), str(digest))
             for name, dtype, shape, offset, length, digest in message["tensors"]
         )
-        bucket = Bucket(int(message["sequence"]), bool(message["copy"]), bool(message.get("draft")), tensors)
+        bucket = Bucket(int(message["sequence"]), bool(message["copy"]), bool(message.get("draft")), tensors, on_gpu)
     except (KeyError, TypeError, ValueError) as error:
         raise Failed(f"the agent described a bucket that makes no sense: {error}") from error
     for tensor in tensors:

@@ -1,4 +1,5 @@
-"""WeightSync's weight-transfer back end for vLLM 0.32 or newer: buckets from the agent beside the server, by shared memory, no pickle.
+"""WeightSync's weight-transfer back end for vLLM 0.32 or newer: buckets from the agent beside the server, by shared memory of the host or
+by CUDA IPC, no pickle.
 
 vLLM finds it by itself where this package is installed (entry point group `vllm.general_plugins`), and uses it when the server is started
 with `--weight-transfer-config '{"backend": "weightsync"}'`. The agent drives a session: init (each worker connects to the agent), start,
@@ -25,6 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from ._feed import PROTOCOL, Feed
+from ._gpu_feed import GpuFeed
 
 BACKEND = "weightsync"
 
@@ -70,6 +72,11 @@ class WeightSyncTransferEngine(WeightTransferEngine[WeightSyncInitInfo, WeightSy
     _whole = False
     """Whether the session has loaded its whole model."""
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """While the server starts: what takes time once is done before any update waits for it."""
+        super().__init__(*arguments, **named)
+        self._gpu = GpuFeed.of(self.device)
+
     def parse_init_info(self, init_dict: dict[str, Any]) -> WeightSyncInitInfo:
         """Takes what is there: a field that is missing or wrong shows when the agent waits for this worker."""
         protocol, socket, token = (init_dict.get(name) for name in ("protocol", "socket", "token"))
@@ -85,7 +92,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[WeightSyncInitInfo, WeightSy
         rank = config.data_parallel_index * config.world_size + config.rank
         ranks = config.data_parallel_size * config.world_size
         try:
-            self._feed = Feed(init_info.socket, init_info.token, rank, ranks, self.device.type, self._open)
+            self._feed = Feed(init_info.socket, init_info.token, rank, ranks, self.device.type, self._open, self._gpu)
         except Exception:
             logger.exception("no agent can be reached for a weight update")
 

@@ -55,7 +55,8 @@ impl HandOver {
     }
 
     /// Hands one bucket over: one slot a GPU, each with all of it from its first byte on. The slots are given back when the engine has read.
-    pub async fn bucket(&mut self, bucket: Bucket, slots: Vec<Slot>) -> Result<(), InstallError> {
+    /// `sums` as of [`DeviceBucket::sums`].
+    pub async fn bucket(&mut self, bucket: Bucket, slots: Vec<Slot>, sums: Vec<u64>) -> Result<(), InstallError> {
         let mut places = Vec::with_capacity(slots.len());
         let mut events = Vec::with_capacity(slots.len());
         for (number, slot) in slots.iter().enumerate() {
@@ -69,7 +70,7 @@ impl HandOver {
             });
             events.push(event);
         }
-        match self.install.bucket(DeviceBucket { bucket, places }).await? {
+        match self.install.bucket(DeviceBucket { bucket, places, sums }).await? {
             Released::Now => {}
             Released::AfterEvents => {
                 for (slot, event) in slots.into_iter().zip(events) {

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use crate::engine::{DeviceBucket, DeviceInstall, DevicePlace, EngineError, InstallError, InstallReport, Released};
 use crate::protocol::HeldVersion;
 use crate::protocol::worker::{IpcHandle, Opaque};
-use crate::weights::Layout;
 use crate::weights::safetensors::Checkpoint;
+use crate::weights::{Layout, gsum64};
 
 /// Slots of the ring.
 const SLOTS: u64 = 2;
@@ -54,12 +54,13 @@ impl Memory {
             .collect::<Result<_, _>>()
             .map_err(own)?;
         for bucket in layout.buckets() {
-            let mut bytes = vec![0; usize::try_from(bucket.bytes).unwrap_or(0)];
+            let (mut bytes, mut sums) = (vec![0; usize::try_from(bucket.bytes).unwrap_or(0)], Vec::new());
             for part in layout.parts(bucket.offset, bucket.bytes) {
                 let start = usize::try_from(part.in_range).unwrap_or(0);
                 let end = start.saturating_add(usize::try_from(part.bytes).unwrap_or(0));
                 if let Some(into) = bytes.get_mut(start..end) {
                     checkpoint.read_tensor(part.index, part.in_tensor, into).map_err(|error| own(std::io::Error::other(error)))?;
+                    sums.push(gsum64(into));
                 }
             }
             let offset = u64::from(bucket.sequence) % SLOTS * slot_bytes;
@@ -74,7 +75,7 @@ impl Memory {
                     event: None,
                 });
             }
-            let released = install.bucket(DeviceBucket { bucket, places }).await?;
+            let released = install.bucket(DeviceBucket { bucket, places, sums }).await?;
             if released == Released::Now {
                 let spoiled = vec![0xdd; bytes.len()];
                 rings.iter().try_for_each(|(_, file)| file.write_all_at(&spoiled, offset)).map_err(own)?;

@@ -297,7 +297,7 @@ impl Source {
             let packed = packer.pack(&Payload::Host(Bytes::from(bytes)), &wire, COLLECTIVE).await.map_err(|error| own(&error))?;
             let sends = !packed.broadcasts.is_empty();
             let sent = self.send(formed, packed, sends && !stands);
-            let taken = install.bucket(DeviceBucket { bucket, places: Vec::new() });
+            let taken = install.bucket(DeviceBucket { bucket, places: Vec::new(), sums: Vec::new() });
             self.together(formed.number, taken, sent).await?;
             stands |= sends;
         }

@@ -80,6 +80,8 @@ pub struct DeviceBucket {
     pub bucket: Bucket,
     /// Where it lies.
     pub places: Vec<DevicePlace>,
+    /// gsum64 of each of its tensors that has bytes, in the order of the layout: of the bytes that arrived, or were read.
+    pub sums: Vec<u64>,
 }
 
 /// When the memory of a bucket may be used again.

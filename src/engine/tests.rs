@@ -1,5 +1,6 @@
 //! The adapters against the simulators, over real sockets.
 
+mod backend_on_gpus;
 mod canary;
 mod device;
 mod draft;

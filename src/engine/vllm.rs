@@ -7,9 +7,13 @@
 
 mod backend;
 mod buckets;
+mod device;
 mod draft;
+mod gpus;
 mod group;
+mod listening;
 mod progress;
+mod session;
 mod sleep;
 mod workers;
 
@@ -23,10 +27,9 @@ use serde_json::{Value, json};
 use self::backend::Backend;
 use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
-use super::checkpoint_engine::Call;
 use super::device::DeviceRoute;
 use super::draft::DraftWay;
-use super::feed::{self, CheckpointEngine, Feed, FeedJob};
+use super::feed::{Feed, FeedJob};
 use super::group::GroupServer;
 use super::host::HostJob;
 use super::host_feed::HostFeed;
@@ -125,7 +128,7 @@ impl Vllm {
         if let Some((_, there)) = known.filter(|(of, _)| *of == start && start != "unknown") {
             return Ok(there);
         }
-        let there = backend::is_there(&self.http, until).await?;
+        let there = session::is_there(&self.http, until).await?;
         *self.backend.lock().unwrap_or_else(PoisonError::into_inner) = Some((start, there));
         Ok(there)
     }
@@ -160,13 +163,8 @@ fn unsupported(what: String, next_step: &str) -> EngineError {
 const DEV_MODE: &str = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment";
 const NEWER: &str = "use vLLM 0.32 or newer";
 /// The way in by our own back end, for status and logs.
-const BACKEND: &str = "shared memory: weightsync in vLLM's workers";
+const BACKEND: &str = "WeightSync's back end in vLLM's workers";
 const DIRECTORY: &str = "it is fed from a directory";
-/// The class of checkpoint-engine 0.4.2 whose methods a server's workers get.
-const EXTENSION_CLASS: &str = "checkpoint_engine.worker.VllmColocateWorkerExtension";
-/// Method of checkpoint-engine 0.4.2's `VllmColocateWorkerExtension`.
-const EXTENSION: &str = "update_weights_from_ipc";
-
 #[async_trait]
 impl Server for Vllm {
     fn kind(&self) -> &'static str {
@@ -324,8 +322,6 @@ impl Server for Vllm {
         Ok(self.served(until).await?.1)
     }
 
-    /// checkpoint-engine's worker extension, where the server was started with it. It writes into the parameters without vLLM's own
-    /// layerwise reload, which quantised models need on a second update.
     async fn device_route(
         &self,
         pause: PausePolicy,
@@ -333,31 +329,7 @@ impl Server for Vllm {
         served: Option<&Path>,
         until: Until,
     ) -> Result<DeviceRoute, EngineError> {
-        if feed::is_quantised(served) != Some(false) {
-            return Err(unsupported("only a model that is known not to be quantised is fed from GPU memory".into(), DIRECTORY));
-        }
-        if pause == PausePolicy::External {
-            return Err(unsupported("without a pause vLLM computes with half of the buckets".into(), DIRECTORY));
-        }
-        // Asked of its configuration: a call that its workers refuse would spoil their replies to later ones.
-        let info = self.http.get("/server_info?config_format=json", until).await?;
-        let info = if info.status() == 200 { info.json()?.value().clone() } else { Value::Null };
-        let configured = |pointer: &str| info.pointer(pointer).and_then(Value::as_str);
-        if configured("/vllm_config/parallel_config/worker_extension_cls") != Some(EXTENSION_CLASS) {
-            if configured("/vllm_config/weight_transfer_config/backend") == Some(buckets::WAY) {
-                let version = self.get("/version", until).await?.string("version")?;
-                buckets::UNPROVEN.allowed(&version, self.unproven_routes).map_err(|why| unsupported(why, DIRECTORY))?;
-                let ranks = self.get("/get_world_size?include_dp=true", until).await?;
-                if ranks.value().get("world_size") != Some(&json!(1)) {
-                    // The others' words to a call that one refuses would be taken for those to a later call.
-                    return Err(unsupported("the ipc backend is used with one worker only".into(), DIRECTORY));
-                }
-                return Ok(DeviceRoute { name: buckets::WAY, gpus: Vec::new(), gated: true, why_not_faster: None });
-            }
-            let next = "start vLLM with --worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension";
-            return Err(unsupported("vLLM was not started with checkpoint-engine's workers".into(), next));
-        }
-        Ok(DeviceRoute { name: "checkpoint-engine", gpus: Vec::new(), gated: true, why_not_faster: None })
+        device::route(self, pause, served, until).await
     }
 
     async fn takes_draft(&self, way: DraftWay, draft: Vec<TensorSpec>, until: Until) -> Result<(), EngineError> {
@@ -369,15 +341,7 @@ impl Server for Vllm {
     }
 
     async fn open_feed(&self, job: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {
-        if job.route.name == buckets::WAY {
-            buckets::agree(&self.http, until).await?;
-            return Ok(Box::new(buckets::Buckets::new(self.http.clone(), job.job.layout.clone())));
-        }
-        let (http, whole) = (self.http.clone(), Until::new(job.job.timeout));
-        let call = move |handles| -> Call {
-            Box::pin(async move { of_all_workers(&http, &json!({"method": EXTENSION, "args": [Value::Object(handles)]}), whole).await })
-        };
-        Ok(Box::new(CheckpointEngine::open(self.http.url(), &job, call).await?))
+        device::open(self, job, until).await
     }
 
     async fn host_route(&self, until: Until) -> Result<&'static str, EngineError> {

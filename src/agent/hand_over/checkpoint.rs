@@ -15,7 +15,7 @@ use super::HandOver;
 use crate::engine::{DeviceJob, Engine, EngineError, InstallError, InstallReport};
 use crate::protocol::HeldVersion;
 use crate::weights::safetensors::Checkpoint;
-use crate::weights::{Bucket, Layout};
+use crate::weights::{Bucket, Gsum64, Layout};
 use crate::worker::{Copy, HostMemory, Ring, Slot, WorkerError};
 
 /// Buckets in host memory: one is read while the other is copied.
@@ -64,7 +64,7 @@ impl Window {
         Ok(Self { file: file.into(), mapped, bucket_bytes })
     }
 
-    /// Reads a bucket and copies it into a slot of every ring.
+    /// Reads a bucket and copies it into a slot of every ring; answers the gsum64 of each of its tensors, of the bytes that were read.
     async fn load(
         &self,
         layout: &Arc<Layout>,
@@ -72,17 +72,17 @@ impl Window {
         bucket: Bucket,
         slots: &[Slot],
         within: Duration,
-    ) -> Result<(), FeedError> {
+    ) -> Result<Vec<u64>, FeedError> {
         let base = u64::from(bucket.sequence) % BUCKETS * self.bucket_bytes;
         let (layout, checkpoint) = (layout.clone(), checkpoint.clone());
         let file = self.file.try_clone().map_err(|error| FeedError::Read(error.to_string()))?;
         let read = tokio::task::spawn_blocking(move || read(&layout, &checkpoint, bucket, &file, base)).await;
-        read.map_err(|ended| FeedError::Read(ended.to_string()))??;
+        let sums = read.map_err(|ended| FeedError::Read(ended.to_string()))??;
         for (slot, host) in slots.iter().zip(&self.mapped) {
             let copy = Copy { from: host.at(base), to: slot.at(0), bytes: bucket.bytes, after: None, then: None };
             slot.ring().worker().copy(copy, within).await?;
         }
-        Ok(())
+        Ok(sums)
     }
 }
 
@@ -93,10 +93,10 @@ fn memfd(bytes: u64) -> rustix::io::Result<OwnedFd> {
     Ok(memory)
 }
 
-fn read(layout: &Layout, checkpoint: &Checkpoint, bucket: Bucket, into: &File, base: u64) -> Result<(), FeedError> {
+fn read(layout: &Layout, checkpoint: &Checkpoint, bucket: Bucket, into: &File, base: u64) -> Result<Vec<u64>, FeedError> {
     const PART: u64 = 8 << 20;
     let failed = |error: String| FeedError::Read(error);
-    let mut buffer = Vec::new();
+    let (mut buffer, mut sum, mut sums) = (Vec::new(), Gsum64::new(), Vec::new());
     for part in layout.parts(bucket.offset, bucket.bytes) {
         let mut done = 0;
         while done < part.bytes {
@@ -104,10 +104,12 @@ fn read(layout: &Layout, checkpoint: &Checkpoint, bucket: Bucket, into: &File, b
             buffer.resize(usize::try_from(length).unwrap_or_default(), 0);
             checkpoint.read_tensor(part.index, part.in_tensor + done, &mut buffer).map_err(|error| failed(error.to_string()))?;
             into.write_all_at(&buffer, base + part.in_range + done).map_err(|error| failed(error.to_string()))?;
+            sum.update(&buffer);
             done += length;
         }
+        sums.push(sum.take());
     }
-    Ok(())
+    Ok(sums)
 }
 
 /// Feeds an engine with a checkpoint whose tensors, in its order, are those of `job.layout`. With `preload`
@@ -134,23 +136,23 @@ pub async fn feed_checkpoint(
     if preload {
         for bucket in layout.buckets() {
             let slots = take().await?;
-            window.load(&layout, &checkpoint, bucket, &slots, job.silence).await?;
-            loaded.push((bucket, slots));
+            let sums = window.load(&layout, &checkpoint, bucket, &slots, job.silence).await?;
+            loaded.push((bucket, slots, sums));
         }
     }
     let mut over = HandOver::begin(engine, job).await?;
     let begun = Instant::now();
     let fed = async {
         if preload {
-            for (bucket, slots) in loaded {
-                over.bucket(bucket, slots).await?;
+            for (bucket, slots, sums) in loaded {
+                over.bucket(bucket, slots, sums).await?;
             }
             return Ok(());
         }
         for bucket in layout.buckets() {
             let slots = take().await?;
-            window.load(&layout, &checkpoint, bucket, &slots, job.silence).await?;
-            over.bucket(bucket, slots).await?;
+            let sums = window.load(&layout, &checkpoint, bucket, &slots, job.silence).await?;
+            over.bucket(bucket, slots, sums).await?;
         }
         Ok::<_, FeedError>(())
     };

@@ -26,8 +26,8 @@ use crate::worker::Slot;
 pub(super) enum Order {
     /// Pause the engine, and say when it is paused.
     Open(oneshot::Sender<()>),
-    /// Hand this over.
-    Bucket(Bucket, Vec<Slot>),
+    /// Hand this over: its slots, and the gsum64 of each of its tensors.
+    Bucket(Bucket, Vec<Slot>, Vec<u64>),
     /// Say when all before this was handed over.
     Settle(oneshot::Sender<()>),
     /// The version is what its manifest says: the engine takes its last step.
@@ -102,7 +102,7 @@ impl DeviceReceiver {
         arriving.coverage.record(offset, bytes).map_err(|error| invalid(error.to_string()))?;
         arriving.hasher.add(bytes, &bucket.shares).map_err(|error| invalid(error.to_string()))?;
         // A task that is gone said why; the next bucket finds nothing arriving.
-        let _gone = self.orders.send(Order::Bucket(known, bucket.slots));
+        let _gone = self.orders.send(Order::Bucket(known, bucket.slots, bucket.shares));
         Ok(())
     }
 }
@@ -235,12 +235,12 @@ impl Rollout {
                     // Whoever gave up waiting discards the receiver, which is heard next.
                     let _told = done.send(());
                 }
-                Order::Bucket(bucket, slots) => {
+                Order::Bucket(bucket, slots, sums) => {
                     if switching.is_none() {
                         switching = Some(self.switching.lock().await);
                         begun = Some(self.begin_switch(limit));
                     }
-                    if let Err(error) = over.bucket(bucket, slots).await {
+                    if let Err(error) = over.bucket(bucket, slots, sums).await {
                         self.device_failed(&receiver, &error, begun.unwrap_or_default());
                         return;
                     }

@@ -251,7 +251,7 @@ impl Rollout {
                     let message = format!("bucket {sequence} was named, and the engine took {taken} so far");
                     return Err(Undone::Refused(refusal(RefusalCode::Invalid, message)));
                 };
-                install.bucket(DeviceBucket { bucket: *bucket, places: Vec::new() }).await.map_err(Undone::Failed)?;
+                install.bucket(DeviceBucket { bucket: *bucket, places: Vec::new(), sums: Vec::new() }).await.map_err(Undone::Failed)?;
                 *lock(&receiver.taken) = taken + 1;
                 let bytes = bucket.offset.saturating_add(bucket.bytes);
                 self.with(|inner| inner.machine.received(&receiver.update, bytes));

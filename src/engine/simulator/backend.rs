@@ -15,9 +15,11 @@ use axum::{Extension, Json, Router};
 use futures::future::join_all;
 use serde_json::{Value, json};
 
+use super::GpuOptions;
 use super::core::Core;
 use super::feed::{Arrived, Feed, Place};
 use super::front::Front;
+use super::memory::GpuMemory;
 use super::vllm::{dead, worker_failed};
 
 /// What a simulated vLLM was started with for weight transfer.
@@ -58,6 +60,8 @@ struct Session {
 #[derive(Clone)]
 struct Backend {
     digests: Vec<String>,
+    /// The GPUs that its workers compute on, in the order of ranks; none where they compute on CPUs.
+    gpus: Option<(Vec<String>, GpuMemory)>,
     session: Arc<Mutex<Session>>,
 }
 
@@ -68,9 +72,10 @@ impl Backend {
 }
 
 /// The routes of weight transfer; without a back end they are there and refuse.
-pub(super) fn routes(transfer: Option<&WeightTransfer>) -> Router<Arc<Front>> {
+pub(super) fn routes(transfer: Option<&WeightTransfer>, gpus: &GpuOptions) -> Router<Arc<Front>> {
     let ours = transfer.filter(|transfer| transfer.backend == "weightsync");
-    let backend = ours.map(|transfer| Backend { digests: transfer.digests.clone(), session: Arc::default() });
+    let gpus = gpus.memory.is_there().then(|| (gpus.uuids.clone(), gpus.memory.clone()));
+    let backend = ours.map(|transfer| Backend { digests: transfer.digests.clone(), gpus, session: Arc::default() });
     Router::new()
         .route("/init_weight_transfer_engine", post(init))
         .route("/start_weight_update", post(start))
@@ -118,7 +123,11 @@ async fn init(State(front): State<Arc<Front>>, Extension(backend): Extension<Opt
     session.feeds.clear();
     if info.pointer("/init_info/protocol") == Some(&json!(1)) {
         let (socket, token, ranks) = (field("socket"), field("token"), front.world_size);
-        let feeds = (0..ranks).map(|rank| Feed::connect(&socket, &token, (rank, ranks), &backend.digests, session.open));
+        let gpu = |rank: u32| {
+            let (gpus, memory) = backend.gpus.as_ref()?;
+            Some((gpus.get(usize::try_from(rank).ok()?)?.clone(), memory.clone()))
+        };
+        let feeds = (0..ranks).map(|rank| Feed::connect((&socket, &token), (rank, ranks), &backend.digests, session.open, gpu(rank)));
         // A worker that cannot connect is missed by whoever waits for it.
         session.feeds = feeds.filter_map(Result::ok).collect();
         session.token = token;
@@ -200,6 +209,11 @@ async fn take(front: &Front, rank: usize, feed: &mut Feed, draft: bool) -> Resul
     loop {
         match feed.next(draft).await {
             Arrived::Bucket(bucket) => {
+                if let Some(copied) = feed.copy(&bucket)? {
+                    feed.say(&json!({"taken": bucket.sequence}))?;
+                    load(copied).await?;
+                    continue;
+                }
                 let (copied, kept): (Vec<Place>, Vec<Place>) = bucket.tensors.into_iter().partition(|_| bucket.copy);
                 let copied = copied.iter().map(|place| feed.read(place)).collect::<Result<Vec<_>, _>>()?;
                 views.extend(kept);

@@ -1,8 +1,8 @@
 //! One simulated worker on the socket of its agent (`python/weightsync/_feed.py`): takes what it is told, checks every digest over the bytes
 //! that it finds, and hands it on in order.
 //!
-//! Decides whether what it was told makes sense, as the real one does. It reads the shared memory each time that it is asked, so a place that
-//! was used again shows.
+//! Decides whether what it was told makes sense, as the real one does. It reads memory of the host each time that it is asked, so a place that
+//! was used again shows; a bucket in memory of a GPU is read when it is taken, and checked then.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -15,13 +15,16 @@ use std::os::unix::net::{SocketAddr, UnixStream};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
+use super::memory::GpuMemory;
 use super::tensors::Taken;
-use crate::weights::{Dtype, digest_hex, tensor_digest};
+use crate::weights::{Dtype, digest_hex, gsum64, tensor_digest};
 
 /// Longest wait for the first line.
 const FIRST_WORD: Duration = Duration::from_secs(60);
@@ -39,12 +42,25 @@ pub(super) struct Told {
     #[serde(default)]
     pub(super) draft: bool,
     pub(super) tensors: Vec<Place>,
+    /// Where it lies on the worker's GPU; none where it lies in memory of the host.
+    #[serde(default)]
+    memory: Option<OnGpu>,
+    #[serde(default)]
+    bytes: u64,
+}
+
+/// A bucket in memory of a GPU.
+#[derive(Debug, Clone, Deserialize)]
+struct OnGpu {
+    handle: String,
+    offset: u64,
 }
 
 #[derive(Deserialize)]
 #[serde(tag = "event", rename_all = "camelCase")]
 enum Line {
     Memory { digest: String, silence: f64 },
+    Gpu { silence: f64 },
     Bucket(Told),
     End { buckets: u32 },
     Alive,
@@ -62,6 +78,8 @@ pub(super) struct Feed {
     arrived: mpsc::UnboundedReceiver<Arrived>,
     memory: Arc<OnceLock<File>>,
     socket: UnixStream,
+    /// Memory of the GPU that it computes on; none for one that computes on a CPU.
+    gpu: Option<GpuMemory>,
     /// The first bucket for the draft model.
     ahead: Option<Told>,
     over: bool,
@@ -75,12 +93,25 @@ impl Drop for Feed {
 }
 
 impl Feed {
-    /// Connects and says hello; buckets are checked from now on.
-    pub(super) fn connect(socket: &str, token: &str, (rank, ranks): (u32, u32), digests: &[String], open: bool) -> Result<Self, String> {
+    /// Connects and says hello; buckets are checked from now on. `gpu` is the UUID of the GPU that it computes on, and what lies there.
+    pub(super) fn connect(
+        (socket, token): (&str, &str),
+        (rank, ranks): (u32, u32),
+        digests: &[String],
+        open: bool,
+        gpu: Option<(String, GpuMemory)>,
+    ) -> Result<Self, String> {
         let address = SocketAddr::from_abstract_name(socket.as_bytes());
         let socket = address.and_then(|address| UnixStream::connect_addr(&address));
         let socket = socket.map_err(|error| format!("no agent answers: {error}"))?;
-        let hello = json!({"token": token, "protocol": 1, "rank": rank, "ranks": ranks, "device": "cpu", "digests": digests, "open": open, "draft": true});
+        let (uuid, gpu) = gpu.unzip();
+        let device = if gpu.is_some() { "cuda" } else { "cpu" };
+        let on_gpus = gpu.is_some().then(|| "gsum64".to_owned());
+        let digests: Vec<&String> = digests.iter().chain(&on_gpus).collect();
+        let hello = json!({
+            "token": token, "protocol": 1, "rank": rank, "ranks": ranks, "device": device, "gpu": uuid, "digests": digests, "open": open,
+            "draft": true,
+        });
         say(&socket, &json!({"hello": hello}))?;
         let listening = socket.try_clone().map_err(|error| error.to_string())?;
         let (to_engine, arrived) = mpsc::unbounded_channel();
@@ -92,7 +123,7 @@ impl Feed {
                 let _gone = to_engine.send(Arrived::Failed(cause));
             }
         });
-        Ok(Self { arrived, memory, socket, ahead: None, over: false })
+        Ok(Self { arrived, memory, socket, gpu, ahead: None, over: false })
     }
 
     /// What comes next for the model, or for the draft model; waits for it. The model ends where the draft model begins.
@@ -125,8 +156,26 @@ impl Feed {
     pub(super) fn read(&self, place: &Place) -> Result<Taken, String> {
         let bytes = self.memory.get().map_or_else(|| Err("there is no memory".into()), |memory| read(memory, place))?;
         let Place(name, dtype, shape, ..) = place;
-        let dtype = Dtype::ALL.into_iter().find(|known| known.name() == dtype).ok_or_else(|| format!("no type {dtype}"))?;
-        Ok(Taken::of(name.clone(), dtype, shape.clone(), &bytes))
+        taken(name, dtype, shape, &bytes)
+    }
+
+    /// Copies a bucket from memory of the GPU and checks every tensor of the copy; none where it lies in memory of the host.
+    pub(super) fn copy(&self, told: &Told) -> Result<Option<Vec<Taken>>, String> {
+        let (Some(at), Some(gpu)) = (&told.memory, &self.gpu) else { return Ok(None) };
+        let handle = STANDARD.decode(&at.handle).map_err(|error| error.to_string())?;
+        let copy = gpu.open(&handle)?.read(at.offset, told.bytes)?;
+        let tensor = |place: &Place| {
+            let Place(name, dtype, shape, offset, bytes, said) = place;
+            let range = usize::try_from(*offset).ok().zip(usize::try_from(offset.saturating_add(*bytes)).ok());
+            let bytes =
+                range.and_then(|(first, end)| copy.get(first..end)).ok_or_else(|| format!("tensor {name} does not lie in its bucket"))?;
+            let computed = format!("{:016x}", gsum64(bytes));
+            if computed != *said {
+                return Err(format!("tensor {name} is not what the agent says: its digest is {computed}, not {said}"));
+            }
+            taken(name, dtype, shape, bytes)
+        };
+        told.tensors.iter().map(tensor).collect::<Result<Vec<_>, _>>().map(Some)
     }
 
     /// Says that a step of the session was taken; whoever is gone is not told.
@@ -138,6 +187,11 @@ impl Feed {
     pub(super) fn say(&self, what: &Value) -> Result<(), String> {
         say(&self.socket, what)
     }
+}
+
+fn taken(name: &str, dtype: &str, shape: &[u64], bytes: &[u8]) -> Result<Taken, String> {
+    let dtype = Dtype::ALL.into_iter().find(|known| known.name() == dtype).ok_or_else(|| format!("no type {dtype}"))?;
+    Ok(Taken::of(name.to_owned(), dtype, shape.to_vec(), bytes))
 }
 
 fn say(mut socket: &UnixStream, what: &Value) -> Result<(), String> {
@@ -172,24 +226,33 @@ impl Listener {
 
     fn listen(&mut self, to_engine: &mpsc::UnboundedSender<Arrived>) -> Result<(), String> {
         self.within(FIRST_WORD)?;
-        let Line::Memory { digest, silence } = self.line()? else { return Err("the agent did not begin with the memory".into()) };
+        let (digest, silence) = match self.line()? {
+            Line::Memory { digest, silence } => (Some(digest), silence),
+            Line::Gpu { silence } => (None, silence),
+            _ => return Err("the agent did not begin with the memory".into()),
+        };
         self.within(Duration::try_from_secs_f64(silence).map_err(|error| error.to_string())?)?;
-        let file = self.descriptors.pop_front().ok_or("no memory came beside its description")?;
+        if digest.is_some() {
+            let file = self.descriptors.pop_front().ok_or("no memory came beside its description")?;
+            self.memory.get_or_init(|| File::from(file));
+        }
         let memory = self.memory.clone();
-        let memory = memory.get_or_init(|| File::from(file));
         let mut expected = 0;
         loop {
             match self.line()? {
                 Line::Alive => {}
-                Line::Memory { .. } => return Err("the agent described the memory twice".into()),
+                Line::Memory { .. } | Line::Gpu { .. } => return Err("the agent described the memory twice".into()),
                 Line::Bucket(bucket) => {
                     if bucket.sequence != expected {
                         return Err(format!("bucket {} was told of, {expected} was expected", bucket.sequence));
                     }
-                    for place in &bucket.tensors {
-                        check(memory, place, &digest)?;
+                    // What lies on a GPU is checked when it was copied.
+                    if let (Some(memory), Some(digest)) = (memory.get(), &digest) {
+                        for place in &bucket.tensors {
+                            check(memory, place, digest)?;
+                        }
+                        say(&self.socket, &json!({"verified": expected}))?;
                     }
-                    say(&self.socket, &json!({"verified": expected}))?;
                     let _gone = to_engine.send(Arrived::Bucket(bucket));
                     expected += 1;
                 }

@@ -18,6 +18,11 @@ impl GpuMemory {
         Self { folder }
     }
 
+    /// Whether there is any.
+    pub(super) fn is_there(&self) -> bool {
+        self.folder.is_some()
+    }
+
     /// Folder in which ranks of a group hold their seats (tests/fakegpu/group.cpp).
     pub(super) fn groups(&self) -> Option<PathBuf> {
         Some(self.folder.as_deref()?.parent()?.join("groups"))

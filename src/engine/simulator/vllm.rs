@@ -39,7 +39,7 @@ pub(super) fn routes(
     let info = server_info(&gpus, transfer.as_ref(), draft.as_deref());
     let session = match &transfer {
         Some(vllms) if ["nccl", "ipc"].contains(&vllms.backend.as_str()) => group::vllm::routes(Transfer::new(ranks, &vllms.backend)),
-        ours => backend::routes(ours.as_ref()),
+        ours => backend::routes(ours.as_ref(), &gpus),
     };
     let always = Router::new()
         .route("/health", get(health))

@@ -19,7 +19,7 @@ use crate::engine::{
 use crate::protocol::worker::Opaque;
 use crate::protocol::{KvCachePolicy, PausePolicy};
 use crate::weights::safetensors::Checkpoint;
-use crate::weights::{Bucket, Layout};
+use crate::weights::{Bucket, Layout, gsum64};
 
 /// Length of a bucket that holds one or two of the tests' tensors.
 const BUCKET: u64 = 128;
@@ -91,14 +91,15 @@ impl<'a> Version<'a> {
 
     /// Lays a bucket into its slot.
     pub(super) fn bucket(&self, bucket: Bucket) -> DeviceBucket {
-        let mut bytes = vec![0xee; bucket.bytes as usize];
+        let (mut bytes, mut sums) = (vec![0xee; bucket.bytes as usize], Vec::new());
         for part in self.layout.parts(bucket.offset, bucket.bytes) {
             let into = &mut bytes[part.in_range as usize..][..part.bytes as usize];
             self.checkpoint.read_tensor(part.index, part.in_tensor, into).unwrap();
+            sums.push(gsum64(into));
         }
         let slot = u64::from(bucket.sequence) % 2;
         self.gpus.fill(slot, &bytes);
-        DeviceBucket { bucket, places: self.gpus.places(slot) }
+        DeviceBucket { bucket, places: self.gpus.places(slot), sums }
     }
 
     /// Hands everything over; each slot is spoiled as soon as it was released.

@@ -211,7 +211,7 @@ pub(super) async fn received_of(engine: &Arc<dyn Engine>, rendezvous: Rendezvous
     let mut install = group.begin(&job, watch::Sender::new(None).subscribe()).await.unwrap();
     install.open().await?;
     for bucket in job.layout.buckets() {
-        install.bucket(DeviceBucket { bucket, places: Vec::new() }).await?;
+        install.bucket(DeviceBucket { bucket, places: Vec::new(), sums: Vec::new() }).await?;
     }
     install.finish(held(4)).await
 }

@@ -1,15 +1,12 @@
-//! The workers of one server on the socket of their agent: who they are, what they are told, and how far each is.
+//! The workers of one server on the socket of their agent: what they are told, and how far each is.
 //!
-//! Lines of JSON both ways; the shared memory is passed beside the first one, so it needs no path that both can see. The socket's name is
-//! abstract and lives for one install; whoever connects must show the token, which only the server was told. Decides whether all ranks are
-//! there and what they have in common; never what a failure means.
+//! Lines of JSON both ways; memory of the host is passed beside the first one, so it needs no path that both can see. Decides what counts as
+//! a worker's failure; never what that means.
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener as StdListener};
 use std::time::Duration;
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
@@ -17,53 +14,25 @@ use serde::Deserialize;
 use serde_json::json;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Interest};
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
+use super::listening::{Hello, Parts, Rules};
 use super::progress::{Progress, Rank, Step, reached};
 use crate::engine::EngineError;
-use crate::engine::host::{HostBucket, HostDigest, HostMemory};
+use crate::engine::host::{HostBucket, HostMemory};
 use crate::engine::http::Until;
 use crate::weights::Section;
 
-/// Not the prefix of agents' own sockets: trainers look for those.
-const PREFIX: &str = "weightsync-feed/";
 /// Longest line of a worker, in bytes.
 const LONGEST_LINE: u64 = 64 << 10;
-/// Longest time between connecting and saying hello.
-const SAY_HELLO: Duration = Duration::from_secs(5);
 /// Lines that may wait for a worker.
 const WAITING: usize = 64;
-
-/// What is agreed before the first bucket.
-pub(super) struct Rules {
-    pub(super) token: String,
-    /// Whether a draft model comes behind the model.
-    pub(super) draft: bool,
-    /// Longest time between two lines to a worker; half of it without a bucket makes us say that we live.
-    pub(super) silence: Duration,
-}
-
-/// What a worker says first.
-#[derive(Debug, Deserialize)]
-struct Hello {
-    token: String,
-    rank: u32,
-    ranks: u32,
-    device: String,
-    digests: Vec<String>,
-    /// Whether a session is open, which an earlier life of an agent left.
-    open: bool,
-    /// Whether it can be told of buckets for a draft model.
-    #[serde(default)]
-    draft: bool,
-}
 
 /// What a worker says.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-enum Said {
+pub(super) enum Said {
     Hello(Hello),
     /// This bucket's digests agree.
     Verified(u32),
@@ -75,34 +44,49 @@ enum Said {
     Failed(String),
 }
 
-/// A socket that workers are told to connect to.
-pub(super) struct Listening {
-    url: String,
-    name: String,
-    ranks: u32,
-    listener: UnixListener,
+/// The first line to every worker.
+pub(super) struct Opening<'a> {
+    pub(super) line: String,
+    /// Passed beside it.
+    pub(super) memory: Option<&'a HostMemory>,
 }
 
 /// All workers of a server. Dropping it closes their sockets, which they hear at once.
 pub(super) struct Workers {
     url: String,
     lines: Vec<mpsc::Sender<String>>,
+    gpus: Vec<String>,
     progress: watch::Receiver<Progress>,
     left_open: bool,
     tasks: JoinSet<()>,
 }
 
 impl Workers {
-    /// Binds a socket for so many ranks.
-    pub(super) fn listen(url: &str, ranks: u32) -> Result<Listening, EngineError> {
-        let name = format!("{PREFIX}{}", uuid::Uuid::new_v4().simple());
-        let bound = SocketAddr::from_abstract_name(name.as_bytes()).and_then(|address| StdListener::bind_addr(&address));
-        let bound = bound.and_then(|listener| listener.set_nonblocking(true).and_then(|()| UnixListener::from_std(listener)));
-        let listener = bound.map_err(|cause| EngineError::Unsupported {
-            what: format!("no socket can be made for the server's workers: {cause}"),
-            next_step: "it is fed from a directory".into(),
-        })?;
-        Ok(Listening { url: url.to_owned(), name, ranks, listener })
+    /// Says the first line to all who are there, with the memory beside it where there is some.
+    pub(super) async fn open(
+        url: String,
+        there: BTreeMap<u32, (Hello, Parts)>,
+        opening: Opening<'_>,
+        rules: &Rules,
+        until: Until,
+    ) -> Result<Self, EngineError> {
+        let (known, progress) =
+            watch::channel(Progress { ranks: there.keys().map(|rank| (*rank, Rank::default())).collect(), failure: None });
+        let left_open = there.values().any(|(hello, _)| hello.open);
+        let (mut tasks, mut lines, mut gpus) = (JoinSet::new(), Vec::new(), Vec::new());
+        for (rank, (hello, Parts { reader, mut writer })) in there {
+            let opened = tokio::time::timeout(until.left(), opening.say(&mut writer)).await;
+            opened.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())).map_err(|cause| EngineError::BadReply {
+                url: url.clone(),
+                what: format!("rank {rank} did not take the first line: {cause}"),
+            })?;
+            let (to_writer, inbox) = mpsc::channel(WAITING);
+            lines.push(to_writer);
+            gpus.push(hello.gpu.unwrap_or_default());
+            tasks.spawn(write(writer, inbox, rules.silence / 3));
+            tasks.spawn(read(reader, rank, if rules.draft { 2 } else { 1 }, known.clone()));
+        }
+        Ok(Self { url, lines, gpus, progress, left_open, tasks })
     }
 
     /// The line that tells of a bucket.
@@ -126,6 +110,22 @@ impl Workers {
             }
             Ok(())
         }
+    }
+
+    /// The same, to each worker a line of its own, in the order of ranks.
+    pub(super) fn tell_each(&self, each: Vec<String>) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
+        let lines = self.lines.clone();
+        async move {
+            for (worker, line) in lines.into_iter().zip(each) {
+                let _gone = worker.send(line).await;
+            }
+            Ok(())
+        }
+    }
+
+    /// UUIDs of the GPUs that they compute on, in the order of ranks; empty texts where they compute on none.
+    pub(super) fn gpus(&self) -> impl Iterator<Item = &str> {
+        self.gpus.iter().map(String::as_str)
     }
 
     /// Waits until every worker has checked so many buckets. Wants to be ended by a deadline.
@@ -188,106 +188,7 @@ impl Workers {
     }
 }
 
-impl Listening {
-    /// Abstract name, without its leading NUL.
-    pub(super) fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Waits for all ranks, chooses a digest, and passes the memory.
-    pub(super) async fn meet(self, rules: &Rules, memory: &HostMemory, until: Until) -> Result<(Workers, HostDigest), EngineError> {
-        let mut there = BTreeMap::new();
-        while there.len() < self.ranks as usize {
-            let missing = || (0..self.ranks).filter(|rank| !there.contains_key(rank)).map(|rank| rank.to_string()).collect::<Vec<_>>();
-            let Ok(met) = tokio::time::timeout(until.left(), self.one(rules)).await else {
-                let what = format!("rank {} did not connect to its agent", missing().join(", "));
-                let next_step = "its workers must run in the agent's pod; it is fed from a directory".into();
-                return Err(EngineError::Unsupported { what, next_step });
-            };
-            if let Some((hello, socket)) = met? {
-                there.insert(hello.rank, (hello, socket));
-            }
-        }
-        let can = |digest: HostDigest| there.values().all(|(hello, _)| hello.digests.iter().any(|name| name == digest.name()));
-        let Some(digest) = [HostDigest::Xxh3_128, HostDigest::Blake3].into_iter().find(|digest| can(*digest)) else {
-            let what = "the server's workers can compute no digest".to_owned();
-            return Err(EngineError::Unsupported { what, next_step: "install the package blake3 or xxhash in its environment".into() });
-        };
-        let silence = rules.silence.as_secs_f64();
-        let opening = format!("{}\n", json!({"event": "memory", "bytes": memory.bytes, "digest": digest.name(), "silence": silence}));
-        let (known, progress) =
-            watch::channel(Progress { ranks: there.keys().map(|rank| (*rank, Rank::default())).collect(), failure: None });
-        let left_open = there.values().any(|(hello, _)| hello.open);
-        let (mut tasks, mut lines) = (JoinSet::new(), Vec::new());
-        for (rank, (_, socket)) in there {
-            let (reader, mut writer) = socket.into_parts();
-            let opened = tokio::time::timeout(until.left(), pass(&mut writer, opening.as_bytes(), memory)).await;
-            opened.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())).map_err(|cause| EngineError::BadReply {
-                url: self.url.clone(),
-                what: format!("rank {rank} did not take the shared memory: {cause}"),
-            })?;
-            let (to_writer, inbox) = mpsc::channel(WAITING);
-            lines.push(to_writer);
-            tasks.spawn(write(writer, inbox, rules.silence / 3));
-            tasks.spawn(read(reader, rank, if rules.draft { 2 } else { 1 }, known.clone()));
-        }
-        Ok((Workers { url: self.url, lines, progress, left_open, tasks }, digest))
-    }
-
-    /// The next connection, if it is one of ours.
-    async fn one(&self, rules: &Rules) -> Result<Option<(Hello, Parts)>, EngineError> {
-        let bad = |what: String| EngineError::BadReply { url: self.url.clone(), what };
-        let (socket, _) = self.listener.accept().await.map_err(|cause| bad(format!("no worker can connect: {cause}")))?;
-        let mut parts = Parts::new(socket);
-        let said = tokio::time::timeout(SAY_HELLO, parts.next()).await;
-        let hello = match said.ok().flatten() {
-            Some(Said::Hello(hello)) if hello.token == rules.token => hello,
-            other => {
-                tracing::warn!(engine = self.url, ?other, "somebody connected who is no worker of this server");
-                return Ok(None);
-            }
-        };
-        if hello.device != "cpu" {
-            return Err(EngineError::Unsupported {
-                what: format!("rank {} computes on {:?}, and shared memory of the host is for CPU", hello.rank, hello.device),
-                next_step: "it is fed from a directory".into(),
-            });
-        }
-        if rules.draft && !hello.draft {
-            return Err(EngineError::Unsupported {
-                what: format!("the package weightsync beside rank {} knows no draft models", hello.rank),
-                next_step: "install the one of this agent's version in the server's environment".into(),
-            });
-        }
-        if hello.ranks != self.ranks || hello.rank >= self.ranks {
-            return Err(bad(format!("a worker says that it is rank {} of {}, the server says {}", hello.rank, hello.ranks, self.ranks)));
-        }
-        Ok(Some((hello, parts)))
-    }
-}
-
-/// A connection of a worker.
-struct Parts {
-    reader: BufReader<OwnedReadHalf>,
-    writer: OwnedWriteHalf,
-}
-
-impl Parts {
-    fn new(socket: UnixStream) -> Self {
-        let (reader, writer) = socket.into_split();
-        Self { reader: BufReader::new(reader), writer }
-    }
-
-    async fn next(&mut self) -> Option<Said> {
-        next(&mut self.reader).await.ok()
-    }
-
-    fn into_parts(self) -> (BufReader<OwnedReadHalf>, OwnedWriteHalf) {
-        (self.reader, self.writer)
-    }
-}
-
-async fn next(reader: &mut BufReader<OwnedReadHalf>) -> Result<Said, String> {
+pub(super) async fn next(reader: &mut BufReader<OwnedReadHalf>) -> Result<Said, String> {
     let mut line = Vec::new();
     let read = reader.take(LONGEST_LINE).read_until(b'\n', &mut line).await;
     match read {
@@ -348,17 +249,20 @@ async fn write(mut writer: OwnedWriteHalf, mut lines: mpsc::Receiver<String>, qu
     }
 }
 
-/// Sends the first line with the memory beside it.
-async fn pass(writer: &mut OwnedWriteHalf, line: &[u8], memory: &HostMemory) -> io::Result<()> {
-    let send = || {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut beside = SendAncillaryBuffer::new(&mut space);
-        let descriptor = [memory.file.as_fd()];
-        if !beside.push(SendAncillaryMessage::ScmRights(&descriptor)) {
-            return Err(io::Error::other("no room for one descriptor"));
-        }
-        Ok(rustix::net::sendmsg(writer.as_ref(), &[IoSlice::new(line)], &mut beside, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?)
-    };
-    let sent = writer.as_ref().async_io(Interest::WRITABLE, send).await?;
-    writer.write_all(line.get(sent..).unwrap_or_default()).await
+impl Opening<'_> {
+    async fn say(&self, writer: &mut OwnedWriteHalf) -> io::Result<()> {
+        let line = self.line.as_bytes();
+        let Some(memory) = self.memory else { return writer.write_all(line).await };
+        let send = || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut beside = SendAncillaryBuffer::new(&mut space);
+            let descriptor = [memory.file.as_fd()];
+            if !beside.push(SendAncillaryMessage::ScmRights(&descriptor)) {
+                return Err(io::Error::other("no room for one descriptor"));
+            }
+            Ok(rustix::net::sendmsg(writer.as_ref(), &[IoSlice::new(line)], &mut beside, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?)
+        };
+        let sent = writer.as_ref().async_io(Interest::WRITABLE, send).await?;
+        writer.write_all(line.get(sent..).unwrap_or_default()).await
+    }
 }

@@ -50,6 +50,28 @@ async fn versions_travel_between_gpus_and_engines_serve_them() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn vllm_with_our_own_back_end_takes_versions_from_its_own_gpu_as_they_come() {
+    let machine = Machine::new();
+    // One of them on the trainer's GPU.
+    let actors = [Actor::new().with_backend_on(0), Actor::new().with_backend_on(2)];
+    let world = World::start_on(&machine, nccl(), json!({"pause": "Abort", "kvCache": "Reset"}), actors).await;
+    world.until_ready(2).await;
+    for version in 1..=3 {
+        let model = Model::large(version);
+        let checkpoint = model.save(&world.folder().join(format!("v{version}")));
+        let result = world.publish(&checkpoint, version, &[]).await.done();
+        assert_eq!((installed(&result).len(), &result["attempts"]), (2, &json!(1)), "{result}");
+        for number in 0..2 {
+            assert!(world.serves(number, &model).await, "version {version}, actor-{number}");
+        }
+    }
+    for actor in ["actor-0", "actor-1"] {
+        let log = world.log(actor);
+        assert!(!log.contains("put into files"), "{actor}: {log}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_engine_on_the_trainers_gpu_gets_the_stream_beside_the_communicator() {
     let machine = Machine::new();
     let world = World::start_on(&machine, nccl(), json!({}), [Actor::new().on_gpu(0), Actor::sglang(), Actor::new()]).await;

@@ -33,6 +33,13 @@ impl Actor {
         Self { words: vec![PROGRAM.to_owned(), "--weightsync-backend".to_owned()], ..self }
     }
 
+    /// The same on this GPU of its machine.
+    pub fn with_backend_on(self, gpu: u32) -> Self {
+        let mut with_backend = self.with_backend();
+        with_backend.words.extend(["--gpu".to_owned(), uuid(gpu)]);
+        with_backend.on_gpu(gpu)
+    }
+
     /// With a model that drafts for it.
     pub fn drafting(self) -> Self {
         Self { drafts: true, ..self }

@@ -76,7 +76,7 @@ async fn update(bed: &Bed, engine: &dyn Engine, model: &Model, (number, makes): 
             }
             bed.send(number, &[model.bytes(first), model.bytes(first + 1)].concat()).await;
         };
-        tokio::join!(install.bucket(DeviceBucket { bucket, places: Vec::new() }), send).0?;
+        tokio::join!(install.bucket(DeviceBucket { bucket, places: Vec::new(), sums: Vec::new() }), send).0?;
     }
     install.finish(HeldVersion { version: 7, manifest: "7".repeat(64) }).await.map(drop)
 }
@@ -120,7 +120,7 @@ async fn f08_ranks_that_look_under_another_name_cost_the_deadline_and_the_store_
     let mut install = engine.group().unwrap().begin(&job, watch::Sender::new(None).subscribe()).await.unwrap();
     install.open().await.unwrap();
     let bucket = job.layout.buckets().next().unwrap();
-    let error = install.bucket(DeviceBucket { bucket, places: Vec::new() }).await.unwrap_err();
+    let error = install.bucket(DeviceBucket { bucket, places: Vec::new(), sums: Vec::new() }).await.unwrap_err();
     assert!(error.to_string().contains("no answer within"), "{error}");
     assert_eq!(bed.store.readers(&nccl_id_keys("default_pg")[0]), 0);
     assert!(bed.serves(&model(0)).await, "nothing was written");

@@ -1,0 +1,94 @@
+//! vLLM with WeightSync's own back end, whose workers copy from GPU memory.
+
+use super::gpu::GpuBench;
+use super::support::{SOON, held, post};
+use crate::engine::simulator::WeightTransfer;
+use crate::engine::{EngineError, Holding, InstallError};
+use crate::protocol::{KvCachePolicy, PausePolicy};
+
+/// Two ranks, each on a GPU of its own.
+async fn bench(on_gpus: bool) -> GpuBench {
+    GpuBench::start("vllm", 2, None, |options| {
+        options.weight_transfer = Some(WeightTransfer::weightsync());
+        if !on_gpus {
+            options.gpu_memory = None;
+        }
+    })
+    .await
+}
+
+/// Hands the first bucket over as `spoil` leaves it.
+async fn one_bucket(on: &GpuBench, spoil: impl Fn(&mut crate::engine::DeviceBucket)) -> InstallError {
+    let (version, job) = (on.version(2), on.job(2));
+    let mut install = on.engine.begin_device(&job).await.unwrap();
+    let mut bucket = version.bucket(version.layout.bucket(0).unwrap());
+    spoil(&mut bucket);
+    install.bucket(bucket).await.unwrap_err()
+}
+
+#[tokio::test]
+async fn versions_are_what_fresh_servers_serve_although_slots_are_overwritten_once_they_are_released() {
+    let on = bench(true).await;
+    let route = on.engine.device_route(PausePolicy::Abort, KvCachePolicy::Reset, SOON).await.unwrap();
+    assert_eq!(route.name, "weightsync");
+    for version in [2, 3, 2] {
+        on.install(version).await.unwrap();
+        assert_eq!(on.bench.digest().await, on.bench.fresh_digest(version).await);
+        assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(version)));
+    }
+}
+
+#[tokio::test]
+async fn without_a_pause_nobody_is_fed_so() {
+    let on = bench(true).await;
+    let error = on.engine.device_route(PausePolicy::External, KvCachePolicy::Reset, SOON).await.unwrap_err();
+    assert!(error.to_string().contains("half of the buckets"), "{error}");
+}
+
+#[tokio::test]
+async fn a_session_that_a_dead_agent_left_open_is_ended_first() {
+    let on = bench(true).await;
+    let call = format!("{}/start_weight_update", on.bench.simulator.url());
+    assert_eq!(post(&call, &serde_json::json!({})).await.0, 200);
+    on.install(2).await.unwrap();
+    assert_eq!(on.bench.digest().await, on.bench.fresh_digest(2).await);
+}
+
+#[tokio::test]
+async fn a_copy_that_is_not_what_the_agent_says_ends_the_install_with_the_tensors_name_and_holds_the_engine() {
+    let on = bench(true).await;
+    let error = one_bucket(&on, |bucket| bucket.sums[0] ^= 1).await;
+    let words = error.to_string();
+    assert!(error.dirty && words.contains("rank 0") && words.contains("its digest is"), "{words}");
+    assert!(on.bench.is_paused().await);
+    on.install(3).await.unwrap();
+    assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await);
+}
+
+#[tokio::test]
+async fn a_stream_that_breaks_in_the_middle_leaves_the_engine_held_until_it_is_fed() {
+    let on = bench(true).await;
+    let (version, job) = (on.version(2), on.job(2));
+    let install = version.feed_some(on.engine.as_ref(), &job, 2).await;
+    assert!(install.abandon("the stream broke").await);
+    assert!(on.bench.is_paused().await);
+    on.install(3).await.unwrap();
+    assert!(!on.bench.is_paused().await);
+    assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await);
+}
+
+#[tokio::test]
+async fn a_worker_on_a_cpu_or_on_another_gpu_is_told_before_anything_is_touched() {
+    let on_cpus = bench(false).await;
+    let error = one_bucket(&on_cpus, |_| ()).await;
+    assert!(!error.dirty && matches!(error.source, EngineError::Unsupported { .. }), "{error}");
+    assert!(error.to_string().contains("not on a GPU"), "{error}");
+
+    let on = bench(true).await;
+    let error = one_bucket(&on, |bucket| bucket.places.truncate(1)).await;
+    assert!(!error.dirty && error.to_string().contains("where a worker of the engine is"), "{error}");
+    for bench in [on, on_cpus] {
+        assert!(!bench.bench.is_paused().await);
+        assert_eq!(bench.bench.digest().await, bench.bench.fresh_digest(1).await);
+    }
+}

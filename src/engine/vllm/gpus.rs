@@ -1,0 +1,99 @@
+//! vLLM with our own back end whose workers copy buckets from memory on their own GPUs, which the agent's workers allocated.
+//!
+//! Decides what each worker is told: where the bucket lies on *its* GPU, by handle and offset, and the gsum64 of each tensor of it. A worker
+//! copies the bucket, sums what it copied, and only then says that it took it, so that the place may be used again from then on; vLLM's own
+//! layerwise loading, which keeps tensors until a layer is whole, works on the copy. The calls are [`super::session`]'s.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::json;
+
+use super::listening::Rules;
+use super::session::{CONNECT, Session, init};
+use crate::engine::EngineError;
+use crate::engine::device::{DeviceBucket, Released};
+use crate::engine::feed::{Feed, FeedJob, pieces};
+use crate::engine::http::{EngineHttp, Until};
+use crate::weights::Layout;
+
+/// Name of the way.
+pub(super) const WAY: &str = "weightsync";
+
+/// Feeds all workers of one server.
+pub(super) struct Gpus {
+    session: Session,
+    layout: Arc<Layout>,
+    told: u32,
+}
+
+impl Gpus {
+    /// Has every worker connect.
+    pub(super) async fn open(http: Arc<EngineHttp>, job: &FeedJob<'_>, ranks: u32, until: Until) -> Result<Self, EngineError> {
+        let job = job.job;
+        let (listening, token) = init(&http, ranks, until).await?;
+        let rules = Rules { token: token.clone(), draft: job.layout.has_draft(), silence: job.silence };
+        let workers = listening.on_gpus(&rules, until.at_most(job.silence.min(CONNECT))).await?;
+        Ok(Self { session: Session::new(http, workers, token, job.timeout), layout: job.layout.clone(), told: 0 })
+    }
+
+    /// The line for a worker on that GPU.
+    fn line(&self, bucket: &DeviceBucket, gpu: &str) -> Result<String, EngineError> {
+        let sequence = bucket.bucket.sequence;
+        let Some(place) = bucket.places.iter().find(|place| place.gpu == gpu) else {
+            return Err(EngineError::Unsupported {
+                what: format!("bucket {sequence} does not lie on {gpu}, where a worker of the engine is"),
+                next_step: "give this agent a GPU worker on every GPU of the engine".into(),
+            });
+        };
+        let pieces = pieces(&self.layout, bucket);
+        if pieces.len() != bucket.sums.len() {
+            return Err(self.session.workers.error(format!(
+                "bucket {sequence} has {} tensors and {} sums",
+                pieces.len(),
+                bucket.sums.len()
+            )));
+        }
+        let tensors = pieces.iter().zip(&bucket.sums);
+        let tensors = tensors
+            .map(|(piece, sum)| json!([piece.name, piece.dtype.name(), piece.shape, piece.offset, piece.bytes, format!("{sum:016x}")]));
+        let memory = json!({"handle": STANDARD.encode(place.handle.0), "bytes": place.allocation_bytes, "offset": place.offset});
+        let line = json!({
+            "event": "bucket", "sequence": sequence, "copy": true, "draft": false, "memory": memory,
+            "bytes": bucket.bucket.bytes, "tensors": tensors.collect::<Vec<_>>(),
+        });
+        Ok(format!("{line}\n"))
+    }
+}
+
+#[async_trait]
+impl Feed for Gpus {
+    async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError> {
+        let lines = self.session.workers.gpus().map(|gpu| self.line(bucket, gpu)).collect::<Result<Vec<_>, _>>()?;
+        if self.session.number() == 0 {
+            self.session.end_what_was_left(until).await?;
+            self.session.start("/start_weight_update", until).await?;
+        }
+        self.session.watching(until, self.session.workers.tell_each(lines)).await?;
+        self.session.watching(until, self.session.workers.taken(self.told)).await?;
+        self.told = bucket.bucket.sequence.saturating_add(1);
+        Ok(Released::Now)
+    }
+
+    fn touched(&self) -> bool {
+        self.session.number() > 0
+    }
+
+    async fn close(&mut self, until: Until) -> Result<(), EngineError> {
+        let line = format!("{}\n", json!({"event": "end", "buckets": self.told}));
+        self.session.watching(until, self.session.workers.tell(line)).await?;
+        self.session.finish(self.told, until).await?;
+        self.session.forget_encoded(until).await
+    }
+
+    async fn fail(&mut self, _: &str, until: Until) {
+        self.session.fail(until).await;
+    }
+}

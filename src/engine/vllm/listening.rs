@@ -1,0 +1,189 @@
+//! The socket that the workers of one server are told to connect to, and who may come in.
+//!
+//! Its name is abstract and lives for one install; whoever connects must show the token, which only the server was told. Decides whether all
+//! ranks are there, on what they compute, and what they have in common; never what they are told afterwards ([`super::workers`]).
+
+use std::collections::BTreeMap;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener as StdListener};
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde_json::json;
+use tokio::io::BufReader;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{UnixListener, UnixStream};
+
+use super::workers::{Opening, Said, Workers, next};
+use crate::engine::EngineError;
+use crate::engine::host::{HostDigest, HostMemory};
+use crate::engine::http::Until;
+
+/// Not the prefix of agents' own sockets: trainers look for those.
+const PREFIX: &str = "weightsync-feed/";
+/// Longest time between connecting and saying hello.
+const SAY_HELLO: Duration = Duration::from_secs(5);
+/// The digest of tensors in GPU memory, on the wire.
+const ON_GPUS: &str = "gsum64";
+
+/// What is agreed before the first bucket.
+pub(super) struct Rules {
+    pub(super) token: String,
+    /// Whether a draft model comes behind the model.
+    pub(super) draft: bool,
+    /// Longest time between two lines to a worker; half of it without a bucket makes us say that we live.
+    pub(super) silence: Duration,
+}
+
+/// What a worker says first.
+#[derive(Debug, Deserialize)]
+pub(super) struct Hello {
+    token: String,
+    rank: u32,
+    ranks: u32,
+    device: String,
+    digests: Vec<String>,
+    /// Whether a session is open, which an earlier life of an agent left.
+    pub(super) open: bool,
+    /// Whether it can be told of buckets for a draft model.
+    #[serde(default)]
+    draft: bool,
+    /// UUID (`GPU-...`) of the GPU that it computes on.
+    #[serde(default)]
+    pub(super) gpu: Option<String>,
+}
+
+/// Where the bytes will lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Where {
+    Host,
+    Gpus,
+}
+
+/// A socket that workers are told to connect to.
+pub(super) struct Listening {
+    url: String,
+    name: String,
+    ranks: u32,
+    listener: UnixListener,
+}
+
+impl Listening {
+    /// Binds a socket for so many ranks.
+    pub(super) fn new(url: &str, ranks: u32) -> Result<Self, EngineError> {
+        let name = format!("{PREFIX}{}", uuid::Uuid::new_v4().simple());
+        let bound = SocketAddr::from_abstract_name(name.as_bytes()).and_then(|address| StdListener::bind_addr(&address));
+        let bound = bound.and_then(|listener| listener.set_nonblocking(true).and_then(|()| UnixListener::from_std(listener)));
+        let listener = bound.map_err(|cause| EngineError::Unsupported {
+            what: format!("no socket can be made for the server's workers: {cause}"),
+            next_step: "it is fed from a directory".into(),
+        })?;
+        Ok(Self { url: url.to_owned(), name, ranks, listener })
+    }
+
+    /// Abstract name, without its leading NUL.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Waits for all ranks, chooses a digest, and passes the memory.
+    pub(super) async fn with_memory(self, rules: &Rules, memory: &HostMemory, until: Until) -> Result<(Workers, HostDigest), EngineError> {
+        let there = self.all(rules, Where::Host, until).await?;
+        let can = |digest: HostDigest| there.values().all(|(hello, _)| hello.can(digest.name()));
+        let Some(digest) = [HostDigest::Xxh3_128, HostDigest::Blake3].into_iter().find(|digest| can(*digest)) else {
+            let what = "the server's workers can compute no digest".to_owned();
+            return Err(EngineError::Unsupported { what, next_step: "install the package blake3 or xxhash in its environment".into() });
+        };
+        let silence = rules.silence.as_secs_f64();
+        let line = format!("{}\n", json!({"event": "memory", "bytes": memory.bytes, "digest": digest.name(), "silence": silence}));
+        let opening = Opening { line, memory: Some(memory) };
+        Ok((Workers::open(self.url, there, opening, rules, until).await?, digest))
+    }
+
+    /// Waits for all ranks, which copy from memory of their own GPUs.
+    pub(super) async fn on_gpus(self, rules: &Rules, until: Until) -> Result<Workers, EngineError> {
+        let there = self.all(rules, Where::Gpus, until).await?;
+        let line = format!("{}\n", json!({"event": "gpu", "digest": ON_GPUS, "silence": rules.silence.as_secs_f64()}));
+        Workers::open(self.url, there, Opening { line, memory: None }, rules, until).await
+    }
+
+    async fn all(&self, rules: &Rules, bytes: Where, until: Until) -> Result<BTreeMap<u32, (Hello, Parts)>, EngineError> {
+        let mut there = BTreeMap::new();
+        while there.len() < self.ranks as usize {
+            let missing = || (0..self.ranks).filter(|rank| !there.contains_key(rank)).map(|rank| rank.to_string()).collect::<Vec<_>>();
+            let Ok(met) = tokio::time::timeout(until.left(), self.one(rules, bytes)).await else {
+                let what = format!("rank {} did not connect to its agent", missing().join(", "));
+                let next_step = "its workers must run in the agent's pod; it is fed from a directory".into();
+                return Err(EngineError::Unsupported { what, next_step });
+            };
+            if let Some((hello, socket)) = met? {
+                there.insert(hello.rank, (hello, socket));
+            }
+        }
+        Ok(there)
+    }
+
+    /// The next connection, if it is one of ours.
+    async fn one(&self, rules: &Rules, bytes: Where) -> Result<Option<(Hello, Parts)>, EngineError> {
+        let bad = |what: String| EngineError::BadReply { url: self.url.clone(), what };
+        let (socket, _) = self.listener.accept().await.map_err(|cause| bad(format!("no worker can connect: {cause}")))?;
+        let mut parts = Parts::new(socket);
+        let said = tokio::time::timeout(SAY_HELLO, next(&mut parts.reader)).await;
+        let hello = match said.ok().and_then(Result::ok) {
+            Some(Said::Hello(hello)) if hello.token == rules.token => hello,
+            other => {
+                tracing::warn!(engine = self.url, ?other, "somebody connected who is no worker of this server");
+                return Ok(None);
+            }
+        };
+        hello.fits(rules, bytes)?;
+        if hello.ranks != self.ranks || hello.rank >= self.ranks {
+            return Err(bad(format!("a worker says that it is rank {} of {}, the server says {}", hello.rank, hello.ranks, self.ranks)));
+        }
+        Ok(Some((hello, parts)))
+    }
+}
+
+impl Hello {
+    fn can(&self, digest: &str) -> bool {
+        self.digests.iter().any(|name| name == digest)
+    }
+
+    /// Whether it can be fed so.
+    fn fits(&self, rules: &Rules, bytes: Where) -> Result<(), EngineError> {
+        let (rank, device) = (self.rank, &self.device);
+        let refused = |what: String, next_step: &str| Err(EngineError::Unsupported { what, next_step: next_step.into() });
+        match bytes {
+            Where::Host if device != "cpu" => {
+                let what = format!("rank {rank} computes on {device:?}, and shared memory of the host is for CPU");
+                return refused(what, "it is fed from a directory");
+            }
+            Where::Gpus if device != "cuda" => {
+                return refused(format!("rank {rank} computes on {device:?} and not on a GPU"), "it is fed from a directory");
+            }
+            Where::Gpus if self.gpu.is_none() || !self.can(ON_GPUS) => {
+                let what = format!("the package weightsync beside rank {rank} knows no memory of GPUs");
+                return refused(what, "install the one of this agent's version in the server's environment");
+            }
+            Where::Host | Where::Gpus => {}
+        }
+        if rules.draft && !self.draft {
+            let what = format!("the package weightsync beside rank {rank} knows no draft models");
+            return refused(what, "install the one of this agent's version in the server's environment");
+        }
+        Ok(())
+    }
+}
+
+/// A connection of a worker.
+pub(super) struct Parts {
+    pub(super) reader: BufReader<OwnedReadHalf>,
+    pub(super) writer: OwnedWriteHalf,
+}
+
+impl Parts {
+    fn new(socket: UnixStream) -> Self {
+        let (reader, writer) = socket.into_split();
+        Self { reader: BufReader::new(reader), writer }
+    }
+}

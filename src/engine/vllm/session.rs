@@ -1,0 +1,169 @@
+//! The calls of a weight-transfer session of vLLM with our own back end, and what its workers say became of each.
+//!
+//! Decides the order init (each worker connects to a socket of ours), start, one update (the workers load what they are told of, while more
+//! may come), finish; for a draft model behind it a second session with the same workers. What became of them is said by every worker on its
+//! socket and by nobody else: behind one failed call the replies of vLLM's workers are those to earlier calls (0.32,
+//! `v1/executor/multiproc_executor.py`: seen with two ranks), so a reply proves nothing, and our back end never fails a call. Never decides
+//! where the bytes lie. Routes are vLLM 0.32's (`entrypoints/rl/online/api_router.py`).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::task::JoinHandle;
+
+use super::listening::Listening;
+use super::progress::Step;
+use super::workers::Workers;
+use crate::engine::EngineError;
+use crate::engine::http::{EngineHttp, Until};
+
+/// Version of the lines on the socket and of the fields of init, as `python/weightsync/_feed.py` has it.
+const PROTOCOL: u32 = 1;
+/// Name of the back end.
+const NAME: &str = "weightsync";
+/// Longest wait for workers that were told to connect.
+pub(super) const CONNECT: Duration = Duration::from_secs(20);
+/// Longest wait for what a failed session still has to say and do.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+
+/// Whether the server was started with the back end, by its own configuration. A call that another back end refuses would not do: see above.
+pub(super) async fn is_there(http: &EngineHttp, until: Until) -> Result<bool, EngineError> {
+    let asked = http.get("/server_info?config_format=json", until).await?;
+    match asked.status() {
+        200 => Ok(asked.json()?.value().pointer("/vllm_config/weight_transfer_config/backend") == Some(&json!(NAME))),
+        404 | 405 => Ok(false),
+        _ => Err(asked.into_status()),
+    }
+}
+
+/// Has every worker of a server connect: a socket that waits for them, and what they must show.
+pub(super) async fn init(http: &EngineHttp, ranks: u32, until: Until) -> Result<(Listening, String), EngineError> {
+    let listening = Listening::new(http.url(), ranks)?;
+    let token = uuid::Uuid::new_v4().simple().to_string();
+    let info = json!({"init_info": {"protocol": PROTOCOL, "socket": listening.name(), "token": token}});
+    call(http, "/init_weight_transfer_engine", Some(&info), until).await?;
+    Ok((listening, token))
+}
+
+/// The sessions of one version, with workers that are connected.
+pub(super) struct Session {
+    http: Arc<EngineHttp>,
+    pub(super) workers: Workers,
+    token: String,
+    /// The update that is under way.
+    update: Option<JoinHandle<Result<(), EngineError>>>,
+    /// Whether a session of ours is open.
+    open: bool,
+    /// The session that was begun last: 1 is the model's, 2 the draft model's.
+    number: u32,
+    whole: Until,
+}
+
+impl Session {
+    pub(super) fn new(http: Arc<EngineHttp>, workers: Workers, token: String, timeout: Duration) -> Self {
+        Self { http, workers, token, update: None, open: false, number: 0, whole: Until::new(timeout) }
+    }
+
+    /// The session that was begun last: 1 is the model's, 2 the draft model's, 0 none.
+    pub(super) fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Runs until it is done, or a worker says that it failed.
+    pub(super) async fn watching<T>(&self, until: Until, done: impl Future<Output = Result<T, EngineError>>) -> Result<T, EngineError> {
+        tokio::select! {
+            biased;
+            done = done => done,
+            why = self.workers.failed() => Err(why),
+            () = tokio::time::sleep(until.left()) => {
+                Err(EngineError::Timeout { url: self.http.url().to_owned(), deadline: until.total() })
+            }
+        }
+    }
+
+    /// Makes a call and waits until every worker says that it took the step.
+    async fn step(&self, path: &str, step: Step, until: Until) -> Result<(), EngineError> {
+        call(&self.http, path, Some(&json!({})), until).await?;
+        self.watching(until, self.workers.did(self.number, step)).await
+    }
+
+    /// Ends a session that an earlier life of an agent left open, if there is one.
+    pub(super) async fn end_what_was_left(&self, until: Until) -> Result<(), EngineError> {
+        if self.workers.left_open() { self.step("/finish_weight_update", Step::Ended, until).await } else { Ok(()) }
+    }
+
+    /// Opens the next session and has the workers load in it.
+    pub(super) async fn start(&mut self, path: &str, until: Until) -> Result<(), EngineError> {
+        self.open = true;
+        self.number += 1;
+        self.step(path, Step::Started, until).await?;
+        let (http, whole, body) = (self.http.clone(), self.whole, json!({"update_info": {"token": self.token}}));
+        self.update = Some(tokio::spawn(async move { call(&http, "/update_weights", Some(&body), whole).await }));
+        Ok(())
+    }
+
+    /// Waits until every worker loaded all of the session's model, `told` buckets since the first session, and has them take the last step.
+    pub(super) async fn finish(&mut self, told: u32, until: Until) -> Result<(), EngineError> {
+        let mut update = self.update.take();
+        tokio::select! {
+            biased;
+            done = self.watching(until, self.workers.did(self.number, Step::Updated)) => done?,
+            error = lost(&mut update) => return Err(error),
+        }
+        let taken = self.workers.taken_by_all();
+        if taken != told {
+            return Err(self.workers.error(format!("{taken} of {told} buckets were taken")));
+        }
+        if let Some(update) = update {
+            // The route answers when its workers did.
+            let _ended = tokio::time::timeout(until.left(), update).await;
+        }
+        self.step("/finish_weight_update", Step::Finished, until).await?;
+        self.open = false;
+        Ok(())
+    }
+
+    /// Outputs of an encoder are computed with the weights that were there before.
+    pub(super) async fn forget_encoded(&self, until: Until) -> Result<(), EngineError> {
+        call(&self.http, "/reset_encoder_cache", None, until).await
+    }
+
+    /// Ends it early: nobody waits for us, and no session is left behind for whoever comes next.
+    pub(super) async fn fail(&mut self, until: Until) {
+        self.workers.close();
+        // The workers hear of it at once, put their layers together, and the call ends.
+        let until = until.at_most(LAST_WORDS);
+        if let Some(update) = self.update.take() {
+            let _ended = tokio::time::timeout(until.left(), update).await;
+        }
+        if self.open
+            && let Err(error) = call(&self.http, "/finish_weight_update", Some(&json!({})), until).await
+        {
+            tracing::warn!(%error, "a session that failed was not ended");
+        }
+    }
+}
+
+/// The error of a call that never reached the workers; pending while it is under way or ended otherwise.
+async fn lost(update: &mut Option<JoinHandle<Result<(), EngineError>>>) -> EngineError {
+    if let Some(ended) = update {
+        let ended = ended.await;
+        *update = None;
+        if let Ok(Err(error)) = ended {
+            return error;
+        }
+    }
+    std::future::pending().await
+}
+
+/// POST to the workers. What is not a connection's failure is not looked at: a refusal may be of an earlier call.
+async fn call(http: &EngineHttp, path: &str, body: Option<&Value>, until: Until) -> Result<(), EngineError> {
+    let reply = http.post(path, body, until).await?;
+    match reply.status() {
+        200 => {}
+        500 => tracing::warn!(refusal = %reply.into_status(), "a refusal that may be of an earlier call: the workers themselves are asked"),
+        _ => return Err(reply.into_status()),
+    }
+    Ok(())
+}
