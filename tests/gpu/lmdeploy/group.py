@@ -13,9 +13,7 @@ import threading
 import time
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
-
-from tests.gpu.lmdeploy.server import Server
+from typing import IO, Any, Protocol
 
 TRAINER = "tests.gpu.lmdeploy.trainer"
 ROOT = Path(__file__).parents[3]
@@ -34,6 +32,14 @@ def lines(stream: IO[str], into: queue.Queue[tuple[float, dict[str, Any]] | None
         if line.startswith("{"):
             into.put((time.monotonic(), json.loads(line)))
     into.put(None)
+
+
+class Server(Protocol):
+    """What a group must know of an engine's server."""
+
+    kind: str
+    model: Path
+    port: int
 
 
 class Trainer:
@@ -100,7 +106,7 @@ class Group:
             "trainer": {"name": "trainer", "gpu": gpus[trainer_gpu]},
             # An engine that joins by itself has an agent without a GPU.
             "rollouts": [
-                {"name": "actor", "engine": {"kind": "lmdeploy", "port": server.port}, "gpus": [gpus[0]] if delivery == "Agent" else []}
+                {"name": "actor", "engine": {"kind": server.kind, "port": server.port}, "gpus": [gpus[0]] if delivery == "Agent" else []}
             ],
             "delivery": delivery,
             "update": {"pause": "Abort", "kvCache": "Reset", "retainMiB": retain_mib},

@@ -21,6 +21,8 @@ PROMPTS = ["The quick brown fox", "Weights of a", "0123456789", "and then the tr
 class Server:
     """One server on one GPU; ended with all its children."""
 
+    kind = "lmdeploy"
+
     def __init__(self, model: Path, gpu: int, port: int, log: Path, *, graphs: bool, ray: bool) -> None:
         words = [sys.executable, "-m", "lmdeploy", "serve", "api_server", str(model), "--backend", "pytorch", "--tp", "1"]
         words += ["--server-name", "127.0.0.1", "--server-port", str(port), "--cache-max-entry-count", "0.1"]

@@ -1,0 +1,212 @@
+"""See vllm.sh: a real vLLM, fed from memory of its GPU, against fresh servers on the same weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.lmdeploy.group import Group, Trainer
+from tests.gpu.vllm.server import Answer, Server
+
+SIZE = "dense"
+SEEDS = (1, 2, 3)
+# Way, as the product names it: how the server is started for it.
+SERVERS: dict[str, dict[str, str]] = {
+    "weightsync": {"transfer": "weightsync"},
+    "ipc": {"transfer": "ipc"},
+    "checkpoint-engine": {"extension": "checkpoint_engine.worker.VllmColocateWorkerExtension"},
+}
+# Part: the way.
+PARTS = {
+    "own": "weightsync",
+    "directory": "weightsync",
+    "ipc": "ipc",
+    "checkpoint-engine": "checkpoint-engine",
+    "colocated": "weightsync",
+    "kills": "weightsync",
+}
+VERSIONS = count(1_000_000, 1000)
+
+
+class Bed:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.failed, self.begun = args, list[str](), time.monotonic()
+        self.file = (args.out / "vllm.jsonl").open("a")
+        self.servers: dict[str, Server] = {}
+        self.texts: dict[int, list[Answer]] = {}
+        try:
+            self.start(sorted({PARTS[part] for part in args.parts}))
+        except BaseException:
+            self.stop()
+            raise
+
+    def note(self, what: str, **values: Any) -> None:
+        line = json.dumps({"what": what, "at": round(time.monotonic() - self.begun, 1)} | values)
+        print(line, flush=True)
+        self.file.write(line + "\n")
+        self.file.flush()
+
+    def check(self, what: str, good: bool, **values: Any) -> None:
+        self.note(what, good=good, **values)
+        if not good:
+            self.failed.append(what)
+
+    def attempt(self, what: str, act: Callable[[], Any]) -> Any:
+        """What goes wrong is written down, and the next thing is done."""
+        try:
+            return act()
+        except Exception as error:
+            self.check(what, False, error=f"{type(error).__name__}: {error}"[-9000:])
+            return None
+
+    def model(self, seed: int) -> Path:
+        return Path(self.args.work) / f"{SIZE}-{seed}"
+
+    def write(self, seed: int) -> None:
+        words = [sys.executable, "-m", "tests.gpu.lmdeploy.models", str(self.args.work), SIZE, str(seed)]
+        subprocess.run(words, check=True, timeout=120)
+
+    def start(self, ways: list[str]) -> None:
+        """All at once: each has a share of memory that it does not measure. Raises when one does not start."""
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self.write, SEEDS))
+            self.note("checkpoints")
+            ports, fresh = iter(range(23400, 23440)), {f"fresh-{seed}": seed for seed in SEEDS[1:]}
+            for name in [*ways, *fresh]:
+                log = self.args.out / f"{name}.log"
+                self.servers[name] = Server(self.model(fresh.get(name, SEEDS[0])), next(ports), log, **SERVERS.get(name, {}))
+            for name, took in zip(self.servers, pool.map(Server.ready, list(self.servers.values())), strict=True):
+                self.note("server", name=name, ready_s=round(took, 1))
+        for name, seed in fresh.items():
+            server = self.servers.pop(name)
+            self.texts[seed] = server.says()
+            server.stop()
+        self.check("two versions differ", self.texts[2] != self.texts[3])
+
+    def stop(self) -> None:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Server.stop, self.servers.values()))
+
+    def feeding(self, way: str, seed: int, *more: str) -> list[str]:
+        server = self.servers[way]
+        words = [self.args.weightsync, "feed", str(self.model(seed)), "--engine", "vllm", "--url", server.url, "--model", str(server.model)]
+        return [*words, "--version", str(next(VERSIONS)), "--output", "json", "--timeout", "120", *more]
+
+    def feed(self, way: str, seed: int, *more: str) -> list[dict[str, Any]]:
+        """Versions that `weightsync feed` handed over, as it tells them."""
+        words, environment = self.feeding(way, seed, *more), os.environ | {"WEIGHTSYNC_UNPROVEN_ROUTES": "1"}
+        done = subprocess.run(words, capture_output=True, text=True, timeout=130, check=False, env=environment)
+        if done.returncode:
+            raise RuntimeError(f"feed failed: {done.stderr[-3000:]}\n{self.servers[way].log.read_text()[-5000:]}")
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def fed(bed: Bed, way: str) -> None:
+    """Versions in a row, each compared with a fresh server; then what the engine alone takes."""
+    server = bed.servers[way]
+    for seed in (3, 2):
+        told = bed.feed(way, seed, "--way", "device")
+        bed.check("fed", server.says() == bed.texts[seed], way=way, seed=seed, told=told)
+    for mib in (256, 1024):
+        told = bed.feed(way, 3, "--way", "device", "--bucket-mib", str(mib), "--preload", "--repeat", "7")
+        ms = [each["ms"] for each in told]
+        bed.note("floor", way=way, mib=mib, ms=statistics.median(ms), least=min(ms), most=max(ms), runs=told)
+        bed.check("text after floor", server.says() == bed.texts[3], way=way, mib=mib)
+
+
+def directory(bed: Bed) -> None:
+    """vLLM's own reload beside it, from memory of the host; and that a session and a reload leave each other's state whole."""
+    way = "weightsync"
+    server = bed.servers[way]
+    told = bed.feed(way, 2, "--way", "directory", "--repeat", "3")
+    bed.check("from a directory", server.says() == bed.texts[2], way=way, ms=[each["ms"] for each in told], runs=told)
+    told = bed.feed(way, 3, "--way", "device")
+    bed.check("fed behind a directory", server.says() == bed.texts[3], way=way, told=told)
+
+
+def kills(bed: Bed) -> None:
+    """The feeder dies at moments of an update; the next one is whole."""
+    way = "weightsync"
+    server = bed.servers[way]
+    for moment in (0.1, 0.8, 1.6):
+        words = bed.feeding(way, 2, "--way", "device", "--bucket-mib", "64")
+        environment = os.environ | {"WEIGHTSYNC_UNPROVEN_ROUTES": "1"}
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        # From the first step on that the server's log tells.
+        end, seen = time.monotonic() + 60, len(server.log.read_text())
+        while "start_weight_update" not in server.log.read_text()[seen:] and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.002)
+        time.sleep(moment)
+        ended = process.poll()
+        process.send_signal(signal.SIGKILL)
+        process.wait(20)
+        told = bed.feed(way, 3, "--way", "device")
+        bed.check("fed behind a dead feeder", server.says() == bed.texts[3], after_s=moment, ended_before=ended, ms=told[0]["ms"])
+
+
+def colocated(bed: Bed) -> None:
+    """Trainer and engine on one GPU, with their agents: the engine's member copies from the trainer's memory."""
+    server = bed.servers["weightsync"]
+    os.environ["WEIGHTSYNC_UNPROVEN_ROUTES"] = "1"
+    trainer = Trainer(SIZE, 0, bed.args.out / "trainer.log")
+    group = None
+    try:
+        group = Group(bed.args, server, trainer, "colocated", trainer_gpu=0)
+        for seed in (2, 3):
+            told = group.publish(seed, limit=120)
+            bed.check("published", server.says() == bed.texts[seed], way="colocated", told=told)
+        told = group.publish(*[2, 3] * 4)
+        ms = [1000 * each["s"] for each in told]
+        bed.note("whole step", way="colocated", ms=statistics.median(ms), least=min(ms), most=max(ms), runs=told)
+        bed.check("text", server.says() == bed.texts[3], way="colocated")
+        ways = [line for line in group.logs().splitlines() if "weightsync" in line and "device" in line.lower()]
+        bed.note("ways", lines=ways[-3:])
+    finally:
+        if group:
+            (bed.args.out / "colocated-agents.log").write_text(group.logs()[-200_000:])
+            group.stop()
+        trainer.stop()
+
+
+ACTS: dict[str, Callable[[Bed], None]] = {
+    "own": partial(fed, way="weightsync"),
+    "directory": directory,
+    "ipc": partial(fed, way="ipc"),
+    "checkpoint-engine": partial(fed, way="checkpoint-engine"),
+    "colocated": colocated,
+    "kills": kills,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--weightsync", required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--log", default="info")
+    parser.add_argument("parts", nargs="+", choices=list(PARTS))
+    args = parser.parse_args()
+    bed = Bed(args)
+    try:
+        for part in args.parts:
+            bed.note("part", part=part)
+            bed.attempt(part, partial(ACTS[part], bed))
+    finally:
+        bed.stop()
+    print("failed: " + ", ".join(bed.failed) if bed.failed else "all as it must be", flush=True)
+    raise SystemExit(1 if bed.failed else 0)
+
+
+main()
