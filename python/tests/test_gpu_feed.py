@@ -186,6 +186,19 @@ def test_memory_that_makes_no_sense_is_refused(agent: Agent, other: dict[str, An
         list(agent.feeds[0].tensors())
 
 
+def test_a_device_that_is_no_gpu_or_whose_driver_is_not_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    assert GpuFeed.of(torch.device("cpu")) is None
+    assert not caplog.records
+    assert GpuFeed.of(torch.device("cuda", 0)) is None
+    assert "no weights are taken" in caplog.text
+
+
+def test_a_bucket_shorter_than_a_word_is_summed() -> None:
+    feed = Block(8).feed()
+    feed._triton = "never asked"
+    assert feed.sums(as_tensor(b"abc"), [(0, 3)]) == [f"{defined(b'abc'):016x}"]
+
+
 def test_a_worker_without_a_gpu_is_not_fed_from_one() -> None:
     agent = FakeAgent(1, 8)
     agent.say({"event": "gpu", "digest": "gsum64", "silence": LIMIT})

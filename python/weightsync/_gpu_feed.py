@@ -78,14 +78,17 @@ class GpuFeed:
 
     @staticmethod
     def of(device: Any) -> GpuFeed | None:
-        """For a `torch.device`; none for one that is no GPU of CUDA."""
+        """For a `torch.device`; none for one that is no GPU of CUDA, or whose driver refuses: then the agent is told that there is none."""
         if device.type != "cuda":
             return None
-        from ._driver import Driver
-
-        torch = importlib.import_module("torch")
-        index = torch.cuda.current_device() if device.index is None else device.index
-        feed = GpuFeed(Driver(), torch.device("cuda", index), index)
+        try:
+            driver = importlib.import_module("weightsync._driver")
+            torch = importlib.import_module("torch")
+            index = torch.cuda.current_device() if device.index is None else device.index
+            feed = GpuFeed(driver.Driver(), torch.device("cuda", index), index)
+        except Exception:
+            logging.getLogger("vllm.weightsync").exception("no weights are taken from this GPU's memory")
+            return None
         feed._compile(torch)
         return feed
 
@@ -119,7 +122,8 @@ class GpuFeed:
         if not parts:
             return []
         torch = importlib.import_module("torch")
-        fast = self._triton if all(offset % 8 == 0 for offset, _ in parts) else None
+        # Less than a word has no words that begin anywhere.
+        fast = self._triton if copy.numel() >= 8 and all(offset % 8 == 0 for offset, _ in parts) else None
         if fast is not None:
             found = fast.sums(copy, parts, SPREAD)
         else:

@@ -22,8 +22,8 @@ const EXTENSION_CLASS: &str = "checkpoint_engine.worker.VllmColocateWorkerExtens
 /// Method of checkpoint-engine 0.4.2's `VllmColocateWorkerExtension`.
 const EXTENSION: &str = "update_weights_from_ipc";
 
-/// The way, or why there is none. All but our own write into parameters, or leave it to the model's loader, without what a quantised model
-/// needs on a second update.
+/// The way, or why there is none. By our own vLLM loads as in a reload of its own, and what a model is made of is its business; the others are
+/// used for a model that is known not to be quantised.
 pub(super) async fn route(server: &Vllm, pause: PausePolicy, served: Option<&Path>, until: Until) -> Result<DeviceRoute, EngineError> {
     if pause == PausePolicy::External {
         return Err(unsupported("without a pause vLLM computes with half of the buckets".into(), DIRECTORY));
