@@ -70,7 +70,7 @@ async fn a_version_through_a_ring_of_any_size_answers_as_a_fresh_server_on_its_c
     let first = answer(&client).await;
     assert_ne!(first, second);
     let facts = engine.probe(SOON).await.unwrap();
-    assert!(facts.delivery.contains("weightsync"), "{}", facts.delivery);
+    assert!(facts.delivery.contains("WeightSync's back end"), "{}", facts.delivery);
 
     let rings = [Ring::OneTensor, Ring::Tensors(2), Ring::Tensors(5), Ring::WholeModel, Ring::OneTensor, Ring::WholeModel];
     for (number, ring) in rings.into_iter().enumerate() {
