@@ -1,6 +1,6 @@
 """A worker's end of a feed from memory of its GPU: digests, copies, places that are used again, and what makes no sense.
 
-The driver is one of this file's own, whose blocks are in this process; the real one is used on a GPU machine (`tests/gpu/backend.py`).
+The driver is one of this file's own, whose blocks are in this process; the real one is used on a GPU machine (`tests/gpu/vllm.sh`).
 """
 
 from __future__ import annotations

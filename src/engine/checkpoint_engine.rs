@@ -103,7 +103,7 @@ impl ParameterServer {
 
     /// Hands one bucket over; returns when every worker has loaded it and its device is idle.
     pub(super) async fn bucket(&mut self, bucket: &DeviceBucket, pieces: &[Piece<'_>], until: Until) -> Result<(), EngineError> {
-        let places: Vec<&DevicePlace> = self.places(bucket)?;
+        let places: Vec<&DevicePlace> = self.channels.iter().map(|channel| bucket.on(&channel.gpu)).collect::<Result<_, _>>()?;
         let memory: Vec<(IpcHandle, u64)> = places.iter().map(|place| (place.handle, place.allocation_bytes)).collect();
         let lists: Vec<Value> = places
             .iter()
@@ -166,14 +166,6 @@ impl ParameterServer {
         if let Some(call) = self.call.take() {
             call.abort();
         }
-    }
-
-    fn places<'a>(&self, bucket: &'a DeviceBucket) -> Result<Vec<&'a DevicePlace>, EngineError> {
-        let place = |channel: &Channel| bucket.places.iter().find(|place| place.gpu == channel.gpu).ok_or_else(|| channel.gpu.clone());
-        self.channels.iter().map(place).collect::<Result<_, _>>().map_err(|gpu| EngineError::Unsupported {
-            what: format!("bucket {} does not lie on {gpu}, where a worker of the engine is", bucket.bucket.sequence),
-            next_step: "give this agent a GPU worker on every GPU of the engine".into(),
-        })
     }
 
     /// Sends one message to each worker and waits for all answers, unless the engine's call ends first.

@@ -11,7 +11,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
-use super::{InstallError, InstallReport};
+use super::{EngineError, InstallError, InstallReport};
 use crate::protocol::worker::IpcHandle;
 use crate::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
 use crate::weights::{Bucket, Layout};
@@ -82,6 +82,16 @@ pub struct DeviceBucket {
     pub places: Vec<DevicePlace>,
     /// gsum64 of each of its tensors that has bytes, in the order of the layout: of the bytes that arrived, or were read.
     pub sums: Vec<u64>,
+}
+
+impl DeviceBucket {
+    /// Where it lies on the GPU of one of an engine's workers, by its UUID; an error when it does not lie there.
+    pub(super) fn on(&self, gpu: &str) -> Result<&DevicePlace, EngineError> {
+        self.places.iter().find(|place| place.gpu == gpu).ok_or_else(|| EngineError::Unsupported {
+            what: format!("bucket {} does not lie on {gpu}, where a worker of the engine is", self.bucket.sequence),
+            next_step: "give this agent a GPU worker on every GPU of the engine".into(),
+        })
+    }
 }
 
 /// When the memory of a bucket may be used again.

@@ -1,8 +1,7 @@
 //! Ways into an engine that were read in its source and tried against simulators, and that nobody has seen on a GPU yet.
 //!
-//! Decides that such a way is refused, for every version whose source was not read, and for the others unless whoever runs the agent takes it
-//! on his own account ([`super::EngineConfig::unproven_routes`], `WEIGHTSYNC_UNPROVEN_ROUTES=1`). A way that a run on GPUs proved moves from
-//! here into a list of its engine, as `lmdeploy/allowed.rs` has one. Pure.
+//! Decides that such a way is refused, for every version whose source was not read, and for the others unless a run on GPUs proved that
+//! version or whoever runs the agent takes it on his own account ([`super::EngineConfig::unproven_routes`], `WEIGHTSYNC_UNPROVEN_ROUTES=1`). Pure.
 
 /// A way and the versions whose source says how it is used.
 #[derive(Debug, Clone, Copy)]
@@ -11,16 +10,21 @@ pub(super) struct Unproven {
     pub(super) engine: &'static str,
     /// The way.
     pub(super) way: &'static str,
-    /// Versions whose source was read.
+    /// Versions that were seen on a GPU.
+    pub(super) seen: &'static [&'static str],
+    /// The others whose source was read.
     pub(super) read: &'static [&'static str],
 }
 
 impl Unproven {
     /// Whether it may be used, or why not.
     pub(super) fn allowed(self, version: &str, wanted: bool) -> Result<(), String> {
-        let Self { engine, way, read } = self;
+        let Self { engine, way, seen, read } = self;
+        if seen.contains(&version) {
+            return Ok(());
+        }
         if !read.contains(&version) {
-            return Err(format!("{way} of {engine} {version} is not known, only that of {}", read.join(" and ")));
+            return Err(format!("{way} of {engine} {version} is not known, only that of {}", [seen, read].concat().join(" and ")));
         }
         if !wanted {
             return Err(format!(

@@ -28,7 +28,7 @@ use crate::weights::{Dtype, Layout};
 pub(super) const WAY: &str = "update_weights_from_tensor";
 
 /// Nobody has seen it on a GPU.
-pub(super) const UNPROVEN: Unproven = Unproven { engine: "SGLang", way: WAY, read: &["0.5.23"] };
+pub(super) const UNPROVEN: Unproven = Unproven { engine: "SGLang", way: WAY, seen: &[], read: &["0.5.23"] };
 
 /// Between two looks at a counter.
 const LOOK: Duration = Duration::from_millis(1);

@@ -47,10 +47,11 @@ async fn call(on: &GpuBench, path: &str, body: serde_json::Value) -> u16 {
 
 #[test]
 fn what_was_never_seen_is_refused_and_what_was_never_read_even_where_it_is_wanted() {
-    let way = Unproven { engine: "SGLang", way: "it", read: &["0.5.23"] };
+    let way = Unproven { engine: "SGLang", way: "it", seen: &["0.5.22"], read: &["0.5.23"] };
+    assert!(way.allowed("0.5.22", false).is_ok());
     assert!(way.allowed("0.5.23", true).is_ok());
     assert!(way.allowed("0.5.23", false).unwrap_err().contains("WEIGHTSYNC_UNPROVEN_ROUTES=1"));
-    assert!(way.allowed("0.5.24", true).unwrap_err().contains("only that of 0.5.23"));
+    assert!(way.allowed("0.5.24", true).unwrap_err().contains("only that of 0.5.22 and 0.5.23"));
 }
 
 #[tokio::test]

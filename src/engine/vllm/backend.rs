@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use serde_json::json;
 
 use super::listening::Rules;
 use super::session::{CONNECT, Session, init};
@@ -80,8 +79,7 @@ impl HostFeed for Backend {
     }
 
     async fn end(&mut self, silence: Duration, until: Until) -> Result<(), EngineError> {
-        let line = format!("{}\n", json!({"event": "end", "buckets": self.told}));
-        self.session.watching(until.at_most(silence), self.session.workers.tell(line)).await?;
+        self.session.no_more(self.told, until.at_most(silence)).await?;
         for each in 1..=self.told {
             self.session.watching(until.at_most(silence), self.session.workers.verified(each)).await?;
         }

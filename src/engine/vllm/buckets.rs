@@ -24,11 +24,8 @@ use crate::weights::{Dtype, Layout};
 /// Name of the way.
 pub(super) const WAY: &str = "ipc";
 
-/// The version that was seen on a GPU (`tests/gpu/vllm.sh ipc`).
-pub(super) const SEEN: &str = "0.32.0";
-
-/// The others whose source was read.
-pub(super) const UNPROVEN: Unproven = Unproven { engine: "vLLM", way: "the ipc backend", read: &["0.33.0"] };
+/// What is known of it, and of which versions (`tests/gpu/vllm.sh ipc`).
+pub(super) const UNPROVEN: Unproven = Unproven { engine: "vLLM", way: "the ipc backend", seen: &["0.32.0"], read: &["0.33.0"] };
 
 /// Says that buckets will come packed; a server with another backend refuses, and nothing is changed.
 pub(super) async fn agree(http: &EngineHttp, until: Until) -> Result<(), EngineError> {

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::{DIRECTORY, Vllm, buckets, gpus, of_all_workers, unsupported};
+use super::{DIRECTORY, Vllm, buckets, gpus, of_all_workers, session, unsupported};
 use crate::engine::EngineError;
 use crate::engine::checkpoint_engine::Call;
 use crate::engine::device::DeviceRoute;
@@ -33,8 +33,8 @@ pub(super) async fn route(server: &Vllm, pause: PausePolicy, served: Option<&Pat
     let configured = |pointer: &str| info.pointer(pointer).and_then(Value::as_str);
     let backend = configured("/vllm_config/weight_transfer_config/backend");
     let way = |name| Ok(DeviceRoute { name, gpus: Vec::new(), gated: true, why_not_faster: None });
-    if backend == Some(gpus::WAY) {
-        return way(gpus::WAY);
+    if backend == Some(session::WAY) {
+        return way(session::WAY);
     }
     if feed::is_quantised(served) != Some(false) {
         return Err(unsupported("only a model that is known not to be quantised is fed from GPU memory".into(), DIRECTORY));
@@ -47,9 +47,7 @@ pub(super) async fn route(server: &Vllm, pause: PausePolicy, served: Option<&Pat
         return Err(unsupported("vLLM was not started with checkpoint-engine's workers".into(), next));
     }
     let version = server.get("/version", until).await?.string("version")?;
-    if version != buckets::SEEN {
-        buckets::UNPROVEN.allowed(&version, server.unproven_routes).map_err(|why| unsupported(why, DIRECTORY))?;
-    }
+    buckets::UNPROVEN.allowed(&version, server.unproven_routes).map_err(|why| unsupported(why, DIRECTORY))?;
     let ranks = server.get("/get_world_size?include_dp=true", until).await?;
     if ranks.value().get("world_size") != Some(&json!(1)) {
         // The others' words to a call that one refuses would be taken for those to a later call.
@@ -61,7 +59,7 @@ pub(super) async fn route(server: &Vllm, pause: PausePolicy, served: Option<&Pat
 /// Opens the feed of the way that was chosen.
 pub(super) async fn open(server: &Vllm, job: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {
     match job.route.name {
-        gpus::WAY => {
+        session::WAY => {
             let ranks = server.size(until).await?;
             Ok(Box::new(gpus::Gpus::open(server.http.clone(), &job, ranks, until).await?))
         }

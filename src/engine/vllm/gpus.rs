@@ -19,9 +19,6 @@ use crate::engine::feed::{Feed, FeedJob, pieces};
 use crate::engine::http::{EngineHttp, Until};
 use crate::weights::Layout;
 
-/// Name of the way.
-pub(super) const WAY: &str = "weightsync";
-
 /// Feeds all workers of one server.
 pub(super) struct Gpus {
     session: Session,
@@ -41,13 +38,7 @@ impl Gpus {
 
     /// The line for a worker on that GPU.
     fn line(&self, bucket: &DeviceBucket, gpu: &str) -> Result<String, EngineError> {
-        let sequence = bucket.bucket.sequence;
-        let Some(place) = bucket.places.iter().find(|place| place.gpu == gpu) else {
-            return Err(EngineError::Unsupported {
-                what: format!("bucket {sequence} does not lie on {gpu}, where a worker of the engine is"),
-                next_step: "give this agent a GPU worker on every GPU of the engine".into(),
-            });
-        };
+        let (sequence, place) = (bucket.bucket.sequence, bucket.on(gpu)?);
         let pieces = pieces(&self.layout, bucket);
         if pieces.len() != bucket.sums.len() {
             return Err(self.session.workers.error(format!(
@@ -87,8 +78,7 @@ impl Feed for Gpus {
     }
 
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {
-        let line = format!("{}\n", json!({"event": "end", "buckets": self.told}));
-        self.session.watching(until, self.session.workers.tell(line)).await?;
+        self.session.no_more(self.told, until).await?;
         self.session.finish(self.told, until).await?;
         self.session.forget_encoded(until).await
     }

@@ -20,8 +20,8 @@ use crate::engine::http::{EngineHttp, Until};
 
 /// Version of the lines on the socket and of the fields of init, as `python/weightsync/_feed.py` has it.
 const PROTOCOL: u32 = 1;
-/// Name of the back end.
-const NAME: &str = "weightsync";
+/// Name of the back end, and of the way by it.
+pub(super) const WAY: &str = "weightsync";
 /// Longest wait for workers that were told to connect.
 pub(super) const CONNECT: Duration = Duration::from_secs(20);
 /// Longest wait for what a failed session still has to say and do.
@@ -31,7 +31,7 @@ const LAST_WORDS: Duration = Duration::from_secs(5);
 pub(super) async fn is_there(http: &EngineHttp, until: Until) -> Result<bool, EngineError> {
     let asked = http.get("/server_info?config_format=json", until).await?;
     match asked.status() {
-        200 => Ok(asked.json()?.value().pointer("/vllm_config/weight_transfer_config/backend") == Some(&json!(NAME))),
+        200 => Ok(asked.json()?.value().pointer("/vllm_config/weight_transfer_config/backend") == Some(&json!(WAY))),
         404 | 405 => Ok(false),
         _ => Err(asked.into_status()),
     }
@@ -80,6 +80,12 @@ impl Session {
                 Err(EngineError::Timeout { url: self.http.url().to_owned(), deadline: until.total() })
             }
         }
+    }
+
+    /// Says to every worker that no bucket follows the `told` ones.
+    pub(super) async fn no_more(&self, told: u32, until: Until) -> Result<(), EngineError> {
+        let line = format!("{}\n", json!({"event": "end", "buckets": told}));
+        self.watching(until, self.workers.tell(line)).await
     }
 
     /// Makes a call and waits until every worker says that it took the step.

@@ -1,4 +1,4 @@
-"""Everything that a run needs at once: checkpoints, servers that start together, what fresh servers say, trainers, and the file of results.
+"""Everything that a run needs at once: checkpoints, servers that start together, what fresh servers say, trainers.
 
 Servers start together because one takes a minute. All of an engine's rivals for a figure are idle while it is measured.
 """
@@ -6,17 +6,15 @@ Servers start together because one takes a minute. All of an engine's rivals for
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from tests.gpu.lmdeploy.group import SEEDS, Group, Trainer
 from tests.gpu.lmdeploy.server import Server
+from tests.gpu.record import Record
 
 # Name: model, GPU, executor. Those of `fresh` answer once.
 SERVERS = {
@@ -27,34 +25,15 @@ SERVERS = {
 }
 
 
-class Bed:
+class Bed(Record):
     def __init__(self, args: argparse.Namespace, needed: set[str]) -> None:
-        self.args, self.failed, self.begun = args, list[str](), time.monotonic()
-        self.file = (args.out / "lmdeploy.jsonl").open("a")
+        super().__init__(args.out / "lmdeploy.jsonl")
+        self.args = args
         self.servers: dict[str, Server] = {}
         self.texts: dict[tuple[str, int], list[str]] = {}
         self.trainers: dict[tuple[str, int], Trainer] = {}
         self.ports = iter(range(23333, 23400))
         self.start(needed)
-
-    def note(self, what: str, **values: Any) -> None:
-        line = json.dumps({"what": what, "at": round(time.monotonic() - self.begun, 1)} | values)
-        print(line, flush=True)
-        self.file.write(line + "\n")
-        self.file.flush()
-
-    def check(self, what: str, good: bool, **values: Any) -> None:
-        self.note(what, good=good, **values)
-        if not good:
-            self.failed.append(what)
-
-    def attempt(self, what: str, act: Callable[[], Any]) -> Any:
-        """What goes wrong is written down, and the next thing is done."""
-        try:
-            return act()
-        except Exception as error:
-            self.check(what, False, error=f"{type(error).__name__}: {error}"[-6000:])
-            return None
 
     def start(self, needed: set[str]) -> None:
         sizes = sorted({SERVERS[name][0] for name in needed})

@@ -49,8 +49,7 @@ def main() -> None:
             bed.attempt(part, lambda act=act: act(bed))
     finally:
         bed.stop()
-    print("failed: " + ", ".join(bed.failed) if bed.failed else "all as it must be", flush=True)
-    raise SystemExit(1 if bed.failed else 0)
+    bed.end()
 
 
 main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.lmdeploy.group import Group, Trainer
+from tests.gpu.record import Record
 from tests.gpu.vllm.server import Answer, Server
 
 SIZE = "dense"
@@ -28,48 +28,20 @@ SERVERS: dict[str, dict[str, str]] = {
     "ipc": {"transfer": "ipc"},
     "checkpoint-engine": {"extension": "checkpoint_engine.worker.VllmColocateWorkerExtension"},
 }
-# Part: the way.
-PARTS = {
-    "own": "weightsync",
-    "directory": "weightsync",
-    "ipc": "ipc",
-    "checkpoint-engine": "checkpoint-engine",
-    "colocated": "weightsync",
-    "kills": "weightsync",
-}
 VERSIONS = count(1_000_000, 1000)
 
 
-class Bed:
+class Bed(Record):
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.failed, self.begun = args, list[str](), time.monotonic()
-        self.file = (args.out / "vllm.jsonl").open("a")
+        super().__init__(args.out / "vllm.jsonl")
+        self.args = args
         self.servers: dict[str, Server] = {}
         self.texts: dict[int, list[Answer]] = {}
         try:
-            self.start(sorted({PARTS[part] for part in args.parts}))
+            self.start(sorted({PARTS[part][0] for part in args.parts}))
         except BaseException:
             self.stop()
             raise
-
-    def note(self, what: str, **values: Any) -> None:
-        line = json.dumps({"what": what, "at": round(time.monotonic() - self.begun, 1)} | values)
-        print(line, flush=True)
-        self.file.write(line + "\n")
-        self.file.flush()
-
-    def check(self, what: str, good: bool, **values: Any) -> None:
-        self.note(what, good=good, **values)
-        if not good:
-            self.failed.append(what)
-
-    def attempt(self, what: str, act: Callable[[], Any]) -> Any:
-        """What goes wrong is written down, and the next thing is done."""
-        try:
-            return act()
-        except Exception as error:
-            self.check(what, False, error=f"{type(error).__name__}: {error}"[-9000:])
-            return None
 
     def model(self, seed: int) -> Path:
         return Path(self.args.work) / f"{SIZE}-{seed}"
@@ -106,8 +78,7 @@ class Bed:
 
     def feed(self, way: str, seed: int, *more: str) -> list[dict[str, Any]]:
         """Versions that `weightsync feed` handed over, as it tells them."""
-        words, environment = self.feeding(way, seed, *more), os.environ | {"WEIGHTSYNC_UNPROVEN_ROUTES": "1"}
-        done = subprocess.run(words, capture_output=True, text=True, timeout=130, check=False, env=environment)
+        done = subprocess.run(self.feeding(way, seed, *more), capture_output=True, text=True, timeout=130, check=False)
         if done.returncode:
             raise RuntimeError(f"feed failed: {done.stderr[-3000:]}\n{self.servers[way].log.read_text()[-5000:]}")
         return [json.loads(line) for line in done.stdout.splitlines()]
@@ -142,8 +113,7 @@ def kills(bed: Bed) -> None:
     server = bed.servers[way]
     for moment in (0.1, 0.8, 1.6):
         words = bed.feeding(way, 2, "--way", "device", "--bucket-mib", "64")
-        environment = os.environ | {"WEIGHTSYNC_UNPROVEN_ROUTES": "1"}
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         # From the first step on that the server's log tells.
         end, seen = time.monotonic() + 60, len(server.log.read_text())
         while "start_weight_update" not in server.log.read_text()[seen:] and process.poll() is None and time.monotonic() < end:
@@ -159,7 +129,6 @@ def kills(bed: Bed) -> None:
 def colocated(bed: Bed) -> None:
     """Trainer and engine on one GPU, with their agents: the engine's member copies from the trainer's memory."""
     server = bed.servers["weightsync"]
-    os.environ["WEIGHTSYNC_UNPROVEN_ROUTES"] = "1"
     trainer = Trainer(SIZE, 0, bed.args.out / "trainer.log")
     group = None
     try:
@@ -171,8 +140,9 @@ def colocated(bed: Bed) -> None:
         ms = [1000 * each["s"] for each in told]
         bed.note("whole step", way="colocated", ms=statistics.median(ms), least=min(ms), most=max(ms), runs=told)
         bed.check("text", server.says() == bed.texts[3], way="colocated")
-        ways = [line for line in group.logs().splitlines() if "weightsync" in line and "device" in line.lower()]
-        bed.note("ways", lines=ways[-3:])
+        # The agents themselves say by which way bytes went.
+        ways = [line for line in group.logs().splitlines() if "members on this GPU get the bytes" in line]
+        bed.check("way", bool(ways) and "by CUDA IPC" in ways[-1], way="colocated", lines=ways[-1:])
     finally:
         if group:
             (bed.args.out / "colocated-agents.log").write_text(group.logs()[-200_000:])
@@ -180,13 +150,14 @@ def colocated(bed: Bed) -> None:
         trainer.stop()
 
 
-ACTS: dict[str, Callable[[Bed], None]] = {
-    "own": partial(fed, way="weightsync"),
-    "directory": directory,
-    "ipc": partial(fed, way="ipc"),
-    "checkpoint-engine": partial(fed, way="checkpoint-engine"),
-    "colocated": colocated,
-    "kills": kills,
+# Part: the way, and what is done.
+PARTS: dict[str, tuple[str, Callable[[Bed], None]]] = {
+    "own": ("weightsync", partial(fed, way="weightsync")),
+    "directory": ("weightsync", directory),
+    "ipc": ("ipc", partial(fed, way="ipc")),
+    "checkpoint-engine": ("checkpoint-engine", partial(fed, way="checkpoint-engine")),
+    "colocated": ("weightsync", colocated),
+    "kills": ("weightsync", kills),
 }
 
 
@@ -202,11 +173,10 @@ def main() -> None:
     try:
         for part in args.parts:
             bed.note("part", part=part)
-            bed.attempt(part, partial(ACTS[part], bed))
+            bed.attempt(part, partial(PARTS[part][1], bed))
     finally:
         bed.stop()
-    print("failed: " + ", ".join(bed.failed) if bed.failed else "all as it must be", flush=True)
-    raise SystemExit(1 if bed.failed else 0)
+    bed.end()
 
 
 main()
