@@ -13,7 +13,7 @@ use serde_json::json;
 
 use super::asks::{between_20_and_80_percent, faults, publish, publish_to, served};
 use super::cluster::{Cluster, describe};
-use super::fixtures::{IMAGE, simulated_vllm, torch_trainer, weightsync};
+use super::fixtures::{IMAGE, simulated_vllm, torch_trainer, weightsync, without_sidecar};
 use super::node::signal;
 use super::operator::{controllers, operator, scale_controller};
 
@@ -159,11 +159,6 @@ async fn a_suspended_or_deleted_object_leaves_every_pod_serving_and_a_new_one_is
 #[tokio::test(flavor = "multi_thread")]
 async fn running_pods_without_a_sidecar_are_adopted_and_get_a_version() {
     Cluster::run("adopt", |cluster| async move {
-        let without_sidecar = |mut pod: serde_json::Value, user: i64| {
-            pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "false"});
-            pod["spec"]["securityContext"] = json!({"runAsUser": user, "runAsGroup": user});
-            pod
-        };
         cluster.create_pod(without_sidecar(torch_trainer("trainer-0"), 0)).await;
         cluster.create_pod(without_sidecar(simulated_vllm("sim-root"), 0)).await;
         let mut gated = without_sidecar(simulated_vllm("sim-user"), 1000);
@@ -195,10 +190,8 @@ async fn running_pods_without_a_sidecar_are_adopted_and_get_a_version() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agent_that_the_runtime_cannot_start_is_followed_by_another() {
     Cluster::run("not-started", |cluster| async move {
-        for mut pod in [torch_trainer("trainer-0"), simulated_vllm("sim-0")] {
-            pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "false"});
-            pod["spec"]["securityContext"] = json!({"runAsUser": 0, "runAsGroup": 0});
-            cluster.create_pod(pod).await;
+        for pod in [torch_trainer("trainer-0"), simulated_vllm("sim-0")] {
+            cluster.create_pod(without_sidecar(pod, 0)).await;
         }
         for pod in ["trainer-0", "sim-0"] {
             cluster.await_ready(pod, START).await;

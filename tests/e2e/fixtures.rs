@@ -104,6 +104,13 @@ pub fn simulated_vllm(name: &str) -> Value {
     pod(name, Some("rollout"), container)
 }
 
+/// The same pod, asking that nothing be injected; its containers run as that user.
+pub fn without_sidecar(mut pod: Value, user: i64) -> Value {
+    pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "false"});
+    pod["spec"]["securityContext"] = json!({"runAsUser": user, "runAsGroup": user});
+    pod
+}
+
 /// The same pod, asking that its container's command be started by the agent.
 pub fn wrapped(mut pod: Value) -> Value {
     pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "wrap"});

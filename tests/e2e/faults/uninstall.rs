@@ -10,12 +10,12 @@ use k8s_openapi::api::networking::v1::NetworkPolicy;
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding};
 use kube::api::{DeleteParams, ListParams};
 use kube::{Api, Resource, ResourceExt};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::standing::{all, with_more};
 use crate::asks::{publish_to, served};
 use crate::cluster::{Cluster, eventually};
-use crate::fixtures::{simulated_vllm, torch_trainer, weightsync};
+use crate::fixtures::{simulated_vllm, torch_trainer, weightsync, without_sidecar};
 use crate::operator::{CHART, helm, scale_controller};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -51,13 +51,6 @@ async fn left_behind(cluster: &Cluster) -> Vec<String> {
     found
 }
 
-/// Without the sidecar of the first installation.
-fn bare(mut pod: Value) -> Value {
-    pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "false"});
-    pod["spec"]["securityContext"] = json!({"runAsUser": 0, "runAsGroup": 0});
-    pod
-}
-
 async fn uninstalled(cluster: &Cluster) {
     let watched = format!("watchNamespaces={{{}}}", cluster.namespace);
     let image = ["image.repository=docker.io/local/weightsync", "image.tag=test", "image.pullPolicy=Never"];
@@ -69,7 +62,8 @@ async fn uninstalled(cluster: &Cluster) {
     }
     helm(&install).await;
     for pod in [torch_trainer("trainer-0"), simulated_vllm("sim-0"), simulated_vllm("sim-1")] {
-        let mut pod = bare(pod);
+        // That of the first installation.
+        let mut pod = without_sidecar(pod, 0);
         if pod["metadata"]["name"] != "trainer-0" {
             pod["spec"]["readinessGates"] = json!([{"conditionType": "weightsync.dev/ready"}]);
         }
