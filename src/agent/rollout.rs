@@ -10,6 +10,7 @@ mod device;
 mod external;
 mod going_back;
 mod group;
+mod leaving;
 pub mod machine;
 mod memory;
 mod owed;
@@ -32,6 +33,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use self::arriving::Arriving;
 use self::companions::Companions;
@@ -53,9 +55,6 @@ use crate::protocol::{
     UpdateStatus,
 };
 use crate::runtime::deadline::ProgressDeadline;
-
-/// Longest time that an engine may take to leave a group for good.
-const LEAVE: Duration = Duration::from_secs(10);
 
 /// Where a rollout keeps its files.
 #[derive(Debug, Clone)]
@@ -95,6 +94,8 @@ pub struct Rollout {
     assigned: watch::Sender<Assigned>,
     /// Held while the engine is being switched: one switch at a time, and no space is counted meanwhile.
     switching: tokio::sync::Mutex<()>,
+    /// Holds a token of everybody who has the engine leave its group.
+    leaving: TaskTracker,
     probe_now: Notify,
     gpus: OnceLock<Arc<Gpus>>,
     dir: AgentDir,
@@ -164,6 +165,7 @@ impl Rollout {
             changed: watch::Sender::new(0),
             assigned: watch::Sender::default(),
             switching: tokio::sync::Mutex::new(()),
+            leaving: TaskTracker::new(),
             probe_now: Notify::new(),
             gpus: OnceLock::new(),
             dir,
@@ -222,20 +224,6 @@ impl Rollout {
                 inner.stop_receiving(reason);
             }
         });
-    }
-
-    /// Leaves the group: undoes a pause of ours where that is safe.
-    pub async fn release(&self) {
-        self.epoch_over("released");
-        self.resume_if_safe().await;
-        self.leave_group(LEAVE).await;
-    }
-
-    /// Waits until the engine is not being switched, at most so long: its files must stay until then.
-    pub async fn settled(&self, limit: Duration) {
-        if tokio::time::timeout(limit, self.switching.lock()).await.is_err() {
-            tracing::warn!(?limit, "the engine is still being switched while its agent ends");
-        }
     }
 
     /// A version that lies here complete, to feed others.

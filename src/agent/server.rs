@@ -202,11 +202,14 @@ async fn fence(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<
 
 async fn release(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<ReleaseRequest>) -> Result<Json<MemberState>, Refusal> {
     by_controller(&peer)?;
+    let leaving = if let Part::Rollout(rollout) = &endpoint.part { Some((rollout.clone(), rollout.will_leave())) } else { None };
     endpoint.core.release(&request)?;
     tracing::info!(epoch = %request.id, reason = %request.reason, "released");
-    if let Part::Rollout(rollout) = &endpoint.part {
-        let rollout = rollout.clone();
-        tokio::spawn(async move { rollout.release().await });
+    if let Some((rollout, left)) = leaving {
+        tokio::spawn(async move {
+            rollout.release().await;
+            drop(left);
+        });
     }
     Ok(Json(MemberState::clone(&endpoint.core.events().state())))
 }

@@ -106,12 +106,13 @@ impl Group {
         let certified = AbortOnDropHandle::new(tokio::spawn(certified));
         let listener = TcpListener::bind(SocketAddr::new(spec.address, 0)).await.map_err(io(&format!("no port on {}", spec.address)))?;
         let address = listener.local_addr().map_err(io("no address"))?;
-        let cancel = CancellationToken::new();
+        // The coordinator goes on until the supervisor has ended the processes: members are let go first.
+        let (cancel, over) = (CancellationToken::new(), CancellationToken::new());
         let (directory, tokens) = (Directory::default(), SingleUseTokens::new(TOKEN_LIFETIME));
         let enrollment =
             Enrollment { ca: ca.clone(), verifier: Arc::new(tokens.clone()), directory: directory.clone(), lifetime: certificates };
         let router = router(Arc::new(enrollment));
-        let serve = serve_https(listener, identity.clone(), Access::Open, router, Limits::default(), cancel.clone());
+        let serve = serve_https(listener, identity.clone(), Access::Open, router, Limits::default(), over.clone());
         let server = AbortOnDropHandle::new(tokio::spawn(serve));
 
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -131,12 +132,13 @@ impl Group {
             events: sink,
             timing: Timing::default(),
         };
-        let coordinator = Coordinator::start(wanted, restored, context, cancel.clone());
+        let coordinator = Coordinator::start(wanted, restored, context, over.clone());
         let view = coordinator.view.clone();
 
         let (orders, inbox) = mpsc::channel(64);
         let controller = format!("https://{address}");
-        let supervisor = Supervisor::new(spec, weightsync, controller, ca, tokens, directory, coordinator, orders.downgrade());
+        let (over, weak) = (over.drop_guard(), orders.downgrade());
+        let supervisor = Supervisor::new(spec, weightsync, controller, ca, tokens, directory, coordinator, over, weak);
         let supervisor = AbortOnDropHandle::new(tokio::spawn(supervisor.run(inbox, cancel.clone())));
         Ok(Self { orders, view, events, cancel, _supervisor: supervisor, _server: server, _certified: certified })
     }
@@ -177,7 +179,7 @@ impl Group {
         answer.await.ok()
     }
 
-    /// Stops every process in good order and waits for them.
+    /// Lets engines go that were started by somebody else, stops every process in good order and waits for them.
     pub async fn stop(&self) {
         self.cancel.cancel();
         // The supervisor takes no order any more when its processes have ended.

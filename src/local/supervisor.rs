@@ -4,20 +4,24 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use tokio::sync::{mpsc, oneshot};
-use tokio_util::sync::CancellationToken;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::group::GroupSpec;
 use super::pod::{EngineProgram, PodSpec};
 use super::process::{Process, Start, tail};
 use super::restarts::Restarts;
 use crate::coordinator::{CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
+use crate::membership::{GroupStage, MembershipView};
 use crate::plan::Candidate;
 use crate::protocol::{Assignment, HeldVersion, PodRef, Role, Version};
 use crate::runtime::identity::Ca;
+
+/// Longest wait for members to leave the group when it is stopped.
+const RELEASE: Duration = Duration::from_secs(5);
 
 /// What the supervisor is told.
 pub(super) enum Order {
@@ -65,6 +69,8 @@ pub(super) struct Supervisor {
     tokens: SingleUseTokens,
     directory: Directory,
     coordinator: CoordinatorHandle,
+    /// Ends the coordinator and its server, also when this ends early.
+    _over: DropGuard,
     orders: mpsc::WeakSender<Order>,
     pods: Vec<Pod>,
     /// The version that agents are told every rollout should hold.
@@ -96,6 +102,7 @@ impl Supervisor {
         tokens: SingleUseTokens,
         directory: Directory,
         coordinator: CoordinatorHandle,
+        over: DropGuard,
         orders: mpsc::WeakSender<Order>,
     ) -> Self {
         let pod = |spec: &PodSpec| Pod {
@@ -108,7 +115,7 @@ impl Supervisor {
             engine_restarts: Restarts::new(),
         };
         let pods = spec.pods.iter().map(pod).collect();
-        Self { spec, weightsync, controller, ca, tokens, directory, coordinator, orders, pods, current: None }
+        Self { spec, weightsync, controller, ca, tokens, directory, coordinator, _over: over, orders, pods, current: None }
     }
 
     pub(super) async fn run(mut self, mut inbox: mpsc::Receiver<Order>, cancel: CancellationToken) {
@@ -151,10 +158,25 @@ impl Supervisor {
                 None => break,
             }
         }
+        self.let_go(view).await;
         self.stop().await;
     }
 
-    /// Agents first: they resume what they paused while their engine still answers.
+    /// Engines that somebody else started go on without us: they resume, and leave the group of their own that bytes came by, which would keep
+    /// memory of their GPUs. Members that do not answer do not hold the others up for long.
+    async fn let_go(&self, mut view: watch::Receiver<MembershipView>) {
+        let goes_on = |pod: &Pod| pod.alive && pod.spec.engine.as_ref().is_some_and(|engine| engine.command.is_empty());
+        if !self.pods.iter().any(goes_on) {
+            return;
+        }
+        self.coordinator.change(|wanted| wanted.delete = true);
+        let released = view.wait_for(|view| view.stage == GroupStage::Released && view.released);
+        if tokio::time::timeout(RELEASE, released).await.is_err() {
+            tracing::warn!("not every member left the group before it was stopped; its engine leaves it when it joins another");
+        }
+    }
+
+    /// Agents first: they resume what they paused while their engine still answers, and end what they do with it.
     async fn stop(self) {
         let (mut agents, mut engines) = (Vec::new(), Vec::new());
         for pod in self.pods {

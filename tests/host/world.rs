@@ -3,10 +3,11 @@
 //! Every wait ends; when a test fails, what the group said and the ends of all logs are printed. Nothing outlives a world.
 
 mod actor;
+mod ending;
 mod processes;
 
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Stdio;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -19,7 +20,7 @@ use tokio::sync::watch;
 
 pub use self::actor::Actor;
 use self::actor::engine;
-use self::processes::{agent_of, children};
+use self::processes::agent_of;
 use crate::gpu::bed::{Machine, uuid};
 use crate::model::Model;
 
@@ -34,6 +35,8 @@ static WORLDS: AtomicU32 = AtomicU32::new(0);
 pub struct World {
     folder: tempfile::TempDir,
     local: Child,
+    /// Of it, and of engines that are started beside it.
+    environment: Vec<(&'static str, String)>,
     pub socket: String,
     events: watch::Receiver<Vec<Value>>,
     actors: Vec<Actor>,
@@ -159,10 +162,11 @@ impl World {
         file.as_object_mut().unwrap().extend(update.as_object_mut().unwrap().remove_entry("canary"));
         file["update"] = update;
         std::fs::write(folder.path().join("group.yaml"), file.to_string()).unwrap();
+        let environment = machine.map(Machine::environment).unwrap_or_default();
         let mut local = Command::new(program)
             .args(["local", "--output", "json", "--filename"])
             .arg(folder.path().join("group.yaml"))
-            .envs(machine.map(Machine::environment).unwrap_or_default())
+            .envs(environment.clone())
             .stdout(Stdio::piped())
             .stderr(std::fs::File::create(folder.path().join("local.log")).unwrap())
             .kill_on_drop(true)
@@ -178,7 +182,7 @@ impl World {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(5)).build().unwrap();
         let socket = format!("@weightsync/{name}-trainer");
-        let mut world = Self { folder, local, socket, events, actors, ports, late: Vec::new(), http };
+        let mut world = Self { folder, local, environment, socket, events, actors, ports, late: Vec::new(), http };
         world.event("the group to start", |event| event["event"] == "started").await;
         world
     }
@@ -210,7 +214,8 @@ impl World {
     /// Starts an engine that was absent.
     pub fn start_engine(&mut self, number: usize) {
         let command = engine(&self.actors[number], self.ports[number], self.folder.path());
-        let child = Command::new(&command[0]).args(&command[1..]).stdout(Stdio::null()).kill_on_drop(true).spawn();
+        let environment = self.environment.clone();
+        let child = Command::new(&command[0]).args(&command[1..]).envs(environment).stdout(Stdio::null()).kill_on_drop(true).spawn();
         self.late.push(child.unwrap());
     }
 
@@ -346,25 +351,6 @@ impl World {
     pub async fn signal(&self, pod: &str, signal: Signal) {
         kill_process(self.agent(pod).await, signal).unwrap();
     }
-
-    /// What a pod's agent logged, as plain text.
-    pub fn log(&self, pod: &str) -> String {
-        let log = std::fs::read(self.folder.path().join(format!("state/{pod}-agent.log"))).unwrap_or_default();
-        String::from_utf8_lossy(&log).into_owned()
-    }
-
-    fn evidence(&self) {
-        for event in self.events.borrow().iter() {
-            eprintln!("{event}");
-        }
-        let mut logs: Vec<PathBuf> = vec![self.folder.path().join("local.log")];
-        logs.extend(std::fs::read_dir(self.folder.path().join("state")).into_iter().flatten().flatten().map(|entry| entry.path()));
-        for log in logs.iter().filter(|log| log.extension().is_some_and(|extension| extension == "log")) {
-            let text = std::fs::read_to_string(log).unwrap_or_default();
-            let lines: Vec<&str> = text.lines().collect();
-            eprintln!("--- {}\n{}", log.display(), lines[lines.len().saturating_sub(25)..].join("\n"));
-        }
-    }
 }
 
 impl Drop for World {
@@ -372,16 +358,7 @@ impl Drop for World {
         if std::thread::panicking() {
             self.evidence();
         }
-        let Some(pid) = self.local.id().and_then(|id| Pid::from_raw(i32::try_from(id).unwrap())) else { return };
-        // In good order, so that its agents and engines end with it; a stopped agent must be able to.
-        for (child, _) in children(pid.as_raw_nonzero().get().unsigned_abs()) {
-            let _ = kill_process(child, Signal::CONT);
-        }
-        let _ = kill_process(pid, Signal::TERM);
-        let deadline = std::time::Instant::now() + Duration::from_secs(15);
-        while self.local.try_wait().is_ok_and(|ended| ended.is_none()) && std::time::Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        self.stop();
     }
 }
 

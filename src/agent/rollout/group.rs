@@ -118,14 +118,6 @@ impl Rollout {
         Ok(EngineJoinResponse { cleared_ms: ms(joined.cleared), joined_ms: ms(joined.joined) })
     }
 
-    /// Has the engine leave the group that it is in, for good.
-    pub(super) async fn leave_group(&self, within: Duration) {
-        let Some(group) = self.engine.group() else { return };
-        if let Err(error) = group.leave(within).await {
-            tracing::warn!(%error, "the engine could not leave its group: it is left when it joins another");
-        }
-    }
-
     /// Whether this attempt's buckets go to the engine through its own group.
     pub(super) fn takes_from_group(epoch: &Epoch, request: &BeginRequest) -> bool {
         !request.feeding && epoch.engines().is_some_and(|plan| plan.of(epoch.me()).is_some())

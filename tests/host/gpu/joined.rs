@@ -174,3 +174,25 @@ async fn a_simulated_engine_that_is_killed_in_a_group_comes_back_into_the_next_o
     assert!(world.serves(0, &second).await);
     world.until_serves(1, &second).await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_group_that_is_stopped_lets_the_engines_go_that_somebody_else_started() {
+    let machine = Machine::new();
+    let actors = vec![Actor::sglang().joining(&[1]).absent(), Actor::of("lmdeploy").joining(&[2]).absent()];
+    let mut world = World::start_joining(&machine, json!({"pause": "Abort"}), actors).await;
+    world.start_engine(0);
+    world.start_engine(1);
+    world.until_ready(2).await;
+    let (model, result) = publish(&world, 1).await;
+    assert_eq!(installed(&result).len(), 2, "{result}");
+    let mut before = Vec::new();
+    for number in 0..2 {
+        before.push(called(&world, number, "POST /destroy_weights_update_group").await);
+    }
+    world.stop();
+    for (number, before) in before.into_iter().enumerate() {
+        // What its ranks hold for a group stays theirs otherwise, until the next group or for ever.
+        assert_eq!(called(&world, number, "POST /destroy_weights_update_group").await, before + 1, "actor-{number}");
+        assert!(world.serves(number, &model).await, "actor-{number} goes on with what it holds");
+    }
+}
