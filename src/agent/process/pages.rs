@@ -38,6 +38,8 @@ pub(super) struct Pages {
 pub(super) struct Shown {
     pub(super) rollouts: Vec<Arc<Rollout>>,
     failed: Option<String>,
+    /// What was answered last.
+    was_ready: Option<bool>,
 }
 
 impl Pages {
@@ -48,7 +50,7 @@ impl Pages {
         metrics.collect(Progress(shown.clone()));
         if role == Role::Rollout {
             let shown = shown.clone();
-            health.ready_while("engine", move || lock(&shown).ready());
+            health.ready_while("engine", move || lock(&shown).answer());
         }
         Self { health, metrics, roster, shown, numbers }
     }
@@ -73,7 +75,7 @@ impl Pages {
 
     /// What the object wants cannot be done.
     pub(super) fn failed(&self, reason: String) {
-        *lock(&self.shown) = Shown { rollouts: Vec::new(), failed: Some(reason) };
+        *lock(&self.shown) = Shown { failed: Some(reason), ..Shown::default() };
     }
 
     /// Where the roster of a pod's further engines goes: only the first engine's is shown.
@@ -88,6 +90,18 @@ impl Pages {
 }
 
 impl Shown {
+    /// The answer to a probe. The log tells when it changed: users lose a replica by that, and the kubelet keeps to itself why.
+    fn answer(&mut self) -> Result<(), String> {
+        let ready = self.ready();
+        if self.was_ready.replace(ready.is_ok()) != Some(ready.is_ok()) {
+            match &ready {
+                Ok(()) => tracing::info!("the pod is ready"),
+                Err(why) => tracing::info!(why, "the pod is not ready"),
+            }
+        }
+        ready
+    }
+
     fn ready(&self) -> Result<(), String> {
         if let Some(reason) = &self.failed {
             return Err(reason.clone());
