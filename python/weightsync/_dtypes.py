@@ -5,6 +5,7 @@ Neither torch nor numpy is imported: both print their types unmistakably.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 BITS: dict[str, int] = {
@@ -30,8 +31,22 @@ _BUFFER_FORMATS: dict[str, str] = {
 """Formats of the buffer protocol, as array.array and memoryview use them on 64-bit Linux."""
 
 
+_SEEN: dict[Any, str] = {}
+"""Answers that were given: a model of experts has tens of thousands of tensors, and each is asked for at every publish."""
+
+
 def dtype_name(dtype: Any) -> str:
     """`torch.bfloat16`, `numpy.dtype("float32")`, `numpy.float32`, `"bfloat16"` or `"BF16"` as the safetensors name."""
+    try:
+        return _SEEN[dtype]
+    except (KeyError, TypeError):
+        name = _name_of(dtype)
+    with suppress(TypeError):
+        _SEEN[dtype] = name
+    return name
+
+
+def _name_of(dtype: Any) -> str:
     if isinstance(dtype, str) and dtype in BITS:
         return dtype
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)

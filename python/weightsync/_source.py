@@ -45,7 +45,7 @@ class Meta:
                 raise TypeError(f"{meta!r} is neither (name, dtype, shape) nor an object with these attributes") from None
         if not isinstance(name, str) or not name:
             raise TypeError(f"{name!r} is no name of a tensor")
-        return Meta(name, dtype_name(dtype), tuple(int(dimension) for dimension in shape))
+        return Meta(name, dtype_name(dtype), tuple(map(int, shape)))
 
 
 class Source(ABC):

@@ -33,7 +33,7 @@ def is_numpy(tensor: Any) -> bool:
 def describe(tensor: Any) -> tuple[str, tuple[int, ...]]:
     """Element type (safetensors name) and shape."""
     if is_torch(tensor) or is_numpy(tensor):
-        return dtype_name(tensor.dtype), tuple(int(dimension) for dimension in tensor.shape)
+        return dtype_name(tensor.dtype), tuple(map(int, tensor.shape))
     try:
         view = memoryview(tensor)
     except TypeError:

@@ -103,14 +103,15 @@ class _Named(Source):
         self._dtype = dtype_name(dtype) if dtype is not None else None
 
     def metas(self) -> list[Meta]:
-        return metas_of(Meta(name, self._target(tensor) or describe(tensor)[0], describe(tensor)[1]) for name, tensor in self._items())
+        listed = ((name, *describe(tensor)) for name, tensor in self._items())
+        return metas_of((name, self._target(dtype) or dtype, shape) for name, dtype, shape in listed)
 
     def known(self) -> Iterable[Any]:
         return (tensor for _, tensor in self._items())
 
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
         for name, tensor in self._items():
-            target = self._target(tensor)
+            target = self._target(describe(tensor)[0])
             if target is not None:
                 # Before the gather: half the bytes for float32 to bfloat16.
                 tensor = _convert(tensor, target)
@@ -127,11 +128,9 @@ class _Named(Source):
                 raise TypeError(f"{name} is a {type(tensor).__name__}: a state dict of tensors is needed, not one of state dicts")
             yield name, tensor
 
-    def _target(self, tensor: Any) -> str | None:
+    def _target(self, dtype: str) -> str | None:
         """The type to convert to; integers and booleans stay what they are."""
-        if self._dtype is None or not describe(tensor)[0].startswith(("F", "BF")):
-            return None
-        return self._dtype
+        return self._dtype if dtype.startswith(("F", "BF")) else None
 
 
 class _Stream(Source):

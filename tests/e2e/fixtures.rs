@@ -65,7 +65,7 @@ pub fn vllm(name: &str, role: Option<&str>, model: &str) -> Value {
             ("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"), ("DO_NOT_TRACK", "1")
         ]),
         "ports": [{"containerPort": ENGINE_PORT}],
-        "readinessProbe": {"httpGet": {"path": "/health", "port": ENGINE_PORT}, "periodSeconds": 2, "timeoutSeconds": 2}
+        "readinessProbe": {"httpGet": {"path": "/health", "port": ENGINE_PORT}, "periodSeconds": 2, "timeoutSeconds": 5}
     });
     pod(name, role, container)
 }
