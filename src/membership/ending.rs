@@ -65,7 +65,7 @@ impl Membership {
 
     /// Suspended or deleted: everybody is let go, again and again until their states show it.
     pub(super) fn let_go(&mut self) {
-        let reason = if self.deleted { "the object is deleted" } else { "the object is suspended" };
+        let reason = if self.deleted { "the group is ended for good" } else { "the object is suspended" };
         let (group, forming) = (self.group.take(), self.forming.take());
         self.urgent = None;
         self.viable_since = None;
