@@ -45,10 +45,10 @@ pub(super) type Call = BoxFuture<'static, Result<(), EngineError>>;
 
 /// What comes behind a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Then {
+pub(super) enum Then {
     /// Another one.
     More,
-    /// The end of the engine's call.
+    /// The end of the engine's call: its last answers and the reply to its call come at once.
     End,
 }
 
@@ -181,7 +181,6 @@ impl ParameterServer {
                 self.call = None;
                 return Err(match ended {
                     Ok(Err(error)) => error,
-                    // Its last answers and the reply to its call come at once.
                     Ok(Ok(())) if then == Then::End => return Ok(()),
                     Ok(Ok(())) => self.not_success("it said that all was loaded while buckets were still to come"),
                     Err(ended) => self.not_success(&format!("its call ended: {ended}")),

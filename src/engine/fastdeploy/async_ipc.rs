@@ -16,6 +16,7 @@ use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend, ZmqError};
 
 use super::unsupported;
 use crate::engine::EngineError;
+use crate::engine::checkpoint_engine::Then;
 use crate::engine::device::{DeviceBucket, Released};
 use crate::engine::feed::{Feed, FeedJob, no_form, pieces};
 use crate::engine::http::{EngineHttp, Until};
@@ -90,7 +91,7 @@ impl AsyncIpc {
     }
 
     /// One message and its answer, unless the server's call ends first.
-    async fn exchange(&mut self, message: &Value, until: Until) -> Result<(), EngineError> {
+    async fn exchange(&mut self, message: &Value, then: Then, until: Until) -> Result<(), EngineError> {
         let url = self.http.url().to_owned();
         let Some(call) = self.call.as_mut() else {
             return Err(EngineError::BadReply { url, what: "its worker was not called".into() });
@@ -107,6 +108,7 @@ impl AsyncIpc {
                 self.call = None;
                 match ended {
                     Ok(Err(error)) => return Err(error),
+                    Ok(Ok(())) if then == Then::End => return Ok(()),
                     Ok(Ok(())) => "it said that it was done while buckets were still to come".to_owned(),
                     Err(ended) => format!("its call ended: {ended}"),
                 }
@@ -133,10 +135,7 @@ async fn ask(socket: &mut ReqSocket, message: &Value) -> Result<(), String> {
 #[async_trait]
 impl Feed for AsyncIpc {
     async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError> {
-        let Some(place) = bucket.places.iter().find(|place| place.gpu == self.gpu) else {
-            let what = format!("bucket {} does not lie on {}, where the engine's worker is", bucket.bucket.sequence, self.gpu);
-            return Err(unsupported(what, "give this agent a GPU worker on the engine's GPU"));
-        };
+        let place = bucket.on(&self.gpu)?;
         let buffer = SharedBuffer { handle: place.handle.0, offset: place.offset, bytes: bucket.bucket.bytes, device: self.device };
         let mut all = pieces(&self.layout, bucket);
         // No bucket holds those without bytes, and the worker's last look wants every parameter.
@@ -147,7 +146,7 @@ impl Feed for AsyncIpc {
         if self.call.is_none() {
             self.begin(until).await?;
         }
-        self.exchange(&message, until).await?;
+        self.exchange(&message, Then::More, until).await?;
         Ok(Released::Now)
     }
 
@@ -157,7 +156,7 @@ impl Feed for AsyncIpc {
 
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {
         if self.call.is_some() {
-            self.exchange(&Value::None, until).await?;
+            self.exchange(&Value::None, Then::End, until).await?;
         }
         if let Some(call) = self.call.as_mut() {
             let url = self.http.url().to_owned();

@@ -19,6 +19,8 @@ pub struct Faults {
     pub behind_ms: u64,
     /// The engine has a `/dev/shm` of its own: it tells nobody by torch's counters that it has read a tensor.
     pub blind_to_counters: bool,
+    /// Time by which FastDeploy's worker is late, in ms, with the answer to the message that ends an update: the reply to the server's call comes first.
+    pub last_answer_ms: u64,
     /// World size to report instead of the true one.
     pub world_size: Option<u32>,
     /// Time that a load takes on top, in ms.

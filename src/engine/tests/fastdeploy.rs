@@ -226,6 +226,15 @@ async fn the_asynchronous_message_brings_versions_from_gpu_memory_one_bucket_at_
 }
 
 #[tokio::test]
+async fn the_reply_to_the_call_counts_where_it_overtakes_the_workers_last_answer() {
+    let on = message_bench(|options| options.faults.last_answer_ms = 300).await;
+    for version in [2, 3] {
+        on.install(version).await.unwrap();
+        assert_eq!(on.bench.digest().await, on.bench.fresh_digest(version).await);
+    }
+}
+
+#[tokio::test]
 async fn a_version_that_leaves_a_parameter_empty_is_found_by_the_workers_own_look() {
     let on = message_bench(|_| {}).await;
     // Nobody here sees the checkpoint that the server was started with, so nobody but the worker can tell.

@@ -271,8 +271,16 @@ async fn receive_all_buckets(front: &Arc<Front>, state: &Fastdeploy, address: &s
                 Err(_) => clone_bucket(front, state, bucket, std::mem::take(&mut first)).await,
             },
         };
-        let text = answer.clone().err().unwrap_or_default();
-        socket.send(Bytes::from(text).into()).await.map_err(|error| error.to_string())?;
+        let text = Bytes::from(answer.clone().err().unwrap_or_default());
+        let late = Duration::from_millis(front.core.state().faults.last_answer_ms);
+        if bucket == Pickled::None && !late.is_zero() {
+            tokio::spawn(async move {
+                tokio::time::sleep(late).await;
+                let _gone = socket.send(text.into()).await;
+            });
+            return answer;
+        }
+        socket.send(text.into()).await.map_err(|error| error.to_string())?;
         if bucket == Pickled::None {
             return answer;
         }
