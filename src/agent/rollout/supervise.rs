@@ -177,7 +177,7 @@ impl Rollout {
                 }
                 Ok(())
             }
-            Err(error) => Err(self.ill(&health, &error)),
+            Err(error) => Err(self.ill(&health, &error, deadline)),
         }
     }
 
@@ -211,7 +211,7 @@ impl Rollout {
                 });
                 Ok(facts)
             }
-            Err(error) => Err(self.ill(&self.policy().health, &error)),
+            Err(error) => Err(self.ill(&self.policy().health, &error, deadline)),
         }
     }
 
@@ -230,11 +230,13 @@ impl Rollout {
         refusal(RefusalCode::EngineRefused, reason)
     }
 
-    fn ill(&self, health: &HealthPolicy, error: &EngineError) -> Refusal {
+    fn ill(&self, health: &HealthPolicy, error: &EngineError, deadline: Duration) -> Refusal {
         let reason = error.to_string();
+        // Whoever asks for an epoch may have less time than the rules give a probe.
+        let hasty = matches!(error, EngineError::Timeout { .. }) && deadline < Duration::from_millis(health.timeout_ms);
         self.with(|inner| {
             // An engine that loads what we gave it may not answer: that is no ill health.
-            if inner.switching {
+            if inner.switching || hasty {
                 return;
             }
             let was = inner.engine.healthy;

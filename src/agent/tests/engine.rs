@@ -42,6 +42,8 @@ pub struct Inside {
     pub installs: u32,
     pub directory: Option<PathBuf>,
     pub slow: Duration,
+    /// How long it takes to say what it is.
+    pub slow_facts: Duration,
     pub put_back: u32,
     /// It is asked for its one token behind an install.
     pub owes: bool,
@@ -115,8 +117,13 @@ impl Engine for TestEngine {
         self.get(|inside| start.0 == inside.start.to_string())
     }
 
-    async fn probe(&self, _deadline: Duration) -> Result<EngineFacts, EngineError> {
+    async fn probe(&self, deadline: Duration) -> Result<EngineFacts, EngineError> {
         self.answer()?;
+        let slow = self.get(|inside| inside.slow_facts);
+        tokio::time::sleep(slow.min(deadline)).await;
+        if slow > deadline {
+            return Err(EngineError::Timeout { url: "http://engine".into(), deadline });
+        }
         Ok(EngineFacts {
             kind: "test".into(),
             server_version: "1".into(),

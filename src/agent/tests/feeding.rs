@@ -6,6 +6,7 @@ use super::bed::*;
 use super::engine::{Fault, TestEngine};
 use super::trainer::*;
 use crate::protocol::*;
+use crate::runtime::https::CallError;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_joiner_is_fed_by_the_source_before_it_is_ready() {
@@ -196,6 +197,21 @@ async fn an_agent_killed_in_an_install_finds_half_an_update_in_its_next_life() {
     bed.form(&[&source, &again], Some(&source)).await;
     assert_eq!(publishing.outcome().await.unwrap().installed.len(), 1);
     assert_eq!(again.rollout().ready(), Ok(()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_is_too_slow_for_a_hasty_prepare_is_not_called_ill() {
+    let mut bed = Bed::new();
+    let engine = TestEngine::default();
+    engine.set(|inside| inside.slow_facts = Duration::from_secs(60));
+    let (source, rollout) = (bed.source(), bed.member("actors/r-0", Role::Rollout, engine));
+    rollout.until("its engine passes its probes", |state| state.healthy).await;
+    for _ in 0..5 {
+        let prepare = PrepareRequest { deadline_ms: 100, ..bed.prepare_request(&[&source, &rollout], &rollout) };
+        let refused = bed.post::<_, PrepareResponse>(&rollout, "/v1/epoch/prepare", &prepare).await;
+        assert!(matches!(refused, Err(CallError::Refused { .. })), "{refused:?}");
+        assert!(rollout.state().healthy, "its probes have a second, this had 50 ms");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
