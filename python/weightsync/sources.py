@@ -111,7 +111,7 @@ class _Named(Source):
 
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
         for name, tensor in self._items():
-            target = self._target(describe(tensor)[0])
+            target = self._dtype and self._target(describe(tensor)[0])
             if target is not None:
                 # Before the gather: half the bytes for float32 to bfloat16.
                 tensor = _convert(tensor, target)

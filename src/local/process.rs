@@ -31,7 +31,7 @@ pub(super) struct Start<'a> {
     pub log: &'a Path,
     /// Written to its standard input, which then stays open until we end: a secret stands neither in a command line nor in an environment.
     pub input: Option<String>,
-    /// Whether it leads a process group that is ended as a whole (engines start workers of their own).
+    /// Whether what it starts is ended with it, as a whole (engines start workers of their own).
     pub group: bool,
 }
 
@@ -41,9 +41,8 @@ impl Process {
         let log = OpenOptions::new().create(true).append(true).open(start.log)?;
         let mut command = Command::new(start.program);
         command.args(start.arguments).envs(start.environment).stdin(Stdio::piped()).stdout(log.try_clone()?).stderr(log).kill_on_drop(true);
-        if start.group {
-            command.process_group(0);
-        }
+        // A terminal's Ctrl-C goes to our whole process group: an agent in it would end before its engine was let go.
+        command.process_group(0);
         let mut child = command.spawn()?;
         let pid = child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| io::Error::other("the process ended at once"))?;

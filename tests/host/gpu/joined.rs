@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::process::Signal;
+use rustix::process::{Signal, getpgid};
 use serde_json::{Value, json};
 
 use super::bed::Machine;
@@ -189,6 +189,8 @@ async fn a_group_that_is_stopped_lets_the_engines_go_that_somebody_else_started(
     for number in 0..2 {
         before.push(called(&world, number, "POST /destroy_weights_update_group").await);
     }
+    // Else a terminal's Ctrl-C would end the agent at once.
+    assert_ne!(getpgid(Some(world.agent("actor-0").await)).unwrap(), getpgid(None).unwrap());
     world.stop();
     for (number, before) in before.into_iter().enumerate() {
         // What its ranks hold for a group stays theirs otherwise, until the next group or for ever.
