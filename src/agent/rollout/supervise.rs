@@ -269,7 +269,8 @@ impl Rollout {
                     Standing::Committing(epoch) | Standing::Committed(epoch) => pauses(&epoch.prepared.policy),
                 };
                 let external = !ours && !matches!(&*self.core.standing().borrow(), Standing::Idle);
-                if ours && self.with(|inner| inner.machine.live().is_none()) {
+                // A switch of this life ended with an engine that runs: who paused it, or put it to sleep, since then is somebody else.
+                if ours && self.with(|inner| inner.machine.live().is_none() && inner.last.is_none()) {
                     self.resume_if_safe().await;
                 }
                 ours || external
