@@ -85,6 +85,16 @@ fn word(state: Option<&MemberState>, current: Option<&HeldVersion>, going_back: 
     }
 }
 
+/// Whether the roster says of these replicas what a publish that brought them `version` says. Who was lost or spoiled behind its word, or is in
+/// no group any more, is told as that.
+pub fn tells(shown: &RosterView, version: Version, installed: &[MemberName]) -> bool {
+    shown.version >= Some(version)
+        && installed.iter().all(|name| {
+            let replica = shown.replicas.iter().find(|replica| replica.name == *name);
+            replica.is_none_or(|replica| replica.version >= Some(version) || matches!(replica.state.as_str(), "out" | "dirty"))
+        })
+}
+
 /// Keeps `to` up to date until `cancel`. For a source, this is also what listens to all rollouts of each epoch from its commit on.
 pub async fn keep(core: Arc<Core>, leader: Arc<Leader>, to: watch::Sender<RosterView>, cancel: CancellationToken) {
     let mut standing = core.standing();

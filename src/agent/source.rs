@@ -12,7 +12,10 @@ pub mod retain;
 mod tracked;
 
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use self::history::History;
@@ -23,9 +26,13 @@ use super::core::{Core, lock};
 use super::group::Epoch;
 use super::lead::Leader;
 use super::lead::feed::{Copy, Feeder, Holder};
+use super::roster::tells;
 use super::shelf::Shelf;
 use super::space::Cgroups;
-use crate::protocol::HeldVersion;
+use crate::protocol::{HeldVersion, PublishResult, RosterView};
+
+/// Longest wait for the roster to say what a publish is about to say: replicas speak to it on connections of their own.
+const IN_ROSTER: Duration = Duration::from_secs(1);
 
 /// The source's agent.
 pub struct Source {
@@ -35,14 +42,15 @@ pub struct Source {
     cgroups: Cgroups,
     history: Mutex<History>,
     retained: Mutex<Shelf<Retained>>,
+    roster: watch::Receiver<RosterView>,
 }
 
 impl Source {
-    /// Nothing published yet.
-    pub fn new(leader: Arc<Leader>, cgroups: Cgroups) -> Arc<Self> {
+    /// Nothing published yet. The roster is what a trainer may read of it.
+    pub fn new(leader: Arc<Leader>, cgroups: Cgroups, roster: watch::Receiver<RosterView>) -> Arc<Self> {
         let core = leader.core().clone();
         core.set_facts(|facts| facts.healthy = true);
-        Arc::new(Self { core, leader, attempts: Arc::default(), cgroups, history: Mutex::default(), retained: Mutex::default() })
+        Arc::new(Self { core, leader, attempts: Arc::default(), cgroups, history: Mutex::default(), retained: Mutex::default(), roster })
     }
 
     /// Publishes what comes, and feeds in between, until `cancel`.
@@ -75,6 +83,16 @@ impl Source {
         match (done, told) {
             (Some(done), Some(told)) => Some(if done.version >= told.version { done } else { told }),
             (done, told) => done.or(told),
+        }
+    }
+
+    /// Waits until the roster says what the publish is about to say: a trainer that read it right behind its publish was told the version
+    /// before. The publish succeeded either way, so this ends soon, and with its deadline.
+    async fn in_roster(&self, result: &PublishResult, deadline: Instant) {
+        let mut roster = self.roster.clone();
+        let told = roster.wait_for(|shown| tells(shown, result.version, &result.installed));
+        if timeout_at(deadline.min(Instant::now() + IN_ROSTER), told).await.is_err() {
+            tracing::warn!(version = result.version, "the roster does not show yet who serves the version that was published");
         }
     }
 

@@ -143,7 +143,7 @@ impl Session {
             spawn(&mut running.tasks, cancel, async move { feeder.run().await });
             Part::Rollout(rollout)
         } else {
-            let source = Source::new(leader.clone(), settings.cgroups.clone());
+            let source = Source::new(leader.clone(), settings.cgroups.clone(), self.roster.subscribe());
             running.tasks.spawn(source.clone().run(self.queue.clone(), cancel.clone()));
             running.tasks.spawn(source.clone().run_external(self.external.clone(), cancel.clone()));
             running.tasks.spawn(epochs::keep(core.clone(), leader.clone(), self.external.clone(), cancel.clone()));

@@ -89,7 +89,7 @@ impl Source {
                 lock(&self.history).reached(held.clone());
                 self.core.learn_current(Some(&held));
                 self.core.set_facts(|facts| facts.installed = Some(held.clone()));
-                tell.end(Ok(PublishResult {
+                let result = PublishResult {
                     version,
                     epoch,
                     attempts: 1,
@@ -98,7 +98,9 @@ impl Source {
                     installed: brought.installed,
                     behind: brought.behind,
                     phases_ms: brought.phases_ms,
-                }));
+                };
+                self.in_roster(&result, deadline).await;
+                tell.end(Ok(result));
             }
             Err(error) => {
                 tracing::warn!(version, epoch, code = ?error.code, message = %error.message, "a version of the trainer's own data plane failed");

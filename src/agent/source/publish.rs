@@ -87,6 +87,7 @@ impl Source {
         match outcome {
             Ok(result) => {
                 tracing::info!(version, epoch = result.epoch, attempts = result.attempts, installed = ?result.installed, "published");
+                self.in_roster(&result, deadline).await;
                 reporter.done(result);
                 if let (Some((epoch, held)), true) = (publish.reached.take(), publish.to_keep.is_some()) {
                     publish.keep_whole().await;

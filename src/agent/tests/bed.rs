@@ -311,9 +311,10 @@ impl Start {
         };
         let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport);
         let queue: Arc<PublishQueue> = Arc::default();
+        let (shown, roster) = tokio::sync::watch::channel(RosterView { epoch: None, version: None, replicas: Vec::new() });
         let part = match self.role {
             Role::Source => {
-                let source = Source::new(leader.clone(), unlimited());
+                let source = Source::new(leader.clone(), unlimited(), roster.clone());
                 tokio::spawn(source.clone().run(queue.clone(), cancel.clone()));
                 Part::Source(source)
             }
@@ -337,7 +338,6 @@ impl Start {
                 Part::Rollout(rollout)
             }
         };
-        let (shown, roster) = tokio::sync::watch::channel(RosterView { epoch: None, version: None, replicas: Vec::new() });
         tokio::spawn(roster::keep(core.clone(), leader.clone(), shown, cancel.clone()));
         let address = MemberAddress {
             member: name.clone(),

@@ -172,3 +172,18 @@ async fn a_member_that_plays_the_controller_or_the_leader_of_its_group_is_refuse
     assert_eq!((state.epoch.as_ref(), state.phase), (Some(&id), MemberPhase::Ready), "nothing of it was done");
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_reads_the_roster_behind_a_publish_reads_what_the_publish_said() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(3));
+    bed.policy.min_ready = 3;
+    bed.form(&[&source, &rollouts[0], &rollouts[1], &rollouts[2]], Some(&source)).await;
+    for version in 1..=10 {
+        let result = publish(&source, version, TestSource::of(1)).outcome().await.unwrap();
+        assert_eq!(result.installed.len(), 3, "{result:?}");
+        let shown = source.roster.borrow().clone();
+        assert_eq!(shown.version, Some(version));
+        assert!(shown.replicas.iter().all(|replica| (replica.version, replica.state.as_str()) == (Some(version), "ready")), "{shown:?}");
+    }
+}
