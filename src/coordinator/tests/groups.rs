@@ -48,7 +48,7 @@ async fn a_killed_agent_is_found_at_once_and_the_others_go_on() {
     let killed = Instant::now();
     drop(victim);
     let after = until(&handle, "a group of two", |view| committed(2)(view) && view.epoch > before.epoch).await;
-    assert!(killed.elapsed() < Duration::from_secs(3), "{:?}", killed.elapsed());
+    assert!(killed.elapsed() < Duration::from_secs(1), "{:?}", killed.elapsed());
     for agent in [&trainer, &survivor] {
         agent.until("in the new group", |state| state.epoch.as_ref().is_some_and(|id| id.epoch == after.epoch)).await;
     }
@@ -70,7 +70,7 @@ async fn an_agent_that_falls_silent_is_left_out_within_the_bound() {
     mute.strike_dumb(true);
     let silent = Instant::now();
     until(&handle, "a group of two", |view| committed(2)(view) && view.epoch > before.epoch).await;
-    assert!(silent.elapsed() < Duration::from_secs(8), "{:?}", silent.elapsed());
+    assert!(silent.elapsed() < Duration::from_secs(5), "{:?}", silent.elapsed());
     mute.strike_dumb(false);
     until(&handle, "a group of three again", committed(3)).await;
 }
@@ -97,7 +97,7 @@ async fn one_of_many_that_answers_nothing_holds_nobody_up() {
     let begun = Instant::now();
     world.plan(&handle, &pods);
     until(&handle, "a group of all but one", committed(24)).await;
-    assert!(begun.elapsed() < Duration::from_secs(6), "one deadline of 1 s, and two rounds: {:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(3), "one deadline of 1 s, and two rounds: {:?}", begun.elapsed());
     assert_eq!(agents[3].prepares(), 0);
 }
 

@@ -42,7 +42,7 @@ async fn install_with(bench: &Bench, faults: Faults, timeout: Duration) -> Insta
     job.timeout = timeout;
     let begun = Instant::now();
     let error = bench.engine.install(&job).await.unwrap_err();
-    assert!(begun.elapsed() < timeout + Duration::from_secs(5), "ended {:?} after a deadline of {timeout:?}", begun.elapsed());
+    assert!(begun.elapsed() < timeout + Duration::from_secs(1), "ended {:?} after a deadline of {timeout:?}", begun.elapsed());
     error
 }
 
@@ -143,7 +143,7 @@ async fn f75_an_engine_that_never_answers_costs_the_deadline_and_no_more() {
         assert!(matches!(bench.engine.resume(deadline).await, Err(EngineError::Timeout { .. })));
         assert!(matches!(bench.engine.holding(deadline).await, Err(EngineError::Timeout { .. })));
         assert!(bench.engine.put_back(deadline).await.is_err());
-        assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
         let error = install_with(&bench, rule("*", Fault::Hang), Duration::from_millis(500)).await;
         assert_eq!((error.step, error.dirty), ("start", false), "{error}");
     }
