@@ -12,15 +12,17 @@ use bytes::Bytes;
 use clap::Parser;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use weightsync::agent::client::memfd::SharedMemory;
-use weightsync::agent::client::{ClientServer, ClientServerConfig, PublishQueue, SocketName, SourceWorker};
-use weightsync::agent::publish_job::PublishJob;
-use weightsync::plan::RingWish;
-use weightsync::protocol::worker::{GpuFacts, Part};
-use weightsync::protocol::{Activation, MemberName, PublishError, PublishErrorCode, PublishResult, RosterReplica, RosterView, UpdatePhase};
-use weightsync::transport::{DeviceMemory, DevicePayload, Payload};
-use weightsync::weights::{Layout, bucket_digest, digest_hex};
-use weightsync::worker::{Broadcast, Copy, Ring, Worker, WorkerStart};
+use weightsync_agent::client::memfd::SharedMemory;
+use weightsync_agent::client::{ClientServer, ClientServerConfig, PublishQueue, SocketName, SourceWorker};
+use weightsync_agent::publish_job::PublishJob;
+use weightsync_core::plan::RingWish;
+use weightsync_core::protocol::worker::{GpuFacts, Part};
+use weightsync_core::protocol::{
+    Activation, MemberName, PublishError, PublishErrorCode, PublishResult, RosterReplica, RosterView, UpdatePhase,
+};
+use weightsync_core::weights::{Layout, bucket_digest, digest_hex};
+use weightsync_gpu::worker::{Broadcast, Copy, Ring, Worker, WorkerStart};
+use weightsync_transport::{DeviceMemory, DevicePayload, Payload};
 
 #[derive(Parser)]
 struct Args {
@@ -198,7 +200,7 @@ async fn take(mut job: PublishJob, args: &Args, gpu: Option<&Gpu>) -> anyhow::Re
     loop {
         let next = tokio::select! {
             next = job.source.next(Duration::from_secs(30)) => next,
-            () = job.cancel.cancelled() => Err(weightsync::agent::version_source::SourceError::Cancelled { reason: "by its trainer".into() }),
+            () = job.cancel.cancelled() => Err(weightsync_agent::version_source::SourceError::Cancelled { reason: "by its trainer".into() }),
         };
         match next {
             Ok(Some((_, Payload::Host(bytes)))) => {

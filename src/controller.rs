@@ -21,6 +21,7 @@ mod events;
 mod history;
 mod hold;
 mod launch;
+pub mod lease;
 mod metrics;
 mod objects;
 mod pods;

@@ -1,40 +1,24 @@
-//! WeightSync keeps the weights that rollout engines serve equal to the weights that a trainer makes.
+//! The operator and the command line of WeightSync, which keeps the weights that rollout engines serve equal to the weights that a
+//! trainer makes.
 //!
-//! The rooms of this crate, from the bottom to the top; an arrow between them only points down
-//! (`tests/host/arrows.rs` reads the `use` lines and fails when one points up):
+//! What they are built on are crates of their own, from the bottom to the top. Cargo holds the arrows: a crate sees only those above it
+//! in this table, and no crate sees this one.
 //!
-//! | room | decides | may know |
-//! |---|---|---|
-//! | [`weights`] | what a version is: tensors, buckets, digests, coverage | nothing |
-//! | [`protocol`] | what controller, agents and the trainer's client say to each other | `weights` |
-//! | [`plan`] | which pods form a group, in which order, with which ranks | `protocol`, `weights` |
-//! | [`membership`] | when a group is formed, fenced and formed anew | `plan`, `protocol` |
-//! | [`runtime`] | certificates, HTTP, health, metrics, leases, deadlines | `protocol` |
-//! | [`gpu`] | the driver, NCCL, memory, events and the digest kernel: the only room full of unsafe code | `protocol` |
-//! | [`worker`] | a child process that has one GPU, and the agent's handle of it | `gpu`, `protocol`, `weights` |
-//! | [`torch`] | what torch and engines built on it read: pickles, written and never read; the store where ranks of a group meet | `weights` |
-//! | [`engine`], [`transport`] | how one engine is fed, how bytes travel | all above |
-//! | [`agent`] | what one member does: source (leads) and rollout (installs) | all above, never `controller` |
-//! | [`conformance`] | whether an engine's server keeps the protocol that its adapter relies on | `agent` and all above it |
-//! | [`coordinator`] | carries out membership decisions towards agents | all above but `agent`, `engine`, `transport` |
-//! | [`api`] | the Kubernetes resource | `protocol`, `plan` |
-//! | [`controller`], [`local`] | the same loop on a cluster, and on one host | all above but `agent` |
-//! | [`cli`] | commands and their output | everything |
+//! | crate | decides |
+//! |---|---|
+//! | [`core`](weightsync_core) | what a version is, what members say, which pods form a group, and when |
+//! | [`net`](weightsync_net) | certificates, HTTPS, health, metrics, logs, deadlines |
+//! | [`gpu`](weightsync_gpu) | the driver, NCCL, the digest kernel, and the worker process that has one GPU |
+//! | `torch` | what torch and engines built on it read: pickles, and the store where ranks meet |
+//! | [`transport`](weightsync_transport) | how bytes travel between agents |
+//! | [`engine`](weightsync_engine) | how one inference engine is fed |
+//! | [`agent`](weightsync_agent) | what one member does: the source leads, a rollout installs |
+//! | [`coordinator`](weightsync_coordinator) | carries out membership decisions towards agents, on a cluster and on one host |
+//! | this crate | [`api`]: the resource; [`controller`]: the loop on a cluster; [`cli`]: commands and their output |
+//!
+//! Stand-ins for tests are in `crates/testkit`, the demo and the conformance suite in `crates/testkit-dev`. Neither is shipped.
 
-pub mod agent;
 pub mod api;
 pub mod cli;
-pub mod conformance;
 pub mod controller;
-pub mod coordinator;
-pub mod engine;
-pub mod gpu;
-pub mod local;
-pub mod membership;
-pub mod plan;
-pub mod protocol;
-pub mod runtime;
-pub mod torch;
-pub mod transport;
-pub mod weights;
-pub mod worker;
+mod local_file;

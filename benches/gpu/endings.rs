@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use futures::future::{join_all, try_join_all};
-use weightsync::protocol::worker::WorkerFaultCode;
-use weightsync::worker::{Broadcast, WorkerError};
+use weightsync_core::protocol::worker::WorkerFaultCode;
+use weightsync_gpu::worker::{Broadcast, WorkerError};
 
 use crate::Settings;
 use crate::fleet::{self, AMPLE};

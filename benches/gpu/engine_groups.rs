@@ -11,12 +11,12 @@ use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
-use weightsync::protocol::TransportPolicy;
-use weightsync::protocol::worker::{NcclId, Opaque, Proof};
-use weightsync::torch::dtype_name;
-use weightsync::torch::store::{Server, nccl_id_keys};
-use weightsync::weights::{Dtype, Layout, TensorSpec, WireBucket};
-use weightsync::worker::Broadcast;
+use weightsync_core::protocol::TransportPolicy;
+use weightsync_core::protocol::worker::{NcclId, Opaque, Proof};
+use weightsync_core::weights::{Dtype, Layout, TensorSpec, WireBucket};
+use weightsync_gpu::worker::Broadcast;
+use weightsync_torch::dtype_name;
+use weightsync_torch::store::{Server, nccl_id_keys};
 
 use crate::engine_rank::{Rank, Seat};
 use crate::fleet::{self, AMPLE, Member};

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail, ensure};
 use futures::future::try_join_all;
-use weightsync::protocol::worker::WorkerAnswer;
+use weightsync_core::protocol::worker::WorkerAnswer;
 
 use crate::Settings;
 use crate::fleet::{self, AMPLE, Member};

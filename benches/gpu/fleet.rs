@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
 use rustix::fs::{MemfdFlags, SealFlags};
-use weightsync::protocol::worker::{NcclId, Part, WorkerAnswer};
-use weightsync::worker::{Broadcast, Copy, HostMemory, Joined, Ring, Slot, Worker, WorkerStart};
+use weightsync_core::protocol::worker::{NcclId, Part, WorkerAnswer};
+use weightsync_gpu::worker::{Broadcast, Copy, HostMemory, Joined, Ring, Slot, Worker, WorkerStart};
 
 use crate::Settings;
 

@@ -110,7 +110,7 @@ enum Command {
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     if let Command::Worker = arguments.command {
-        return Ok(weightsync::worker::serve(std::io::stdin().as_fd().try_clone_to_owned()?)?);
+        return Ok(weightsync_gpu::worker::serve(std::io::stdin().as_fd().try_clone_to_owned()?)?);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(4).enable_all().build()?;
     let settings = arguments.settings;

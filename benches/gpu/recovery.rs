@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use futures::future::{join_all, try_join_all};
 use rustix::process::{Pid, Signal, kill_process};
-use weightsync::worker::Broadcast;
+use weightsync_gpu::worker::Broadcast;
 
 use crate::Settings;
 use crate::fleet::{self, AMPLE, Member};

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use anyhow::Result;
 use futures::future::try_join_all;
-use weightsync::protocol::worker::Part;
-use weightsync::worker::Broadcast;
+use weightsync_core::protocol::worker::Part;
+use weightsync_gpu::worker::Broadcast;
 
 use crate::fleet::{self, AMPLE, Member};
 use crate::report::Report;
@@ -78,7 +78,7 @@ pub async fn formation(settings: &Settings, report: &mut Report) -> Result<()> {
     for _ in 0..settings.runs.max(10) {
         let (group, took, joined) = fleet::form(&members).await?;
         let ms = took.as_secs_f64() * 1e3;
-        let slowest = |of: fn(&weightsync::worker::Joined) -> std::time::Duration| joined.iter().map(of).max().unwrap_or_default();
+        let slowest = |of: fn(&weightsync_gpu::worker::Joined) -> std::time::Duration| joined.iter().map(of).max().unwrap_or_default();
         println!("  group of {}: {ms:.1} ms, init {:?}, warm-up {:?}", members.len(), slowest(|j| j.init), slowest(|j| j.warm_up));
         if first.replace(ms).is_some() {
             all.push(ms);

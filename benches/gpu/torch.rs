@@ -49,7 +49,7 @@ pub async fn receivers(settings: &Settings) -> Result<()> {
     for bucket in 0..BUCKETS {
         let slot = source.ring.take(AMPLE).await?;
         source.fill(&slot, &pattern::bytes(bucket, usize::try_from(bytes)?)).await?;
-        let broadcast = weightsync::worker::Broadcast { group, root: 0, at: slot.at(0), bytes, parts: Vec::new(), after: None };
+        let broadcast = weightsync_gpu::worker::Broadcast { group, root: 0, at: slot.at(0), bytes, parts: Vec::new(), after: None };
         source.worker.broadcast(broadcast, 2 * AMPLE).await?;
     }
     let mut wrong = Vec::new();

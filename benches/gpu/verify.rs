@@ -2,9 +2,9 @@
 
 use anyhow::{Result, ensure};
 use futures::future::try_join_all;
-use weightsync::protocol::worker::Part;
-use weightsync::weights::{gsum64, gsum64_from};
-use weightsync::worker::Broadcast;
+use weightsync_core::protocol::worker::Part;
+use weightsync_core::weights::{gsum64, gsum64_from};
+use weightsync_gpu::worker::Broadcast;
 
 use crate::fleet::{self, AMPLE, Member};
 use crate::{Settings, pattern};

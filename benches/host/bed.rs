@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use tempfile::TempDir;
-use weightsync::agent::client::trainer::TrainerClient;
-use weightsync::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
-use weightsync::membership::{GroupStage, MembershipView};
-use weightsync::protocol::{Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, Role};
-use weightsync::weights::safetensors::SafetensorsPlan;
-use weightsync::weights::{Bucket, Dtype, Layout, TensorSpec};
+use weightsync_agent::client::trainer::TrainerClient;
+use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
+use weightsync_core::membership::{GroupStage, MembershipView};
+use weightsync_core::protocol::{Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, Role};
+use weightsync_core::weights::safetensors::SafetensorsPlan;
+use weightsync_core::weights::{Bucket, Dtype, Layout, TensorSpec};
 
 use crate::PROGRAM;
 
@@ -228,7 +228,8 @@ fn start_checkpoint(layout: &Layout, folder: &Path) -> Result<()> {
 
 fn engine_command(port: u16, folder: &Path) -> Vec<String> {
     let model = folder.join("start").to_string_lossy().into_owned();
-    [PROGRAM, "simulate-engine", "--engine", "vllm", "--port", &port.to_string(), "--model", &model].map(str::to_owned).to_vec()
+    let dev = weightsync_testkit::dev_program().display().to_string();
+    [&dev, "simulate-engine", "--engine", "vllm", "--port", &port.to_string(), "--model", &model].map(str::to_owned).to_vec()
 }
 
 fn spec(wanted: &Wanted<'_>, name: &str, folder: &Path, versions: &Path, ports: &[u16]) -> GroupSpec {

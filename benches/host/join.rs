@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use weightsync::protocol::{UpdatePhase, UpdateView};
+use weightsync_core::protocol::{UpdatePhase, UpdateView};
 
 use crate::bed::{Bed, Wanted};
 use crate::report::{Report, median};

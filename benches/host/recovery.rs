@@ -9,7 +9,6 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::Value;
 
-use crate::PROGRAM;
 use crate::report::Report;
 
 #[derive(Args, Clone)]
@@ -47,7 +46,7 @@ pub fn measure(settings: &Settings, report: &mut Report) -> Result<()> {
 }
 
 fn demo(settings: &Settings, fault: &str, seed: u64) -> Result<Value> {
-    let mut command = Command::new(PROGRAM);
+    let mut command = Command::new(weightsync_testkit::dev_program());
     command.args(["demo", "--output", "json", "--fault", fault, "--seed", &seed.to_string()]);
     command.args(["--megabytes", &settings.megabytes.to_string(), "--replicas", &settings.replicas.to_string()]);
     let output = command.output().with_context(|| format!("{command:?}"))?;

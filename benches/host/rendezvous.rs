@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
-use weightsync::torch::store::Server;
+use weightsync_torch::store::Server;
 
 use crate::report::Report;
 

@@ -13,14 +13,14 @@ use axum::{Json, Router};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use weightsync::agent::enrollment::{Announcer, Applicant, TokenSource, enroll};
-use weightsync::agent::events::Events;
-use weightsync::protocol::{
+use weightsync_agent::enrollment::{Announcer, Applicant, TokenSource, enroll};
+use weightsync_agent::events::Events;
+use weightsync_core::protocol::{
     Announcement, CommitRequest, EngineFacts, EpochId, FenceRequest, GpuReport, Incarnation, MemberPhase, MemberState, PrepareRequest,
     PrepareResponse, Protocols, Refusal, RefusalCode, ReleaseRequest, Role,
 };
-use weightsync::runtime::https::{Access, ControllerClient, Limits, Valid, ndjson, serve_https};
-use weightsync::runtime::identity::Identity;
+use weightsync_net::https::{Access, ControllerClient, Failed, Limits, Valid, ndjson, serve_https};
+use weightsync_net::identity::Identity;
 
 use super::fill::Place;
 
@@ -150,7 +150,7 @@ async fn announce(State(agent): State<Arc<Agent>>) -> Json<()> {
     Json(())
 }
 
-async fn prepare(State(agent): State<Arc<Agent>>, Valid(request): Valid<PrepareRequest>) -> Result<Json<PrepareResponse>, Refusal> {
+async fn prepare(State(agent): State<Arc<Agent>>, Valid(request): Valid<PrepareRequest>) -> Result<Json<PrepareResponse>, Failed<Refusal>> {
     agent.check(&request.id)?;
     agent.change(|state| {
         state.phase = MemberPhase::Prepared;
@@ -162,10 +162,10 @@ async fn prepare(State(agent): State<Arc<Agent>>, Valid(request): Valid<PrepareR
     Ok(Json(PrepareResponse { incarnation, data_address, gpus: GpuReport::default(), state }))
 }
 
-async fn commit(State(agent): State<Arc<Agent>>, Valid(request): Valid<CommitRequest>) -> Result<(), Refusal> {
+async fn commit(State(agent): State<Arc<Agent>>, Valid(request): Valid<CommitRequest>) -> Result<(), Failed<Refusal>> {
     agent.check(&request.id)?;
     if agent.events.state().epoch.as_ref() != Some(&request.id) {
-        return Err(Refusal { code: RefusalCode::WrongPhase, message: "another epoch was prepared".into() });
+        return Err(Refusal { code: RefusalCode::WrongPhase, message: "another epoch was prepared".into() }.into());
     }
     agent.change(|state| {
         state.phase = MemberPhase::Ready;

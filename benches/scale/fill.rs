@@ -18,8 +18,8 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::time::timeout;
 use weightsync::api::{WeightSync, crd};
-use weightsync::protocol::Role;
-use weightsync::runtime::identity::Ca;
+use weightsync_core::protocol::Role;
+use weightsync_net::identity::Ca;
 
 /// Requests to the API server at once.
 const AT_ONCE: usize = 32;

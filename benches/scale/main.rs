@@ -67,7 +67,7 @@ struct Arguments {
 #[tokio::main]
 async fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let interrupted = weightsync::runtime::shutdown::on_signals()?;
+    let interrupted = weightsync_net::shutdown::on_signals()?;
     let mut runs = Vec::new();
     for objects in arguments.objects.clone() {
         let extent = Extent { objects, rollouts: arguments.rollouts, per_namespace: arguments.per_namespace };

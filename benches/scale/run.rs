@@ -12,7 +12,7 @@ use kube::api::{Patch, PatchParams};
 use serde_json::json;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
-use weightsync::runtime::identity::Ca;
+use weightsync_net::identity::Ca;
 
 use super::Arguments;
 use super::agent::Agent;

@@ -6,7 +6,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use rand::Rng as _;
 use tokio::time::{Instant, sleep};
-use weightsync::protocol::{EpochId, HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, Role, UpdatePhase, UpdateView};
+use weightsync_core::protocol::{
+    EpochId, HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, Role, UpdatePhase, UpdateView,
+};
 
 use super::agent::Agent;
 

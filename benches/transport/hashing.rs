@@ -7,8 +7,8 @@
 use std::hint::black_box;
 
 use anyhow::Result;
-use weightsync::transport::tcp::TcpOptions;
-use weightsync::weights::{BucketHasher, bucket_digest};
+use weightsync_core::weights::{BucketHasher, bucket_digest};
+use weightsync_transport::tcp::TcpOptions;
 
 use crate::node::{BUCKET, slots};
 use crate::processes::{Node, OneHop, Sent, gigabytes, processor, send};

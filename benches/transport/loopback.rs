@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use weightsync::transport::tcp::TcpOptions;
+use weightsync_transport::tcp::TcpOptions;
 
 use crate::processes::{Node, gigabytes, output, send};
 use crate::report::Report;

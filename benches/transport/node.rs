@@ -9,10 +9,10 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow};
 use bytes::Bytes;
 use clap::Args;
-use weightsync::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
-use weightsync::transport::tcp::{TcpOptions, TcpTransport};
-use weightsync::transport::{Admission, BucketStore, Transport, digest};
-use weightsync::weights::bucket_digest;
+use weightsync_core::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_core::weights::bucket_digest;
+use weightsync_transport::tcp::{TcpOptions, TcpTransport};
+use weightsync_transport::{Admission, BucketStore, Transport, digest};
 
 use crate::processes::processor;
 use crate::tls;

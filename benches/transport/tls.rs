@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustls_pki_types::ServerName;
-use weightsync::runtime::identity::{Ca, ClientCertificates, PeerIdentity, agent_name};
-use weightsync::transport::tcp::DataTls;
+use weightsync_net::identity::{Ca, ClientCertificates, PeerIdentity, agent_name};
+use weightsync_transport::tcp::DataTls;
 
 use crate::processes::{Node, OneHop, Sent, gigabytes, send};
 use crate::report::{Report, median};

@@ -25,7 +25,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="session")
 def programs() -> Path:
     """The folder of the built programs."""
-    command = ["cargo", "build", "--locked", "--bin", "weightsync", "--example", "trainer_socket"]
+    command = ["cargo", "build", "--locked", "--workspace", "--bins", "--tests", "--examples"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=1800)
     return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug"
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def servers(programs: Path, tmp_path: Path) -> Iterator[Servers]:
 
 def completion(url: str | None) -> Any:
     """What a server computes: text and log-probs."""
-    body = {"model": "m", "prompt": "The quick brown fox", "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    body = {"model": "m", "prompt": "The quick brown fox", "max_tokens": 12, "temperature": 0, "logprobs": 1, "cache_salt": uuid.uuid4().hex}
     choice = post(url, "/v1/completions", body)["choices"][0]
     return choice["text"], choice["logprobs"]["token_logprobs"]
 

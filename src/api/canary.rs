@@ -6,7 +6,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::KubeSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::protocol::CanaryPolicy;
+use weightsync_core::protocol::CanaryPolicy;
 
 /// A fixed prompt, and the range in which the log-prob of each token behind it must lie.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]

@@ -9,8 +9,10 @@ use super::{
     BeforeFirstVersion, KvCache, Launch, OrderBy, Pause, PodSelector, Pool, PoolOrder, SelectorOperator, Sizes, Trainer, TrainerOrderBy,
     WeightSync, WeightSyncSpec,
 };
-use crate::plan::{GroupSpec, Operator, Order, Parallelism, PoolSpec, Requirement, Selector, TrainerSpec, WeightSyncRef};
-use crate::protocol::{Delivery, EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy};
+use weightsync_core::plan::{GroupSpec, Operator, Order, Parallelism, PoolSpec, Requirement, Selector, TrainerSpec, WeightSyncRef};
+use weightsync_core::protocol::{
+    Delivery, EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy,
+};
 
 /// What is kept where nothing else was said: enough for any model that a single host trains, and bounded by free memory anyway.
 const RETAIN_MIB: i64 = 64 * 1024;

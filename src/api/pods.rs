@@ -2,7 +2,7 @@
 
 use k8s_openapi::api::core::v1::Pod;
 
-use crate::plan::{PodFacts, PodPhase};
+use weightsync_core::plan::{PodFacts, PodPhase};
 
 /// Labels and annotations that carry a pod's index: StatefulSet, then Indexed Job.
 const INDEX: [&str; 2] = ["apps.kubernetes.io/pod-index", "batch.kubernetes.io/job-completion-index"];

@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use anyhow::Context;
 
 use crate::controller::{self, Settings, Ui};
-use crate::runtime::logs::{self, LogFormat};
-use crate::runtime::shutdown;
+use weightsync_net::logs::{self, LogFormat};
+use weightsync_net::shutdown;
 
 /// Run the operator in a cluster.
 #[derive(Debug, clap::Args)]

@@ -20,10 +20,10 @@ use clap::Args;
 use self::facts::{Found, Gpus, Report};
 use self::host::Host;
 use super::Output;
-use crate::agent::surroundings::Surroundings;
-use crate::plan::{Neighbour, sharing};
-use crate::protocol::worker::WorkerAnswer;
-use crate::worker::{Worker, WorkerError, WorkerStart};
+use weightsync_agent::surroundings::Surroundings;
+use weightsync_core::plan::{Neighbour, sharing};
+use weightsync_core::protocol::worker::WorkerAnswer;
+use weightsync_gpu::worker::{Worker, WorkerError, WorkerStart};
 
 /// Arguments of `weightsync doctor`.
 #[derive(Debug, Args)]

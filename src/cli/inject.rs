@@ -16,8 +16,7 @@ pub use wrap::PROGRAM_DIR;
 pub const AGENT_CONTAINER: &str = "weightsync-agent";
 /// Name of the init container that copies the program into a pod that is wrapped, and of the volume that it copies to.
 pub const PROGRAM_CONTAINER: &str = "weightsync-program";
-/// Port of the agent's readiness, metrics and roster.
-pub const STATUS_PORT: u16 = 8472;
+pub use weightsync_agent::command::STATUS_PORT;
 
 /// Label by which a pod opts in; its value is the role.
 pub const ROLE_LABEL: &str = "weightsync.dev/role";

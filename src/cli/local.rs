@@ -12,11 +12,12 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::broadcast::error::RecvError;
 
 use super::Output;
-use crate::coordinator::CoordinatorEvent;
-use crate::local::{EngineProgram, Group, GroupSpec, LocalFile, PodSpec};
-use crate::protocol::{EngineAssignment, Role};
-use crate::runtime::logs::{self, LogFormat};
-use crate::runtime::shutdown;
+use crate::local_file::LocalFile;
+use weightsync_coordinator::CoordinatorEvent;
+use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec};
+use weightsync_core::protocol::{EngineAssignment, Role};
+use weightsync_net::logs::{self, LogFormat};
+use weightsync_net::shutdown;
 
 /// Arguments of `weightsync local`.
 #[derive(Debug, Args)]

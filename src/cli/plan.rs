@@ -21,16 +21,16 @@ use serde::Serialize;
 use self::file::Manifests;
 use self::units::{parse_bytes, parse_rate};
 use super::Output;
-use crate::agent::client::ClientServerConfig;
 use crate::api::{Problem, WeightSync, WeightSyncSpec, validate};
-use crate::plan::{
+use weightsync_agent::client::ClientServerConfig;
+use weightsync_core::plan::{
     Bandwidth, CONTEXT_ESTIMATE, Claim, Explanation, GpuRing, GpuRoom, ModelFacts, NoRing, Plan, PlanInput, PodFacts, PoolSpec, RingChoice,
     RingWish, TrainerSpec, USUAL_LOAD, WeightSyncRef, explain, gpu_ring, part_of, plan, roster,
 };
-use crate::protocol::{TransportPolicy, TransportWish};
-use crate::transport::tcp::TcpOptions;
-use crate::weights::safetensors::Checkpoint;
-use crate::weights::{Layout, default_bucket_bytes};
+use weightsync_core::protocol::{TransportPolicy, TransportWish};
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{Layout, default_bucket_bytes};
+use weightsync_transport::tcp::TcpOptions;
 
 /// Arguments of `weightsync plan`.
 #[derive(Debug, Args)]

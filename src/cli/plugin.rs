@@ -1,18 +1,13 @@
 //! `kubectl weightsync VERB`: what a person at a terminal needs of a cluster. One file a verb.
 //!
-//! Decides how things are shown. Every verb works with the rights of the person who calls it, and says which right is missing.
+//! Decides how things are shown. Every verb works with the rights of the person who calls it, and says which right is missing. It never
+//! repeats a command of kubectl: logs, Events, patches and commands in a pod are kubectl's.
 
 mod agents;
 mod cluster;
 mod completion;
-mod doctor;
-mod events;
 mod forward;
 mod inject;
-mod lines;
-mod log_level;
-mod logs;
-mod pause;
 mod release;
 mod report;
 mod rollback;
@@ -37,26 +32,14 @@ pub struct Plugin {
 pub enum Verb {
     /// Write completion for a shell, or for kubectl itself.
     Completion(completion::CompletionArgs),
-    /// Run `weightsync doctor` where agents are: what each pod has for moving weights.
-    Doctor(doctor::DoctorArgs),
-    /// Show what was told about an object and its pods.
-    Events(events::EventsArgs),
     /// Add the agent's sidecar to manifests: standard input to standard output.
     Inject(inject::InjectArgs),
-    /// Show or change what controllers or agents log, while they run.
-    LogLevel(log_level::LogLevelArgs),
-    /// Show the logs of an object's agents, all pods together, or the operator's.
-    Logs(logs::LogsArgs),
-    /// Suspend an object: its pods leave the group and serve what they have.
-    Pause(pause::PauseArgs),
     /// Show what a group would be made of and what an update would cost, from files, without a cluster.
     Plan(crate::cli::plan::PlanArgs),
     /// Suspend an object and wait until every pod serves on its own.
     Release(release::ReleaseArgs),
-    /// Write a zip file for a bug report, without secrets.
+    /// Write a tar file for a bug report, of named fields only.
     Report(report::ReportArgs),
-    /// Take a paused object up again.
-    Resume(pause::PauseArgs),
     /// Take an object back to a version that is kept, and hold it there; or let it go on.
     Rollback(rollback::RollbackArgs),
     /// Show members, ranks and versions, and why a member is out.
@@ -73,16 +56,10 @@ pub fn main() -> ExitCode {
     super::use_ring();
     let done = match Plugin::parse().verb {
         Verb::Completion(args) => args.run(),
-        Verb::Doctor(args) => args.run(),
-        Verb::Events(args) => args.run(),
         Verb::Inject(args) => args.run(),
-        Verb::LogLevel(args) => args.run(),
-        Verb::Logs(args) => args.run(),
-        Verb::Pause(args) => args.run(true),
         Verb::Plan(args) => args.run(),
         Verb::Release(args) => args.run(),
         Verb::Report(args) => args.run(),
-        Verb::Resume(args) => args.run(false),
         Verb::Rollback(args) => args.run(),
         Verb::Status(args) => args.run(),
         Verb::Ui(args) => args.run(),

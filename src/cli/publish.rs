@@ -13,11 +13,11 @@ use anyhow::Context;
 use clap::{Args, ValueEnum};
 
 use super::Output;
-use crate::agent::client::trainer::{TrainerClient, TrainerError};
-use crate::agent::client::{SocketError, SocketName};
-use crate::protocol::{Activation, ClientRequest, PublishError, PublishErrorCode, PublishResult, QueuePolicy, Version};
-use crate::weights::safetensors::Checkpoint;
 use show::Progress;
+use weightsync_agent::client::trainer::{TrainerClient, TrainerError};
+use weightsync_agent::client::{SocketError, SocketName};
+use weightsync_core::protocol::{Activation, ClientRequest, PublishError, PublishErrorCode, PublishResult, QueuePolicy, Version};
+use weightsync_core::weights::safetensors::Checkpoint;
 
 /// Exit code when the same command may succeed later (`EX_TEMPFAIL` of sysexits.h).
 const RETRYABLE: u8 = 75;
@@ -115,7 +115,7 @@ impl PublishArgs {
         }
         let request =
             ClientRequest::Publish { version, tensors: checkpoint.specs(), queue, activation, repeatable: true, timeout_ms, gpu: None };
-        let mut fill = |layout: &crate::weights::Layout, bucket: crate::weights::Bucket, into: &mut [u8]| {
+        let mut fill = |layout: &weightsync_core::weights::Layout, bucket: weightsync_core::weights::Bucket, into: &mut [u8]| {
             checkpoint.read_stream(layout, bucket.offset, into)?;
             if bucket.offset + bucket.bytes == layout.total_bytes {
                 checkpoint.check_unchanged()?;

@@ -17,8 +17,8 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::agent::AgentArgs;
-use crate::agent::process::{self, Settings};
+use weightsync_agent::command::AgentArgs;
+use weightsync_agent::process::{self, Settings};
 
 /// Signals that are passed on to the child.
 const PASSED_ON: [Signal; 6] = [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2];

@@ -10,7 +10,7 @@ use kube::{Api, Client};
 use serde_json::json;
 
 use super::calls::{ApiError, Calls};
-use crate::runtime::identity::{Ca, IdentityError};
+use weightsync_net::identity::{Ca, IdentityError};
 
 const CERTIFICATE: &str = "tls.crt";
 const KEY: &str = "tls.key";

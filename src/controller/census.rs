@@ -11,9 +11,9 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet};
 use super::metrics::{OBJECT, PLAN_DEPTH, REPLICAS};
 use super::objects::{Objects, Seen};
 use crate::api::ConditionType;
-use crate::membership::{MemberStanding, MembershipView};
-use crate::protocol::{Role, TransportChoice};
-use crate::runtime::metrics::Definition;
+use weightsync_core::membership::{MemberStanding, MembershipView};
+use weightsync_core::protocol::{Role, TransportChoice};
+use weightsync_net::metrics::Definition;
 
 /// Where a member stands, as one word.
 pub(super) fn word(standing: MemberStanding) -> &'static str {

@@ -8,12 +8,12 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 
 use crate::api::{Join, Pool, WeightSync, WeightSyncSpec, container_name, pod_facts, validate};
-use crate::membership::{JoinPolicy, MembershipConfig};
-use crate::plan::{
+use weightsync_core::membership::{JoinPolicy, MembershipConfig};
+use weightsync_core::plan::{
     Candidate, Claim, LeftOut, Plan, PlanInput, PlanRefusal, PodFacts, PodPhase, PoolSpec, ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER,
     TrainerSpec, part_of, plan,
 };
-use crate::protocol::{Assignment, Reason, Role};
+use weightsync_core::protocol::{Assignment, Reason, Role};
 
 /// What is decided for one object.
 #[derive(Debug, Clone, PartialEq)]

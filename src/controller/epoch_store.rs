@@ -12,9 +12,9 @@ use serde_json::{Value, json};
 
 use super::calls::Calls;
 use crate::api::WeightSync;
-use crate::coordinator::{EpochStore, PersistError};
-use crate::protocol::EpochId;
-use crate::runtime::lease::Leadership;
+use crate::controller::lease::Leadership;
+use weightsync_coordinator::{EpochStore, PersistError};
+use weightsync_core::protocol::EpochId;
 
 /// Manager of `status.epoch` and `status.term`: an apply of the rest of the status must not take them away.
 const MANAGER: &str = "weightsync-epoch";

@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::metrics::ControllerMetrics;
-use crate::coordinator::{CoordinatorEvent, EventSink};
+use weightsync_coordinator::{CoordinatorEvent, EventSink};
 
 /// Name under which Events are reported.
 const REPORTER: &str = "weightsync-controller";

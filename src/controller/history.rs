@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 
 use serde::Serialize;
 
-use crate::protocol::{InstallStep, UpdatePhase, UpdateView};
+use weightsync_core::protocol::{InstallStep, UpdatePhase, UpdateView};
 
 /// Attempts that are kept of one object.
 pub(super) const KEPT: usize = 20;

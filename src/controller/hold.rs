@@ -8,7 +8,7 @@ use std::time::Duration;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 
 use crate::api::{ConditionType, MemberStateName, MemberStatus, WeightSyncStatus};
-use crate::membership::MembershipView;
+use weightsync_core::membership::MembershipView;
 
 /// The longest that a change waits.
 pub(super) const HOLD: Duration = Duration::from_secs(2);

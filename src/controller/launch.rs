@@ -14,9 +14,9 @@ use super::ephemeral::{Need, Recipe, container, need, unwrapped};
 use super::events::ObjectEvents;
 use super::pods::Pods;
 use crate::api::{Launch, SecretKey, WeightSync};
-use crate::coordinator::{CoordinatorEvent, EventSink, ProvenPod, SingleUseTokens};
-use crate::plan::Candidate;
-use crate::protocol::{MemberName, Reason, Role};
+use weightsync_coordinator::{CoordinatorEvent, EventSink, ProvenPod, SingleUseTokens};
+use weightsync_core::plan::Candidate;
+use weightsync_core::protocol::{MemberName, Reason, Role};
 
 /// What ephemeral agents are made of; the same for all objects, and from the chart only: an object cannot choose an image.
 pub(super) struct Launcher {

@@ -6,8 +6,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 
-use crate::protocol::{Reason, TransportChoice, UpdatePhase, UpdateView};
-use crate::runtime::metrics::{Definition, Metrics, times};
+use weightsync_core::protocol::{Reason, TransportChoice, UpdatePhase, UpdateView};
+use weightsync_net::metrics::{Definition, Metrics, times};
 
 const RECONCILES: Definition = Definition::counter("reconcile", "Looks at objects").by(&[("outcome", "`success` or `error`")]);
 const RECONCILE_DURATION: Definition = Definition::times("reconcile_duration", "Time of a look at an object");

@@ -28,12 +28,12 @@ use super::stores::{Object, Scope};
 use super::traces::{Traces, Trail};
 use super::triggers::Triggers;
 use crate::api::{WeightSync, WeightSyncStatus};
-use crate::coordinator::{Context, Coordinator, CoordinatorHandle, Directory, Timing, Wanted};
-use crate::membership::{Membership, MembershipView, Restored};
-use crate::protocol::{HeldVersion, Reason};
-use crate::runtime::backoff::Backoff;
-use crate::runtime::https::AgentClient;
-use crate::runtime::lease::Leadership;
+use crate::controller::lease::Leadership;
+use weightsync_coordinator::{Context, Coordinator, CoordinatorHandle, Directory, Timing, Wanted};
+use weightsync_core::membership::{Membership, MembershipView, Restored};
+use weightsync_core::protocol::{HeldVersion, Reason};
+use weightsync_net::backoff::Backoff;
+use weightsync_net::https::AgentClient;
 
 /// A change of the view is reported at most this often, so that progress of an update does not write status ten times a second.
 const THROTTLE: Duration = Duration::from_millis(250);

@@ -9,8 +9,8 @@ use kube::ResourceExt;
 
 use super::decide::target_container;
 use crate::api::WeightSync;
-use crate::membership::{GroupStage, MemberView, MembershipView};
-use crate::protocol::{Reason, Role};
+use weightsync_core::membership::{GroupStage, MemberView, MembershipView};
+use weightsync_core::protocol::{Reason, Role};
 
 /// The readiness gate, and the type of the condition that opens it.
 pub(super) const GATE: &str = "weightsync.dev/ready";

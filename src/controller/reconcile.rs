@@ -28,11 +28,11 @@ use super::report::{self, Facts};
 use super::stores::{Object, Scope};
 use super::wedged::{Wedged, wedged};
 use crate::api::{WeightSync, WeightSyncStatus};
-use crate::coordinator::{CoordinatorEvent, EventSink};
-use crate::membership::MembershipView;
-use crate::protocol::Reason;
-use crate::runtime::backoff::Backoff;
-use crate::runtime::lease::Leadership;
+use crate::controller::lease::Leadership;
+use weightsync_coordinator::{CoordinatorEvent, EventSink};
+use weightsync_core::membership::MembershipView;
+use weightsync_core::protocol::Reason;
+use weightsync_net::backoff::Backoff;
 
 /// Manager of the status but `epoch` and `term`.
 const MANAGER: &str = "weightsync-controller";

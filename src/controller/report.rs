@@ -10,8 +10,8 @@ use crate::api::{
     ConditionType, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus, PhaseTime, ReplicaCount, TrainerStatus, TransportStatus,
     WeightSync, WeightSyncStatus,
 };
-use crate::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
-use crate::protocol::{MemberName, Reason, Role, UpdateView};
+use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
+use weightsync_core::protocol::{MemberName, Reason, Role, UpdateView};
 
 /// Longest message of a member, in bytes.
 const MEMBER_MESSAGE: usize = 1024;

@@ -30,13 +30,13 @@ use super::stores::{Scope, Stores};
 use super::token_review::Tokens;
 use super::traces::{Traces, TracesError};
 use super::ui::{Page, Ui};
-use crate::coordinator::{Directory, Enrollment, SingleUseTokens, keep_certified, router};
-use crate::runtime::backoff::Backoff;
-use crate::runtime::health::{self, Health};
-use crate::runtime::https::{Access, AgentClient, Limits, serve_https, serve_plain};
-use crate::runtime::identity::{Ca, IdentityError, PeerIdentity};
-use crate::runtime::lease::{Leadership, LeaseConfig, LeaseLost, LeaseManager};
-use crate::runtime::metrics::Metrics;
+use crate::controller::lease::{Leadership, LeaseConfig, LeaseLost, LeaseManager};
+use weightsync_coordinator::{Directory, Enrollment, SingleUseTokens, keep_certified, router};
+use weightsync_net::backoff::Backoff;
+use weightsync_net::health::{self, Health};
+use weightsync_net::https::{Access, AgentClient, Limits, serve_https, serve_plain};
+use weightsync_net::identity::{Ca, IdentityError, PeerIdentity};
+use weightsync_net::metrics::Metrics;
 
 /// Lifetime of certificates. Agents renew after a third, so a controller may be away for 16 hours.
 const CERTIFICATES: Duration = Duration::from_secs(24 * 3600);

@@ -18,7 +18,7 @@ use super::decide::Selection;
 use super::metrics::{Broken, ControllerMetrics, Kind, Watched};
 use super::triggers::Triggers;
 use crate::api::WeightSync;
-use crate::plan::{ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER};
+use weightsync_core::plan::{ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER};
 
 /// A `WeightSync`, or what is known of one that cannot be read.
 pub(super) type Object = DeserializeGuard<WeightSync>;

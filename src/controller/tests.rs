@@ -9,6 +9,5 @@ mod many;
 mod operate;
 mod reports;
 mod tokens;
-#[cfg(feature = "otel")]
 mod traces;
 mod whole;

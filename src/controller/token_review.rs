@@ -9,8 +9,8 @@ use kube::{Api, Client};
 use tokio::sync::Semaphore;
 
 use super::calls::Calls;
-use crate::coordinator::{ProvenPod, SingleUseTokens, TokenVerifier};
-use crate::protocol::Rejection;
+use weightsync_coordinator::{ProvenPod, SingleUseTokens, TokenVerifier};
+use weightsync_core::protocol::Rejection;
 
 /// Audience of agents' projected tokens: a token for another audience proves nothing here.
 pub(super) const AUDIENCE: &str = "weightsync.dev";

@@ -1,8 +1,7 @@
-//! One trace of each attempt to bring a version: what the source and every rollout did when, as their agents told this controller. Decides
-//! which spans there are, and their ids, which follow from the attempt, so that who knows the attempt finds its trace. It never sends one:
-//! that is [`otlp`]'s.
+//! One trace of each attempt to bring a version: what the source and every rollout did and when, as their agents report it. Decides which
+//! spans there are and which id a trace has: the id follows from the attempt, so a trainer can compute it. This file never sends a trace:
+//! [`otlp`] does.
 
-#[cfg(feature = "otel")]
 mod otlp;
 
 use std::collections::BTreeMap;
@@ -10,10 +9,12 @@ use std::collections::BTreeMap;
 use tokio::sync::mpsc;
 
 use super::metrics::phase_word;
-use crate::protocol::{InstallStep, MemberName, UpdatePhase, UpdateView};
+use weightsync_core::protocol::{InstallStep, MemberName, UpdatePhase, UpdateView};
 
-/// Traces that wait for the collector; what comes on top of them is lost, because nothing may wait for a collector.
+/// Most traces that wait for the collector. Further ones are dropped, because nothing may wait for a collector.
 const WAITING: usize = 64;
+/// Variables that hold headers for the collector, as OpenTelemetry names them. The first one that is not empty counts.
+const HEADERS: [&str; 2] = ["OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS"];
 
 /// One span; times in ms since 1970.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,7 +36,7 @@ pub(super) struct Trace {
     pub(super) spans: Vec<Span>,
 }
 
-/// The attempt that is under way, as far as it was told.
+/// The attempt that is under way, as far as agents reported it.
 #[derive(Debug, Default)]
 pub(super) struct Trail(Option<Attempt>);
 
@@ -49,14 +50,14 @@ struct Attempt {
 }
 
 impl Trail {
-    /// Takes in how an attempt stands at `now` (ms since 1970); answers the traces of those that are over: of this one, and of the one
-    /// before where nobody said how it ended.
+    /// Notes how an attempt stands at `now` (ms since 1970). Returns the traces of attempts that are over: of this one, and of the one
+    /// before it if that one's end was not reported.
     pub(super) fn note(&mut self, update: &UpdateView, now: u64) -> Vec<Trace> {
         let mut traces = Vec::new();
         if let Some(before) = self.0.take_if(|known| !known.is(update))
             && !before.over
         {
-            traces.push(before.trace(now, Some("its end was not told: whoever led it is gone")));
+            traces.push(before.trace(now, Some("its end was not reported: its leader is gone")));
         }
         let attempt = self.0.get_or_insert_with(|| Attempt { latest: update.clone(), begun: now, over: false, steps: BTreeMap::new() });
         attempt.latest = update.clone();
@@ -138,56 +139,58 @@ fn step_word(step: InstallStep) -> Option<&'static str> {
     }
 }
 
-/// Where traces go; nowhere where no collector was named.
+/// Where traces go, if a collector was named.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Traces(Option<mpsc::Sender<Trace>>);
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Why no traces can be sent.
 #[derive(Debug, thiserror::Error)]
 pub enum TracesError {
-    /// The endpoint is no address of a collector.
-    #[error("the collector of traces, {endpoint:?}, cannot be used: {cause}; name one as http://HOST:4318 (OTLP over HTTP)")]
+    /// The endpoint is not the address of a collector.
+    #[error("the collector of traces, {endpoint:?}, cannot be used: {source}; name one as http://HOST:4318 (OTLP over HTTP)")]
     Endpoint {
         /// As it was given.
         endpoint: String,
         /// Why.
-        cause: String,
+        source: BoxError,
     },
-    /// The program was built without its feature `otel`.
-    #[cfg(not(feature = "otel"))]
-    #[error("this program was built without the feature `otel`: it cannot send traces to {0:?}")]
-    NotBuilt(String),
+    /// A header for the collector cannot be read. The message does not contain it: it may be a secret.
+    #[error("header {place} of {} cannot be used: {source}; write NAME=VALUE,NAME=VALUE, with %XX for a comma", HEADERS.join(" or "))]
+    Header {
+        /// Which one, from 1.
+        place: usize,
+        /// Why.
+        source: BoxError,
+    },
 }
 
 impl Traces {
-    /// Sends to a collector (OTLP over HTTP, JSON) until the last clone is gone; to nobody if `endpoint` is empty.
+    /// Sends to a collector (OTLP over HTTP, JSON) until the last clone is gone, with the headers that the environment names. Sends nothing
+    /// if `endpoint` is empty.
     pub(super) fn start(endpoint: &str, instance: &str) -> Result<Self, TracesError> {
+        let headers = HEADERS.iter().filter_map(|name| std::env::var(name).ok()).find(|headers| !headers.is_empty());
+        Self::start_with(endpoint, &headers.unwrap_or_default(), instance)
+    }
+
+    /// As [`start`](Self::start), with these headers.
+    pub(super) fn start_with(endpoint: &str, headers: &str, instance: &str) -> Result<Self, TracesError> {
         if endpoint.is_empty() {
             return Ok(Self::default());
         }
+        let collector = otlp::Collector::new(endpoint, headers, instance)?;
         let (sender, receiver) = mpsc::channel(WAITING);
-        Self::send_to(endpoint, instance, receiver)?;
+        tokio::spawn(collector.post_all(receiver));
         Ok(Self(Some(sender)))
     }
 
-    #[cfg(feature = "otel")]
-    fn send_to(endpoint: &str, instance: &str, traces: mpsc::Receiver<Trace>) -> Result<(), TracesError> {
-        let exporter = otlp::exporter(endpoint, instance)?;
-        tokio::spawn(otlp::send(exporter, traces));
-        Ok(())
-    }
-
-    #[cfg(not(feature = "otel"))]
-    fn send_to(endpoint: &str, _: &str, _: mpsc::Receiver<Trace>) -> Result<(), TracesError> {
-        Err(TracesError::NotBuilt(endpoint.to_owned()))
-    }
-
-    /// Whether anybody wants traces.
+    /// Whether there is a collector.
     pub(super) fn are_wanted(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Sends one, or drops it where too many wait.
+    /// Sends a trace, or drops it if too many wait.
     pub(super) fn put(&self, trace: Trace) {
         if let Some(sender) = &self.0
             && sender.try_send(trace).is_err()

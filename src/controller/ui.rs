@@ -17,7 +17,7 @@ use axum::routing::get;
 use axum::{Json, Router};
 
 use super::objects::Objects;
-use crate::runtime::health::is_local;
+use weightsync_net::health::is_local;
 
 /// Who may see the web page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]

@@ -7,8 +7,8 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 
 use crate::api::{OnWedged, WeightSync};
-use crate::membership::MembershipView;
-use crate::protocol::{Reason, Role};
+use weightsync_core::membership::MembershipView;
+use weightsync_core::protocol::{Reason, Role};
 
 /// What is to be done.
 #[derive(Debug, Default, PartialEq)]

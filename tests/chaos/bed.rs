@@ -14,11 +14,11 @@ use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio::sync::{broadcast, watch};
 use tokio::time::{Instant, timeout};
-use weightsync::coordinator::CoordinatorEvent;
-use weightsync::engine::simulator::{Simulator, SimulatorOptions};
-use weightsync::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile};
-use weightsync::membership::{GroupStage, MemberStanding, MembershipView};
-use weightsync::protocol::{EngineAssignment, Reason, Role, TransportPolicy, TransportWish};
+use weightsync_coordinator::CoordinatorEvent;
+use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile};
+use weightsync_core::membership::{GroupStage, MemberStanding, MembershipView};
+use weightsync_core::protocol::{EngineAssignment, Reason, Role, TransportPolicy, TransportWish};
+use weightsync_testkit::simulator::{Simulator, SimulatorOptions};
 
 use crate::checks::Watcher;
 use crate::model::Model;
@@ -333,7 +333,7 @@ async fn keep_rows(mut view: watch::Receiver<MembershipView>, told: Told) {
 
 /// Everybody is in a committed group, and every rollout serves the current version.
 fn is_whole(view: &MembershipView) -> bool {
-    let ready = |row: &weightsync::membership::MemberView| row.standing == MemberStanding::Ready && !row.dirty;
+    let ready = |row: &weightsync_core::membership::MemberView| row.standing == MemberStanding::Ready && !row.dirty;
     view.stage == GroupStage::Committed && view.ready as usize == ROLLOUTS && view.members.iter().all(ready)
 }
 
@@ -368,7 +368,8 @@ fn pod_spec(number: usize, group: &str, link: &Link, start: &Path) -> PodSpec {
     let engine = (number > 0).then(|| {
         let kind = KINDS[number - 1];
         let (net, port, model, faults) = (format!("--net={}", link.path().display()), ENGINE.to_string(), start.display(), usual());
-        let words = [PROGRAM, "simulate-engine", "--engine", kind, "--host", "0.0.0.0", "--port", &port, "--model", &model.to_string()];
+        let dev = weightsync_testkit::dev_program().display().to_string();
+        let words = [&dev, "simulate-engine", "--engine", kind, "--host", "0.0.0.0", "--port", &port, "--model", &model.to_string()];
         let command = ["nsenter", &net].into_iter().chain(words).chain(["--faults", &faults.to_string()]).map(str::to_owned).collect();
         EngineProgram {
             assignment: EngineAssignment { kind: kind.to_owned(), port: ENGINE },

@@ -9,8 +9,8 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;
-use weightsync::local::Group;
-use weightsync::membership::GroupStage;
+use weightsync_coordinator::local::Group;
+use weightsync_core::membership::GroupStage;
 
 use crate::bed::pod;
 use crate::net::{ENGINE, Link, STATUS};
@@ -112,7 +112,7 @@ async fn ask(seen: &Seen, http: &reqwest::Client, number: usize, host: &str) {
 }
 
 /// A step of a group's forming ends within its deadline.
-async fn stages(seen: Arc<Seen>, mut view: tokio::sync::watch::Receiver<weightsync::membership::MembershipView>) {
+async fn stages(seen: Arc<Seen>, mut view: tokio::sync::watch::Receiver<weightsync_core::membership::MembershipView>) {
     loop {
         let (epoch, stage) = {
             let view = view.borrow_and_update();

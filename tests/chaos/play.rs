@@ -7,8 +7,8 @@ use rustix::process::Signal;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::task::AbortOnDropHandle;
-use weightsync::membership::{GroupStage, MemberStanding, MembershipView};
-use weightsync::protocol::{Incarnation, Reason, UpdatePhase};
+use weightsync_core::membership::{GroupStage, MemberStanding, MembershipView};
+use weightsync_core::protocol::{Incarnation, Reason, UpdatePhase};
 
 use crate::bed::{Bed, Said, UPDATE, member, pod};
 use crate::fault::{self, Armed};

@@ -1,25 +1,27 @@
 #!/usr/bin/env bash
-# product-image.sh [BINARY [OUT.tar]]: the from-scratch image docker.io/local/weightsync:test that the e2e tests load. Prints the archive.
+# product-image.sh [BINARY [OUT.tar]]: the from-scratch image docker.io/local/NAME:test that the e2e tests load, NAME being that of the
+# binary. Prints the archive.
 #
-# It holds the binary, at /weightsync, and the glibc files it is linked against. No shell, no certificate bundle: it
+# It holds the binary, at /NAME, and the glibc files it is linked against. No shell, no certificate bundle: it
 # trusts the cluster's own authority only.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 root=$(cd "$here/../.." && pwd)
 binary=${1:-$root/target/release/weightsync}
-out=${2:-$root/target/images/weightsync.tar}
+name=$(basename "$binary")
+out=${2:-$root/target/images/$name.tar}
 [ -x "$binary" ] || die "$binary is not there: cargo build --release"
 
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 chmod 755 "$tree"
 mkdir -m 1777 "$tree/tmp"
-install -m755 "$binary" "$tree/weightsync"
+install -m755 "$binary" "$tree/$name"
 # Lines of ldd: "libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x...)", and the loader's without an arrow.
 ldd "$binary" | grep -oE '/[^ ]+' | while read -r library; do
   install -D -m755 "$(realpath "$library")" "$tree$library"
 done
 
 mkdir -p "$(dirname "$out")"
-"$here/image.py" docker.io/local/weightsync:test "$out" "$tree" --entrypoint '["/weightsync"]' --user 65532:65532
+"$here/image.py" "docker.io/local/$name:test" "$out" "$tree" --entrypoint "[\"/$name\"]" --user 65532:65532
 echo "$out"

@@ -1,6 +1,10 @@
 """A user of the rollouts: asks a Service for completions, one after the other, on a new connection each.
 
+Each question has a salt of its own, so none finds a part of its prompt in a server's prefix cache: all are computed in the same pieces.
+
 GET /health          {"answers": n}
+POST /rest           waits for the running question, and asks no other
+POST /go-on          asks again
 GET /answers         every answer so far: {"began", "ended" (seconds since 1970), "status" (0: none), "error", "logprobs"}
 """
 
@@ -12,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 # Longer than a server's pause for an update; what takes longer hangs.
@@ -24,9 +29,12 @@ class Asker:
     def __init__(self, url: str) -> None:
         self.url = url
         self.answers: list[dict[str, object]] = []
+        # Held while a question runs, and from /rest to /go-on.
+        self.turn = threading.Lock()
 
     def ask(self) -> dict[str, object]:
         body = {"model": "m", "prompt": list(range(3, 60)), "max_tokens": 8, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+        body["cache_salt"] = uuid.uuid4().hex
         headers = {"content-type": "application/json", "connection": "close"}
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         answer: dict[str, object] = {"began": time.time(), "status": 0, "error": None, "logprobs": []}
@@ -43,7 +51,8 @@ class Asker:
 
     def run(self) -> None:
         while True:
-            answer = self.ask()
+            with self.turn:
+                answer = self.ask()
             self.answers.append(answer)
             # Nobody listens for a moment when a pod dies: that is no reason to fill the list.
             time.sleep(0.05 if answer["status"] == 200 else 0.2)
@@ -56,7 +65,17 @@ def serve(asker: Asker, port: int) -> None:
 
         def do_GET(self) -> None:
             known = list(asker.answers)
-            data = json.dumps(known if self.path == "/answers" else {"answers": len(known)}).encode()
+            self.say(known if self.path == "/answers" else {"answers": len(known)})
+
+        def do_POST(self) -> None:
+            if self.path == "/rest":
+                asker.turn.acquire()
+            else:
+                asker.turn.release()
+            self.say({})
+
+        def say(self, value: object) -> None:
+            data = json.dumps(value).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(data)))

@@ -5,8 +5,13 @@
 
 use serde_json::{Value, json};
 
+#[path = "../engine/processor.rs"]
+mod processor;
+
 /// Image of the product as the test bed loads it.
 pub const IMAGE: &str = "docker.io/local/weightsync:test";
+/// `weightsync-dev`, for simulated engines.
+const DEV_IMAGE: &str = "docker.io/local/weightsync-dev:test";
 /// Image with Python, vLLM and torch.
 const ENGINE_IMAGE: &str = "docker.io/local/engine:test";
 /// Port of engines.
@@ -60,10 +65,10 @@ pub fn vllm(name: &str, role: Option<&str>, model: &str) -> Value {
     let args = [args.as_slice(), limits.as_slice()].concat();
     let container = json!({
         "name": "engine", "image": ENGINE_IMAGE, "command": ["vllm"], "args": args,
-        "env": env(&[
+        "env": env(&[[
             ("VLLM_SERVER_DEV_MODE", "1"), ("VLLM_TARGET_DEVICE", "cpu"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
             ("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"), ("DO_NOT_TRACK", "1")
-        ]),
+        ].as_slice(), processor::environment()].concat()),
         "ports": [{"containerPort": ENGINE_PORT}],
         "readinessProbe": {"httpGet": {"path": "/health", "port": ENGINE_PORT}, "periodSeconds": 2, "timeoutSeconds": 5}
     });
@@ -93,11 +98,11 @@ pub fn asker(url: &str) -> Value {
     pod("asker", None, container)
 }
 
-/// An engine simulator of the product's own image: starts in milliseconds, keeps vLLM's rules, computes what it serves.
+/// A simulated engine of `weightsync-dev`: starts in milliseconds, keeps vLLM's rules, computes what it serves.
 pub fn simulated_vllm(name: &str) -> Value {
-    let command = ["/weightsync", "simulate-engine", "--engine", "vllm", "--host", "0.0.0.0", "--port", "8000", "--model", BASE_MODEL];
+    let command = ["/weightsync-dev", "simulate-engine", "--engine", "vllm", "--host", "0.0.0.0", "--port", "8000", "--model", BASE_MODEL];
     let container = json!({
-        "name": "engine", "image": IMAGE, "command": command,
+        "name": "engine", "image": DEV_IMAGE, "command": command,
         "ports": [{"containerPort": ENGINE_PORT}],
         "readinessProbe": {"httpGet": {"path": "/health", "port": ENGINE_PORT}, "periodSeconds": 1}
     });

@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # Make a cluster that is up ready for the e2e tests: images loaded, files shared with pods, the chart installed.
 # Safe to run again: it brings all of them to the state of this source tree. WEIGHTSYNC_BINARY names a binary other than
-# target/release/weightsync, such as the debug build.
+# target/release/weightsync, such as the debug build; weightsync-dev lies beside it.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 root=$(cd "$here/../.." && pwd)
 
-product=$("$here/product-image.sh" "${WEIGHTSYNC_BINARY:-$root/target/release/weightsync}")
+binary=${WEIGHTSYNC_BINARY:-$root/target/release/weightsync}
+product=$("$here/product-image.sh" "$binary")
+# Simulated engines are no part of the product's image.
+simulators=$("$here/product-image.sh" "$(dirname "$binary")/weightsync-dev")
 images=$("$here/test-images.sh")
 # shellcheck disable=SC2086
-"$here/load-image.sh" "$product" $images
+"$here/load-image.sh" "$product" "$simulators" $images
 
 venv=$("$here/vllm-venv.sh" --print)
 mkdir -p "$WEIGHTSYNC_SHARE/models" "$WEIGHTSYNC_SHARE/e2e"

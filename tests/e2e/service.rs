@@ -10,9 +10,9 @@ use serde_json::{Value, json};
 use super::asks::{publish, train};
 use super::cluster::{Cluster, eventually};
 use super::fixtures::{ASKER_PORT, ENGINE_PORT, asker};
-use super::http::get;
+use super::http::{get, post};
 
-const START: Duration = Duration::from_secs(120);
+const START: Duration = Duration::from_secs(300);
 /// How long a pod that became unready may still be asked: the kubelet's and the endpoints' way to the node's rules, on busy cores.
 const ENDPOINTS: f64 = 5.0;
 /// How long requests may fail after a pod was taken away.
@@ -78,6 +78,16 @@ impl Users {
         // Enough to know what it answers, and a pace at which a server can start beside it.
         self.hear(cluster, 15).await;
         answer
+    }
+
+    /// Awaits something while no user asks: a server may round differently what it computes together with other requests.
+    pub async fn resting<T>(&self, cluster: &Cluster, awaited: impl Future<Output = T>) -> T {
+        let (status, answer) = post(cluster, "asker", ASKER_PORT, "/rest", &json!({})).await;
+        assert_eq!(status, 200, "{answer}");
+        let done = awaited.await;
+        let (status, answer) = post(cluster, "asker", ASKER_PORT, "/go-on", &json!({})).await;
+        assert_eq!(status, 200, "{answer}");
+        done
     }
 
     /// A pod was taken away at that time.

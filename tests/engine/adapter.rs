@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
-use weightsync::engine::{EngineError, Holding, InstallJob, Resumed};
-use weightsync::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_engine::{EngineError, Holding, InstallJob, Resumed};
 
+use super::client::KEPT;
 use super::models::Models;
 use super::real::{Server, adapter, venv};
 
@@ -52,25 +53,26 @@ async fn an_installed_version_answers_as_a_fresh_server_on_its_checkpoint() {
     assert_eq!((facts.server_version.as_str(), facts.size), ("0.32.0", 1));
     assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Startup);
 
-    let first = client.complete(&prompt(), 16).await;
+    // What it leaves in the prefix cache must not be found after an install.
+    let first = client.complete_with_cache(&prompt(), 16).await;
     assert_ne!(first, expected);
     for pause in [PausePolicy::Keep, PausePolicy::Drain, PausePolicy::Abort, PausePolicy::External] {
         let report = engine.install(&InstallJob { pause, ..job(&models, "2", 2) }).await.unwrap();
         assert_eq!(report.start, engine.health(SOON).await.unwrap());
-        assert_eq!(client.complete(&prompt(), 16).await, expected, "{pause:?}");
+        assert_eq!(client.complete_with_cache(&prompt(), 16).await, expected, "{pause:?}");
         assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Version(job(&models, "2", 2).version));
         engine.install(&InstallJob { pause, ..job(&models, "1", 3) }).await.unwrap();
-        assert_eq!(client.complete(&prompt(), 16).await, first, "{pause:?}");
+        assert_eq!(client.complete_with_cache(&prompt(), 16).await, first, "{pause:?}");
     }
 
     // A request that is kept through the switch ends; it began with the old weights.
-    let (kept, installed) = tokio::join!(client.complete("A request that is kept", 60), async {
+    let (kept, installed) = tokio::join!(client.complete("A request that is kept", KEPT), async {
         client.busy().await;
         engine.install(&job(&models, "2", 4)).await
     });
     installed.unwrap();
-    assert_eq!(kept.1.len(), 60);
-    assert_eq!(client.complete(&prompt(), 16).await, expected);
+    assert_eq!(kept.1.len(), KEPT);
+    assert_eq!(client.complete_with_cache(&prompt(), 16).await, expected);
 
     // Somebody else puts it to sleep (on CPU vLLM keeps its weights, and says that it sleeps): nothing is loaded, and it holds nothing any more.
     let held = engine.health(SOON).await.unwrap();
@@ -126,7 +128,7 @@ async fn half_an_update_stays_paused_until_it_is_fed_or_put_back() {
     let engine = adapter(&server, None);
     let first = client.complete(&prompt(), 16).await;
     engine.install(&job(&models, "2", 2)).await.unwrap();
-    let second = client.complete(&prompt(), 16).await;
+    let second = client.complete_with_cache(&prompt(), 16).await;
 
     // The agent's gate would never hand this directory over; the adapter is to survive it all the same: it can be read
     // from here (a whole copy), and the engine is sent to the one that is cut short.
@@ -139,13 +141,13 @@ async fn half_an_update_stays_paused_until_it_is_fed_or_put_back() {
 
     // Another life of the agent feeds it in full.
     adapter(&server, None).install(&job(&models, "2", 4)).await.unwrap();
-    assert_eq!(client.complete(&prompt(), 16).await, second);
+    assert_eq!(client.complete_with_cache(&prompt(), 16).await, second);
 
     // The next one cannot be fed, and goes back to what the server started with.
     assert!(engine.install(&cut_short).await.unwrap_err().dirty);
     engine.put_back(2 * SOON).await.unwrap();
     assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Startup);
-    assert_eq!(client.complete(&prompt(), 16).await, first);
+    assert_eq!(client.complete_with_cache(&prompt(), 16).await, first);
 
     // A server that was started with a whole checkpoint refuses a version that lacks a tensor, which vLLM itself does not.
     let strict = adapter(&server, Some(models.path("1")));

@@ -6,10 +6,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tempfile::TempDir;
-use weightsync::engine::{DraftWay, Engine, Holding, Resumed};
-use weightsync::weights::safetensors::Checkpoint;
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_engine::{DraftWay, Engine, Holding, Resumed};
 
-use super::client::Client;
+use super::client::{Client, KEPT};
 use super::feeder::{Feeder, Ring, held};
 use super::models::Models;
 use super::real::{Server, adapter, venv};
@@ -59,6 +59,11 @@ async fn answer(client: &Client) -> (String, Vec<f64>) {
     client.complete(&prompt(), 16).await
 }
 
+/// The same with the prefix cache, to be asked right after an install.
+async fn answer_with_cache(client: &Client) -> (String, Vec<f64>) {
+    client.complete_with_cache(&prompt(), 16).await
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_version_through_a_ring_of_any_size_answers_as_a_fresh_server_on_its_checkpoint() {
     let models = Models::make(venv().as_deref());
@@ -67,7 +72,7 @@ async fn a_version_through_a_ring_of_any_size_answers_as_a_fresh_server_on_its_c
     drop(other);
     let client = server.ready().await;
     let engine = adapter(&server, Some(models.path("1")));
-    let first = answer(&client).await;
+    let first = answer_with_cache(&client).await;
     assert_ne!(first, second);
     let facts = engine.probe(SOON).await.unwrap();
     assert!(facts.delivery.contains("WeightSync's back end"), "{}", facts.delivery);
@@ -78,7 +83,7 @@ async fn a_version_through_a_ring_of_any_size_answers_as_a_fresh_server_on_its_c
         let version = number as u64 + 2;
         let report = Feeder::feed(&engine, &models.path(name), version, ring, SOON).await.unwrap();
         assert_eq!(report.start, engine.health(SOON).await.unwrap());
-        assert_eq!(answer(&client).await, *expected, "{ring:?}");
+        assert_eq!(answer_with_cache(&client).await, *expected, "{ring:?}");
         assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Version(held(version, &models.path(name).display().to_string())));
     }
 
@@ -86,13 +91,13 @@ async fn a_version_through_a_ring_of_any_size_answers_as_a_fresh_server_on_its_c
     let mut feeder = Feeder::begin(&engine, &models.path("2"), 20, Ring::WholeModel, SOON).await.unwrap();
     feeder.tell(usize::MAX).await.unwrap();
     assert_eq!(answer(&client).await, first);
-    let (kept, done) = tokio::join!(client.complete("A request that is kept", 60), async {
+    let (kept, done) = tokio::join!(client.complete("A request that is kept", KEPT), async {
         client.busy().await;
         feeder.finish().await
     });
     done.unwrap();
-    assert_eq!(kept.1.len(), 60);
-    assert_eq!(answer(&client).await, second);
+    assert_eq!(kept.1.len(), KEPT);
+    assert_eq!(answer_with_cache(&client).await, second);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -103,7 +108,7 @@ async fn a_wrong_digest_is_refused_and_an_engine_left_in_the_middle_stays_paused
     let engine = adapter(&server, Some(models.path("1")));
     let first = answer(&client).await;
     Feeder::feed(&engine, &models.path("2"), 2, Ring::WholeModel, SOON).await.unwrap();
-    let second = answer(&client).await;
+    let second = answer_with_cache(&client).await;
 
     // Before the engine loads anything: it serves on.
     let mut feeder = Feeder::begin(&engine, &models.path("3"), 3, Ring::WholeModel, SOON).await.unwrap();
@@ -127,7 +132,7 @@ async fn a_wrong_digest_is_refused_and_an_engine_left_in_the_middle_stays_paused
     assert_eq!(engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(half.clone()));
     assert_eq!(adapter(&server, None).resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(half));
     Feeder::feed(&engine, &models.path("2"), 5, Ring::Tensors(2), SOON).await.unwrap();
-    assert_eq!(answer(&client).await, second);
+    assert_eq!(answer_with_cache(&client).await, second);
 
     // An agent that is killed in the middle says nothing more to anybody.
     let (model, killed) = (models.path("3"), adapter(&server, None));
@@ -144,7 +149,7 @@ async fn a_wrong_digest_is_refused_and_an_engine_left_in_the_middle_stays_paused
     assert_eq!(engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(half));
     // Its successor feeds it in full.
     Feeder::feed(&engine, &models.path("2"), 7, Ring::Tensors(3), SOON).await.unwrap();
-    assert_eq!(answer(&client).await, second);
+    assert_eq!(answer_with_cache(&client).await, second);
 
     // One that cannot be fed goes back to what the server started with.
     let mut feeder = Feeder::begin(&engine, &models.path("3"), 8, Ring::OneTensor, SOON).await.unwrap();
@@ -152,7 +157,7 @@ async fn a_wrong_digest_is_refused_and_an_engine_left_in_the_middle_stays_paused
     drop(feeder);
     engine.put_back(2 * SOON).await.unwrap();
     assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Startup);
-    assert_eq!(answer(&client).await, first);
+    assert_eq!(answer_with_cache(&client).await, first);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -167,12 +172,12 @@ async fn two_ranks_take_a_version_each_and_are_believed_by_their_own_word_when_t
     let reload = serde_json::json!({"method": "reload_weights", "kwargs": {"weights_path": models.path("2")}});
     assert_eq!(client.post("/collective_rpc", &reload).await.status, Some(200));
     client.post("/reset_prefix_cache", &serde_json::Value::Null).await;
-    let second = answer(&client).await;
+    let second = answer_with_cache(&client).await;
     assert_ne!(first, second);
 
     for (version, name, ring) in [(2, "1", Ring::OneTensor), (3, "2", Ring::Tensors(3)), (4, "1", Ring::WholeModel)] {
         Feeder::feed(&engine, &models.path(name), version, ring, SOON).await.unwrap();
-        assert_eq!(answer(&client).await, if name == "1" { first.clone() } else { second.clone() }, "{ring:?}");
+        assert_eq!(answer_with_cache(&client).await, if name == "1" { first.clone() } else { second.clone() }, "{ring:?}");
     }
     // Behind a call that fails, the second rank's replies are those to the calls before.
     let nonsense = serde_json::json!({"method": "nonsense"});
@@ -191,7 +196,7 @@ async fn two_ranks_take_a_version_each_and_are_believed_by_their_own_word_when_t
                 }
             }
         }
-        assert_eq!(answer(&client).await, if name == "1" { first.clone() } else { second.clone() }, "{ring:?}");
+        assert_eq!(answer_with_cache(&client).await, if name == "1" { first.clone() } else { second.clone() }, "{ring:?}");
     }
 }
 
@@ -236,11 +241,11 @@ async fn a_draft_model_is_updated_behind_its_model_and_drafts_what_the_model_say
     let lacking = specs.into_iter().skip(1).collect();
     let refused = engine.takes_draft(DraftWay::HostMemory, lacking, SOON).await.unwrap_err().to_string();
     assert!(refused.contains("lacks"), "{refused}");
-    let first = answer(&client).await;
+    let first = answer_with_cache(&client).await;
     let mut version = 2;
     for (both, ring) in [(("2", "2"), Ring::WholeModel), (("1", "3"), Ring::OneTensor), (("2", "2"), Ring::Tensors(3))] {
         feed_both(&engine, &models, both, version, ring).await;
-        assert_eq!(answer(&client).await == first, both.0 == "1", "{both:?}");
+        assert_eq!(answer_with_cache(&client).await == first, both.0 == "1", "{both:?}");
         if real.is_some() {
             let accepted = accepted(&client).await;
             println!("model {}, draft model {}: {accepted:.2} of the drafted tokens are accepted", both.0, both.1);

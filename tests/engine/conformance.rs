@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use weightsync::conformance::{Live, Options, Outcome, Report, run};
-use weightsync::engine::ApiKey;
+use weightsync_dev::conformance::{Live, Options, Outcome, Report, run};
+use weightsync_engine::ApiKey;
 
 use super::client::KEY;
 use super::models::Models;

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
-use weightsync::engine::{Engine, HostBucket, HostInstall, HostJob, HostMemory, HostTensor, InstallError, InstallReport};
-use weightsync::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
-use weightsync::weights::safetensors::Checkpoint;
-use weightsync::weights::{Bucket, Layout};
+use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{Bucket, Layout};
+use weightsync_engine::{Engine, HostBucket, HostInstall, HostJob, HostMemory, HostTensor, InstallError, InstallReport};
 
 /// How much memory is shared.
 #[derive(Debug, Clone, Copy)]

@@ -120,7 +120,7 @@ def measure(args: argparse.Namespace, work: Path, url: str, local: subprocess.Po
         whole = time.monotonic() - begun
         client.over.set()
         client.join(300)
-        steps: dict[str, int] = until("the agent tells its steps", 20, functools.partial(steps_of, work / "state", version))
+        steps: dict[str, int] = until("the agent tells its steps", 120, functools.partial(steps_of, work / "state", version))
         paused = sum(ms for name, ms in steps.items() if name not in ("pause", "probe"))
         line: dict[str, float] = {"whole_ms": round(whole * 1e3), "paused_ms": paused, "waited_ms": round(client.longest * 1e3)}
         print(json.dumps({"version": version, **line, "steps": steps}), flush=True)

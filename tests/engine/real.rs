@@ -9,9 +9,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use weightsync::engine::{ApiKey, Engine, EngineConfig, connect};
+use weightsync_engine::{ApiKey, Engine, EngineConfig, connect};
 
 use super::client::{Client, KEY};
+use super::processor;
 
 /// The virtual environment with vLLM, where there is one.
 pub fn venv() -> Option<PathBuf> {
@@ -103,6 +104,7 @@ impl Server {
         ] {
             command.env(name, value);
         }
+        command.envs(processor::environment().iter().copied());
         more(&mut command);
         Self::start(command, port)
     }
@@ -127,7 +129,7 @@ impl Server {
     }
 
     fn simulated(model: &Path, faults: &str, more: impl FnOnce(&mut Command)) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_weightsync"));
+        let mut command = Command::new(weightsync_testkit::dev_program());
         let port = free_port();
         command.args(["simulate-engine", "--engine", "vllm", "--served-model-name", "m", "--port", &port.to_string()]);
         command.args(["--max-model-len", "512", "--api-key-env", "SIMULATOR_KEY", "--faults", faults]).arg("--model").arg(model);
@@ -179,4 +181,11 @@ impl Drop for Server {
 /// A port that was free a moment ago.
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+#[test]
+fn a_processor_that_is_not_known_has_no_variables() {
+    assert_eq!(processor::variables("avx2").map(<[_]>::len), Some(2));
+    assert_eq!(processor::variables("").map(<[_]>::len), Some(0));
+    assert_eq!(processor::variables("AVX2"), None);
 }

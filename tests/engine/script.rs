@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::client::{Client, KEY, Reply};
+use super::client::{Client, KEPT, KEY, Reply};
 use super::models::Models;
 use super::real::{Server, venv};
 use super::shape::differences;
@@ -154,7 +154,7 @@ async fn play(client: &Client, steps: &[Step]) -> Vec<Reply> {
 async fn busy_pauses(client: &Client) -> Vec<Value> {
     let mut seen = Vec::new();
     for (mode, finish) in [("keep&clear_cache=false", "length"), ("abort", "abort"), ("wait", "length")] {
-        let body = json!({"model": "m", "prompt": format!("A long request under {mode}"), "max_tokens": 150, "ignore_eos": true});
+        let body = json!({"model": "m", "prompt": format!("A long request under {mode}"), "max_tokens": KEPT, "ignore_eos": true});
         let (answer, resets) = tokio::join!(client.post("/v1/completions", &body), async {
             client.busy().await;
             let paused = client.call("POST", &format!("/pause?mode={mode}"), None, Some(KEY), PATIENCE).await;

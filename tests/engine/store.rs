@@ -1,4 +1,4 @@
-//! The store of `weightsync::torch::store` against the real torch of `WEIGHTSYNC_VENV`: its client, its prefixes, and whole process groups
+//! The store of `weightsync_torch::store` against the real torch of `WEIGHTSYNC_VENV`: its client, its prefixes, and whole process groups
 //! that have no other store. Without it the same steps are taken by our own client, which is held against the same answers.
 
 use std::io::{BufRead, BufReader};
@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
-use weightsync::torch::store::{Client, Server, nccl_id_keys, prefixed};
+use weightsync_torch::store::{Client, Server, nccl_id_keys, prefixed};
 
 use super::real::venv;
 
-const SOON: Duration = Duration::from_secs(120);
+/// Torch starts in a minute where other work has the cores.
+const SOON: Duration = Duration::from_secs(600);
 
 async fn server() -> Server {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));

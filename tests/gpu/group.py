@@ -53,7 +53,7 @@ class Group:
         self.ports = [39100 + number for number in range(len(uuids) - 1)]
         rollouts = []
         for number, (port, uuid) in enumerate(zip(self.ports, uuids[1:], strict=True)):
-            command = [program, "simulate-engine", "--engine", "vllm", "--port", str(port), "--model", str(start)]
+            command = [f"{program}-dev", "simulate-engine", "--engine", "vllm", "--port", str(port), "--model", str(start)]
             engine = {"kind": "vllm", "port": port, "command": command}
             rollouts.append({"name": f"actor-{number}", "engine": engine, "gpus": [uuid]})
         file = {

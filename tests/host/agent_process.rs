@@ -11,23 +11,23 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
-use weightsync::agent::client::{ClientServerConfig, SocketName};
-use weightsync::agent::enrollment::{Applicant, TokenSource};
-use weightsync::agent::gpu::{GpuChoice, GpuSettings};
-use weightsync::agent::process::{AgentError, Settings, run};
-use weightsync::agent::rollout::Places;
-use weightsync::agent::space::Cgroups;
-use weightsync::coordinator::{
+use weightsync_agent::client::{ClientServerConfig, SocketName};
+use weightsync_agent::enrollment::{Applicant, TokenSource};
+use weightsync_agent::gpu::{GpuChoice, GpuSettings};
+use weightsync_agent::process::{AgentError, Settings, run};
+use weightsync_agent::rollout::Places;
+use weightsync_agent::space::Cgroups;
+use weightsync_coordinator::{
     Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, Enrollment, EpochStore, EventSink, PersistError, ProvenPod,
     Timing, TokenVerifier, Wanted, router,
 };
-use weightsync::engine::{Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed};
-use weightsync::membership::{LeftOut, MembershipConfig, Restored};
-use weightsync::plan::Candidate;
-use weightsync::protocol::*;
-use weightsync::runtime::https::{Access, AgentClient, Limits, serve_https};
-use weightsync::runtime::identity::{Ca, PeerIdentity};
-use weightsync::weights::TensorSpec;
+use weightsync_core::membership::{LeftOut, MembershipConfig, Restored};
+use weightsync_core::plan::Candidate;
+use weightsync_core::protocol::*;
+use weightsync_core::weights::TensorSpec;
+use weightsync_engine::{Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed};
+use weightsync_net::https::{Access, AgentClient, Limits, serve_https};
+use weightsync_net::identity::{Ca, PeerIdentity};
 
 const HOUR: Duration = Duration::from_secs(3600);
 const SOON: Duration = Duration::from_secs(20);
@@ -166,7 +166,7 @@ impl Operator {
             max_unavailable: 0,
             max_skew: None,
             bucket_bytes: 0,
-            delivery: weightsync::protocol::Delivery::default(),
+            delivery: weightsync_core::protocol::Delivery::default(),
             data_tls: true,
             transport: TransportPolicy::default(),
             health,

@@ -9,7 +9,7 @@ use object::Endianness;
 use object::elf::FileHeader64;
 use object::read::elf::{Dyn, FileHeader};
 use tokio::process::Command;
-use weightsync::runtime::identity::Ca;
+use weightsync_net::identity::Ca;
 
 use crate::world::{PROGRAM, until};
 
@@ -70,7 +70,7 @@ fn the_programs_start_on_the_glibc_of_engine_images() {
 async fn an_agent_whose_log_cannot_be_written_goes_on_without_it() {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let folder = tempfile::tempdir().unwrap();
-    let port = weightsync::local::free_port().unwrap();
+    let port = weightsync_coordinator::local::free_port().unwrap();
     let full = || Stdio::from(fs::OpenOptions::new().write(true).open("/dev/full").unwrap());
     let environment = [
         ("WEIGHTSYNC_ROLE", "rollout".to_owned()),

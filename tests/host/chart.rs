@@ -100,7 +100,7 @@ fn containers_of_the_chart_are_confined() {
         .filter_map(|object| object.pointer("/spec/template/spec").or(object.pointer("/spec")))
         .filter(|spec| spec["containers"].is_array())
         .collect();
-    assert_eq!(specs.len(), 2, "the controller and the check");
+    assert_eq!(specs.len(), 1, "the controller");
     for spec in specs {
         assert_eq!(spec["securityContext"]["runAsNonRoot"], true);
         assert_eq!(spec["securityContext"]["seccompProfile"]["type"], "RuntimeDefault");
@@ -194,7 +194,7 @@ fn network_policies_let_in_who_must_and_nobody_else() {
     let controller = named(&objects, "NetworkPolicy", "ws-weightsync");
     assert_eq!(controller["spec"]["policyTypes"], json!(["Ingress", "Egress"]));
     let ports: Vec<&Value> = controller["spec"]["ingress"].as_array().unwrap().iter().map(|rule| &rule["ports"][0]["port"]).collect();
-    assert_eq!(ports, [&json!("enroll"), &json!("status"), &json!("status")]);
+    assert_eq!(ports, [&json!("enroll"), &json!("status")]);
     assert!(
         controller["spec"]["ingress"].as_array().unwrap().iter().all(|rule| rule["from"].as_array().is_some_and(|from| !from.is_empty()))
     );
@@ -251,16 +251,4 @@ fn values_that_make_no_sense_are_refused_by_name() {
         let message = refused(&values);
         assert!(message.contains(part), "{part} is not in {message}");
     }
-}
-
-#[test]
-fn the_check_asks_the_service_of_the_controllers() {
-    let objects = render(&json!({"watchNamespaces": ["rl"]}));
-    let check = named(&objects, "Pod", "ws-weightsync-check");
-    assert_eq!(check["metadata"]["annotations"]["helm.sh/hook"], "test");
-    let command = &check["spec"]["containers"][0]["command"];
-    assert_eq!(command[3], "http://ws-weightsync.sys.svc:8080");
-    // The Service must not lead to the check itself.
-    let selector = named(&objects, "Service", "ws-weightsync")["spec"]["selector"].as_object().unwrap();
-    assert!(selector.iter().any(|(label, value)| check["metadata"]["labels"][label] != *value));
 }

@@ -9,7 +9,8 @@ use tokio::process::Command;
 
 use crate::gpu::bed::{Machine, uuid};
 use crate::model::Model;
-use crate::world::{PROGRAM, SOON};
+use crate::world::SOON;
+use weightsync_testkit::dev_program;
 
 /// Exit code and standard output.
 async fn conformance(words: &[&str]) -> (i32, String) {
@@ -17,7 +18,7 @@ async fn conformance(words: &[&str]) -> (i32, String) {
 }
 
 async fn conformance_on(machine: Option<&Machine>, words: &[&str]) -> (i32, String) {
-    let mut command = Command::new(PROGRAM);
+    let mut command = Command::new(dev_program());
     command.arg("conformance").args(words).stdin(Stdio::null()).kill_on_drop(true);
     command.envs(machine.map(Machine::environment).unwrap_or_default());
     let output = tokio::time::timeout(15 * SOON, command.output()).await.expect("the suite ends").unwrap();
@@ -77,7 +78,7 @@ async fn a_simulated_vllm_is_brought_through_groups_with_every_call_spoiled_in_e
 async fn a_live_server_is_brought_through_groups_by_a_gpu_of_this_machine() {
     let (machine, folder) = (Machine::new(), tempfile::tempdir().unwrap());
     let [one, two] = [1, 2].map(|version| Model::small(version).save(&folder.path().join(version.to_string())));
-    let mut server = Command::new(PROGRAM);
+    let mut server = Command::new(dev_program());
     server.args(["simulate-engine", "--engine", "sglang", "--world-size", "2", "--gpu", &uuid(1), "--gpu", &uuid(2), "--model"]);
     server.arg(&one).envs(machine.environment()).stdout(Stdio::piped()).kill_on_drop(true);
     let mut server = server.spawn().unwrap();

@@ -7,10 +7,11 @@ use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 
-use crate::world::{PROGRAM, SOON};
+use crate::world::SOON;
+use weightsync_testkit::dev_program;
 
 async fn demo(seed: u64, more: &[&str]) -> Output {
-    let mut command = Command::new(PROGRAM);
+    let mut command = Command::new(dev_program());
     command.args(["demo", "--output", "json", "--megabytes", "8", "--seed", &seed.to_string()]).args(more);
     let output = command.stdin(Stdio::null()).kill_on_drop(true).output();
     tokio::time::timeout(2 * SOON, output).await.expect("the demo ends").unwrap()
@@ -80,7 +81,7 @@ async fn simulated_lmdeploy_servers_without_gpus_are_refused_with_what_is_missin
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_interrupted_demo_leaves_no_process_and_no_folder_behind() {
-    let mut command = Command::new(PROGRAM);
+    let mut command = Command::new(dev_program());
     command.args(["demo", "--megabytes", "8"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
     let mut demo = command.spawn().unwrap();
     let pid = demo.id().unwrap();

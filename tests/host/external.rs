@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use rustix::process::Signal;
 use serde_json::json;
-use weightsync::agent::client::trainer::TrainerClient;
-use weightsync::protocol::{ClientReply, ClientRequest, MemberName, PublishErrorCode, PublishResult, ReplicaReport, Topology};
+use weightsync_agent::client::trainer::TrainerClient;
+use weightsync_core::protocol::{ClientReply, ClientRequest, MemberName, PublishErrorCode, PublishResult, ReplicaReport, Topology};
 
 use crate::model::Model;
 use crate::world::{Actor, SOON, World, until};

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 mod agent_process;
-mod arrows;
+mod layout;
 mod backend;
 mod binary;
 mod chart;

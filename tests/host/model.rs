@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
-use weightsync::weights::{Bucket, Dtype, Layout, TensorSpec, digest_hex, tensor_digest};
+use weightsync_core::weights::{Bucket, Dtype, Layout, TensorSpec, digest_hex, tensor_digest};
 
 /// Weights of one version.
 pub struct Model {

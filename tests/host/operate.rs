@@ -1,8 +1,8 @@
 //! Numbers and logs of agents that run: every series is defined, and what is logged changes while they run.
 
 use serde_json::{Value, json};
-use weightsync::agent::process::METRICS;
-use weightsync::runtime::metrics::differences;
+use weightsync_agent::process::METRICS;
+use weightsync_net::metrics::differences;
 
 use crate::model::Model;
 use crate::world::{Actor, World, spoiled, unavailable, until};

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tokio::process::Command;
-use weightsync::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
-use weightsync::protocol::{EngineAssignment, Role};
+use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
+use weightsync_core::protocol::{EngineAssignment, Role};
 
 use crate::model::Model;
 use crate::world::{PROGRAM, SOON, until};
@@ -19,7 +19,8 @@ fn spec(name: &str, folder: &Path, ports: &[u16]) -> GroupSpec {
     let pod = |name: String, role, engine| PodSpec { name, role, size: 1, gpus: Vec::new(), engine };
     let rollouts = ports.iter().enumerate().map(|(number, port)| {
         let model = folder.join("start").to_string_lossy().into_owned();
-        let command = [PROGRAM, "simulate-engine", "--engine", "vllm", "--port", &port.to_string(), "--model", &model];
+        let dev = weightsync_testkit::dev_program().display().to_string();
+        let command = [&dev, "simulate-engine", "--engine", "vllm", "--port", &port.to_string(), "--model", &model];
         let engine = EngineProgram {
             assignment: EngineAssignment { kind: "vllm".into(), port: *port },
             command: command.map(str::to_owned).to_vec(),

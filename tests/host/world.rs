@@ -135,7 +135,7 @@ impl World {
         model.save(&folder.path().join("start"));
         let name = format!("t{}-{}", std::process::id(), WORLDS.fetch_add(1, Ordering::Relaxed));
         let actors: Vec<Actor> = actors.into_iter().collect();
-        let ports: Vec<u16> = actors.iter().map(|_| weightsync::local::free_port().unwrap()).collect();
+        let ports: Vec<u16> = actors.iter().map(|_| weightsync_coordinator::local::free_port().unwrap()).collect();
         let rollouts = actors.iter().zip(&ports).enumerate().map(|(number, (actor, port))| {
             let own = u32::try_from(number).unwrap() + 1;
             let gpus = machine.map(|_| uuid(actor.gpu.unwrap_or(own))).into_iter().collect::<Vec<_>>();

@@ -9,8 +9,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
-use weightsync::plan::Candidate;
-use weightsync::protocol::{Assignment, EngineAssignment, MemberName, PodRef, Reason, Role, TransportPolicy};
+use weightsync_core::plan::Candidate;
+use weightsync_core::protocol::{Assignment, EngineAssignment, MemberName, PodRef, Reason, Role, TransportPolicy};
 
 use crate::agent_process::Operator;
 use crate::model::Model;
@@ -60,7 +60,8 @@ async fn the_end_of_a_wrapped_engine_is_told_at_once_with_its_cause() {
     let mut handle = operator.claim_with("object", &["w"], &assignment, Some((vec![candidate], Vec::new())));
     let model = Model::small(1).save(&folder.path().join("model"));
     let (port, model) = (port.to_string(), model.display().to_string());
-    let engine = [PROGRAM, "simulate-engine", "--engine", "vllm", "--port", &port, "--model", &model];
+    let dev = weightsync_testkit::dev_program().display().to_string();
+    let engine = [&dev, "simulate-engine", "--engine", "vllm", "--port", &port, "--model", &model];
     let child = run(folder.path(), Some(&operator), &engine).spawn().unwrap();
     let well =
         handle.view.wait_for(|view| view.members.iter().any(|member| member.reason == Reason::NoSource || member.engine_url.is_some()));

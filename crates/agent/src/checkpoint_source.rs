@@ -13,9 +13,9 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::version_source::{SourceError, VersionSource};
-use crate::transport::Payload;
-use crate::weights::safetensors::Checkpoint;
-use crate::weights::{Bucket, Layout, LayoutError, TensorSpec};
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{Bucket, Layout, LayoutError, TensorSpec};
+use weightsync_transport::Payload;
 
 /// An open checkpoint and the place in it.
 pub struct CheckpointSource {

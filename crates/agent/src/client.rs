@@ -6,7 +6,7 @@
 //!        └── tensors ──> ring of slots (memfd, or the worker's GPU memory) ── given back when dropped ─┘
 //! ```
 //!
-//! This room decides who may speak, what fits the protocol ([`crate::protocol::ClientRequest`]), and that every publish hears one
+//! This room decides who may speak, what fits the protocol ([`weightsync_core::protocol::ClientRequest`]), and that every publish hears one
 //! outcome in bounded time. It never decides about versions, epochs or members.
 
 mod connection;
@@ -35,15 +35,15 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-pub use crate::runtime::memfd;
 pub use gpu::{SourceGpu, SourceWorker, no_source_gpu};
 pub use queue::PublishQueue;
 pub use socket::{SocketError, SocketName};
 pub use users::TrainerUsers;
+pub use weightsync_net::memfd;
 
 use self::gpu_ring::GpuRings;
-use crate::agent::external::ExternalDesk;
-use crate::protocol::{CLIENT_PROTOCOL, RosterView};
+use crate::external::ExternalDesk;
+use weightsync_core::protocol::{CLIENT_PROTOCOL, RosterView};
 
 /// Clients that may be connected at once.
 const MOST_CLIENTS: usize = 64;
@@ -57,7 +57,7 @@ pub struct ClientServerConfig {
     pub agent: String,
     /// Buckets of shared memory for each connection that publishes, at least 2 so that one is written while another is read.
     pub slots: u32,
-    /// Length of a bucket in bytes as in [`crate::weights::Layout::new`]; 0 lets the size of the model decide.
+    /// Length of a bucket in bytes as in [`weightsync_core::weights::Layout::new`]; 0 lets the size of the model decide.
     pub bucket_bytes: u64,
     /// Users that may connect beside this process's own and root.
     pub users: TrainerUsers,

@@ -10,11 +10,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::events::Events;
 use super::group::{Epoch, Group, Me, Standing, Step, refusal};
-use crate::protocol::{
+use weightsync_core::protocol::{
     BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, MemberName, MemberPhase, MemberState,
     PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest, UpdateId,
 };
-use crate::transport::{Admission, BucketStore, Wants};
+use weightsync_transport::{Admission, BucketStore, Wants};
 
 /// Facts that the parts of an agent know and that its [`MemberState`] shows.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -13,10 +13,10 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use crate::protocol::{AnnounceResponse, Announcement, Assignment, EnrollRequest, EnrollResponse, Incarnation};
-use crate::runtime::backoff::Backoff;
-use crate::runtime::https::{CallError, ControllerClient};
-use crate::runtime::identity::{Identity, IdentityError};
+use weightsync_core::protocol::{AnnounceResponse, Announcement, Assignment, EnrollRequest, EnrollResponse, Incarnation};
+use weightsync_net::backoff::Backoff;
+use weightsync_net::https::{CallError, ControllerClient};
+use weightsync_net::identity::{Identity, IdentityError};
 
 const ENROLL_DEADLINE: Duration = Duration::from_secs(15);
 const ANNOUNCE_DEADLINE: Duration = Duration::from_secs(5);

@@ -11,7 +11,7 @@ use futures::Stream;
 use tokio::sync::{Notify, watch};
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
-use crate::protocol::{AgentEvent, EpochId, MemberName, MemberState, UpdateView};
+use weightsync_core::protocol::{AgentEvent, EpochId, MemberName, MemberState, UpdateView};
 
 /// Time between two heartbeats.
 pub const HEARTBEAT: Duration = Duration::from_secs(1);

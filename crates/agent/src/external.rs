@@ -11,7 +11,7 @@ use tokio::sync::{Mutex, mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::protocol::{ClientReply, PublishError, PublishErrorCode, PublishResult, ReplicaReport, Topology, Version};
+use weightsync_core::protocol::{ClientReply, PublishError, PublishErrorCode, PublishResult, ReplicaReport, Topology, Version};
 
 /// What a trainer that watches epochs is to know.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

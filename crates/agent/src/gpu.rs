@@ -22,11 +22,11 @@ use self::seats::{Open, Seats};
 use super::client::SourceWorker;
 use super::core::{Core, lock};
 use super::group::{Epoch, refusal};
-use crate::plan::RingWish;
-use crate::protocol::worker::{NcclId, WorkerAnswer};
-use crate::protocol::{GpuReport, JoinResponse, MemberGpu, Refusal, RefusalCode, StreamFailure, TransportPolicy};
-use crate::transport::nccl::{Joining, NcclTransport, Seat, Staging};
-use crate::worker::{GRACE, Ring, Worker, WorkerError, WorkerStart};
+use weightsync_core::plan::RingWish;
+use weightsync_core::protocol::worker::{NcclId, WorkerAnswer};
+use weightsync_core::protocol::{GpuReport, JoinResponse, MemberGpu, Refusal, RefusalCode, StreamFailure, TransportPolicy};
+use weightsync_gpu::worker::{GRACE, Ring, Worker, WorkerError, WorkerStart};
+use weightsync_transport::nccl::{Joining, NcclTransport, Seat, Staging};
 
 /// Questions to a worker that costs nothing but its time.
 const ASK: Duration = Duration::from_secs(2);
@@ -339,6 +339,6 @@ fn left(deadline: Instant) -> Duration {
 }
 
 fn communicator_fault(error: &WorkerError) -> bool {
-    use crate::protocol::worker::WorkerFaultCode::{Aborted, Late, Nccl};
+    use weightsync_core::protocol::worker::WorkerFaultCode::{Aborted, Late, Nccl};
     matches!(error, WorkerError::Fault { fault, .. } if matches!(fault.code, Aborted | Late | Nccl))
 }

@@ -6,11 +6,11 @@
 
 use std::sync::Arc;
 
-use crate::protocol::{
+use weightsync_core::protocol::{
     CommitRequest, CommunicatorPlan, EngineGroups, EpochId, FenceRequest, HeldVersion, Incarnation, MemberAddress, MemberName,
     PrepareRequest, Refusal, RefusalCode, ReleaseRequest, Returned, Role, RosterMember,
 };
-use crate::weights::DigestAlgorithm;
+use weightsync_core::weights::DigestAlgorithm;
 
 /// Who this agent is, for life.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -15,11 +15,11 @@ use tokio::task::JoinSet;
 pub use checkpoint::{FeedError, feed_checkpoint};
 pub use memory::{MemoryFeed, feed_memory};
 
-use crate::engine::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, Engine, EngineError, InstallError, InstallReport, Released};
-use crate::protocol::HeldVersion;
-use crate::protocol::worker::Part;
-use crate::weights::Bucket;
-use crate::worker::{Event, Slot, WorkerError};
+use weightsync_core::protocol::HeldVersion;
+use weightsync_core::protocol::worker::Part;
+use weightsync_core::weights::Bucket;
+use weightsync_engine::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, Engine, EngineError, InstallError, InstallReport, Released};
+use weightsync_gpu::worker::{Event, Slot, WorkerError};
 
 /// Longest time to make an event.
 const MAKE: Duration = Duration::from_secs(5);

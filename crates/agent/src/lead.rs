@@ -33,9 +33,9 @@ pub use self::stream::Keep;
 use super::core::{Core, lock};
 use super::gpu::Gpus;
 use super::group::Epoch;
-use crate::protocol::EpochId;
-use crate::runtime::https::AgentClient;
-use crate::transport::Transport;
+use weightsync_core::protocol::EpochId;
+use weightsync_net::https::AgentClient;
+use weightsync_transport::Transport;
 
 /// What leading needs, for the life of the agent.
 pub struct Leader {

@@ -3,6 +3,7 @@
 pub mod attempts;
 pub mod checkpoint_source;
 pub mod client;
+pub mod command;
 pub mod core;
 pub mod enrollment;
 pub mod events;

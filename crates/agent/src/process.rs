@@ -26,10 +26,10 @@ use self::pages::Pages;
 use super::client::{ClientServer, ClientServerConfig, PublishQueue, SocketError};
 use super::enrollment::{Applicant, Enrolled, EnrollmentError, enroll};
 use super::external::ExternalDesk;
-use crate::protocol::{Assignment, Role, RosterView};
-use crate::runtime::backoff::Backoff;
-use crate::runtime::https::{ControllerClient, Limits, serve_plain};
-use crate::runtime::identity::{Identity, IdentityError};
+use weightsync_core::protocol::{Assignment, Role, RosterView};
+use weightsync_net::backoff::Backoff;
+use weightsync_net::https::{ControllerClient, Limits, serve_plain};
+use weightsync_net::identity::{Identity, IdentityError};
 
 /// What a process is told when it starts.
 #[derive(Clone)]

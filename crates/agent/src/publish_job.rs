@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::version_source::VersionSource;
-use crate::protocol::{Activation, PublishError, PublishErrorCode, PublishResult, UpdatePhase, Version};
+use weightsync_core::protocol::{Activation, PublishError, PublishErrorCode, PublishResult, UpdatePhase, Version};
 
 /// A publish whose turn has come.
 pub struct PublishJob {

@@ -49,12 +49,12 @@ use super::group::{Epoch, refusal};
 use super::lead::feed::{Copy, Holder};
 use super::shelf::Shelf;
 use super::space::Cgroups;
-use crate::engine::{Engine, EngineStart};
-use crate::protocol::{
+use weightsync_core::protocol::{
     CanaryPolicy, Delivery, EpochId, HeldVersion, PrepareRequest, Refusal, RefusalCode, RefusedVersion, UpdateId, UpdatePolicy,
     UpdateStatus,
 };
-use crate::runtime::deadline::ProgressDeadline;
+use weightsync_engine::{Engine, EngineStart};
+use weightsync_net::deadline::ProgressDeadline;
 
 /// Where a rollout keeps its files.
 #[derive(Debug, Clone)]

@@ -14,7 +14,7 @@ use super::group::Epoch;
 use super::lead::Leader;
 use super::lead::peers::Peer;
 use super::rollout::same_version;
-use crate::protocol::{
+use weightsync_core::protocol::{
     HeldVersion, MemberName, MemberPhase, MemberState, Role, RosterReplica, RosterView, Skew, Version, newest_in_service, skew,
 };
 

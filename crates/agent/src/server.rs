@@ -18,13 +18,13 @@ use super::group::{Epoch, Step, refusal};
 use super::lead::Leader;
 use super::rollout::{PAUSING, Rollout};
 use super::source::Source;
-use crate::protocol::{
+use weightsync_core::protocol::{
     AbortRequest, ActivateRequest, BeginRequest, CommitRequest, Delivery, EngineJoinRequest, EngineJoinResponse, EpochId, ExternalBegin,
     ExternalEnd, FenceRequest, FinishRequest, GpuReport, JoinRequest, JoinResponse, LendRequest, MemberState, PrepareRequest,
     PrepareResponse, ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, ReleaseRequest, TransportWish, UpdateStatus,
 };
-use crate::runtime::https::{Valid, ndjson};
-use crate::runtime::identity::PeerIdentity;
+use weightsync_net::https::{Failed, Valid, ndjson};
+use weightsync_net::identity::PeerIdentity;
 
 /// What an endpoint does in its group.
 #[derive(Clone)]
@@ -47,7 +47,7 @@ pub struct Endpoint {
     pub data_address: String,
 }
 
-/// The routes of an endpoint; serve them with [`Access::Group`](crate::runtime::https::Access::Group).
+/// The routes of an endpoint; serve them with [`Access::Group`](weightsync_net::https::Access::Group).
 pub fn router(endpoint: Arc<Endpoint>) -> Router {
     Router::new()
         .route("/v1/epoch/prepare", post(prepare))
@@ -77,7 +77,7 @@ async fn prepare(
     State(endpoint): Here,
     peer: PeerIdentity,
     Valid(request): Valid<PrepareRequest>,
-) -> Result<Json<PrepareResponse>, Refusal> {
+) -> Result<Json<PrepareResponse>, Failed<Refusal>> {
     by_controller(&peer)?;
     let limit = Duration::from_millis(request.deadline_ms);
     // On a task of its own: a coordinator that hangs up must not leave the endpoint between two phases.
@@ -115,7 +115,11 @@ async fn gpus_for(endpoint: &Endpoint, request: &PrepareRequest, within: Duratio
     }
 }
 
-async fn join(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<JoinRequest>) -> Result<Json<JoinResponse>, Refusal> {
+async fn join(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<JoinRequest>,
+) -> Result<Json<JoinResponse>, Failed<Refusal>> {
     let epoch = endpoint.core.joining(&request.id)?;
     leads(&epoch, &peer)?;
     let limit = Duration::from_millis(request.deadline_ms);
@@ -127,7 +131,7 @@ async fn join(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<J
     .await
 }
 
-async fn lend(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<LendRequest>) -> Result<Json<()>, Refusal> {
+async fn lend(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<LendRequest>) -> Result<Json<()>, Failed<Refusal>> {
     let epoch = endpoint.core.joining(&request.id)?;
     leads(&epoch, &peer)?;
     let limit = Duration::from_millis(request.deadline_ms);
@@ -143,7 +147,7 @@ async fn engine_join(
     State(endpoint): Here,
     peer: PeerIdentity,
     Valid(request): Valid<EngineJoinRequest>,
-) -> Result<Json<EngineJoinResponse>, Refusal> {
+) -> Result<Json<EngineJoinResponse>, Failed<Refusal>> {
     let epoch = endpoint.core.joining(&request.id)?;
     leads(&epoch, &peer)?;
     let rollout = rollout(&endpoint)?.clone();
@@ -155,13 +159,17 @@ async fn receive(
     State(endpoint): Here,
     peer: PeerIdentity,
     Valid(request): Valid<ReceiveRequest>,
-) -> Result<Json<ReceiveResponse>, Refusal> {
+) -> Result<Json<ReceiveResponse>, Failed<Refusal>> {
     let (rollout, _) = led(&endpoint, &peer, &request.update.epoch)?;
     let limit = Duration::from_millis(request.deadline_ms);
     on_its_own(limit, async move { rollout.receive(&request).await.map(Json) }).await
 }
 
-async fn commit(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<CommitRequest>) -> Result<Json<MemberState>, Refusal> {
+async fn commit(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<CommitRequest>,
+) -> Result<Json<MemberState>, Failed<Refusal>> {
     by_controller(&peer)?;
     let limit = Duration::from_millis(request.deadline_ms);
     let until = Instant::now() + limit.mul_f32(0.9);
@@ -189,7 +197,11 @@ async fn commit(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid
     .await
 }
 
-async fn fence(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<FenceRequest>) -> Result<Json<MemberState>, Refusal> {
+async fn fence(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<FenceRequest>,
+) -> Result<Json<MemberState>, Failed<Refusal>> {
     by_controller(&peer)?;
     if endpoint.core.fence(&request) {
         tracing::info!(epoch = %request.id, reason = %request.reason, "fenced");
@@ -200,7 +212,11 @@ async fn fence(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<
     Ok(Json(MemberState::clone(&endpoint.core.events().state())))
 }
 
-async fn release(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<ReleaseRequest>) -> Result<Json<MemberState>, Refusal> {
+async fn release(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<ReleaseRequest>,
+) -> Result<Json<MemberState>, Failed<Refusal>> {
     by_controller(&peer)?;
     let leaving = if let Part::Rollout(rollout) = &endpoint.part { Some((rollout.clone(), rollout.will_leave())) } else { None };
     endpoint.core.release(&request)?;
@@ -215,20 +231,28 @@ async fn release(State(endpoint): Here, peer: PeerIdentity, Valid(request): Vali
 }
 
 /// The controller has another assignment than the one that it gave with the last announcement.
-async fn announce(State(endpoint): Here, peer: PeerIdentity) -> Result<Json<()>, Refusal> {
+async fn announce(State(endpoint): Here, peer: PeerIdentity) -> Result<Json<()>, Failed<Refusal>> {
     by_controller(&peer)?;
     endpoint.core.events().refresh().notify_one();
     Ok(Json(()))
 }
 
-async fn begin(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<BeginRequest>) -> Result<Json<UpdateStatus>, Refusal> {
+async fn begin(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<BeginRequest>,
+) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
     let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
     // An engine may have to be paused first.
     let limit = Duration::from_millis(epoch.prepared.policy.silence_ms).saturating_mul(PAUSING);
     on_its_own(limit, async move { rollout.begin(&epoch, request).await.map(Json) }).await
 }
 
-async fn finish(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<FinishRequest>) -> Result<Json<UpdateStatus>, Refusal> {
+async fn finish(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<FinishRequest>,
+) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
     let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
     let limit = Duration::from_millis(epoch.prepared.policy.update_timeout_ms);
     on_its_own(limit, async move { rollout.finish(request).await.map(Json) }).await
@@ -238,16 +262,16 @@ async fn activate(
     State(endpoint): Here,
     peer: PeerIdentity,
     Valid(request): Valid<ActivateRequest>,
-) -> Result<Json<UpdateStatus>, Refusal> {
+) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
     let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
-    rollout.activate(&epoch, &request).map(Json)
+    rollout.activate(&epoch, &request).map(Json).map_err(Failed)
 }
 
 async fn begin_external(
     State(endpoint): Here,
     peer: PeerIdentity,
     Valid(request): Valid<ExternalBegin>,
-) -> Result<Json<UpdateStatus>, Refusal> {
+) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
     let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
     let limit = Duration::from_millis(epoch.prepared.policy.silence_ms).saturating_mul(2);
     on_its_own(limit, async move { rollout.begin_external(&epoch, request).await.map(Json) }).await
@@ -257,16 +281,16 @@ async fn end_external(
     State(endpoint): Here,
     peer: PeerIdentity,
     Valid(request): Valid<ExternalEnd>,
-) -> Result<Json<UpdateStatus>, Refusal> {
+) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
     let (rollout, _) = led(&endpoint, &peer, &request.update.epoch)?;
-    rollout.end_external(request).map(Json)
+    rollout.end_external(request).map(Json).map_err(Failed)
 }
 
 async fn abort(
     State(endpoint): Here,
     peer: PeerIdentity,
     Valid(request): Valid<AbortRequest>,
-) -> Result<Json<Option<UpdateStatus>>, Refusal> {
+) -> Result<Json<Option<UpdateStatus>>, Failed<Refusal>> {
     // Of an epoch that is over nothing runs any more: harmless.
     let Ok((rollout, _)) = led(&endpoint, &peer, &request.update.epoch) else { return Ok(Json(None)) };
     rollout.abort(&request);
@@ -278,8 +302,8 @@ struct After {
     after: Option<u64>,
 }
 
-async fn status(State(endpoint): Here, Query(After { after }): Query<After>) -> Result<Json<UpdateStatus>, Refusal> {
-    rollout(&endpoint)?.status(after).await.map(Json)
+async fn status(State(endpoint): Here, Query(After { after }): Query<After>) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
+    rollout(&endpoint)?.status(after).await.map(Json).map_err(Failed)
 }
 
 async fn state(State(endpoint): Here) -> Json<MemberState> {
@@ -324,10 +348,10 @@ fn leads(epoch: &Epoch, peer: &PeerIdentity) -> Result<(), Refusal> {
 async fn on_its_own<T: Send + 'static>(
     limit: Duration,
     work: impl Future<Output = Result<T, Refusal>> + Send + 'static,
-) -> Result<T, Refusal> {
+) -> Result<T, Failed<Refusal>> {
     match timeout(limit, tokio::spawn(work)).await {
-        Ok(Ok(outcome)) => outcome,
-        Ok(Err(ended)) => Err(refusal(RefusalCode::Internal, format!("the agent failed at this: {ended}"))),
-        Err(_) => Err(refusal(RefusalCode::Timeout, format!("not done within {limit:?}"))),
+        Ok(Ok(outcome)) => outcome.map_err(Failed),
+        Ok(Err(ended)) => Err(Failed(refusal(RefusalCode::Internal, format!("the agent failed at this: {ended}")))),
+        Err(_) => Err(Failed(refusal(RefusalCode::Timeout, format!("not done within {limit:?}")))),
     }
 }

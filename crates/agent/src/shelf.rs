@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use super::rollout::same_version;
-use crate::protocol::HeldVersion;
+use weightsync_core::protocol::HeldVersion;
 
 /// Something that can lie on a shelf.
 pub trait Shelved {

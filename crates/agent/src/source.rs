@@ -29,7 +29,7 @@ use super::lead::feed::{Copy, Feeder, Holder};
 use super::roster::tells;
 use super::shelf::Shelf;
 use super::space::Cgroups;
-use crate::protocol::{HeldVersion, PublishResult, RosterView};
+use weightsync_core::protocol::{HeldVersion, PublishResult, RosterView};
 
 /// Longest wait for the roster to say what a publish is about to say: replicas speak to it on connections of their own.
 const IN_ROSTER: Duration = Duration::from_secs(1);

@@ -1,6 +1,6 @@
 //! What an agent can see of GPUs and of the process beside it: device files, shared memory, namespaces, and the variables that steer CUDA.
 //!
-//! Reads the kernel's files and decides nothing: [`sharing`](crate::plan::sharing) does. Of another process's environment it takes the few
+//! Reads the kernel's files and decides nothing: [`sharing`](weightsync_core::plan::sharing) does. Of another process's environment it takes the few
 //! variables that it names, and never shows others.
 
 use std::collections::BTreeSet;
@@ -8,8 +8,8 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use crate::plan::{Neighbour, ProcessView, SharingFacts};
-use crate::protocol::worker::GpuFacts;
+use weightsync_core::plan::{Neighbour, ProcessView, SharingFacts};
+use weightsync_core::protocol::worker::GpuFacts;
 
 /// State `TCP_LISTEN` in `/proc/net/tcp`.
 const LISTENING: &str = "0A";

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::protocol::{MemberName, PublishError, PublishErrorCode, UpdatePhase};
-use crate::transport::Payload;
-use crate::weights::{Bucket, Layout};
+use weightsync_core::protocol::{MemberName, PublishError, PublishErrorCode, UpdatePhase};
+use weightsync_core::weights::{Bucket, Layout};
+use weightsync_transport::Payload;
 
 /// Gives the stream of one version, bucket by bucket.
 #[async_trait]

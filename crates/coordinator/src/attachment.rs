@@ -10,8 +10,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::run::Timing;
-use crate::protocol::{AgentEvent, Incarnation};
-use crate::runtime::https::{AgentClient, EventStream};
+use weightsync_core::protocol::{AgentEvent, Incarnation};
+use weightsync_net::https::{AgentClient, EventStream};
 
 /// A stream that ends sooner than this after it was opened again is not opened a third time: its agent accepts, but does not work.
 const STEADY: Duration = Duration::from_secs(1);

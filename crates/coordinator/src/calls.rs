@@ -10,9 +10,9 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::ports::{EpochStore, PersistError};
-use crate::membership::Observation;
-use crate::protocol::{CommitRequest, EpochId, Incarnation, MemberName, PrepareRequest, PrepareResponse, Refusal, RefusalCode};
-use crate::runtime::https::{AgentClient, CallError};
+use weightsync_core::membership::Observation;
+use weightsync_core::protocol::{CommitRequest, EpochId, Incarnation, MemberName, PrepareRequest, PrepareResponse, Refusal, RefusalCode};
+use weightsync_net::https::{AgentClient, CallError};
 
 /// An agent and where it listens.
 #[derive(Debug, Clone)]

@@ -8,7 +8,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
 use super::news::News;
-use crate::protocol::{Announcement, Assignment, HeldVersion, Rejection, Returned, Version};
+use weightsync_core::protocol::{Announcement, Assignment, HeldVersion, Rejection, Returned, Version};
 
 /// What an object claims of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]

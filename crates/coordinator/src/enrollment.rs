@@ -12,9 +12,9 @@ use axum::{Json, Router};
 use tokio::time::{sleep, timeout};
 
 use super::directory::Directory;
-use crate::protocol::{AnnounceResponse, Announcement, EnrollRequest, EnrollResponse, Rejection};
-use crate::runtime::https::Valid;
-use crate::runtime::identity::{Ca, Identity, PeerIdentity};
+use weightsync_core::protocol::{AnnounceResponse, Announcement, EnrollRequest, EnrollResponse, Rejection};
+use weightsync_net::https::{Failed, Valid};
+use weightsync_net::identity::{Ca, Identity, PeerIdentity};
 
 /// Longest check of a token.
 const VERIFY: Duration = Duration::from_secs(10);
@@ -60,7 +60,7 @@ pub async fn keep_certified(ca: Arc<Ca>, identity: Identity, who: PeerIdentity, 
     }
 }
 
-/// `POST /v1/agents/enroll` and `/v1/agents/announce`; serve it with [`Access::Open`](crate::runtime::https::Access::Open).
+/// `POST /v1/agents/enroll` and `/v1/agents/announce`; serve it with [`Access::Open`](weightsync_net::https::Access::Open).
 pub fn router(enrollment: Arc<Enrollment>) -> Router {
     Router::new().route("/v1/agents/enroll", post(enroll)).route("/v1/agents/announce", post(announce)).with_state(enrollment)
 }
@@ -73,7 +73,7 @@ async fn enroll(
     State(enrollment): State<Arc<Enrollment>>,
     peer: Option<Extension<PeerIdentity>>,
     Valid(request): Valid<EnrollRequest>,
-) -> Result<Json<EnrollResponse>, Rejection> {
+) -> Result<Json<EnrollResponse>, Failed<Rejection>> {
     let peer = peer.map(|Extension(peer)| peer);
     // Before its token is looked at: a review costs the API server a call, and a single-use token would be spent for nothing.
     enrollment.directory.settled()?;
@@ -118,16 +118,16 @@ async fn announce(
     peer: Option<Extension<PeerIdentity>>,
     from: Option<Extension<ConnectInfo<SocketAddr>>>,
     Valid(announcement): Valid<Announcement>,
-) -> Result<Json<AnnounceResponse>, Rejection> {
+) -> Result<Json<AnnounceResponse>, Failed<Rejection>> {
     let Some(Extension(PeerIdentity::Agent { weightsync, pod_uid })) = peer else {
-        return Err(forbidden("an announcement needs an agent's certificate; enrol first"));
+        return Err(forbidden("an announcement needs an agent's certificate; enrol first").into());
     };
     if pod_uid != announcement.incarnation.pod_uid {
-        return Err(forbidden(format!("the certificate is of pod {pod_uid}, not of {}", announcement.incarnation.pod_uid)));
+        return Err(forbidden(format!("the certificate is of pod {pod_uid}, not of {}", announcement.incarnation.pod_uid)).into());
     }
     let claimed = enrollment.directory.claim_of(&pod_uid)?;
     if claimed.weightsync != weightsync {
-        return Err(forbidden(format!("the pod belongs to WeightSync {} now, not to {weightsync}; enrol again", claimed.weightsync)));
+        return Err(forbidden(format!("the pod belongs to WeightSync {} now, not to {weightsync}; enrol again", claimed.weightsync)).into());
     }
     if let Some(Extension(ConnectInfo(from))) = from {
         reachable(from.ip(), &announcement.control_address)?;

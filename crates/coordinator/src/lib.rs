@@ -9,6 +9,7 @@ mod calls;
 mod clock;
 mod directory;
 mod enrollment;
+pub mod local;
 mod news;
 mod ports;
 mod run;

@@ -4,7 +4,6 @@
 //! for one object, and runs the same coordinator that the controller runs. It decides when a process is started again; who is in the group
 //! is decided by `membership`, as everywhere. It never touches a weight.
 
-mod file;
 mod group;
 mod pod;
 mod port;
@@ -12,9 +11,10 @@ mod process;
 mod restarts;
 mod store;
 mod supervisor;
+mod update;
 
-pub use file::{EngineFile, LocalFile, RolloutFile, TrainerFile, UpdateFile};
 pub use group::{Group, GroupError, GroupSpec};
 pub use pod::{EngineProgram, PodSpec};
 pub use port::free_port;
 pub use store::FileStore;
+pub use update::UpdateFile;

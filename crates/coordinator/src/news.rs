@@ -5,8 +5,8 @@
 
 use std::collections::HashSet;
 
-use crate::membership::{MemberStanding, MembershipView};
-use crate::protocol::{HeldVersion, Incarnation, Returned, Version};
+use weightsync_core::membership::{MemberStanding, MembershipView};
+use weightsync_core::protocol::{HeldVersion, Incarnation, Returned, Version};
 
 /// What is new in what goes out with each assignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 
 use async_trait::async_trait;
 
-use crate::protocol::{EpochId, MemberName, Reason};
+use weightsync_core::protocol::{EpochId, MemberName, Reason};
 
 /// Why an epoch was not written.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -17,10 +17,10 @@ use super::calls::{Calls, Target};
 use super::clock::Clock;
 use super::directory::Directory;
 use super::ports::{CoordinatorEvent, EpochStore, EventSink};
-use crate::membership::{Decision, LeftOut, Membership, MembershipConfig, MembershipView, Observation, Restored};
-use crate::plan::Candidate;
-use crate::protocol::{AgentEvent, Announcement, EpochId, Incarnation};
-use crate::runtime::https::AgentClient;
+use weightsync_core::membership::{Decision, LeftOut, Membership, MembershipConfig, MembershipView, Observation, Restored};
+use weightsync_core::plan::Candidate;
+use weightsync_core::protocol::{AgentEvent, Announcement, EpochId, Incarnation};
+use weightsync_net::https::AgentClient;
 
 /// Announcements that wait; an agent whose does not fit asks again a second later.
 const ANNOUNCEMENTS: usize = 256;

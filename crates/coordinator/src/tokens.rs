@@ -10,7 +10,7 @@ use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use tokio::time::Instant;
 
 use super::enrollment::{ProvenPod, TokenVerifier};
-use crate::protocol::Rejection;
+use weightsync_core::protocol::Rejection;
 
 /// Tokens that nobody used yet; beyond that the ones that end first are dropped.
 const MAX_OPEN: usize = 4096;

@@ -31,8 +31,8 @@ use super::{
     DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, External, Holding, HostInstall, HostJob,
     InstallError, InstallJob, InstallReport, Resumed,
 };
-use crate::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
-use crate::weights::{Section, TensorSpec};
+use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::{Section, TensorSpec};
 
 /// An engine behind its [`Server`] calls. Clones share it.
 pub(super) struct Adapter<S>(Arc<Inner<S>>);

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::EngineError;
 use super::http::{Answer, Reply};
-use crate::protocol::CanaryPolicy;
+use weightsync_core::protocol::CanaryPolicy;
 
 /// Log-probs of the tokens of one answer, in their order; none where the engine wrote no number (JSON has no NaN).
 pub(super) type LogProbs = Vec<Option<f64>>;
@@ -90,8 +90,8 @@ pub(super) fn failed_to_compute(error: &EngineError) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::{failed_to_compute, judge};
-    use crate::engine::EngineError;
-    use crate::protocol::CanaryPolicy;
+    use crate::EngineError;
+    use weightsync_core::protocol::CanaryPolicy;
 
     fn canary() -> CanaryPolicy {
         CanaryPolicy { prompt: "p".into(), max_tokens: 3, least_log_prob_milli: -2500, greatest_log_prob_milli: 0 }

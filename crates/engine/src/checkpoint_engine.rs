@@ -19,10 +19,10 @@ use super::EngineError;
 use super::device::{DeviceBucket, DevicePlace};
 use super::feed::no_form;
 use super::http::Until;
-use crate::protocol::worker::IpcHandle;
-use crate::torch::pickle::Value;
-use crate::torch::{Device, Piece, SharedTensor, checkpoint_engine_bucket};
-use crate::weights::Dtype;
+use weightsync_core::protocol::worker::IpcHandle;
+use weightsync_core::weights::Dtype;
+use weightsync_torch::pickle::Value;
+use weightsync_torch::{Device, Piece, SharedTensor, checkpoint_engine_bucket};
 
 /// Longest path of a unix socket, with its final zero.
 const LONGEST_PATH: usize = 108;

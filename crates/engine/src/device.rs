@@ -12,9 +12,9 @@ use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
 use super::{EngineError, InstallError, InstallReport};
-use crate::protocol::worker::IpcHandle;
-use crate::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
-use crate::weights::{Bucket, Layout};
+use weightsync_core::protocol::worker::IpcHandle;
+use weightsync_core::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::{Bucket, Layout};
 
 /// How a server can be fed from GPU memory.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -17,7 +17,7 @@ pub enum DraftWay {
 }
 
 /// The refusal of an engine of this kind, which cannot take one by that way.
-pub(crate) fn untaken(kind: &str, way: DraftWay) -> EngineError {
+pub fn untaken(kind: &str, way: DraftWay) -> EngineError {
     let way = match way {
         DraftWay::Group => "from a group",
         DraftWay::HostMemory => "from shared memory",

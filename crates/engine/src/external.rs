@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::{EngineError, EngineStart, Holding, InstallError, InstallReport};
-use crate::protocol::HeldVersion;
+use weightsync_core::protocol::HeldVersion;
 
 /// An engine that was marked for an update by the user's data plane.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -8,7 +8,7 @@
 //! `POST /v1/update_weights` moves weights by `checkpoint_transfer`, a library that is not public: it is never called here.
 
 mod async_ipc;
-pub(in crate::engine) mod snapshot;
+pub(crate) mod snapshot;
 mod started;
 
 use std::path::{Path, PathBuf};
@@ -29,8 +29,8 @@ use super::process::{self, EngineProcess};
 use super::record::{Record, UNKNOWN};
 use super::server::Server;
 use super::{Engine, EngineConfig, EngineError, Holding, fit};
-use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
-use crate::weights::TensorSpec;
+use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::TensorSpec;
 
 const KIND: &str = "fastdeploy";
 /// `--port` when it is not given.

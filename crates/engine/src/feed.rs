@@ -12,8 +12,8 @@ use super::checkpoint_engine::{Call, ParameterServer};
 use super::device::{DeviceBucket, DeviceRoute, Released};
 use super::http::Until;
 use super::{DeviceJob, EngineError};
-use crate::torch::Piece;
-use crate::weights::Layout;
+use weightsync_core::weights::Layout;
+use weightsync_torch::Piece;
 
 /// One engine that takes buckets.
 #[async_trait]
@@ -82,7 +82,7 @@ impl Feed for CheckpointEngine {
 /// The tensors of a bucket; none of them empty, none torn (the adapter checked).
 pub(super) fn pieces<'a>(layout: &'a Arc<Layout>, bucket: &DeviceBucket) -> Vec<Piece<'a>> {
     let parts = layout.parts(bucket.bucket.offset, bucket.bucket.bytes);
-    let piece = |part: crate::weights::EntryPart<'a>| Piece {
+    let piece = |part: weightsync_core::weights::EntryPart<'a>| Piece {
         name: &part.entry.tensor.name,
         dtype: part.entry.tensor.dtype,
         shape: &part.entry.tensor.shape,
@@ -93,7 +93,7 @@ pub(super) fn pieces<'a>(layout: &'a Arc<Layout>, bucket: &DeviceBucket) -> Vec<
 }
 
 /// The error for something that torch has no form for; the version cannot go this way.
-pub(super) fn no_form(error: &crate::torch::TorchError) -> EngineError {
+pub(super) fn no_form(error: &weightsync_torch::TorchError) -> EngineError {
     EngineError::Unsupported {
         what: error.to_string(),
         next_step: "publish tensors of plain element types, or feed this engine from a directory".into(),

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::EngineError;
-use crate::weights::TensorSpec;
-use crate::weights::safetensors::Checkpoint;
+use weightsync_core::weights::TensorSpec;
+use weightsync_core::weights::safetensors::Checkpoint;
 
 /// Absent from many checkpoints and from what many trainers send, because it is the embedding under another name.
 const TIED: &str = "lm_head.weight";

@@ -18,9 +18,9 @@ use super::device::{DeviceBucket, DeviceInstall, DeviceJob, Released};
 use super::feed::{Feed, no_form};
 use super::http::{EngineHttp, Until};
 use super::{EngineError, InstallError};
-use crate::protocol::{GroupFacts, GroupPlace};
-use crate::torch::{TorchError, dtype_name};
-use crate::weights::{Layout, Section, WireBucket};
+use weightsync_core::protocol::{GroupFacts, GroupPlace};
+use weightsync_core::weights::{Layout, Section, WireBucket};
+use weightsync_torch::{TorchError, dtype_name};
 
 /// A group to be joined.
 #[derive(Clone)]
@@ -257,12 +257,12 @@ async fn next_is_asked_for(asked: Option<&mut watch::Receiver<Option<u32>>>, seq
     std::future::pending::<()>().await;
 }
 
-fn unsendable(error: &crate::weights::WireError) -> EngineError {
+fn unsendable(error: &weightsync_core::weights::WireError) -> EngineError {
     EngineError::Unsupported { what: error.to_string(), next_step: "publish from a trainer whose agent has a GPU worker".into() }
 }
 
 /// Refuses a kind of engine that joins no groups.
-pub(crate) fn no_groups(kind: &str) -> EngineError {
+pub fn no_groups(kind: &str) -> EngineError {
     EngineError::Unsupported {
         what: format!("{kind} joins no group by itself that this agent knows of"),
         next_step: "set spec.delivery to Agent".into(),

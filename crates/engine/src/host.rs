@@ -13,8 +13,8 @@ use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
 use super::{InstallError, InstallReport};
-use crate::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
-use crate::weights::{BlockHasher, Layout, Section, TensorSpec, digest_hex};
+use weightsync_core::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::{BlockHasher, Layout, Section, TensorSpec, digest_hex};
 
 /// Memory that the agent shares with the workers of an engine. Workers map it privately: they never change it.
 #[derive(Debug)]

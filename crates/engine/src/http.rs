@@ -11,7 +11,7 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::{ApiKey, EngineConfig, EngineError};
-use crate::runtime::https::no_tls;
+use weightsync_net::https::no_tls;
 
 /// Longest reply that is read, in bytes. vLLM 0.32 answers `/metrics` with about 50 KiB, SGLang 0.5.23 `/server_info` with about 20 KiB.
 const MAX_REPLY: usize = 8 << 20;

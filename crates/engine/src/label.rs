@@ -4,7 +4,7 @@
 //! `7+DIGEST` says that version 7, whose manifest has that blake3 digest, was installed to the end; `installing:7+DIGEST` says that an
 //! install began and was not seen to end. Decides the text only; never trusts it as a proof that the weights are right.
 
-use crate::protocol::HeldVersion;
+use weightsync_core::protocol::HeldVersion;
 
 /// What both engines report before anybody wrote a version (vLLM 0.32 `EngineCore._weight_version`, SGLang 0.5.23 `--weight-version`).
 pub(super) const STARTUP: &str = "default";

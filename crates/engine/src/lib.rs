@@ -12,7 +12,7 @@ mod adapter;
 mod canary;
 mod checkpoint_engine;
 pub mod device;
-pub(crate) mod draft;
+pub mod draft;
 mod evidence;
 mod external;
 mod fastdeploy;
@@ -30,7 +30,6 @@ mod record;
 mod secret;
 mod server;
 mod sglang;
-pub mod simulator;
 mod start;
 mod unproven;
 mod vllm;
@@ -45,14 +44,14 @@ use tokio_util::sync::CancellationToken;
 pub use device::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, DeviceRoute, Released};
 pub use draft::DraftWay;
 pub use external::{External, ExternalMark, ExternalProof};
-pub(crate) use group::no_groups;
+pub use group::no_groups;
 pub use group::{EngineGroup, GroupJoin, GroupJoined};
 pub use host::{HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTensor};
 pub use label::Holding;
 pub use secret::ApiKey;
 
-use crate::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
-use crate::weights::TensorSpec;
+use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::TensorSpec;
 
 /// Why an engine call failed. Bodies of replies are cut to 512 bytes; API keys never appear.
 #[derive(Debug, thiserror::Error)]

@@ -28,7 +28,7 @@ use super::process::{self, EngineProcess};
 use super::record::{Record, UNKNOWN};
 use super::server::{Server, Sleeps};
 use super::{Engine, EngineConfig, EngineError, Holding};
-use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
+use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 
 const KIND: &str = "lmdeploy";
 /// `--server-port` when it is not given.

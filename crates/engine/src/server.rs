@@ -17,8 +17,8 @@ use super::host::HostJob;
 use super::host_feed::HostFeed;
 use super::http::Until;
 use super::{EngineError, Holding, fit};
-use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
-use crate::weights::TensorSpec;
+use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::TensorSpec;
 
 /// What an engine tells of its sleep.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

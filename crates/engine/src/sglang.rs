@@ -26,8 +26,8 @@ use super::group::GroupServer;
 use super::http::{Answer, EngineHttp, Until};
 use super::server::Server;
 use super::{Engine, EngineConfig, EngineError, Holding};
-use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
-use crate::weights::TensorSpec;
+use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::TensorSpec;
 
 const KIND: &str = "sglang";
 /// Between two tries to empty a cache that something still holds.

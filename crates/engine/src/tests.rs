@@ -16,5 +16,5 @@ mod install;
 mod lmdeploy;
 mod parts;
 mod sleep;
-pub(in crate::engine) mod support;
+pub(crate) mod support;
 mod unproven;

@@ -36,8 +36,8 @@ use super::host_feed::HostFeed;
 use super::http::{Answer, EngineHttp, Reply, Until};
 use super::server::{Server, Sleeps, no_host_route};
 use super::{Engine, EngineConfig, EngineError, Holding};
-use crate::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
-use crate::weights::TensorSpec;
+use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::TensorSpec;
 
 const KIND: &str = "vllm";
 /// Between two tries to empty a cache that something still holds.

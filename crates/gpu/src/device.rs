@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char, c_int};
 
 use super::GpuError;
 use super::driver::{Code, Driver, Handle, Uuid, driver};
-use crate::protocol::worker::GpuFacts;
+use weightsync_core::protocol::worker::GpuFacts;
 
 /// A GPU with its primary context, which torch in another process does not share but which is the cheapest one.
 pub struct Device {

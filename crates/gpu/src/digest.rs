@@ -2,7 +2,7 @@
 //! blocks: few of them, each with as much to read, so that broadcasts go on beside it.
 //!
 //! 256 MiB take 0.63 ms on an H200, less than their broadcast, so every bucket is digested, always. The sums that it gives are
-//! those of [`crate::weights::gsum64`] on the CPU.
+//! those of [`weightsync_core::weights::gsum64`] on the CPU.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::driver::{Driver, Handle};
 use super::memory::Address;
 use super::{Device, Event, GSUM64, GpuError, Scratch, Span, Stream};
-use crate::protocol::worker::Part;
+use weightsync_core::protocol::worker::Part;
 
 const THREADS: u32 = 1024;
 /// About so many blocks have work at once. NCCL's next kernel finds room on a multiprocessor only where no block of ours is: beside the
@@ -164,7 +164,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::weights::gsum64_from;
+    use weightsync_core::weights::gsum64_from;
 
     proptest! {
         #[test]

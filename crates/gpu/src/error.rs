@@ -1,6 +1,6 @@
 //! Why something about a GPU failed. Decides which kind of failure a code of the driver is; the libraries' own words are kept.
 
-use crate::protocol::worker::{WorkerFault, WorkerFaultCode};
+use weightsync_core::protocol::worker::{WorkerFault, WorkerFaultCode};
 
 /// Why something about a GPU failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

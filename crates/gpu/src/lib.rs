@@ -1,6 +1,6 @@
-//! The driver, NCCL, GPU memory and the digest kernel, opened at run time: the only room full of unsafe code.
+//! The driver, NCCL, GPU memory and the digest kernel, opened at run time, and the [`worker`]: the only crate full of unsafe code.
 //!
-//! Used by the worker process alone. Decides which device and which library are used, and turns every failure into an error with the
+//! All but the agent's handle of a worker is used by the worker process alone. Decides which device and which library are used, and turns every failure into an error with the
 //! function's name and the library's own words. It never waits without an end: what takes long is asked for and polled, and who polls has
 //! a deadline. It never calls `cuStreamSynchronize` or `cuCtxSynchronize`, never destroys a communicator (abort only), never unloads a
 //! library. Results are integers: a newer library may return codes that no list here has.
@@ -31,17 +31,25 @@
 //! `gsum64(const u8* base, const Part* parts, u64* sums)`, `Part { u64 offset, u64 bytes, u64 first_word }`, launched with a grid of
 //! (1, number of parts, 1): adds the gsum64 of `parts[blockIdx.y]` to `sums[blockIdx.y]`. `parts` and `sums` are
 //! GPU memory, `offset` is a multiple of 8.
-#![allow(unsafe_code)]
 
+#[allow(unsafe_code)]
 mod device;
+#[allow(unsafe_code)]
 mod digest;
+#[allow(unsafe_code)]
 mod driver;
 mod error;
+#[allow(unsafe_code)]
 mod library;
+#[allow(unsafe_code)]
 mod links;
+#[allow(unsafe_code)]
 mod memory;
+#[allow(unsafe_code)]
 mod nccl;
+#[allow(unsafe_code)]
 mod stream;
+pub mod worker;
 
 pub use device::{Device, devices};
 pub use digest::{Digester, Digesting};
@@ -52,7 +60,7 @@ pub use nccl::{Communicator, Nccl, Progress, Shrinking, Version};
 pub use stream::{Event, Stream};
 
 /// The PTX of the digest kernel.
-const GSUM64: &std::ffi::CStr = match std::ffi::CStr::from_bytes_with_nul(concat!(include_str!("gpu/gsum64.ptx"), "\0").as_bytes()) {
+const GSUM64: &std::ffi::CStr = match std::ffi::CStr::from_bytes_with_nul(concat!(include_str!("gsum64.ptx"), "\0").as_bytes()) {
     Ok(text) => text,
     Err(_) => c"",
 };

@@ -52,7 +52,7 @@ macro_rules! functions {
 
         impl $table {
             /// Finds all functions, or names the first that is missing.
-            fn find(library: &$crate::gpu::library::Opened) -> Result<Self, String> {
+            fn find(library: &$crate::library::Opened) -> Result<Self, String> {
                 // SAFETY: the types below are those of the library's header.
                 unsafe {
                     Ok(Self {

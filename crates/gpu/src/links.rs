@@ -4,7 +4,7 @@ use std::ffi::c_int;
 
 use super::GpuError;
 use super::driver::{Driver, driver};
-use crate::protocol::worker::GpuLink;
+use weightsync_core::protocol::worker::GpuLink;
 
 /// `CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED` (cuda.h): atomic operations on the other's memory, which NVLink carries and PCIe
 /// does not.

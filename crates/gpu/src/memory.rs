@@ -14,7 +14,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use super::driver::{Driver, OUT_OF_MEMORY};
 use super::stream::{from_ipc, to_ipc};
 use super::{Device, GpuError};
-use crate::protocol::worker::IpcHandle;
+use weightsync_core::protocol::worker::IpcHandle;
 
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`; the only flag there is, and it must be given.
 const LAZY_PEER_ACCESS: u32 = 1;

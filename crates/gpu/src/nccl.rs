@@ -14,7 +14,7 @@ pub use communicator::{Communicator, Progress, Shrinking};
 
 use super::GpuError;
 use super::library::{functions, open};
-use crate::protocol::worker::{NcclFacts, NcclId, Opaque};
+use weightsync_core::protocol::worker::{NcclFacts, NcclId, Opaque};
 
 type Code = c_int;
 type Raw = *mut c_void;

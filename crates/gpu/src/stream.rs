@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::driver::{Driver, Handle, Ipc, NOT_READY};
 use super::memory::Address;
 use super::{Device, GpuError, Span};
-use crate::protocol::worker::{IpcHandle, Opaque};
+use weightsync_core::protocol::worker::{IpcHandle, Opaque};
 
 /// `CU_STREAM_NON_BLOCKING`: takes no turns with the default stream.
 const NON_BLOCKING: u32 = 1;

@@ -26,7 +26,7 @@ pub use serve::serve;
 
 use std::time::Duration;
 
-use crate::protocol::worker::WorkerFault;
+use weightsync_core::protocol::worker::WorkerFault;
 
 /// A worker that did not answer this long after the deadline of a request hangs, and is killed.
 pub const GRACE: Duration = Duration::from_secs(1);

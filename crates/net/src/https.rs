@@ -12,12 +12,12 @@ mod stream;
 mod tests;
 
 pub use client::{AgentClient, CallError, ControllerClient};
-pub use replies::{Valid, ndjson};
+pub use replies::{Failed, Valid, ndjson};
 pub use server::{Access, Limits, serve_https, serve_plain};
 pub use stream::{EventStream, StreamEnd};
 
 /// reqwest wants a TLS configuration even where only plain HTTP is spoken, and panics when it has to find a provider by itself.
-pub(crate) fn no_tls() -> Result<rustls::ClientConfig, rustls::Error> {
+pub fn no_tls() -> Result<rustls::ClientConfig, rustls::Error> {
     let provider = std::sync::Arc::new(rustls::crypto::ring::default_provider());
     let config = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
     Ok(config.with_root_certificates(rustls::RootCertStore::empty()).with_no_client_auth())

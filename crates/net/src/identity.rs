@@ -4,6 +4,8 @@
 //! leaves memory. A renewal swaps the certificate under running servers and clients; open connections go on.
 
 mod ca;
+#[cfg(any(test, feature = "testing"))]
+mod forged;
 mod peer;
 #[cfg(test)]
 mod tests;

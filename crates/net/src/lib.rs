@@ -7,7 +7,6 @@ pub mod deadline;
 pub mod health;
 pub mod https;
 pub mod identity;
-pub mod lease;
 pub mod logs;
 pub mod memfd;
 pub mod metrics;

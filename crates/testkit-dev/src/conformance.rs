@@ -26,7 +26,7 @@ use serde::Serialize;
 
 use self::bed::Bed;
 pub use self::source::Sources;
-use crate::engine::ApiKey;
+use weightsync_engine::ApiKey;
 
 /// What to test, and how far to go.
 #[derive(Debug, Clone)]
@@ -136,9 +136,9 @@ pub enum ConformanceError {
     #[error("the suite's own files cannot be made: {0}")]
     Files(#[from] std::io::Error),
     #[error("the simulator does not start: {0}")]
-    Simulator(#[from] crate::engine::simulator::SimulatorError),
+    Simulator(#[from] weightsync_testkit::simulator::SimulatorError),
     #[error(transparent)]
-    Engine(#[from] crate::engine::EngineError),
+    Engine(#[from] weightsync_engine::EngineError),
     #[error("the HTTP client cannot be set up: {0}")]
     Client(String),
     #[error("no rank 0 for groups: {0}")]
@@ -191,7 +191,7 @@ fn joins(engine: &str) -> bool {
 /// There is no such engine, or the suite itself cannot begin. What is wrong with the server is in the rows.
 pub async fn run(options: &Options) -> Result<Report, ConformanceError> {
     if ways(&options.engine).is_empty() {
-        return Err(ConformanceError::UnknownEngine(options.engine.clone(), crate::engine::kinds().collect::<Vec<_>>().join(", ")));
+        return Err(ConformanceError::UnknownEngine(options.engine.clone(), weightsync_engine::kinds().collect::<Vec<_>>().join(", ")));
     }
     let mut rows = Vec::new();
     let joins = joins(&options.engine);

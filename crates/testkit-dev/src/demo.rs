@@ -18,8 +18,8 @@ use std::process::ExitCode;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
 
-use super::Output;
-use crate::runtime::logs::{self, LogFormat};
+use weightsync_agent::command::Output;
+use weightsync_net::logs::{self, LogFormat};
 
 /// Arguments of `weightsync demo`.
 #[derive(Debug, Args)]
@@ -125,6 +125,6 @@ impl DemoArgs {
             bail!("simulated LMDeploy servers read weights in the memory of the stand-in GPU driver: set FAKEGPU_DIR, and give --gpu");
         }
         logs::init(LogFormat::Human, &self.log)?;
-        super::block_on(story::tell(self))
+        weightsync_agent::command::block_on(story::tell(self))
     }
 }

@@ -16,16 +16,16 @@ use tokio_stream::wrappers::{IntervalStream, WatchStream};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::protocol::{
+use weightsync_core::protocol::{
     AgentEvent, AnnounceResponse, Announcement, CommitRequest, EngineFacts, EnrollRequest, EnrollResponse, EpochId, FenceRequest,
     GpuReport, Incarnation, MemberPhase, MemberState, PrepareRequest, PrepareResponse, Refusal, RefusalCode, ReleaseRequest, Role,
     UpdateView,
 };
-use crate::runtime::https::{Access, CallError, ControllerClient, Limits, Valid, ndjson, serve_https};
-use crate::runtime::identity::Identity;
+use weightsync_net::https::{Access, CallError, ControllerClient, Failed, Limits, Valid, ndjson, serve_https};
+use weightsync_net::identity::Identity;
 
 const SOON: Duration = Duration::from_secs(5);
-pub(crate) const HEARTBEAT: Duration = Duration::from_millis(50);
+pub const HEARTBEAT: Duration = Duration::from_millis(50);
 
 /// What the handlers share.
 #[derive(Clone)]
@@ -52,16 +52,16 @@ struct Shared {
     beats: watch::Sender<usize>,
 }
 
-pub(crate) struct FakeAgent {
-    pub(crate) name: String,
-    pub(crate) address: String,
+pub struct FakeAgent {
+    pub name: String,
+    pub address: String,
     shared: Shared,
     identity: Identity,
     announcement: Announcement,
     _tasks: Vec<AbortOnDropHandle<()>>,
 }
 
-pub(crate) fn engine() -> EngineFacts {
+pub fn engine() -> EngineFacts {
     EngineFacts {
         kind: "simulated".into(),
         server_version: "1".into(),
@@ -73,16 +73,16 @@ pub(crate) fn engine() -> EngineFacts {
     }
 }
 
-pub(crate) struct Pod {
-    pub(crate) namespace: String,
-    pub(crate) name: String,
-    pub(crate) uid: String,
-    pub(crate) role: Role,
-    pub(crate) token: String,
+pub struct Pod {
+    pub namespace: String,
+    pub name: String,
+    pub uid: String,
+    pub role: Role,
+    pub token: String,
 }
 
 /// Enrols like an agent does; the identity has a certificate when this succeeds.
-pub(crate) async fn enroll(identity: &Identity, controller: &str, pod: &Pod, instance: &str) -> Result<EnrollResponse, CallError> {
+pub async fn enroll(identity: &Identity, controller: &str, pod: &Pod, instance: &str) -> Result<EnrollResponse, CallError> {
     let incarnation = Incarnation { pod_uid: pod.uid.clone(), instance: instance.into() };
     let request = EnrollRequest {
         token: pod.token.clone(),
@@ -99,7 +99,7 @@ pub(crate) async fn enroll(identity: &Identity, controller: &str, pod: &Pod, ins
 
 impl FakeAgent {
     /// Starts one life of the agent of `pod`.
-    pub(crate) async fn start(ca_pem: &str, controller: &str, pod: &Pod, instance: &str) -> Self {
+    pub async fn start(ca_pem: &str, controller: &str, pod: &Pod, instance: &str) -> Self {
         let identity = Identity::new(ca_pem).unwrap();
         // The object may not be known yet; agents ask again.
         let enrolled = async {
@@ -155,7 +155,7 @@ impl FakeAgent {
             engine_port: (pod.role == Role::Rollout).then_some(8000),
             control_address: address.clone(),
             program: "fake".into(),
-            speaks: crate::protocol::Protocols::OURS,
+            speaks: weightsync_core::protocol::Protocols::OURS,
             attached: false,
         };
         let tasks = vec![
@@ -165,74 +165,74 @@ impl FakeAgent {
         Self { name: pod.name.clone(), address, shared, identity, announcement, _tasks: tasks }
     }
 
-    pub(crate) fn state(&self) -> MemberState {
+    pub fn state(&self) -> MemberState {
         self.shared.state.borrow().clone()
     }
 
-    pub(crate) fn change(&self, change: impl FnOnce(&mut MemberState)) {
+    pub fn change(&self, change: impl FnOnce(&mut MemberState)) {
         self.shared.state.send_modify(change);
     }
 
     /// Says how the update stands that it leads.
-    pub(crate) fn tell_update(&self, view: UpdateView) {
+    pub fn tell_update(&self, view: UpdateView) {
         self.shared.update.send_replace(Some(view));
     }
 
-    pub(crate) fn secret(&self) -> Option<String> {
+    pub fn secret(&self) -> Option<String> {
         self.shared.secret.borrow().clone()
     }
 
     /// Prepares that were answered.
-    pub(crate) fn prepares(&self) -> usize {
+    pub fn prepares(&self) -> usize {
         self.shared.prepared.load(Ordering::SeqCst)
     }
 
     /// How often it was told that its assignment changed.
-    pub(crate) fn calls(&self) -> watch::Receiver<usize> {
+    pub fn calls(&self) -> watch::Receiver<usize> {
         self.shared.called.subscribe()
     }
 
     /// Event streams that were opened.
-    pub(crate) fn opened(&self) -> watch::Receiver<usize> {
+    pub fn opened(&self) -> watch::Receiver<usize> {
         self.shared.opened.subscribe()
     }
 
     /// Waits for so many more heartbeats.
-    pub(crate) async fn beat(&self, more: usize) {
+    pub async fn beat(&self, more: usize) {
         let mut beats = self.shared.beats.subscribe();
         let wanted = *beats.borrow() + more;
         tokio::time::timeout(SOON, beats.wait_for(|beats| *beats >= wanted)).await.expect("heartbeats").unwrap();
     }
 
     /// Announces itself once, as one that is listened to or not.
-    pub(crate) async fn announce(&self, attached: bool) {
+    pub async fn announce(&self, attached: bool) {
         let client = ControllerClient::new(self.identity.clone(), self.shared.controller.borrow().clone());
         let announcement = Announcement { attached, ..self.announcement.clone() };
         client.post_json::<_, AnnounceResponse>("/v1/agents/announce", &announcement, SOON).await.unwrap();
     }
 
     /// Like SIGSTOP: connections stay open, nothing comes.
-    pub(crate) fn strike_dumb(&self, dumb: bool) {
+    pub fn strike_dumb(&self, dumb: bool) {
         self.shared.dumb.send_replace(dumb);
     }
 
     /// Announces itself there from now on: the controller's Service leads to another pod.
-    pub(crate) fn follow(&self, controller: &str) {
+    pub fn follow(&self, controller: &str) {
         self.shared.controller.send_replace(controller.to_owned());
     }
 
     /// Answers everything but prepares from now on.
-    pub(crate) fn hang_prepares(&self) {
+    pub fn hang_prepares(&self) {
         self.shared.hangs.send_replace(true);
     }
 
     /// Waits until a coordinator reads its events.
-    pub(crate) async fn listened_to(&self) {
+    pub async fn listened_to(&self) {
         let mut listeners = self.shared.listeners.subscribe();
         tokio::time::timeout(SOON, listeners.wait_for(|listeners| *listeners > 0)).await.expect("somebody listens").unwrap();
     }
 
-    pub(crate) async fn until(&self, what: &str, holds: impl Fn(&MemberState) -> bool) {
+    pub async fn until(&self, what: &str, holds: impl Fn(&MemberState) -> bool) {
         let mut state = self.shared.state.subscribe();
         let waited = tokio::time::timeout(SOON * 2, state.wait_for(|state| holds(state))).await;
         assert!(waited.is_ok(), "{}: not {what}: {:?}", self.name, self.state());
@@ -286,14 +286,14 @@ impl Shared {
     }
 }
 
-async fn prepare(State(shared): State<Shared>, Valid(request): Valid<PrepareRequest>) -> Result<Json<PrepareResponse>, Refusal> {
+async fn prepare(State(shared): State<Shared>, Valid(request): Valid<PrepareRequest>) -> Result<Json<PrepareResponse>, Failed<Refusal>> {
     shared.speak().await;
     shared.hangs.subscribe().wait_for(|hangs| !hangs).await.unwrap();
     shared.check(&request.id)?;
     let pods = request.roster.member(&request.member).map(|member| member.pods.clone()).unwrap_or_default();
     let incarnation = shared.state.borrow().incarnation.clone();
     if !pods.iter().any(|pod| pod.uid == incarnation.pod_uid) {
-        return Err(Refusal { code: RefusalCode::WrongIncarnation, message: "the roster names another pod".into() });
+        return Err(Refusal { code: RefusalCode::WrongIncarnation, message: "the roster names another pod".into() }.into());
     }
     shared.prepared.fetch_add(1, Ordering::SeqCst);
     shared.state.send_modify(|state| {
@@ -306,11 +306,11 @@ async fn prepare(State(shared): State<Shared>, Valid(request): Valid<PrepareRequ
     Ok(Json(PrepareResponse { incarnation, data_address: "127.0.0.1:9".into(), gpus: GpuReport::default(), state }))
 }
 
-async fn commit(State(shared): State<Shared>, Valid(request): Valid<CommitRequest>) -> Result<(), Refusal> {
+async fn commit(State(shared): State<Shared>, Valid(request): Valid<CommitRequest>) -> Result<(), Failed<Refusal>> {
     shared.speak().await;
     shared.check(&request.id)?;
     if shared.state.borrow().epoch.as_ref() != Some(&request.id) {
-        return Err(Refusal { code: RefusalCode::WrongPhase, message: "another epoch was prepared".into() });
+        return Err(Refusal { code: RefusalCode::WrongPhase, message: "another epoch was prepared".into() }.into());
     }
     shared.secret.send_replace(Some(request.secret));
     shared.state.send_modify(|state| state.phase = MemberPhase::Ready);

@@ -47,7 +47,6 @@ use self::group::sglang::SglangGroups;
 use self::group::torch::TorchGroups;
 use self::memory::GpuMemory;
 use self::served::Served;
-use super::ApiKey;
 
 /// What to simulate.
 #[derive(Debug, Clone)]
@@ -65,7 +64,7 @@ pub struct SimulatorOptions {
     /// Longest request in tokens.
     pub max_model_len: usize,
     /// Key that the server wants.
-    pub api_key: Option<ApiKey>,
+    pub api_key: Option<String>,
     /// vLLM's `VLLM_SERVER_DEV_MODE`.
     pub dev_mode: bool,
     /// SGLang's `SGLANG_HEALTH_CHECK_TIMEOUT`.
@@ -193,7 +192,7 @@ impl Simulator {
             max_model_len: options.max_model_len,
             world_size: options.world_size,
             started: started(),
-            api_key: options.api_key.map(|key| key.text().to_owned()),
+            api_key: options.api_key,
             guarded: match kind {
                 Kind::Vllm => vllm::guarded,
                 Kind::Sglang => sglang::guarded,

@@ -12,7 +12,7 @@ pub mod store;
 
 use self::counter::Counter;
 use self::pickle::Value;
-use crate::weights::Dtype;
+use weightsync_core::weights::Dtype;
 
 /// The name of a counter file that does not exist. Readers count their uses down in it where it is there and pass over it where it is not
 /// (torch 2.9 and 2.15): for routes that have a word of their own for "read".

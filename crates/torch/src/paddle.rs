@@ -7,7 +7,7 @@
 
 use super::pickle::Value;
 use super::{Piece, TorchError, aligned};
-use crate::weights::Dtype;
+use weightsync_core::weights::Dtype;
 
 /// `phi::DataType::UINT8`.
 const UINT8: u64 = 2;
@@ -81,4 +81,28 @@ pub fn bucket(pieces: &[Piece<'_>], buffer: &SharedBuffer) -> Result<Value, Torc
 /// The message after which the reader gives up, with the reason.
 pub fn failure(reason: &str) -> Value {
     Value::dict([("error", Value::text(reason))])
+}
+
+/// What the name of a snapshot file of FastDeploy says (`model_state.tp{rank}.{gpu}.pdparams`, `fastdeploy/rl/dynamic_weight_manager.py`):
+/// the base, and the number of the part if it is one.
+pub fn snapshot_name(name: &str) -> Option<(String, Option<u32>)> {
+    let inner = name.strip_prefix("model_state.tp")?.strip_suffix(".pdparams")?;
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let mut words = inner.split('.');
+    let base = |words: &[&str]| format!("model_state.tp{}", words.join("."));
+    match (words.next(), words.next(), words.next(), words.next()) {
+        // Legacy: tp0 and the GPU in one word.
+        (Some(both), None, ..) if number(both) && both.starts_with('0') && both.len() > 1 => Some((base(&[both]), None)),
+        (Some(rank), Some(gpu), None, _) if number(rank) && number(gpu) => Some((base(&[rank, gpu]), None)),
+        (Some(rank), Some(gpu), Some(part), None) if number(rank) && number(gpu) => {
+            let part = part.strip_prefix("part").filter(|part| number(part))?.parse().ok()?;
+            Some((base(&[rank, gpu]), Some(part)))
+        }
+        _ => None,
+    }
+}
+
+/// Whether the base of a snapshot's name is the older form, which the server looks for last.
+pub fn is_legacy_snapshot(base: &str) -> bool {
+    base.matches('.').count() < 2
 }

@@ -10,7 +10,7 @@ use serde_json::{Value as Json, json};
 use super::paddle;
 use super::pickle::Value;
 use super::{Device, Piece, SharedTensor, TorchError, checkpoint_engine_bucket, dtype, lmdeploy_bucket, lmdeploy_nothing, sglang_bucket};
-use crate::weights::Dtype;
+use weightsync_core::weights::Dtype;
 
 /// What Python finds in each pickle, in a plain form (tests/engine/read_pickle.py).
 fn read(values: &[Value]) -> Vec<Json> {

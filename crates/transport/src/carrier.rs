@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use super::{BucketStore, DeviceBucket};
-use crate::protocol::{BucketHeader, DataHello, LentPiece, Refusal, StreamFailure};
+use weightsync_core::protocol::{BucketHeader, DataHello, LentPiece, Refusal, StreamFailure};
 
 /// Finds the carrier of a stream.
 pub(super) trait Carriers: Send + Sync {

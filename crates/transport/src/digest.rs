@@ -8,7 +8,7 @@ use bytes::Bytes;
 use tokio::task::{JoinError, spawn_blocking};
 
 use super::tcp::default_lanes;
-use crate::weights::{BLOCK_BYTES, BucketHasher, bucket_digest, tensor_digest};
+use weightsync_core::weights::{BLOCK_BYTES, BucketHasher, bucket_digest, tensor_digest};
 
 /// Whether [`digest`] uses more than one core on this machine.
 pub fn hashes_on_several_cores() -> bool {

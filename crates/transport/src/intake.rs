@@ -8,8 +8,8 @@ use std::sync::Arc;
 use futures::future::BoxFuture;
 
 use super::{BucketStore, DeviceBucket};
-use crate::protocol::{BucketHeader, MemberName, Refusal, RefusalCode, StreamFailure};
-use crate::weights::BucketHasher;
+use weightsync_core::protocol::{BucketHeader, MemberName, Refusal, RefusalCode, StreamFailure};
+use weightsync_core::weights::BucketHasher;
 
 /// A stream into one member's store.
 pub(super) struct Intake {

@@ -18,10 +18,10 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 
-use crate::protocol::worker::Part;
-use crate::protocol::{BucketHeader, DataHello, MemberName, Refusal, StreamFailure};
-use crate::weights::DigestPart;
-use crate::worker::{Event, ImportedMemory, Slot, Span, Worker, WorkerError};
+use weightsync_core::protocol::worker::Part;
+use weightsync_core::protocol::{BucketHeader, DataHello, MemberName, Refusal, StreamFailure};
+use weightsync_core::weights::DigestPart;
+use weightsync_gpu::worker::{Event, ImportedMemory, Slot, Span, Worker, WorkerError};
 
 pub use digest::{digest, hashes_on_several_cores};
 
@@ -205,7 +205,7 @@ pub trait Transport: Send + Sync {
 /// While the leader has nothing to send, its transport shows the chain that it lives: a slow trainer is not a silent one.
 #[async_trait]
 pub trait BucketSink: Send {
-    /// Sends one bucket with its [`crate::weights::bucket_digest`]; returns when the next may be given (several are in flight).
+    /// Sends one bucket with its [`weightsync_core::weights::bucket_digest`]; returns when the next may be given (several are in flight).
     /// `header.bytes` is the length of `data`. After an error the chain is over: every later call gives the same error.
     async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError>;
 
@@ -284,7 +284,7 @@ pub trait BucketStore: Send + Sync {
     /// Takes a whole bucket in the memory of GPUs; `complete` follows at once. Must not block.
     fn device(&self, bucket: DeviceBucket) -> Result<(), Refusal> {
         let message = format!("bucket {} came in GPU memory, which is not used here", bucket.header.sequence);
-        Err(Refusal { code: crate::protocol::RefusalCode::Internal, message })
+        Err(Refusal { code: weightsync_core::protocol::RefusalCode::Internal, message })
     }
 
     /// A whole bucket arrived; `digest` is what was computed here and already agrees with what the sender said.

@@ -16,7 +16,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::intake::Intake;
 use super::{Admission, BucketSink, MOST_AT_ONCE, Payload, Transport, TransportError};
-use crate::protocol::{BucketHeader, DataHello, MemberName, StreamFailure};
+use weightsync_core::protocol::{BucketHeader, DataHello, MemberName, StreamFailure};
 
 /// Where members of one process find each other by name.
 #[derive(Clone, Default)]

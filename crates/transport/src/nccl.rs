@@ -31,8 +31,8 @@ pub use self::staging::Staging;
 use super::carrier::{Carrier, Carriers};
 use super::tcp::TcpTransport;
 use super::{BucketSink, BucketStore, Transport, TransportError};
-use crate::protocol::{DataHello, EpochId, Refusal, RefusalCode};
-use crate::worker::{Joined, WorkerError};
+use weightsync_core::protocol::{DataHello, EpochId, Refusal, RefusalCode};
+use weightsync_gpu::worker::{Joined, WorkerError};
 
 /// A member that is reached over TCP and, in epochs that have a communicator, by broadcasts between GPUs.
 pub struct NcclTransport {

@@ -29,13 +29,13 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::carrier::Carriers;
 use super::{Admission, BucketSink, Transport, TransportError};
-use crate::protocol::{DataHello, MemberName, StreamFailure};
 use downstream::Alive;
 pub(super) use downstream::Downstream;
 use lanes::Meeting;
 pub(super) use lanes::default_lanes;
 use sink::Sink;
 use socket::Opening;
+use weightsync_core::protocol::{DataHello, MemberName, StreamFailure};
 
 /// Finds the name that a member's certificate must carry.
 pub type ServerNames = Arc<dyn Fn(&MemberName) -> Option<ServerName<'static>> + Send + Sync>;

@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 
 use super::least;
 use crate::api::{WeightSync, WeightSyncSpec};
-use crate::plan::{GroupSpec, Operator, Order, Parallelism};
-use crate::protocol::{EngineAssignment, KvCachePolicy, PausePolicy};
+use weightsync_core::plan::{GroupSpec, Operator, Order, Parallelism};
+use weightsync_core::protocol::{EngineAssignment, KvCachePolicy, PausePolicy};
 
 fn object(spec: Value) -> WeightSync {
     let mut object = least();

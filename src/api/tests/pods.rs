@@ -4,7 +4,7 @@ use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 
 use crate::api::{container_name, not_ready, pod_facts};
-use crate::plan::PodPhase;
+use weightsync_core::plan::PodPhase;
 
 fn pod(value: Value) -> Pod {
     let mut object = json!({

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::facts::Gpus;
 use super::host::{Host, Rdma};
-use crate::protocol::worker::{GpuFacts, GpuLink};
+use weightsync_core::protocol::worker::{GpuFacts, GpuLink};
 
 /// A container's /dev/shm unless its pod says otherwise.
 const SMALL_SHM: u64 = 64 << 20;
@@ -112,11 +112,11 @@ pub fn notes(gpus: &Gpus, host: &Host) -> Vec<String> {
         ));
     }
     if let Some(bytes) = host.limits.shm_bytes.filter(|bytes| *bytes <= SMALL_SHM && !gpus.gpus.is_empty()) {
-        let size = crate::plan::show_bytes(bytes);
+        let size = weightsync_core::plan::show_bytes(bytes);
         notes.push(format!("/dev/shm has {size}, and NCCL keeps its buffers there: mount a memory-backed emptyDir of 1 GiB or more"));
     }
     if let Some(bytes) = host.limits.locked_bytes.filter(|_| host.rdma.iter().any(Rdma::active)) {
-        let size = crate::plan::show_bytes(bytes);
+        let size = weightsync_core::plan::show_bytes(bytes);
         notes.push(format!("a process may lock {size} of memory, and RDMA locks all that it sends from: allow it without limit"));
     }
     if host.pid_namespace.as_ref().is_some_and(|namespace| !namespace.of_host) && !gpus.gpus.is_empty() {

@@ -4,8 +4,8 @@ use serde::Serialize;
 
 use super::advice::{Advice, advise, notes};
 use super::host::Host;
-use crate::plan::NoSharing;
-use crate::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
+use weightsync_core::plan::NoSharing;
+use weightsync_core::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
 
 /// Something that is there, or why it is not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

@@ -9,7 +9,7 @@ use std::path::Path;
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
-use crate::agent::space::Cgroups;
+use weightsync_agent::space::Cgroups;
 
 /// Inode of the first PID namespace of a kernel (`PROC_PID_INIT_INO`, include/linux/proc_ns.h).
 const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;

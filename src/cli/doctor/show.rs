@@ -4,9 +4,9 @@ use std::fmt::Write;
 
 use super::facts::{Gpus, Report};
 use super::host::{Host, Rdma};
-use crate::cli::text::columns;
-use crate::plan::show_bytes;
-use crate::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
+use weightsync_agent::command::text::columns;
+use weightsync_core::plan::show_bytes;
+use weightsync_core::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
 
 /// The whole text.
 pub fn render(report: &Report) -> String {

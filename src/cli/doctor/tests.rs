@@ -5,8 +5,8 @@ use super::advice::{Advice, advise, notes};
 use super::facts::{Found, Gpus, Report};
 use super::host::{Host, PidNamespace, Rdma, RdmaPort};
 use super::show::render;
-use crate::plan::NoSharing;
-use crate::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
+use weightsync_core::plan::NoSharing;
+use weightsync_core::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
 
 fn gpu(number: u32) -> GpuFacts {
     GpuFacts {

@@ -5,8 +5,8 @@ use std::fmt::Write;
 use anyhow::Context;
 use serde_json::Value;
 
-use crate::runtime::metrics::{BUILD, Definition, process, table};
-use crate::{agent, controller};
+use crate::controller;
+use weightsync_net::metrics::{BUILD, Definition, process, table};
 
 /// Rules of the chart, as Prometheus reads them.
 const ALERTS: &str = include_str!("../../../charts/weightsync/files/alerts.yaml");
@@ -24,7 +24,7 @@ pub(super) fn render() -> anyhow::Result<String> {
          ([operations](operations.md#metrics-board-alerts)).\n"
     );
     section(&mut page, "Controller", controller::METRICS);
-    section(&mut page, "Agents", agent::process::METRICS);
+    section(&mut page, "Agents", weightsync_agent::process::METRICS);
     let common: Vec<Definition> = [BUILD].iter().chain(process::DEFINITIONS).copied().collect();
     section(&mut page, "Both", &common);
     let _ = writeln!(page, "## Alerts\n");
@@ -79,7 +79,7 @@ mod tests {
     }
 
     fn check(queries: &[String]) {
-        let all = || controller::METRICS.iter().chain(agent::process::METRICS).chain([&BUILD]).chain(process::DEFINITIONS);
+        let all = || controller::METRICS.iter().chain(weightsync_agent::process::METRICS).chain([&BUILD]).chain(process::DEFINITIONS);
         for query in queries {
             let named = named(query);
             assert!(!named.is_empty(), "{query}");

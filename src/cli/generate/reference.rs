@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use crate::api::{ConditionType, GROUP, VERSION};
-use crate::protocol::Reason;
+use weightsync_core::protocol::Reason;
 
 /// The whole page.
 pub(super) fn render(schema: &Value) -> String {

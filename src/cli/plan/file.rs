@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::expand;
 use crate::api::{GROUP, VERSION, WeightSync, not_ready, pod_facts, schema, unknown_fields};
-use crate::plan::{PodFacts, PodPhase};
+use weightsync_core::plan::{PodFacts, PodPhase};
 
 /// What stands in the files.
 #[derive(Default)]
@@ -28,7 +28,7 @@ pub(super) struct Read {
 impl Manifests {
     /// Reads one file, or standard input.
     pub(super) fn read(&mut self, path: &Path) -> anyhow::Result<()> {
-        let text = crate::cli::text::read(path)?;
+        let text = weightsync_agent::command::text::read(path)?;
         self.parse(&text).with_context(|| format!("{} makes no sense", path.display()))
     }
 

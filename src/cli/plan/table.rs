@@ -4,8 +4,8 @@ use std::fmt::Write;
 
 use super::Report;
 use super::units::show_micros;
-use crate::plan::{ExplainedMember, GpuNeed, show_bytes};
-use crate::protocol::Role;
+use weightsync_core::plan::{ExplainedMember, GpuNeed, show_bytes};
+use weightsync_core::protocol::Role;
 
 /// Text of one report.
 pub(super) fn render(report: &Report) -> String {
@@ -96,7 +96,7 @@ fn costs(text: &mut String, report: &Report) {
 
 /// Writes rows, indented.
 fn columns(text: &mut String, rows: &[Vec<String>]) {
-    for line in crate::cli::text::columns(rows) {
+    for line in weightsync_agent::command::text::columns(rows) {
         let _ = writeln!(text, "  {line}");
     }
 }

@@ -8,9 +8,9 @@ use serde_json::{Value, json};
 use super::file::Manifests;
 use super::units::{parse_bytes, parse_rate, show_micros};
 use super::{PlanArgs, Report, table};
-use crate::plan::show_bytes;
-use crate::plan::{LeftOutCode, PlanRefusal};
-use crate::weights::{Dtype, Layout, TensorSpec};
+use weightsync_core::plan::show_bytes;
+use weightsync_core::plan::{LeftOutCode, PlanRefusal};
+use weightsync_core::weights::{Dtype, Layout, TensorSpec};
 
 #[derive(Parser)]
 struct Line {

@@ -1,6 +1,6 @@
 //! Sizes and speeds as people write them: `16GB`, `64MiB`, `25Gbit`, `3GB/s`. Whole numbers or one with a decimal point.
 
-use crate::plan::Bandwidth;
+use weightsync_core::plan::Bandwidth;
 
 const BYTES: [(&str, u64); 9] = [
     ("KiB", 1 << 10),

@@ -19,37 +19,24 @@ use crate::cli::inject::{AGENT_CONTAINER, ROLE_LABEL};
 /// Port of the controller's status pages.
 pub(super) const CONTROLLER_STATUS: u16 = 8080;
 
-/// How an agent runs in a pod.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Agent {
-    /// Its container.
-    pub(super) container: String,
-    /// The program in that container.
-    pub(super) program: String,
-    /// Whether the container's log is also that of an engine or trainer.
-    pub(super) shared_log: bool,
-}
-
-/// The agent of a pod; none where there is none that we know of.
-pub(super) fn agent_of(pod: &Pod) -> Option<Agent> {
+/// Name of the container that holds a pod's agent; none where there is none that we know of.
+pub(super) fn agent_of(pod: &Pod) -> Option<String> {
     let spec = pod.spec.as_ref()?;
-    let own = |container: String| Agent { container, program: "/weightsync".to_owned(), shared_log: false };
     if spec.init_containers.iter().flatten().any(|container| container.name == AGENT_CONTAINER) {
-        return Some(own(AGENT_CONTAINER.to_owned()));
+        return Some(AGENT_CONTAINER.to_owned());
     }
-    // `Wrap`, and whoever starts it by a command of their own: the program is what the container runs.
-    let runs = spec.containers.iter().find_map(|container| {
-        let command = container.command.as_deref().unwrap_or_default();
-        let (program, verb) = (command.first()?, command.get(1)?);
-        let ours = program.rsplit('/').next() == Some("weightsync") && (verb == "run" || verb == "agent");
-        ours.then(|| Agent { container: container.name.clone(), program: program.clone(), shared_log: verb == "run" })
+    // `Wrap`, and `External`: the container's own command starts the agent.
+    let runs = spec.containers.iter().find(|container| {
+        let mut command = container.command.iter().flatten();
+        let program = command.next().and_then(|program| program.rsplit('/').next());
+        program == Some("weightsync") && command.next().is_some_and(|verb| verb == "run" || verb == "agent")
     });
-    if runs.is_some() {
-        return runs;
+    if let Some(container) = runs {
+        return Some(container.name.clone());
     }
     // The last one: those before it have ended.
     let ephemeral = spec.ephemeral_containers.iter().flatten().map(|container| &container.name);
-    ephemeral.rev().find(|name| name.starts_with(AGENT_CONTAINER)).map(|name| own(name.clone()))
+    ephemeral.rev().find(|name| name.starts_with(AGENT_CONTAINER)).cloned()
 }
 
 /// Pods of an object, the trainer's first, by status; pods that opted in and are in no status yet do not belong to it.
@@ -104,7 +91,7 @@ impl Operator {
         let leases: Api<Lease> = Api::namespaced(client.clone(), &self.namespace);
         let lease = within("the lease cannot be read", leases.get(&self.name)).await?;
         let holder = lease.spec.and_then(|spec| spec.holder_identity).filter(|holder| !holder.is_empty());
-        holder.with_context(|| format!("nobody leads: kubectl -n {} logs deployment/{}", self.namespace, self.name))
+        holder.with_context(|| format!("no controller leads: kubectl -n {} logs deployment/{}", self.namespace, self.name))
     }
 }
 
@@ -122,18 +109,17 @@ mod tests {
     }
 
     #[test]
-    fn the_agent_is_found_however_it_came_into_the_pod() {
-        assert_eq!(agent_of(&pod(|_| {})), None);
-        let sidecar = agent_of(&pod(|pod| pod["spec"]["initContainers"] = json!([{"name": "x"}, {"name": "weightsync-agent"}]))).unwrap();
-        assert_eq!((sidecar.container.as_str(), sidecar.program.as_str(), sidecar.shared_log), ("weightsync-agent", "/weightsync", false));
-        let command = json!(["/opt/weightsync/weightsync", "run", "--", "vllm", "serve"]);
-        let wrapped = agent_of(&pod(|pod| pod["spec"]["containers"][1]["command"] = command)).unwrap();
-        assert_eq!((wrapped.container.as_str(), wrapped.program.as_str()), ("other", "/opt/weightsync/weightsync"));
-        assert!(wrapped.shared_log);
-        let alone = agent_of(&pod(|pod| pod["spec"]["containers"][0]["command"] = json!(["/weightsync", "agent"]))).unwrap();
-        assert!(!alone.shared_log);
-        assert_eq!(agent_of(&pod(|pod| pod["spec"]["containers"][0]["command"] = json!(["vllm", "run"]))), None);
+    fn agent_of_each_kind_of_launch_names_its_container() {
+        let of = |change: &dyn Fn(&mut Value)| agent_of(&pod(change));
+        assert_eq!(of(&|_| {}), None);
+        let sidecar = json!([{"name": "x"}, {"name": "weightsync-agent"}]);
+        assert_eq!(of(&|pod| pod["spec"]["initContainers"] = sidecar.clone()).as_deref(), Some("weightsync-agent"));
+        let wrapped = json!(["/opt/weightsync/weightsync", "run", "--", "vllm", "serve"]);
+        assert_eq!(of(&|pod| pod["spec"]["containers"][1]["command"] = wrapped.clone()).as_deref(), Some("other"));
+        let alone = json!(["/weightsync", "agent"]);
+        assert_eq!(of(&|pod| pod["spec"]["containers"][0]["command"] = alone.clone()).as_deref(), Some("engine"));
+        assert_eq!(of(&|pod| pod["spec"]["containers"][0]["command"] = json!(["vllm", "run"])), None);
         let ephemeral = json!([{"name": "weightsync-agent-1"}, {"name": "weightsync-agent-2"}, {"name": "debugger"}]);
-        assert_eq!(agent_of(&pod(|pod| pod["spec"]["ephemeralContainers"] = ephemeral)).unwrap().container, "weightsync-agent-2");
+        assert_eq!(of(&|pod| pod["spec"]["ephemeralContainers"] = ephemeral.clone()).as_deref(), Some("weightsync-agent-2"));
     }
 }

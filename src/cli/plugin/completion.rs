@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn verbs_options_and_values_are_completed() {
-        assert_eq!(of(&["re"]), ["release", "report", "resume"]);
+        assert_eq!(of(&["re"]), ["release", "report"]);
         assert_eq!(of(&["ro"]), ["rollback"]);
         assert!(of(&[""]).contains(&"status".to_owned()) && !of(&[""]).contains(&"__complete".to_owned()));
         assert!(of(&["status", "--o"]).contains(&"--output".to_owned()));

@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use bytes::Bytes;
-use http::Method;
-use http_body_util::{BodyExt as _, Full};
+use http_body_util::{BodyExt as _, Empty};
 use hyper_util::rt::TokioIo;
 use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
@@ -25,14 +24,14 @@ pub(super) async fn open(pods: &Api<Pod>, pod: &str, port: u16) -> anyhow::Resul
     forwarded.take_stream(port).with_context(|| format!("port {port} of pod {pod} was not forwarded"))
 }
 
-/// One request; the body of a good answer. Any other answer is an error with its text.
-pub(super) async fn ask(pods: &Api<Pod>, pod: &str, port: u16, method: Method, path: &str, body: String) -> anyhow::Result<String> {
+/// One `GET`; the body of a good answer. Any other answer is an error with its text.
+pub(super) async fn get(pods: &Api<Pod>, pod: &str, port: u16, path: &str) -> anyhow::Result<String> {
     let asked = async {
         let stream = open(pods, pod, port).await?;
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
         let _driver = AbortOnDropHandle::new(tokio::spawn(connection));
-        let request = http::Request::builder().method(method).uri(path).header("host", "localhost").header("connection", "close");
-        let answer = sender.send_request(request.body(Full::new(Bytes::from(body)))?).await?;
+        let request = http::Request::get(path).header("host", "localhost").header("connection", "close");
+        let answer = sender.send_request(request.body(Empty::<Bytes>::new())?).await?;
         let status = answer.status();
         let bytes = http_body_util::Limited::new(answer.into_body(), LONGEST).collect().await;
         let bytes = bytes.map_err(|error| anyhow::anyhow!(error))?.to_bytes();
@@ -43,5 +42,5 @@ pub(super) async fn ask(pods: &Api<Pod>, pod: &str, port: u16, method: Method, p
         Ok(text)
     };
     let answer = timeout(DEADLINE, asked).await.context("no answer within 15 s")?;
-    answer.with_context(|| format!("{pod}:{port}{path}"))
+    answer.with_context(|| format!("{pod}:{port}{path} cannot be read"))
 }

@@ -49,7 +49,7 @@ pub struct InjectArgs {
 impl InjectArgs {
     /// Writes the changed manifests to standard output, and what was done to standard error.
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let text = crate::cli::text::read(&self.filename)?;
+        let text = weightsync_agent::command::text::read(&self.filename)?;
         let mut documents: Vec<Value> = serde_saphyr::from_multiple(&text).context("the input is not YAML")?;
         documents.retain(|document| !document.is_null());
         if documents.is_empty() {

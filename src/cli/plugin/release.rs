@@ -1,20 +1,21 @@
 //! `kubectl weightsync release [NAME]`: suspends an object and waits until every pod serves on its own.
 //!
-//! For the time before an uninstall, or when something else is to take the weights over. `spec.suspend: false` brings the group back.
+//! For the time before an uninstall, or when something else is to take the weights over. `spec.suspend: false` brings the group back, and
+//! this verb never sets that.
 
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::bail;
 use clap::Args;
-use kube::ResourceExt;
+use kube::api::{Patch, PatchParams};
 use kube::runtime::wait::await_condition;
+use kube::{Api, ResourceExt};
 use serde_json::json;
 
-use super::cluster::{ClusterArgs, find};
-use super::pause::{is_released, set_suspend};
+use super::cluster::{ClusterArgs, find, within};
 use crate::api::WeightSync;
-use crate::cli::Output;
+use weightsync_agent::command::Output;
 
 /// Arguments of `kubectl weightsync release`.
 #[derive(Debug, Args)]
@@ -38,7 +39,7 @@ impl ReleaseArgs {
         crate::cli::block_on(async {
             let api = self.cluster.weightsyncs().await?;
             let name = find(&api, self.name.as_deref()).await?.name_any();
-            let generation = set_suspend(&api, &name, true).await?;
+            let generation = suspend(&api, &name).await?;
             if self.timeout > 0 {
                 let done = |object: Option<&WeightSync>| object.is_none_or(|object| is_released(object, generation));
                 let waited = tokio::time::timeout(Duration::from_secs(self.timeout), await_condition(api, &name, done)).await;
@@ -49,10 +50,25 @@ impl ReleaseArgs {
             match self.output {
                 Output::Json => println!("{}", json!({"name": name, "suspend": true, "released": self.timeout > 0})),
                 Output::Human => {
-                    println!("{name} is released: its pods serve what they have; `kubectl weightsync resume {name}` takes it up again");
+                    println!("{name} is released: its pods serve what they have; this takes it up again:");
+                    println!(r#"  kubectl patch ws {name} --type merge -p '{{"spec":{{"suspend":false}}}}'"#);
                 }
             }
             Ok(ExitCode::SUCCESS)
         })
     }
+}
+
+/// Sets `spec.suspend`; the generation that says so.
+async fn suspend(api: &Api<WeightSync>, name: &str) -> anyhow::Result<Option<i64>> {
+    let patch = Patch::Merge(json!({"spec": {"suspend": true}}));
+    let what = format!("WeightSync {name} cannot be suspended");
+    Ok(within(&what, api.patch(name, &PatchParams::default(), &patch)).await?.metadata.generation)
+}
+
+/// The controller says so of this generation or a later one: no pod is in a group any more.
+fn is_released(object: &WeightSync, generation: Option<i64>) -> bool {
+    let Some(status) = &object.status else { return false };
+    let condition = status.conditions.iter().find(|condition| condition.type_ == "Ready");
+    status.observed_generation >= generation && condition.is_some_and(|condition| condition.reason == "Released")
 }

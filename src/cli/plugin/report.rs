@@ -1,36 +1,38 @@
-//! `kubectl weightsync report [NAME]`: one zip file for a bug report: the object, its Events and pods, logs and metrics of agents and of the
-//! operator, and what could not be had.
+//! `kubectl weightsync report [NAME]`: one tar file for a bug report: objects, their Events and pods, our own logs and metrics, and what
+//! could not be had.
 //!
-//! Secrets are never asked for, and what manifests and logs may hold of them is taken out ([`redact`]). Whatever cannot be read is named in
-//! the file and does not end the report.
+//! Decides what is asked for, and under which names it lies in the file. Of each answer it copies only what [`fields`] and [`lines`] name.
+//! It never reads a Secret, and an answer that cannot be had never ends the report.
 
 mod archive;
-mod redact;
+mod fields;
+mod lines;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Args;
-use http::Method;
 use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{ListParams, LogParams};
 use kube::{Api, ResourceExt};
-use serde::Serialize;
 use serde_json::{Value, json};
 
-use self::archive::Archive;
-use self::redact::Redactor;
-use super::agents::{CONTROLLER_STATUS, Operator, operator, opted_in, pods_of};
+use self::archive::{Archive, LONGEST_NAME};
+use super::agents::{CONTROLLER_STATUS, Operator, agent_of, operator, opted_in, pods_of};
 use super::cluster::{Access, ClusterArgs, within};
-use super::logs::{Wanted, agents, controllers, text};
+use super::forward::get;
 use crate::api::WeightSync;
-use crate::cli::Output;
 use crate::cli::inject::STATUS_PORT;
+use weightsync_agent::command::Output;
 
 /// Longest log of one container in bytes.
 const LOG: i64 = 4 << 20;
+/// The controller's container in the operator's pods.
+const CONTROLLER: &str = "controller";
 
 /// Arguments of `kubectl weightsync report`.
 #[derive(Debug, Args)]
@@ -54,38 +56,67 @@ pub struct ReportArgs {
     output: Output,
 }
 
-/// What is to be written, before anything of it is taken out.
+/// What is to be written.
 #[derive(Default)]
 struct Collected {
-    manifests: Vec<(String, Value)>,
-    texts: Vec<(String, String)>,
-    missing: Vec<String>,
+    /// Names in the report, and texts.
+    files: Vec<(String, String)>,
+    /// Lines of each log that are another program's.
+    left_out: BTreeMap<String, usize>,
+    missing: Vec<Missing>,
+}
+
+/// Something that could not be had.
+struct Missing {
+    /// For the report: our own words.
+    what: String,
+    /// For the person at the terminal: with all causes, which may quote anything.
+    causes: String,
 }
 
 impl Collected {
-    fn manifest(&mut self, name: String, object: &impl Serialize) {
-        match serde_json::to_value(object) {
-            Ok(value) => self.manifests.push((name, value)),
-            Err(error) => self.missing.push(format!("{name}: {error}")),
+    /// Adds a text; its name in the report.
+    fn text(&mut self, folder: &str, name: &str, ending: &str, text: String) -> String {
+        let mut file = format!("{folder}/{name}{ending}");
+        if file.len() > LONGEST_NAME {
+            let number = format!("~{}", self.files.len());
+            let room = LONGEST_NAME.saturating_sub(folder.len() + 1 + number.len() + ending.len());
+            file = format!("{folder}/{}{number}{ending}", name.chars().take(room).collect::<String>());
         }
+        self.files.push((file.clone(), text));
+        file
+    }
+
+    fn json(&mut self, folder: &str, name: &str, value: &Value) {
+        self.text(folder, name, ".json", format!("{value:#}\n"));
     }
 
     /// What was had, or a note of why not.
     fn take<T>(&mut self, what: &str, had: anyhow::Result<T>) -> Option<T> {
-        had.map_err(|error| self.missing.push(format!("{what}: {error:#}"))).ok()
+        had.map_err(|error| self.missing.push(Missing { what: format!("{what}: {}", short(&error)), causes: format!("{what}: {error:#}") }))
+            .ok()
     }
 }
 
+/// An error in our own words, with the API server's code: the words of others may hold anything.
+fn short(error: &anyhow::Error) -> String {
+    let code = error.chain().find_map(|cause| match cause.downcast_ref::<kube::Error>() {
+        Some(kube::Error::Api(status)) => Some(status.code),
+        _ => None,
+    });
+    code.map_or_else(|| error.to_string(), |code| format!("{error} (status {code})"))
+}
+
 impl ReportArgs {
-    /// Collects, redacts, writes.
+    /// Collects and writes.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         crate::cli::block_on(async {
             let access = self.cluster.access().await?;
             let now = Timestamp::now();
-            let default = || PathBuf::from(format!("weightsync-report-{}.zip", now.strftime("%Y%m%d-%H%M%S")));
+            let default = || PathBuf::from(format!("weightsync-report-{}.tar", now.strftime("%Y%m%d-%H%M%S")));
             let path = self.file.clone().unwrap_or_else(default);
             // Before minutes of work; and a file that is there is not overwritten.
-            let mut archive = Archive::create(&path).with_context(|| format!("{} cannot be made", path.display()))?;
+            let mut archive = Archive::create(&path, now.as_second()).with_context(|| format!("{} cannot be made", path.display()))?;
 
             let mut collected = Collected::default();
             self.collect(&access, &mut collected).await;
@@ -94,107 +125,143 @@ impl ReportArgs {
                 "made": now.to_string(),
                 "namespace": access.namespace,
                 "object": self.name,
-                "missing": collected.missing,
+                "missing": collected.missing.iter().map(|missing| &missing.what).collect::<Vec<_>>(),
+                "linesLeftOut": collected.left_out,
+                "notCollected": fields::NOT_COLLECTED,
+                "caution": fields::CAUTION,
             });
-
-            // All manifests first: what they hold of secrets is then looked for in logs as well.
-            let mut redactor = Redactor::default();
-            let manifests: Vec<(String, Value)> =
-                collected.manifests.into_iter().map(|(name, value)| (name, redactor.manifest(value))).collect();
-            archive.add("report.json", &redactor.text(&serde_json::to_string_pretty(&about)?))?;
-            let mut files = 1;
-            for (name, value) in manifests {
-                archive.add(&name, &redactor.text(&serde_json::to_string_pretty(&value)?))?;
-                files += 1;
-            }
-            for (name, text) in collected.texts {
-                archive.add(&name, &redactor.text(&text))?;
-                files += 1;
+            archive.add("report.json", &format!("{about:#}\n"))?;
+            for (name, text) in &collected.files {
+                archive.add(name, text)?;
             }
             archive.finish().with_context(|| format!("{} cannot be written", path.display()))?;
+
+            let files = collected.files.len() + 1;
+            let missing = || collected.missing.iter().map(|missing| &missing.causes);
             match self.output {
                 Output::Human => {
-                    println!("{}: {files} files, {} values taken out", path.display(), redactor.taken());
-                    collected.missing.iter().for_each(|missing| eprintln!("missing: {missing}"));
+                    println!("{}: {files} files; read it before you send it", path.display());
+                    missing().for_each(|missing| eprintln!("missing: {missing}"));
                 }
-                Output::Json => {
-                    let written = json!({"file": path, "files": files, "redacted": redactor.taken(), "missing": collected.missing});
-                    println!("{written}");
-                }
+                Output::Json => println!("{}", json!({"file": path, "files": files, "missing": missing().collect::<Vec<_>>()})),
             }
             Ok(ExitCode::SUCCESS)
         })
     }
 
     async fn collect(&self, access: &Access, into: &mut Collected) {
-        if let Ok(version) = within("the version", access.client.apiserver_version()).await {
-            into.manifest("cluster-version.json".into(), &json!({"gitVersion": version.git_version, "platform": version.platform}));
+        let version = within("the version of the cluster cannot be read", access.client.apiserver_version()).await;
+        if let Some(version) = into.take("cluster", version) {
+            into.json("cluster", "version", &json!({"gitVersion": version.git_version, "platform": version.platform}));
         }
         let objects = within("WeightSync objects cannot be listed", access.api::<WeightSync>().list(&ListParams::default())).await;
         let mut objects = into.take("objects", objects).map(|list| list.items).unwrap_or_default();
-        objects.retain(|object| self.name.as_ref().is_none_or(|name| *name == object.name_any()));
+        objects.retain(|object| self.wants(&object.name_any()));
         if objects.is_empty() {
-            into.missing.push("objects: there is none of that name in the namespace".into());
+            into.take::<()>("objects", Err(anyhow::anyhow!("there is none of that name in the namespace")));
         }
-        let pods = into.take("pods", opted_in(access).await).unwrap_or_default();
-        let mut wanted = Vec::new();
         for object in &objects {
             let name = object.name_any();
-            into.manifest(format!("objects/{name}.json"), object);
-            if let Some(events) = into.take("events", super::events::list(access, Some(&name)).await) {
-                into.manifest(format!("events/{name}.json"), &events);
+            into.json("objects", &name, &fields::object(object));
+            if let Some(events) = into.take("events", events_of(access, &name).await) {
+                into.json("events", &name, &events.iter().filter_map(fields::event).collect::<Value>());
             }
-            let of = pods_of(object);
-            for pod in pods.iter().filter(|pod| self.name.is_none() || of.contains(&pod.name_any())) {
-                into.manifest(format!("pods/{}.json", pod.name_any()), pod);
-            }
-            wanted.extend(into.take("agents", agents(access, object).await).unwrap_or_default());
         }
-        let namespaced: Api<Pod> = access.api();
-        for agent in &wanted {
-            let metrics = super::forward::ask(&namespaced, &agent.pod, STATUS_PORT, Method::GET, "/metrics", String::new()).await;
-            if let Some(metrics) = into.take("metrics", metrics) {
-                into.texts.push((format!("metrics/{}.txt", agent.pod), metrics));
+        let mut pods = into.take("pods", opted_in(access).await).unwrap_or_default();
+        if self.name.is_some() {
+            let members: Vec<String> = objects.iter().flat_map(pods_of).collect();
+            pods.retain(|pod| members.contains(&pod.name_any()));
+        }
+        let api: Api<Pod> = access.api();
+        for pod in &pods {
+            let name = pod.name_any();
+            into.json("pods", &name, &fields::pod(pod));
+            let Some(container) = agent_of(pod) else { continue };
+            if let Some(page) = into.take("metrics", get(&api, &name, STATUS_PORT, "/metrics").await) {
+                into.text("metrics", &name, ".txt", lines::metrics(&page));
             }
+            self.log(&api, &name, &container, into).await;
         }
         let found = operator(&access.client, self.operator_namespace.as_deref()).await;
         if let Some(operator) = into.take("operator", found) {
-            into.manifest("operator/deployment.json".into(), &operator.deployment);
-            wanted.extend(into.take("operator's pods", controllers(access, Some(&operator.namespace)).await).unwrap_or_default());
-            self.controller_pages(access, &operator, into).await;
-        }
-        for container in &wanted {
-            self.log(access, container, into).await;
+            self.operator(access, &operator, into).await;
         }
     }
 
-    async fn controller_pages(&self, access: &Access, operator: &Operator, into: &mut Collected) {
-        let pods: Api<Pod> = Api::namespaced(access.client.clone(), &operator.namespace);
+    async fn operator(&self, access: &Access, operator: &Operator, into: &mut Collected) {
+        into.json("operator", "deployment", &fields::deployment(&operator.deployment));
+        let api: Api<Pod> = Api::namespaced(access.client.clone(), &operator.namespace);
+        for pod in into.take("operator's pods", operator.pods(&access.client).await).unwrap_or_default() {
+            let name = pod.name_any();
+            into.json("operator/pods", &name, &fields::pod(&pod));
+            self.log(&api, &name, CONTROLLER, into).await;
+        }
         let Some(leader) = into.take("leader", operator.leader(&access.client).await) else { return };
-        for (path, name) in [("/metrics", "operator/metrics.txt"), ("/ui/state", "operator/state.json")] {
-            let page = super::forward::ask(&pods, &leader, CONTROLLER_STATUS, Method::GET, path, String::new()).await;
-            if let Some(page) = into.take(name, page) {
-                into.texts.push((name.to_owned(), page));
+        if let Some(page) = into.take("metrics", get(&api, &leader, CONTROLLER_STATUS, "/metrics").await) {
+            into.text("operator", "metrics", ".txt", lines::metrics(&page));
+        }
+        let wanted = |namespace: &str, name: &str| namespace == access.namespace && self.wants(name);
+        let page = get(&api, &leader, CONTROLLER_STATUS, "/ui/state").await;
+        let state = page.and_then(|page| fields::state(&page, wanted).context("the page is not the controller's"));
+        if let Some(state) = into.take("state", state) {
+            into.json("operator", "state", &state);
+        }
+    }
+
+    fn wants(&self, name: &str) -> bool {
+        self.name.as_ref().is_none_or(|wanted| wanted == name)
+    }
+
+    /// Our lines of a container's log, of this life and the one before.
+    async fn log(&self, pods: &Api<Pod>, pod: &str, container: &str, into: &mut Collected) {
+        let what = format!("the log of {pod}/{container} cannot be read");
+        for (previous, ending) in [(false, ".log"), (true, "-previous.log")] {
+            let params = LogParams {
+                container: Some(container.to_owned()),
+                previous,
+                tail_lines: Some(self.tail),
+                limit_bytes: Some(LOG),
+                ..LogParams::default()
+            };
+            let text = within(&what, pods.logs(pod, &params)).await;
+            // Most containers had no life before this one, and the API server says so by an error.
+            let text = if previous { text.ok() } else { into.take("logs", text) };
+            if let Some(text) = text {
+                let (kept, left_out) = lines::log(&text);
+                let file = into.text("logs", &format!("{pod}-{container}"), ending, kept);
+                into.left_out.insert(file, left_out);
             }
         }
     }
+}
 
-    async fn log(&self, access: &Access, wanted: &Wanted, into: &mut Collected) {
-        let params = |previous| LogParams {
-            container: Some(wanted.container.clone()),
-            previous,
-            tail_lines: Some(self.tail),
-            limit_bytes: Some(LOG),
-            timestamps: true,
-            ..LogParams::default()
-        };
-        let name = |life: &str| format!("logs/{}-{}{life}.log", wanted.pod, wanted.container);
-        if let Some(text) = into.take("logs", text(access, wanted, &params(false)).await) {
-            into.texts.push((name(""), text));
-        }
-        // Most containers had no life before this one, and the API server says so by an error.
-        if let Ok(text) = text(access, wanted, &params(true)).await {
-            into.texts.push((name("-previous"), text));
-        }
+/// Events about an object.
+async fn events_of(access: &Access, name: &str) -> anyhow::Result<Vec<Event>> {
+    let about = ListParams::default().fields(&format!("regarding.kind=WeightSync,regarding.name={name}"));
+    Ok(within("Events cannot be listed", access.api::<Event>().list(&about)).await?.items)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_with_a_long_name_is_cut_and_stays_apart() {
+        let mut collected = Collected::default();
+        assert_eq!(collected.text("pods", "a", ".json", String::new()), "pods/a.json");
+        let name = "p".repeat(200);
+        let cut = [0, 1].map(|_| collected.text("pods", &name, ".json", String::new()));
+        assert!(cut.iter().all(|file| file.len() == LONGEST_NAME && file.contains(".json")), "{cut:?}");
+        assert_ne!(cut[0], cut[1]);
+    }
+
+    #[test]
+    fn error_of_the_api_server_is_kept_as_its_code_only() {
+        let status = kube::core::Status::failure("planted", "Forbidden").with_code(403).boxed();
+        let error = anyhow::Error::new(kube::Error::Api(status)).context("pods cannot be listed");
+        let mut collected = Collected::default();
+        assert_eq!(collected.take::<()>("pods", Err(error)), None);
+        assert_eq!(collected.missing[0].what, "pods: pods cannot be listed (status 403)");
+        assert!(collected.missing[0].causes.contains("planted"));
     }
 }

@@ -16,7 +16,7 @@ use serde_json::json;
 
 use super::cluster::{ClusterArgs, find, within};
 use crate::api::{MAX_MEMBERS, WeightSync, WeightSyncStatus};
-use crate::cli::Output;
+use weightsync_agent::command::Output;
 
 /// Arguments of `kubectl weightsync rollback`.
 #[derive(Debug, Args)]
@@ -130,7 +130,10 @@ fn is_rollout(name: &str) -> bool {
 fn choose(object: &WeightSync, wanted: Option<i64>) -> anyhow::Result<i64> {
     let name = object.name_any();
     if object.spec.suspend {
-        bail!("{name} is paused, and a paused object changes no weights: kubectl weightsync resume {name} first");
+        bail!(
+            "{name} is suspended, and a suspended object changes no weights: \
+             kubectl patch ws {name} --type merge -p '{{\"spec\":{{\"suspend\":false}}}}' first"
+        );
     }
     let status = object.status.clone().unwrap_or_default();
     let refused = |version: &i64| object.spec.canary.is_some() && status.refused.contains(version);
@@ -218,8 +221,9 @@ mod tests {
         let none = object(&json!({}), &json!({"version": 7, "members": [member("actors/a", 7, &[7])]}));
         let error = choose(&none, None).unwrap_err().to_string();
         assert!(error.contains("below 7") && error.contains("keep: 1"), "{error}");
-        let paused = object(&json!({"suspend": true}), &json!({"version": 7}));
-        assert!(choose(&paused, None).unwrap_err().to_string().contains("resume run"));
+        let suspended = object(&json!({"suspend": true}), &json!({"version": 7}));
+        let error = choose(&suspended, None).unwrap_err().to_string();
+        assert!(error.contains(r#"kubectl patch ws run --type merge -p '{"spec":{"suspend":false}}' first"#), "{error}");
         assert!(choose(&object(&json!({}), &json!({})), None).unwrap_err().to_string().contains("no version yet"));
     }
 

@@ -12,8 +12,8 @@ use kube::runtime::{WatchStreamExt, watcher};
 
 use super::cluster::{ClusterArgs, find};
 use crate::api::{MemberStatus, WeightSync, WeightSyncStatus};
-use crate::cli::Output;
-use crate::cli::text::columns;
+use weightsync_agent::command::Output;
+use weightsync_agent::command::text::columns;
 
 /// Arguments of `kubectl weightsync status`.
 #[derive(Debug, Args)]
@@ -60,7 +60,7 @@ impl StatusArgs {
 }
 
 /// Whether its condition Ready is true.
-pub(super) fn is_ready(object: &WeightSync) -> bool {
+fn is_ready(object: &WeightSync) -> bool {
     let conditions = object.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
     conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }

@@ -19,7 +19,7 @@ use tokio::time::sleep;
 use super::agents::{CONTROLLER_STATUS, operator};
 use super::cluster::ClusterArgs;
 use super::forward::open;
-use crate::cli::Output;
+use weightsync_agent::command::Output;
 
 /// Arguments of `kubectl weightsync ui`.
 #[derive(Debug, Args)]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
-use crate::protocol::{ClientReply, PublishError, PublishResult, UpdatePhase};
+use weightsync_core::protocol::{ClientReply, PublishError, PublishResult, UpdatePhase};
 
 /// A bar of the bytes that the slowest replica has; not drawn when standard error is no terminal.
 pub(super) struct Progress(ProgressBar);
@@ -96,7 +96,7 @@ pub(super) fn error(error: &PublishError) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::{MemberName, PublishErrorCode};
+    use weightsync_core::protocol::{MemberName, PublishErrorCode};
 
     #[test]
     fn an_outcome_names_who_is_behind_and_why() {

@@ -6,8 +6,8 @@ use super::fixtures::{changed, idle, object, plain, pod};
 use crate::controller::decide::{decide, target_container};
 use crate::controller::readiness::{GATE, Verdict, present, verdicts};
 use crate::controller::wedged::{Wedged, wedged};
-use crate::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
-use crate::protocol::{HeldVersion, MemberName, PodRef, Reason, Returned, Role};
+use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
+use weightsync_core::protocol::{HeldVersion, MemberName, PodRef, Reason, Returned, Role};
 
 #[test]
 fn pods_become_members_and_their_agents_are_told_their_engines() {

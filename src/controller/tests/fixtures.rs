@@ -4,7 +4,7 @@ use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 
 use crate::api::WeightSync;
-use crate::membership::{Membership, MembershipConfig, MembershipView, Restored};
+use weightsync_core::membership::{Membership, MembershipConfig, MembershipView, Restored};
 
 /// Two pools would add nothing: one trainer, one pool of vLLM.
 pub(crate) fn object(name: &str, created: u32) -> WeightSync {

@@ -15,8 +15,8 @@ use crate::api::{WeightSync, WeightSyncStatus};
 use crate::controller::decide::decide;
 use crate::controller::hold::{HOLD, may_wait};
 use crate::controller::stores::{Object, concerned};
-use crate::membership::MembershipView;
-use crate::protocol::{EpochId, HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, UpdatePhase, UpdateView};
+use weightsync_core::membership::MembershipView;
+use weightsync_core::protocol::{EpochId, HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, UpdatePhase, UpdateView};
 
 /// An object whose pods have another label than those of [`object`].
 fn other(name: &str) -> WeightSync {

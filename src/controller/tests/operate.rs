@@ -10,9 +10,9 @@ use super::api_server::ApiServer;
 use super::whole::{Controller, all_agents, cluster, is_ready};
 use crate::controller::history::{History, KEPT};
 use crate::controller::{METRICS, Ui};
-use crate::coordinator::tests::fake_agent::FakeAgent;
-use crate::protocol::{EpochId, InstallStep, MemberName, MemberProgress, UpdatePhase, UpdateView};
-use crate::runtime::metrics::differences;
+use weightsync_core::protocol::{EpochId, InstallStep, MemberName, MemberProgress, UpdatePhase, UpdateView};
+use weightsync_net::metrics::differences;
+use weightsync_testkit::fake_agent::FakeAgent;
 
 const SOON: Duration = Duration::from_secs(20);
 

@@ -7,8 +7,8 @@ use super::fixtures::{changed, idle, object, plain};
 use crate::api::{ConditionType, MAX_MEMBERS, WeightSync, WeightSyncStatus};
 use crate::controller::decide::{Decided, decide};
 use crate::controller::report::{Facts, status, unreadable};
-use crate::membership::{Degradation, GroupStage, MemberStanding, MemberView, MembershipView};
-use crate::protocol::{HeldVersion, MemberName, PodRef, Reason, Returned, Role, TransportChoice};
+use weightsync_core::membership::{Degradation, GroupStage, MemberStanding, MemberView, MembershipView};
+use weightsync_core::protocol::{HeldVersion, MemberName, PodRef, Reason, Returned, Role, TransportChoice};
 
 fn at(seconds: i64) -> Timestamp {
     Timestamp::from_second(1_800_000_000 + seconds).unwrap()
@@ -24,7 +24,7 @@ fn member(name: &str, standing: MemberStanding) -> MemberView {
         name: MemberName(format!("{}/{name}", if source { "trainer" } else { "actors" })),
         role: if source { Role::Source } else { Role::Rollout },
         pods: vec![PodRef { name: name.into(), uid: format!("uid-{name}"), node: None }],
-        incarnation: Some(crate::protocol::Incarnation { pod_uid: format!("uid-{name}"), instance: "a".into() }),
+        incarnation: Some(weightsync_core::protocol::Incarnation { pod_uid: format!("uid-{name}"), instance: "a".into() }),
         rank_offset: Some(0),
         size: 1,
         standing,

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::controller::epoch_store::{Found, judge};
 use crate::controller::token_review::proven;
-use crate::protocol::EpochId;
+use weightsync_core::protocol::EpochId;
 
 fn review(change: impl Fn(&mut Value)) -> Result<(String, String, String), String> {
     let mut status = json!({

@@ -11,11 +11,11 @@ use tokio_util::sync::CancellationToken;
 use super::api_server::{ApiServer, Mode};
 use super::fixtures;
 use crate::controller::Ui;
+use crate::controller::lease::{LeaseConfig, LeaseLost};
 use crate::controller::readiness::GATE;
 use crate::controller::run::{ControllerError, Listeners, Settings, run_with};
-use crate::coordinator::tests::fake_agent::{FakeAgent, Pod};
-use crate::protocol::{MemberPhase, Role};
-use crate::runtime::lease::{LeaseConfig, LeaseLost};
+use weightsync_core::protocol::{MemberPhase, Role};
+use weightsync_testkit::fake_agent::{FakeAgent, Pod};
 
 pub(super) const SOON: Duration = Duration::from_secs(10);
 

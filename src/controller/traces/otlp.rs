@@ -1,130 +1,244 @@
-//! Sends traces to an OpenTelemetry collector, as OTLP over HTTP with JSON. What cannot be sent is logged and dropped: no update ever waits
-//! for a collector.
+//! Posts traces to an OpenTelemetry collector as JSON (OTLP over HTTP). Decides what a trace looks like there and when it is posted again.
+//! It never delays an update: every wait has a deadline, and it logs and drops a trace that the collector does not take.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::error::Error;
+use std::time::Duration;
 
-use async_trait::async_trait;
-use opentelemetry::trace::{SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
-use opentelemetry::{InstrumentationScope, KeyValue};
-use opentelemetry_http::{Bytes, HttpClient, HttpError, Request, Response};
-use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig, WithHttpConfig};
-use opentelemetry_sdk::Resource;
-use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanExporter as _, SpanLinks};
+use percent_encoding::percent_decode_str;
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
+use reqwest::{Client, StatusCode, Url};
+use serde::Serialize;
+use serde_json::{Value, json};
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout_at};
+use weightsync_net::backoff::Backoff;
+use weightsync_net::https::no_tls;
 
-use super::{Span, Trace, TracesError};
+use super::{BoxError, Span, Trace, TracesError};
 use crate::controller::events::cut;
-use crate::runtime::https::no_tls;
 
-/// How long one trace may take to be taken.
-const TAKEN: Duration = Duration::from_secs(10);
-/// A collector answers with a few bytes.
+/// How long one trace may take, all its posts together.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Waits between posts of one trace, the first and the longest.
+const WAITS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_millis(1600));
+/// How much of an answer is read, in bytes. Collectors answer with less than 100.
 const ANSWER: usize = 64 << 10;
 /// Longest text of an attribute in bytes.
 const TEXT: usize = 512;
+/// SPAN_KIND_INTERNAL.
+const INTERNAL: u8 = 1;
+/// This trace is sampled (bit 0), and every parent is known (bit 8) to be of this process (bit 9 is not set).
+const FLAGS: u32 = 0x101;
 
-/// The exporter to a collector; `instance` names this process.
-pub(super) fn exporter(endpoint: &str, instance: &str) -> Result<SpanExporter, TracesError> {
-    let cannot = |cause: String| TracesError::Endpoint { endpoint: endpoint.to_owned(), cause };
-    let mut url = reqwest::Url::parse(endpoint).map_err(|error| cannot(error.to_string()))?;
-    if url.scheme() != "http" {
-        return Err(cannot(format!("its scheme is {:?}, and only http is spoken here", url.scheme())));
+/// A collector, and this process as it names itself there.
+pub(super) struct Collector {
+    client: Client,
+    url: Url,
+    instance: String,
+}
+
+impl Collector {
+    /// The collector at `endpoint`, which gets `headers` with every post.
+    pub(super) fn new(endpoint: &str, headers: &str, instance: &str) -> Result<Self, TracesError> {
+        let headers = parse_headers(headers)?;
+        Self::connect(endpoint, headers, instance).map_err(|source| TracesError::Endpoint { endpoint: endpoint.to_owned(), source })
     }
-    // As the specification of OTLP says of OTEL_EXPORTER_OTLP_ENDPOINT.
-    if !url.path().ends_with("/v1/traces") {
-        let path = format!("{}/v1/traces", url.path().trim_end_matches('/'));
-        url.set_path(&path);
+
+    fn connect(endpoint: &str, headers: HeaderMap, instance: &str) -> Result<Self, BoxError> {
+        let mut url = Url::parse(endpoint)?;
+        if url.scheme() != "http" {
+            return Err(format!("its scheme is {:?}, and traces are sent over http only", url.scheme()).into());
+        }
+        // As the specification of OTLP says of OTEL_EXPORTER_OTLP_ENDPOINT.
+        if !url.path().ends_with("/v1/traces") {
+            let path = format!("{}/v1/traces", url.path().trim_end_matches('/'));
+            url.set_path(&path);
+        }
+        let client = Client::builder()
+            .no_proxy()
+            .redirect(reqwest::redirect::Policy::none())
+            .use_preconfigured_tls(no_tls()?)
+            .user_agent(concat!("weightsync/", env!("CARGO_PKG_VERSION")))
+            .default_headers(headers)
+            .build()?;
+        Ok(Self { client, url, instance: instance.to_owned() })
     }
-    let client = reqwest::Client::builder()
-        .timeout(TAKEN)
-        .no_proxy()
-        .redirect(reqwest::redirect::Policy::none())
-        .use_preconfigured_tls(no_tls().map_err(|error| cannot(error.to_string()))?)
-        .build()
-        .map_err(|error| cannot(error.to_string()))?;
-    let exporter = SpanExporter::builder()
-        .with_http()
-        .with_http_client(Client(client))
-        .with_protocol(Protocol::HttpJson)
-        .with_endpoint(url)
-        .with_timeout(TAKEN)
-        .build();
-    let mut exporter = exporter.map_err(|error| cannot(error.to_string()))?;
-    let resource = Resource::builder_empty().with_attributes([
-        KeyValue::new("service.name", "weightsync"),
-        KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
-        KeyValue::new("service.instance.id", instance.to_owned()),
-    ]);
-    exporter.set_resource(&resource.build());
-    Ok(exporter)
-}
 
-/// Sends what comes, one trace after the other, until nobody can send more.
-pub(super) async fn send(exporter: SpanExporter, mut traces: mpsc::Receiver<Trace>) {
-    while let Some(trace) = traces.recv().await {
-        let why = match timeout(TAKEN, exporter.export(spans(&trace))).await {
-            Ok(Ok(())) => continue,
-            Ok(Err(error)) => error.to_string(),
-            Err(_) => format!("no answer within {TAKEN:?}"),
-        };
-        tracing::warn!(why, "the collector did not take a trace");
-    }
-}
-
-fn spans(trace: &Trace) -> Vec<SpanData> {
-    trace.spans.iter().enumerate().map(|(place, span)| data(trace, place, span)).collect()
-}
-
-fn data(trace: &Trace, place: usize, span: &Span) -> SpanData {
-    let time = |ms: u64| UNIX_EPOCH.checked_add(Duration::from_millis(ms)).unwrap_or_else(SystemTime::now);
-    let context = SpanContext::new(TraceId::from_bytes(trace.id), id(trace, place), TraceFlags::SAMPLED, false, TraceState::NONE);
-    let attributes = span.attributes.iter().map(|(key, value)| match value.parse::<i64>() {
-        Ok(number) => KeyValue::new(*key, number),
-        Err(_) => KeyValue::new(*key, cut(value, TEXT)),
-    });
-    SpanData {
-        span_context: context,
-        parent_span_id: span.parent.map_or(SpanId::INVALID, |parent| id(trace, parent)),
-        parent_span_is_remote: false,
-        span_kind: SpanKind::Internal,
-        name: span.name.into(),
-        start_time: time(span.begun),
-        end_time: time(span.ended),
-        attributes: attributes.collect(),
-        dropped_attributes_count: 0,
-        events: SpanEvents::default(),
-        links: SpanLinks::default(),
-        status: span.failure.as_ref().map_or(Status::Ok, |failure| Status::error(cut(failure, TEXT))),
-        instrumentation_scope: InstrumentationScope::builder("weightsync").build(),
-    }
-}
-
-/// A span's id follows from its trace's and its place.
-fn id(trace: &Trace, place: usize) -> SpanId {
-    let digest = blake3::Hasher::new().update(&trace.id).update(&place.to_be_bytes()).finalize();
-    let mut id = [0; 8];
-    digest.as_bytes().iter().zip(&mut id).for_each(|(from, to)| *to = *from);
-    SpanId::from_bytes(id)
-}
-
-/// The HTTP client that this program has anyway.
-#[derive(Debug)]
-struct Client(reqwest::Client);
-
-#[async_trait]
-impl HttpClient for Client {
-    async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
-        let (parts, body) = request.into_parts();
-        let sent = self.0.request(parts.method, parts.uri.to_string()).headers(parts.headers).body(body);
-        let mut answer = sent.send().await?;
-        let mut text = Vec::new();
-        while let Some(piece) = answer.chunk().await? {
-            if text.len() + piece.len() > ANSWER {
-                return Err("its answer is longer than 64 KiB".into());
+    /// Posts each trace that comes, one after the other, until every sender is gone.
+    pub(super) async fn post_all(self, mut traces: mpsc::Receiver<Trace>) {
+        while let Some(trace) = traces.recv().await {
+            if let Err(error) = self.post(&trace).await {
+                tracing::warn!(why = with_causes(&error), "a trace, or a part of it, did not reach the collector");
             }
+        }
+    }
+
+    /// Posts one trace, again and again while the collector cannot be reached or asks for that.
+    async fn post(&self, trace: &Trace) -> Result<(), PostError> {
+        let body = self.body(trace);
+        let until = Instant::now() + PATIENCE;
+        let mut backoff = Backoff::new(WAITS.0, WAITS.1);
+        loop {
+            let error = match timeout_at(until, self.post_once(&body)).await {
+                Ok(Ok(())) => return Ok(()),
+                Ok(Err(error)) => error,
+                Err(_) => return Err(PostError::Late),
+            };
+            let Some(asked) = error.may_try_after() else { return Err(error) };
+            let next = Instant::now() + backoff.failed().max(asked);
+            if next >= until {
+                return Err(error);
+            }
+            sleep_until(next).await;
+        }
+    }
+
+    async fn post_once(&self, body: &Value) -> Result<(), PostError> {
+        let sent = self.client.post(self.url.clone()).json(body).send().await;
+        let mut answer = sent.map_err(|error| PostError::Http(error.without_url()))?;
+        let status = answer.status();
+        if !status.is_success() {
+            let seconds = answer.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.trim().parse().ok());
+            return Err(PostError::Status { status, retry_after: Duration::from_secs(seconds.unwrap_or(0)).min(PATIENCE) });
+        }
+        let mut text = Vec::new();
+        while text.len() < ANSWER
+            && let Ok(Some(piece)) = answer.chunk().await
+        {
             text.extend_from_slice(&piece);
         }
-        Ok(Response::builder().status(answer.status()).body(text.into())?)
+        // The status says that the collector took the trace. Its answer may be empty, or say why a part of the trace is lost.
+        let answer: Value = serde_json::from_slice(&text).unwrap_or_default();
+        match answer.pointer("/partialSuccess/errorMessage").and_then(Value::as_str) {
+            None | Some("") => Ok(()),
+            Some(why) => Err(PostError::Partly(cut(why, TEXT))),
+        }
     }
+
+    /// The JSON of `ExportTraceServiceRequest`: ids in hex, enums as numbers, numbers of 64 bits as strings.
+    fn body(&self, trace: &Trace) -> Value {
+        let resource = [
+            Attribute::new("service.name", "weightsync"),
+            Attribute::new("service.version", env!("CARGO_PKG_VERSION")),
+            Attribute::new("service.instance.id", &self.instance),
+        ];
+        let spans: Vec<_> = trace.spans.iter().enumerate().map(|(place, span)| SpanJson::new(trace, place, span)).collect();
+        json!({"resourceSpans": [{
+            "resource": {"attributes": resource},
+            "scopeSpans": [{"scope": {"name": "weightsync"}, "spans": spans}],
+        }]})
+    }
+}
+
+/// Why the collector did not take a whole trace.
+#[derive(Debug, thiserror::Error)]
+enum PostError {
+    #[error("it did not answer within {PATIENCE:?}")]
+    Late,
+    #[error(transparent)]
+    Http(reqwest::Error),
+    #[error("it answered {status}")]
+    Status { status: StatusCode, retry_after: Duration },
+    #[error("it took the trace only in part: {0}")]
+    Partly(String),
+}
+
+impl PostError {
+    /// How long the collector asks to wait before the same post; none if that would fail again.
+    fn may_try_after(&self) -> Option<Duration> {
+        match self {
+            Self::Http(_) => Some(Duration::ZERO),
+            // The statuses for which OTLP asks for another try.
+            Self::Status { status, retry_after } => matches!(status.as_u16(), 429 | 502 | 503 | 504).then_some(*retry_after),
+            Self::Late | Self::Partly(_) => None,
+        }
+    }
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct SpanJson<'a> {
+    trace_id: String,
+    span_id: String,
+    /// Empty for the first span of a trace.
+    parent_span_id: String,
+    flags: u32,
+    name: &'a str,
+    kind: u8,
+    start_time_unix_nano: String,
+    end_time_unix_nano: String,
+    attributes: Vec<Attribute<'a>>,
+    status: Status,
+}
+
+impl<'a> SpanJson<'a> {
+    fn new(trace: &Trace, place: usize, span: &'a Span) -> Self {
+        let nanos = |ms: u64| ms.saturating_mul(1_000_000).to_string();
+        Self {
+            trace_id: format!("{:032x}", u128::from_be_bytes(trace.id)),
+            span_id: span_id(trace, place),
+            parent_span_id: span.parent.map(|parent| span_id(trace, parent)).unwrap_or_default(),
+            flags: FLAGS,
+            name: span.name,
+            kind: INTERNAL,
+            start_time_unix_nano: nanos(span.begun),
+            end_time_unix_nano: nanos(span.ended),
+            attributes: span.attributes.iter().map(|(key, value)| Attribute::new(key, value)).collect(),
+            status: match &span.failure {
+                None => Status { code: 1, message: String::new() },
+                Some(failure) => Status { code: 2, message: cut(failure, TEXT) },
+            },
+        }
+    }
+}
+
+/// Code 1 is a success, 2 an error.
+#[derive(Serialize)]
+struct Status {
+    code: u8,
+    message: String,
+}
+
+#[derive(Serialize)]
+struct Attribute<'a> {
+    key: &'a str,
+    value: AnyValue,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+enum AnyValue {
+    StringValue(String),
+    IntValue(String),
+}
+
+impl<'a> Attribute<'a> {
+    /// A number if `text` is one that fits into 64 bits with a sign.
+    fn new(key: &'a str, text: &str) -> Self {
+        let number = text.parse::<i64>().map(|number| AnyValue::IntValue(number.to_string()));
+        Self { key, value: number.unwrap_or_else(|_| AnyValue::StringValue(cut(text, TEXT))) }
+    }
+}
+
+/// The id of a span follows from the trace's id and the span's place: the first 8 bytes of a BLAKE3 hash, in hex.
+fn span_id(trace: &Trace, place: usize) -> String {
+    let digest = blake3::Hasher::new().update(&trace.id).update(&place.to_be_bytes()).finalize();
+    digest.to_hex().chars().take(16).collect()
+}
+
+/// `NAME=VALUE` pairs between commas, values percent-encoded, as OTEL_EXPORTER_OTLP_HEADERS has them.
+fn parse_headers(text: &str) -> Result<HeaderMap, TracesError> {
+    let parse = |pair: &str| -> Result<(HeaderName, HeaderValue), BoxError> {
+        let (name, value) = pair.split_once('=').ok_or("it has no `=`")?;
+        let mut value = HeaderValue::from_bytes(&percent_decode_str(value.trim()).collect::<Vec<u8>>())?;
+        value.set_sensitive(true);
+        Ok((name.trim().parse()?, value))
+    };
+    let pairs = text.split(',').map(str::trim).enumerate().filter(|(_, pair)| !pair.is_empty());
+    pairs.map(|(place, pair)| parse(pair).map_err(|source| TracesError::Header { place: place + 1, source })).collect()
+}
+
+/// An error and what caused it, in one line.
+fn with_causes(error: &dyn Error) -> String {
+    std::iter::successors(Some(error), |error| (*error).source()).map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

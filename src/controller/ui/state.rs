@@ -6,7 +6,7 @@ use crate::api::{ConditionType, MAX_MEMBERS};
 use crate::controller::census::word;
 use crate::controller::history::Attempt;
 use crate::controller::objects::Seen;
-use crate::protocol::TransportChoice;
+use weightsync_core::protocol::TransportChoice;
 
 /// Objects that are shown.
 const OBJECTS: usize = 200;

@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use tempfile::TempDir;
-use weightsync::protocol::worker::{Part, WorkerFaultCode};
-use weightsync::worker::{Broadcast, Copy, HostMemory, Joined, Ring, Slot, Sums, Worker, WorkerError, WorkerStart};
+use weightsync_core::protocol::worker::{Part, WorkerFaultCode};
+use weightsync_gpu::worker::{Broadcast, Copy, HostMemory, Joined, Ring, Slot, Sums, Worker, WorkerError, WorkerStart};
 
 use crate::world::{PROGRAM, SOON};
 

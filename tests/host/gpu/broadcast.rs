@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use weightsync::protocol::worker::{Part, WorkerAnswer, WorkerFaultCode};
-use weightsync::worker::{Broadcast, Copy};
+use weightsync_core::protocol::worker::{Part, WorkerAnswer, WorkerFaultCode};
+use weightsync_gpu::worker::{Broadcast, Copy};
 
 use super::bed::{Machine, Member, SLOT, abort, all, fault, form, gsum64, pattern, verified_broadcast};
 use crate::world::SOON;
@@ -36,7 +36,7 @@ async fn slots_are_filled_sent_and_read_in_the_order_of_the_requests() {
     for bucket in &buckets {
         let (from, to) = (source.ring.take(SOON).await.unwrap(), receiver.ring.take(SOON).await.unwrap());
         source.fill(&from, bucket).await;
-        let whole = |slot: &weightsync::worker::Slot| Broadcast {
+        let whole = |slot: &weightsync_gpu::worker::Slot| Broadcast {
             group: 1,
             root: 0,
             at: slot.at(0),

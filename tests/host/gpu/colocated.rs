@@ -7,8 +7,8 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use weightsync::protocol::LentMemory;
-use weightsync::transport::nccl::Borrowed;
+use weightsync_core::protocol::LentMemory;
+use weightsync_transport::nccl::Borrowed;
 
 use super::bed::{Machine, Member, pattern, uuid};
 use super::handover::{Names, version_directories};

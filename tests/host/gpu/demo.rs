@@ -6,10 +6,11 @@ use serde_json::Value;
 use tokio::process::Command;
 
 use super::bed::Machine;
-use crate::world::{PROGRAM, SOON};
+use crate::world::SOON;
+use weightsync_testkit::dev_program;
 
 async fn demo(machine: &Machine, arguments: &[&str]) -> Output {
-    let mut command = Command::new(PROGRAM);
+    let mut command = Command::new(dev_program());
     command.args(["demo", "--output", "json", "--megabytes", "16"]).args(arguments);
     command.envs(machine.environment()).stdin(Stdio::null()).kill_on_drop(true);
     tokio::time::timeout(2 * SOON, command.output()).await.expect("the demo ends").unwrap()

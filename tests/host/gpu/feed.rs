@@ -11,7 +11,8 @@ use tokio::process::{Child, Command};
 
 use super::bed::{Machine, uuid};
 use crate::model::Model;
-use crate::world::{PROGRAM, SOON};
+use crate::world::SOON;
+use weightsync_testkit::dev_program;
 
 /// A simulated engine on one or more GPUs of a machine.
 struct Engine {
@@ -32,7 +33,7 @@ impl Engine {
         Model::large(2).save(&folder.path().join("2"));
         Model::large(3).save(&folder.path().join("3"));
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let mut command = Command::new(PROGRAM);
+        let mut command = Command::new(dev_program());
         command.as_std_mut().arg0(name);
         command.args([
             "simulate-engine",
@@ -74,7 +75,7 @@ impl Engine {
     }
 
     async fn feed(&self, machine: &Machine, checkpoint: &Path, more: &[&str]) -> Output {
-        let mut command = Command::new(PROGRAM);
+        let mut command = Command::new(dev_program());
         command.arg("feed").arg(checkpoint).args(["--engine", self.kind, "--url", &self.url, "--bucket-mib", "1", "--slots", "2"]);
         command.args(["--output", "json", "--timeout", "30", "--model"]).arg(&self.model).args(more);
         command.envs(machine.environment()).stdin(Stdio::null()).kill_on_drop(true);

@@ -8,7 +8,8 @@ use tempfile::TempDir;
 
 use super::bed::{Machine, uuid};
 use crate::model::Model;
-use crate::world::{Actor, PROGRAM, World, installed};
+use crate::world::{Actor, World, installed};
+use weightsync_testkit::dev_program;
 
 /// The program under two names: by the first its process is LMDeploy's for who looks at words, by the second it is not.
 pub struct Names {
@@ -19,7 +20,7 @@ impl Names {
     pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         for name in ["api_server", "other"] {
-            std::os::unix::fs::symlink(PROGRAM, folder.path().join(name)).unwrap();
+            std::os::unix::fs::symlink(dev_program(), folder.path().join(name)).unwrap();
         }
         Self { folder }
     }

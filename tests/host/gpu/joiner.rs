@@ -18,8 +18,8 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::timeout;
-use weightsync::weights::safetensors::Checkpoint;
-use weightsync::weights::{digest_hex, tensor_digest};
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{digest_hex, tensor_digest};
 
 use self::core::Core;
 use super::bed::{Machine, Member};

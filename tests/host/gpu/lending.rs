@@ -8,11 +8,11 @@ use std::time::Duration;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use tokio::sync::Notify;
-use weightsync::protocol::worker::Part;
-use weightsync::protocol::{BucketHeader, CarriedBy, DataHello, EpochId, LentMemory, MemberName, Refusal, RefusalCode, UpdateId};
-use weightsync::transport::nccl::{Borrowed, Communicator, Joining, NcclTransport, Seat, Staging};
-use weightsync::transport::tcp::{TcpOptions, TcpTransport};
-use weightsync::transport::{
+use weightsync_core::protocol::worker::Part;
+use weightsync_core::protocol::{BucketHeader, CarriedBy, DataHello, EpochId, LentMemory, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_transport::nccl::{Borrowed, Communicator, Joining, NcclTransport, Seat, Staging};
+use weightsync_transport::tcp::{TcpOptions, TcpTransport};
+use weightsync_transport::{
     Admission, BucketSink, BucketStore, DeviceBucket, DeviceMemory, DevicePayload, Payload, Transport, TransportError, Wants,
 };
 

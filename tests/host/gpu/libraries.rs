@@ -4,8 +4,8 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use weightsync::protocol::worker::{GpuFacts, GpuLink, NcclFacts, WorkerAnswer, WorkerFaultCode};
-use weightsync::worker::Worker;
+use weightsync_core::protocol::worker::{GpuFacts, GpuLink, NcclFacts, WorkerAnswer, WorkerFaultCode};
+use weightsync_gpu::worker::Worker;
 
 use super::bed::{Machine, fault, uuid};
 use crate::world::SOON;

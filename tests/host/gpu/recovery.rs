@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use weightsync::protocol::worker::WorkerFaultCode;
-use weightsync::worker::WorkerError;
+use weightsync_core::protocol::worker::WorkerFaultCode;
+use weightsync_gpu::worker::WorkerError;
 
 use super::bed::{Machine, Member, SLOT, abort, all, fault, form, pattern, verified_broadcast};
 use crate::world::SOON;

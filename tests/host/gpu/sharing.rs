@@ -1,7 +1,7 @@
 //! Two processes on one GPU: memory and events that one makes and the other opens.
 
-use weightsync::protocol::worker::{IpcHandle, Opaque, WorkerFaultCode};
-use weightsync::worker::Copy;
+use weightsync_core::protocol::worker::{IpcHandle, Opaque, WorkerFaultCode};
+use weightsync_gpu::worker::Copy;
 
 use super::bed::{Machine, Member, SLOT, fault, pattern};
 use crate::world::{SOON, until};

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
-use weightsync::engine::simulator::{GroupOptions, Simulator, SimulatorOptions, WeightTransfer};
-use weightsync::protocol::worker::{NcclId, Proof};
-use weightsync::torch::store::{Server, nccl_id_keys};
+use weightsync_core::protocol::worker::{NcclId, Proof};
+use weightsync_testkit::simulator::{GroupOptions, Simulator, SimulatorOptions, WeightTransfer};
+use weightsync_torch::store::{Server, nccl_id_keys};
 
 use super::bed::{Machine, Member, uuid};
 use crate::model::Model;

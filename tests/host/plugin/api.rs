@@ -1,6 +1,6 @@
-//! An API server for the plugin: objects by path, logs, merge patches, and the websockets behind `exec` and `port-forward`.
+//! An API server for the plugin: objects by path, logs, merge patches, and the websocket behind `port-forward`.
 //!
-//! A forwarded port leads to a real port of this machine; a command that is run says what the test had prepared.
+//! A forwarded port leads to a real port of this machine.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -31,8 +31,6 @@ struct State {
     logs: BTreeMap<String, String>,
     /// `POD:PORT` to a port of this machine.
     ports: BTreeMap<String, u16>,
-    /// Pod to what a command there prints; none fails.
-    said: BTreeMap<String, Option<String>>,
     /// Everything that was asked: method and path with query.
     asked: Vec<String>,
 }
@@ -98,10 +96,6 @@ impl Api {
         self.state.lock().unwrap().ports.insert(port.to_owned(), to);
     }
 
-    pub fn says(&self, pod: &str, text: Option<&str>) {
-        self.state.lock().unwrap().said.insert(pod.to_owned(), text.map(str::to_owned));
-    }
-
     pub fn asked(&self) -> Vec<String> {
         self.state.lock().unwrap().asked.clone()
     }
@@ -129,13 +123,11 @@ async fn answer(state: Arc<Mutex<State>>, mut request: Request<Incoming>) -> Res
             let found = state.lock().unwrap().logs.get(&key).cloned().filter(|_| parameter("previous").is_none());
             Ok(found.map_or_else(|| missing(&key), |log| text(StatusCode::OK, log)))
         }
-        ("GET", [.., "pods", pod, way @ ("exec" | "portforward")]) => {
-            let (pod, way, port) = ((*pod).to_owned(), (*way).to_owned(), parameter("ports").unwrap_or_default());
+        ("GET", [.., "pods", pod, "portforward"]) => {
+            let (pod, port) = ((*pod).to_owned(), parameter("ports").unwrap_or_default());
             let key = request.headers().get(SEC_WEBSOCKET_KEY).unwrap().as_bytes().to_vec();
             let upgrade = hyper::upgrade::on(&mut request);
-            tokio::spawn(async move {
-                if way == "exec" { exec(&state, &pod, upgrade).await } else { forward(&state, &pod, &port, upgrade).await }
-            });
+            tokio::spawn(async move { forward(&state, &pod, &port, upgrade).await });
             let switched =
                 Response::builder().status(StatusCode::SWITCHING_PROTOCOLS).header(UPGRADE, "websocket").header(CONNECTION, "Upgrade");
             let switched =
@@ -164,22 +156,6 @@ async fn answer(state: Arc<Mutex<State>>, mut request: Request<Incoming>) -> Res
 
 async fn websocket(upgrade: OnUpgrade) -> WebSocketStream<TokioIo<hyper::upgrade::Upgraded>> {
     WebSocketStream::from_raw_socket(TokioIo::new(upgrade.await.unwrap()), Role::Server, None).await
-}
-
-/// Channel 1 is standard output, 2 standard error, 3 how it ended.
-async fn exec(state: &Mutex<State>, pod: &str, upgrade: OnUpgrade) {
-    let mut socket = websocket(upgrade).await;
-    let said = state.lock().unwrap().said.get(pod).cloned().flatten();
-    let on = |channel: u8, text: &str| Message::binary([&[channel], text.as_bytes()].concat());
-    let ended = if let Some(text) = &said {
-        socket.send(on(1, text)).await.unwrap();
-        json!({"metadata": {}, "status": "Success"})
-    } else {
-        socket.send(on(2, "no such program")).await.unwrap();
-        json!({"metadata": {}, "status": "Failure", "message": "command terminated with exit code 127"})
-    };
-    socket.send(on(3, &ended.to_string())).await.unwrap();
-    let _ = socket.close(None).await;
 }
 
 /// Channel 0 is the port's data, 1 its errors; each begins with the port's number.

@@ -6,8 +6,8 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::json;
 use tokio::task::JoinHandle;
-use weightsync::agent::client::trainer::TrainerClient;
-use weightsync::protocol::{Activation, ClientRequest, PublishResult, QueuePolicy};
+use weightsync_agent::client::trainer::TrainerClient;
+use weightsync_core::protocol::{Activation, ClientRequest, PublishResult, QueuePolicy};
 
 use crate::model::Model;
 use crate::world::{Actor, SOON, World, installed, spoiled, unavailable, until};
@@ -33,7 +33,7 @@ impl Halfway {
                 timeout_ms: 30_000,
                 gpu: None,
             };
-            let mut fill = |layout: &weightsync::weights::Layout, bucket: weightsync::weights::Bucket, into: &mut [u8]| {
+            let mut fill = |layout: &weightsync_core::weights::Layout, bucket: weightsync_core::weights::Bucket, into: &mut [u8]| {
                 if bucket.offset * 2 >= layout.total_bytes {
                     let mut states = theirs.0.lock().unwrap();
                     states[0] = true;

@@ -111,7 +111,8 @@ pub(super) fn engine(actor: &Actor, port: u16, folder: &Path) -> Vec<String> {
     // LMDeploy that is given no name serves under the path of its model.
     let served = if actor.kind == "lmdeploy" { model.clone() } else { "model".to_owned() };
     let words = ["simulate-engine", "--engine", actor.kind, "--server-port", &port, "--model", &model, "--world-size", &ranks];
-    let (name, own) = actor.words.split_first().map_or((PROGRAM, &[][..]), |(name, own)| (name.as_str(), own));
+    let dev = weightsync_testkit::dev_program().display().to_string();
+    let (name, own) = actor.words.split_first().map_or((dev.as_str(), &[][..]), |(name, own)| (name.as_str(), own));
     let words = std::iter::once(name).chain(words).chain(["--faults", &faults, "--served-model-name", &served]);
     let words = words.chain(actor.drafts.then_some(["--draft", &model]).into_iter().flatten());
     words.map(str::to_owned).chain(own.iter().cloned()).collect()

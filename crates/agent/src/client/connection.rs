@@ -17,7 +17,7 @@ use super::publish::{From, Publish, Running};
 use super::ring::RingOfConnection;
 use super::wire::{Outbox, Outgoing};
 use super::{Refused, Shared};
-use crate::protocol::{CLIENT_PROTOCOL, ClientReply, ClientRequest, PublishError, PublishErrorCode};
+use weightsync_core::protocol::{CLIENT_PROTOCOL, ClientReply, ClientRequest, PublishError, PublishErrorCode};
 
 /// A client says hello within this long.
 const HELLO: Duration = Duration::from_secs(10);

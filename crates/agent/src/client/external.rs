@@ -13,8 +13,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::wire::{Outbox, Outgoing};
-use crate::agent::external::{Ask, EpochNews, ExternalDesk, ExternalJob, Teller, Word};
-use crate::protocol::{ClientReply, PublishError, PublishErrorCode, ReplicaReport, Topology, Version};
+use crate::external::{Ask, EpochNews, ExternalDesk, ExternalJob, Teller, Word};
+use weightsync_core::protocol::{ClientReply, PublishError, PublishErrorCode, ReplicaReport, Topology, Version};
 
 /// How long the leader may take to end a version that was given up or whose time is over; then the connection ends it.
 const GRACE: Duration = Duration::from_secs(10);

@@ -6,10 +6,10 @@
 
 use tokio::sync::watch;
 
-use crate::plan::{GpuRing, GpuRoom, NoSharing, RingLoad, RingWish, gpu_ring, slots_beside_copies};
-use crate::protocol::GpuOffer;
-use crate::weights::{Layout, LayoutError, TensorSpec};
-use crate::worker::Worker;
+use weightsync_core::plan::{GpuRing, GpuRoom, NoSharing, RingLoad, RingWish, gpu_ring, slots_beside_copies};
+use weightsync_core::protocol::GpuOffer;
+use weightsync_core::weights::{Layout, LayoutError, TensorSpec};
+use weightsync_gpu::worker::Worker;
 
 /// The GPU worker from which a source sends.
 #[derive(Clone)]

@@ -20,10 +20,10 @@ use super::gpu::{RingSize, SourceWorker};
 use super::lent::LentSlots;
 use super::ring::{Ring as Kept, RingOfConnection};
 use super::turn::Turn;
-use crate::protocol::worker::{IpcHandle, Part};
-use crate::protocol::{ClientReply, GpuRing};
-use crate::weights::gsum64;
-use crate::worker::{Event, Ring, Slot, Worker};
+use weightsync_core::protocol::worker::{IpcHandle, Part};
+use weightsync_core::protocol::{ClientReply, GpuRing};
+use weightsync_core::weights::gsum64;
+use weightsync_gpu::worker::{Event, Ring, Slot, Worker};
 
 /// A worker that needs longer for one of these small things hangs.
 const STEP: Duration = Duration::from_secs(30);

@@ -15,11 +15,11 @@ use super::gpu::lay_out;
 use super::ring::{FromTrainer, Means, RingOfConnection, TrainerRing};
 use super::turn::Turn;
 use super::wire::Outbox;
-use crate::agent::checkpoint_source::CheckpointSource;
-use crate::agent::publish_job::{Progress, PublishJob, Report, Reporter, Reports, reporting};
-use crate::agent::version_source::SourceError;
-use crate::protocol::{Activation, ClientReply, GpuOffer, PublishError, PublishErrorCode, QueuePolicy, UpdatePhase, Version};
-use crate::weights::TensorSpec;
+use crate::checkpoint_source::CheckpointSource;
+use crate::publish_job::{Progress, PublishJob, Report, Reporter, Reports, reporting};
+use crate::version_source::SourceError;
+use weightsync_core::protocol::{Activation, ClientReply, GpuOffer, PublishError, PublishErrorCode, QueuePolicy, UpdatePhase, Version};
+use weightsync_core::weights::TensorSpec;
 
 /// How long the state machine may take to end a publish that was given up or whose time is over; then the connection ends it.
 const GRACE: Duration = Duration::from_secs(5);
@@ -127,7 +127,7 @@ async fn open_checkpoint(
             let (released, of_group) = (Arc::clone(&turn), Arc::clone(&shared));
             let source = source.laid_out_by(move |tensors| super::gpu::lay_out(tensors, of_group.bucket_bytes, &of_group.gpu));
             let source = Box::new(source.on_release(move || released.release()));
-            turn.set_total_bytes(crate::agent::version_source::VersionSource::layout(&*source).total_bytes);
+            turn.set_total_bytes(crate::version_source::VersionSource::layout(&*source).total_bytes);
             shared.queue.push(PublishJob { version, activation, deadline, cancel, source, reporter }, queue);
         }
         Err(error) => reporter.failed(error.publish_error(None)),

@@ -9,8 +9,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use crate::agent::publish_job::PublishJob;
-use crate::protocol::{PublishError, PublishErrorCode, QueuePolicy};
+use crate::publish_job::PublishJob;
+use weightsync_core::protocol::{PublishError, PublishErrorCode, QueuePolicy};
 
 /// Publishes that may wait at once; each holds a layout (megabytes for a large model), but no tensor.
 const LONGEST_LINE: usize = 16;

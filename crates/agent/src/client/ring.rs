@@ -17,10 +17,10 @@ use super::host_ring::HostRing;
 use super::slots::Slots;
 use super::turn::Turn;
 use super::wire::Outgoing;
-use crate::agent::version_source::{SourceError, VersionSource};
-use crate::protocol::{ClientReply, GpuOffer, GpuRing};
-use crate::transport::{DeviceMemory, DevicePayload, Payload};
-use crate::weights::{Bucket, Cuts, Layout};
+use crate::version_source::{SourceError, VersionSource};
+use weightsync_core::protocol::{ClientReply, GpuOffer, GpuRing};
+use weightsync_core::weights::{Bucket, Cuts, Layout};
+use weightsync_transport::{DeviceMemory, DevicePayload, Payload};
 
 /// Slots start at multiples of this, so that a bucket never shares a page with another.
 const PAGE: u64 = 4096;

@@ -14,9 +14,9 @@ use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::{ClientServer, ClientServerConfig, PublishQueue, SocketName};
-use crate::agent::publish_job::PublishJob;
-use crate::protocol::{Activation, ClientReply, ClientRequest, PublishResult, QueuePolicy, RosterView};
-use crate::weights::{Dtype, TensorSpec};
+use crate::publish_job::PublishJob;
+use weightsync_core::protocol::{Activation, ClientReply, ClientRequest, PublishResult, QueuePolicy, RosterView};
+use weightsync_core::weights::{Dtype, TensorSpec};
 
 /// Longer than anything here takes; a hang is a failure and not a wait.
 const LIMIT: Duration = Duration::from_secs(30);

@@ -14,8 +14,8 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 use super::memfd::SharedMemory;
 use super::socket::{SocketError, SocketName};
-use crate::protocol::{CLIENT_PROTOCOL, ClientReply, ClientRequest, PublishError, PublishResult};
-use crate::weights::{Bucket, Layout};
+use weightsync_core::protocol::{CLIENT_PROTOCOL, ClientReply, ClientRequest, PublishError, PublishResult};
+use weightsync_core::weights::{Bucket, Layout};
 
 /// An agent that lives says something each second while a publish runs.
 pub const SILENCE: Duration = Duration::from_secs(10);

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::slots::{Fill, Slots};
 use super::wire::{Outbox, Outgoing};
-use crate::protocol::{ClientReply, Version};
+use weightsync_core::protocol::{ClientReply, Version};
 
 /// What one publish shares between its connection, its source and the slots that are lent out.
 pub(super) struct Turn {

@@ -16,7 +16,7 @@ use tokio::net::unix::OwnedWriteHalf;
 use tokio::sync::mpsc;
 
 use super::host_ring::HostRing;
-use crate::protocol::ClientReply;
+use weightsync_core::protocol::ClientReply;
 
 /// A client that takes no byte for this long does not read any more.
 const WRITE_SILENCE: Duration = Duration::from_secs(10);

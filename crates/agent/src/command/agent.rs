@@ -11,17 +11,19 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 
-use crate::agent::client::{ClientServerConfig, SocketName, TrainerUsers};
-use crate::agent::enrollment::{Applicant, TokenSource, read_token};
-use crate::agent::gpu::{GpuChoice, GpuSettings};
-use crate::agent::process::{self, EngineFactory, Settings};
-use crate::agent::rollout::Places;
-use crate::agent::space::Cgroups;
-use crate::cli::inject::STATUS_PORT;
-use crate::engine::{ApiKey, EngineConfig};
-use crate::protocol::{EngineAssignment, Incarnation, Role};
-use crate::runtime::logs::{self, LogFormat};
-use crate::runtime::shutdown;
+use crate::client::{ClientServerConfig, SocketName, TrainerUsers};
+use crate::enrollment::{Applicant, TokenSource, read_token};
+use crate::gpu::{GpuChoice, GpuSettings};
+use crate::process::{self, EngineFactory, Settings};
+use crate::rollout::Places;
+use crate::space::Cgroups;
+use weightsync_core::protocol::{EngineAssignment, Incarnation, Role};
+use weightsync_engine::{ApiKey, EngineConfig};
+use weightsync_net::logs::{self, LogFormat};
+use weightsync_net::shutdown;
+
+/// Port of the status pages of an agent in a pod.
+pub const STATUS_PORT: u16 = 8472;
 
 /// What a pod takes part as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -116,12 +118,12 @@ impl AgentArgs {
     }
 
     /// Sets up logs as the arguments say.
-    pub(super) fn init_logs(&self) -> anyhow::Result<()> {
+    pub fn init_logs(&self) -> anyhow::Result<()> {
         Ok(logs::init(self.log_format, &self.log)?)
     }
 
     /// What the agent is told when it starts.
-    pub(super) async fn settings(self) -> anyhow::Result<Settings> {
+    pub async fn settings(self) -> anyhow::Result<Settings> {
         let ca_pem = if self.controller_ca.contains("-----BEGIN") {
             self.controller_ca.clone()
         } else {
@@ -184,7 +186,7 @@ impl AgentArgs {
         let unproven_routes = unproven_routes();
         let (host, served_model, versions) = (self.engine_host.clone(), self.model_dir.clone(), self.version_dir.clone());
         Ok(Arc::new(move |engine: &EngineAssignment| {
-            crate::engine::connect(EngineConfig {
+            weightsync_engine::connect(EngineConfig {
                 kind: engine.kind.clone(),
                 url: format!("http://{host}:{}", engine.port),
                 api_key: api_key.clone(),
@@ -198,7 +200,7 @@ impl AgentArgs {
 }
 
 /// Whether `WEIGHTSYNC_UNPROVEN_ROUTES=1` allows ways from GPU memory that were never seen on a GPU.
-pub(super) fn unproven_routes() -> bool {
+pub fn unproven_routes() -> bool {
     std::env::var_os("WEIGHTSYNC_UNPROVEN_ROUTES").is_some_and(|value| value == "1")
 }
 

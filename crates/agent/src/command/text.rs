@@ -12,7 +12,7 @@ use anyhow::Context as _;
 /// # Errors
 ///
 /// The file, or standard input, cannot be read or is not UTF-8; the message names which.
-pub(super) fn read(path: &Path) -> anyhow::Result<String> {
+pub fn read(path: &Path) -> anyhow::Result<String> {
     if path == Path::new("-") {
         let mut text = String::new();
         std::io::stdin().read_to_string(&mut text).context("standard input cannot be read")?;
@@ -22,7 +22,7 @@ pub(super) fn read(path: &Path) -> anyhow::Result<String> {
 }
 
 /// One line a row, with columns as wide as their widest cell and no space at the end of a line.
-pub(super) fn columns<R: AsRef<[String]>>(rows: &[R]) -> Vec<String> {
+pub fn columns<R: AsRef<[String]>>(rows: &[R]) -> Vec<String> {
     let cells = || rows.iter().map(AsRef::as_ref);
     let count = cells().map(<[String]>::len).max().unwrap_or(0);
     let width = |column: usize| cells().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0);

@@ -19,7 +19,7 @@ impl WorkerArgs {
         if rustix::net::sockopt::socket_domain(&socket).ok() != Some(rustix::net::AddressFamily::UNIX) {
             bail!("a worker is started by an agent, which gives it a socket as standard input");
         }
-        crate::worker::serve(socket).context("the worker cannot start")?;
+        weightsync_gpu::worker::serve(socket).context("the worker cannot start")?;
         Ok(ExitCode::SUCCESS)
     }
 }

@@ -10,11 +10,11 @@ use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
 use super::ExternalDesk;
-use crate::agent::core::Core;
-use crate::agent::group::{Epoch, Standing};
-use crate::agent::lead::Leader;
-use crate::agent::lead::peers::Peer;
-use crate::protocol::{Delivery, MemberName, MemberPhase, Role, Topology, TopologyReplica};
+use crate::core::Core;
+use crate::group::{Epoch, Standing};
+use crate::lead::Leader;
+use crate::lead::peers::Peer;
+use weightsync_core::protocol::{Delivery, MemberName, MemberPhase, Role, Topology, TopologyReplica};
 
 /// Keeps the desk's news up to date until `cancel`.
 pub async fn keep(core: Arc<Core>, leader: Arc<Leader>, desk: Arc<ExternalDesk>, cancel: CancellationToken) {

@@ -1,9 +1,9 @@
 //! What stands between an endpoint's GPUs and whoever they are for: why the container has none, and why memory of one that it has cannot be
-//! shared with the engine. [`plan::sharing`](crate::plan::sharing) decides; here its facts are gathered.
+//! shared with the engine. [`plan::sharing`](weightsync_core::plan::sharing) decides; here its facts are gathered.
 
 use super::{Gpus, Open};
-use crate::agent::surroundings::Surroundings;
-use crate::plan::{Neighbour, sharing};
+use crate::surroundings::Surroundings;
+use weightsync_core::plan::{Neighbour, sharing};
 
 impl Gpus {
     /// Why the engine cannot be handed memory of these GPUs (CUDA IPC); empty when nothing speaks against it.

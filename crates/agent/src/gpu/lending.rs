@@ -12,12 +12,12 @@ use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::{GRACE, Gpus, Open, left};
-use crate::agent::core::lock;
-use crate::agent::group::{Epoch, refusal};
-use crate::agent::surroundings::Surroundings;
-use crate::protocol::{LendRequest, LentMemory, Refusal, RefusalCode};
-use crate::transport::nccl::{Borrowed, Communicator, Seat};
-use crate::worker::{Slot, WorkerError};
+use crate::core::lock;
+use crate::group::{Epoch, refusal};
+use crate::surroundings::Surroundings;
+use weightsync_core::protocol::{LendRequest, LentMemory, Refusal, RefusalCode};
+use weightsync_gpu::worker::{Slot, WorkerError};
+use weightsync_transport::nccl::{Borrowed, Communicator, Seat};
 
 /// Writing a check takes no time, unless the worker hangs.
 const CHECK: Duration = Duration::from_secs(2);

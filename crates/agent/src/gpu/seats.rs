@@ -8,10 +8,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::beside::missing;
 use super::{GpuChoice, Gpus, Share};
-use crate::protocol::worker::{GpuFacts, NcclFacts, WorkerAnswer};
-use crate::runtime::backoff::Backoff;
-use crate::transport::nccl::Staging;
-use crate::worker::{Ring, Worker, WorkerError};
+use weightsync_core::protocol::worker::{GpuFacts, NcclFacts, WorkerAnswer};
+use weightsync_gpu::worker::{Ring, Worker, WorkerError};
+use weightsync_net::backoff::Backoff;
+use weightsync_transport::nccl::Staging;
 
 /// Opening a GPU makes a context on it; a cold driver takes seconds.
 const OPEN: Duration = Duration::from_secs(60);

@@ -5,11 +5,11 @@ use std::sync::mpsc;
 use std::thread;
 
 use super::*;
-use crate::agent::core::Facts;
-use crate::agent::group::Me;
-use crate::protocol::worker::{GpuFacts, NcclFacts};
-use crate::protocol::{Incarnation, Role};
-use crate::transport::tcp::{TcpOptions, TcpTransport};
+use crate::core::Facts;
+use crate::group::Me;
+use weightsync_core::protocol::worker::{GpuFacts, NcclFacts};
+use weightsync_core::protocol::{Incarnation, Role};
+use weightsync_transport::tcp::{TcpOptions, TcpTransport};
 
 const ROUNDS: usize = 20_000;
 const AMPLE: Duration = Duration::from_secs(60);

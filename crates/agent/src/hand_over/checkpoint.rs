@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::HandOver;
-use crate::engine::{DeviceJob, Engine, EngineError, InstallError, InstallReport};
-use crate::protocol::HeldVersion;
-use crate::weights::safetensors::Checkpoint;
-use crate::weights::{Bucket, Gsum64, Layout};
-use crate::worker::{Copy, HostMemory, Ring, Slot, WorkerError};
+use weightsync_core::protocol::HeldVersion;
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{Bucket, Gsum64, Layout};
+use weightsync_engine::{DeviceJob, Engine, EngineError, InstallError, InstallReport};
+use weightsync_gpu::worker::{Copy, HostMemory, Ring, Slot, WorkerError};
 
 /// Buckets in host memory: one is read while the other is copied.
 const BUCKETS: u64 = 2;

@@ -10,12 +10,12 @@ use tokio::task::spawn_blocking;
 use tokio_util::sync::CancellationToken;
 
 use super::FeedError;
-use crate::agent::rollout::ring::Ring;
-use crate::engine::{Engine, HostBucket, HostDigest, HostJob, HostMemory, HostTensor, InstallReport};
-use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
-use crate::runtime::memfd::SharedMemory;
-use crate::weights::safetensors::Checkpoint;
-use crate::weights::{Bucket, Layout};
+use crate::rollout::ring::Ring;
+use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{Bucket, Layout};
+use weightsync_engine::{Engine, HostBucket, HostDigest, HostJob, HostMemory, HostTensor, InstallReport};
+use weightsync_net::memfd::SharedMemory;
 
 /// What is fed, and how.
 #[derive(Debug, Clone)]
@@ -104,7 +104,7 @@ fn fill(
     let place = usize::try_from(start).ok().zip(usize::try_from(start + bucket.bytes).ok());
     let into = place.and_then(|(first, end)| memory.bytes_mut(first..end)).ok_or("a bucket does not fit the memory")?;
     checkpoint.read_stream(layout, bucket.offset, into).map_err(|error| error.to_string())?;
-    let tensor = |part: crate::weights::EntryPart<'_>| {
+    let tensor = |part: weightsync_core::weights::EntryPart<'_>| {
         let range = usize::try_from(part.in_range).ok().zip(usize::try_from(part.in_range + part.bytes).ok());
         let bytes = range.and_then(|(first, end)| into.get(first..end)).ok_or("a tensor does not fit its bucket")?;
         let spec = part.entry.tensor.clone();

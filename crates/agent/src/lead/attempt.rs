@@ -16,11 +16,11 @@ use super::peers::Peers;
 use super::phases::ANSWER;
 use super::stream::{Keep, Sending};
 use super::table::{Failure, Switching, Table};
-use crate::agent::core::Core;
-use crate::agent::group::Epoch;
-use crate::agent::version_source::VersionSource;
-use crate::protocol::{FinishRequest, HeldVersion, MemberName, PublishErrorCode, Role, UpdateId, UpdatePhase, UpdateView};
-use crate::weights::{DigestAlgorithm, Layout, Manifest};
+use crate::core::Core;
+use crate::group::Epoch;
+use crate::version_source::VersionSource;
+use weightsync_core::protocol::{FinishRequest, HeldVersion, MemberName, PublishErrorCode, Role, UpdateId, UpdatePhase, UpdateView};
+use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest};
 
 /// Least time between two views while bytes move.
 const VIEW_PERIOD: Duration = Duration::from_millis(200);

@@ -12,10 +12,10 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
-use crate::agent::group::Epoch;
-use crate::agent::rollout::LONG_POLL;
-use crate::protocol::{AbortRequest, MemberName, Refusal, UpdateId, UpdateStatus};
-use crate::runtime::https::{AgentClient, CallError};
+use crate::group::Epoch;
+use crate::rollout::LONG_POLL;
+use weightsync_core::protocol::{AbortRequest, MemberName, Refusal, UpdateId, UpdateStatus};
+use weightsync_net::https::{AgentClient, CallError};
 
 /// Longest abort: nobody waits for it.
 const ABORT: Duration = Duration::from_secs(5);

@@ -11,9 +11,9 @@ use tokio::time::Instant;
 
 use super::Leader;
 use super::calls::Calls;
-use crate::agent::group::{Epoch, refusal};
-use crate::protocol::{JoinRequest, JoinResponse, MemberName, Refusal, RefusalCode};
-use crate::runtime::https::CallError;
+use crate::group::{Epoch, refusal};
+use weightsync_core::protocol::{JoinRequest, JoinResponse, MemberName, Refusal, RefusalCode};
+use weightsync_net::https::CallError;
 
 /// Making an id takes no time, unless the worker hangs.
 const UNIQUE_ID: Duration = Duration::from_secs(2);
@@ -59,7 +59,7 @@ impl Leader {
         }
         if failed.is_empty() {
             let took = begun.elapsed();
-            tracing::info!(epoch = %epoch.id(), world = epoch.communicator().map(crate::protocol::CommunicatorPlan::world), ?took, "a communicator stands");
+            tracing::info!(epoch = %epoch.id(), world = epoch.communicator().map(weightsync_core::protocol::CommunicatorPlan::world), ?took, "a communicator stands");
             self.lend(epoch, deadline).await;
             return Ok(());
         }

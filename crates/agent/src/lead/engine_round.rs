@@ -17,11 +17,11 @@ use tokio::time::{Instant, sleep_until};
 
 use super::calls::Calls;
 use super::engines::{EngineGroupsLed, Led};
-use crate::agent::group::refusal;
-use crate::protocol::{MemberName, Receive, ReceiveRequest, ReceiveResponse, RefusalCode, StreamFailure, UpdateId};
-use crate::runtime::https::CallError;
-use crate::transport::nccl::PackedBucket;
-use crate::worker::{Broadcast, GRACE, WorkerError};
+use crate::group::refusal;
+use weightsync_core::protocol::{MemberName, Receive, ReceiveRequest, ReceiveResponse, RefusalCode, StreamFailure, UpdateId};
+use weightsync_gpu::worker::{Broadcast, GRACE, WorkerError};
+use weightsync_net::https::CallError;
+use weightsync_transport::nccl::PackedBucket;
 
 /// Once an engine said that it received, our broadcast ends within this long, or the engine took no part in it.
 const AFTER_SUCCESS: Duration = Duration::from_secs(2);

@@ -14,10 +14,10 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::oneshot;
 
 use super::engine_round::{EngineStream, failed_call};
-use crate::protocol::{BucketHeader, Receive, StreamFailure};
-use crate::transport::nccl::Packer;
-use crate::transport::{BucketSink, Payload, TransportError};
-use crate::weights::{Bucket, Layout};
+use weightsync_core::protocol::{BucketHeader, Receive, StreamFailure};
+use weightsync_core::weights::{Bucket, Layout};
+use weightsync_transport::nccl::Packer;
+use weightsync_transport::{BucketSink, Payload, TransportError};
 
 /// A broadcast of so many bytes can end here only when the others are in it: more than NCCL's buffers of 64 channels hold, twice. One buffer
 /// has 4 MiB unless `NCCL_BUFFSIZE` says otherwise (NCCL 2.28).

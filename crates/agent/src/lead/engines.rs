@@ -17,15 +17,15 @@ use tokio_util::sync::CancellationToken;
 
 use super::Leader;
 use super::calls::Calls;
-use crate::agent::group::{Epoch, refusal};
-use crate::protocol::worker::{NcclId, Proof};
-use crate::protocol::{
+use crate::group::{Epoch, refusal};
+use weightsync_core::protocol::worker::{NcclId, Proof};
+use weightsync_core::protocol::{
     EngineGroup, EngineJoinRequest, EngineJoinResponse, EpochId, GroupPlace, MemberName, Refusal, RefusalCode, Rendezvous, Role,
 };
-use crate::runtime::https::CallError;
-use crate::torch::store::{Server, nccl_id_keys};
-use crate::transport::nccl::Staging;
-use crate::worker::{Worker, WorkerError};
+use weightsync_gpu::worker::{Worker, WorkerError};
+use weightsync_net::https::CallError;
+use weightsync_torch::store::{Server, nccl_id_keys};
+use weightsync_transport::nccl::Staging;
 
 /// Making an id takes no time, unless the worker hangs.
 const UNIQUE_ID: Duration = Duration::from_secs(2);
@@ -135,13 +135,13 @@ impl Drop for EngineGroupsLed {
 impl Leader {
     /// The groups of an epoch that engines joined.
     pub(super) fn engines_of(&self, epoch: &Epoch) -> Option<Arc<EngineGroupsLed>> {
-        crate::agent::core::lock(&self.engines).clone().filter(|led| led.epoch == *epoch.id())
+        crate::core::lock(&self.engines).clone().filter(|led| led.epoch == *epoch.id())
     }
 
     /// Forms the groups of an epoch, until `deadline`.
     pub(super) async fn form_engines(&self, epoch: &Arc<Epoch>, deadline: Instant) -> Result<(), Refusal> {
         let internal = |what: String| refusal(RefusalCode::Internal, what);
-        let before = crate::agent::core::lock(&self.engines).take();
+        let before = crate::core::lock(&self.engines).take();
         if let Some(before) = before {
             // An abort that hangs costs this epoch no more than half of its time.
             let aborted = before.break_off("another epoch took its place");
@@ -173,7 +173,7 @@ impl Leader {
             led.break_off(&refusal.message).await;
             return Err(refusal);
         }
-        *crate::agent::core::lock(&self.engines) = Some(led.clone());
+        *crate::core::lock(&self.engines) = Some(led.clone());
         let (core, me) = (self.core.clone(), epoch.me().clone());
         tokio::spawn(async move {
             tokio::select! {
@@ -264,7 +264,7 @@ impl Led {
             let all = store.wait_for_clients(ranks, within).await;
             return all.map_err(|error| refusal(RefusalCode::PeerUnreachable, error.to_string()));
         }
-        let within = within.saturating_sub(crate::worker::GRACE + Duration::from_millis(200)).max(Duration::from_millis(100));
+        let within = within.saturating_sub(weightsync_gpu::worker::GRACE + Duration::from_millis(200)).max(Duration::from_millis(100));
         let made = self.communicate(within).await;
         made.map_err(|error| refusal(RefusalCode::PeerUnreachable, format!("the communicator cannot be made: {error}")))
     }

@@ -14,10 +14,12 @@ use super::Leader;
 use super::attempt::{Attempt, Begun, Brought, Stage};
 use super::phases::ANSWER;
 use super::table::{Failure, Switching, Table};
-use crate::agent::external::{Teller, Word};
-use crate::agent::group::Epoch;
-use crate::protocol::{ExternalBegin, ExternalEnd, ExternalOutcome, HeldVersion, MemberName, PublishErrorCode, ReplicaReport, UpdatePhase};
-use crate::weights::Manifest;
+use crate::external::{Teller, Word};
+use crate::group::Epoch;
+use weightsync_core::protocol::{
+    ExternalBegin, ExternalEnd, ExternalOutcome, HeldVersion, MemberName, PublishErrorCode, ReplicaReport, UpdatePhase,
+};
+use weightsync_core::weights::Manifest;
 
 /// What is to be led.
 pub struct ExternalPlan<'a> {

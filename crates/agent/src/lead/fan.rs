@@ -9,10 +9,10 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::future::{select_all, try_join_all};
 
-use crate::protocol::BucketHeader;
-use crate::transport::nccl::Staging;
-use crate::transport::{BucketSink, Payload, TransportError};
-use crate::weights::bucket_digest;
+use weightsync_core::protocol::BucketHeader;
+use weightsync_core::weights::bucket_digest;
+use weightsync_transport::nccl::Staging;
+use weightsync_transport::{BucketSink, Payload, TransportError};
 
 /// All chains.
 pub(super) struct Fan {

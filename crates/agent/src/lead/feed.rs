@@ -12,14 +12,14 @@ use tokio::time::{Instant, sleep_until};
 
 use super::table::{Failure, Switching};
 use super::{Leader, Plan, Stage};
-use crate::agent::attempts::Attempts;
-use crate::agent::core::lock;
-use crate::agent::group::Epoch;
-use crate::agent::rollout::same_version;
-use crate::agent::version_source::VersionSource;
-use crate::protocol::{EpochId, HeldVersion, MemberName, MemberPhase, MemberState, Role, UpdatePhase};
-use crate::runtime::backoff::Backoff;
-use crate::weights::{DigestAlgorithm, Manifest};
+use crate::attempts::Attempts;
+use crate::core::lock;
+use crate::group::Epoch;
+use crate::rollout::same_version;
+use crate::version_source::VersionSource;
+use weightsync_core::protocol::{EpochId, HeldVersion, MemberName, MemberPhase, MemberState, Role, UpdatePhase};
+use weightsync_core::weights::{DigestAlgorithm, Manifest};
+use weightsync_net::backoff::Backoff;
 
 /// First and longest wait after a member could not be fed.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));

@@ -10,9 +10,9 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use super::stream::Keep;
-use crate::transport::DevicePayload;
-use crate::transport::nccl::Staging;
-use crate::worker::WorkerError;
+use weightsync_gpu::worker::WorkerError;
+use weightsync_transport::DevicePayload;
+use weightsync_transport::nccl::Staging;
 
 /// Copies under way. What is dropped goes on copying.
 pub(super) struct Keeping {

@@ -12,10 +12,10 @@ use tokio::time::Instant;
 
 use super::Leader;
 use super::calls::Calls;
-use crate::agent::group::Epoch;
-use crate::protocol::{LendRequest, MemberName};
-use crate::runtime::https::CallError;
-use crate::transport::nccl::Communicator;
+use crate::group::Epoch;
+use weightsync_core::protocol::{LendRequest, MemberName};
+use weightsync_net::https::CallError;
+use weightsync_transport::nccl::Communicator;
 
 /// Longest wait for a member to open the ring: it opens memory that is there, and may allocate a ring of its own.
 const LENDING: Duration = Duration::from_secs(10);

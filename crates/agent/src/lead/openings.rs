@@ -6,7 +6,7 @@
 
 use super::attempt::Attempt;
 use super::probe::{Opening, hello};
-use crate::protocol::{CarriedBy, MemberName};
+use weightsync_core::protocol::{CarriedBy, MemberName};
 
 /// The streams of one attempt.
 #[derive(Default)]

@@ -11,11 +11,11 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
-use crate::agent::core::Core;
-use crate::agent::events::SILENT_AFTER;
-use crate::agent::group::Epoch;
-use crate::protocol::{AgentEvent, MemberAddress, MemberName, MemberState};
-use crate::runtime::https::AgentClient;
+use crate::core::Core;
+use crate::events::SILENT_AFTER;
+use crate::group::Epoch;
+use weightsync_core::protocol::{AgentEvent, MemberAddress, MemberName, MemberState};
+use weightsync_net::https::AgentClient;
 
 /// Longest wait for a stream to begin.
 const OPEN: Duration = Duration::from_secs(2);

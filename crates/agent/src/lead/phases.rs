@@ -16,10 +16,10 @@ use super::openings::Openings;
 use super::probe::Opening;
 use super::stream::{Sending, StreamError};
 use super::table::{Failure, Table, Verdict};
-use crate::agent::rollout::PAUSING;
-use crate::protocol::{BeginRequest, MemberName, PublishErrorCode, UpdatePhase};
-use crate::transport::{BucketSink, TransportError};
-use crate::weights::{DigestAlgorithm, Layout};
+use crate::rollout::PAUSING;
+use weightsync_core::protocol::{BeginRequest, MemberName, PublishErrorCode, UpdatePhase};
+use weightsync_core::weights::{DigestAlgorithm, Layout};
+use weightsync_transport::{BucketSink, TransportError};
 
 /// Once enough members opened the update, the others have this long to do so, and never longer than half of what members wait for the first
 /// byte: one engine that is stuck cost all of them the attempt when both were equal.

@@ -9,10 +9,10 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use super::Leader;
 use super::calls::Calls;
-use crate::agent::group::{Epoch, refusal};
-use crate::protocol::{BucketHeader, CarriedBy, DataHello, MemberName, Refusal, RefusalCode, UpdateId};
-use crate::transport::TransportError;
-use crate::weights::bucket_digest;
+use crate::group::{Epoch, refusal};
+use weightsync_core::protocol::{BucketHeader, CarriedBy, DataHello, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_core::weights::bucket_digest;
+use weightsync_transport::TransportError;
 
 /// The element: eight bytes that differ, so that an order mistaken on the way shows.
 const ELEMENT: [u8; 8] = [1, 2, 3, 4, 5, 6, 7, 8];

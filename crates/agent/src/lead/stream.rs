@@ -11,12 +11,12 @@ use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 
 use super::keeping::Keeping;
-use crate::agent::version_source::{SourceError, VersionSource};
-use crate::protocol::BucketHeader;
-use crate::transport::nccl::Staging;
-use crate::transport::{BucketSink, Payload, TransportError, digest, hashes_on_several_cores};
-use crate::weights::{Bucket, BucketHasher, DigestAlgorithm, Layout, TensorHasher, TensorHasherError};
-use crate::worker::WorkerError;
+use crate::version_source::{SourceError, VersionSource};
+use weightsync_core::protocol::BucketHeader;
+use weightsync_core::weights::{Bucket, BucketHasher, DigestAlgorithm, Layout, TensorHasher, TensorHasherError};
+use weightsync_gpu::worker::WorkerError;
+use weightsync_transport::nccl::Staging;
+use weightsync_transport::{BucketSink, Payload, TransportError, digest, hashes_on_several_cores};
 
 /// Buckets that are read and hashed ahead of the one being sent.
 const AHEAD: usize = 2;

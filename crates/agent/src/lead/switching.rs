@@ -8,7 +8,7 @@ use super::calls::Following;
 use super::phases::ANSWER;
 use super::table::{Failure, Table, Verdict};
 use super::waves::{Waiting, Waves};
-use crate::protocol::{ActivateRequest, MemberName, MemberPhase, UpdateId};
+use weightsync_core::protocol::{ActivateRequest, MemberName, MemberPhase, UpdateId};
 
 impl Attempt<'_> {
     /// Switches all that hold the version, in waves, and waits for them as far as enough may come.

@@ -3,7 +3,7 @@
 //! Pure: answers and statuses in, a verdict out. Counts against `minReady`; never waits, never sends, and never counts a member as
 //! delivered or installed that did not say so itself.
 
-use crate::protocol::{
+use weightsync_core::protocol::{
     InstallStep, MemberName, MemberProgress, PublishErrorCode, Refusal, RefusalCode, UpdatePhase, UpdateStatus, is_refused_by_most,
 };
 

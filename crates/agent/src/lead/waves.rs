@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::protocol::{InstallStep, MemberName};
+use weightsync_core::protocol::{InstallStep, MemberName};
 
 /// A member that holds the version and waits to be switched.
 #[derive(Debug, Clone, PartialEq, Eq)]

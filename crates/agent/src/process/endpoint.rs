@@ -14,26 +14,26 @@ use tokio_util::sync::CancellationToken;
 
 use super::pages::Pages;
 use super::{AgentError, Settings};
-use crate::agent::client::{PublishQueue, SourceWorker};
-use crate::agent::core::{Core, Facts};
-use crate::agent::enrollment::{Announcer, AnnouncingEnded, Enrolled};
-use crate::agent::external::{ExternalDesk, epochs};
-use crate::agent::gpu::{Gpus, Share};
-use crate::agent::group::{Me, Standing};
-use crate::agent::lead::Leader;
-use crate::agent::lead::feed::Feeder;
-use crate::agent::rollout::readiness::Assigned;
-use crate::agent::rollout::{Places, Rollout, StartError};
-use crate::agent::server::{Endpoint, Part, router};
-use crate::agent::source::Source;
-use crate::agent::{attempts::Attempts, roster};
-use crate::engine::{Engine, EngineError};
-use crate::protocol::{Announcement, Assignment, EngineAssignment, Incarnation, MemberName, Protocols, Role, RosterView};
-use crate::runtime::https::{Access, AgentClient, ControllerClient, Limits, serve_https};
-use crate::runtime::identity::{ClientCertificates, Identity, IdentityError, agent_name};
-use crate::transport::TransportError;
-use crate::transport::nccl::NcclTransport;
-use crate::transport::tcp::{DataTls, TcpOptions, TcpTransport};
+use crate::client::{PublishQueue, SourceWorker};
+use crate::core::{Core, Facts};
+use crate::enrollment::{Announcer, AnnouncingEnded, Enrolled};
+use crate::external::{ExternalDesk, epochs};
+use crate::gpu::{Gpus, Share};
+use crate::group::{Me, Standing};
+use crate::lead::Leader;
+use crate::lead::feed::Feeder;
+use crate::rollout::readiness::Assigned;
+use crate::rollout::{Places, Rollout, StartError};
+use crate::server::{Endpoint, Part, router};
+use crate::source::Source;
+use crate::{attempts::Attempts, roster};
+use weightsync_core::protocol::{Announcement, Assignment, EngineAssignment, Incarnation, MemberName, Protocols, Role, RosterView};
+use weightsync_engine::{Engine, EngineError};
+use weightsync_net::https::{Access, AgentClient, ControllerClient, Limits, serve_https};
+use weightsync_net::identity::{ClientCertificates, Identity, IdentityError, agent_name};
+use weightsync_transport::TransportError;
+use weightsync_transport::nccl::NcclTransport;
+use weightsync_transport::tcp::{DataTls, TcpOptions, TcpTransport};
 
 /// A listener that acknowledges nothing for this long is gone. A pod that was deleted by force takes its network away without a word; an
 /// agent that still believed in that controller would not announce itself to the next one in time to keep its epoch.
@@ -127,7 +127,7 @@ impl Session {
         let data = SocketAddr::new(settings.ip, port(settings.data_port, number));
         let options = TcpOptions { tls: Some(self.data_tls(&core)?), ..TcpOptions::default() };
         let transport = Arc::new(NcclTransport::new(TcpTransport::bind(data, core.clone(), options).await?));
-        let data_address = crate::transport::Transport::address(transport.as_ref());
+        let data_address = weightsync_transport::Transport::address(transport.as_ref());
         let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport.clone());
         let share = Share { number: usize::from(number), of: running.wanted };
         let policy = running.assignment.borrow().transport.clone();

@@ -17,10 +17,10 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::progress;
-use crate::agent::core::Core;
-use crate::agent::rollout::Rollout;
-use crate::protocol::{InstallStep, MemberState, TransportChoice, UpdateId, UpdatePhase, UpdateStatus, UpdateView};
-use crate::runtime::metrics::{Definition, Metrics, times};
+use crate::core::Core;
+use crate::rollout::Rollout;
+use weightsync_core::protocol::{InstallStep, MemberState, TransportChoice, UpdateId, UpdatePhase, UpdateStatus, UpdateView};
+use weightsync_net::metrics::{Definition, Metrics, times};
 
 /// The label of gauges.
 pub(super) const PORT: &[(&str, &str)] = &[("port", "of the engine; 0 for a source")];
@@ -172,7 +172,7 @@ impl Numbers {
         self.version.get_or_create(labels).set(number(state.installed.as_ref().map(|held| held.version)));
         self.healthy.get_or_create(labels).set(i64::from(state.healthy));
         self.paused.get_or_create(labels).set(i64::from(state.paused_until.is_some()));
-        self.dirty.get_or_create(labels).set(i64::from(state.phase == crate::protocol::MemberPhase::Dirty));
+        self.dirty.get_or_create(labels).set(i64::from(state.phase == weightsync_core::protocol::MemberPhase::Dirty));
         self.changes.get_or_create(labels).inc();
     }
 

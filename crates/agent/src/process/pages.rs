@@ -17,12 +17,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::numbers::Numbers;
 use super::progress::Progress;
-use crate::agent::core::{Core, lock};
-use crate::agent::rollout::Rollout;
-use crate::protocol::{Role, RosterView};
-use crate::runtime::health::{self, Health};
-use crate::runtime::https::ndjson;
-use crate::runtime::metrics::Metrics;
+use crate::core::{Core, lock};
+use crate::rollout::Rollout;
+use weightsync_core::protocol::{Role, RosterView};
+use weightsync_net::health::{self, Health};
+use weightsync_net::https::ndjson;
+use weightsync_net::metrics::Metrics;
 
 /// Everything that the pages show.
 pub(super) struct Pages {

@@ -8,8 +8,8 @@ use prometheus_client::encoding::DescriptorEncoder;
 
 use super::numbers::{OfEngine, PORT};
 use super::pages::Shown;
-use crate::agent::core::lock;
-use crate::runtime::metrics::{Definition, In};
+use crate::core::lock;
+use weightsync_net::metrics::{Definition, In};
 
 pub(super) const RECEIVED: Definition =
     Definition::gauge_in("agent_update_received", In::Bytes, "Bytes of the last update that arrived and were checked").by(PORT);

@@ -9,8 +9,8 @@ use super::external::Watched;
 use super::group::GroupReceiver;
 use super::memory::MemoryReceiver;
 use super::receive::Receiver;
-use crate::protocol::HeldVersion;
-use crate::transport::BucketStore;
+use weightsync_core::protocol::HeldVersion;
+use weightsync_transport::BucketStore;
 
 /// Where an attempt's buckets go.
 #[derive(Clone)]

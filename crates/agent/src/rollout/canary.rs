@@ -6,9 +6,9 @@
 use std::time::Duration;
 
 use super::{Inner, Rollout};
-use crate::agent::group::refusal;
-use crate::engine::EngineError;
-use crate::protocol::{HeldVersion, PausePolicy, Refusal, RefusalCode, RefusedVersion, UpdatePolicy};
+use crate::group::refusal;
+use weightsync_core::protocol::{HeldVersion, PausePolicy, Refusal, RefusalCode, RefusedVersion, UpdatePolicy};
+use weightsync_engine::EngineError;
 
 /// Refused versions that are remembered.
 const REMEMBERED: usize = 4;

@@ -13,14 +13,14 @@ use tokio::time::{Instant, timeout};
 use super::receive::{Listener, agree, cut_as_laid_out};
 use super::switch::Switch;
 use super::{Inner, Rollout};
-use crate::agent::core::lock;
-use crate::agent::group::{Epoch, refusal};
-use crate::agent::hand_over::HandOver;
-use crate::engine::InstallError;
-use crate::protocol::{BeginRequest, BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
-use crate::transport::{BucketStore, DeviceBucket, Wants};
-use crate::weights::{Bucket, Coverage, Cuts, DigestAlgorithm, DigestPart, Layout, TensorHasher};
-use crate::worker::Slot;
+use crate::core::lock;
+use crate::group::{Epoch, refusal};
+use crate::hand_over::HandOver;
+use weightsync_core::protocol::{BeginRequest, BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_core::weights::{Bucket, Coverage, Cuts, DigestAlgorithm, DigestPart, Layout, TensorHasher};
+use weightsync_engine::InstallError;
+use weightsync_gpu::worker::Slot;
+use weightsync_transport::{BucketStore, DeviceBucket, Wants};
 
 /// What the task that feeds the engine is told, in order.
 pub(super) enum Order {

@@ -14,11 +14,11 @@ use super::machine::Opening;
 use super::switch::Switch;
 use super::update::busy;
 use super::{Arriving, Inner, Rollout};
-use crate::agent::group::{Epoch, refusal};
-use crate::engine::{EngineError, External, ExternalMark, ExternalProof};
-use crate::protocol::{
+use crate::group::{Epoch, refusal};
+use weightsync_core::protocol::{
     Delivery, ExternalBegin, ExternalEnd, ExternalOutcome, HealthPolicy, InstallStep, Refusal, RefusalCode, UpdateId, UpdateStatus,
 };
+use weightsync_engine::{EngineError, External, ExternalMark, ExternalProof};
 
 /// Longest call that marks an engine, or takes a mark back.
 const SHORT: Duration = Duration::from_secs(10);

@@ -6,10 +6,10 @@
 use std::sync::Arc;
 
 use super::{Inner, Rollout, Version, same_version};
-use crate::agent::core::lock;
-use crate::agent::group::Epoch;
-use crate::agent::space::{NoSpace, check_directory};
-use crate::protocol::{HeldVersion, UpdatePolicy};
+use crate::core::lock;
+use crate::group::Epoch;
+use crate::space::{NoSpace, check_directory};
+use weightsync_core::protocol::{HeldVersion, UpdatePolicy};
 
 impl Rollout {
     /// Whether this rollout, which is to feed the others the version that the group went back to, has to go back itself before.

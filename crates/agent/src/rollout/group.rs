@@ -13,14 +13,14 @@ use tokio::time::timeout;
 
 use super::switch::Switch;
 use super::{Arriving, Rollout};
-use crate::agent::core::lock;
-use crate::agent::group::{Epoch, refusal};
-use crate::engine::{DeviceBucket, DeviceInstall, GroupJoin, InstallError, no_groups};
-use crate::protocol::{
+use crate::core::lock;
+use crate::group::{Epoch, refusal};
+use weightsync_core::protocol::{
     BeginRequest, EngineJoinRequest, EngineJoinResponse, FinishRequest, GroupFacts, HeldVersion, Receive, ReceiveRequest, ReceiveResponse,
     Refusal, RefusalCode, UpdateId,
 };
-use crate::weights::{Bucket, Cuts, DigestAlgorithm, Layout, Manifest, parse_digest_hex};
+use weightsync_core::weights::{Bucket, Cuts, DigestAlgorithm, Layout, Manifest, parse_digest_hex};
+use weightsync_engine::{DeviceBucket, DeviceInstall, GroupJoin, InstallError, no_groups};
 
 /// Part of the time of a call that is kept for its answer to travel.
 const TO_ANSWER: Duration = Duration::from_millis(200);

@@ -8,9 +8,9 @@ mod attempt;
 mod external;
 
 use self::attempt::{Attempt, Stage, wrong_phase};
-use crate::agent::group::refusal;
-use crate::engine::EngineStart;
-use crate::protocol::{BeginRequest, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId, UpdateStatus};
+use crate::group::refusal;
+use weightsync_core::protocol::{BeginRequest, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId, UpdateStatus};
+use weightsync_engine::EngineStart;
 
 /// A version that the engine confirmed.
 #[derive(Debug, Clone, PartialEq, Eq)]

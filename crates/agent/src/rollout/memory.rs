@@ -16,13 +16,13 @@ use tokio::time::{Instant, timeout};
 
 use super::receive::{Listener, agree, cut_as_laid_out};
 use super::ring::Ring;
-use crate::agent::core::lock;
-use crate::agent::group::refusal;
-use crate::engine::{HostBucket, HostDigest, HostTensor};
-use crate::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
-use crate::runtime::memfd::SharedMemory;
-use crate::transport::{BucketStore, MOST_AT_ONCE};
-use crate::weights::{Bucket, Coverage, DigestAlgorithm, Layout, PartHasher, TensorHasher, digest_hex, tensor_digest};
+use crate::core::lock;
+use crate::group::refusal;
+use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, PartHasher, TensorHasher, digest_hex, tensor_digest};
+use weightsync_engine::{HostBucket, HostDigest, HostTensor};
+use weightsync_net::memfd::SharedMemory;
+use weightsync_transport::{BucketStore, MOST_AT_ONCE};
 
 /// What the task that feeds the engine is told, in order.
 enum Order {

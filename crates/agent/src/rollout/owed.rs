@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::Rollout;
 use super::switch::ms_since_1970;
-use crate::protocol::HeldVersion;
+use weightsync_core::protocol::HeldVersion;
 
 /// Time for the token and for what is done about an engine that gives none.
 const WHOLE: Duration = Duration::from_secs(90);

@@ -5,8 +5,8 @@
 
 use super::machine::Installed;
 use super::same_version;
-use crate::engine::EngineStart;
-use crate::protocol::{HeldVersion, Returned, Skew, Version, skew};
+use weightsync_core::protocol::{HeldVersion, Returned, Skew, Version, skew};
+use weightsync_engine::EngineStart;
 
 /// What the controller wants of this rollout; nothing is known before it said so.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

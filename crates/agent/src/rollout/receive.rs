@@ -12,12 +12,12 @@ use tokio::time::Instant;
 
 use super::version::Version;
 use super::version_dir::VersionDir;
-use crate::agent::core::lock;
-use crate::agent::group::refusal;
-use crate::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
-use crate::transport::BucketStore;
-use crate::weights::safetensors::SafetensorsPlan;
-use crate::weights::{Bucket, Coverage, DigestAlgorithm, Layout, Manifest, TensorHasher, digest_hex, parse_digest_hex};
+use crate::core::lock;
+use crate::group::refusal;
+use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_core::weights::safetensors::SafetensorsPlan;
+use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, Manifest, TensorHasher, digest_hex, parse_digest_hex};
+use weightsync_transport::BucketStore;
 
 /// Who is told how the stream goes.
 pub trait Listener: Send + Sync {
@@ -186,9 +186,9 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::agent::rollout::version_dir::AgentDir;
-    use crate::protocol::EpochId;
-    use crate::weights::{Dtype, TensorSpec};
+    use crate::rollout::version_dir::AgentDir;
+    use weightsync_core::protocol::EpochId;
+    use weightsync_core::weights::{Dtype, TensorSpec};
 
     /// Lets the version go while bytes are written, as the end of an epoch may.
     struct Ends(Arc<OnceLock<Weak<Receiver>>>);

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 
 /// The places of a ring of so many bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::agent) struct Ring {
+pub(crate) struct Ring {
     capacity: u64,
     /// Start and length of the regions in use, the oldest first.
     used: VecDeque<(u64, u64)>,
@@ -15,12 +15,12 @@ pub(in crate::agent) struct Ring {
 }
 
 impl Ring {
-    pub(in crate::agent) fn new(capacity: u64) -> Self {
+    pub(crate) fn new(capacity: u64) -> Self {
         Self { capacity, used: VecDeque::new(), head: 0 }
     }
 
     /// The first byte of a new region; none while there is no room for it.
-    pub(in crate::agent) fn take(&mut self, bytes: u64) -> Option<u64> {
+    pub(crate) fn take(&mut self, bytes: u64) -> Option<u64> {
         let start = match self.used.front() {
             None => 0,
             // What is in use lies in one piece.
@@ -44,7 +44,7 @@ impl Ring {
     }
 
     /// Gives the oldest region back.
-    pub(in crate::agent) fn give_back(&mut self) {
+    pub(crate) fn give_back(&mut self) {
         self.used.pop_front();
     }
 }

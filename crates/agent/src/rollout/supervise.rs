@@ -10,9 +10,9 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use super::{Inner, Rollout};
-use crate::agent::group::{Standing, refusal};
-use crate::engine::{EngineError, EngineStart, Holding};
-use crate::protocol::{Delivery, EngineFacts, HealthPolicy, KvCachePolicy, PausePolicy, Refusal, RefusalCode, UpdatePolicy};
+use crate::group::{Standing, refusal};
+use weightsync_core::protocol::{Delivery, EngineFacts, HealthPolicy, KvCachePolicy, PausePolicy, Refusal, RefusalCode, UpdatePolicy};
+use weightsync_engine::{EngineError, EngineStart, Holding};
 
 /// How long a pause that an earlier life of this agent may have left is suffered while no group says who pauses.
 const LEFT_PAUSED: Duration = Duration::from_secs(30);
@@ -303,7 +303,7 @@ impl Rollout {
 
     /// The rules of the last group, or usual ones before there was one.
     fn policy(&self) -> UpdatePolicy {
-        crate::agent::core::lock(&self.inner).policy.clone().unwrap_or_else(usual_policy)
+        crate::core::lock(&self.inner).policy.clone().unwrap_or_else(usual_policy)
     }
 }
 
@@ -333,7 +333,7 @@ fn usual_policy() -> UpdatePolicy {
         bucket_bytes: 0,
         delivery: Delivery::default(),
         data_tls: true,
-        transport: crate::protocol::TransportPolicy::default(),
+        transport: weightsync_core::protocol::TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 3_000, failure_threshold: 3, success_threshold: 1 },
         canary: None,
     }

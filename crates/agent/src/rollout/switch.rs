@@ -10,8 +10,8 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::{Rollout, Version, same_version};
-use crate::engine::{DraftWay, EngineError, EngineStart, InstallError, InstallJob, InstallReport, Resumed, draft};
-use crate::protocol::{HeldVersion, PausePolicy, UpdatePolicy};
+use weightsync_core::protocol::{HeldVersion, PausePolicy, UpdatePolicy};
+use weightsync_engine::{DraftWay, EngineError, EngineStart, InstallError, InstallJob, InstallReport, Resumed, draft};
 
 /// What an adapter may take beyond the time that it was given.
 const GRACE: Duration = Duration::from_secs(10);

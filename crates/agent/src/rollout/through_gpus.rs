@@ -10,13 +10,13 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::{Rollout, Version};
-use crate::agent::gpu::Gpus;
-use crate::agent::hand_over::feed_checkpoint;
-use crate::engine::{DeviceJob, EngineError, InstallError, InstallReport};
-use crate::protocol::{HeldVersion, UpdatePolicy};
-use crate::weights::Layout;
-use crate::weights::safetensors::Checkpoint;
-use crate::worker::Ring;
+use crate::gpu::Gpus;
+use crate::hand_over::feed_checkpoint;
+use weightsync_core::protocol::{HeldVersion, UpdatePolicy};
+use weightsync_core::weights::Layout;
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_engine::{DeviceJob, EngineError, InstallError, InstallReport};
+use weightsync_gpu::worker::Ring;
 
 /// Buckets that are under way on each GPU.
 const SLOTS: u32 = 2;

@@ -11,9 +11,9 @@ use tokio::task::spawn_blocking;
 use tokio_util::sync::CancellationToken;
 
 use super::{Rollout, Version};
-use crate::engine::{EngineError, HostJob, HostMemory, InstallError, InstallReport};
-use crate::protocol::{HeldVersion, UpdatePolicy};
-use crate::weights::Layout;
+use weightsync_core::protocol::{HeldVersion, UpdatePolicy};
+use weightsync_core::weights::Layout;
+use weightsync_engine::{EngineError, HostJob, HostMemory, InstallError, InstallReport};
 
 /// Longest time to ask a server which ways it has.
 const ASK: Duration = Duration::from_secs(5);

@@ -11,15 +11,15 @@ use tokio_util::sync::CancellationToken;
 use super::machine::{Activating, Finishing, Opening};
 use super::receive::{Listener, Receiver};
 use super::{Arriving, Inner, Receiving, Rollout, Version};
-use crate::agent::group::{Epoch, refusal};
-use crate::engine::{DraftWay, draft};
-use crate::protocol::{
+use crate::group::{Epoch, refusal};
+use weightsync_core::protocol::{
     AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, MemberName, Refusal, RefusalCode, UpdateId,
     UpdateStatus,
 };
-use crate::runtime::deadline::ProgressDeadline;
-use crate::weights::safetensors::SafetensorsPlan;
-use crate::weights::{Layout, Section, TensorSpec};
+use weightsync_core::weights::safetensors::SafetensorsPlan;
+use weightsync_core::weights::{Layout, Section, TensorSpec};
+use weightsync_engine::{DraftWay, draft};
+use weightsync_net::deadline::ProgressDeadline;
 
 /// Longest wait of a status request for news.
 pub const LONG_POLL: Duration = Duration::from_secs(1);
@@ -278,7 +278,7 @@ impl Rollout {
     }
 
     pub(super) fn heard_leader(&self, update: &UpdateId) {
-        let inner = crate::agent::core::lock(&self.inner);
+        let inner = crate::core::lock(&self.inner);
         if let Some(receiving) = inner.receiving.as_ref().filter(|receiving| receiving.update == *update) {
             receiving.deadline.moved();
         }
@@ -317,7 +317,7 @@ impl Inner {
 impl Listener for Weak<Rollout> {
     fn moving(&self) {
         let Some(rollout) = self.upgrade() else { return };
-        let inner = crate::agent::core::lock(&rollout.inner);
+        let inner = crate::core::lock(&rollout.inner);
         if let Some(receiving) = &inner.receiving {
             receiving.deadline.moved();
         }

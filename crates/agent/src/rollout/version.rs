@@ -12,13 +12,13 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use super::version_dir::VersionDir;
-use crate::agent::shelf::Shelved;
-use crate::agent::version_source::{SourceError, VersionSource};
-use crate::engine::{HostBucket, HostDigest, HostMemory, HostTensor};
-use crate::protocol::HeldVersion;
-use crate::transport::Payload;
-use crate::weights::safetensors::SafetensorsPlan;
-use crate::weights::{Bucket, DigestAlgorithm, EntryPart, Layout, Manifest, PartHasher, TensorHasher, parse_digest_hex};
+use crate::shelf::Shelved;
+use crate::version_source::{SourceError, VersionSource};
+use weightsync_core::protocol::HeldVersion;
+use weightsync_core::weights::safetensors::SafetensorsPlan;
+use weightsync_core::weights::{Bucket, DigestAlgorithm, EntryPart, Layout, Manifest, PartHasher, TensorHasher, parse_digest_hex};
+use weightsync_engine::{HostBucket, HostDigest, HostMemory, HostTensor};
+use weightsync_transport::Payload;
 
 /// Bytes that are read at once to be hashed.
 const PART: u64 = 1 << 20;

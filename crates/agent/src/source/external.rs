@@ -10,12 +10,12 @@ use tokio::time::timeout_at;
 use tokio_util::sync::CancellationToken;
 
 use super::Source;
-use crate::agent::core::lock;
-use crate::agent::external::{Ask, ExternalDesk, ExternalJob};
-use crate::agent::group::Epoch;
-use crate::agent::lead::ExternalPlan;
-use crate::agent::source::outcome::{pinned, publish_error};
-use crate::protocol::{Delivery, HeldVersion, PublishError, PublishErrorCode, PublishResult, external_manifest};
+use crate::core::lock;
+use crate::external::{Ask, ExternalDesk, ExternalJob};
+use crate::group::Epoch;
+use crate::lead::ExternalPlan;
+use crate::source::outcome::{pinned, publish_error};
+use weightsync_core::protocol::{Delivery, HeldVersion, PublishError, PublishErrorCode, PublishResult, external_manifest};
 
 /// What the leader may take beyond the deadline to say how it ended.
 const LATE: Duration = Duration::from_secs(5);

@@ -5,8 +5,8 @@
 
 use std::collections::BTreeSet;
 
-use crate::protocol::{HeldVersion, PublishError, PublishErrorCode, Version};
-use crate::weights::DigestAlgorithm;
+use weightsync_core::protocol::{HeldVersion, PublishError, PublishErrorCode, Version};
+use weightsync_core::weights::DigestAlgorithm;
 
 /// What was published through this agent, and what the group holds.
 #[derive(Debug, Default)]

@@ -2,8 +2,8 @@
 //!
 //! Decides nothing about attempts; every text names the cause and, where there is one, the next step.
 
-use crate::agent::lead::table::Failure;
-use crate::protocol::{EpochId, PublishError, PublishErrorCode, Version};
+use crate::lead::table::Failure;
+use weightsync_core::protocol::{EpochId, PublishError, PublishErrorCode, Version};
 
 pub(super) fn publish_error(failure: Failure) -> PublishError {
     let Failure { code, message, phase, member, .. } = failure;

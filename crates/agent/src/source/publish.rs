@@ -13,18 +13,18 @@ use super::outcome::{by_topology, cancelled, internal, pinned, publish_error, re
 use super::reach::Reach;
 use super::retain::{Keeper, Retained, fits};
 use super::tracked::{LAST_COPY, Tracked};
-use crate::agent::core::lock;
-use crate::agent::group::Epoch;
-use crate::agent::lead::feed::Feeder;
-use crate::agent::lead::table::{Failure, Switching};
-use crate::agent::lead::{Brought, Keep, Plan, Stage};
-use crate::agent::publish_job::{NotActivated, PublishJob, Reporter};
-use crate::agent::version_source::VersionSource;
-use crate::protocol::{
+use crate::core::lock;
+use crate::group::Epoch;
+use crate::lead::feed::Feeder;
+use crate::lead::table::{Failure, Switching};
+use crate::lead::{Brought, Keep, Plan, Stage};
+use crate::publish_job::{NotActivated, PublishJob, Reporter};
+use crate::version_source::VersionSource;
+use weightsync_core::protocol::{
     Activation, Delivery, EpochId, HeldVersion, PublishError, PublishErrorCode, PublishResult, UpdatePhase, UpdatePolicy, Version,
 };
-use crate::transport::nccl::Staging;
-use crate::weights::{DigestAlgorithm, Layout, Manifest};
+use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest};
+use weightsync_transport::nccl::Staging;
 
 /// A publish as far as all its attempts share it.
 struct Publish {

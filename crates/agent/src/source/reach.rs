@@ -5,8 +5,8 @@
 
 use std::collections::BTreeSet;
 
-use crate::agent::lead::table::Switching;
-use crate::protocol::{MemberName, PublishError, PublishErrorCode, Version};
+use crate::lead::table::Switching;
+use weightsync_core::protocol::{MemberName, PublishError, PublishErrorCode, Version};
 
 /// What all attempts of one publish know.
 #[derive(Debug, Default)]

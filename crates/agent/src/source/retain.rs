@@ -11,14 +11,14 @@ use bytes::Bytes;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use crate::agent::core::lock;
-use crate::agent::lead::Keep;
-use crate::agent::shelf::Shelved;
-use crate::agent::space::Cgroups;
-use crate::agent::version_source::{SourceError, VersionSource};
-use crate::protocol::HeldVersion;
-use crate::transport::Payload;
-use crate::weights::{Bucket, DigestAlgorithm, Layout};
+use crate::core::lock;
+use crate::lead::Keep;
+use crate::shelf::Shelved;
+use crate::space::Cgroups;
+use crate::version_source::{SourceError, VersionSource};
+use weightsync_core::protocol::HeldVersion;
+use weightsync_core::weights::{Bucket, DigestAlgorithm, Layout};
+use weightsync_transport::Payload;
 
 /// A complete copy.
 pub struct Retained {

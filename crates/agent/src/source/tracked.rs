@@ -9,9 +9,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::retain::Keeper;
-use crate::agent::version_source::{SourceError, VersionSource};
-use crate::transport::Payload;
-use crate::weights::{Bucket, Layout};
+use crate::version_source::{SourceError, VersionSource};
+use weightsync_core::weights::{Bucket, Layout};
+use weightsync_transport::Payload;
 
 /// Longest wait for the copy of a bucket that was read last.
 pub(super) const LAST_COPY: Duration = Duration::from_secs(1);

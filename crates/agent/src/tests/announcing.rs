@@ -11,10 +11,10 @@ use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::agent::enrollment::{Announcer, AnnouncingEnded};
-use crate::protocol::{AnnounceResponse, Announcement, Assignment, HeldVersion, Incarnation, Protocols, Role, TransportPolicy};
-use crate::runtime::https::{Access, ControllerClient, Limits, serve_https};
-use crate::runtime::identity::{Ca, PeerIdentity};
+use crate::enrollment::{Announcer, AnnouncingEnded};
+use weightsync_core::protocol::{AnnounceResponse, Announcement, Assignment, HeldVersion, Incarnation, Protocols, Role, TransportPolicy};
+use weightsync_net::https::{Access, ControllerClient, Limits, serve_https};
+use weightsync_net::identity::{Ca, PeerIdentity};
 
 /// Shorter than the time between two announcements of an agent that is listened to.
 const SOON: Duration = Duration::from_secs(5);

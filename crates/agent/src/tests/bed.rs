@@ -11,24 +11,24 @@ use tokio_util::sync::CancellationToken;
 
 use super::corrupting::Corrupting;
 use super::engine::TestEngine;
-use crate::agent::attempts::Attempts;
-use crate::agent::client::PublishQueue;
-use crate::agent::core::{Core, Facts};
-use crate::agent::group::{Me, Standing};
-use crate::agent::lead::Leader;
-use crate::agent::lead::feed::Feeder;
-use crate::agent::rollout::readiness::Assigned;
-use crate::agent::rollout::{Places, Rollout};
-use crate::agent::roster;
-use crate::agent::server::{Endpoint, Part, router};
-use crate::agent::source::Source;
-use crate::agent::space::Cgroups;
-use crate::engine::Engine;
-use crate::protocol::*;
-use crate::runtime::https::{Access, AgentClient, CallError, Limits, serve_https};
-use crate::runtime::identity::{Ca, ClientCertificates, Identity, PeerIdentity, agent_name};
-use crate::transport::Transport;
-use crate::transport::tcp::{DataTls, TcpOptions, TcpTransport};
+use crate::attempts::Attempts;
+use crate::client::PublishQueue;
+use crate::core::{Core, Facts};
+use crate::group::{Me, Standing};
+use crate::lead::Leader;
+use crate::lead::feed::Feeder;
+use crate::rollout::readiness::Assigned;
+use crate::rollout::{Places, Rollout};
+use crate::roster;
+use crate::server::{Endpoint, Part, router};
+use crate::source::Source;
+use crate::space::Cgroups;
+use weightsync_core::protocol::*;
+use weightsync_engine::Engine;
+use weightsync_net::https::{Access, AgentClient, CallError, Limits, serve_https};
+use weightsync_net::identity::{Ca, ClientCertificates, Identity, PeerIdentity, agent_name};
+use weightsync_transport::Transport;
+use weightsync_transport::tcp::{DataTls, TcpOptions, TcpTransport};
 
 pub const WEIGHTSYNC: &str = "object";
 const HOUR: Duration = Duration::from_secs(3600);
@@ -123,7 +123,7 @@ impl Bed {
             max_unavailable: 0,
             max_skew: None,
             bucket_bytes: 0,
-            delivery: crate::protocol::Delivery::default(),
+            delivery: weightsync_core::protocol::Delivery::default(),
             data_tls: true,
             transport: TransportPolicy::default(),
             health,

@@ -2,11 +2,11 @@
 
 use super::bed::*;
 use super::trainer::*;
-use crate::agent::lead::table::{Switching, Table, Verdict};
-use crate::agent::source::history::History;
-use crate::agent::source::reach::Reach;
-use crate::protocol::*;
-use crate::runtime::https::CallError;
+use crate::lead::table::{Switching, Table, Verdict};
+use crate::source::history::History;
+use crate::source::reach::Reach;
+use weightsync_core::protocol::*;
+use weightsync_net::https::CallError;
 
 fn canary() -> CanaryPolicy {
     CanaryPolicy { prompt: "p".into(), max_tokens: 1, least_log_prob_milli: -4000, greatest_log_prob_milli: 0 }

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bytes::Bytes;
 
-use crate::protocol::*;
-use crate::transport::tcp::TcpTransport;
-use crate::transport::{BucketSink, Payload, Transport, TransportError};
+use weightsync_core::protocol::*;
+use weightsync_transport::tcp::TcpTransport;
+use weightsync_transport::{BucketSink, Payload, Transport, TransportError};
 
 /// Flips a byte of one bucket on its way, after its digest was made.
 pub struct Corrupting {

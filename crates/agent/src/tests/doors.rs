@@ -6,10 +6,10 @@ use std::time::Duration;
 use rustls_pki_types::ServerName;
 
 use super::bed::*;
-use crate::protocol::*;
-use crate::runtime::identity::{Ca, ClientCertificates, Identity, PeerIdentity, agent_name};
-use crate::transport::tcp::{DataTls, TcpOptions, TcpTransport};
-use crate::transport::{Transport, TransportError};
+use weightsync_core::protocol::*;
+use weightsync_net::identity::{Ca, ClientCertificates, Identity, PeerIdentity, agent_name};
+use weightsync_transport::tcp::{DataTls, TcpOptions, TcpTransport};
+use weightsync_transport::{Transport, TransportError};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -48,7 +48,7 @@ async fn the_data_port_refuses_foreign_and_ended_certificates_and_whoever_lacks_
     let known = bed.ca.issue(&agent(WEIGHTSYNC), HOUR).unwrap();
     knock(&rollout, &known, hello(secret.clone())).await.unwrap();
     let foreign = Ca::generate().unwrap();
-    for shown in [bed.ca.issue_ended(&agent(WEIGHTSYNC)), foreign.issue_trusting(&bed.ca, &agent(WEIGHTSYNC))] {
+    for shown in [bed.ca.issue_ended(&agent(WEIGHTSYNC)).unwrap(), foreign.issue_trusting(&bed.ca, &agent(WEIGHTSYNC)).unwrap()] {
         let refused = knock(&rollout, &shown, hello(secret.clone())).await;
         assert!(matches!(refused, Err(TransportError::Unreachable { .. } | TransportError::Lost { .. })), "{refused:?}");
     }

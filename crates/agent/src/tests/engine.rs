@@ -7,13 +7,13 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::workers::Workers;
-use crate::agent::core::lock;
-use crate::engine::{
+use crate::core::lock;
+use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy, Version};
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{TensorSpec, digest_hex, tensor_digest};
+use weightsync_engine::{
     Engine, EngineError, EngineStart, Holding, HostDigest, HostInstall, HostJob, InstallError, InstallJob, InstallReport, Resumed,
 };
-use crate::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy, Version};
-use crate::weights::safetensors::Checkpoint;
-use crate::weights::{TensorSpec, digest_hex, tensor_digest};
 
 /// What the engine does wrong.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

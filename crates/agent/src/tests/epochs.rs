@@ -2,9 +2,9 @@
 
 use super::bed::*;
 use super::trainer::*;
-use crate::protocol::*;
-use crate::runtime::https::CallError;
-use crate::weights::DigestAlgorithm;
+use weightsync_core::protocol::*;
+use weightsync_core::weights::DigestAlgorithm;
+use weightsync_net::https::CallError;
 
 fn code<T: std::fmt::Debug>(answer: Result<T, CallError>) -> RefusalCode {
     match answer {
@@ -113,7 +113,7 @@ async fn f59_a_side_that_cuts_the_stream_differently_is_refused_before_a_byte_mo
     bed.form(&[&source, &rollout], None).await;
     let (layout, _) = weights(1);
     let tensors: Vec<_> = layout.tensors().cloned().collect();
-    let other = crate::weights::Layout::new("model", tensors, layout.bucket_bytes * 2).unwrap();
+    let other = weightsync_core::weights::Layout::new("model", tensors, layout.bucket_bytes * 2).unwrap();
     let update = UpdateId { epoch: bed.id(), version: 1, attempt: 1 };
     let mut begin = BeginRequest {
         update,

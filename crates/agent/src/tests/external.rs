@@ -1,8 +1,8 @@
 //! An update by the trainer's own data plane, as the rollout's state machine sees it.
 
-use crate::agent::rollout::machine::{Machine, Opening};
-use crate::engine::EngineStart;
-use crate::protocol::*;
+use crate::rollout::machine::{Machine, Opening};
+use weightsync_core::protocol::*;
+use weightsync_engine::EngineStart;
 
 fn begin(epoch: u64, version: Version, attempt: u32, manifest: &str) -> ExternalBegin {
     let epoch = EpochId { weightsync: "w".into(), created: 1, term: 0, epoch };

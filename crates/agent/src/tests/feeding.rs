@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::bed::*;
 use super::engine::{Fault, TestEngine};
 use super::trainer::*;
-use crate::protocol::*;
-use crate::runtime::https::CallError;
+use weightsync_core::protocol::*;
+use weightsync_net::https::CallError;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_joiner_is_fed_by_the_source_before_it_is_ready() {

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use super::bed::*;
 use super::trainer::*;
-use crate::agent::rollout::readiness::Assigned;
-use crate::agent::shelf::{Shelf, Shelved};
-use crate::agent::source::history::History;
-use crate::protocol::*;
+use crate::rollout::readiness::Assigned;
+use crate::shelf::{Shelf, Shelved};
+use crate::source::history::History;
+use weightsync_core::protocol::*;
 
 /// A group in which version 1 and then version 2 were published.
 async fn at_two(bed: &mut Bed, source: &Member, rollouts: &[Member]) -> [HeldVersion; 2] {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::bed::*;
 use super::trainer::*;
-use crate::agent::rollout::version_dir::AgentDir;
+use crate::rollout::version_dir::AgentDir;
 
 fn names(root: &Path) -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();

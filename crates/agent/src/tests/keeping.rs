@@ -10,11 +10,11 @@ use bytes::Bytes;
 
 use super::bed::*;
 use super::trainer::*;
-use crate::agent::lead::table::{Failure, Switching};
-use crate::agent::lead::{Keep, Plan, Stage};
-use crate::agent::source::retain::{Keeper, Retained};
-use crate::protocol::{HeldVersion, UpdatePhase};
-use crate::weights::{DigestAlgorithm, Manifest};
+use crate::lead::table::{Failure, Switching};
+use crate::lead::{Keep, Plan, Stage};
+use crate::source::retain::{Keeper, Retained};
+use weightsync_core::protocol::{HeldVersion, UpdatePhase};
+use weightsync_core::weights::{DigestAlgorithm, Manifest};
 
 /// What becomes of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,10 +3,10 @@
 use proptest::prelude::*;
 
 use super::trainer::weights;
-use crate::agent::rollout::machine::{Activating, Finishing, Machine, Opening};
-use crate::engine::EngineStart;
-use crate::protocol::*;
-use crate::weights::DigestAlgorithm;
+use crate::rollout::machine::{Activating, Finishing, Machine, Opening};
+use weightsync_core::protocol::*;
+use weightsync_core::weights::DigestAlgorithm;
+use weightsync_engine::EngineStart;
 
 fn id(epoch: u64, version: Version, attempt: u32) -> UpdateId {
     UpdateId { epoch: EpochId { weightsync: "w".into(), created: 1, term: 0, epoch }, version, attempt }

@@ -8,10 +8,10 @@ use tokio::sync::Semaphore;
 use super::bed::*;
 use super::engine::Fault;
 use super::trainer::*;
-use crate::agent::space::Cgroups;
-use crate::engine::HostDigest;
-use crate::protocol::*;
-use crate::weights::{Dtype, Layout, TensorSpec};
+use crate::space::Cgroups;
+use weightsync_core::protocol::*;
+use weightsync_core::weights::{Dtype, Layout, TensorSpec};
+use weightsync_engine::HostDigest;
 
 const MIB: u64 = 1 << 20;
 

@@ -9,7 +9,7 @@ use tokio::sync::Semaphore;
 use super::bed::*;
 use super::engine::Fault;
 use super::trainer::*;
-use crate::protocol::*;
+use weightsync_core::protocol::*;
 
 fn all<'a>(source: &'a Member, rollouts: &'a [Member]) -> Vec<&'a Member> {
     std::iter::once(source).chain(rollouts).collect()

@@ -2,16 +2,16 @@
 
 use proptest::prelude::*;
 
-use crate::agent::group::{Group, Me, Step};
-use crate::agent::lead::table::{Table, Verdict};
-use crate::agent::rollout::machine::Installed;
-use crate::agent::rollout::readiness::{Assigned, Seen, ready};
-use crate::agent::source::history::History;
-use crate::agent::source::retain::fits;
-use crate::agent::space::Cgroups;
-use crate::engine::EngineStart;
-use crate::protocol::*;
-use crate::weights::DigestAlgorithm;
+use crate::group::{Group, Me, Step};
+use crate::lead::table::{Table, Verdict};
+use crate::rollout::machine::Installed;
+use crate::rollout::readiness::{Assigned, Seen, ready};
+use crate::source::history::History;
+use crate::source::retain::fits;
+use crate::space::Cgroups;
+use weightsync_core::protocol::*;
+use weightsync_core::weights::DigestAlgorithm;
+use weightsync_engine::EngineStart;
 
 fn epoch(object: &str, created: u64, term: u64, epoch: u64) -> EpochId {
     EpochId { weightsync: object.into(), created, term, epoch }
@@ -43,7 +43,7 @@ fn prepare(id: &EpochId, pod_uid: &str, port: u16, role: Role) -> PrepareRequest
         max_unavailable: 0,
         max_skew: None,
         bucket_bytes: 0,
-        delivery: crate::protocol::Delivery::default(),
+        delivery: weightsync_core::protocol::Delivery::default(),
         data_tls: false,
         transport: TransportPolicy::default(),
         health,

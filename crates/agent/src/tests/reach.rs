@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use super::bed::*;
 use super::trainer::*;
-use crate::agent::lead::table::{Switching, Table};
-use crate::agent::source::history::History;
-use crate::agent::source::reach::Reach;
-use crate::protocol::*;
-use crate::weights::DigestAlgorithm;
+use crate::lead::table::{Switching, Table};
+use crate::source::history::History;
+use crate::source::reach::Reach;
+use weightsync_core::protocol::*;
+use weightsync_core::weights::DigestAlgorithm;
 
 fn name(number: u32) -> MemberName {
     MemberName(format!("actors/r-{number}"))

@@ -4,8 +4,8 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use crate::agent::surroundings::Surroundings;
-use crate::plan::{Neighbour, sharing};
+use crate::surroundings::Surroundings;
+use weightsync_core::plan::{Neighbour, sharing};
 
 const HEAD: &str = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n";
 

@@ -10,11 +10,11 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::bed::{Member, SOON};
-use crate::agent::publish_job::{PublishJob, Report, reporting};
-use crate::agent::version_source::{SourceError, VersionSource};
-use crate::protocol::*;
-use crate::transport::Payload;
-use crate::weights::{Bucket, Dtype, Layout, TensorSpec, digest_hex, tensor_digest};
+use crate::publish_job::{PublishJob, Report, reporting};
+use crate::version_source::{SourceError, VersionSource};
+use weightsync_core::protocol::*;
+use weightsync_core::weights::{Bucket, Dtype, Layout, TensorSpec, digest_hex, tensor_digest};
+use weightsync_transport::Payload;
 
 /// Weights that differ for each seed: three tensors, one larger than a bucket.
 pub fn weights(seed: u8) -> (Layout, Vec<u8>) {

@@ -8,8 +8,8 @@ use proptest::prelude::*;
 use super::bed::*;
 use super::engine::Fault;
 use super::trainer::*;
-use crate::agent::lead::waves::{Waiting, Waves};
-use crate::protocol::*;
+use crate::lead::waves::{Waiting, Waves};
+use weightsync_core::protocol::*;
 
 fn name(number: usize) -> MemberName {
     MemberName(format!("actors/r-{number}"))

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use async_trait::async_trait;
 
 use super::engine::{Fault, TestEngine};
-use crate::engine::{
+use weightsync_core::protocol::HeldVersion;
+use weightsync_core::weights::{digest_hex, tensor_digest};
+use weightsync_engine::{
     EngineError, EngineStart, HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTensor, InstallError, InstallReport,
 };
-use crate::protocol::HeldVersion;
-use crate::weights::{digest_hex, tensor_digest};
 
 /// One install.
 pub struct Workers {

@@ -14,14 +14,14 @@ use tokio_util::task::AbortOnDropHandle;
 use super::pod::PodSpec;
 use super::store::FileStore;
 use super::supervisor::{Order, Supervisor};
-use crate::coordinator::{
+use crate::{
     Context, Coordinator, CoordinatorEvent, Directory, Enrollment, EventSink, PersistError, SingleUseTokens, Timing, Wanted,
     keep_certified, router,
 };
-use crate::membership::{MembershipConfig, MembershipView, Restored};
-use crate::protocol::{UpdatePolicy, Version};
-use crate::runtime::https::{Access, AgentClient, Limits, serve_https};
-use crate::runtime::identity::{Ca, IdentityError, PeerIdentity};
+use weightsync_core::membership::{MembershipConfig, MembershipView, Restored};
+use weightsync_core::protocol::{UpdatePolicy, Version};
+use weightsync_net::https::{Access, AgentClient, Limits, serve_https};
+use weightsync_net::identity::{Ca, IdentityError, PeerIdentity};
 
 /// Lifetime of certificates, which are renewed after a third of it.
 const CERTIFICATES: Duration = Duration::from_hours(24 * 7);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::protocol::{EngineAssignment, MemberName, Role};
+use weightsync_core::protocol::{EngineAssignment, MemberName, Role};
 
 /// A pod that the group keeps alive.
 #[derive(Debug, Clone, PartialEq)]

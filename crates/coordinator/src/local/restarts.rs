@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::runtime::backoff::Backoff;
+use weightsync_net::backoff::Backoff;
 
 /// A process that ran for this long worked: it did not fail in a row with the times before. Longer than any start takes to fail by itself.
 const WORKED: Duration = Duration::from_secs(10);

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
 
-use crate::coordinator::{EpochStore, PersistError};
-use crate::protocol::EpochId;
+use crate::{EpochStore, PersistError};
+use weightsync_core::protocol::EpochId;
 
 /// Keeps the highest epoch in `DIRECTORY/epoch`.
 #[derive(Debug, Clone)]
@@ -52,8 +52,8 @@ impl EpochStore for FileStore {
 #[cfg(test)]
 mod tests {
     use super::FileStore;
-    use crate::coordinator::{EpochStore, PersistError};
-    use crate::protocol::EpochId;
+    use crate::{EpochStore, PersistError};
+    use weightsync_core::protocol::EpochId;
 
     fn id(epoch: u64) -> EpochId {
         EpochId { weightsync: "w".into(), created: 1, term: 0, epoch }

@@ -14,11 +14,11 @@ use super::group::GroupSpec;
 use super::pod::{EngineProgram, PodSpec};
 use super::process::{Process, Start, tail};
 use super::restarts::Restarts;
-use crate::coordinator::{CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
-use crate::membership::{GroupStage, MembershipView};
-use crate::plan::Candidate;
-use crate::protocol::{Assignment, HeldVersion, PodRef, Role, Version};
-use crate::runtime::identity::Ca;
+use crate::{CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
+use weightsync_core::membership::{GroupStage, MembershipView};
+use weightsync_core::plan::Candidate;
+use weightsync_core::protocol::{Assignment, HeldVersion, PodRef, Role, Version};
+use weightsync_net::identity::Ca;
 
 /// Longest wait for members to leave the group when it is stopped.
 const RELEASE: Duration = Duration::from_secs(5);

@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 
-use super::fake_agent::{Pod, enroll};
 use super::world::{OBJECT, World, assignment};
-use crate::coordinator::ProvenPod;
-use crate::coordinator::enrollment::reachable;
-use crate::protocol::{AnnounceResponse, Announcement, Incarnation, Rejection, Role};
-use crate::runtime::https::{CallError, ControllerClient};
-use crate::runtime::identity::{Identity, PeerIdentity};
+use crate::ProvenPod;
+use crate::enrollment::reachable;
+use weightsync_core::protocol::{AnnounceResponse, Announcement, Incarnation, Rejection, Role};
+use weightsync_net::https::{CallError, ControllerClient};
+use weightsync_net::identity::{Identity, PeerIdentity};
+use weightsync_testkit::fake_agent::{Pod, enroll};
 
 const SOON: Duration = Duration::from_secs(5);
 
@@ -34,7 +34,7 @@ fn announcement(uid: &str) -> Announcement {
         engine_port: Some(8000),
         control_address: "127.0.0.1:1".into(),
         program: "fake".into(),
-        speaks: crate::protocol::Protocols::OURS,
+        speaks: weightsync_core::protocol::Protocols::OURS,
         attached: false,
     }
 }

@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use super::world::{OBJECT, SOON, World, until};
-use crate::coordinator::Ended;
-use crate::membership::{GroupStage, MemberStanding, MembershipView};
-use crate::protocol::{HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, Reason, UpdatePhase, UpdateView};
-use crate::runtime::https::{AgentClient, CallError};
-use crate::runtime::identity::PeerIdentity;
+use crate::Ended;
+use weightsync_core::membership::{GroupStage, MemberStanding, MembershipView};
+use weightsync_core::protocol::{HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, Reason, UpdatePhase, UpdateView};
+use weightsync_net::https::{AgentClient, CallError};
+use weightsync_net::identity::PeerIdentity;
 
 const PODS: [(&str, &str); 3] = [("trainer-0", "uid-t"), ("actor-0", "uid-0"), ("actor-1", "uid-1")];
 
@@ -153,14 +153,14 @@ async fn a_restarted_coordinator_disturbs_nothing() {
     for agent in &agents {
         agent.until("in the group", |state| state.phase == MemberPhase::Ready).await;
     }
-    let prepares: Vec<_> = agents.iter().map(super::fake_agent::FakeAgent::prepares).collect();
+    let prepares: Vec<_> = agents.iter().map(weightsync_testkit::fake_agent::FakeAgent::prepares).collect();
     drop(handle);
     world.directory.unsettle();
     let handle = world.coordinate(1, &PODS);
     let after = until(&handle, "the same group", committed(3)).await;
     assert_eq!(after.epoch, before.epoch);
     assert_eq!(after.id, before.id);
-    assert_eq!(prepares, agents.iter().map(super::fake_agent::FakeAgent::prepares).collect::<Vec<_>>());
+    assert_eq!(prepares, agents.iter().map(weightsync_testkit::fake_agent::FakeAgent::prepares).collect::<Vec<_>>());
 }
 
 #[tokio::test]

@@ -9,19 +9,19 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::fake_agent::{FakeAgent, Pod};
-use crate::coordinator::{
+use crate::{
     Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, Enrollment, EpochStore, EventSink, PersistError, ProvenPod,
     SingleUseTokens, Timing, Wanted, router,
 };
-use crate::membership::{MembershipConfig, MembershipView, Restored};
-use crate::plan::Candidate;
-use crate::protocol::{
+use weightsync_core::membership::{MembershipConfig, MembershipView, Restored};
+use weightsync_core::plan::Candidate;
+use weightsync_core::protocol::{
     Assignment, EngineAssignment, EpochId, HealthPolicy, KvCachePolicy, MemberName, PausePolicy, PodRef, Role, TransportPolicy,
     UpdatePolicy,
 };
-use crate::runtime::https::{Access, AgentClient, Limits, serve_https};
-use crate::runtime::identity::{Ca, PeerIdentity};
+use weightsync_net::https::{Access, AgentClient, Limits, serve_https};
+use weightsync_net::identity::{Ca, PeerIdentity};
+use weightsync_testkit::fake_agent::{FakeAgent, Pod};
 
 pub(super) const OBJECT: &str = "ws-1";
 pub(super) const SOON: Duration = Duration::from_secs(10);
@@ -77,7 +77,7 @@ pub(super) fn policy() -> UpdatePolicy {
         retain_bytes: 0,
         keep: 1,
         bucket_bytes: 0,
-        delivery: crate::protocol::Delivery::default(),
+        delivery: weightsync_core::protocol::Delivery::default(),
         data_tls: false,
         transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1000, timeout_ms: 500, failure_threshold: 3, success_threshold: 1 },

@@ -7,11 +7,11 @@
 use super::Inner;
 use super::install::{Failed, Terms, clean};
 use super::proof::MOST_GENERATE;
-use crate::engine::canary::{failed_to_compute, judge};
-use crate::engine::http::Until;
-use crate::engine::server::Server;
-use crate::engine::{EngineError, Holding, InstallError};
-use crate::protocol::{CanaryPolicy, HeldVersion};
+use crate::canary::{failed_to_compute, judge};
+use crate::http::Until;
+use crate::server::Server;
+use crate::{EngineError, Holding, InstallError};
+use weightsync_core::protocol::{CanaryPolicy, HeldVersion};
 
 impl<S: Server> Inner<S> {
     /// Asks the engine, which runs, and names the step that this was.

@@ -13,14 +13,14 @@ use tokio::sync::{OwnedMutexGuard, mpsc, oneshot};
 
 use super::install::{Before, Failed, MOST_RESERVE, Steps, Terms, at, clean};
 use super::{Inner, Loading};
-use crate::engine::device::{DeviceBucket, DeviceInstall, DeviceJob, DeviceRoute, Released};
-use crate::engine::feed::{Feed, FeedJob};
-use crate::engine::group::{FromGroup, OfGroup};
-use crate::engine::http::Until;
-use crate::engine::server::Server;
-use crate::engine::{EngineError, InstallError, InstallReport};
-use crate::protocol::{HeldVersion, PausePolicy};
-use crate::weights::Cuts;
+use crate::device::{DeviceBucket, DeviceInstall, DeviceJob, DeviceRoute, Released};
+use crate::feed::{Feed, FeedJob};
+use crate::group::{FromGroup, OfGroup};
+use crate::http::Until;
+use crate::server::Server;
+use crate::{EngineError, InstallError, InstallReport};
+use weightsync_core::protocol::{HeldVersion, PausePolicy};
+use weightsync_core::weights::Cuts;
 
 /// What the owner of an install asks its task for.
 enum Command {

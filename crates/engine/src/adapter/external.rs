@@ -10,10 +10,10 @@ use async_trait::async_trait;
 use super::Inner;
 use super::install::Steps;
 use super::proof::MOST_GENERATE;
-use crate::engine::http::Until;
-use crate::engine::server::Server;
-use crate::engine::{EngineError, External, ExternalMark, ExternalProof, Holding, InstallError, InstallReport};
-use crate::protocol::HeldVersion;
+use crate::http::Until;
+use crate::server::Server;
+use crate::{EngineError, External, ExternalMark, ExternalProof, Holding, InstallError, InstallReport};
+use weightsync_core::protocol::HeldVersion;
 
 #[async_trait]
 impl<S: Server> External for Inner<S> {

@@ -10,11 +10,11 @@ use async_trait::async_trait;
 use tokio::sync::watch;
 
 use super::{Inner, device};
-use crate::engine::group::{GroupServer, OfGroup};
-use crate::engine::http::Until;
-use crate::engine::server::Server;
-use crate::engine::{DeviceInstall, DeviceJob, EngineError, EngineGroup, GroupJoin, GroupJoined, InstallError};
-use crate::protocol::GroupFacts;
+use crate::group::{GroupServer, OfGroup};
+use crate::http::Until;
+use crate::server::Server;
+use crate::{DeviceInstall, DeviceJob, EngineError, EngineGroup, GroupJoin, GroupJoined, InstallError};
+use weightsync_core::protocol::GroupFacts;
 
 /// See [`EngineGroup`].
 pub(super) struct Member<S> {

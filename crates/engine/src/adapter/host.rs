@@ -13,12 +13,12 @@ use tokio::sync::{OwnedMutexGuard, mpsc, oneshot};
 
 use super::Inner;
 use super::install::{Before, Failed, MOST_RESERVE, Steps, Terms, at, clean};
-use crate::engine::host::{HostBucket, HostDigest, HostInstall, HostJob};
-use crate::engine::host_feed::HostFeed;
-use crate::engine::http::Until;
-use crate::engine::server::Server;
-use crate::engine::{EngineError, InstallError, InstallReport};
-use crate::protocol::{HeldVersion, PausePolicy};
+use crate::host::{HostBucket, HostDigest, HostInstall, HostJob};
+use crate::host_feed::HostFeed;
+use crate::http::Until;
+use crate::server::Server;
+use crate::{EngineError, InstallError, InstallReport};
+use weightsync_core::protocol::{HeldVersion, PausePolicy};
 
 /// What the owner of an install asks its task for.
 enum Command {

@@ -8,16 +8,16 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::{Inner, Loading};
-use crate::engine::evidence::Evidence;
-use crate::engine::http::Until;
-use crate::engine::lifeline::Lifeline;
-use crate::engine::record::UNKNOWN;
-use crate::engine::server::Server;
-use crate::engine::start::Look;
-use crate::engine::{EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport};
-use crate::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
-use crate::weights::TensorSpec;
-use crate::weights::safetensors::Checkpoint;
+use crate::evidence::Evidence;
+use crate::http::Until;
+use crate::lifeline::Lifeline;
+use crate::record::UNKNOWN;
+use crate::server::Server;
+use crate::start::Look;
+use crate::{EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport};
+use weightsync_core::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::TensorSpec;
+use weightsync_core::weights::safetensors::Checkpoint;
 
 /// Longest time kept back for undoing.
 pub(super) const MOST_RESERVE: Duration = Duration::from_secs(10);

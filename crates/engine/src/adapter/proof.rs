@@ -2,7 +2,7 @@
 //!
 //! A pause is over when a token comes, so whoever was paused is waited for. An engine that was never stopped has nothing to be let go of, and
 //! its token may wait behind the requests of users for as long as those take (an LMDeploy under load: 1.3 s, alone 41 ms): once it
-//! generated behind an install of the same way, it is asked after the version counts ([`Engine::see_owed_answer`](crate::engine::Engine::see_owed_answer)).
+//! generated behind an install of the same way, it is asked after the version counts ([`Engine::see_owed_answer`](crate::Engine::see_owed_answer)).
 //! Nothing is taken on trust by that but that it computes: what it holds was compared before. It never judges what is answered, which is
 //! the canary's, and a canary is always waited for.
 
@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 use super::Inner;
 use super::install::{Failed, Terms, at, clean};
-use crate::engine::http::Until;
-use crate::engine::server::Server;
-use crate::engine::{EngineError, EngineStart, Holding, InstallError};
-use crate::protocol::HeldVersion;
+use crate::http::Until;
+use crate::server::Server;
+use crate::{EngineError, EngineStart, Holding, InstallError};
+use weightsync_core::protocol::HeldVersion;
 
 /// Longest wait for the one token after the switch; the first of a fresh vLLM 0.32 took 5.5 s on an idle CPU machine and 30 s on a busy one.
 pub(super) const MOST_GENERATE: Duration = Duration::from_secs(60);

@@ -6,10 +6,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::{Inner, Loading};
-use crate::engine::http::Until;
-use crate::engine::server::Server;
-use crate::engine::{EngineError, Holding};
-use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use crate::http::Until;
+use crate::server::Server;
+use crate::{EngineError, Holding};
+use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 
 impl<S: Server> Inner<S> {
     /// Puts the start-up weights back and lets the engine run.

@@ -15,15 +15,15 @@ use tokio::task::JoinHandle;
 use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend, ZmqError};
 
 use super::unsupported;
-use crate::engine::EngineError;
-use crate::engine::checkpoint_engine::Then;
-use crate::engine::device::{DeviceBucket, Released};
-use crate::engine::feed::{Feed, FeedJob, no_form, pieces};
-use crate::engine::http::{EngineHttp, Until};
-use crate::torch::Piece;
-use crate::torch::paddle::{self, SharedBuffer};
-use crate::torch::pickle::Value;
-use crate::weights::{Layout, TensorSpec};
+use crate::EngineError;
+use crate::checkpoint_engine::Then;
+use crate::device::{DeviceBucket, Released};
+use crate::feed::{Feed, FeedJob, no_form, pieces};
+use crate::http::{EngineHttp, Until};
+use weightsync_core::weights::{Layout, TensorSpec};
+use weightsync_torch::Piece;
+use weightsync_torch::paddle::{self, SharedBuffer};
+use weightsync_torch::pickle::Value;
 
 /// Between two looks whether the worker has connected.
 const CONNECTING: Duration = Duration::from_millis(2);

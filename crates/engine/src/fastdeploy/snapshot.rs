@@ -10,16 +10,17 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::engine::EngineError;
-use crate::weights::TensorSpec;
-use crate::weights::safetensors::{Checkpoint, SINGLE_FILE};
+use crate::EngineError;
+use weightsync_core::weights::TensorSpec;
+use weightsync_core::weights::safetensors::{Checkpoint, SINGLE_FILE};
+use weightsync_torch::paddle::{is_legacy_snapshot, snapshot_name};
 
 /// Our corner of the model directory.
 const CORNER: &str = ".weightsync";
 
 /// One snapshot of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::engine) struct Snapshot {
+pub(crate) struct Snapshot {
     directory: PathBuf,
     /// `model_state.tp0.0`, or the legacy `model_state.tp00`.
     base: String,
@@ -27,42 +28,19 @@ pub(in crate::engine) struct Snapshot {
     files: Vec<String>,
 }
 
-/// What a file's name says: the base, and the number of the part if it is one.
-pub(in crate::engine) fn parse(name: &str) -> Option<(String, Option<u32>)> {
-    let inner = name.strip_prefix("model_state.tp")?.strip_suffix(".pdparams")?;
-    let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let mut words = inner.split('.');
-    let base = |words: &[&str]| format!("model_state.tp{}", words.join("."));
-    match (words.next(), words.next(), words.next(), words.next()) {
-        // Legacy: tp0 and the GPU in one word.
-        (Some(both), None, ..) if number(both) && both.starts_with('0') && both.len() > 1 => Some((base(&[both]), None)),
-        (Some(rank), Some(gpu), None, _) if number(rank) && number(gpu) => Some((base(&[rank, gpu]), None)),
-        (Some(rank), Some(gpu), Some(part), None) if number(rank) && number(gpu) => {
-            let part = part.strip_prefix("part").filter(|part| number(part))?.parse().ok()?;
-            Some((base(&[rank, gpu]), Some(part)))
-        }
-        _ => None,
-    }
-}
-
-/// Whether a base is the older form, which the server looks for last.
-pub(in crate::engine) fn is_legacy(base: &str) -> bool {
-    base.matches('.').count() < 2
-}
-
 impl Snapshot {
     /// The snapshot in a model directory; as many bases as ranks are expected to be there, and one is what can be fed.
-    pub(in crate::engine) fn find(directory: &Path) -> Result<Self, EngineError> {
+    pub(crate) fn find(directory: &Path) -> Result<Self, EngineError> {
         let unreadable = |cause: io::Error| refused(format!("{} cannot be read: {cause}", directory.display()), SAME_DIRECTORY);
         let mut found: Vec<(String, Option<u32>, String)> = Vec::new();
         for entry in fs::read_dir(directory).map_err(unreadable)? {
             let name = entry.map_err(unreadable)?.file_name().to_string_lossy().into_owned();
-            if let Some((base, part)) = parse(&name) {
+            if let Some((base, part)) = snapshot_name(&name) {
                 found.push((base, part, name));
             }
         }
-        if found.iter().any(|(base, ..)| !is_legacy(base)) {
-            found.retain(|(base, ..)| !is_legacy(base));
+        if found.iter().any(|(base, ..)| !is_legacy_snapshot(base)) {
+            found.retain(|(base, ..)| !is_legacy_snapshot(base));
         }
         let bases: BTreeSet<&String> = found.iter().map(|(base, ..)| base).collect();
         let base = match bases.iter().next() {
@@ -88,7 +66,7 @@ impl Snapshot {
     }
 
     /// Names, types and shapes of what it holds: every parameter of the model, under the server's own names.
-    pub(in crate::engine) fn specs(&self) -> Result<Vec<TensorSpec>, EngineError> {
+    pub(crate) fn specs(&self) -> Result<Vec<TensorSpec>, EngineError> {
         let mut specs = Vec::new();
         for name in &self.files {
             let open = Checkpoint::open(&self.directory.join(name));

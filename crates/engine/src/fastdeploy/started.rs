@@ -3,8 +3,8 @@
 use serde_json::Value;
 
 use super::unsupported;
-use crate::engine::EngineError;
-use crate::engine::process::EngineProcess;
+use crate::EngineError;
+use crate::process::EngineProcess;
 
 pub(super) const START: &str = "start FastDeploy with --dynamic-load-weight --load_strategy ipc_snapshot";
 

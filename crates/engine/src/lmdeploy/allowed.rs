@@ -6,29 +6,29 @@
 
 use serde_json::Value;
 
-use crate::engine::process::EngineProcess;
-use crate::protocol::KvCachePolicy;
+use crate::process::EngineProcess;
+use weightsync_core::protocol::KvCachePolicy;
 
 /// Model classes for `/update_weights`, as `config.json` names them.
 const TENSOR_ROUTE: [&str; 2] = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"];
 
 /// What is known of a server.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::engine) struct Seen<'a> {
+pub(crate) struct Seen<'a> {
     /// `/openapi.json`: LMDeploy does not tell its version, its interface does.
-    pub(in crate::engine) interface: Option<&'a Value>,
+    pub(crate) interface: Option<&'a Value>,
     /// Worker ranks.
-    pub(in crate::engine) ranks: usize,
+    pub(crate) ranks: usize,
     /// `config.json` of the model that it serves.
-    pub(in crate::engine) config: Option<&'a Value>,
+    pub(crate) config: Option<&'a Value>,
     /// Its process.
-    pub(in crate::engine) process: Option<&'a EngineProcess>,
+    pub(crate) process: Option<&'a EngineProcess>,
     /// What must become of caches.
-    pub(in crate::engine) kv_cache: KvCachePolicy,
+    pub(crate) kv_cache: KvCachePolicy,
 }
 
 /// Whether its interface for weights is that of 0.18.0, field by field.
-pub(in crate::engine) fn is_0_18(interface: &Value) -> bool {
+pub(crate) fn is_0_18(interface: &Value) -> bool {
     let fields = |schema: &str| {
         let properties = interface.pointer(&format!("/components/schemas/{schema}/properties")).and_then(Value::as_object);
         let mut names: Vec<&str> = properties.into_iter().flat_map(|fields| fields.keys().map(String::as_str)).collect();
@@ -52,7 +52,7 @@ pub(in crate::engine) fn is_0_18(interface: &Value) -> bool {
 }
 
 /// Whether any way may be used for this model.
-pub(in crate::engine) fn any_route(config: Option<&Value>) -> Result<(), String> {
+pub(crate) fn any_route(config: Option<&Value>) -> Result<(), String> {
     match config {
         Some(config) if config.get("quantization_config").is_some_and(|quantised| !quantised.is_null()) => {
             Err("updates of a quantised model are not proven with LMDeploy 0.18".into())
@@ -62,7 +62,7 @@ pub(in crate::engine) fn any_route(config: Option<&Value>) -> Result<(), String>
 }
 
 /// Whether `/update_weights` may be used, or why not. Asks nothing: the executor must be probed by the caller.
-pub(in crate::engine) fn tensor_route(seen: &Seen<'_>) -> Result<(), String> {
+pub(crate) fn tensor_route(seen: &Seen<'_>) -> Result<(), String> {
     any_route(seen.config)?;
     match seen.interface {
         Some(interface) if is_0_18(interface) => {}

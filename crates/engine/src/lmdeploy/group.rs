@@ -12,10 +12,10 @@ use async_trait::async_trait;
 use futures::future::BoxFuture;
 use serde_json::{Value, json};
 
-use crate::engine::EngineError;
-use crate::engine::group::{GroupFeed, GroupJoin, GroupServer, Tensors, join_by_store, leave_by_name, post_ok};
-use crate::engine::http::{EngineHttp, Until};
-use crate::protocol::{GroupFacts, Rendezvous};
+use crate::EngineError;
+use crate::group::{GroupFeed, GroupJoin, GroupServer, Tensors, join_by_store, leave_by_name, post_ok};
+use crate::http::{EngineHttp, Until};
+use weightsync_core::protocol::{GroupFacts, Rendezvous};
 
 /// A group that nobody makes: to ask for its end changes nothing.
 const NOBODYS: &str = "weightsync-is-there-a-group";

@@ -13,15 +13,15 @@ use serde_json::{Value, json};
 use super::allowed::{self, Seen};
 use super::tensors::Tensors;
 use super::{Lmdeploy, null, unsupported};
-use crate::engine::EngineError;
-use crate::engine::checkpoint_engine::Call;
-use crate::engine::device::DeviceRoute;
-use crate::engine::feed::{CheckpointEngine, Feed, FeedJob};
-use crate::engine::http::{Answer, Until};
-use crate::engine::record::UNKNOWN;
-use crate::engine::server::Server;
-use crate::protocol::{KvCachePolicy, PausePolicy};
-use crate::torch::lmdeploy_nothing;
+use crate::EngineError;
+use crate::checkpoint_engine::Call;
+use crate::device::DeviceRoute;
+use crate::feed::{CheckpointEngine, Feed, FeedJob};
+use crate::http::{Answer, Until};
+use crate::record::UNKNOWN;
+use crate::server::Server;
+use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
+use weightsync_torch::lmdeploy_nothing;
 
 /// Name of the way that wants no sleep.
 const TENSORS: &str = "update_weights";

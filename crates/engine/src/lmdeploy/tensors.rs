@@ -11,12 +11,12 @@ use async_trait::async_trait;
 
 use super::null;
 use super::route::update;
-use crate::engine::EngineError;
-use crate::engine::device::{DeviceBucket, DevicePlace, Released};
-use crate::engine::feed::{Feed, no_form, pieces};
-use crate::engine::http::{EngineHttp, Until};
-use crate::torch::{Device, Piece, SharedTensor, lmdeploy_bucket, lmdeploy_nothing};
-use crate::weights::{Dtype, Layout};
+use crate::EngineError;
+use crate::device::{DeviceBucket, DevicePlace, Released};
+use crate::feed::{Feed, no_form, pieces};
+use crate::http::{EngineHttp, Until};
+use weightsync_core::weights::{Dtype, Layout};
+use weightsync_torch::{Device, Piece, SharedTensor, lmdeploy_bucket, lmdeploy_nothing};
 
 /// A server that is fed while it is awake.
 pub(super) struct Tensors {

@@ -13,10 +13,10 @@ use futures::future::BoxFuture;
 use serde_json::{Value, json};
 
 use super::world_size;
-use crate::engine::EngineError;
-use crate::engine::group::{GroupFeed, GroupJoin, GroupServer, Tensors, join_by_store, leave_by_name, post_ok};
-use crate::engine::http::{EngineHttp, Until};
-use crate::protocol::{GroupFacts, Rendezvous};
+use crate::EngineError;
+use crate::group::{GroupFeed, GroupJoin, GroupServer, Tensors, join_by_store, leave_by_name, post_ok};
+use crate::http::{EngineHttp, Until};
+use weightsync_core::protocol::{GroupFacts, Rendezvous};
 
 /// The group calls of one server.
 pub(super) struct SglangGroup {

@@ -15,14 +15,14 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 
-use crate::engine::EngineError;
-use crate::engine::device::{DeviceBucket, Released};
-use crate::engine::feed::{Feed, no_form, pieces};
-use crate::engine::http::{EngineHttp, Until};
-use crate::engine::unproven::Unproven;
-use crate::torch::counter::{Counter, Counters, SHARED_MEMORY};
-use crate::torch::{Device, SharedTensor, sglang_bucket};
-use crate::weights::{Dtype, Layout};
+use crate::EngineError;
+use crate::device::{DeviceBucket, Released};
+use crate::feed::{Feed, no_form, pieces};
+use crate::http::{EngineHttp, Until};
+use crate::unproven::Unproven;
+use weightsync_core::weights::{Dtype, Layout};
+use weightsync_torch::counter::{Counter, Counters, SHARED_MEMORY};
+use weightsync_torch::{Device, SharedTensor, sglang_bucket};
 
 /// Name of the way.
 pub(super) const WAY: &str = "update_weights_from_tensor";

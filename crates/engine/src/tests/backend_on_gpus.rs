@@ -2,9 +2,9 @@
 
 use super::gpu::GpuBench;
 use super::support::{SOON, held, post};
-use crate::engine::simulator::WeightTransfer;
-use crate::engine::{EngineError, Holding, InstallError};
-use crate::protocol::{KvCachePolicy, PausePolicy};
+use crate::{EngineError, Holding, InstallError};
+use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
+use weightsync_testkit::simulator::WeightTransfer;
 
 /// Two ranks, each on a GPU of its own.
 async fn bench(on_gpus: bool) -> GpuBench {
@@ -18,7 +18,7 @@ async fn bench(on_gpus: bool) -> GpuBench {
 }
 
 /// Hands the first bucket over as `spoil` leaves it.
-async fn one_bucket(on: &GpuBench, spoil: impl Fn(&mut crate::engine::DeviceBucket)) -> InstallError {
+async fn one_bucket(on: &GpuBench, spoil: impl Fn(&mut crate::DeviceBucket)) -> InstallError {
     let (version, job) = (on.version(2), on.job(2));
     let mut install = on.engine.begin_device(&job).await.unwrap();
     let mut bucket = version.bucket(version.layout.bucket(0).unwrap());

@@ -3,9 +3,9 @@
 use serde_json::json;
 
 use super::support::{Bench, SOON, adapter, held};
-use crate::engine::simulator::{Fault, FaultRule, Faults};
-use crate::engine::{EngineError, Holding, InstallJob, Resumed};
-use crate::protocol::{CanaryPolicy, PausePolicy};
+use crate::{EngineError, Holding, InstallJob, Resumed};
+use weightsync_core::protocol::{CanaryPolicy, PausePolicy};
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults};
 
 const KINDS: [&str; 2] = ["vllm", "sglang"];
 

@@ -7,9 +7,9 @@ use tokio::time::Instant;
 
 use super::gpu::{GPUS, GpuBench};
 use super::support::{SOON, held, post, until};
-use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault};
-use crate::engine::{EngineError, Holding, Resumed};
-use crate::protocol::{KvCachePolicy, PausePolicy};
+use crate::{EngineError, Holding, Resumed};
+use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault};
 
 /// Engine, words of its process, ranks, and the way that is chosen.
 type Way = (&'static str, Option<&'static [&'static str]>, usize, &'static str);
@@ -266,7 +266,7 @@ async fn a_layout_that_tears_tensors_and_a_policy_that_cannot_be_kept_are_refuse
     let on = bench(WAYS[0]).await;
     let mut job = on.job(2);
     let mut even = job.layout.as_ref().clone();
-    even.cuts = crate::weights::Cuts::Even;
+    even.cuts = weightsync_core::weights::Cuts::Even;
     job.layout = std::sync::Arc::new(even);
     let error = on.engine.begin_device(&job).await.err().unwrap();
     assert!(!error.dirty && error.to_string().contains("tear tensors"), "{error}");

@@ -5,11 +5,11 @@ use serde_json::{Value, json};
 use super::group::{self, received_of};
 use super::host::{Version, bench};
 use super::support::{Bench, SOON, held};
-use crate::engine::simulator::{Fault, FaultRule, Faults};
-use crate::engine::{DraftWay, Holding};
-use crate::protocol::Rendezvous;
-use crate::weights::safetensors::Checkpoint;
-use crate::weights::{Dtype, Layout, Section, TensorSpec};
+use crate::{DraftWay, Holding};
+use weightsync_core::protocol::Rendezvous;
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{Dtype, Layout, Section, TensorSpec};
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults};
 
 async fn drafting() -> Bench {
     bench(|options| (options.draft, options.world_size) = (Some(options.model.clone()), 2)).await

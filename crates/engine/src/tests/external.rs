@@ -3,8 +3,8 @@
 use serde_json::json;
 
 use super::support::{Bench, SOON, adapter, held, post};
-use crate::engine::simulator::{Fault, FaultRule, Faults};
-use crate::engine::{EngineError, ExternalMark, ExternalProof, Holding, InstallError, InstallReport};
+use crate::{EngineError, ExternalMark, ExternalProof, Holding, InstallError, InstallReport};
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults};
 
 async fn marked(bench: &Bench, version: u64) -> ExternalMark {
     bench.engine.external().unwrap().mark(&held(version), SOON).await.unwrap()

@@ -6,9 +6,9 @@ use serde_json::json;
 use tokio::time::Instant;
 
 use super::support::{Bench, SOON, TENSORS, adapter, post, until, write_checkpoint};
-use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault};
-use crate::engine::{EngineError, Holding, InstallError};
-use crate::protocol::{CanaryPolicy, PausePolicy};
+use crate::{EngineError, Holding, InstallError};
+use weightsync_core::protocol::{CanaryPolicy, PausePolicy};
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault};
 
 const VLLM: Calls = Calls { kind: "vllm", pause: "/pause", load: "/collective_rpc", label: "/update_weight_version", resume: "/resume" };
 const SGLANG: Calls = Calls {
@@ -236,7 +236,7 @@ async fn a_resume_that_fails_leaves_a_whole_engine_that_may_be_resumed_later() {
         assert_eq!((error.step, error.dirty), ("resume", false), "{error}");
         bench.set_faults(Faults::default()).await;
         assert!(matches!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(_)));
-        assert_eq!(bench.engine.resume(SOON).await.unwrap(), crate::engine::Resumed::Resumed);
+        assert_eq!(bench.engine.resume(SOON).await.unwrap(), crate::Resumed::Resumed);
     }
 }
 

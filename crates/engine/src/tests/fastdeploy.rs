@@ -7,9 +7,9 @@ use tokio::time::Instant;
 
 use super::gpu::GpuBench;
 use super::support::{Bench, SNAPSHOT, SOON, adapter, held, post, until, write_checkpoint};
-use crate::engine::simulator::{Faults, LoadFault, SimulatorOptions};
-use crate::engine::{EngineError, Holding, InstallJob, Resumed};
-use crate::protocol::{KvCachePolicy, PausePolicy};
+use crate::{EngineError, Holding, InstallJob, Resumed};
+use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
+use weightsync_testkit::simulator::{Faults, LoadFault, SimulatorOptions};
 
 async fn bench(more: impl FnOnce(&mut SimulatorOptions)) -> Bench {
     Bench::start_with("fastdeploy", Faults::default(), more).await
@@ -133,8 +133,8 @@ async fn what_does_not_fit_is_refused_before_anything_is_touched() {
         assert!(!error.dirty && error.to_string().contains(named), "{error}");
     }
     assert!(on.calls().await.iter().all(|call| call.starts_with("GET")), "nothing was asked for but facts");
-    let mut halves = crate::weights::safetensors::Checkpoint::open(&on.directory(1)).unwrap().specs();
-    halves[0].dtype = crate::weights::Dtype::BF16;
+    let mut halves = weightsync_core::weights::safetensors::Checkpoint::open(&on.directory(1)).unwrap().specs();
+    halves[0].dtype = weightsync_core::weights::Dtype::BF16;
     let error = on.engine.fits(&halves).unwrap_err().to_string();
     assert!(error.contains("converts nothing"), "{error}");
 }

@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::support::{Bench, SOON};
-use crate::engine::simulator::{Fault, FaultRule, Faults};
-use crate::protocol::{KvCachePolicy, PausePolicy};
+use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults};
 
 /// The paths that the adapters call, and all of them at once.
 const PATHS: [&str; 18] = [
@@ -104,7 +104,7 @@ proptest! {
             let _ = bench.engine.probe(limit).await;
             let _ = bench.engine.health(limit).await;
             let _ = bench.engine.holding(limit).await;
-            let job = crate::engine::InstallJob { timeout: limit, pause: PausePolicy::Keep, kv_cache: KvCachePolicy::Reset, ..bench.job(2) };
+            let job = crate::InstallJob { timeout: limit, pause: PausePolicy::Keep, kv_cache: KvCachePolicy::Reset, ..bench.job(2) };
             let installed = bench.engine.install(&job).await;
             let _ = bench.engine.resume(limit).await;
             let took = begun.elapsed();

@@ -12,14 +12,12 @@ use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 
 use super::support::{Bench, SOON, held};
-use crate::engine::simulator::{Faults, SimulatorOptions};
-use crate::engine::{
-    DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, Engine, EngineConfig, InstallError, InstallReport, Released, connect,
-};
-use crate::protocol::worker::Opaque;
-use crate::protocol::{KvCachePolicy, PausePolicy};
-use crate::weights::safetensors::Checkpoint;
-use crate::weights::{Bucket, Layout, gsum64};
+use crate::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, Engine, EngineConfig, InstallError, InstallReport, Released, connect};
+use weightsync_core::protocol::worker::Opaque;
+use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{Bucket, Layout, gsum64};
+use weightsync_testkit::simulator::{Faults, SimulatorOptions};
 
 /// Length of a bucket that holds one or two of the tests' tensors.
 const BUCKET: u64 = 128;

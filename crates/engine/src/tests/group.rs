@@ -15,10 +15,10 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::support::{SOON, adapter, held, recorded};
-use crate::engine::{DeviceBucket, DeviceInstall, DeviceJob, Engine, GroupJoin, InstallError, InstallReport};
-use crate::protocol::worker::Opaque;
-use crate::protocol::{GroupPlace, KvCachePolicy, PausePolicy, Rendezvous};
-use crate::weights::{Dtype, Layout, TensorSpec};
+use crate::{DeviceBucket, DeviceInstall, DeviceJob, Engine, GroupJoin, InstallError, InstallReport};
+use weightsync_core::protocol::worker::Opaque;
+use weightsync_core::protocol::{GroupPlace, KvCachePolicy, PausePolicy, Rendezvous};
+use weightsync_core::weights::{Dtype, Layout, TensorSpec};
 
 /// What a server remembers.
 #[derive(Default)]

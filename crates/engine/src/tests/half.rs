@@ -1,8 +1,8 @@
 //! Engines that hold half an update: who finds them, and the ways out.
 
 use super::support::{Bench, SOON, adapter, held};
-use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault};
-use crate::engine::{Holding, Resumed};
+use crate::{Holding, Resumed};
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault};
 
 async fn half_updated() -> Bench {
     let bench = Bench::start("vllm").await;

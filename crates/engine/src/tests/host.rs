@@ -8,13 +8,11 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::support::{Bench, SOON, adapter, held};
-use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault, SimulatorOptions, WeightTransfer};
-use crate::engine::{
-    EngineError, Holding, HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTensor, InstallError, InstallReport,
-};
-use crate::protocol::{KvCachePolicy, PausePolicy};
-use crate::weights::Layout;
-use crate::weights::safetensors::Checkpoint;
+use crate::{EngineError, Holding, HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTensor, InstallError, InstallReport};
+use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
+use weightsync_core::weights::Layout;
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault, SimulatorOptions, WeightTransfer};
 
 /// A version and the memory that it is fed from.
 pub(super) struct Version {

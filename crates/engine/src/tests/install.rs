@@ -5,9 +5,9 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::support::{Bench, SOON, adapter, held, until};
-use crate::engine::simulator::Faults;
-use crate::engine::{ApiKey, EngineError, Holding, Resumed};
-use crate::protocol::{KvCachePolicy, PausePolicy};
+use crate::{ApiKey, EngineError, Holding, Resumed};
+use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
+use weightsync_testkit::simulator::Faults;
 
 const KINDS: [&str; 2] = ["vllm", "sglang"];
 
@@ -74,7 +74,7 @@ async fn a_server_without_dev_mode_is_refused_with_the_option_that_helps() {
 async fn an_api_key_is_shown_and_never_printed() {
     for kind in KINDS {
         let key = ApiKey::new(" s3cret-of-the-engine\n").unwrap();
-        let bench = Bench::start_with(kind, Faults::default(), |options| options.api_key = Some(key.clone())).await;
+        let bench = Bench::start_with(kind, Faults::default(), |options| options.api_key = Some(key.text().to_owned())).await;
         bench.engine.probe(SOON).await.unwrap();
         bench.engine.install(&bench.job(2)).await.unwrap();
         for wrong in [None, Some(ApiKey::new("another").unwrap())] {

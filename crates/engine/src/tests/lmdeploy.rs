@@ -5,11 +5,11 @@ use tempfile::TempDir;
 
 use super::gpu::GpuBench;
 use super::support::{SOON, held};
-use crate::engine::lmdeploy::allowed::{Seen, any_route, tensor_route};
-use crate::engine::process::{EngineProcess, find};
-use crate::engine::record::{Record, UNKNOWN};
-use crate::engine::{EngineError, Holding, Resumed};
-use crate::protocol::{KvCachePolicy, PausePolicy};
+use crate::lmdeploy::allowed::{Seen, any_route, tensor_route};
+use crate::process::{EngineProcess, find};
+use crate::record::{Record, UNKNOWN};
+use crate::{EngineError, Holding, Resumed};
+use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 
 fn interface() -> Value {
     let fields =

@@ -3,11 +3,11 @@
 use proptest::prelude::*;
 
 use super::support::held;
-use crate::engine::fit::compare;
-use crate::engine::simulator::{Fault, FaultRule, Faults, Simulator, SimulatorOptions};
-use crate::engine::{ApiKey, EngineConfig, EngineError, Holding, connect, kinds};
-use crate::protocol::HeldVersion;
-use crate::weights::{Dtype, TensorSpec};
+use crate::fit::compare;
+use crate::{ApiKey, EngineConfig, EngineError, Holding, connect, kinds};
+use weightsync_core::protocol::HeldVersion;
+use weightsync_core::weights::{Dtype, TensorSpec};
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults, Simulator, SimulatorOptions};
 
 proptest! {
     #[test]
@@ -124,7 +124,7 @@ async fn a_simulator_of_an_unknown_engine_or_without_a_model_says_so() {
 
 #[test]
 fn signs_of_a_new_start_count_once_and_our_own_writes_are_none() {
-    use crate::engine::start::StartWatch;
+    use crate::start::StartWatch;
     let watch = StartWatch::default();
     let version = Holding::Version(held(1));
     let first = watch.answered(watch.look(), "1.5", &Holding::Startup);
@@ -148,8 +148,8 @@ fn signs_of_a_new_start_count_once_and_our_own_writes_are_none() {
 
 #[tokio::test]
 async fn starts_that_nothing_else_tells_apart_are_told_apart_by_the_connection_to_them() {
-    use crate::engine::lifeline::Lifeline;
-    use crate::engine::start::StartWatch;
+    use crate::lifeline::Lifeline;
+    use crate::start::StartWatch;
     let watch = StartWatch::default();
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

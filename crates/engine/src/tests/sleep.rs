@@ -2,7 +2,7 @@
 //! wake and are fed.
 
 use super::support::{Bench, SOON, client};
-use crate::engine::{EngineError, Holding};
+use crate::{EngineError, Holding};
 
 async fn call(bench: &Bench, path: &str) {
     let request = client().post(format!("{}{path}", bench.simulator.url())).header("content-type", "application/json");

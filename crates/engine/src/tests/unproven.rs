@@ -6,12 +6,12 @@ use serde_json::json;
 
 use super::gpu::{GPUS, GpuBench};
 use super::support::{SOON, held, post};
-use crate::engine::simulator::{Fault, FaultRule, Faults, WeightTransfer};
-use crate::engine::unproven::Unproven;
-use crate::engine::{EngineConfig, Holding, connect};
-use crate::protocol::{KvCachePolicy, PausePolicy};
-use crate::torch::{Device, Piece, SharedTensor, sglang_bucket};
-use crate::weights::Dtype;
+use crate::unproven::Unproven;
+use crate::{EngineConfig, Holding, connect};
+use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
+use weightsync_core::weights::Dtype;
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults, WeightTransfer};
+use weightsync_torch::{Device, Piece, SharedTensor, sglang_bucket};
 
 /// Engine, ranks, the way, its call for a bucket, and the call that opens its session.
 type Way = (&'static str, usize, &'static str, &'static str, &'static str);

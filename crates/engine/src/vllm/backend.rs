@@ -11,11 +11,11 @@ use async_trait::async_trait;
 use super::listening::Rules;
 use super::session::{CONNECT, Session, init};
 use super::workers::Workers;
-use crate::engine::EngineError;
-use crate::engine::host::{HostBucket, HostDigest, HostJob};
-use crate::engine::host_feed::HostFeed;
-use crate::engine::http::{EngineHttp, Until};
-use crate::weights::Section;
+use crate::EngineError;
+use crate::host::{HostBucket, HostDigest, HostJob};
+use crate::host_feed::HostFeed;
+use crate::http::{EngineHttp, Until};
+use weightsync_core::weights::Section;
 
 /// Feeds all workers of one server.
 pub(super) struct Backend {

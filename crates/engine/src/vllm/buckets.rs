@@ -12,14 +12,14 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 
-use crate::engine::EngineError;
-use crate::engine::device::{DeviceBucket, Released};
-use crate::engine::feed::{Feed, no_form, pieces};
-use crate::engine::http::{EngineHttp, Until};
-use crate::engine::unproven::Unproven;
-use crate::torch::pickle::Value as Pickled;
-use crate::torch::{Device, Piece, SharedTensor, dtype_name};
-use crate::weights::{Dtype, Layout};
+use crate::EngineError;
+use crate::device::{DeviceBucket, Released};
+use crate::feed::{Feed, no_form, pieces};
+use crate::http::{EngineHttp, Until};
+use crate::unproven::Unproven;
+use weightsync_core::weights::{Dtype, Layout};
+use weightsync_torch::pickle::Value as Pickled;
+use weightsync_torch::{Device, Piece, SharedTensor, dtype_name};
 
 /// Name of the way.
 pub(super) const WAY: &str = "ipc";
@@ -65,7 +65,7 @@ impl Buckets {
     fn update(bucket: &DeviceBucket, run: &[Piece<'_>]) -> Result<Value, EngineError> {
         let (Some(first), Some(last)) = (run.first(), run.last()) else { return Ok(Value::Null) };
         let bytes = last.offset + last.bytes - first.offset;
-        let handle = |place: &crate::engine::device::DevicePlace| {
+        let handle = |place: &crate::device::DevicePlace| {
             let tensor = SharedTensor {
                 handle: place.handle.0,
                 storage_offset: place.offset + first.offset,
@@ -80,7 +80,7 @@ impl Buckets {
         };
         let handles = bucket.places.iter().map(handle).collect::<Result<Vec<_>, EngineError>>()?;
         let dtype = |piece: &Piece<'_>| {
-            let none = || no_form(&crate::torch::TorchError::NoDtype(piece.dtype));
+            let none = || no_form(&weightsync_torch::TorchError::NoDtype(piece.dtype));
             dtype_name(piece.dtype).ok_or_else(none)
         };
         Ok(json!({"update_info": {

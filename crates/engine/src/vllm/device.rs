@@ -8,12 +8,12 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::{DIRECTORY, Vllm, buckets, gpus, of_all_workers, session, unsupported};
-use crate::engine::EngineError;
-use crate::engine::checkpoint_engine::Call;
-use crate::engine::device::DeviceRoute;
-use crate::engine::feed::{self, CheckpointEngine, Feed, FeedJob};
-use crate::engine::http::Until;
-use crate::protocol::PausePolicy;
+use crate::EngineError;
+use crate::checkpoint_engine::Call;
+use crate::device::DeviceRoute;
+use crate::feed::{self, CheckpointEngine, Feed, FeedJob};
+use crate::http::Until;
+use weightsync_core::protocol::PausePolicy;
 
 /// Name of checkpoint-engine's way.
 const CHECKPOINT_ENGINE: &str = "checkpoint-engine";

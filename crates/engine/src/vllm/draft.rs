@@ -7,10 +7,10 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::engine::draft::{DraftWay, none_there, untaken};
-use crate::engine::http::{EngineHttp, Until};
-use crate::engine::{EngineError, fit};
-use crate::weights::TensorSpec;
+use crate::draft::{DraftWay, none_there, untaken};
+use crate::http::{EngineHttp, Until};
+use crate::{EngineError, fit};
+use weightsync_core::weights::TensorSpec;
 
 /// Refuses a draft model that the server would not take whole; `draft` are its tensors.
 pub(super) async fn check(http: &EngineHttp, way: DraftWay, draft: Vec<TensorSpec>, until: Until) -> Result<(), EngineError> {

@@ -13,11 +13,11 @@ use serde_json::json;
 
 use super::listening::Rules;
 use super::session::{CONNECT, Session, init};
-use crate::engine::EngineError;
-use crate::engine::device::{DeviceBucket, Released};
-use crate::engine::feed::{Feed, FeedJob, pieces};
-use crate::engine::http::{EngineHttp, Until};
-use crate::weights::Layout;
+use crate::EngineError;
+use crate::device::{DeviceBucket, Released};
+use crate::feed::{Feed, FeedJob, pieces};
+use crate::http::{EngineHttp, Until};
+use weightsync_core::weights::Layout;
 
 /// Feeds all workers of one server.
 pub(super) struct Gpus {

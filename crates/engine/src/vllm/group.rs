@@ -13,10 +13,10 @@ use base64::engine::general_purpose::STANDARD;
 use futures::future::BoxFuture;
 use serde_json::{Value, json};
 
-use crate::engine::EngineError;
-use crate::engine::group::{GroupFeed, GroupJoin, GroupServer, Tensors, post_ok};
-use crate::engine::http::{EngineHttp, Until};
-use crate::protocol::{GroupFacts, GroupPlace, Rendezvous};
+use crate::EngineError;
+use crate::group::{GroupFeed, GroupJoin, GroupServer, Tensors, post_ok};
+use crate::http::{EngineHttp, Until};
+use weightsync_core::protocol::{GroupFacts, GroupPlace, Rendezvous};
 
 /// What a request carries goes in one broadcast, whatever its length: the server cuts behind the tensor that exceeds this, and makes memory
 /// for what came, not for this.

@@ -15,9 +15,9 @@ use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{UnixListener, UnixStream};
 
 use super::workers::{Opening, Said, Workers, next};
-use crate::engine::EngineError;
-use crate::engine::host::{HostDigest, HostMemory};
-use crate::engine::http::Until;
+use crate::EngineError;
+use crate::host::{HostDigest, HostMemory};
+use crate::http::Until;
 
 /// Not the prefix of agents' own sockets: trainers look for those.
 const PREFIX: &str = "weightsync-feed/";

@@ -15,8 +15,8 @@ use tokio::task::JoinHandle;
 use super::listening::Listening;
 use super::progress::Step;
 use super::workers::Workers;
-use crate::engine::EngineError;
-use crate::engine::http::{EngineHttp, Until};
+use crate::EngineError;
+use crate::http::{EngineHttp, Until};
 
 /// Version of the lines on the socket and of the fields of init, as `python/weightsync/_feed.py` has it.
 const PROTOCOL: u32 = 1;

@@ -3,7 +3,7 @@
 //! `/is_sleeping` says true of every pause as well. The metrics of 0.32 tell the two apart (`v1/metrics/loggers.py`: `weights_offloaded` for
 //! level 1, `discard_all` for level 2; both stand until every part is awake) and count (`entrypoints/serve/dev/sleep/metrics.py`).
 
-use crate::engine::server::Sleeps;
+use crate::server::Sleeps;
 
 /// Whatever is missing did not happen: an older server, or one that was never put to sleep.
 pub(super) fn of_metrics(metrics: &str) -> Sleeps {

@@ -19,10 +19,10 @@ use tokio::task::JoinSet;
 
 use super::listening::{Hello, Parts, Rules};
 use super::progress::{Progress, Rank, Step, reached};
-use crate::engine::EngineError;
-use crate::engine::host::{HostBucket, HostMemory};
-use crate::engine::http::Until;
-use crate::weights::Section;
+use crate::EngineError;
+use crate::host::{HostBucket, HostMemory};
+use crate::http::Until;
+use weightsync_core::weights::Section;
 
 /// Longest line of a worker, in bytes.
 const LONGEST_LINE: u64 = 64 << 10;
@@ -91,7 +91,7 @@ impl Workers {
 
     /// The line that tells of a bucket.
     pub(super) fn line(bucket: &HostBucket) -> String {
-        let tensor = |tensor: &crate::engine::HostTensor| {
+        let tensor = |tensor: &crate::HostTensor| {
             json!([tensor.spec.name, tensor.spec.dtype.name(), tensor.spec.shape, tensor.offset, tensor.bytes, tensor.digest])
         };
         let tensors: Vec<_> = bucket.tensors.iter().map(tensor).collect();

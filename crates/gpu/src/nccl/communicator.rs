@@ -7,9 +7,9 @@ use std::ffi::c_int;
 use std::ptr::null_mut;
 
 use super::{Config, IN_PROGRESS, Nccl, Raw, SUCCESS, UniqueId};
-use crate::gpu::memory::Address;
-use crate::gpu::{GpuError, Span, Stream};
-use crate::protocol::worker::NcclId;
+use crate::memory::Address;
+use crate::{GpuError, Span, Stream};
+use weightsync_core::protocol::worker::NcclId;
 
 /// `ncclUint8`.
 const UINT8: c_int = 1;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::held::{Event, Span};
-use crate::protocol::worker::Part;
+use weightsync_core::protocol::worker::Part;
 
 /// A group that was joined and proven.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -18,7 +18,7 @@ use super::process::{self, WorkerStart};
 use super::ring::Ring;
 use super::wire::{self, Outgoing};
 use super::{GRACE, WorkerError};
-use crate::protocol::worker::{
+use weightsync_core::protocol::worker::{
     GpuFacts, IpcHandle, NcclFacts, NcclId, Part, Proof, WorkerAnswer, WorkerCall, WorkerRequest, WorkerResource, encode_worker_frame,
 };
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::{Slot, Worker};
-use crate::protocol::worker::{IpcHandle, Place, WorkerResource};
+use weightsync_core::protocol::worker::{IpcHandle, Place, WorkerResource};
 
 /// Something of a worker that is given up when dropped. Clones share it.
 #[derive(Clone)]

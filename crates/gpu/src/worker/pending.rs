@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::held::Held;
 use super::{GRACE, WorkerError};
-use crate::protocol::worker::{WorkerAnswer, WorkerFault, WorkerFaultCode, WorkerReply};
+use weightsync_core::protocol::worker::{WorkerAnswer, WorkerFault, WorkerFaultCode, WorkerReply};
 
 /// Where an answer goes.
 pub(super) type Answer = oneshot::Sender<Result<WorkerAnswer, WorkerError>>;

@@ -87,7 +87,7 @@ impl LastLines {
     async fn follow(self, output: impl AsyncRead + Unpin) {
         let mut lines = BufReader::new(output).lines();
         while let Ok(Some(line)) = lines.next_line().await {
-            tracing::info!(worker = %self.label, "{line}");
+            tracing::info!(worker = %self.label, line, "the worker wrote a line");
             let mut kept = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
             if kept.len() == KEPT_LINES {
                 kept.pop_front();

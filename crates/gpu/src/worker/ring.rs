@@ -9,7 +9,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::held::{Held, Resource, Span};
 use super::{Worker, WorkerError};
-use crate::protocol::worker::{IpcHandle, Place};
+use weightsync_core::protocol::worker::{IpcHandle, Place};
 
 /// A ring. Clones share it; the block is freed when the last one and all slots are dropped.
 #[derive(Clone)]

@@ -19,8 +19,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use crate::gpu::{Device, GpuError, Nccl, devices, links};
-use crate::protocol::worker::{WorkerAnswer, WorkerCall, WorkerFault, WorkerFaultCode, WorkerReply, WorkerRequest};
+use crate::{Device, GpuError, Nccl, devices, links};
+use weightsync_core::protocol::worker::{WorkerAnswer, WorkerCall, WorkerFault, WorkerFaultCode, WorkerReply, WorkerRequest};
 
 use groups::Groups;
 use intake::Replies;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::ring::Ring;
 use super::{Broadcast, GRACE, Worker, WorkerError, WorkerStart, held};
-use crate::protocol::worker::{Opaque, WorkerResource};
+use weightsync_core::protocol::worker::{Opaque, WorkerResource};
 
 const SOON: Duration = Duration::from_millis(300);
 const AMPLE: Duration = Duration::from_secs(20);

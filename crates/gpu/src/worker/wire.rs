@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 
-use crate::protocol::worker::{WorkerReply, decode_worker_frame};
+use weightsync_core::protocol::worker::{WorkerReply, decode_worker_frame};
 
 /// A frame on its way to the worker.
 pub(super) struct Outgoing {

@@ -13,8 +13,8 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::stream::EventStream;
-use crate::protocol::{Refusal, Rejection};
-use crate::runtime::identity::{Identity, PeerIdentity, agent_name, controller_name};
+use crate::identity::{Identity, PeerIdentity, agent_name, controller_name};
+use weightsync_core::protocol::{Refusal, Rejection};
 
 /// Peers whose connections are kept; beyond that all are dropped and opened anew as needed.
 const KEPT_PEERS: usize = 1024;

@@ -10,24 +10,34 @@ use futures::{Stream, StreamExt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::protocol::{Refusal, RefusalCode, Rejection};
-use crate::runtime::identity::PeerIdentity;
+use crate::identity::PeerIdentity;
+use weightsync_core::protocol::{Refusal, RefusalCode, Rejection};
 
-impl IntoResponse for Refusal {
+/// What a handler answers when it does not do what was asked: a [`Refusal`] or a [`Rejection`], as JSON with a fitting status.
+#[derive(Debug)]
+pub struct Failed<E>(pub E);
+
+impl<E> From<E> for Failed<E> {
+    fn from(cause: E) -> Self {
+        Self(cause)
+    }
+}
+
+impl IntoResponse for Failed<Refusal> {
     fn into_response(self) -> Response {
-        let status = match self.code {
+        let status = match self.0.code {
             RefusalCode::Invalid => StatusCode::UNPROCESSABLE_ENTITY,
             RefusalCode::Forbidden => StatusCode::FORBIDDEN,
             _ => StatusCode::CONFLICT,
         };
-        (status, Json(self)).into_response()
+        (status, Json(self.0)).into_response()
     }
 }
 
-impl IntoResponse for Rejection {
+impl IntoResponse for Failed<Rejection> {
     fn into_response(self) -> Response {
-        let status = if self.retryable { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::FORBIDDEN };
-        (status, Json(self)).into_response()
+        let status = if self.0.retryable { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::FORBIDDEN };
+        (status, Json(self.0)).into_response()
     }
 }
 
@@ -35,10 +45,10 @@ impl IntoResponse for Rejection {
 pub struct Valid<T>(pub T);
 
 impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Valid<T> {
-    type Rejection = Refusal;
+    type Rejection = Failed<Refusal>;
 
-    async fn from_request(request: Request, state: &S) -> Result<Self, Refusal> {
-        let invalid = |message: String| Refusal { code: RefusalCode::Invalid, message };
+    async fn from_request(request: Request, state: &S) -> Result<Self, Failed<Refusal>> {
+        let invalid = |message: String| Failed(Refusal { code: RefusalCode::Invalid, message });
         let body = Bytes::from_request(request, state).await.map_err(|cause| invalid(cause.to_string()))?;
         serde_json::from_slice(&body).map(Self).map_err(|cause| invalid(format!("the body cannot be understood: {cause}")))
     }
@@ -46,11 +56,11 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Valid<T> {
 
 /// Handlers take the peer's identity as an argument; a peer without a certificate is refused.
 impl<S: Send + Sync> FromRequestParts<S> for PeerIdentity {
-    type Rejection = Refusal;
+    type Rejection = Failed<Refusal>;
 
-    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Refusal> {
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Failed<Refusal>> {
         let message = "this needs a certificate; enrol first";
-        parts.extensions.get().cloned().ok_or_else(|| Refusal { code: RefusalCode::Forbidden, message: message.into() })
+        parts.extensions.get().cloned().ok_or_else(|| Failed(Refusal { code: RefusalCode::Forbidden, message: message.into() }))
     }
 }
 

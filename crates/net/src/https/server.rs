@@ -24,8 +24,9 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
-use crate::protocol::{Refusal, RefusalCode};
-use crate::runtime::identity::{ClientCertificates, Identity, IdentityError, PeerIdentity};
+use super::replies::Failed;
+use crate::identity::{ClientCertificates, Identity, IdentityError, PeerIdentity};
+use weightsync_core::protocol::{Refusal, RefusalCode};
 
 /// Handshakes at once. Of thousands that were all begun at once each took longer than its client waited, and none ended.
 const HANDSHAKES: usize = 64;
@@ -248,7 +249,7 @@ async fn answer(
     if let Some(guard) = guard.as_ref() {
         if let Some(refusal) = guard.refusal() {
             tracing::warn!(%from, message = %refusal.message, "peer refused");
-            return Ok(refusal.into_response());
+            return Ok(Failed(refusal).into_response());
         }
         if let Some(peer) = &guard.peer {
             request.extensions_mut().insert(peer.clone());

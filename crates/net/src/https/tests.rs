@@ -13,8 +13,8 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::*;
-use crate::protocol::{Refusal, RefusalCode, Rejection};
-use crate::runtime::identity::{Ca, Identity, PeerIdentity};
+use crate::identity::{Ca, Identity, PeerIdentity};
+use weightsync_core::protocol::{Refusal, RefusalCode, Rejection};
 
 const HOUR: Duration = Duration::from_secs(3600);
 const SOON: Duration = Duration::from_secs(5);
@@ -38,8 +38,8 @@ async fn serve(identity: Identity, access: Access, limits: Limits) -> Server {
     let router = Router::new()
         .route("/double", post(|Valid(Number { number }): Valid<Number>| async move { Json(Number { number: number * 2 }) }))
         .route("/who", get(|peer: PeerIdentity| async move { Json(peer.uri()) }))
-        .route("/refuse", post(|| async { Refusal { code: RefusalCode::WrongPhase, message: "not now".into() } }))
-        .route("/reject", post(|| async { Rejection { message: "a standby".into(), retryable: true } }))
+        .route("/refuse", post(|| async { Failed(Refusal { code: RefusalCode::WrongPhase, message: "not now".into() }) }))
+        .route("/reject", post(|| async { Failed(Rejection { message: "a standby".into(), retryable: true }) }))
         .route("/never", post(std::future::pending::<()>))
         .route("/empty", post(|| async {}))
         .route("/three", get(|| async { ndjson(futures::stream::iter([1u64, 2, 3])) }))
@@ -101,14 +101,14 @@ async fn a_certificate_that_ended_or_of_another_authority_is_refused_by_both_kin
     for access in [Access::Group, Access::Open] {
         let server = serve(ca.issue(&agent("ws", "pod"), HOUR).unwrap(), access, Limits::default()).await;
         for who in [PeerIdentity::Controller, agent("ws", "other")] {
-            for shown in [ca.issue_ended(&who), foreign.issue_trusting(&ca, &who)] {
+            for shown in [ca.issue_ended(&who).unwrap(), foreign.issue_trusting(&ca, &who).unwrap()] {
                 let answer = double(&AgentClient::new(shown), &server).await;
                 assert!(matches!(answer, Err(CallError::Unreachable { .. })), "{access:?} {who:?}: {answer:?}");
             }
         }
         double(&client(&ca, &PeerIdentity::Controller), &server).await.unwrap();
     }
-    let server = serve(ca.issue_ended(&agent("ws", "pod")), Access::Group, Limits::default()).await;
+    let server = serve(ca.issue_ended(&agent("ws", "pod")).unwrap(), Access::Group, Limits::default()).await;
     let answer = double(&client(&ca, &PeerIdentity::Controller), &server).await;
     assert!(matches!(answer, Err(CallError::Unreachable { .. })), "{answer:?}");
 }

@@ -4,30 +4,9 @@ use std::time::Duration;
 
 use time::OffsetDateTime;
 
-use super::{Ca, Identity, IdentityError, PeerIdentity, read_certificates};
+use super::{Ca, Identity, IdentityError, PeerIdentity};
 
 const HOUR: Duration = Duration::from_secs(3600);
-
-impl Ca {
-    /// An identity that shows a certificate of this authority that has ended, as nothing but a forger or a broken program would.
-    pub(crate) fn issue_ended(&self, who: &PeerIdentity) -> Identity {
-        let hour = Duration::from_secs(3600);
-        self.issue_anyhow(self.certificate_pem(), who, OffsetDateTime::now_utc() - 2 * hour, hour)
-    }
-
-    /// An identity that shows a certificate of this authority and trusts another one, as a stranger would who read that one's.
-    pub(crate) fn issue_trusting(&self, other: &Self, who: &PeerIdentity) -> Identity {
-        self.issue_anyhow(other.certificate_pem(), who, OffsetDateTime::now_utc(), Duration::from_secs(3600))
-    }
-
-    fn issue_anyhow(&self, trusted: &str, who: &PeerIdentity, from: OffsetDateTime, lifetime: Duration) -> Identity {
-        let identity = Identity::new(trusted).unwrap();
-        let pem = self.sign_at(&identity.csr_pem().unwrap(), who, from, lifetime).unwrap();
-        let chain = read_certificates("certificate", &pem).unwrap();
-        identity.show(who.clone(), chain, std::time::SystemTime::now() + 24 * lifetime).unwrap();
-        identity
-    }
-}
 
 fn agent(weightsync: &str, pod_uid: &str) -> PeerIdentity {
     PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.into() }

@@ -12,7 +12,7 @@ use axum::{Json, Router};
 use serde_json::json;
 
 use super::{LogsError, change, filters};
-use crate::runtime::health::is_local;
+use crate::health::is_local;
 
 /// Longest filter in bytes.
 const LONGEST: usize = 4096;
@@ -44,5 +44,7 @@ async fn replace(ConnectInfo(from): ConnectInfo<SocketAddr>, wanted: String) -> 
 }
 
 fn refused() -> Response {
-    (StatusCode::FORBIDDEN, "the log level is changed from within the pod only: kubectl weightsync log-level\n").into_response()
+    let message = "the log level is changed through the loopback interface only: kubectl port-forward POD PORT, \
+                   and curl -X PUT --data FILTER http://127.0.0.1:PORT/loglevel\n";
+    (StatusCode::FORBIDDEN, message).into_response()
 }

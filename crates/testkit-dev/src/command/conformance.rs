@@ -7,11 +7,11 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, ValueEnum};
 
-use super::Output;
-use super::text::columns;
 use crate::conformance::{Live, Options, Outcome, Report, Sources, run};
-use crate::engine::ApiKey;
-use crate::worker::WorkerStart;
+use weightsync_agent::command::Output;
+use weightsync_agent::command::text::columns;
+use weightsync_engine::ApiKey;
+use weightsync_gpu::worker::WorkerStart;
 
 /// Ways by which weights go into a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -77,7 +77,7 @@ impl ConformanceArgs {
     /// Runs it; exit code 1 when a row failed.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let output = self.output;
-        let report = super::block_on(async move { Ok(run(&self.options().await?).await?) })?;
+        let report = weightsync_agent::command::block_on(async move { Ok(run(&self.options().await?).await?) })?;
         show(&report, output)?;
         Ok(if report.passed() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }

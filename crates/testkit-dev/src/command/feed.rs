@@ -13,13 +13,13 @@ use clap::{Args, ValueEnum};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
-use super::Output;
-use crate::agent::hand_over::{MemoryFeed, feed_checkpoint, feed_memory};
-use crate::engine::{ApiKey, DeviceJob, Engine, EngineConfig, EngineError, InstallJob, connect};
-use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
-use crate::weights::safetensors::Checkpoint;
-use crate::weights::{DigestAlgorithm, Layout, Manifest, TensorHasher};
-use crate::worker::{Ring, Worker, WorkerStart};
+use weightsync_agent::command::Output;
+use weightsync_agent::hand_over::{MemoryFeed, feed_checkpoint, feed_memory};
+use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest, TensorHasher};
+use weightsync_engine::{ApiKey, DeviceJob, Engine, EngineConfig, EngineError, InstallJob, connect};
+use weightsync_gpu::worker::{Ring, Worker, WorkerStart};
 
 /// What becomes of running requests.
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -110,7 +110,7 @@ pub struct FeedArgs {
 impl FeedArgs {
     /// Does it; exit code 1 when the engine does not hold the last version at the end.
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        super::block_on(self.feed())
+        weightsync_agent::command::block_on(self.feed())
     }
 
     async fn feed(self) -> anyhow::Result<ExitCode> {
@@ -127,7 +127,7 @@ impl FeedArgs {
             served_model: self.model.clone(),
             record: None,
             processes: "/proc".into(),
-            unproven_routes: super::agent::unproven_routes(),
+            unproven_routes: weightsync_agent::command::unproven_routes(),
         })?;
         engine.probe(within).await?;
         let (pause, kv_cache) = self.policies();
@@ -261,7 +261,7 @@ impl FeedArgs {
         Ok(rings)
     }
 
-    fn show(&self, version: u64, layout: &Layout, route: &crate::engine::DeviceRoute, steps: &[(String, u64)], took: Duration) {
+    fn show(&self, version: u64, layout: &Layout, route: &weightsync_engine::DeviceRoute, steps: &[(String, u64)], took: Duration) {
         let ms = took.as_secs_f64() * 1e3;
         match self.output {
             Output::Json => {

@@ -9,8 +9,8 @@ use anyhow::Context;
 use clap::Args;
 use tokio::net::TcpListener;
 
-use crate::engine::ApiKey;
-use crate::engine::simulator::{FastdeployOptions, Faults, GroupOptions, Simulator, SimulatorOptions, WeightTransfer};
+use weightsync_engine::ApiKey;
+use weightsync_testkit::simulator::{FastdeployOptions, Faults, GroupOptions, Simulator, SimulatorOptions, WeightTransfer};
 
 /// Arguments of `weightsync simulate-engine`.
 #[derive(Debug, Args)]
@@ -138,7 +138,7 @@ impl SimulateEngineArgs {
             served_model_name: self.served_model_name,
             world_size: self.world_size,
             max_model_len: self.max_model_len,
-            api_key,
+            api_key: api_key.map(|key| key.text().to_owned()),
             dev_mode: !self.no_dev_mode,
             gpus: self.gpus,
             gpu_memory: self.fake_gpu.map(|folder| folder.join("memory")),
@@ -149,7 +149,7 @@ impl SimulateEngineArgs {
             ..SimulatorOptions::new(&self.engine, self.model)
         };
         let address = SocketAddr::new(self.host, self.port);
-        super::block_on(async move {
+        weightsync_agent::command::block_on(async move {
             let listener = TcpListener::bind(address).await.with_context(|| format!("{address} cannot be listened on"))?;
             let mut simulator = Simulator::start(options, listener).await?;
             println!("{}", simulator.url());

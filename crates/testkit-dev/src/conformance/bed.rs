@@ -18,11 +18,13 @@ use super::folder::Folder;
 use super::memory::Memory;
 use super::model::Model;
 use super::{ConformanceError, Live, Options, Sources, Way};
-use crate::engine::simulator::{Simulator, SimulatorOptions};
-use crate::engine::{ApiKey, DeviceJob, DeviceRoute, Engine, EngineConfig, EngineError, InstallError, InstallJob, InstallReport, connect};
-use crate::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
-use crate::weights::safetensors::{Checkpoint, SINGLE_FILE};
-use crate::weights::{DigestAlgorithm, Layout, Manifest};
+use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::safetensors::{Checkpoint, SINGLE_FILE};
+use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest};
+use weightsync_engine::{
+    ApiKey, DeviceJob, DeviceRoute, Engine, EngineConfig, EngineError, InstallError, InstallJob, InstallReport, connect,
+};
+use weightsync_testkit::simulator::{Simulator, SimulatorOptions};
 
 /// Bucket of a simulated server's small model, in bytes: several buckets, none of which holds half of it.
 const SMALL_BUCKET: u64 = 256;
@@ -113,7 +115,7 @@ impl Bed {
         let gpu = "GPU-fa4e0000-0000-4000-8000-000000000000".to_owned();
         let key = ApiKey::new(KEY)?;
         let mut options = SimulatorOptions::new(&of.engine, at("model"));
-        options.api_key = Some(key.clone());
+        options.api_key = Some(key.text().to_owned());
         options.gpus = vec![gpu.clone()];
         options.gpu_memory = Some(at("memory"));
         if let (Way::Group, Some(sources)) = (way, &of.sources) {

@@ -7,7 +7,7 @@ use reqwest::Method;
 use serde_json::Value;
 
 use super::ConformanceError;
-use crate::engine::ApiKey;
+use weightsync_engine::ApiKey;
 
 /// What a call brought.
 #[derive(Debug, Clone)]

@@ -9,12 +9,12 @@ use std::time::Duration;
 use super::bed::Bed;
 use super::source::LEAVE;
 use super::{ConformanceError, Row, Way};
-use crate::agent::hand_over::feed_checkpoint;
-use crate::engine::{DeviceJob, Engine, EngineError, Holding, InstallError, InstallReport, Resumed};
-use crate::protocol::HeldVersion;
-use crate::weights::Layout;
-use crate::weights::safetensors::Checkpoint;
-use crate::worker::{Ring, Worker, WorkerStart};
+use weightsync_agent::hand_over::feed_checkpoint;
+use weightsync_core::protocol::HeldVersion;
+use weightsync_core::weights::Layout;
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_engine::{DeviceJob, Engine, EngineError, Holding, InstallError, InstallReport, Resumed};
+use weightsync_gpu::worker::{Ring, Worker, WorkerStart};
 
 /// All rows.
 pub(super) async fn rows(bed: &Bed, way: Way) -> Result<Vec<Row>, ConformanceError> {

@@ -7,11 +7,11 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use crate::engine::{DeviceBucket, DeviceInstall, DevicePlace, EngineError, InstallError, InstallReport, Released};
-use crate::protocol::HeldVersion;
-use crate::protocol::worker::{IpcHandle, Opaque};
-use crate::weights::safetensors::Checkpoint;
-use crate::weights::{Layout, gsum64};
+use weightsync_core::protocol::HeldVersion;
+use weightsync_core::protocol::worker::{IpcHandle, Opaque};
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{Layout, gsum64};
+use weightsync_engine::{DeviceBucket, DeviceInstall, DevicePlace, EngineError, InstallError, InstallReport, Released};
 
 /// Slots of the ring.
 const SLOTS: u64 = 2;

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use serde_json::json;
 
-use crate::weights::Dtype;
-use crate::weights::safetensors::SINGLE_FILE;
+use weightsync_core::weights::Dtype;
+use weightsync_core::weights::safetensors::SINGLE_FILE;
 
 /// Tensors of a model.
 #[derive(Debug, Clone)]

@@ -12,7 +12,7 @@ use futures::StreamExt;
 use super::bed::Bed;
 use super::proxy::{Proxy, Spoil};
 use super::{ConformanceError, Options, Row, Way};
-use crate::engine::{EngineError, Holding, InstallError, InstallReport, Resumed};
+use weightsync_engine::{EngineError, Holding, InstallError, InstallReport, Resumed};
 
 /// Cases that run at once; each has a server of its own.
 const AT_ONCE: usize = 8;
@@ -104,7 +104,7 @@ async fn learn(bed: &Bed) -> Result<Result<(Vec<String>, References), String>, C
 }
 
 /// Probe and install, as an agent does both.
-async fn attempt(bed: &Bed, engine: &dyn crate::engine::Engine, within: Duration) -> Result<InstallReport, InstallError> {
+async fn attempt(bed: &Bed, engine: &dyn weightsync_engine::Engine, within: Duration) -> Result<InstallReport, InstallError> {
     let clean = |source: EngineError| InstallError { step: "probe", dirty: false, source };
     engine.probe(within).await.map_err(clean)?;
     bed.install(engine, 2, within).await

@@ -15,15 +15,15 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::ConformanceError;
-use crate::engine::simulator::{GroupOptions, SimulatorOptions, WeightTransfer};
-use crate::engine::{DeviceBucket, DeviceInstall, DeviceJob, Engine, EngineError, EngineGroup, GroupJoin, InstallError, InstallReport};
-use crate::protocol::worker::{NcclId, Proof, WorkerAnswer};
-use crate::protocol::{GroupPlace, HeldVersion, Rendezvous};
-use crate::torch::store::{Server, nccl_id_keys};
-use crate::transport::Payload;
-use crate::transport::nccl::{PackedBucket, Packer, Staging};
-use crate::weights::safetensors::Checkpoint;
-use crate::worker::{Broadcast, Worker, WorkerStart};
+use weightsync_core::protocol::worker::{NcclId, Proof, WorkerAnswer};
+use weightsync_core::protocol::{GroupPlace, HeldVersion, Rendezvous};
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_engine::{DeviceBucket, DeviceInstall, DeviceJob, Engine, EngineError, EngineGroup, GroupJoin, InstallError, InstallReport};
+use weightsync_gpu::worker::{Broadcast, Worker, WorkerStart};
+use weightsync_testkit::simulator::{GroupOptions, SimulatorOptions, WeightTransfer};
+use weightsync_torch::store::{Server, nccl_id_keys};
+use weightsync_transport::Payload;
+use weightsync_transport::nccl::{PackedBucket, Packer, Staging};
 
 /// A driver that has just been loaded takes seconds.
 const START: Duration = Duration::from_secs(60);

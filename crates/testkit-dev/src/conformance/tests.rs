@@ -8,8 +8,8 @@ use tokio::net::TcpListener;
 
 use super::bed::Bed;
 use super::{Live, Options, Outcome, Report, Way, run};
-use crate::engine::kinds;
-use crate::engine::simulator::{Fault, FaultRule, Faults, LoadFault, Simulator, SimulatorOptions};
+use weightsync_engine::kinds;
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault, Simulator, SimulatorOptions};
 
 fn options(engine: &str) -> Options {
     Options {

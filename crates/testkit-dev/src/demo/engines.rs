@@ -13,7 +13,7 @@ use tokio::process::{Child, Command};
 use super::{DemoArgs, DemoEngine};
 
 /// Makes a random Qwen3 checkpoint with the environment's own torch; the script also serves the tests.
-const MAKE_CHECKPOINT: &str = include_str!("../../../tests/engine/make_checkpoint.py");
+const MAKE_CHECKPOINT: &str = include_str!("../../../../tests/engine/make_checkpoint.py");
 
 /// Importing torch on a busy machine takes most of it.
 const MAKE_DEADLINE: Duration = Duration::from_secs(180);

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use anyhow::{Context, bail, ensure};
 
 use super::show::Screen;
-use crate::protocol::worker::{GpuFacts, WorkerAnswer};
-use crate::worker::{Worker, WorkerStart};
+use weightsync_core::protocol::worker::{GpuFacts, WorkerAnswer};
+use weightsync_gpu::worker::{Worker, WorkerStart};
 
 /// A driver that has just been loaded takes seconds for eight GPUs; one that takes longer hangs.
 const PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);

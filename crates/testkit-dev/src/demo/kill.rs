@@ -7,9 +7,9 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use super::DemoFault;
-use crate::local::Group;
-use crate::membership::{GroupStage, MembershipView};
-use crate::protocol::MemberName;
+use weightsync_coordinator::local::Group;
+use weightsync_core::membership::{GroupStage, MembershipView};
+use weightsync_core::protocol::MemberName;
 
 /// Longest wait for the victim to report its bytes; shorter than the silence that ends an update.
 const PATIENCE: Duration = Duration::from_secs(4);

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use anyhow::Context;
 
-use crate::weights::safetensors::{Checkpoint, SafetensorsPlan};
-use crate::weights::{Bucket, DigestAlgorithm, Dtype, Layout, TensorHasher, TensorSpec, digest_hex};
+use weightsync_core::weights::safetensors::{Checkpoint, SafetensorsPlan};
+use weightsync_core::weights::{Bucket, DigestAlgorithm, Dtype, Layout, TensorHasher, TensorSpec, digest_hex};
 
 /// Where a version's bytes come from.
 pub enum Weights {
@@ -148,7 +148,7 @@ fn pattern(key: u64, from: u64, into: &mut [u8]) {
 #[cfg(test)]
 mod tests {
     use super::{Weights, pattern, tensors};
-    use crate::weights::safetensors::Checkpoint;
+    use weightsync_core::weights::safetensors::Checkpoint;
 
     #[test]
     fn a_pattern_is_the_same_however_it_is_cut() {

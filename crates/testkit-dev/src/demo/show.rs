@@ -6,8 +6,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
 use super::DemoFault;
-use crate::cli::Output;
-use crate::protocol::{ClientReply, MemberName, PublishResult};
+use weightsync_agent::command::Output;
+use weightsync_core::protocol::{ClientReply, MemberName, PublishResult};
 
 /// Whole milliseconds.
 pub fn ms(duration: Duration) -> u64 {

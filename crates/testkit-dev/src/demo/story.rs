@@ -16,15 +16,15 @@ use super::model::{LONGEST_TENSOR, Weights, tensors};
 use super::show::{Outcome, Published, Screen};
 use super::verify::Verifier;
 use super::{DemoArgs, DemoEngine};
-use crate::agent::client::SocketName;
-use crate::agent::client::trainer::TrainerClient;
-use crate::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
-use crate::membership::{GroupStage, MembershipView};
-use crate::protocol::{
+use weightsync_agent::client::SocketName;
+use weightsync_agent::client::trainer::TrainerClient;
+use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
+use weightsync_core::membership::{GroupStage, MembershipView};
+use weightsync_core::protocol::{
     Activation, ClientRequest, EngineAssignment, PausePolicy, PublishResult, QueuePolicy, Role, TransportPolicy, TransportWish,
 };
-use crate::runtime::shutdown;
-use crate::weights::safetensors::Checkpoint;
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_net::shutdown;
 
 const VERSIONS: [u64; 3] = [1, 2, 3];
 /// A real vLLM on a busy machine takes a minute and more to start.
@@ -189,7 +189,7 @@ impl Demo {
                 gpu: None,
             };
             let mut client = TrainerClient::connect(&socket, "weightsync demo")?;
-            let mut fill = |layout: &crate::weights::Layout, bucket: crate::weights::Bucket, into: &mut [u8]| {
+            let mut fill = |layout: &weightsync_core::weights::Layout, bucket: weightsync_core::weights::Bucket, into: &mut [u8]| {
                 if let Some(kill) = &kill_now {
                     kill.before_bucket(&group, &handle, bucket.offset, layout.total_bytes)?;
                 }

@@ -57,9 +57,13 @@ impl Verifier {
         self.client.get(format!("http://127.0.0.1:{port}/health")).send().await.is_ok_and(|answer| answer.status().is_success())
     }
 
-    /// A real server's completion of a fixed prompt: text, and log-probs to the last digit.
+    /// A real server's completion of a fixed prompt: text, and log-probs to the last digit. Its own salt makes each question a first one,
+    /// which finds nothing in the prefix cache: computed in other pieces, the same prompt may be rounded differently.
     pub async fn completion(&self, port: u16) -> anyhow::Result<String> {
-        let body = json!({"model": "m", "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "logprobs": 1, "ignore_eos": true});
+        let salt = uuid::Uuid::new_v4().to_string();
+        let body = json!({
+            "model": "m", "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "logprobs": 1, "ignore_eos": true, "cache_salt": salt
+        });
         let answer = self.ask(self.client.post(format!("http://127.0.0.1:{port}/v1/completions")).json(&body)).await?;
         let choice = answer.pointer("/choices/0").context("no choice")?;
         let probs = choice.pointer("/logprobs/token_logprobs").context("no log-probs")?;

@@ -24,7 +24,7 @@ use tokio::sync::mpsc;
 
 use super::memory::GpuMemory;
 use super::tensors::Taken;
-use crate::weights::{Dtype, digest_hex, gsum64, tensor_digest};
+use weightsync_core::weights::{Dtype, digest_hex, gsum64, tensor_digest};
 
 /// Longest wait for the first line.
 const FIRST_WORD: Duration = Duration::from_secs(60);

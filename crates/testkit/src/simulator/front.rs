@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 use super::core::Core;
 use super::faults::{Fault, Faults};
 use super::served::Served;
-use crate::weights::digest_hex;
+use weightsync_core::weights::digest_hex;
 
 /// Calls that are remembered.
 const MOST_CALLS: usize = 10_000;

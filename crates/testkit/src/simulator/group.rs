@@ -23,9 +23,9 @@ pub(super) use member::Member;
 use super::front::Front;
 use super::memory::GpuMemory;
 use super::tensors::Taken;
-use crate::torch::dtype_name;
-use crate::weights::Dtype;
-use crate::worker::{Worker, WorkerStart};
+use weightsync_core::weights::Dtype;
+use weightsync_gpu::worker::{Worker, WorkerStart};
+use weightsync_torch::dtype_name;
 
 /// As good as for ever, and can be added to a time.
 const FOR_EVER: Duration = Duration::from_secs(31_536_000);
@@ -119,7 +119,7 @@ impl Ranks {
         let label = format!("simulated rank {rank}");
         let (program, environment) = (options.program.clone(), options.environment.clone());
         let start = WorkerStart { program, arguments: vec!["worker".into()], environment, defaults: Vec::new(), label };
-        let raised = |error: crate::worker::WorkerError| Trouble::Raised(error.to_string());
+        let raised = |error: weightsync_gpu::worker::WorkerError| Trouble::Raised(error.to_string());
         let worker = Worker::start(&start).map_err(raised)?;
         let gpu = self.gpus.get(rank).map(String::as_str);
         let (_, _, nccl) = worker.open(gpu, options.nccl.as_deref(), START).await.map_err(raised)?;

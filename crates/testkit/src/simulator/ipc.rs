@@ -13,8 +13,8 @@ use super::group::{Announced, announced};
 use super::memory::GpuMemory;
 use super::tensors::{Rebuilt, Taken};
 use super::unpickle;
-use crate::torch::pickle::Value as Pickled;
-use crate::weights::Dtype;
+use weightsync_core::weights::Dtype;
+use weightsync_torch::pickle::Value as Pickled;
 
 /// What the worker keeps between calls.
 #[derive(Default)]

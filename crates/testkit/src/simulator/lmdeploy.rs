@@ -28,7 +28,7 @@ use super::group::torch::TorchGroups;
 use super::served::Served;
 use super::tensors::{Rebuilt, Taken, element, field, number, shape, text};
 use super::{GpuOptions, unpickle, worker};
-use crate::torch::pickle::Value as Pickled;
+use weightsync_torch::pickle::Value as Pickled;
 
 /// Everything but health and the documentation pages.
 pub(super) fn guarded(path: &str) -> bool {

@@ -10,8 +10,8 @@ use xxhash_rust::xxh3::{Xxh3Default, xxh3_128};
 
 use super::faults::LoadFault;
 use super::tensors::{Nan, Taken};
-use crate::weights::safetensors::Checkpoint;
-use crate::weights::{Dtype, digest_hex};
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{Dtype, digest_hex};
 
 /// Bytes read at once.
 const PART: usize = 1 << 20;

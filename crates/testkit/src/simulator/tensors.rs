@@ -5,9 +5,9 @@
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::memory::{GpuMemory, Opened};
-use crate::torch::dtype_name;
-use crate::torch::pickle::Value;
-use crate::weights::Dtype;
+use weightsync_core::weights::Dtype;
+use weightsync_torch::dtype_name;
+use weightsync_torch::pickle::Value;
 
 /// A tensor that was read.
 #[derive(Debug, Clone)]

@@ -6,7 +6,7 @@ mod traps;
 use proptest::prelude::*;
 
 use super::unpickle;
-use crate::torch::pickle::Value;
+use weightsync_torch::pickle::Value;
 
 fn value() -> impl Strategy<Value = Value> {
     let global = prop_oneof![Just(Value::Global("torch", "bfloat16")), Just(Value::Global("torch.storage", "TypedStorage"))];

@@ -1,9 +1,9 @@
-//! Reads what [`crate::torch::pickle`] writes, for simulated engines alone: into plain values, by the opcodes that it uses and no others.
+//! Reads what [`weightsync_torch::pickle`] writes, for simulated engines alone: into plain values, by the opcodes that it uses and no others.
 //!
 //! Nothing is imported, called or made: a global is a name, a call is a value that holds its arguments. The product never reads a pickle;
 //! the engines that are simulated here do.
 
-use crate::torch::pickle::Value;
+use weightsync_torch::pickle::Value;
 
 /// A value on the stack.
 enum Item {

@@ -13,7 +13,7 @@ use super::core::Core;
 use super::memory::GpuMemory;
 use super::tensors::{Rebuilt, Taken, element, field, number, shape, text};
 use super::unpickle;
-use crate::torch::pickle::Value;
+use weightsync_torch::pickle::Value;
 
 /// Runs one worker to its end. `reject` is what the engine says to every bucket, where it was not made ready; `finish` is its last step.
 pub(super) async fn run(core: &Arc<Core>, memory: &GpuMemory, address: &str, reject: Option<&str>) -> Result<(), String> {
@@ -21,7 +21,7 @@ pub(super) async fn run(core: &Arc<Core>, memory: &GpuMemory, address: &str, rej
     socket.connect(address).await.map_err(|error| error.to_string())?;
     let first = receive(&mut socket).await?;
     let buffer = match Rebuilt::from(&first, memory) {
-        Ok(buffer) if buffer.dtype == crate::weights::Dtype::U8 => buffer,
+        Ok(buffer) if buffer.dtype == weightsync_core::weights::Dtype::U8 => buffer,
         wrong => {
             let cause = wrong.err().unwrap_or_else(|| "AssertionError".to_owned());
             send(&mut socket, &traceback(&cause)).await?;

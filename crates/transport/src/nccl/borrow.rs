@@ -8,10 +8,10 @@ use std::time::Duration;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 
-use crate::protocol::worker::Part;
-use crate::protocol::{LentMemory, LentPiece};
-use crate::weights::gsum64;
-use crate::worker::{ImportedMemory, Span, Worker, WorkerError};
+use weightsync_core::protocol::worker::Part;
+use weightsync_core::protocol::{LentMemory, LentPiece};
+use weightsync_core::weights::gsum64;
+use weightsync_gpu::worker::{ImportedMemory, Span, Worker, WorkerError};
 
 /// Why the source's ring is not read here.
 #[derive(Debug, thiserror::Error)]

@@ -12,9 +12,9 @@ use tokio::task::JoinSet;
 
 use super::borrow::Borrowed;
 use super::staging::Staging;
-use crate::protocol::worker::{NcclId, WorkerFaultCode};
-use crate::protocol::{EpochId, MemberName, StreamFailure};
-use crate::worker::{Joined, Ring, Worker, WorkerError};
+use weightsync_core::protocol::worker::{NcclId, WorkerFaultCode};
+use weightsync_core::protocol::{EpochId, MemberName, StreamFailure};
+use weightsync_gpu::worker::{Joined, Ring, Worker, WorkerError};
 
 /// An abort may take this long; nobody waits for it.
 const ABORT: Duration = Duration::from_secs(20);
@@ -233,7 +233,7 @@ impl Drop for Communicator {
 /// How long a broadcast may take before its worker gives up, and how long after that those who live wait for others to be named: a worker
 /// that hangs is found by its own agent a second after its deadline, and only that agent can name it.
 pub(super) fn patience(silence: Duration) -> (Duration, Duration) {
-    let grace = crate::worker::GRACE + Duration::from_millis(400);
+    let grace = weightsync_gpu::worker::GRACE + Duration::from_millis(400);
     let within = (silence / 2).max(silence.saturating_sub(grace));
     (within, grace)
 }

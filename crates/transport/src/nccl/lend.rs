@@ -17,11 +17,11 @@ use tokio::sync::mpsc;
 
 use super::communicator::{Communicator, Seat, patience};
 use super::{BucketSum, PieceSum, cut, pieces};
-use crate::protocol::worker::Part;
-use crate::protocol::{BucketHeader, LentPiece, MemberName, StreamFailure};
-use crate::transport::tcp::Downstream;
-use crate::transport::{BucketSink, Payload, TransportError};
-use crate::worker::{Copy, Slot, Sums, WorkerError};
+use crate::tcp::Downstream;
+use crate::{BucketSink, Payload, TransportError};
+use weightsync_core::protocol::worker::Part;
+use weightsync_core::protocol::{BucketHeader, LentPiece, MemberName, StreamFailure};
+use weightsync_gpu::worker::{Copy, Slot, Sums, WorkerError};
 
 /// See [`BucketSink`].
 pub(super) struct Lending {

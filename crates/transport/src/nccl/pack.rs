@@ -1,7 +1,7 @@
 //! Puts what one broadcast to engines carries into one run of GPU memory: where it lies already, or in a slot that it is copied into.
 //!
 //! Tensors lie at multiples of 64 bytes in our buckets and back to back in those of engines. Decides only where bytes lie; what a broadcast
-//! carries is decided by [`Layout::wire`](crate::weights::Layout::wire).
+//! carries is decided by [`Layout::wire`](weightsync_core::weights::Layout::wire).
 
 use std::time::Duration;
 
@@ -9,9 +9,9 @@ use bytes::Bytes;
 
 use super::cut;
 use super::staging::{Bringing, Staging};
-use crate::transport::{DevicePayload, Payload};
-use crate::weights::{Layout, WireBucket, WireError};
-use crate::worker::{Copy, Event, Ring, Slot, Span, Worker, WorkerError};
+use crate::{DevicePayload, Payload};
+use weightsync_core::weights::{Layout, WireBucket, WireError};
+use weightsync_gpu::worker::{Copy, Event, Ring, Slot, Span, Worker, WorkerError};
 
 /// Slots: one is filled while the other travels.
 const SLOTS: u32 = 2;

@@ -18,11 +18,11 @@ use tokio_util::task::AbortOnDropHandle;
 use super::communicator::{Communicator, patience};
 use super::pieces;
 use super::staging::AREA;
-use crate::protocol::worker::Part;
-use crate::protocol::{BucketHeader, LentPiece, Refusal, RefusalCode, StreamFailure};
-use crate::transport::carrier::{Carried, Carrier};
-use crate::transport::{BucketStore, DeviceBucket, Wants};
-use crate::worker::{Broadcast, Copy, Slot, Sums, WorkerError};
+use crate::carrier::{Carried, Carrier};
+use crate::{BucketStore, DeviceBucket, Wants};
+use weightsync_core::protocol::worker::Part;
+use weightsync_core::protocol::{BucketHeader, LentPiece, Refusal, RefusalCode, StreamFailure};
+use weightsync_gpu::worker::{Broadcast, Copy, Slot, Sums, WorkerError};
 
 /// Buckets that were given out and that the chain has not taken yet.
 const GIVEN: usize = 2;

@@ -18,11 +18,11 @@ use tokio::time::sleep;
 use super::communicator::{Communicator, patience};
 use super::staging::Bringing;
 use super::{BucketSum, PieceSum, cut, pieces};
-use crate::protocol::worker::Part;
-use crate::protocol::{BucketHeader, StreamFailure};
-use crate::transport::tcp::Downstream;
-use crate::transport::{BucketSink, DevicePayload, Payload, TransportError};
-use crate::worker::{Broadcast, Event, Span, Sums, WorkerError};
+use crate::tcp::Downstream;
+use crate::{BucketSink, DevicePayload, Payload, TransportError};
+use weightsync_core::protocol::worker::Part;
+use weightsync_core::protocol::{BucketHeader, StreamFailure};
+use weightsync_gpu::worker::{Broadcast, Event, Span, Sums, WorkerError};
 
 type UnderWay = BoxFuture<'static, Result<PieceSum, WorkerError>>;
 

@@ -13,8 +13,8 @@ use futures::future::BoxFuture;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{cut, pieces};
-use crate::runtime::memfd::SharedMemory;
-use crate::worker::{Copy, Event, HostMemory, Slot, Span, Worker, WorkerError};
+use weightsync_gpu::worker::{Copy, Event, HostMemory, Slot, Span, Worker, WorkerError};
+use weightsync_net::memfd::SharedMemory;
 
 /// Length of an area in bytes.
 pub(super) const AREA: u64 = 16 << 20;

@@ -21,7 +21,7 @@ use super::lanes::StreamId;
 use super::route::{Count, Route, Sent};
 use super::socket::{self, Link};
 use super::writer::{Item, Life, send_items};
-use crate::protocol::{BucketHeader, DataHello, LentPiece, MemberName, StreamFailure};
+use weightsync_core::protocol::{BucketHeader, DataHello, LentPiece, MemberName, StreamFailure};
 
 /// A stream that is given up still tells the next member why, within this long; and so long it has to say why it closed a connection.
 const LAST_WORDS: Duration = Duration::from_millis(500);
@@ -44,7 +44,7 @@ pub(super) enum Alive {
 }
 
 /// The rest of the chain, seen from the member before it. Dropping it gives the stream up.
-pub(in crate::transport) struct Downstream {
+pub(crate) struct Downstream {
     route: Route,
     phase: watch::Receiver<Phase>,
     abort: watch::Sender<Option<StreamFailure>>,
@@ -87,7 +87,7 @@ impl Downstream {
 
     // What is sent, once the rest of the chain was admitted. What is sent after a failure is dropped.
 
-    pub(in crate::transport) fn head(&mut self, header: BucketHeader) {
+    pub(crate) fn head(&mut self, header: BucketHeader) {
         self.route.head(header);
     }
 
@@ -96,21 +96,21 @@ impl Downstream {
         self.route.part(part, sent);
     }
 
-    pub(in crate::transport) fn digest(&mut self, digest: u128) {
+    pub(crate) fn digest(&mut self, digest: u128) {
         self.route.digest(digest);
     }
 
     /// Where the next bytes of the bucket lie in memory that was lent to the next member.
-    pub(in crate::transport) fn lent(&mut self, piece: LentPiece) {
+    pub(crate) fn lent(&mut self, piece: LentPiece) {
         self.route.lent(piece);
     }
 
     /// The numbers of lent pieces that the next member has copied, as it says them; once.
-    pub(in crate::transport) fn taken(&mut self) -> Option<mpsc::UnboundedReceiver<u32>> {
+    pub(crate) fn taken(&mut self) -> Option<mpsc::UnboundedReceiver<u32>> {
         self.taken.take()
     }
 
-    pub(in crate::transport) fn end(&mut self) {
+    pub(crate) fn end(&mut self) {
         self.route.end();
     }
 
@@ -124,17 +124,17 @@ impl Downstream {
     }
 
     /// Waits until the whole rest of the chain is open.
-    pub(in crate::transport) async fn admitted(&mut self) -> Result<(), StreamFailure> {
+    pub(crate) async fn admitted(&mut self) -> Result<(), StreamFailure> {
         self.until(|phase| *phase == Phase::Admitted).await
     }
 
     /// Waits until the whole rest of the chain confirmed that it stored everything.
-    pub(in crate::transport) async fn done(&mut self) -> Result<(), StreamFailure> {
+    pub(crate) async fn done(&mut self) -> Result<(), StreamFailure> {
         self.until(|phase| *phase == Phase::Done).await
     }
 
     /// Waits for a failure.
-    pub(in crate::transport) async fn failed(&mut self) -> StreamFailure {
+    pub(crate) async fn failed(&mut self) -> StreamFailure {
         match self.until(|_| false).await {
             Err(failure) => failure,
             Ok(()) => pending().await,
@@ -152,7 +152,7 @@ impl Downstream {
     }
 
     /// Tells the rest of the chain why the stream is over.
-    pub(in crate::transport) fn abort(&mut self, failure: StreamFailure) {
+    pub(crate) fn abort(&mut self, failure: StreamFailure) {
         self.abort.send_if_modified(|told| {
             let first = told.is_none();
             told.get_or_insert(failure);

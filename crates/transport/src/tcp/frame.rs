@@ -6,10 +6,10 @@
 //! Where payloads lie in lent memory: towards the end of the chain `Lent` (24 bytes: a [`LentPiece`]) behind its head, towards the leader
 //! `Taken` (u32: the number of a piece whose slot may be written again).
 //! A stream over several connections (lanes): the answer `Lanes` (u32 number of lanes, 16 bytes that name the stream) before all others;
-//! behind a `Cut`, sent after each block of a bucket ([`crate::weights::BLOCK_BYTES`]), the frames go on on the next lane, in a ring.
+//! behind a `Cut`, sent after each block of a bucket ([`weightsync_core::weights::BLOCK_BYTES`]), the frames go on on the next lane, in a ring.
 
 use super::lanes::StreamId;
-use crate::protocol::{BucketHeader, LentPiece, StreamFailure};
+use weightsync_core::protocol::{BucketHeader, LentPiece, StreamFailure};
 
 /// Longest part in bytes; nothing is allocated by it.
 const LONGEST_PART: usize = 64 << 20;

@@ -18,8 +18,8 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use super::frame::{BadFrame, Frame, Parser};
 use super::lanes::Expected;
 use super::pool::{Buffer, Pool};
-use crate::protocol::{BucketHeader, StreamFailure};
-use crate::weights::BlockHasher;
+use weightsync_core::protocol::{BucketHeader, StreamFailure};
+use weightsync_core::weights::BlockHasher;
 
 pub(super) type Reader = Box<dyn AsyncRead + Send + Unpin>;
 pub(super) type Writer = Box<dyn AsyncWrite + Send + Unpin>;

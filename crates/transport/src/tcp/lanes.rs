@@ -16,7 +16,7 @@ pub(super) type StreamId = [u8; 16];
 /// Connections of one hop where nothing else is said: one for each four cores, at most three. One core sends or receives a stream no faster
 /// than one copy in the kernel; on small machines more connections would only take turns. A fourth made a hop slower on 32 cores
 /// (3.2 GB/s instead of 5.2: `docs/benchmarks.md`).
-pub(in crate::transport) fn default_lanes() -> usize {
+pub(crate) fn default_lanes() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| cores.get() / 4).clamp(1, 3)
 }
 

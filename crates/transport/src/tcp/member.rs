@@ -18,10 +18,10 @@ use super::frame::Frame;
 use super::inlet::{Arrived, Event, Inlet, Many, One, Over, Room, Writer};
 use super::lanes::Meeting;
 use super::socket::Link;
-use crate::protocol::{DataHello, LentPiece, MemberName, Refusal, RefusalCode, StreamFailure};
-use crate::transport::carrier::{Carried, Carrier, Carriers};
-use crate::transport::intake::Intake;
-use crate::transport::{Admission, BucketStore};
+use crate::carrier::{Carried, Carrier, Carriers};
+use crate::intake::Intake;
+use crate::{Admission, BucketStore};
+use weightsync_core::protocol::{DataHello, LentPiece, MemberName, Refusal, RefusalCode, StreamFailure};
 
 /// Bounds of the silence that a hello may ask for.
 const SILENCE: std::ops::RangeInclusive<u64> = 10..=600_000;

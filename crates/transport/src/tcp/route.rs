@@ -10,8 +10,8 @@ use bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use super::writer::Item;
-use crate::protocol::{BucketHeader, LentPiece};
-use crate::weights::BLOCK_BYTES;
+use weightsync_core::protocol::{BucketHeader, LentPiece};
+use weightsync_core::weights::BLOCK_BYTES;
 
 /// Held by whatever is not sent yet of a bucket.
 pub(super) type Sent = Arc<OwnedSemaphorePermit>;

@@ -6,8 +6,8 @@ use async_trait::async_trait;
 use tokio::sync::Semaphore;
 
 use super::downstream::Downstream;
-use crate::protocol::BucketHeader;
-use crate::transport::{BucketSink, Payload, TransportError};
+use crate::{BucketSink, Payload, TransportError};
+use weightsync_core::protocol::BucketHeader;
 
 pub(super) struct Sink {
     chain: Downstream,

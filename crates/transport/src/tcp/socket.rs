@@ -17,7 +17,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 use super::inlet::{Reader, Writer};
 use super::lanes::StreamId;
 use super::{DataTls, TcpOptions};
-use crate::protocol::{DATA_MAGIC, DataHello, MAX_HELLO_BYTES, MemberName};
+use weightsync_core::protocol::{DATA_MAGIC, DataHello, MAX_HELLO_BYTES, MemberName};
 
 /// First bytes of a further connection of a stream.
 const LANE_MAGIC: [u8; 4] = *b"WSL1";

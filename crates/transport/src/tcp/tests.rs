@@ -15,8 +15,8 @@ use tokio::time::timeout;
 
 use super::frame::{Frame, Parser};
 use super::lanes::StreamId;
-use crate::protocol::{DATA_MAGIC, DataHello, StreamFailure};
-use crate::transport::tests::bed::LONG;
+use crate::tests::bed::LONG;
+use weightsync_core::protocol::{DATA_MAGIC, DataHello, StreamFailure};
 
 /// A leader that says on the wire what the test wants.
 struct Wire {

@@ -14,7 +14,7 @@ use tokio::time::sleep;
 use super::frame::{Frame, put_part_start};
 use super::inlet::Writer;
 use super::route::Sent;
-use crate::protocol::{BucketHeader, LentPiece, StreamFailure};
+use weightsync_core::protocol::{BucketHeader, LentPiece, StreamFailure};
 
 /// Something to be sent down the chain.
 pub(super) enum Item {

@@ -9,11 +9,11 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use crate::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
-use crate::transport::memory::{MemoryNetwork, MemoryTransport};
-use crate::transport::tcp::{TcpOptions, TcpTransport};
-use crate::transport::{Admission, BucketSink, BucketStore, Transport, TransportError};
-use crate::weights::bucket_digest;
+use crate::memory::{MemoryNetwork, MemoryTransport};
+use crate::tcp::{TcpOptions, TcpTransport};
+use crate::{Admission, BucketSink, BucketStore, Transport, TransportError};
+use weightsync_core::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_core::weights::bucket_digest;
 
 /// Nothing in a test takes longer; reaching it is a failure.
 pub const LONG: Duration = Duration::from_secs(20);

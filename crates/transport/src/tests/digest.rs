@@ -1,8 +1,8 @@
 use bytes::Bytes;
 
 use super::bed::buckets;
-use crate::transport::digest::digest_by;
-use crate::weights::{BLOCK_BYTES, bucket_digest};
+use crate::digest::digest_by;
+use weightsync_core::weights::{BLOCK_BYTES, bucket_digest};
 
 #[tokio::test]
 async fn any_number_of_cores_gives_the_same_digest() {

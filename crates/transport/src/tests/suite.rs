@@ -5,8 +5,8 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::bed::{Bed, LONG, PATIENT, Refuse, buckets, finish, hello, send};
-use crate::protocol::BucketHeader;
-use crate::transport::TransportError;
+use crate::TransportError;
+use weightsync_core::protocol::BucketHeader;
 
 const FOUR: [Refuse; 4] = [Refuse::Nothing; 4];
 /// Short enough for a test, long enough for a busy machine.

@@ -1,34 +1,116 @@
-//! The zip file of a report. Its permissions let only its maker read it: what redaction missed should not be read by others of the machine.
+//! The file of a report: an uncompressed tar (POSIX ustar) that every system's own `tar` reads. Only its maker may read it.
+//!
+//! Decides how names and texts lie in the file. It never changes them, and never writes over a file that is there.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
-use zip::ZipWriter;
-use zip::write::SimpleFileOptions;
+use anyhow::bail;
 
-/// A zip file that is being written.
-pub(super) struct Archive(ZipWriter<File>);
+/// Longest name of a file in bytes.
+pub(super) const LONGEST_NAME: usize = 99;
+
+const BLOCK: usize = 512;
+/// A field of 12 bytes holds so many octal digits and a zero byte.
+const DIGITS: usize = 11;
+
+/// A tar file that is being written.
+pub(super) struct Archive {
+    file: File,
+    /// Time of every file in it, in seconds since 1970, octal.
+    made: String,
+}
 
 impl Archive {
-    /// Makes the file; one that is there stays as it is.
-    pub(super) fn create(path: &Path) -> std::io::Result<Self> {
+    /// Makes the file, with its time in seconds since 1970; one that is there stays as it is.
+    pub(super) fn create(path: &Path, made: i64) -> std::io::Result<Self> {
         let file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(path)?;
-        Ok(Self(ZipWriter::new(file)))
+        Ok(Self { file, made: format!("{:011o}", made.max(0)) })
     }
 
     /// Adds a file.
     pub(super) fn add(&mut self, name: &str, text: &str) -> anyhow::Result<()> {
-        let options = SimpleFileOptions::default().compression_method(zip::CompressionMethod::Deflated);
-        self.0.start_file(name, options)?;
-        self.0.write_all(text.as_bytes())?;
+        let size = format!("{:011o}", text.len());
+        if name.is_empty() || name.len() > LONGEST_NAME {
+            bail!("the name of a file in the report must have 1 to {LONGEST_NAME} bytes: {name:?}");
+        }
+        if size.len() > DIGITS {
+            bail!("{name} has {} bytes, more than a tar file can hold", text.len());
+        }
+        // The sum is that of the block with spaces in the sum's place.
+        let sum: u32 = header(name, &size, &self.made, "        ").iter().copied().map(u32::from).sum();
+        self.file.write_all(&header(name, &size, &self.made, &format!("{sum:06o}\0 ")))?;
+        self.file.write_all(text.as_bytes())?;
+        let padding = text.len().next_multiple_of(BLOCK) - text.len();
+        self.file.write_all(&vec![0; padding])?;
         Ok(())
     }
 
-    /// Writes the table of contents.
-    pub(super) fn finish(self) -> anyhow::Result<()> {
-        self.0.finish()?.sync_all()?;
-        Ok(())
+    /// Writes the end: two empty blocks.
+    pub(super) fn finish(mut self) -> std::io::Result<()> {
+        self.file.write_all(&[0; 2 * BLOCK])?;
+        self.file.sync_all()
+    }
+}
+
+/// The block in front of a file: its fields with their widths, filled up with zero bytes.
+fn header(name: &str, size: &str, made: &str, sum: &str) -> Vec<u8> {
+    let (mode, owner, regular) = ("0000600", "0000000", "0");
+    let fields = [(name, 100), (mode, 8), (owner, 8), (owner, 8), (size, 12), (made, 12), (sum, 8), (regular, 1), ("", 100)];
+    let mut block = Vec::with_capacity(BLOCK);
+    let mut end = 0;
+    for (text, width) in fields.into_iter().chain([("ustar", 6), ("00", 2)]) {
+        block.extend_from_slice(text.as_bytes());
+        end += width;
+        block.resize(end, 0);
+    }
+    block.resize(BLOCK, 0);
+    block
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::process::Command;
+
+    use super::*;
+
+    fn tar(words: &[&str]) -> String {
+        let output = Command::new("tar").args(words).output().unwrap();
+        assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    #[test]
+    fn archive_read_by_the_systems_tar_holds_every_text() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("report.tar");
+        let longest = format!("pods/{}.json", "p".repeat(LONGEST_NAME - 10));
+        let files = [("empty.txt", String::new()), ("a/block.txt", "b".repeat(BLOCK)), (longest.as_str(), "öä\n".repeat(700))];
+        let mut archive = Archive::create(&path, 1_767_225_600).unwrap();
+        for (name, text) in &files {
+            archive.add(name, text).unwrap();
+        }
+        archive.finish().unwrap();
+        let file = path.to_str().unwrap();
+        assert_eq!(tar(&["-tf", file]).lines().collect::<Vec<_>>(), files.each_ref().map(|(name, _)| *name));
+        for (name, text) in &files {
+            assert_eq!(tar(&["-xOf", file, name]), *text, "{name}");
+        }
+        assert_eq!(std::fs::metadata(&path).unwrap().len() % 512, 0);
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn name_that_is_too_long_or_a_file_that_is_there_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("report.tar");
+        let mut archive = Archive::create(&path, 0).unwrap();
+        let error = archive.add(&"n".repeat(LONGEST_NAME + 1), "text").unwrap_err().to_string();
+        assert!(error.contains("1 to 99 bytes"), "{error}");
+        assert!(archive.add("", "text").is_err());
+        assert!(Archive::create(&path, 0).is_err());
     }
 }

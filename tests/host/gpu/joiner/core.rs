@@ -2,9 +2,9 @@
 
 use base64::Engine as _;
 use serde_json::{Value, json};
-use weightsync::protocol::worker::{NcclId, Opaque, Proof};
-use weightsync::torch::store::{Client, nccl_id_keys};
-use weightsync::worker::Broadcast;
+use weightsync_core::protocol::worker::{NcclId, Opaque, Proof};
+use weightsync_gpu::worker::Broadcast;
+use weightsync_torch::store::{Client, nccl_id_keys};
 
 use super::{FOR_EVER, Reply, failed};
 use crate::gpu::bed::Member;

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use weightsync::engine::{DeviceBucket, DeviceJob, Engine, EngineConfig, GroupJoin, InstallError, connect};
-use weightsync::protocol::worker::{NcclId, Proof};
-use weightsync::protocol::{GroupPlace, HeldVersion, KvCachePolicy, PausePolicy};
-use weightsync::torch::store::nccl_id_keys;
-use weightsync::weights::Layout;
+use weightsync_core::protocol::worker::{NcclId, Proof};
+use weightsync_core::protocol::{GroupPlace, HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::Layout;
+use weightsync_engine::{DeviceBucket, DeviceJob, Engine, EngineConfig, GroupJoin, InstallError, connect};
+use weightsync_torch::store::nccl_id_keys;
 
 use super::{A_WHILE, Bed, model};
 use crate::model::Model;

@@ -1,5 +1,5 @@
 use serde_json::json;
-use weightsync::protocol::worker::Proof;
+use weightsync_core::protocol::worker::Proof;
 
 use super::{A_WHILE, Bed, assert_refused, assert_well, bucket, model, with};
 use crate::world::SOON;

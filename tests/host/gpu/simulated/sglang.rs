@@ -1,6 +1,6 @@
 use serde_json::json;
-use weightsync::protocol::worker::Proof;
-use weightsync::torch::store::nccl_id_keys;
+use weightsync_core::protocol::worker::Proof;
+use weightsync_torch::store::nccl_id_keys;
 
 use super::{A_WHILE, Bed, assert_refused, assert_well, bucket, model, with};
 use crate::world::{SOON, until};

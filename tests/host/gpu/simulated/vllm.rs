@@ -1,5 +1,5 @@
 use serde_json::{Value, json};
-use weightsync::protocol::worker::{NcclId, Proof};
+use weightsync_core::protocol::worker::{NcclId, Proof};
 
 use super::{A_WHILE, Bed, Reply, bucket, model};
 use crate::world::SOON;

@@ -1,9 +1,9 @@
 //! Clients that do what they must not: each hears why, in bounded time, and harms nobody else.
 
 use super::*;
-use crate::agent::client::Shared;
-use crate::agent::version_source::SourceError;
-use crate::protocol::{PublishError, PublishErrorCode};
+use crate::client::Shared;
+use crate::version_source::SourceError;
+use weightsync_core::protocol::{PublishError, PublishErrorCode};
 
 /// The agent's last words before it closes.
 async fn last_words(raw: &mut Raw) -> PublishError {

@@ -3,8 +3,8 @@
 use tokio::time::Instant;
 
 use super::*;
-use crate::agent::version_source::SourceError;
-use crate::protocol::{MemberName, PublishError, PublishErrorCode, UpdatePhase};
+use crate::version_source::SourceError;
+use weightsync_core::protocol::{MemberName, PublishError, PublishErrorCode, UpdatePhase};
 
 fn publish_with(version: u64, new_queue: QueuePolicy, new_timeout_ms: u64) -> ClientRequest {
     let mut request = publish(version);

@@ -1,9 +1,9 @@
 //! Bytes from a trainer to whoever leads the update.
 
 use super::*;
-use crate::agent::client::trainer::TrainerClient;
-use crate::agent::version_source::SourceError;
-use crate::weights::{Bucket, Layout};
+use crate::client::trainer::TrainerClient;
+use crate::version_source::SourceError;
+use weightsync_core::weights::{Bucket, Layout};
 
 /// What the trainer writes: every byte depends on its place, so one at a wrong place is seen.
 fn content(layout: &Layout, offset: u64, bytes: u64) -> Vec<u8> {

@@ -1,7 +1,7 @@
 //! One attempt of an update, and how far it is. Holds values; the machine decides what may follow.
 
-use crate::agent::group::refusal;
-use crate::protocol::{HeldVersion, InstallStep, Refusal, RefusalCode, UpdateId};
+use crate::group::refusal;
+use weightsync_core::protocol::{HeldVersion, InstallStep, Refusal, RefusalCode, UpdateId};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Stage {

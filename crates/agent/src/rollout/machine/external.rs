@@ -5,8 +5,8 @@
 
 use super::attempt::{Attempt, Stage};
 use super::{Machine, Opening};
-use crate::agent::group::refusal;
-use crate::protocol::{ExternalBegin, HeldVersion, Refusal, RefusalCode, UpdateId};
+use crate::group::refusal;
+use weightsync_core::protocol::{ExternalBegin, HeldVersion, Refusal, RefusalCode, UpdateId};
 
 impl Machine {
     /// Opens an update whose bytes no agent sees; [`Machine::opened`] follows when the engine is marked, or [`Machine::refused`].

@@ -11,20 +11,20 @@ use tokio::sync::{Notify, mpsc};
 use tokio::time::Instant;
 
 use super::{Arriving, MemoryReceiver, Order, least_ring};
-use crate::agent::core::lock;
-use crate::agent::group::Epoch;
-use crate::agent::rollout::Rollout;
-use crate::agent::rollout::ring::Ring;
-use crate::agent::rollout::switch::Switch;
-use crate::engine::{HostInstall, HostMemory, InstallError};
-use crate::protocol::BeginRequest;
-use crate::runtime::memfd::SharedMemory;
-use crate::weights::{Coverage, Layout, TensorHasher};
+use crate::core::lock;
+use crate::group::Epoch;
+use crate::rollout::Rollout;
+use crate::rollout::ring::Ring;
+use crate::rollout::switch::Switch;
+use weightsync_core::protocol::BeginRequest;
+use weightsync_core::weights::{Coverage, Layout, TensorHasher};
+use weightsync_engine::{HostInstall, HostMemory, InstallError};
+use weightsync_net::memfd::SharedMemory;
 
 impl Rollout {
     /// Opens an install that takes the version as it comes, for a machine without room for it in files. The engine is only looked at, and
     /// its workers connect.
-    pub(in crate::agent::rollout) async fn open_memory(
+    pub(in crate::rollout) async fn open_memory(
         self: &Arc<Self>,
         epoch: &Epoch,
         request: &BeginRequest,

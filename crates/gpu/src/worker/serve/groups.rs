@@ -10,8 +10,8 @@ use std::sync::Arc;
 use super::joining::Joining;
 use super::tables::Use;
 use super::{Server, invalid};
-use crate::gpu::{Communicator, Event, GpuError, Progress, Span, Stream};
-use crate::protocol::worker::{WorkerAnswer, WorkerFault, WorkerFaultCode};
+use crate::{Communicator, Event, GpuError, Progress, Span, Stream};
+use weightsync_core::protocol::worker::{WorkerAnswer, WorkerFault, WorkerFaultCode};
 
 /// Ended groups whose reason is remembered.
 const REMEMBERED: usize = 16;

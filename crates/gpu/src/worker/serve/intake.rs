@@ -13,7 +13,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlag
 use rustix::process::{Signal, getpid, kill_process};
 
 use super::{Heard, Incoming};
-use crate::protocol::worker::{WorkerCall, WorkerReply, WorkerRequest, decode_worker_frame, encode_worker_frame};
+use weightsync_core::protocol::worker::{WorkerCall, WorkerReply, WorkerRequest, decode_worker_frame, encode_worker_frame};
 
 /// Most descriptors beside one read.
 const DESCRIPTORS: usize = 16;

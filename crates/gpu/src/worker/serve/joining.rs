@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use super::groups::Group;
 use super::{Gpu, Server, invalid, late, milliseconds_since};
-use crate::gpu::{Communicator, Event, GpuError, Progress, Scratch, Shrinking, Stream};
-use crate::protocol::worker::{Proof, WorkerAnswer, WorkerFault, WorkerFaultCode, WorkerRequest};
+use crate::{Communicator, Event, GpuError, Progress, Scratch, Shrinking, Stream};
+use weightsync_core::protocol::worker::{Proof, WorkerAnswer, WorkerFault, WorkerFaultCode, WorkerRequest};
 
 /// What rank 0 sends to prove a group.
 const PROOF: u8 = 0xA7;

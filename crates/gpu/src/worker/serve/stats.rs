@@ -3,8 +3,8 @@
 use std::fs;
 
 use super::Gpu;
-use crate::gpu::GpuError;
-use crate::protocol::worker::WorkerAnswer;
+use crate::GpuError;
+use weightsync_core::protocol::worker::WorkerAnswer;
 
 fn entries(folder: &str) -> u32 {
     fs::read_dir(folder).map_or(0, |entries| u32::try_from(entries.count()).unwrap_or(u32::MAX))

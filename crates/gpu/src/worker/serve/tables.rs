@@ -8,8 +8,8 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::{Server, invalid, late};
-use crate::gpu::{Device, Event, GpuError, Memory, Span, Stream};
-use crate::protocol::worker::{IpcHandle, Place, WorkerAnswer, WorkerFault, WorkerResource};
+use crate::{Device, Event, GpuError, Memory, Span, Stream};
+use weightsync_core::protocol::worker::{IpcHandle, Place, WorkerAnswer, WorkerFault, WorkerResource};
 
 /// Slots begin at multiples of this, as tensors in a layout do.
 const SLOT_ALIGNMENT: u64 = 64;

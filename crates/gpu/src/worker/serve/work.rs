@@ -10,8 +10,8 @@ use std::time::Instant;
 use super::groups::Enqueued;
 use super::tables::{Named, Use};
 use super::{Gpu, Incoming, Server, invalid, late, milliseconds_since};
-use crate::gpu::{Device, Digester, Digesting, Event, GpuError, Scratch, Stream};
-use crate::protocol::worker::{Part, Place, WorkerAnswer, WorkerFault, WorkerRequest};
+use crate::{Device, Digester, Digesting, Event, GpuError, Scratch, Stream};
+use weightsync_core::protocol::worker::{Part, Place, WorkerAnswer, WorkerFault, WorkerRequest};
 
 /// Scratch for so many parts is made when the GPU is opened: making one later could wait for the GPU.
 const PARTS: usize = 4096;

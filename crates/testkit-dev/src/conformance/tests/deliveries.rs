@@ -7,8 +7,8 @@ use proptest::prelude::*;
 use crate::conformance::bed::Bed;
 use crate::conformance::model::Model;
 use crate::conformance::{Options, ways};
-use crate::engine::kinds;
-use crate::weights::Dtype;
+use weightsync_core::weights::Dtype;
+use weightsync_engine::kinds;
 
 /// Those that torch and Paddle both have a name for.
 const DTYPES: [Dtype; 12] = [

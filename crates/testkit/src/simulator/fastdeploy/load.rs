@@ -13,24 +13,24 @@ use serde_json::{Value, json};
 use zeromq::{RepSocket, Socket, SocketRecv, SocketSend};
 
 use super::Fastdeploy;
-use crate::engine::fastdeploy::snapshot::{is_legacy, parse};
-use crate::engine::simulator::faults::LoadFault;
-use crate::engine::simulator::front::Front;
-use crate::engine::simulator::served::read_file;
-use crate::engine::simulator::tensors::{Taken, field, number, shape, text};
-use crate::engine::simulator::unpickle;
-use crate::torch::paddle::dtype_name;
-use crate::torch::pickle::Value as Pickled;
-use crate::weights::Dtype;
+use crate::simulator::faults::LoadFault;
+use crate::simulator::front::Front;
+use crate::simulator::served::read_file;
+use crate::simulator::tensors::{Taken, field, number, shape, text};
+use crate::simulator::unpickle;
+use weightsync_core::weights::Dtype;
+use weightsync_torch::paddle::dtype_name;
+use weightsync_torch::paddle::{is_legacy_snapshot, snapshot_name};
+use weightsync_torch::pickle::Value as Pickled;
 
 /// The files of rank 0's snapshot in the order in which the server looks for them.
-pub(in crate::engine::simulator) fn start_from(directory: &Path) -> Result<Vec<PathBuf>, String> {
+pub(in crate::simulator) fn start_from(directory: &Path) -> Result<Vec<PathBuf>, String> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(directory).map_err(|error| format!("{}: {error}", directory.display()))?.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        if let Some((base, part)) = parse(&name) {
+        if let Some((base, part)) = snapshot_name(&name) {
             // Parts, then the whole file, then the legacy name.
-            found.push((part.is_none(), is_legacy(&base), part, entry.path()));
+            found.push((part.is_none(), is_legacy_snapshot(&base), part, entry.path()));
         }
     }
     found.sort();
@@ -225,7 +225,7 @@ pub(super) async fn transfer(
         (memory.cache_sleeps, memory.graphs, memory.mtp_cache) = (true, false, false);
     }
     let fault = slow(front).await;
-    let tensors = read(vec![checkpoint.join(crate::weights::safetensors::SINGLE_FILE)]).await?;
+    let tensors = read(vec![checkpoint.join(weightsync_core::weights::safetensors::SINGLE_FILE)]).await?;
     if mode == "rdma" {
         front
             .core

@@ -24,9 +24,9 @@ use super::super::tensors::{Rebuilt, Taken, element, field, number, shape, text}
 use super::super::unpickle;
 use super::sglang::{SglangGroups, in_session};
 use super::{Ranks, Trouble, detached, merged};
-use crate::torch::counter::SHARED_MEMORY;
-use crate::torch::pickle::Value as Pickled;
-use crate::weights::Dtype;
+use weightsync_core::weights::Dtype;
+use weightsync_torch::counter::SHARED_MEMORY;
+use weightsync_torch::pickle::Value as Pickled;
 
 /// How far the device is behind the answer.
 const BEHIND: Duration = Duration::from_millis(20);

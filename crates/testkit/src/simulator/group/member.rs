@@ -11,9 +11,9 @@ use std::time::Duration;
 use super::super::memory::{GpuMemory, Opened};
 use super::super::tensors::Taken;
 use super::{Announced, FOR_EVER, Ranks, Trouble};
-use crate::protocol::worker::{NcclId, Opaque, Proof};
-use crate::torch::store::{Client, nccl_id_keys};
-use crate::worker::{Broadcast, Ring, Worker, WorkerError};
+use weightsync_core::protocol::worker::{NcclId, Opaque, Proof};
+use weightsync_gpu::worker::{Broadcast, Ring, Worker, WorkerError};
+use weightsync_torch::store::{Client, nccl_id_keys};
 
 /// How often a destroy looks whether the others have left.
 const LOOK: Duration = Duration::from_millis(10);
@@ -155,7 +155,7 @@ impl Group {
         let joined = worker.join_as(number, id, (rank, world), proof, within).await;
         joined.map_err(|error| match error {
             // NCCL has no time-out of its own, so this is torch's watchdog; anything else NCCL says itself.
-            WorkerError::Fault { fault, .. } if fault.code != crate::protocol::worker::WorkerFaultCode::Late => {
+            WorkerError::Fault { fault, .. } if fault.code != weightsync_core::protocol::worker::WorkerFaultCode::Late => {
                 Trouble::Raised(format!("NCCL error: {}", fault.message))
             }
             other => dead(other),

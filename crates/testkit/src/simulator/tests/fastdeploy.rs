@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::net::TcpListener;
 
-use crate::engine::simulator::{Faults, Simulator, SimulatorOptions};
-use crate::engine::tests::support::{TENSORS, client, write_checkpoint};
+use crate::simulator::{Faults, Simulator, SimulatorOptions};
+use crate::support::{TENSORS, client, write_checkpoint};
 
 struct Server {
     simulator: Simulator,

@@ -9,12 +9,12 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::net::TcpListener;
 
-use crate::engine::simulator::{Simulator, SimulatorOptions};
-use crate::engine::tests::support::{TENSORS, client, post, until, write_checkpoint};
-use crate::torch::pickle::Value as Pickled;
-use crate::torch::{Device, Piece, SharedTensor, lmdeploy_bucket, lmdeploy_nothing};
-use crate::weights::Dtype;
-use crate::weights::safetensors::Checkpoint;
+use crate::simulator::{Simulator, SimulatorOptions};
+use crate::support::{TENSORS, client, post, until, write_checkpoint};
+use weightsync_core::weights::Dtype;
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_torch::pickle::Value as Pickled;
+use weightsync_torch::{Device, Piece, SharedTensor, lmdeploy_bucket, lmdeploy_nothing};
 
 /// A server on version 1, versions 1 to 3 on disk, and one buffer of GPU memory.
 struct Server {
@@ -79,7 +79,7 @@ impl Server {
             device: Device::Readers,
             counter: None,
         };
-        let piece = |(spec, offset, bytes): &(crate::weights::TensorSpec, u64, u64)| (spec.clone(), *offset, *bytes);
+        let piece = |(spec, offset, bytes): &(weightsync_core::weights::TensorSpec, u64, u64)| (spec.clone(), *offset, *bytes);
         let owned: Vec<_> = pieces.iter().map(piece).collect();
         let pieces: Vec<Piece<'_>> = owned
             .iter()

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
-use crate::protocol::{BucketHeader, LentPiece, MemberName, Refusal, RefusalCode, StreamFailure};
-use crate::transport::tcp::frame::{Frame, Parser};
+use crate::tcp::frame::{Frame, Parser};
+use weightsync_core::protocol::{BucketHeader, LentPiece, MemberName, Refusal, RefusalCode, StreamFailure};
 
 fn failures() -> impl Strategy<Value = StreamFailure> {
     let peer = || MemberName("actors/0".into());

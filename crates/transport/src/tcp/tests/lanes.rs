@@ -8,12 +8,12 @@ use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 use super::{Wire, closes};
-use crate::protocol::{BucketHeader, StreamFailure};
-use crate::transport::tcp::TcpOptions;
-use crate::transport::tcp::frame::Frame;
-use crate::transport::tests::bed::{Bed, LONG, Member, PATIENT, Refuse, buckets, finish, hello, send};
-use crate::transport::{BucketSink, Transport};
-use crate::weights::{BLOCK_BYTES, bucket_digest};
+use crate::tcp::TcpOptions;
+use crate::tcp::frame::Frame;
+use crate::tests::bed::{Bed, LONG, Member, PATIENT, Refuse, buckets, finish, hello, send};
+use crate::{BucketSink, Transport};
+use weightsync_core::protocol::{BucketHeader, StreamFailure};
+use weightsync_core::weights::{BLOCK_BYTES, bucket_digest};
 
 /// A path to a member on which each connection can be cut, or become a hole that swallows bytes. Ends with its runtime.
 struct Path {
@@ -76,7 +76,7 @@ fn bed(lanes: usize) -> Bed {
 
 /// A chain over `members` whose first hop leads through the path.
 async fn open(leader_lanes: usize, members: &[Member], path: &Path, silence: u64) -> (Box<dyn Transport>, Box<dyn BucketSink>) {
-    let leader = bed(leader_lanes).transport("trainer/0", crate::transport::tests::bed::Door::new("trainer/0", Refuse::Admission)).await;
+    let leader = bed(leader_lanes).transport("trainer/0", crate::tests::bed::Door::new("trainer/0", Refuse::Admission)).await;
     let sink = timeout(LONG, leader.open(hello(members, silence), &path.address)).await.unwrap().unwrap();
     (leader, sink)
 }

@@ -4,9 +4,9 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 
 use super::closes;
-use crate::protocol::{DATA_MAGIC, MAX_HELLO_BYTES};
-use crate::transport::tcp::TcpOptions;
-use crate::transport::tests::bed::{Bed, LONG, Member, PATIENT, Refuse, finish};
+use crate::tcp::TcpOptions;
+use crate::tests::bed::{Bed, LONG, Member, PATIENT, Refuse, finish};
+use weightsync_core::protocol::{DATA_MAGIC, MAX_HELLO_BYTES};
 
 async fn still_serves(bed: &Bed, member: Member) {
     let members = [member];

@@ -1,9 +1,9 @@
 use std::time::Duration;
 
 use super::Wire;
-use crate::protocol::{BucketHeader, StreamFailure};
-use crate::transport::tcp::frame::Frame;
-use crate::transport::tests::bed::{Bed, Member, PATIENT, Refuse, hello};
+use crate::tcp::frame::Frame;
+use crate::tests::bed::{Bed, Member, PATIENT, Refuse, hello};
+use weightsync_core::protocol::{BucketHeader, StreamFailure};
 
 const HEAD: BucketHeader = BucketHeader { sequence: 0, flags: 0, offset: 0, bytes: 100_000 };
 
@@ -25,7 +25,7 @@ async fn a_bucket_is_forwarded_while_it_still_arrives() {
     let mut wire = half_a_bucket(&members, PATIENT).await;
     wire.frame(Frame::Alive).await;
     wire.frame(Frame::Part(&vec![7; 50_000])).await;
-    wire.frame(Frame::Digest(crate::weights::bucket_digest(&vec![7; 100_000]))).await;
+    wire.frame(Frame::Digest(weightsync_core::weights::bucket_digest(&vec![7; 100_000]))).await;
     wire.frame(Frame::End).await;
     assert_eq!(wire.answer().await, Some(Ok("done")));
     assert!(members.iter().all(|member| member.record().seen.borrow().ended));

@@ -4,10 +4,10 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, Serve
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
-use crate::protocol::DataHello;
-use crate::transport::tcp::{DataTls, TcpOptions};
-use crate::transport::tests::bed::{Bed, Door, LONG, Member, PATIENT, Refuse, buckets, finish, hello, send};
-use crate::transport::{BucketSink, TransportError};
+use crate::tcp::{DataTls, TcpOptions};
+use crate::tests::bed::{Bed, Door, LONG, Member, PATIENT, Refuse, buckets, finish, hello, send};
+use crate::{BucketSink, TransportError};
+use weightsync_core::protocol::DataHello;
 
 /// Mutual TLS for members of one CA, whose certificates all carry `name`.
 fn tls(name: &str) -> DataTls {
