@@ -23,9 +23,6 @@ mod decision;
 mod ending;
 mod forming;
 mod group;
-#[cfg(test)]
-mod model;
-mod mutation;
 mod need;
 mod observation;
 mod observe;
@@ -53,7 +50,6 @@ use crate::protocol::{HeldVersion, MemberName, Reason, Version};
 use agents::Agents;
 use backoff::{Backoff, Failure, Weight};
 use group::{Forming, Group};
-use mutation::Switch;
 use updates::Updates;
 
 /// How often one step may change its mind; more would be a circle.
@@ -63,7 +59,6 @@ const MOVES: usize = 64;
 #[derive(Debug, Clone)]
 pub struct Membership {
     config: MembershipConfig,
-    switch: Switch,
     term: u64,
     /// Time of the last step.
     now: u64,
@@ -121,13 +116,8 @@ pub struct Membership {
 impl Membership {
     /// Starts with what was known before. Decides nothing until the first `Candidates`.
     pub fn new(config: MembershipConfig, restored: Restored) -> Self {
-        Self::with_switch(config, restored, Switch::default())
-    }
-
-    fn with_switch(config: MembershipConfig, restored: Restored, switch: Switch) -> Self {
         let mut membership = Self {
             config,
-            switch,
             term: restored.term,
             now: 0,
             wake: None,
@@ -148,8 +138,8 @@ impl Membership {
             planned: false,
             candidates: Vec::new(),
             left_out: Vec::new(),
-            agents: Agents::new(switch),
-            backoff: Backoff::new(switch),
+            agents: Agents::default(),
+            backoff: Backoff::default(),
             updates: Updates::default(),
             group: None,
             forming: None,
@@ -173,6 +163,11 @@ impl Membership {
     /// Everything that status needs, as it was after the last step.
     pub fn view(&self) -> MembershipView {
         self.view.clone()
+    }
+
+    /// The same, without a copy.
+    pub fn latest(&self) -> &MembershipView {
+        &self.view
     }
 
     /// Takes one observation at the time `now_ms` (any clock that never goes back) and tells what is to be done.

@@ -12,9 +12,8 @@
 //! 5. `size`: ranks of a replica, from the spec, compared with what its engine says.
 //! 6. [`roster()`]: offsets `0, 1, 1 + size, ...` without gaps, and the chain in which bytes travel.
 //!
-//! Beside it: [`shipments()`] (which source sends which bucket to which ranks), [`explain()`] (bytes, buckets, memory, time) and
-//! [`gpu_ring()`] (the ring of buckets on each GPU, and whether there is room for it) and [`sharing()`] (whether agent and engine can share a
-//! GPU's memory).
+//! Three questions more are answered here: [`explain()`] (bytes, buckets, memory, time), [`gpu_ring()`] (the ring of buckets on each GPU,
+//! and whether there is room for it) and [`sharing()`] (whether agent and engine can share a GPU's memory).
 
 use serde::{Deserialize, Serialize};
 
@@ -32,7 +31,6 @@ mod roster;
 mod seats;
 mod selector;
 mod sharing;
-mod shipments;
 mod size;
 mod trainer;
 mod units;
@@ -44,7 +42,7 @@ pub use compute::{Part, part_of, plan};
 pub use engine_groups::{Joiner, MOST_RANKS, engine_groups};
 pub use explain::{Bandwidth, ExplainedMember, Explanation, FloorTime, MemberMemory, ModelFacts, explain};
 pub use gpu_memory::{
-    CONTEXT_ESTIMATE, GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingChoice, RingLoad, RingWish, USUAL_LOAD, check_gpu, gpu_ring,
+    CONTEXT_ESTIMATE, GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingChoice, RingLoad, RingWish, USUAL_LOAD, gpu_ring,
     slots_beside_copies,
 };
 pub use input::{Claim, EndpointKey, GroupSpec, Order, PlanInput, PodFacts, PodPhase, PoolSpec, TrainerSpec, WeightSyncRef};
@@ -53,7 +51,6 @@ pub use roster::{chain, roster};
 pub use seats::{Seats, seats};
 pub use selector::{Operator, Requirement, Selector};
 pub use sharing::{Neighbour, NoSharing, ProcessView, Sharing, SharingFacts, expandable_segments, sharing};
-pub use shipments::{Destinations, Need, Shipment, ShipmentError, shipments};
 pub use size::Parallelism;
 pub use units::{show_bytes, show_free};
 

@@ -8,7 +8,6 @@ mod digest;
 mod dtype;
 mod gsum;
 mod layout;
-mod load_unit;
 mod manifest;
 pub mod safetensors;
 mod section;
@@ -22,7 +21,6 @@ pub use digest::{
 pub use dtype::{Dtype, SizeError};
 pub use gsum::{Gsum64, gsum64, gsum64_from};
 pub use layout::{ALIGNMENT, Bucket, Cuts, Encoding, Entry, EntryPart, Layout, LayoutError, TensorSpec, default_bucket_bytes};
-pub use load_unit::{LoadUnit, LoadUnits};
 pub use manifest::{DigestAlgorithm, Manifest, ManifestError};
 pub use section::Section;
 pub use wire::{WireBucket, WireError};

@@ -11,7 +11,6 @@ use crate::protocol::{Incarnation, MemberName, MemberPhase, Reason, Role};
 use super::Membership;
 use super::assess::Assessment;
 use super::group::Group;
-use super::mutation::Mutation;
 
 /// So many times the window is waited for members that come one by one.
 const ADOPT_WINDOWS: u64 = 10;
@@ -47,14 +46,11 @@ impl Membership {
 
     /// Until when agents of an earlier controller's group are waited for; none when that time is over or there was no such group.
     pub(super) fn adopting_until(&self) -> Option<u64> {
-        self.adopt_until.filter(|until| self.had_epoch && self.now < *until && !self.switch.is(Mutation::AdoptionSkipped))
+        self.adopt_until.filter(|until| self.had_epoch && self.now < *until)
     }
 
     /// Takes a working group over, if there is one. True when it did.
     pub(super) fn adopt(&mut self, assessment: &Assessment) -> bool {
-        if self.switch.is(Mutation::AdoptionSkipped) {
-            return false;
-        }
         let transport = assessment.eligible.iter().find_map(|member| self.agents.get(&member.life)?.state.as_ref()?.transport.clone());
         let returned = assessment.eligible.iter().find_map(|member| self.agents.get(&member.life)?.state.as_ref()?.returned);
         let mut states = assessment.eligible.iter().filter_map(|member| self.agents.get(&member.life)?.state.as_ref());

@@ -8,8 +8,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::plan::Candidate;
 use crate::protocol::{Announcement, EpochId, Incarnation, MemberPhase, MemberState, Role};
 
-use super::mutation::{Mutation, Switch};
-
 /// How the connection to an agent stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Link {
@@ -26,8 +24,6 @@ pub(super) enum Link {
 pub(super) struct Agent {
     /// What it does.
     pub role: Role,
-    /// Name of its pod; another pod may have had it before.
-    pub pod: String,
     /// Port of its engine.
     pub port: Option<u16>,
     /// Address of its control server.
@@ -74,14 +70,9 @@ pub(super) struct Agents {
     /// Lives that a newer one replaced: they never come back, however late their messages are.
     replaced: BTreeSet<Incarnation>,
     announced: u64,
-    switch: Switch,
 }
 
 impl Agents {
-    pub(super) fn new(switch: Switch) -> Self {
-        Self { switch, ..Self::default() }
-    }
-
     pub(super) fn get(&self, incarnation: &Incarnation) -> Option<&Agent> {
         self.all.get(incarnation)
     }
@@ -103,7 +94,6 @@ impl Agents {
         let order = self.announced;
         let agent = self.all.entry(announcement.incarnation).or_insert_with(|| Agent {
             role: announcement.role,
-            pod: announcement.pod.clone(),
             port: announcement.engine_port,
             control: String::new(),
             incompatible: announcement.speaks.lacks_ours(&announcement.program),
@@ -181,9 +171,6 @@ impl Agents {
     /// Marks those that said nothing for `limit` ms; tells when the next one would be.
     pub(super) fn find_silent(&mut self, now: u64, limit: u64) -> Option<u64> {
         let mut next = None;
-        if self.switch.is(Mutation::SilenceIgnored) {
-            return next;
-        }
         for agent in self.all.values_mut().filter(|agent| agent.link == Link::Live) {
             let at = agent.last_seen.saturating_add(limit);
             if now >= at {
@@ -215,11 +202,10 @@ impl Agents {
     /// The life that speaks for a candidate: its endpoint's newest that can be spoken with, else the newest.
     pub(super) fn of(&self, candidate: &Candidate) -> Option<(&Incarnation, &Agent)> {
         let head = candidate.pods.first()?;
-        let same_name = self.switch.is(Mutation::StaleIncarnationAccepted);
         self.all
             .iter()
             .filter(|(incarnation, agent)| {
-                (incarnation.pod_uid == head.uid || same_name && agent.pod == head.name)
+                incarnation.pod_uid == head.uid
                     && agent.role == candidate.role
                     && (agent.role == Role::Source || agent.port == candidate.port)
             })

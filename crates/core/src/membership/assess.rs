@@ -11,7 +11,6 @@ use crate::protocol::{EpochId, Incarnation, MemberName, MemberPhase, MemberState
 use super::Membership;
 use super::agents::{Agent, Link};
 use super::group::Forming;
-use super::mutation::Mutation;
 
 /// A member that could be in a group, and the life that speaks for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -135,8 +134,7 @@ impl Membership {
         if updating && self.stuck_at(agent).is_some_and(|at| self.now >= at) {
             return Err(Outcast::new(Reason::UpdateStuck, "it has been in one update for longer than an update may take"));
         }
-        let lenient = updating && !self.switch.is(Mutation::UpdateCountsAsFailure);
-        if !lenient && !Self::is_well(state) {
+        if !updating && !Self::is_well(state) {
             // A new agent waits for its engine's first answer: whoever never answers is told of with the cause, not before it is known.
             let unasked = state.reason.is_none() && state.engine.is_none() && state.epoch.is_none();
             if unasked {

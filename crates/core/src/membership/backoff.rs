@@ -6,7 +6,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::protocol::{MemberName, Reason};
 
 use super::BackoffConfig;
-use super::mutation::{Mutation, Switch};
 
 /// What is held against a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,14 +59,9 @@ pub(super) struct Failure<'a> {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Backoff {
     members: BTreeMap<MemberName, Strike>,
-    switch: Switch,
 }
 
 impl Backoff {
-    pub(super) fn new(switch: Switch) -> Self {
-        Self { members: BTreeMap::new(), switch }
-    }
-
     /// Counts a failure.
     pub(super) fn strike(&mut self, now: u64, config: BackoffConfig, failure: Failure<'_>) {
         let Failure { member, pods, weight, reason, message } = failure;
@@ -87,9 +81,6 @@ impl Backoff {
 
     /// What keeps a member with these pods out now.
     pub(super) fn holding_off(&self, now: u64, member: &MemberName, pods: &BTreeSet<String>) -> Option<&Strike> {
-        if self.switch.is(Mutation::BackoffGlobal) {
-            return self.members.values().find(|strike| now < strike.until);
-        }
         self.members.get(member).filter(|strike| now < strike.until && !strike.is_of_others(pods))
     }
 

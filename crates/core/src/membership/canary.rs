@@ -7,7 +7,6 @@
 
 use crate::protocol::{HeldVersion, MemberName, MemberPhase, MemberState, RefusedVersion, Role, Version, is_refused_by_most};
 
-use super::mutation::Mutation;
 use super::{Membership, Reason};
 
 /// Refused versions that are remembered; of more, the lowest are forgotten, which nobody can publish anyway.
@@ -37,8 +36,7 @@ impl Membership {
         asked.dedup();
         for held in asked {
             let votes = self.votes(&held);
-            let one = self.switch.is(Mutation::OneRefusesForAll) && !votes.refused.is_empty();
-            if one || is_refused_by_most(votes.refused.len(), votes.taken, votes.undecided) {
+            if is_refused_by_most(votes.refused.len(), votes.taken, votes.undecided) {
                 self.refuse(&held, &votes);
             }
         }
@@ -94,8 +92,7 @@ impl Membership {
 
     /// The version to go back to by itself, when the one that counts is refused.
     pub(super) fn before_refused(&self) -> Option<Version> {
-        let leaves = |number: &Version| self.is_refused(*number) && !self.switch.is(Mutation::RefusedIsBrought);
-        let current = self.version.as_ref().map(|version| version.version).filter(leaves)?;
+        let current = self.version.as_ref().map(|version| version.version).filter(|number| self.is_refused(*number))?;
         let may = |number: &Version| *number < current && !self.is_refused(*number);
         // Once chosen it stays, whoever is lost on the way.
         let chosen = self.target.as_ref().map(|target| target.version).filter(may);

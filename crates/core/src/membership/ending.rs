@@ -7,7 +7,6 @@ use crate::protocol::{EpochId, FenceRequest, Incarnation, Reason, ReleaseRequest
 use super::agents::Link;
 use super::assess::Assessment;
 use super::group::{Forming, Group};
-use super::mutation::Mutation;
 use super::{Decision, Membership};
 
 impl Membership {
@@ -32,9 +31,6 @@ impl Membership {
 
     /// Agents in an epoch that is not the present one.
     pub(super) fn tell_strays(&mut self, assessment: &Assessment) {
-        if self.switch.is(Mutation::FenceForgotten) {
-            return;
-        }
         let adopting_until = self.adopting_until().filter(|_| self.group.is_none());
         if let Some(until) = adopting_until {
             self.wake_at(until);

@@ -13,7 +13,6 @@ use crate::protocol::{
 use super::assess::{Assessment, Eligible};
 use super::backoff::Weight;
 use super::group::{Failure, Forming, Group, Persisting, Phase, Round, unreachable};
-use super::mutation::Mutation;
 use super::transport::choose;
 use super::{Decision, Membership};
 
@@ -26,14 +25,10 @@ const NAMED: usize = 3;
 impl Membership {
     /// Asks for the next number.
     pub(super) fn persist(&mut self, why: Reason) {
-        let reuse = self.switch.is(Mutation::EpochReused) && self.epoch > 0;
-        let epoch = if reuse { self.epoch } else { self.epoch + 1 };
+        let epoch = self.epoch + 1;
         let retry_at = self.now.saturating_add(self.config.persist_retry_ms);
         self.out.push(Decision::PersistEpoch { epoch });
         self.forming = Some(Forming::Persisting(Persisting { epoch, why, tries: 1, retry_at, failure: None }));
-        if self.switch.is(Mutation::PrepareBeforePersist) {
-            self.begin_round(epoch);
-        }
     }
 
     /// Asks again for a number that was not confirmed.
@@ -86,7 +81,7 @@ impl Membership {
             return;
         }
         let id = self.id(epoch);
-        let roster = self.give_ranks(&assessment.eligible);
+        let roster = give_ranks(&assessment.eligible);
         if why == Reason::BeingFed {
             self.repairs = self.repairs.saturating_add(1);
         }
@@ -127,17 +122,6 @@ impl Membership {
         EpochId { weightsync: self.config.weightsync.clone(), created: self.config.created, term: self.term, epoch }
     }
 
-    fn give_ranks(&self, members: &[Eligible]) -> Roster {
-        let candidates: Vec<_> = members.iter().map(|member| (*member.candidate).clone()).collect();
-        let mut roster = roster(&candidates);
-        if self.switch.is(Mutation::OffsetsNotRecomputed) {
-            for member in &mut roster.members {
-                member.rank_offset = self.last_offsets.get(&member.name).copied().unwrap_or(member.rank_offset);
-            }
-        }
-        roster
-    }
-
     /// Why a new epoch is formed, for a person: whose loss ended the one before, the first few of them, or what else asked for it.
     fn because(&self, why: Reason) -> String {
         let lost = self.group.iter().flat_map(|group| &group.lost);
@@ -164,9 +148,6 @@ impl Membership {
 
     /// Fences agents that can be spoken with, and remembers when.
     pub(super) fn tell_over(&mut self, agents: &[Incarnation], id: &EpochId, reason: &str) {
-        if self.switch.is(Mutation::FenceForgotten) {
-            return;
-        }
         let mut to = Vec::new();
         for life in agents {
             // A silent agent is told too: it may wake up with the old epoch.
@@ -193,21 +174,16 @@ impl Membership {
         }
         let open = round.unanswered();
         let (deadline, settle_at) = (round.deadline, round.settle_at);
-        let armed = match round.phase {
-            Phase::Preparing => !self.switch.is(Mutation::PrepareDeadlineNotArmed),
-            Phase::Committing { .. } => !self.switch.is(Mutation::CommitDeadlineNotArmed),
-        };
         let excuses = round.failed.values().all(|failure| failure.blames_peer);
         if round.failed.is_empty() {
-            let early = self.switch.is(Mutation::CommitBeforeAllPrepared) && !round.prepared.is_empty();
-            if open.is_empty() || early && matches!(round.phase, Phase::Preparing) {
+            if open.is_empty() {
                 return self.next_wave();
             }
         } else if open.is_empty() && !excuses || settle_at.is_some_and(|at| self.due(at)) {
             self.blame(&[]);
             return true;
         }
-        if armed && self.due(deadline) {
+        if self.due(deadline) {
             self.blame(&open);
             return true;
         }
@@ -387,4 +363,9 @@ impl Membership {
         self.group = Some(group);
         self.forming = None;
     }
+}
+
+fn give_ranks(members: &[Eligible]) -> Roster {
+    let candidates: Vec<_> = members.iter().map(|member| (*member.candidate).clone()).collect();
+    roster(&candidates)
 }

@@ -7,7 +7,6 @@ use crate::protocol::{EpochId, Incarnation, MemberName, MemberPhase, MemberState
 use super::backoff::Weight;
 use super::forming::SETTLE_MS;
 use super::group::{Failure, Forming, Phase, Prepared, Round};
-use super::mutation::Mutation;
 use super::{Decision, Membership, Observation};
 
 impl Membership {
@@ -46,7 +45,7 @@ impl Membership {
             }
             Observation::PersistConflict { epoch, message } => {
                 let asked = matches!(&self.forming, Some(Forming::Persisting(persisting)) if persisting.epoch == epoch);
-                if asked && !self.switch.is(Mutation::ConflictIgnored) {
+                if asked {
                     self.stop(message);
                 }
             }
@@ -101,17 +100,15 @@ impl Membership {
 
     /// The round in work, when an answer is about it.
     fn asked(&mut self, id: &EpochId) -> Option<&mut Round> {
-        let any = self.switch.is(Mutation::EpochCheckRemoved);
         match &mut self.forming {
-            Some(Forming::Round(round)) if any || &round.id == id => Some(round),
+            Some(Forming::Round(round)) if &round.id == id => Some(round),
             _ => None,
         }
     }
 
     fn note_prepared(&mut self, id: &EpochId, member: &MemberName, response: PrepareResponse) {
-        let stale = self.switch.is(Mutation::StaleIncarnationAccepted);
         let Some(round) = self.asked(id) else { return };
-        if !matches!(round.phase, Phase::Preparing) || !stale && round.life(member) != Some(&response.incarnation) {
+        if !matches!(round.phase, Phase::Preparing) || round.life(member) != Some(&response.incarnation) {
             return;
         }
         // The state in the answer is not taken: the event stream keeps the order of states, and an answer that was overtaken by it would
@@ -122,10 +119,9 @@ impl Membership {
     }
 
     fn note_committed(&mut self, id: &EpochId, member: &MemberName, from: &Incarnation) {
-        let any = self.switch.is(Mutation::EpochCheckRemoved);
         let Some(round) = self.asked(id) else { return };
         let Phase::Committing { asked, .. } = &round.phase else { return };
-        if any || asked.contains(member) && round.life(member) == Some(from) {
+        if asked.contains(member) && round.life(member) == Some(from) {
             round.committed.insert(member.clone());
         }
     }

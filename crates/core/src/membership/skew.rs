@@ -5,7 +5,6 @@
 
 use crate::protocol::{HeldVersion, MemberPhase, MemberState, Returned, Role, Skew, Version, newest_in_service, skew};
 
-use super::mutation::Mutation;
 use super::{Membership, MembershipView};
 
 impl Membership {
@@ -15,10 +14,6 @@ impl Membership {
         let left = |version: &Version| self.returned().is_some_and(|returned| returned.left(*version));
         let serve = |state: &&MemberState| state.role == Role::Rollout && state.phase != MemberPhase::Dirty;
         let installed = self.states().filter(serve).filter_map(|state| state.installed.as_ref()).map(|held| held.version);
-        if self.switch.is(Mutation::NewestIsCurrent) {
-            return Some(counts);
-        }
-        let most = if self.switch.is(Mutation::NewestIsAnywhere) { Version::MAX } else { most };
         Some(newest_in_service(most, counts, installed.filter(|version| !left(version))))
     }
 

@@ -9,12 +9,11 @@ use std::collections::BTreeMap;
 use crate::protocol::{HeldVersion, MemberPhase, MemberState, Reason, Returned, Role, Version};
 
 use super::Membership;
-use super::mutation::Mutation;
 
 impl Membership {
     /// The version that every rollout should hold; none where the one that counts is refused and nobody keeps another.
     pub(super) fn wanted(&self) -> Option<&HeldVersion> {
-        let brought = |version: &&HeldVersion| !self.is_refused(version.version) || self.switch.is(Mutation::RefusedIsBrought);
+        let brought = |version: &&HeldVersion| !self.is_refused(version.version);
         self.target.as_ref().or(self.version.as_ref().filter(brought))
     }
 
@@ -57,7 +56,7 @@ impl Membership {
         };
         // A source says of a version that it once counted; here only those that serve it now do.
         let enough = self.states().filter(serve).count() >= usize::try_from(min_ready).unwrap_or(usize::MAX);
-        if !enough && !self.switch.is(Mutation::TargetCountsAtOnce) {
+        if !enough {
             return;
         }
         let (reason, before) = match &self.version {

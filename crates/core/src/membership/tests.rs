@@ -1,4 +1,4 @@
-//! Tables: one situation each, with what must follow from it. Whole worlds are played by `model`.
+//! Tables: one situation each, with what must follow from it. Whole worlds are played by the model test (`tests/model`).
 
 mod blame;
 mod canary;

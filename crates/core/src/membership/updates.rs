@@ -143,11 +143,6 @@ impl Updates {
         self.tracks.values().max_by_key(|track| track.changed_at).map(|track| &track.view)
     }
 
-    /// Highest version that any leader began to publish.
-    pub(super) fn highest_begun(&self) -> Option<u64> {
-        self.tracks.values().filter(|track| !track.view.feeding).map(|track| track.view.version).max()
-    }
-
     /// Moves all limits: the time in which we did not look is not held against anybody.
     pub(super) fn forgive(&mut self, ms: u64) {
         for track in self.tracks.values_mut() {

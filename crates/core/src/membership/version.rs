@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use crate::protocol::{HeldVersion, Incarnation, MemberName, MemberPhase, MemberState, Reason, Role};
 
 use super::Membership;
-use super::mutation::Mutation;
 
 impl Membership {
     /// Reads the current version from what members say of themselves.
@@ -27,7 +26,7 @@ impl Membership {
             *installed.entry((held.version, held.manifest.as_str())).or_default() += weight;
         }
         let reached = installed.iter().rfind(|(_, count)| **count >= min_ready);
-        let mut reached = reached.map(|((version, manifest), _)| HeldVersion { version: *version, manifest: (*manifest).to_owned() });
+        let reached = reached.map(|((version, manifest), _)| HeldVersion { version: *version, manifest: (*manifest).to_owned() });
         let completes = |current: &HeldVersion| {
             let named = installed.keys().find(|(version, manifest)| *version == current.version && !manifest.is_empty());
             named.filter(|_| current.manifest.is_empty()).map(|(_, manifest)| (*manifest).to_owned())
@@ -37,13 +36,7 @@ impl Membership {
         {
             current.manifest = manifest;
         }
-        if self.switch.is(Mutation::VersionMovedOnFailure)
-            && let Some(version) = self.updates.highest_begun()
-        {
-            reached = Some(HeldVersion { version, manifest: format!("m{version}") });
-        }
-        let again = self.switch.is(Mutation::LeftCountsAgain);
-        let highest = self.version.as_ref().map(|version| if again { version.version } else { self.highest });
+        let highest = self.version.as_ref().map(|_| self.highest);
         if let Some(reached) = reached.filter(|reached| highest.is_none_or(|highest| reached.version > highest)) {
             let message = format!("version {} is served by at least {min_ready} replicas", reached.version);
             self.highest = reached.version;
@@ -54,7 +47,7 @@ impl Membership {
 
     /// Whether a replica is to be brought the version that everybody should hold.
     pub(super) fn lacks(&self, state: &MemberState) -> bool {
-        self.wanted().map_or_else(|| self.is_dirty(state), |wanted| self.does_not_serve(state, wanted))
+        self.wanted().map_or_else(|| is_dirty(state), |wanted| self.does_not_serve(state, wanted))
     }
 
     /// Whether a replica serves neither the version that counts nor the one that the group goes back to.
@@ -62,20 +55,16 @@ impl Membership {
         self.lacks(state) && self.version.as_ref().is_none_or(|version| self.does_not_serve(state, version))
     }
 
-    fn is_dirty(&self, state: &MemberState) -> bool {
-        state.role == Role::Rollout && state.phase == MemberPhase::Dirty && !self.switch.is(Mutation::DirtyCountsAsReady)
-    }
-
     /// Whether a replica serves that version, or anything newer that the group did not go back from, not completely.
     fn does_not_serve(&self, state: &MemberState, wanted: &HeldVersion) -> bool {
         if state.role == Role::Source {
             return false;
         }
-        self.is_dirty(state)
+        is_dirty(state)
             || state.installed.as_ref().is_none_or(|installed| {
                 installed.version < wanted.version
                     || installed.version == wanted.version && !wanted.manifest.is_empty() && installed.manifest != wanted.manifest
-                    || installed.version > wanted.version && installed.version <= self.highest && !self.switch.is(Mutation::LeftServesOn)
+                    || installed.version > wanted.version && installed.version <= self.highest
             })
     }
 
@@ -91,8 +80,7 @@ impl Membership {
         let mut best: Option<(u8, &MemberName)> = None;
         for (name, life) in members {
             let Some(state) = self.agents.get(life).and_then(|agent| agent.state.as_ref()) else { continue };
-            let holds = self.retains(state) || self.switch.is(Mutation::FeederHoldsNothing) && self.version.is_some();
-            let rank = match (holds, state.role) {
+            let rank = match (self.retains(state), state.role) {
                 (false, _) => continue,
                 (true, Role::Source) => 3,
                 (true, Role::Rollout) if !self.lacks(state) => 2,
@@ -104,4 +92,9 @@ impl Membership {
         }
         best.map(|(_, name)| name.clone())
     }
+}
+
+/// Whether the engine of a replica may hold half an update.
+fn is_dirty(state: &MemberState) -> bool {
+    state.role == Role::Rollout && state.phase == MemberPhase::Dirty
 }

@@ -176,14 +176,6 @@ pub fn slots_beside_copies(ring: &GpuRing, buckets: u32, free: u64) -> u32 {
     u32::try_from(wanted.min(most)).unwrap_or(u32::MAX).max(ring.slots)
 }
 
-/// Compares a ring with what is free on one GPU.
-pub fn check_gpu(ring: &GpuRing, room: &GpuRoom) -> Result<(), NoRing> {
-    if holds(ring, Some(room)) {
-        return Ok(());
-    }
-    Err(NoRing::TooLittle { gpu: room.gpu.clone(), ring: *ring, free: room.free, total: room.total })
-}
-
 fn holds(ring: &GpuRing, room: Option<&GpuRoom>) -> bool {
     room.is_none_or(|room| ring.bytes().saturating_add(NCCL_ESTIMATE) <= room.free)
 }

@@ -7,7 +7,6 @@ mod properties;
 mod replicas;
 mod seats;
 mod sharing;
-mod shipped;
 mod sizes;
 mod sources;
 mod world;

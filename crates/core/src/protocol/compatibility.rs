@@ -3,7 +3,7 @@
 //!
 //! A message may gain a field that its reader may miss: that changes nothing here. Whatever an older build would misread (a field or variant that
 //! it must know, another meaning of one that it knows) needs a new number, and for as long as this build reads both, [`OLDEST`] stays.
-//! `src/protocol/tests/protocol-N.json` holds messages of protocol N as they were when it was the newest.
+//! `tests/protocol-N.json` holds messages of protocol N as they were when it was the newest.
 
 use serde::{Deserialize, Serialize};
 

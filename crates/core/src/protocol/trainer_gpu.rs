@@ -38,13 +38,8 @@ pub struct GpuRing {
     pub handle: String,
     /// Length of the block, at least slots x slot bytes.
     pub bytes: u64,
-    /// Random bytes (base64), at most [`GpuRing::LONGEST_CHECK`], to be written at the very end of the last slot.
+    /// Random bytes (base64), to be written at the very end of the last slot.
     pub check: String,
     /// Whether it was opened and proven on this connection before: buckets may be written at once.
     pub proven: bool,
-}
-
-impl GpuRing {
-    /// Longest check, in bytes.
-    pub const LONGEST_CHECK: usize = 4096;
 }

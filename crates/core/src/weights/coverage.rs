@@ -65,11 +65,6 @@ impl Coverage {
         self.written
     }
 
-    /// Whether every byte was written.
-    pub fn is_complete(&self) -> bool {
-        self.written == self.total
-    }
-
     /// The first range that was not written, as start and end.
     pub fn first_gap(&self) -> Option<(u64, u64)> {
         let start = self.ranges.first_key_value().filter(|(start, _)| **start == 0).map_or(0, |(_, end)| *end);

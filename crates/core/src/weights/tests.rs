@@ -6,7 +6,6 @@ mod digest;
 mod gsum;
 mod hostile;
 mod layout;
-mod load_unit;
 mod manifest;
 mod safetensors;
 mod section;

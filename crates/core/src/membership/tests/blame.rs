@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::desk::*;
 use crate::membership::backoff::{Backoff, Failure, Weight};
 use crate::membership::group::unreachable;
-use crate::membership::mutation::Switch;
 use crate::membership::{BackoffConfig, MemberStanding, Observation};
 use crate::protocol::*;
 
@@ -24,7 +23,7 @@ fn strike(backoff: &mut Backoff, now: u64, weight: Weight, uid: &str) {
 #[test]
 fn waits_double_up_to_a_limit_and_a_first_loss_is_free() {
     for (weight, waits) in [(Weight::Loss, [0, 1, 2, 4, 8, 10, 10]), (Weight::Failure, [1, 2, 4, 8, 10, 10, 10])] {
-        let mut backoff = Backoff::new(Switch::default());
+        let mut backoff = Backoff::default();
         for wait in waits {
             strike(&mut backoff, 5, weight, "a");
             let until = backoff.holding_off(5, &name(1), &pods("a")).map_or(5, |strike| strike.until);
@@ -36,7 +35,7 @@ fn waits_double_up_to_a_limit_and_a_first_loss_is_free() {
 
 #[test]
 fn a_pod_that_takes_the_name_of_one_that_failed_inherits_nothing() {
-    let mut backoff = Backoff::new(Switch::default());
+    let mut backoff = Backoff::default();
     for _ in 0..4 {
         strike(&mut backoff, 0, Weight::Loss, "a");
     }
@@ -50,7 +49,7 @@ fn a_pod_that_takes_the_name_of_one_that_failed_inherits_nothing() {
 
 #[test]
 fn a_member_that_stands_long_enough_is_forgiven() {
-    let mut backoff = Backoff::new(Switch::default());
+    let mut backoff = Backoff::default();
     for _ in 0..4 {
         strike(&mut backoff, 0, Weight::Loss, "a");
     }

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use crate::plan::{GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingLoad, RingWish, check_gpu, gpu_ring, slots_beside_copies};
+use crate::plan::{GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingLoad, RingWish, gpu_ring, slots_beside_copies};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -13,6 +13,12 @@ fn room(free: u64) -> GpuRoom {
 
 fn of(bytes: u64) -> RingLoad {
     RingLoad { bytes, largest: 0 }
+}
+
+/// Whether a ring of this very shape has room on one GPU.
+fn fits(ring: &GpuRing, room: &GpuRoom) -> Result<(), NoRing> {
+    let wish = RingWish { slots: Some(ring.slots), slot_bytes: Some(ring.slot_bytes) };
+    gpu_ring(wish, of(0), std::slice::from_ref(room)).map(|choice| assert_eq!(choice.ring, *ring))
 }
 
 #[test]
@@ -63,8 +69,8 @@ fn what_the_object_says_is_kept_or_refused_with_both_numbers() {
 fn f64_a_gpu_that_lacks_room_for_ring_and_nccl_is_refused_before_anything_is_allocated() {
     let ring = GpuRing { slots: 2, slot_bytes: GIB };
     let exact = 2 * GIB + NCCL_ESTIMATE;
-    assert_eq!(check_gpu(&ring, &room(exact)), Ok(()));
-    let refused = check_gpu(&ring, &room(exact - 1)).unwrap_err();
+    assert_eq!(fits(&ring, &room(exact)), Ok(()));
+    let refused = fits(&ring, &room(exact - 1)).unwrap_err();
     assert!(refused.to_string().contains("2.5 GiB are needed"), "{refused}");
     // An engine that took 95 % of its GPU and left less than NCCL needs.
     let refused = gpu_ring(RingWish::default(), of(16 * GIB), &[room(NCCL_ESTIMATE)]).unwrap_err();
@@ -95,7 +101,7 @@ proptest! {
         match gpu_ring(wish, RingLoad { bytes, largest }, &rooms) {
             Ok(choice) => {
                 for room in &rooms {
-                    prop_assert_eq!(check_gpu(&choice.ring, room), Ok(()));
+                    prop_assert_eq!(fits(&choice.ring, room), Ok(()));
                 }
                 prop_assert!(choice.ring.slot_bytes >= largest);
                 prop_assert!(slots.is_none_or(|slots| slots == choice.ring.slots));
@@ -107,7 +113,7 @@ proptest! {
             Err(NoRing::SlotTooShort { .. }) => prop_assert!(slot_bytes.is_some_and(|bytes| bytes < largest)),
             Err(NoRing::TooLittle { ring, free, .. }) => {
                 prop_assert_eq!(Some(free), frees.iter().copied().min());
-                prop_assert!(check_gpu(&ring, &room(free)).is_err(), "refused although it fits");
+                prop_assert!(fits(&ring, &room(free)).is_err(), "refused although it fits");
             }
             Err(NoRing::Empty) => prop_assert!(false, "nothing empty was asked for"),
         }

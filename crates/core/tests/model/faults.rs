@@ -1,0 +1,381 @@
+//! What can go wrong, each as something that is done to a world at one moment.
+
+use weightsync_core::membership::{GroupStage, Observation};
+use weightsync_core::protocol::MemberName;
+
+use super::event::{Change, Event};
+use super::names::slot_of;
+use super::world::{LATENCY, World};
+
+/// One fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// Stopped (SIGSTOP), for ever or for some ms.
+    Silent(usize, Option<u64>),
+    /// Killed; a new pod of the same name comes after some ms, or none.
+    Killed(usize, Option<u64>),
+    /// A new pod of the same name is there at once, before the death is seen.
+    Restarted(usize),
+    /// The node is gone with the pod: no connection is closed. A new pod of the same name is there at once.
+    Replaced(usize),
+    /// The agent's process dies and another one starts in the same pod.
+    AgentRestarted(usize),
+    /// The engine starts anew and holds nothing.
+    EngineRestarted(usize),
+    /// The engine does not answer for some ms.
+    Unhealthy(usize, u64),
+    /// The pod is deleted in good order and comes back.
+    Terminated(usize),
+    /// Everything it sends takes some ms longer, for some ms.
+    Slow(usize, u64, u64),
+    /// Refuses the next requests.
+    Refuses(usize, u32),
+    /// The next installs fail half way.
+    BadInstall(usize, u32),
+    /// Other agents cannot reach it for some ms.
+    CutOff(usize, u64),
+    /// The message of this step does not arrive.
+    Lost,
+    /// The message of this step arrives so much later.
+    Late(u64),
+    /// The message of this step arrives twice, the second time so much later.
+    Doubled(u64),
+    /// The message of this step is held back until it can do most harm: while the next epoch is being formed.
+    HeldBack,
+    /// The message of this step arrives, and once more while the next epoch is being formed.
+    Again,
+    /// The controller starts anew.
+    ControllerRestarted,
+    /// The API server is away for some ms.
+    ApiDown(u64),
+    /// Another controller writes the next epoch.
+    Rival,
+}
+
+impl Fault {
+    /// One of each kind.
+    pub(super) fn basic(rollouts: usize) -> Vec<Self> {
+        let mut faults = vec![Self::Lost, Self::Late(7_000), Self::Doubled(50), Self::Again, Self::ControllerRestarted];
+        for slot in 0..=rollouts {
+            faults.extend([
+                Self::Silent(slot, None),
+                Self::Killed(slot, Some(3_000)),
+                Self::Restarted(slot),
+                Self::Slow(slot, 1_500, 10_000),
+                Self::Refuses(slot, 1),
+            ]);
+        }
+        faults
+    }
+
+    /// Everything else.
+    pub(super) fn more(rollouts: usize) -> Vec<Self> {
+        let mut faults = vec![Self::Late(400), Self::Doubled(9_000), Self::HeldBack, Self::ApiDown(5_000), Self::Rival];
+        for slot in 0..=rollouts {
+            faults.extend([
+                Self::Silent(slot, Some(8_000)),
+                Self::Killed(slot, None),
+                Self::Replaced(slot),
+                Self::AgentRestarted(slot),
+                Self::Slow(slot, 7_000, 10_000),
+                Self::Refuses(slot, 3),
+                Self::Terminated(slot),
+                Self::CutOff(slot, 8_000),
+            ]);
+            if slot != 0 {
+                faults.extend([
+                    Self::EngineRestarted(slot),
+                    Self::Unhealthy(slot, 12_000),
+                    Self::BadInstall(slot, 1),
+                    Self::BadInstall(slot, 3),
+                ]);
+            }
+        }
+        faults
+    }
+
+    /// The same fault in a world of so many rollouts; a source has no engine that could fail.
+    pub(super) fn within(self, rollouts: usize) -> Self {
+        let any = |slot: usize| slot % (rollouts + 1);
+        let rollout = |slot: usize| 1 + slot % rollouts;
+        match self {
+            Self::Silent(slot, ms) => Self::Silent(any(slot), ms),
+            Self::Killed(slot, ms) => Self::Killed(any(slot), ms),
+            Self::Restarted(slot) => Self::Restarted(any(slot)),
+            Self::Replaced(slot) => Self::Replaced(any(slot)),
+            Self::AgentRestarted(slot) => Self::AgentRestarted(any(slot)),
+            Self::EngineRestarted(slot) => Self::EngineRestarted(rollout(slot)),
+            Self::Unhealthy(slot, ms) => Self::Unhealthy(rollout(slot), ms),
+            Self::Terminated(slot) => Self::Terminated(any(slot)),
+            Self::Slow(slot, by, ms) => Self::Slow(any(slot), by, ms),
+            Self::Refuses(slot, times) => Self::Refuses(any(slot), times),
+            Self::BadInstall(slot, times) => Self::BadInstall(rollout(slot), times),
+            Self::CutOff(slot, ms) => Self::CutOff(any(slot), ms),
+            other => other,
+        }
+    }
+
+    /// Whether the step's own message decides what happens.
+    pub(super) fn is_about_the_message(self) -> bool {
+        matches!(self, Self::Lost | Self::Late(_) | Self::Doubled(_) | Self::HeldBack | Self::Again)
+    }
+}
+
+/// The members that a message is from or to.
+fn parties(event: &Event) -> Vec<usize> {
+    match event {
+        Event::Observe { observation, stream_of, .. } => {
+            let named = |name: &MemberName| vec![slot_of(name)];
+            match &**observation {
+                Observation::Prepared { member, .. }
+                | Observation::PrepareFailed { member, .. }
+                | Observation::Committed { member, .. }
+                | Observation::CommitFailed { member, .. } => named(member),
+                Observation::Announced(announcement) => vec![announcement.pod.trim_start_matches("pod-").parse().unwrap()],
+                _ => stream_of.iter().copied().collect(),
+            }
+        }
+        Event::Prepare { slot, .. } | Event::Commit { slot, .. } | Event::End { slot, .. } => vec![*slot],
+        Event::Peer { from, slot, .. } => vec![*from, *slot],
+        _ => Vec::new(),
+    }
+}
+
+/// Whether the network carries it; the others are things that happen inside a process.
+pub(super) fn is_message(event: &Event) -> bool {
+    matches!(
+        event,
+        Event::Observe { .. }
+            | Event::Plan { .. }
+            | Event::Persist { .. }
+            | Event::Prepare { .. }
+            | Event::Commit { .. }
+            | Event::End { .. }
+            | Event::Peer { .. }
+    )
+}
+
+impl World {
+    /// Does the fault; then the event of this step happens, as far as it still does. Tells until when the fault lasts.
+    pub(super) fn inject(&mut self, fault: Fault, event: Event) -> u64 {
+        let now = self.now;
+        if fault.is_about_the_message() {
+            return self.disturb(fault, event);
+        }
+        let until = self.strike(fault);
+        self.deliver(event);
+        until.max(now)
+    }
+
+    /// Does a fault that needs no message.
+    pub(super) fn strike(&mut self, fault: Fault) -> u64 {
+        let now = self.now;
+        match fault {
+            Fault::Silent(slot, until) => {
+                self.guilty(slot);
+                self.slots[slot].frozen = self.slots[slot].agent.is_some();
+                let Some(ms) = until else { return now };
+                self.post(ms, Event::Cluster { slot, change: Change::Thaw });
+                now + ms
+            }
+            Fault::Killed(slot, back) => {
+                self.guilty(slot);
+                self.kill(slot);
+                self.slots[slot].exists = false;
+                self.plan();
+                let Some(ms) = back else { return now };
+                self.post(ms, Event::Cluster { slot, change: Change::NewPod });
+                now + ms
+            }
+            Fault::Restarted(slot) => {
+                self.guilty(slot);
+                self.kill(slot);
+                self.new_pod(slot);
+                now
+            }
+            Fault::Replaced(slot) => {
+                self.guilty(slot);
+                self.slots[slot].agent = None;
+                self.new_pod(slot);
+                now
+            }
+            Fault::AgentRestarted(slot) => {
+                self.guilty(slot);
+                self.kill(slot);
+                self.new_agent(slot, 100);
+                now
+            }
+            Fault::EngineRestarted(slot) => {
+                self.guilty(slot);
+                self.slots[slot].engine_start += 1;
+                self.with_agent(slot, |agent, _| {
+                    agent.start += 1;
+                    agent.installed = None;
+                    agent.dirty = false;
+                });
+                now
+            }
+            Fault::Unhealthy(slot, ms) => {
+                self.guilty(slot);
+                self.with_agent(slot, |agent, _| agent.healthy = false);
+                self.post(ms, Event::Cluster { slot, change: Change::Healthy });
+                now + ms
+            }
+            Fault::Terminated(slot) => {
+                self.guilty(slot);
+                self.slots[slot].terminating = true;
+                self.plan();
+                self.post(2_000, Event::Cluster { slot, change: Change::Gone });
+                self.post(3_000, Event::Cluster { slot, change: Change::NewPod });
+                now + 3_000
+            }
+            Fault::Slow(slot, by, ms) => {
+                self.guilty(slot);
+                self.slots[slot].slow = (by, now + ms);
+                now + ms
+            }
+            Fault::Refuses(slot, times) => {
+                self.guilty(slot);
+                self.with_agent(slot, |agent, _| agent.refusals = times);
+                now
+            }
+            Fault::BadInstall(slot, times) => {
+                self.guilty(slot);
+                self.with_agent(slot, |agent, _| agent.bad_installs = times);
+                now
+            }
+            Fault::CutOff(slot, ms) => {
+                // Of two that cannot reach each other nobody can tell which one is at fault.
+                (0..self.slots.len()).for_each(|slot| self.guilty(slot));
+                self.slots[slot].unreachable_until = now + ms;
+                now + ms
+            }
+            Fault::ControllerRestarted => {
+                self.restart_controller();
+                now
+            }
+            Fault::ApiDown(ms) => {
+                self.api_down = true;
+                self.post(ms, Event::Cluster { slot: 0, change: Change::ApiBack });
+                now + ms
+            }
+            Fault::Rival => {
+                self.rival = true;
+                now
+            }
+            Fault::Lost | Fault::Late(_) | Fault::Doubled(_) | Fault::HeldBack | Fault::Again => now,
+        }
+    }
+
+    fn guilty(&mut self, slot: usize) {
+        self.slots[slot].guilty = true;
+    }
+
+    /// The message is lost, late or doubled. A lost line of an event stream means that the stream broke: it is opened again.
+    fn disturb(&mut self, fault: Fault, event: Event) -> u64 {
+        for slot in parties(&event) {
+            self.guilty(slot);
+        }
+        let stream = match &event {
+            Event::Observe { stream_of, .. } => *stream_of,
+            _ => None,
+        };
+        match (fault, stream) {
+            (Fault::Lost, Some(slot)) => {
+                self.open_stream(slot);
+                self.now
+            }
+            (Fault::Lost, None) => {
+                // A plan is read again and again: only a single message of it is lost.
+                if matches!(&event, Event::Plan { .. }) {
+                    self.plan();
+                }
+                self.now
+            }
+            (Fault::Late(ms), _) => {
+                if let Some(slot) = stream {
+                    // Behind the lines that are on their way already, which are late too.
+                    self.slots[slot].stream_floor = self.now + ms + LATENCY;
+                    self.delay_stream(slot, ms);
+                }
+                self.post(ms, event);
+                self.now + ms
+            }
+            (Fault::Doubled(ms), _) => {
+                // A line of a stream cannot come again behind the lines that follow it.
+                let ms = if stream.is_some() { 0 } else { ms };
+                if stream.is_some() {
+                    self.deliver(event.clone());
+                } else {
+                    self.post(ms, event.clone());
+                }
+                self.deliver(event);
+                self.now + ms
+            }
+            // A stream keeps its order, and a plan is always read as it is.
+            (Fault::HeldBack | Fault::Again, _) if stream.is_some() || matches!(event, Event::Plan { .. }) => {
+                self.deliver(event);
+                self.now
+            }
+            (Fault::HeldBack, _) => {
+                self.held = Some((self.stored_epoch, event));
+                self.now
+            }
+            (Fault::Again, _) => {
+                self.held = Some((self.stored_epoch, event.clone()));
+                self.deliver(event);
+                self.now
+            }
+            _ => self.now,
+        }
+    }
+
+    /// A message that was held back arrives while the next epoch is being formed, in the phase that it is about.
+    pub(super) fn let_go_at_worst(&mut self) {
+        let Some((epoch, event)) = &self.held else { return };
+        let view = self.membership.latest();
+        let later = view.id.as_ref().is_some_and(|id| id.epoch > *epoch);
+        let commit = |observation: &Observation| matches!(observation, Observation::Committed { .. } | Observation::CommitFailed { .. });
+        let phase = match event {
+            Event::Commit { .. } => GroupStage::Committing,
+            Event::Observe { observation, .. } if commit(observation) => GroupStage::Committing,
+            _ => GroupStage::Preparing,
+        };
+        if later
+            && view.stage == phase
+            && let Some((_, event)) = self.held.take()
+        {
+            self.post(0, event);
+        }
+    }
+
+    /// Lines behind a late one are late too.
+    fn delay_stream(&mut self, of: usize, ms: u64) {
+        let floor = self.now + ms;
+        let behind = |event: &Event| matches!(event, Event::Observe { stream_of: Some(slot), .. } if *slot == of);
+        let keys: Vec<(u64, u64)> =
+            self.queue.iter().filter(|((at, _), event)| *at < floor && behind(event)).map(|(key, _)| *key).collect();
+        for key in keys {
+            if let Some(event) = self.queue.remove(&key) {
+                self.queue.insert((floor + LATENCY, key.1), event);
+            }
+        }
+    }
+
+    /// What a fault was done to, for a failed test's message.
+    pub(super) fn describe(fault: Fault, event: &Event) -> String {
+        let what = match event {
+            Event::Observe { observation, .. } => super::trace::line(observation),
+            Event::Plan { .. } => "the plan".to_owned(),
+            Event::Persist { epoch, .. } => format!("the write of epoch {epoch}"),
+            Event::Prepare { slot, request, .. } => format!("the prepare of epoch {} to {slot}", request.id.epoch),
+            Event::Commit { slot, request, .. } => format!("the commit of epoch {} to {slot}", request.id.epoch),
+            Event::End { slot, id, .. } => format!("the fence of epoch {} to {slot}", id.epoch),
+            Event::Peer { from, slot, message, .. } => format!("{from} to {slot}: {message:?}"),
+            Event::Remind { slot, reminder, .. } => format!("at {slot}: {reminder:?}"),
+            Event::Announce { slot, .. } => format!("the announcement of {slot}"),
+            Event::Cluster { slot, change } => format!("{change:?} of {slot}"),
+        };
+        format!("{fault:?} at {what}")
+    }
+}

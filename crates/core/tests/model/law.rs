@@ -1,0 +1,326 @@
+//! What must hold in every world after every step (design, section 5), and what "healed" means.
+//!
+//! Knows the truth about agents, and what the controller has been told; a claim of status is judged by what it was told, because nobody can
+//! know more.
+
+mod versions;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+
+use weightsync_core::membership::{Decision, GroupStage, MemberStanding, MembershipView, Observation};
+use weightsync_core::protocol::*;
+
+use super::agent::Agent;
+use super::names::{member, slot_of};
+use super::world::World;
+
+/// A group that lost a member, or is being formed, may stay so for this long.
+const BOUND: u64 = 17_000;
+/// An agent may stay in an epoch that is over for this long.
+const STRAY: u64 = 6_000;
+/// One fault makes at most this many epochs.
+const EPOCHS: usize = 14;
+
+#[derive(Debug, Clone, Default)]
+pub(super) struct Law {
+    pub broken: Option<String>,
+    pub stepped_down: bool,
+    /// Slots whose engine really held a version, ever.
+    installed: BTreeMap<Version, BTreeSet<usize>>,
+    /// Lives whose engine really confirmed a version, ever.
+    verified: BTreeSet<(Incarnation, Version)>,
+    /// Lives that really kept a version in full, ever.
+    kept: BTreeSet<(Incarnation, Version)>,
+    /// What agents did, and what the controller was told of it.
+    prepared: BTreeSet<(u64, MemberName)>,
+    committed: BTreeSet<(u64, MemberName)>,
+    told_prepared: BTreeSet<(u64, MemberName)>,
+    /// By epoch.
+    rosters: BTreeMap<u64, Roster>,
+    told: BTreeMap<Incarnation, MemberState>,
+    planned: BTreeMap<MemberName, String>,
+    version: Version,
+    /// The highest version that ever counted.
+    highest: Version,
+    /// Versions that status said are refused.
+    refused: BTreeSet<Version>,
+    /// Since when most refuse a version that status does not call refused.
+    unheard: BTreeMap<Version, u64>,
+    conflict: bool,
+    /// The last epoch that was to be written.
+    asked: u64,
+    /// The last epoch whose feeder was looked at.
+    fed_in: Option<u64>,
+    forming: Option<(u64, u64)>,
+    broken_group: Option<(u64, u64)>,
+    strays: BTreeMap<usize, u64>,
+    pub epochs_allowed: usize,
+    /// How long members may be held off after the last fault, in all.
+    pub longest_hold_off: u64,
+}
+
+impl Law {
+    fn fail(&mut self, what: impl FnOnce() -> String) {
+        if self.broken.is_none() {
+            self.broken = Some(what());
+        }
+    }
+
+    /// The truth about an agent.
+    pub(super) fn note_agent(&mut self, slot: usize, agent: &Agent) {
+        if let Some(held) = agent.installed.as_ref().filter(|_| !agent.dirty && slot != 0) {
+            self.installed.entry(held.version).or_default().insert(slot);
+            self.verified.insert((agent.life.clone(), held.version));
+        }
+        for held in agent.retained.iter().chain(&agent.earlier) {
+            self.kept.insert((agent.life.clone(), held.version));
+        }
+        if let Some(epoch) = agent.epoch.as_ref() {
+            self.prepared.insert((epoch.epoch, member(slot)));
+            if agent.commit.is_some() {
+                self.committed.insert((epoch.epoch, member(slot)));
+            }
+        }
+    }
+
+    /// What the controller is told.
+    pub(super) fn note_observation(&mut self, observation: &Observation) {
+        match observation {
+            Observation::State(state) => {
+                self.told.insert(state.incarnation.clone(), (**state).clone());
+            }
+            Observation::Candidates { candidates, .. } => {
+                self.planned = candidates.iter().map(|candidate| (candidate.name.clone(), candidate.pods[0].uid.clone())).collect();
+            }
+            Observation::Prepared { id, member, .. } => {
+                self.told_prepared.insert((id.epoch, member.clone()));
+            }
+            Observation::PersistConflict { epoch, .. } if *epoch >= self.asked => self.conflict = true,
+            _ => {}
+        }
+    }
+
+    /// A new controller knows nothing of what the old one was told.
+    pub(super) fn controller_restarted(&mut self, _now: u64) {
+        self.told.clear();
+        self.planned.clear();
+        self.forming = None;
+        self.broken_group = None;
+        self.conflict = false;
+        self.stepped_down = false;
+    }
+
+    fn check_roster(&mut self, id: &EpochId, roster: &Roster) {
+        let mut next = 0;
+        for (position, entry) in roster.members.iter().enumerate() {
+            if entry.rank_offset != next {
+                self.fail(|| format!("{}: {} has offset {}, not {next}", id.epoch, entry.name, entry.rank_offset));
+            }
+            if entry.role == Role::Source && position != 0 {
+                self.fail(|| format!("{}: the source is not rank 0", id.epoch));
+            }
+            next = entry.rank_offset + entry.size;
+        }
+        if roster.world_size != next {
+            self.fail(|| format!("{}: world size {} is not {next}", id.epoch, roster.world_size));
+        }
+        let known = self.rosters.entry(id.epoch).or_insert_with(|| roster.clone());
+        if known != roster {
+            self.fail(|| format!("{}: two members were sent different rosters", id.epoch));
+        }
+        if self.rosters.len() > self.epochs_allowed.max(EPOCHS) {
+            self.fail(|| "too many epochs".to_owned());
+        }
+    }
+}
+
+impl World {
+    fn fail(&mut self, what: impl FnOnce() -> String) {
+        self.law.fail(what);
+    }
+
+    /// What a decision must keep to.
+    pub(super) fn law_on_decision(&mut self, decision: &Decision) {
+        let acts = matches!(decision, Decision::PersistEpoch { .. } | Decision::Prepare { .. } | Decision::Commit { .. });
+        if acts && self.law.conflict {
+            self.fail(|| format!("{decision:?} although another controller decides"));
+        }
+        match decision {
+            Decision::PersistEpoch { epoch } => {
+                self.law.asked = *epoch;
+                let highest = self.law.rosters.keys().copied().max().unwrap_or(0);
+                if *epoch <= highest {
+                    self.fail(|| format!("epoch {epoch} is used again"));
+                }
+            }
+            Decision::Prepare { to, request } => {
+                let id = &request.id;
+                if id.epoch > self.stored_epoch {
+                    self.fail(|| format!("{} hears of epoch {} before it is written", request.member, id.epoch));
+                }
+                if self.law.rosters.keys().any(|other| *other > id.epoch) {
+                    self.fail(|| format!("epoch {} after a higher one", id.epoch));
+                }
+                let uid = request.roster.member(&request.member).map(|entry| entry.pods[0].uid.clone());
+                let planned = self.law.planned.get(&request.member).cloned();
+                let kept = planned.is_none();
+                if uid.as_deref() != Some(to.pod_uid.as_str()) || !kept && planned.as_deref() != Some(to.pod_uid.as_str()) {
+                    self.fail(|| format!("{} of pod {} is asked, the plan says {planned:?}", request.member, to.pod_uid));
+                }
+                self.law.check_roster(id, &request.roster);
+            }
+            Decision::Commit { member, request, .. } => {
+                let roster = self.law.rosters.get(&request.id.epoch).cloned().unwrap_or_default();
+                for entry in &roster.members {
+                    let key = (request.id.epoch, entry.name.clone());
+                    if !self.law.prepared.contains(&key) || !self.law.told_prepared.contains(&key) {
+                        self.fail(|| format!("{member} commits {} although {} never prepared it", request.id.epoch, entry.name));
+                    }
+                    if slot_of(member) == 0 && slot_of(&entry.name) != 0 && !self.law.committed.contains(&key) {
+                        self.fail(|| format!("{member} leads {} although {} never committed it", request.id.epoch, entry.name));
+                    }
+                }
+                if let Some(feeder) = &request.feeder {
+                    let address = request.addresses.iter().find(|address| &address.member == feeder);
+                    let state = address.and_then(|address| self.law.told.get(&address.incarnation));
+                    let current = request.current.as_ref().map_or(0, |held| held.version);
+                    // A source may have been handed a newer one between two waves; it brings that to everybody.
+                    let fits = |held: &HeldVersion| held.version == current || request.returned.is_none() && held.version > current;
+                    if state.is_none_or(|state| !state.keeps().any(fits)) {
+                        self.fail(|| format!("{feeder} is to feed {:?}, which it does not hold", request.current));
+                    }
+                    self.check_feeder(feeder, request);
+                }
+                let refused = |held: &HeldVersion| request.refused.contains(&held.version);
+                if let Some(current) = request.current.as_ref().filter(|held| refused(held) && self.rules.policy.canary.is_some()) {
+                    self.fail(|| format!("{member} is told to hold {current:?}, which most replicas refuse"));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Nobody is fed from what was never kept in full, nor from a replica that may hold half an update while another one has it.
+    fn check_feeder(&mut self, feeder: &MemberName, request: &CommitRequest) {
+        let Some(current) = request.current.as_ref() else { return };
+        let address = |name: &MemberName| request.addresses.iter().find(|address| &address.member == name);
+        let Some(life) = address(feeder).map(|address| address.incarnation.clone()) else { return };
+        if !self.law.kept.contains(&(life.clone(), current.version)) {
+            self.fail(|| format!("{feeder} is to feed {current:?}, which it never kept in full"));
+        }
+        // Chosen before the first commit; what is told between two commits of an epoch comes too late.
+        if self.law.fed_in.replace(request.id.epoch) == Some(request.id.epoch) {
+            return;
+        }
+        let told = |life: &Incarnation| self.law.told.get(life);
+        let dirty = |life: &Incarnation| told(life).is_none_or(|state| state.phase == MemberPhase::Dirty);
+        let other = request.addresses.iter().find(|address| {
+            !dirty(&address.incarnation) && told(&address.incarnation).is_some_and(|state| state.keeps().any(|kept| kept == current))
+        });
+        if dirty(&life)
+            && let Some(other) = other.map(|address| address.member.clone())
+        {
+            self.fail(|| format!("{feeder} is to feed with half an update in its engine, although {other} keeps the version too"));
+        }
+    }
+
+    /// What must hold after every step.
+    pub(super) fn check(&mut self) {
+        // Shared for the time of the look, not copied: there are millions of looks.
+        let membership = Rc::clone(&self.membership);
+        let view = membership.latest();
+        self.check_version(view);
+        self.check_refused(view);
+        self.check_members(view);
+        self.check_skew(view);
+        self.check_bounds(view);
+        self.check_strays(view);
+        self.store(view);
+    }
+
+    fn check_members(&mut self, view: &MembershipView) {
+        for shown in &view.members {
+            let slot = slot_of(&shown.name);
+            if shown.reason == Reason::BackingOff && !self.slots[slot].guilty {
+                self.fail(|| format!("{} is held off although nothing was wrong with it: {}", shown.name, shown.message));
+            }
+            let ready = matches!(shown.standing, MemberStanding::Ready | MemberStanding::Updating);
+            let told = shown.incarnation.as_ref().and_then(|life| self.law.told.get(life));
+            let dirty = told.is_some_and(|state| state.phase == MemberPhase::Dirty);
+            let installed = told.and_then(|state| state.installed.as_ref()).map_or(0, |held| held.version);
+            if dirty && (ready || !shown.dirty || shown.installed.is_some()) {
+                self.fail(|| format!("{} may hold half an update and is shown as {shown:?}", shown.name));
+            }
+            if let (Role::Rollout, Some(life), Some(held)) = (shown.role, &shown.incarnation, &shown.installed)
+                && !self.law.verified.contains(&(life.clone(), held.version))
+            {
+                self.fail(|| format!("{} is said to serve {held:?}, which its engine never confirmed", shown.name));
+            }
+            if shown.role != Role::Rollout || !ready {
+                continue;
+            }
+            let Some(life) = &shown.incarnation else {
+                self.fail(|| format!("{} is ready and has no agent", shown.name));
+                continue;
+            };
+            let planned = self.law.planned.get(&shown.name);
+            if planned.is_some_and(|uid| *uid != life.pod_uid) {
+                self.fail(|| format!("{} is ready by an agent of a pod that is gone", shown.name));
+            }
+            let Some(current) = view.version.as_ref().map(|held| held.version) else { continue };
+            let Some(wanted) = view.wanted.as_ref().map(|held| held.version) else { continue };
+            // While a group goes back, both versions are in service; behind it only the one that it went back to.
+            let behind = installed < current.min(wanted) || wanted < installed && installed < current;
+            let left = wanted == current && view.returned.is_some_and(|returned| returned.left(installed));
+            if behind || left || !self.law.verified.contains(&(life.clone(), installed)) {
+                self.fail(|| format!("{} counts as ready at {current} with {installed} installed", shown.name));
+            }
+        }
+    }
+
+    /// Every state has an end.
+    fn check_bounds(&mut self, view: &MembershipView) {
+        let now = self.now;
+        let forming = matches!(view.stage, GroupStage::Preparing | GroupStage::Committing)
+            || view.stage == GroupStage::Persisting && !self.api_down && !self.rival;
+        let epoch = view.id.as_ref().map_or(0, |id| id.epoch);
+        self.law.forming = forming.then(|| self.law.forming.filter(|(of, _)| *of == epoch).unwrap_or((epoch, now)));
+        if let Some((_, since)) = self.law.forming
+            && now > since + BOUND
+        {
+            self.fail(|| format!("epoch {epoch} has been {:?} for {} ms", view.stage, now - since));
+        }
+        let gone = |slot: usize| self.slots[slot].agent.is_none() || self.slots[slot].frozen;
+        let broken = view.committed && view.members.iter().any(|shown| shown.rank_offset.is_some() && gone(slot_of(&shown.name)));
+        let broken = broken && !self.api_down && !self.rival && !self.law.stepped_down;
+        self.law.broken_group = broken.then(|| self.law.broken_group.filter(|(of, _)| *of == epoch).unwrap_or((epoch, now)));
+        if let Some((_, since)) = self.law.broken_group
+            && now > since + BOUND / 2
+        {
+            self.fail(|| format!("a member of epoch {epoch} is dead or silent for {} ms and nothing happens", now - since));
+        }
+    }
+
+    /// Nobody stays in an epoch that is over.
+    fn check_strays(&mut self, view: &MembershipView) {
+        for slot in 0..self.slots.len() {
+            let here = &self.slots[slot];
+            // What it says is known only when it arrives.
+            let heard = here.attached == Some(self.reign) && !here.frozen && self.now >= here.slow.1.max(here.stream_floor);
+            let epoch = here.agent.as_ref().filter(|_| heard).and_then(|agent| agent.epoch.as_ref());
+            let stray = epoch.is_some_and(|epoch| match &view.id {
+                Some(id) => epoch.epoch < id.epoch,
+                None => view.stage == GroupStage::Idle,
+            });
+            if !stray {
+                self.law.strays.remove(&slot);
+                continue;
+            }
+            let since = *self.law.strays.entry(slot).or_insert(self.now);
+            if self.now > since + STRAY {
+                self.fail(|| format!("{} is still in an epoch that is over", member(slot)));
+            }
+        }
+    }
+}
