@@ -4,7 +4,7 @@
 FROM rust:1-bullseye AS build
 WORKDIR /src
 COPY . .
-RUN cargo build --release --locked --bin weightsync
+RUN cargo build --release --locked --package weightsync --bin weightsync
 
 FROM gcr.io/distroless/cc-debian12
 COPY --from=build /src/target/release/weightsync /weightsync

@@ -6,6 +6,8 @@ CLUSTER := tests/cluster
 BED := source $(CLUSTER)/env.sh;
 # The newest release, or where there is none yet the commit before this one.
 PREVIOUS ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD~1)
+# The processor that real engines compute for: empty for this machine's own, or avx2.
+CPU ?=
 SCRIPTS = $(shell git ls-files '*.sh')
 
 .PHONY: help
@@ -14,15 +16,26 @@ help: ## List the targets
 
 .PHONY: build
 build: ## Build the release binaries
-	cargo build --release --locked
+	cargo build --release --locked --workspace --bins
 
 .PHONY: wheel
-wheel: build ## Build the Python wheel, with the program in it, into python/dist
-	python3 python/build_wheel.py target/release/weightsync python/dist
+wheel: build ## Build the Python wheel, with the programs in it, into python/dist
+	python3 python/build_wheel.py target/release/weightsync target/release/weightsync-dev python/dist
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test host-test chaos-test chart-lint python-test engine-test e2e
+	@tests/stages.sh lint unit-test model-test page-test host-test chaos-test chart-lint python-test engine-test e2e
+
+.PHONY: check
+check: ## Check format and lints and test the pure crate: the loop of a developer (under a minute when warm)
+	cargo fmt --check
+	cargo clippy --locked --workspace --all-targets -- --deny warnings
+	cargo test --locked --package weightsync-core --lib
+
+# All programs and tests at once, with the features of all packages: what stages share is compiled once.
+.PHONY: programs
+programs:
+	cargo build --locked --workspace --bins --tests --examples
 
 .PHONY: lint
 lint: fmt-check clippy doc deny scripts-lint ## Check style, lints, docs and dependencies (unit tests check generated files)
@@ -39,11 +52,11 @@ fmt-check:
 
 .PHONY: clippy
 clippy:
-	cargo clippy --locked --all-targets -- --deny warnings
+	cargo clippy --locked --workspace --all-targets -- --deny warnings
 
 .PHONY: doc
 doc:
-	RUSTDOCFLAGS='--deny warnings' cargo doc --locked --no-deps --lib
+	RUSTDOCFLAGS='--deny warnings' cargo doc --locked --no-deps --workspace --lib
 
 .PHONY: deny
 deny:
@@ -58,41 +71,49 @@ generate: ## Write the files that are made from the program's types (CRD, refere
 	tests/tools/generate.sh
 
 .PHONY: unit-test
-unit-test: ## Run the unit, property and model tests, and the web page in a browser
+unit-test: programs ## Run the unit and property tests
+	cargo test --locked --workspace --lib --bins -- --skip browser::
+
+.PHONY: model-test
+model-test: ## Play the membership model, and see it catch every mutant of the decider
+	# Optimised a little: it plays four million events.
+	CARGO_PROFILE_DEV_OPT_LEVEL=1 cargo test --locked --package weightsync-core --test model
+	tests/tools/mutants.sh
+
+.PHONY: page-test
+page-test: programs ## Look at the web page in a browser
 	$(CLUSTER)/packages.sh
-	cargo test --locked --lib --bins
-	cargo test --locked --doc
+	cargo test --locked --workspace --lib browser::
 
 .PHONY: host-test
-host-test: ## Run the tests with processes on this machine, and those of what the chart renders
+host-test: programs ## Run the tests with processes on this machine, and those of what the chart renders
 	$(CLUSTER)/tools.sh
-	cargo test --locked --test host
+	cargo test --locked --workspace --test host
 
 .PHONY: test-previous
-test-previous: ## Replace agents of an earlier build by those of this one and back, under either coordinator (PREVIOUS=COMMIT)
-	WEIGHTSYNC_PREVIOUS=$$(tests/tools/previous.sh $(PREVIOUS)) && export WEIGHTSYNC_PREVIOUS && cargo test --locked --test host upgrade::
+test-previous: programs ## Replace agents of an earlier build by those of this one and back, under either coordinator (PREVIOUS=COMMIT)
+	WEIGHTSYNC_PREVIOUS=$$(tests/tools/previous.sh $(PREVIOUS)) && export WEIGHTSYNC_PREVIOUS && cargo test --locked --workspace --test host upgrade::
 
 .PHONY: chaos-test
-chaos-test: ## Play 100 faults on processes of this machine, each kind in each phase at least once (a few minutes; as root)
+chaos-test: programs ## Play 100 faults on processes of this machine, each kind in each phase at least once (a few minutes; as root)
 	$(CLUSTER)/packages.sh
-	WEIGHTSYNC_CHAOS_SEED=$${WEIGHTSYNC_CHAOS_SEED:-13} cargo test --locked --test chaos
+	WEIGHTSYNC_CHAOS_SEED=$${WEIGHTSYNC_CHAOS_SEED:-13} cargo test --locked --workspace --test chaos
 
 .PHONY: chaos
-chaos: ## Play 1,000 random faults, each kind in each phase at least five times; WEIGHTSYNC_CHAOS_SEED replays a run
+chaos: programs ## Play 1,000 random faults, each kind in each phase at least five times; WEIGHTSYNC_CHAOS_SEED replays a run
 	$(CLUSTER)/packages.sh
-	WEIGHTSYNC_CHAOS_FAULTS=1000 WEIGHTSYNC_CHAOS_ROUNDS=5 cargo test --locked --test chaos every_fault
+	WEIGHTSYNC_CHAOS_FAULTS=1000 WEIGHTSYNC_CHAOS_ROUNDS=5 cargo test --locked --workspace --test chaos every_fault
 
 .PHONY: fuzz
 fuzz: ## Read spoiled messages, headers, frames, engines' answers and objects for long (an hour; unit tests do it for seconds)
-	PROPTEST_CASES=$${CASES:-20000} cargo test --locked --lib -- fuzz:: hostile:: frames:: wire:: pruning:: worker::
+	PROPTEST_CASES=$${CASES:-20000} cargo test --locked --workspace --lib -- fuzz:: hostile:: frames:: wire:: pruning:: worker::
 
 .PHONY: python-test
-python-test: venv ## Check and test the Python client
+python-test: venv programs ## Check and test the Python client
 	$$(tests/tools/python.sh)/ruff check python tests
 	cd python; $$(../tests/tools/python.sh)/mypy weightsync build_wheel.py
 	cd tests/gpu; $$(../tools/python.sh)/mypy --config-file ../../mypy.ini engine_code.py engine_ranks.py
 	$$(tests/tools/python.sh)/mypy tests/chaos tests/engine tests/e2e tests/cluster/image.py tests/cluster/node
-	cargo build --locked --bin weightsync --example trainer_socket
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
 
 .PHONY: chart-lint
@@ -110,30 +131,35 @@ install-yaml: ## Write deploy/install.yaml: the chart with its defaults, for kub
 	mv deploy/install.yaml.part deploy/install.yaml
 
 .PHONY: engine-test
-engine-test: venv ## Run the adapter against the real vLLM, and the store against the engines' group code
+engine-test: venv programs ## Run the adapter against the real vLLM, and the store against the engines' group code (CPU=avx2 for a processor without AVX-512)
+	export WEIGHTSYNC_TEST_CPU=$(CPU); \
 	export WEIGHTSYNC_ENGINE_CODE=$$(tests/tools/engine-code.sh); \
-	WEIGHTSYNC_VENV=$$($(CLUSTER)/vllm-venv.sh --print) cargo test --locked --test engine -- --test-threads=1
+	WEIGHTSYNC_VENV=$$($(CLUSTER)/vllm-venv.sh --print) cargo test --locked --workspace --test engine -- --test-threads=1
 
 .PHONY: e2e
-e2e: cluster-up ## Run the end-to-end tests on the kind cluster, with the debug build that all tests use
-	cargo test --locked --no-run --test e2e
+e2e: cluster-up programs ## Run the end-to-end tests on the kind cluster, with the debug build that all tests use (CPU=avx2 as above)
 	WEIGHTSYNC_BINARY=target/debug/weightsync tests/e2e/prepare.sh
-	$(BED) cargo test --locked --test e2e -- --test-threads=1
+	$(BED) WEIGHTSYNC_TEST_CPU=$(CPU) cargo test --locked --workspace --test e2e -- --test-threads=1
+
+# Programs and benches at once, for the same reason as `programs`.
+.PHONY: bench-programs
+bench-programs:
+	cargo build --release --locked --workspace --bins --benches
 
 .PHONY: bench
-bench: build ## Measure what docs/benchmarks.md reports of one host
+bench: bench-programs ## Measure what docs/benchmarks.md reports of one host
 	$(CLUSTER)/packages.sh
-	cargo bench --locked --bench transport --bench host
+	cargo bench --locked --workspace --bench transport --bench host
 
 .PHONY: bench-cluster
-bench-cluster: build cluster-up ## Measure what docs/benchmarks.md reports of a cluster
+bench-cluster: bench-programs cluster-up ## Measure what docs/benchmarks.md reports of a cluster
 	tests/e2e/prepare.sh
-	$(BED) cargo bench --locked --bench cluster
+	$(BED) cargo bench --locked --workspace --bench cluster
 
 .PHONY: bench-scale
-bench-scale: ## Measure one controller with 50 and 500 objects (SCALE='20 --idle 60' for other runs; half an hour)
+bench-scale: bench-programs ## Measure one controller with 50 and 500 objects (SCALE='20 --idle 60' for other runs; half an hour)
 	$(CLUSTER)/control-plane.sh
-	$(BED) cargo bench --locked --bench scale -- $(SCALE)
+	$(BED) cargo bench --locked --workspace --bench scale -- $(SCALE)
 
 .PHONY: cluster-up
 cluster-up: ## Bring the kind cluster up (once: 15 minutes; then half a minute)

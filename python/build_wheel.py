@@ -1,6 +1,6 @@
-"""Build the wheel with the program in it: `build_wheel.py BINARY FOLDER` prints the path of the wheel.
+"""Build the wheel with the programs in it: `build_wheel.py PROGRAM... FOLDER` prints the path of the wheel.
 
-The platform tag says what the program needs: the newest version of a glibc symbol that it is linked against (PEP 600).
+The platform tag says what the programs need: the newest version of a glibc symbol that one is linked against (PEP 600).
 """
 
 from __future__ import annotations
@@ -46,16 +46,19 @@ def symbol_versions(binary: Path) -> set[str]:
     return names
 
 
-def platform_tag(binary: Path) -> str:
-    """`manylinux_2_34_x86_64` for a program whose newest symbol is of glibc 2.34."""
-    needed = [int(found.group(1)) for found in map(re.compile(r"GLIBC_2\.(\d+)").match, symbol_versions(binary)) if found]
-    if not needed:
-        raise SystemExit(f"{binary} is not linked against glibc")
+def platform_tag(binaries: list[Path]) -> str:
+    """`manylinux_2_34_x86_64` for programs whose newest symbol is of glibc 2.34."""
+    needed: list[int] = []
+    for binary in binaries:
+        of_one = [int(found.group(1)) for found in map(re.compile(r"GLIBC_2\.(\d+)").match, symbol_versions(binary)) if found]
+        if not of_one:
+            raise SystemExit(f"{binary} is not linked against glibc")
+        needed += of_one
     # manylinux_2_17 is the oldest that pip knows by this name.
     return f"manylinux_2_{max(17, *needed)}_{platform.machine()}"
 
 
-def build(binary: Path, folder: Path, isolated: bool) -> Path:
+def build(binaries: list[Path], folder: Path, isolated: bool) -> Path:
     """Builds in a copy of the package, so that the source tree stays as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as staging:
@@ -64,10 +67,11 @@ def build(binary: Path, folder: Path, isolated: bool) -> Path:
         shutil.copy(HERE / "pyproject.toml", tree)
         shutil.copytree(HERE / "weightsync", tree / "weightsync", ignore=shutil.ignore_patterns("__pycache__", "bin"))
         (tree / "weightsync" / "bin").mkdir()
-        shutil.copy(binary, tree / "weightsync" / "bin" / "weightsync")
-        (tree / "weightsync" / "bin" / "weightsync").chmod(0o755)
+        for binary in binaries:
+            shutil.copy(binary, tree / "weightsync" / "bin")
+            (tree / "weightsync" / "bin" / binary.name).chmod(0o755)
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(Path(staging) / "out")]
-        command += [f"--config-settings=--build-option=--plat-name={platform_tag(binary)}"]
+        command += [f"--config-settings=--build-option=--plat-name={platform_tag(binaries)}"]
         command += [] if isolated else ["--no-build-isolation"]
         subprocess.run([*command, str(tree)], check=True, stdout=sys.stderr)
         (wheel,) = (Path(staging) / "out").glob("weightsync-*.whl")
@@ -76,11 +80,11 @@ def build(binary: Path, folder: Path, isolated: bool) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("binary", type=Path)
+    parser.add_argument("binaries", type=Path, nargs="+", metavar="program")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--no-isolation", action="store_true", help="use the setuptools of this interpreter")
     arguments = parser.parse_args()
-    print(build(arguments.binary, arguments.folder, not arguments.no_isolation))
+    print(build(arguments.binaries, arguments.folder, not arguments.no_isolation))
 
 
 if __name__ == "__main__":

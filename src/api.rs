@@ -23,7 +23,9 @@ mod tests;
 mod validate;
 
 pub use canary::Canary;
-pub use crd::{crd, crd_yaml, prune, schema, unknown_fields};
+#[cfg(test)]
+pub use crd::prune;
+pub use crd::{crd, crd_yaml, schema, unknown_fields};
 pub use pods::{CONTAINER_ANNOTATION, container_name, not_ready, pod_facts};
 pub use policy::{
     Agent, Auto, BeforeFirstVersion, Health, Join, KvCache, Launch, Membership, NCCL_ENV, Nccl, OnWedged, Pause, Readiness, Retain, Tcp,
@@ -38,8 +40,6 @@ pub use status::{
 };
 pub use validate::{Problem, validate};
 
-/// API group of the resource.
 pub const GROUP: &str = "weightsync.dev";
 
-/// Version of the API.
 pub const VERSION: &str = "v1alpha1";

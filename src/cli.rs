@@ -6,13 +6,13 @@
 //! To add a command: a file `src/cli/NAME.rs` with `pub struct NameArgs` (derives `clap::Args`) and
 //! `impl NameArgs { pub fn run(self) -> anyhow::Result<ExitCode> }`, a variant of [`Command`], and an arm in [`Cli::run`].
 
-pub mod controller;
-pub mod doctor;
+mod controller;
+mod doctor;
 mod generate;
-pub mod inject;
+mod inject;
 mod install;
 mod local;
-pub mod plan;
+mod plan;
 pub mod plugin;
 mod publish;
 mod run;
@@ -31,7 +31,6 @@ pub struct Cli {
     pub command: Command,
 }
 
-/// The commands of the program.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Run the operator in a cluster.
@@ -60,7 +59,6 @@ pub enum Command {
 }
 
 impl Cli {
-    /// Carries the command out.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Controller(args) => args.run(),

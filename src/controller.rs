@@ -21,7 +21,7 @@ mod events;
 mod history;
 mod hold;
 mod launch;
-pub mod lease;
+mod lease;
 mod metrics;
 mod objects;
 mod pods;
@@ -38,6 +38,7 @@ mod triggers;
 mod ui;
 mod wedged;
 
+pub use events::REPORTER;
 pub use metrics::DEFINITIONS as METRICS;
-pub use run::{ControllerError, Settings, run};
+pub use run::{Settings, run};
 pub use ui::Ui;

@@ -14,11 +14,12 @@
 //! | [`engine`](weightsync_engine) | how one inference engine is fed |
 //! | [`agent`](weightsync_agent) | what one member does: the source leads, a rollout installs |
 //! | [`coordinator`](weightsync_coordinator) | carries out membership decisions towards agents, on a cluster and on one host |
-//! | this crate | [`api`]: the resource; [`controller`]: the loop on a cluster; [`cli`]: commands and their output |
+//! | this crate | [`api`]: the resource; `controller`: the loop on a cluster; [`cli`]: commands and their output |
 //!
 //! Stand-ins for tests are in `crates/testkit`, the demo and the conformance suite in `crates/testkit-dev`. Neither is shipped.
+#![allow(missing_docs)] // No other crate is offered anything here but our own binaries, tests and benches.
 
 pub mod api;
 pub mod cli;
-pub mod controller;
+mod controller;
 mod local_file;

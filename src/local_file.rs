@@ -11,7 +11,6 @@ use crate::api::{Auto, Canary, NCCL_ENV, Nccl};
 use weightsync_coordinator::local::UpdateFile;
 use weightsync_core::protocol::{Delivery, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy};
 
-/// The whole file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct LocalFile {
@@ -22,14 +21,11 @@ pub struct LocalFile {
     /// Folder in memory where versions are put for engines; `/dev/shm/weightsync-NAME` if it is missing.
     #[serde(default)]
     pub versions: Option<PathBuf>,
-    /// The trainer.
     pub trainer: TrainerFile,
     /// Rollouts, in the order of their ranks.
     pub rollouts: Vec<RolloutFile>,
-    /// Rules of updates.
     #[serde(default)]
     pub update: UpdateFile,
-    /// How bytes travel.
     #[serde(default)]
     pub transport: TransportFile,
     /// Who joins the group.
@@ -107,9 +103,7 @@ pub struct TrainerFile {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct RolloutFile {
-    /// Name.
     pub name: String,
-    /// Its engine.
     pub engine: EngineFile,
     /// Ranks of the engine (tensor x pipeline x data parallelism); compared with what the engine says.
     #[serde(default = "one")]
@@ -147,7 +141,6 @@ impl LocalFile {
         Ok(file)
     }
 
-    /// The rules as agents are sent them.
     pub fn policy(&self) -> UpdatePolicy {
         let transport = match self.delivery {
             Delivery::Engine => self.transport.policy().beside_engines(self.rollouts.iter().map(|rollout| rollout.engine.kind.as_str())),

@@ -59,7 +59,7 @@ const ROUNDS: [(Sent, Ending); 6] = [
 
 /// Length of a bucket of several tensors. One tensor is longer.
 const BUCKET: u64 = 8 << 20;
-/// As in `src/engine/vllm/group.rs`: what one request carries is one broadcast.
+/// As in `crates/engine/src/vllm/group.rs`: what one request carries is one broadcast.
 const NEVER_CUT: u64 = 1 << 40;
 
 pub async fn run(settings: &Settings) -> Result<()> {

@@ -1,6 +1,6 @@
 //! From the signal to a replica until the others serve the version that was under way, detection included.
 //!
-//! Each run is a `weightsync demo` of its own with another seed: which replica, and when between 20 and 80 % of the bytes, differs. The
+//! Each run is a `weightsync-dev demo` of its own with another seed: which replica, and when between 20 and 80 % of the bytes, differs. The
 //! demo asks every engine what it serves; a run that does not agree ends the measurement.
 
 use std::process::Command;

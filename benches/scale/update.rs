@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
-use rand::Rng as _;
+use rand::RngExt as _;
 use tokio::time::{Instant, sleep};
 use weightsync_core::protocol::{
     EpochId, HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, Role, UpdatePhase, UpdateView,

@@ -55,7 +55,7 @@ class Block:
 
 
 def defined(data: bytes) -> int:
-    """As `src/weights/gsum.rs` defines it, word by word."""
+    """As `crates/core/src/weights/gsum.rs` defines it, word by word."""
     total = 0
     for number, first in enumerate(range(0, len(data), 8)):
         word = int.from_bytes(data[first : first + 8].ljust(8, b"\0"), "little")
@@ -79,7 +79,7 @@ def test_gsum64_is_what_its_definition_says(length: int, monkeypatch: pytest.Mon
 
 
 def test_gsum64_of_words_beyond_any_signed_one_is_what_the_agent_computes() -> None:
-    # From src/weights/tests/gsum.rs: the sum of one word of zeros.
+    # From crates/core/src/weights/tests/gsum.rs: the sum of one word of zeros.
     spread = 0x9E37_79B9_7F4A_7C15
     assert int(gsum64(as_tensor(bytes(8)))) % (1 << 64) == (0x7F4A_7C15 * 0x9E37_79B9 + spread) % (1 << 64)
     ones = b"\xff" * 4096

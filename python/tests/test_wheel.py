@@ -1,4 +1,4 @@
-"""The wheel carries the program, and both are of one version."""
+"""The wheel carries the programs, and all are of one version."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ import weightsync._binary
 
 
 def test_a_wheel_installs_into_a_fresh_environment_and_runs_the_program(programs: Path, tmp_path: Path) -> None:
-    build = [sys.executable, str(ROOT / "python" / "build_wheel.py"), "--no-isolation", str(programs / "weightsync"), str(tmp_path)]
+    carried = [programs / name for name in ("weightsync", "weightsync-dev")]
+    build = [sys.executable, str(ROOT / "python" / "build_wheel.py"), "--no-isolation", *map(str, carried), str(tmp_path)]
     wheel = Path(subprocess.run(build, check=True, capture_output=True, text=True, timeout=3 * LIMIT).stdout.strip())
     named = re.fullmatch(r"weightsync-\d+\.\d+\.\d+-py3-none-manylinux_2_(\d+)_\w+\.whl", wheel.name)
     assert named is not None, wheel.name
     # Found in another way than the one that the wheel was named by: the newest version that stands in the file's text.
-    texts = re.findall(rb"\0GLIBC_2\.(\d+)(?=\0|\.)", (programs / "weightsync").read_bytes())
+    texts = [text for program in carried for text in re.findall(rb"\0GLIBC_2\.(\d+)(?=\0|\.)", program.read_bytes())]
     assert int(named.group(1)) == max(map(int, texts)), "the tag claims another glibc than the program needs"
     with zipfile.ZipFile(wheel) as files:
-        assert files.read("weightsync/bin/weightsync") == (programs / "weightsync").read_bytes()
+        for program in carried:
+            assert files.read(f"weightsync/bin/{program.name}") == program.read_bytes()
     venv.create(tmp_path / "venv")
     fresh = tmp_path / "venv" / "bin"
     pip = [sys.executable, "-m", "pip", "--python", fresh / "python", "install", "--quiet", "--no-index", "--no-deps"]
     subprocess.run([*pip, wheel], check=True, timeout=3 * LIMIT)
     # An empty environment: PYTHONPATH would put the source tree before what is installed.
-    asked = subprocess.run([fresh / "weightsync", "--version"], check=True, capture_output=True, text=True, timeout=LIMIT, env={})
-    assert asked.stdout.split() == ["weightsync", wheel.name.split("-")[1]]
+    for program in carried:
+        asked = subprocess.run([fresh / program.name, "--version"], check=True, capture_output=True, text=True, timeout=LIMIT, env={})
+        assert asked.stdout.split() == [program.name, wheel.name.split("-")[1]]
     # Neither torch nor numpy is there.
     modules = ", ".join(f"weightsync.integrations.{name}" for name in ("fsdp2", "megatron", "xtuner"))
     subprocess.run([fresh / "python", "-c", f"import weightsync, {modules}"], check=True, timeout=LIMIT, env={})

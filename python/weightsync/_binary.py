@@ -1,4 +1,4 @@
-"""The console script: becomes the program that the wheel carries."""
+"""The console scripts: each becomes a program that the wheel carries."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import os
 import sys
 from pathlib import Path
 
-BINARY = Path(__file__).parent / "bin" / "weightsync"
+PROGRAMS = Path(__file__).parent / "bin"
 
 
 def main() -> None:
-    """Replaces this process by the program, with the same arguments."""
-    if not BINARY.exists():
-        sys.exit("this installation of the Python package carries no weightsync program: install a wheel, or run the program itself")
-    os.execv(BINARY, [str(BINARY), *sys.argv[1:]])
+    """Replaces this process by the program of the same name, with the same arguments."""
+    become("weightsync")
+
+
+def dev() -> None:
+    """As `main`, for `weightsync-dev`."""
+    become("weightsync-dev")
+
+
+def become(name: str) -> None:
+    program = PROGRAMS / name
+    if not program.exists():
+        sys.exit(f"this installation of the Python package carries no {name} program: install a wheel, or run the program itself")
+    os.execv(program, [str(program), *sys.argv[1:]])

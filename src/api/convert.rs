@@ -40,7 +40,6 @@ fn share(wanted: &IntOrString, total: u32, divide: fn(u64, u64) -> u64) -> u32 {
 }
 
 impl WeightSync {
-    /// Identity and age, as the plan compares them.
     pub fn plan_ref(&self) -> WeightSyncRef {
         let created = self.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_millisecond());
         WeightSyncRef {
@@ -68,7 +67,6 @@ impl WeightSyncSpec {
         self.membership.max_unavailable.as_ref().map_or(0, |most| share(most, total, |count, whole| count / whole).max(1))
     }
 
-    /// The rules of updates for a group with `total` replicas.
     pub fn update_policy(&self, total: u32) -> UpdatePolicy {
         let tcp = self.transport.tcp.unwrap_or_default();
         let retain_mib = match (self.update.retain, self.agent.launch) {
@@ -137,7 +135,6 @@ impl WeightSyncSpec {
         self.rollouts.iter().filter_map(|pool| pool.engine.server()).map(|server| server.kind)
     }
 
-    /// The version that the group is to go back to.
     pub fn target(&self) -> Option<u64> {
         self.target_version.and_then(|version| u64::try_from(version).ok())
     }
@@ -161,7 +158,6 @@ impl WeightSyncSpec {
 }
 
 impl Trainer {
-    /// The trainer, as the plan sees it.
     pub fn to_plan(&self) -> TrainerSpec {
         let order = self.order.as_ref();
         TrainerSpec {
@@ -180,7 +176,6 @@ impl Trainer {
 }
 
 impl Pool {
-    /// The pool, as the plan sees it.
     pub fn to_plan(&self) -> PoolSpec {
         let ports = self.engine.server().map_or(&[][..], |server| server.ports);
         let group = (self.replica.pods != 1).then(|| GroupSpec {
@@ -214,14 +209,12 @@ impl PoolOrder {
 }
 
 impl Sizes {
-    /// The sizes, as the plan sees them.
     pub fn to_plan(&self) -> Parallelism {
         Parallelism { tensor: count(self.tensor), pipeline: count(self.pipeline), data: count(self.data), expert: count(self.expert) }
     }
 }
 
 impl PodSelector {
-    /// The selector, as the plan sees it.
     pub fn to_plan(&self) -> Selector {
         let requirement = |requirement: &super::SelectorRequirement| Requirement {
             key: requirement.key.clone(),

@@ -176,7 +176,6 @@ pub struct Membership {
 
 /// When a replica may enter the group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[allow(missing_docs)]
 pub enum Join {
     #[default]
     Immediate,
@@ -231,7 +230,6 @@ pub enum OnWedged {
 
 /// What happens to running requests.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[allow(missing_docs)]
 pub enum Pause {
     #[default]
     Keep,
@@ -242,7 +240,6 @@ pub enum Pause {
 
 /// What happens to the KV and prefix cache.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[allow(missing_docs)]
 pub enum KvCache {
     Keep,
     #[default]
@@ -275,7 +272,6 @@ pub struct Agent {
 
 /// How the agents come into the pods.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[allow(missing_docs)]
 pub enum Launch {
     #[default]
     Sidecar,
@@ -295,7 +291,6 @@ pub struct Readiness {
 
 /// Whether pods are ready before the first version.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[allow(missing_docs)]
 pub enum BeforeFirstVersion {
     #[default]
     Serve,

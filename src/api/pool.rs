@@ -233,7 +233,6 @@ pub struct PoolOrder {
 /// What the order of replicas goes by: `Name`, `Ordinal` (StatefulSet ordinal or Job completion index), `Label` or `Explicit` (a list of
 /// names).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[allow(missing_docs)]
 pub enum OrderBy {
     #[default]
     Name,
@@ -246,9 +245,7 @@ pub enum OrderBy {
 pub struct EngineServer<'a> {
     /// `vllm`, `sglang`, `lmdeploy`, `fastdeploy`.
     pub kind: &'static str,
-    /// Ports in the pod.
     pub ports: &'a [i32],
-    /// Where its API key is.
     pub api_key: Option<&'a SecretKey>,
 }
 

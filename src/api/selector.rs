@@ -48,7 +48,6 @@ pub struct SelectorRequirement {
 /// What a requirement asks of a label: `In` (it has one of the values), `NotIn` (it is absent or has none of them), `Exists`,
 /// `DoesNotExist`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[allow(missing_docs)]
 pub enum SelectorOperator {
     In,
     NotIn,

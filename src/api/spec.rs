@@ -221,7 +221,6 @@ pub struct TrainerOrder {
 /// What the order of the trainer's pods goes by: `Ordinal` (StatefulSet ordinal or Job completion index), `Name`, `Label` (an integer
 /// label value) or `Explicit` (a list of names).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[allow(missing_docs)]
 pub enum TrainerOrderBy {
     Ordinal,
     Name,

@@ -78,7 +78,6 @@ pub struct WeightSyncStatus {
     pub trainer: Option<TrainerStatus>,
 }
 
-/// Types of conditions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ConditionType {
     /// At least minReady replicas serve the current version, and the next one can be published.
@@ -115,7 +114,6 @@ impl ConditionType {
         }
     }
 
-    /// The type as it stands in a condition.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Ready => "Ready",
@@ -158,7 +156,6 @@ pub struct ReplicaCount {
 }
 
 impl ReplicaCount {
-    /// Counts, with the text that `kubectl get` shows.
     pub fn new(ready: u32, total: u32) -> Self {
         let signed = |count: u32| i32::try_from(count).unwrap_or(i32::MAX);
         Self { total: signed(total), ready: signed(ready), display: format!("{ready}/{total}") }
@@ -261,7 +258,6 @@ pub struct MemberStatus {
 
 /// Where a member stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[allow(missing_docs)]
 pub enum MemberStateName {
     Ready,
     Updating,

@@ -12,7 +12,6 @@ use super::{
     WeightSyncSpec,
 };
 
-/// One thing that is wrong with a spec.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
     /// Path of the field, `spec.trainer.order` for instance.
@@ -27,7 +26,6 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Collects problems.
 #[derive(Default)]
 struct Problems(Vec<Problem>);
 

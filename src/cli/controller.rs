@@ -9,7 +9,6 @@ use crate::controller::{self, Settings, Ui};
 use weightsync_net::logs::{self, LogFormat};
 use weightsync_net::shutdown;
 
-/// Run the operator in a cluster.
 #[derive(Debug, clap::Args)]
 pub struct ControllerArgs {
     /// Name of this pod; it holds the lease under this name.

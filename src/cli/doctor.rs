@@ -25,7 +25,6 @@ use weightsync_core::plan::{Neighbour, sharing};
 use weightsync_core::protocol::worker::WorkerAnswer;
 use weightsync_gpu::worker::{Worker, WorkerError, WorkerStart};
 
-/// Arguments of `weightsync doctor`.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
     /// NCCL's library (libnccl.so.2); looked for in environment, Python packages and system when not given.
@@ -43,7 +42,6 @@ pub struct DoctorArgs {
 }
 
 impl DoctorArgs {
-    /// Looks, and prints what was found.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let gpus = super::block_on(async { Ok(ask_worker(self.nccl.as_deref(), Duration::from_secs(self.timeout)).await) })?;
         let around = Surroundings::of_this_process();

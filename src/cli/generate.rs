@@ -12,7 +12,6 @@ use anyhow::Context;
 use clap::{Args, CommandFactory, Subcommand};
 use clap_complete::Shell;
 
-/// Arguments of `weightsync generate`.
 #[derive(Debug, Args)]
 pub struct GenerateArgs {
     /// What to write.
@@ -20,7 +19,6 @@ pub struct GenerateArgs {
     pub what: What,
 }
 
-/// What can be written.
 #[derive(Debug, Subcommand)]
 pub enum What {
     /// The CustomResourceDefinition (`crds/weightsync.yaml`), to standard output.
@@ -37,7 +35,6 @@ pub enum What {
 }
 
 impl GenerateArgs {
-    /// Writes it.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let text = match self.what {
             What::Crds => crds()?.into_bytes(),

@@ -10,18 +10,13 @@ mod wrap;
 
 use serde_json::{Map, Value};
 
-pub use wrap::PROGRAM_DIR;
+use crate::api::CONTAINER_ANNOTATION;
+pub use weightsync_agent::command::STATUS_PORT;
+pub use weightsync_core::plan::ROLE_LABEL;
 
-/// Name of the sidecar.
 pub const AGENT_CONTAINER: &str = "weightsync-agent";
 /// Name of the init container that copies the program into a pod that is wrapped, and of the volume that it copies to.
 pub const PROGRAM_CONTAINER: &str = "weightsync-program";
-pub use weightsync_agent::command::STATUS_PORT;
-
-/// Label by which a pod opts in; its value is the role.
-pub const ROLE_LABEL: &str = "weightsync.dev/role";
-/// Annotation that names the engine's or trainer's container; the first one if it is missing.
-pub const CONTAINER_ANNOTATION: &str = "weightsync.dev/container";
 /// Annotation `SECRET/KEY` of the engine's API key.
 pub const API_KEY_ANNOTATION: &str = "weightsync.dev/api-key-secret";
 
@@ -34,9 +29,7 @@ pub const HOW_ANNOTATION: &str = "weightsync.dev/inject";
 /// What the lines need to know about the installation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Image of the agent.
     pub image: String,
-    /// Its pull policy.
     pub image_pull_policy: String,
     /// URL of the controller's enrolment service.
     pub controller_url: String,
@@ -55,7 +48,6 @@ struct Wishes<'a> {
 
 /// Why a document cannot be changed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum InjectError {
     #[error("{what}: label {ROLE_LABEL} is \"{role}\"; it must be trainer or rollout")]
     UnknownRole { what: String, role: String },
@@ -75,7 +67,6 @@ pub enum InjectError {
     Malformed { what: String, field: &'static str },
 }
 
-/// What was done with a document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Injected {
     /// `Kind/name` of the document.

@@ -9,10 +9,8 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Args;
 
-/// Name of the program in the directory.
 const NAME: &str = "weightsync";
 
-/// Arguments of `weightsync install`.
 #[derive(Debug, Args)]
 pub struct InstallArgs {
     /// Where to; the program is called `weightsync` there.
@@ -20,7 +18,6 @@ pub struct InstallArgs {
 }
 
 impl InstallArgs {
-    /// Copies.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let (half, whole) = (self.directory.join(format!(".{NAME}.part")), self.directory.join(NAME));
         let told = |what: &str| format!("{what} {}", self.directory.display());

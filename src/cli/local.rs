@@ -19,7 +19,6 @@ use weightsync_core::protocol::{EngineAssignment, Role};
 use weightsync_net::logs::{self, LogFormat};
 use weightsync_net::shutdown;
 
-/// Arguments of `weightsync local`.
 #[derive(Debug, Args)]
 pub struct LocalArgs {
     /// The file that names trainer, rollouts and rules (docs/local.md).
@@ -34,7 +33,6 @@ pub struct LocalArgs {
 }
 
 impl LocalArgs {
-    /// Runs the group.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         logs::init(LogFormat::Human, &self.log)?;
         let text = std::fs::read_to_string(&self.filename).with_context(|| format!("{} cannot be read", self.filename.display()))?;

@@ -32,7 +32,6 @@ use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{Layout, default_bucket_bytes};
 use weightsync_transport::tcp::TcpOptions;
 
-/// Arguments of `weightsync plan`.
 #[derive(Debug, Args)]
 pub struct PlanArgs {
     /// Files with a WeightSync and with pods or workloads, `-` for standard input. `kubectl get ws,pods -o yaml` makes one.
@@ -76,14 +75,12 @@ impl Report {
     }
 }
 
-/// The whole answer.
 #[derive(Debug, Serialize)]
 struct Reports {
     plans: Vec<Report>,
 }
 
 impl PlanArgs {
-    /// Plans, and prints.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let mut manifests = Manifests::default();
         for path in &self.filename {

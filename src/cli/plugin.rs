@@ -27,7 +27,6 @@ pub struct Plugin {
     pub verb: Verb,
 }
 
-/// The plugin's verbs.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
     /// Write completion for a shell, or for kubectl itself.
@@ -51,7 +50,6 @@ pub enum Verb {
     Complete(completion::CandidatesArgs),
 }
 
-/// Reads the command line and carries it out.
 pub fn main() -> ExitCode {
     super::use_ring();
     let done = match Plugin::parse().verb {

@@ -22,7 +22,6 @@ use weightsync_core::weights::safetensors::Checkpoint;
 /// Exit code when the same command may succeed later (`EX_TEMPFAIL` of sysexits.h).
 const RETRYABLE: u8 = 75;
 
-/// Arguments of `weightsync publish`.
 #[derive(Debug, Args)]
 #[command(disable_version_flag = true)]
 pub struct PublishArgs {
@@ -51,7 +50,6 @@ pub struct PublishArgs {
     output: Output,
 }
 
-/// `--queue`.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Queue {
     /// Wait for the turn.
@@ -61,7 +59,6 @@ enum Queue {
 }
 
 impl PublishArgs {
-    /// Carries the command out.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let progress = match self.output {
             Output::Human => Progress::visible(),

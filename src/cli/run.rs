@@ -32,10 +32,8 @@ const ENDING: Duration = Duration::from_secs(5);
 /// Pause before an agent that could not run is started again.
 const AGAIN: Duration = Duration::from_secs(5);
 
-/// Time between two looks for orphans.
 const REAP_EVERY: Duration = Duration::from_secs(5);
 
-/// Arguments of `weightsync run`.
 #[derive(Debug, Args)]
 pub struct RunArgs {
     #[command(flatten)]
@@ -46,7 +44,6 @@ pub struct RunArgs {
 }
 
 impl RunArgs {
-    /// Runs both.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         self.agent.init_logs()?;
         super::block_on(self.both())

@@ -18,9 +18,7 @@ const PUBLISHED: &str = "ca.crt";
 /// Two controllers that start at once meet once.
 const TRIES: usize = 3;
 
-/// Why there is no authority.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum AuthorityError {
     #[error("{0}")]
     Api(String),

@@ -6,14 +6,12 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-/// Longest call.
 const DEADLINE: Duration = Duration::from_secs(10);
 /// Calls at once; those of the lease are not among them.
 static TURNS: Semaphore = Semaphore::const_new(64);
 /// Longest wait for a turn.
 const TURN: Duration = Duration::from_secs(30);
 
-/// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ApiError {
     #[error("{what}: no answer within {deadline:?}")]
@@ -46,7 +44,6 @@ impl ApiError {
     }
 }
 
-/// Runs calls.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Calls;
 

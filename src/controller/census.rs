@@ -46,7 +46,6 @@ struct Object {
     transport: String,
 }
 
-/// Reads the objects that this controller follows.
 pub(super) struct Census(pub(super) Arc<Objects>);
 
 impl Debug for Census {

@@ -8,7 +8,6 @@ use tokio::time::Instant;
 
 use super::metrics::{Answered, ControllerMetrics, Method};
 
-/// The same client, counted.
 pub(super) fn counted(client: Client, metrics: &ControllerMetrics) -> Client {
     let namespace = client.default_namespace().to_owned();
     let metrics = metrics.clone();

@@ -15,16 +15,13 @@ use weightsync_core::plan::{
 };
 use weightsync_core::protocol::{Assignment, Reason, Role};
 
-/// What is decided for one object.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Decided {
-    /// The rules of its group.
     pub(super) config: MembershipConfig,
     /// Who could take part and who could not.
     pub(super) members: (Vec<Candidate>, Vec<LeftOut>),
     /// UIDs of pods whose agents belong to it, with what is wanted of them.
     pub(super) claims: HashMap<String, Assignment>,
-    /// Whether it is suspended.
     pub(super) suspend: bool,
     /// Why the spec cannot be followed, if so.
     pub(super) refused: Option<(Reason, String)>,

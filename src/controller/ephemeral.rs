@@ -28,7 +28,6 @@ const NOT_STARTED: &str = "RunContainerError";
 const BASE: Duration = Duration::from_secs(2);
 const CAP: Duration = Duration::from_secs(300);
 
-/// What a pod needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Need {
     /// Nothing: it has an agent, or is not far enough.

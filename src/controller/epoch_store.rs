@@ -21,7 +21,6 @@ const MANAGER: &str = "weightsync-epoch";
 /// Others (users, our own status writes) may write between reading and writing.
 const TRIES: u32 = 5;
 
-/// The epoch of one object.
 pub(super) struct KubeEpochStore {
     /// Untyped: a spec that cannot be read must not stop the epoch.
     pub(super) api: Api<DynamicObject>,
@@ -36,7 +35,6 @@ fn other(message: impl ToString) -> PersistError {
     PersistError::Other(message.to_string())
 }
 
-/// What to do about what was found.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Found {
     Write,
@@ -44,7 +42,6 @@ pub(super) enum Found {
     Conflict(String),
 }
 
-/// Compares what was found with what is to be written.
 pub(super) fn judge(found_epoch: u64, found_term: u64, id: &EpochId) -> Found {
     if found_term > id.term {
         return Found::Conflict(format!("term {found_term} wrote epoch {found_epoch}; this is term {}", id.term));
@@ -61,7 +58,6 @@ fn number(object: &DynamicObject, field: &str) -> u64 {
 }
 
 impl KubeEpochStore {
-    /// The epoch of the object of that name.
     pub(super) fn new(client: Client, calls: Calls, leadership: Leadership, namespace: &str, name: &str) -> Self {
         let resource = ApiResource::erase::<WeightSync>(&());
         let api = Api::namespaced_with(client, namespace, &resource);

@@ -14,7 +14,7 @@ use super::metrics::ControllerMetrics;
 use weightsync_coordinator::{CoordinatorEvent, EventSink};
 
 /// Name under which Events are reported.
-const REPORTER: &str = "weightsync-controller";
+pub const REPORTER: &str = "weightsync-controller";
 /// Events that wait: a controller that starts with hundreds of objects has something to tell of all of them at once.
 const QUEUE: usize = 4096;
 /// Events that are published at once.
@@ -23,7 +23,6 @@ const AT_ONCE: usize = 8;
 const NOTE: usize = 1024;
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// One Event to publish.
 struct Told {
     regarding: ObjectReference,
     related: Option<ObjectReference>,
@@ -55,13 +54,11 @@ impl Events {
         Self { queue, metrics }
     }
 
-    /// The Events of one object.
     pub(super) fn of(&self, regarding: ObjectReference) -> ObjectEvents {
         ObjectEvents { events: self.clone(), regarding }
     }
 }
 
-/// Whether it was told.
 async fn publish(recorder: &Recorder, told: Told) -> bool {
     let Told { regarding, related, event } = told;
     let type_ = if event.warning { EventType::Warning } else { EventType::Normal };
@@ -93,14 +90,12 @@ pub(super) fn cut(text: &str, most: usize) -> String {
     text.get(..end).unwrap_or_default().to_owned()
 }
 
-/// Where one object's coordinator tells.
 pub(super) struct ObjectEvents {
     events: Events,
     regarding: ObjectReference,
 }
 
 impl ObjectEvents {
-    /// Tells about a pod of the object.
     pub(super) fn publish_about(&self, event: CoordinatorEvent, pod: Option<ObjectReference>) {
         tracing::info!(
             object = self.regarding.name,

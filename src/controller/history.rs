@@ -14,7 +14,6 @@ const PHASES: usize = 8;
 /// Longest text of a failure in bytes.
 const FAILURE: usize = 512;
 
-/// One attempt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Attempt {

@@ -27,17 +27,14 @@ pub(super) struct Launcher {
     pub(super) tokens: SingleUseTokens,
 }
 
-/// What came of it.
 #[derive(Debug, Default)]
 pub(super) struct Launched {
     /// Look again after this long.
     pub(super) again: Option<Duration>,
-    /// What a person must do.
     pub(super) problems: Vec<(Reason, String)>,
 }
 
 impl Launcher {
-    /// Launches what is needed in the pods of the object's candidates.
     pub(super) async fn launch(
         &self,
         object: &WeightSync,

@@ -20,10 +20,8 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
-/// Names and times of a lease.
 #[derive(Debug, Clone)]
 pub struct LeaseConfig {
-    /// Name of the Lease object.
     pub name: String,
     /// Who we are: the pod's name. Two processes must never run under one name at once.
     pub holder: String,
@@ -46,7 +44,6 @@ impl LeaseConfig {
 /// That somebody leads, until when, and in which term.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claim {
-    /// Who leads.
     pub holder: String,
     /// Until when, if it is not renewed.
     pub expiry: Instant,
@@ -61,9 +58,7 @@ impl Claim {
     }
 }
 
-/// Why leadership ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum LeaseLost {
     #[error("the lease could not be renewed in time: {0}")]
     NotRenewed(String),

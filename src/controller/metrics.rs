@@ -78,71 +78,60 @@ pub const DEFINITIONS: &[Definition] = &[
     OBJECT,
 ];
 
-/// How a reconcile ended.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct Outcome {
     pub(super) outcome: &'static str,
 }
 
-/// Why a reconcile failed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct Cause {
     pub(super) reason: &'static str,
 }
 
-/// One kind of request to the API server and its answer.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct Answered {
     pub(super) method: &'static str,
     pub(super) code: String,
 }
 
-/// One kind of request to the API server.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct Method {
     pub(super) method: &'static str,
 }
 
-/// An event of a watch.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct Watched {
     pub(super) kind: &'static str,
     pub(super) op: &'static str,
 }
 
-/// A watch that broke.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct Broken {
     pub(super) kind: &'static str,
     pub(super) error: &'static str,
 }
 
-/// What is watched.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct Kind {
     pub(super) kind: &'static str,
 }
 
-/// A phase of updates.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Phase {
     phase: &'static str,
 }
 
-/// How bytes travelled.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Carrier {
     transport: &'static str,
 }
 
-/// How an attempt ended.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Ended {
     kind: &'static str,
     outcome: &'static str,
 }
 
-/// An Event.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Told {
     reason: &'static str,
@@ -192,7 +181,6 @@ impl ControllerMetrics {
         }
     }
 
-    /// Counts an attempt that ended.
     pub(super) fn count_update(&self, update: &UpdateView, transport: Option<&TransportChoice>) {
         let done = update.phase == UpdatePhase::Done;
         self.updates.get_or_create(&Ended { kind: update.kind(), outcome: if done { "done" } else { "failed" } }).inc();
@@ -208,7 +196,6 @@ impl ControllerMetrics {
         }
     }
 
-    /// Counts an Event.
     pub(super) fn count_event(&self, reason: Reason, warning: bool) {
         let told = Told { reason: reason.as_str(), r#type: if warning { "Warning" } else { "Normal" } };
         self.events.get_or_create(&told).inc();

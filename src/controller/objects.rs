@@ -2,14 +2,15 @@
 //! in between is membership's word.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{ObjectReference, Pod};
 use k8s_openapi::jiff::Timestamp;
 use kube::runtime::reflector::ObjectRef;
 use kube::{Client, Resource, ResourceExt};
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -42,7 +43,6 @@ const GATHER: Duration = Duration::from_millis(50);
 /// How long agents of a deleted object are asked to release before they are left to find out by themselves.
 const RELEASE: Duration = Duration::from_secs(5);
 
-/// What coordinators need of the world.
 pub(super) struct World {
     pub(super) client: Client,
     pub(super) calls: Calls,
@@ -55,7 +55,6 @@ pub(super) struct World {
     pub(super) cancel: CancellationToken,
 }
 
-/// All objects that are followed.
 pub(super) struct Objects {
     world: World,
     entries: Mutex<HashMap<String, Entry>>,
@@ -71,7 +70,6 @@ struct Entry {
     written: Option<WeightSyncStatus>,
     /// Since when a change of it waits for more.
     held_since: Option<Instant>,
-    /// The last updates.
     history: Arc<Mutex<History>>,
     restarts: Backoff,
     restart_at: Option<Instant>,
@@ -91,7 +89,6 @@ pub(super) struct Seen {
     pub(super) history: Vec<Attempt>,
 }
 
-/// Reference of an object in Events.
 pub(super) fn reference(object: &WeightSync) -> ObjectReference {
     object.object_ref(&())
 }
@@ -101,11 +98,6 @@ impl Objects {
         Self { world, entries: Mutex::default(), releases: TaskTracker::new() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Entry>> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Where the object's Events go.
     pub(super) fn events_of(&self, object: &WeightSync) -> ObjectEvents {
         self.world.events.of(reference(object))
     }
@@ -114,7 +106,7 @@ impl Objects {
     pub(super) fn follow(&self, object: &Arc<WeightSync>, decided: &Decided, term: u64, scope: &Scope) -> MembershipView {
         let uid = object.uid().unwrap_or_default();
         let invalid = matches!(decided.refused, Some((Reason::InvalidSpec, _)));
-        let mut entries = self.lock();
+        let mut entries = self.entries.lock();
         if let Some(entry) = entries.get_mut(&uid)
             && entry.handle.is_running()
         {
@@ -204,33 +196,32 @@ impl Objects {
 
     /// How long until a coordinator that stepped down starts again.
     pub(super) fn restart_in(&self, uid: &str) -> Option<Duration> {
-        let entries = self.lock();
+        let entries = self.entries.lock();
         let entry = entries.get(uid)?;
         let at = entry.restart_at.filter(|_| !entry.handle.is_running())?;
         Some(at.saturating_duration_since(Instant::now()))
     }
 
-    /// The status that was last written for the object.
     pub(super) fn written(&self, uid: &str) -> Option<WeightSyncStatus> {
-        self.lock().get(uid).and_then(|entry| entry.written.clone())
+        self.entries.lock().get(uid).and_then(|entry| entry.written.clone())
     }
 
     /// How long a change of the object's status may wait still; none when it waited long enough.
     pub(super) fn hold(&self, uid: &str) -> Option<Duration> {
-        let mut entries = self.lock();
+        let mut entries = self.entries.lock();
         let since = *entries.get_mut(uid)?.held_since.get_or_insert_with(Instant::now);
         HOLD.checked_sub(since.elapsed()).filter(|left| !left.is_zero())
     }
 
     /// Nothing of the object's status waits any more.
     pub(super) fn hold_no_more(&self, uid: &str) {
-        if let Some(entry) = self.lock().get_mut(uid) {
+        if let Some(entry) = self.entries.lock().get_mut(uid) {
             entry.held_since = None;
         }
     }
 
     pub(super) fn set_written(&self, uid: &str, status: WeightSyncStatus) {
-        if let Some(entry) = self.lock().get_mut(uid) {
+        if let Some(entry) = self.entries.lock().get_mut(uid) {
             entry.written = Some(status);
             entry.held_since = None;
             entry.restarts.succeeded();
@@ -245,9 +236,9 @@ impl Objects {
             suspended: entry.object.spec.suspend,
             status: entry.written.clone().or_else(|| entry.object.status.clone()),
             view: entry.handle.view.borrow().clone(),
-            history: entry.history.lock().unwrap_or_else(PoisonError::into_inner).latest(),
+            history: entry.history.lock().latest(),
         };
-        let mut all: Vec<Seen> = self.lock().values().map(seen).collect();
+        let mut all: Vec<Seen> = self.entries.lock().values().map(seen).collect();
         all.sort_by(|a, b| (&a.namespace, &a.name).cmp(&(&b.namespace, &b.name)));
         all
     }
@@ -259,7 +250,7 @@ impl Objects {
             there.extend(scope.objects.state().iter().filter_map(|object| object.meta().uid.clone()));
         }
         let gone: Vec<Entry> = {
-            let mut entries = self.lock();
+            let mut entries = self.entries.lock();
             let uids: Vec<String> = entries.keys().filter(|uid| !there.contains(*uid)).cloned().collect();
             uids.iter().filter_map(|uid| entries.remove(uid)).collect()
         };
@@ -313,7 +304,7 @@ async fn record(mut view: watch::Receiver<MembershipView>, history: Arc<Mutex<Hi
         };
         if let Some(update) = update {
             let now = u64::try_from(Timestamp::now().as_millisecond()).unwrap_or(0);
-            let ended = history.lock().unwrap_or_else(PoisonError::into_inner).note(&update, now);
+            let ended = history.lock().note(&update, now);
             if ended {
                 metrics.count_update(&update, transport.as_ref());
             }

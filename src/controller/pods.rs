@@ -12,7 +12,6 @@ use super::readiness::{GATE, Verdict};
 /// Manager of our condition on pods; the kubelet's own conditions stay untouched by an apply under this name.
 const MANAGER: &str = "weightsync-readiness";
 
-/// Writes to the pods of one namespace.
 pub(super) struct Pods {
     api: Api<Pod>,
     calls: Calls,

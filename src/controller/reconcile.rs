@@ -2,7 +2,7 @@
 //! disturbs nothing that is as it should be.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
@@ -12,6 +12,7 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::{ApiResource, DynamicObject, Patch, PatchParams};
 use kube::runtime::controller::Action;
 use kube::{Api, Resource, ResourceExt};
+use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::json;
 use tokio::time::Instant;
@@ -41,14 +42,12 @@ const RESYNC: Duration = Duration::from_secs(60);
 /// Pods of one object that are written to at once.
 const WRITES: usize = 8;
 
-/// Why a look at an object failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ReconcileError {
     #[error(transparent)]
     Api(#[from] ApiError),
 }
 
-/// What all reconciles share.
 pub(super) struct Shared {
     pub(super) client: kube::Client,
     pub(super) calls: Calls,
@@ -59,7 +58,6 @@ pub(super) struct Shared {
     pub(super) failures: Mutex<HashMap<String, Backoff>>,
 }
 
-/// What the reconciles of one scope know.
 pub(super) struct ScopeContext {
     pub(super) shared: Arc<Shared>,
     pub(super) scope: Scope,
@@ -88,7 +86,7 @@ async fn observed(object: Arc<Object>, context: Arc<ScopeContext>) -> Result<Act
     let word = if outcome.is_ok() { "success" } else { "error" };
     shared.metrics.reconciles.get_or_create(&Outcome { outcome: word }).inc();
     if outcome.is_ok() {
-        shared.failures.lock().unwrap_or_else(PoisonError::into_inner).remove(&uid_of(&object));
+        shared.failures.lock().remove(&uid_of(&object));
     }
     outcome
 }
@@ -104,7 +102,7 @@ pub(super) fn after_failure(object: Arc<Object>, error: &ReconcileError, context
         "unreachable"
     };
     context.shared.metrics.reconcile_errors.get_or_create(&Cause { reason }).inc();
-    let mut failures = context.shared.failures.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut failures = context.shared.failures.lock();
     let backoff = failures.entry(uid_of(&object)).or_insert_with(|| Backoff::new(Duration::from_millis(500), Duration::from_secs(60)));
     let wait = backoff.failed();
     tracing::warn!(namespace = object.meta().namespace, name = object.meta().name, %error, ?wait, "will look at the object again");

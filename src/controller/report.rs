@@ -28,7 +28,6 @@ const MAX_RETAINED: usize = 32;
 /// Whether something is so, and why.
 struct Judgement(Option<bool>, Reason, String);
 
-/// What is reported of one object.
 pub(super) struct Facts<'a> {
     pub(super) object: &'a WeightSync,
     pub(super) decided: &'a Decided,
@@ -66,7 +65,6 @@ pub(super) fn status(facts: &Facts<'_>, before: &[Condition], now: Timestamp) ->
     }
 }
 
-/// The status of an object that cannot be read.
 pub(super) fn unreadable(error: &str, generation: Option<i64>, before: &[Condition], now: Timestamp) -> Vec<Condition> {
     let message = format!("the object cannot be read: {error}");
     let judgement = || Judgement(Some(false), Reason::InvalidSpec, message.clone());

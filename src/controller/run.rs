@@ -46,10 +46,8 @@ const TOKENS: Duration = Duration::from_secs(600);
 const CONCURRENCY: u16 = 16;
 /// Reconciles under way have this long to end when the controller stops.
 const DRAIN: Duration = Duration::from_secs(5);
-/// How often gone objects are swept.
 const SWEEP: Duration = Duration::from_secs(2);
 
-/// How a controller is started.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// Name of this pod; holder of the lease.
@@ -62,23 +60,18 @@ pub struct Settings {
     pub watch_namespaces: Vec<String>,
     /// Image of ephemeral agents.
     pub agent_image: String,
-    /// Pull policy of that image.
     pub agent_image_pull_policy: String,
     /// Where agents find the enrolment server.
     pub controller_url: String,
-    /// Where the enrolment server listens.
     pub enroll_address: SocketAddr,
     /// Where health, metrics and the web page are served.
     pub status_address: SocketAddr,
-    /// Who may see the web page.
     pub ui: Ui,
     /// The OpenTelemetry collector that gets traces of updates, as `http://HOST:4318`; none if empty.
     pub otlp_endpoint: String,
 }
 
-/// Why a controller ended.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum ControllerError {
     #[error("no configuration of a cluster was found: {0}")]
     Configuration(#[from] kube::config::InferConfigError),
@@ -110,7 +103,6 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Co
     run_with(settings, lease, listeners, client, lease_client, cancel).await
 }
 
-/// Where a controller listens.
 pub(super) struct Listeners {
     pub(super) enroll: TcpListener,
     pub(super) status: TcpListener,
@@ -216,7 +208,7 @@ pub(super) async fn run_with(
             },
             leadership: leadership.clone(),
             metrics: metrics.clone(),
-            failures: std::sync::Mutex::new(HashMap::new()),
+            failures: parking_lot::Mutex::new(HashMap::new()),
         });
         ended_by_itself = lead(&shared, &stores.scopes, &directory, leadership, &cancel).await;
         metrics.leader.set(0);

@@ -134,7 +134,6 @@ impl Stores {
 }
 
 impl Scope {
-    /// Objects of a namespace.
     pub(super) fn objects_in(&self, namespace: &str) -> Vec<Arc<Object>> {
         self.objects.state_filter(|object| object.meta().namespace.as_deref() == Some(namespace))
     }

@@ -19,7 +19,6 @@ pub(super) const AUDIENCE: &str = "weightsync.dev";
 /// in time; who does not get his turn asks again, and has cost nothing.
 const AT_ONCE: usize = 32;
 
-/// Checks both kinds of token.
 pub(super) struct Tokens {
     reviews: Api<TokenReview>,
     calls: Calls,

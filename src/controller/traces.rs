@@ -25,7 +25,6 @@ pub(super) struct Span {
     pub(super) begun: u64,
     pub(super) ended: u64,
     pub(super) attributes: Vec<(&'static str, String)>,
-    /// Why it failed.
     pub(super) failure: Option<String>,
 }
 
@@ -145,23 +144,15 @@ pub(super) struct Traces(Option<mpsc::Sender<Trace>>);
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Why no traces can be sent.
 #[derive(Debug, thiserror::Error)]
 pub enum TracesError {
-    /// The endpoint is not the address of a collector.
     #[error("the collector of traces, {endpoint:?}, cannot be used: {source}; name one as http://HOST:4318 (OTLP over HTTP)")]
-    Endpoint {
-        /// As it was given.
-        endpoint: String,
-        /// Why.
-        source: BoxError,
-    },
+    Endpoint { endpoint: String, source: BoxError },
     /// A header for the collector cannot be read. The message does not contain it: it may be a secret.
     #[error("header {place} of {} cannot be used: {source}; write NAME=VALUE,NAME=VALUE, with %XX for a comma", HEADERS.join(" or "))]
     Header {
         /// Which one, from 1.
         place: usize,
-        /// Why.
         source: BoxError,
     },
 }
@@ -185,7 +176,6 @@ impl Traces {
         Ok(Self(Some(sender)))
     }
 
-    /// Whether there is a collector.
     pub(super) fn are_wanted(&self) -> bool {
         self.0.is_some()
     }

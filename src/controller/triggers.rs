@@ -1,10 +1,11 @@
 //! Which objects are to be looked at next. A set, so that a storm of pod events costs one look an object and no memory.
 
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use futures::Stream;
 use kube::runtime::reflector::ObjectRef;
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::stores::Object;
@@ -21,17 +22,16 @@ struct Inner {
 
 impl Triggers {
     pub(super) fn push(&self, object: ObjectRef<Object>) {
-        self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner).insert(object);
+        self.0.waiting.lock().insert(object);
         self.0.more.notify_one();
     }
 
     fn take(&self) -> Option<ObjectRef<Object>> {
-        let mut waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = self.0.waiting.lock();
         let next = waiting.iter().next().cloned()?;
         waiting.take(&next)
     }
 
-    /// Objects as they come; never ends.
     pub(super) fn stream(self) -> impl Stream<Item = Result<ObjectRef<Object>, std::convert::Infallible>> + Send {
         futures::stream::unfold(self, |triggers| async move {
             loop {

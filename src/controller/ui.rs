@@ -38,7 +38,6 @@ const STYLE: &str = include_str!("ui/style.css");
 /// Nothing from elsewhere, nothing inline, in no frame.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// The page of one controller.
 #[derive(Clone)]
 pub(super) struct Page {
     access: Ui,
@@ -74,7 +73,6 @@ impl Page {
     }
 }
 
-/// What the page draws.
 async fn answer(State(page): State<Page>) -> Json<state::State> {
     Json(state::State::of(&page.pod, page.objects.get().map(|objects| objects.seen())))
 }

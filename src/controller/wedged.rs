@@ -10,16 +10,12 @@ use crate::api::{OnWedged, WeightSync};
 use weightsync_core::membership::MembershipView;
 use weightsync_core::protocol::{Reason, Role};
 
-/// What is to be done.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Wedged<'a> {
-    /// Pods to delete, with the reason.
     pub(super) delete: Vec<(&'a Pod, String)>,
-    /// What a person must do.
     pub(super) problems: Vec<(Reason, String)>,
 }
 
-/// Decides for the pods of one object.
 pub(super) fn wedged<'a>(object: &WeightSync, view: &MembershipView, pods: &[&'a Pod]) -> Wedged<'a> {
     let mut found = Wedged::default();
     if object.spec.update.on_wedged != OnWedged::RestartPod || object.spec.suspend {

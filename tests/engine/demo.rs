@@ -1,4 +1,4 @@
-//! `weightsync demo` with real servers as rollouts: one is killed in the middle of an update, comes back, and all of them answer alike.
+//! `weightsync-dev demo` with real servers as rollouts: one is killed in the middle of an update, comes back, and all of them answer alike.
 
 use std::process::Stdio;
 use std::time::Duration;

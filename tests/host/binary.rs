@@ -64,6 +64,22 @@ fn the_programs_start_on_the_glibc_of_engine_images() {
     }
 }
 
+/// Where a text stands in a program: symbols and constants alike.
+fn holds(program: &Path, text: &str) -> bool {
+    fs::read(program).unwrap().windows(text.len()).any(|bytes| bytes == text.as_bytes())
+}
+
+#[test]
+fn shipped_program_holds_no_simulator() {
+    // The crate's name is in each of its symbols; the path is one that simulated engines alone serve.
+    for sign in ["weightsync_testkit", "/simulator/digest", "DemoForCausalLM"] {
+        assert!(holds(&weightsync_testkit::dev_program(), sign), "{sign} is no sign of a simulator any more");
+        for program in [env!("CARGO_BIN_EXE_weightsync"), env!("CARGO_BIN_EXE_kubectl-weightsync")] {
+            assert!(!holds(Path::new(program), sign), "{program} holds {sign}");
+        }
+    }
+}
+
 /// Found by the chaos harness: a disk that was full below the log ended whatever was logging in the middle, an install among it, and the
 /// replica was told of as being fed until its update counted as stuck.
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! `weightsync conformance` as its users run it: the table, the JSON object, and the exit code.
+//! `weightsync-dev conformance` as its users run it: the table, the JSON object, and the exit code.
 
 use std::collections::BTreeMap;
 use std::process::Stdio;

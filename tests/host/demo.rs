@@ -1,4 +1,4 @@
-//! `weightsync demo` with many seeds: who is killed, and when, differs each time; what comes out does not.
+//! `weightsync-dev demo` with many seeds: who is killed, and when, differs each time; what comes out does not.
 
 use std::collections::BTreeSet;
 use std::process::{Output, Stdio};

@@ -6,7 +6,7 @@ made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
 
 # With the features that tests use, so that nothing is compiled twice.
-cargo test --quiet --locked --no-run --test host
+cargo build --quiet --locked --workspace --bins --tests --examples
 weightsync=${CARGO_TARGET_DIR:-target}/debug/weightsync
 "$weightsync" generate crds >"$made/crds"
 "$weightsync" generate api-reference >"$made/api"

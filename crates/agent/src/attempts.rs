@@ -9,7 +9,6 @@ use weightsync_core::protocol::Version;
 /// Versions that are remembered; one that comes back after so many others begins from 1 again, in another epoch.
 const REMEMBERED: usize = 64;
 
-/// Counts attempts by version.
 #[derive(Debug, Default)]
 pub struct Attempts(Mutex<VecDeque<(Version, u32)>>);
 

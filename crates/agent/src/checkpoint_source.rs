@@ -17,7 +17,6 @@ use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{Bucket, Layout, LayoutError, TensorSpec};
 use weightsync_transport::Payload;
 
-/// An open checkpoint and the place in it.
 pub struct CheckpointSource {
     checkpoint: Arc<Checkpoint>,
     layout: Arc<Layout>,
@@ -55,7 +54,6 @@ impl CheckpointSource {
         self
     }
 
-    /// Calls `then` when no byte will be read any more.
     #[must_use]
     pub fn on_release(mut self, then: impl FnOnce() + Send + Sync + 'static) -> Self {
         self.on_release = Some(Box::new(then));

@@ -35,23 +35,22 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-pub use gpu::{SourceGpu, SourceWorker, no_source_gpu};
+pub use gpu::SourceWorker;
+pub(crate) use gpu::{SourceGpu, no_source_gpu};
 pub use queue::PublishQueue;
 pub use socket::{SocketError, SocketName};
-pub use users::TrainerUsers;
+pub(crate) use users::TrainerUsers;
 pub use weightsync_net::memfd;
 
 use self::gpu_ring::GpuRings;
 use crate::external::ExternalDesk;
 use weightsync_core::protocol::{CLIENT_PROTOCOL, RosterView};
 
-/// Clients that may be connected at once.
 const MOST_CLIENTS: usize = 64;
 
-/// How the server listens and how large its rings are.
 #[derive(Debug, Clone)]
+#[allow(missing_docs)]
 pub struct ClientServerConfig {
-    /// Where to listen.
     pub socket: SocketName,
     /// Program and version, told to clients.
     pub agent: String,
@@ -61,9 +60,7 @@ pub struct ClientServerConfig {
     pub bucket_bytes: u64,
     /// Users that may connect beside this process's own and root.
     pub users: TrainerUsers,
-    /// What the source sends from, where weights travel between GPUs.
     pub gpu: SourceGpu,
-    /// Where trainers that drive their own data plane hear of epochs and bring versions.
     pub external: Arc<ExternalDesk>,
 }
 
@@ -92,7 +89,6 @@ pub struct ClientServer {
     shared: Arc<Shared>,
 }
 
-/// What all connections share.
 struct Shared {
     agent: String,
     slots: u32,
@@ -106,7 +102,6 @@ struct Shared {
     roster: watch::Receiver<RosterView>,
 }
 
-/// Why a client is sent away.
 #[derive(Debug, thiserror::Error)]
 enum Refused {
     #[error(

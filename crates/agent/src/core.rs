@@ -27,7 +27,6 @@ pub struct Facts {
     pub installed: Option<HeldVersion>,
     /// Versions that the canary refused, the highest last.
     pub refused: Vec<RefusedVersion>,
-    /// The engine.
     pub engine: Option<EngineFacts>,
     /// Starts of the engine that took the place of a known one.
     pub engine_restarts: u32,
@@ -37,15 +36,12 @@ pub struct Facts {
     pub wedged: bool,
     /// Until when the engine may be paused by us, in ms since 1970.
     pub paused_until: Option<u64>,
-    /// Whether an update runs.
     pub updating: bool,
     /// Whether the engine may hold a mixture.
     pub dirty: bool,
-    /// Whether the engine does not answer.
     pub engine_down: bool,
     /// By which way members on this member's GPU get the bytes in an epoch, for a person.
     pub lent: Option<(EpochId, String)>,
-    /// Why it is as it is, for a person.
     pub reason: Option<String>,
 }
 
@@ -58,7 +54,6 @@ pub struct Core {
     events: Events,
     expected: Mutex<Option<Expected>>,
     current: watch::Sender<Option<HeldVersion>>,
-    /// Why the last epoch ended.
     why_over: Mutex<String>,
 }
 
@@ -68,7 +63,6 @@ struct Grouped {
     over: CancellationToken,
 }
 
-/// A data stream that may come.
 struct Expected {
     update: UpdateId,
     store: Arc<dyn BucketStore>,
@@ -76,7 +70,6 @@ struct Expected {
 }
 
 impl Core {
-    /// In no group, with no facts.
     pub fn new(me: Me, facts: Facts) -> Arc<Self> {
         let group = Group::new(me.clone());
         let events = Events::new(state(&group, &facts));
@@ -92,17 +85,14 @@ impl Core {
         })
     }
 
-    /// Who this agent is.
     pub fn me(&self) -> &Me {
         &self.me
     }
 
-    /// Who hears of it.
     pub fn events(&self) -> &Events {
         &self.events
     }
 
-    /// Where it stands towards its group, now and whenever that changes.
     pub fn standing(&self) -> watch::Receiver<Standing> {
         self.standing.subscribe()
     }
@@ -117,7 +107,6 @@ impl Core {
         self.current.borrow().clone()
     }
 
-    /// The version that every rollout should hold, now and whenever it changes.
     pub fn watch_current(&self) -> watch::Receiver<Option<HeldVersion>> {
         self.current.subscribe()
     }
@@ -133,23 +122,15 @@ impl Core {
         }
     }
 
-    /// Why it was released, if it was.
     pub fn released(&self) -> Option<String> {
         lock(&self.group).group.released().map(str::to_owned)
     }
 
-    /// Facts, as they are.
-    pub fn facts(&self) -> Facts {
-        lock(&self.facts).clone()
-    }
-
-    /// Changes facts; whoever listens hears of it.
     pub fn set_facts(&self, change: impl FnOnce(&mut Facts)) {
         change(&mut lock(&self.facts));
         self.announce();
     }
 
-    /// Why the last epoch ended, for a person.
     pub fn why_over(&self) -> String {
         let why = lock(&self.why_over).clone();
         if why.is_empty() { "there was none".into() } else { why }
@@ -185,7 +166,6 @@ impl Core {
         self.regroup(|grouped| grouped.group.fence(request).is_some())
     }
 
-    /// Leaves the group.
     pub fn release(&self, request: &ReleaseRequest) -> Result<(), Refusal> {
         self.ends_by(|| format!("released: {}", request.reason));
         self.regroup(|grouped| grouped.group.release(request).map(|_| ()))
@@ -223,7 +203,6 @@ impl Core {
         *lock(&self.expected) = Some(Expected { update, store, taken: false });
     }
 
-    /// Lets the data stream of an attempt in no more.
     pub fn expect_no_more(&self, update: &UpdateId) {
         let mut expected = lock(&self.expected);
         if expected.as_ref().is_some_and(|expected| &expected.update == update) {

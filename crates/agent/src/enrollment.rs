@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rand::Rng as _;
+use rand::RngExt as _;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
@@ -42,14 +42,12 @@ pub enum TokenSource {
 
 /// Who this agent is before it has a certificate.
 #[derive(Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub struct Applicant {
-    /// Namespace of the pod.
     pub namespace: String,
-    /// Name of the pod.
     pub pod: String,
     /// UID of the pod and this process.
     pub incarnation: Incarnation,
-    /// Where the token comes from.
     pub token: TokenSource,
 }
 
@@ -65,14 +63,12 @@ pub enum EnrollmentError {
     Cancelled,
 }
 
-/// What an agent learned when it was enrolled.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub struct Enrolled {
     /// UID of its object.
     pub weightsync: String,
-    /// What the object wants of it.
     pub assignment: Assignment,
-    /// When to ask for the next certificate.
     pub renew_at: Instant,
 }
 
@@ -129,7 +125,7 @@ pub async fn enroll(
 }
 
 /// Reads the first line of a token file; also used for standard input, which stays open behind that line.
-pub async fn read_token(path: &Path) -> Result<String, EnrollmentError> {
+pub(crate) async fn read_token(path: &Path) -> Result<String, EnrollmentError> {
     let failed = |cause: String| EnrollmentError::Token { path: path.display().to_string(), cause };
     let read = async {
         let file = tokio::fs::File::open(path).await?;
@@ -145,28 +141,23 @@ pub async fn read_token(path: &Path) -> Result<String, EnrollmentError> {
     }
 }
 
-/// One endpoint that announces itself.
+#[allow(missing_docs)]
 pub struct Announcer {
-    /// Calls the controller.
     pub client: ControllerClient,
-    /// What is said.
     pub announcement: Announcement,
     /// Whether a coordinator reads the endpoint's event stream.
     pub attached: Arc<dyn Fn() -> bool + Send + Sync>,
     /// Notified when the controller says that the assignment changed: it is asked for at once.
     pub refresh: Arc<Notify>,
-    /// Where the assignment goes as it is now.
     pub assignment: watch::Sender<Assignment>,
 }
 
-/// Why announcing ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub enum AnnouncingEnded {
-    /// It was told to stop.
     Cancelled,
     /// No object claims the pod, or another one does: release the engine, forget the group, enrol again.
     Unclaimed {
-        /// What the controller said.
         message: String,
     },
 }

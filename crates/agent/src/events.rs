@@ -13,11 +13,10 @@ use tokio::time::{Interval, MissedTickBehavior, interval};
 
 use weightsync_core::protocol::{AgentEvent, EpochId, MemberName, MemberState, UpdateView};
 
-/// Time between two heartbeats.
-pub const HEARTBEAT: Duration = Duration::from_secs(1);
+const HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// A peer counts as silent after this long without a line: three heartbeats, and what a busy machine may add.
-pub const SILENT_AFTER: Duration = Duration::from_millis(3_500);
+pub(crate) const SILENT_AFTER: Duration = Duration::from_millis(3_500);
 
 /// Losses that are kept for who attaches late.
 const KEPT_LOSSES: usize = 64;
@@ -40,8 +39,8 @@ struct Losses {
     latest: VecDeque<(MemberName, String)>,
 }
 
+#[allow(missing_docs)]
 impl Events {
-    /// Begins with these facts.
     pub fn new(state: MemberState) -> Self {
         Self {
             state: watch::Sender::new(Arc::new(state)),
@@ -52,17 +51,14 @@ impl Events {
         }
     }
 
-    /// The facts, as they are now.
     pub fn state(&self) -> Arc<MemberState> {
         self.state.borrow().clone()
     }
 
-    /// The facts, now and whenever they change.
     pub fn states(&self) -> watch::Receiver<Arc<MemberState>> {
         self.state.subscribe()
     }
 
-    /// The facts changed, perhaps.
     pub fn set_state(&self, state: MemberState) {
         self.state.send_if_modified(|known| {
             let changed = **known != state;
@@ -73,18 +69,16 @@ impl Events {
         });
     }
 
-    /// The leader's view of an update changed.
     pub fn set_update(&self, view: UpdateView) {
         self.update.send_replace(Some(Arc::new(view)));
     }
 
-    /// The last view of an update, now and whenever it changes.
     pub fn updates(&self) -> watch::Receiver<Option<Arc<UpdateView>>> {
         self.update.subscribe()
     }
 
-    /// The last view of an update.
-    pub fn update(&self) -> Option<Arc<UpdateView>> {
+    #[cfg(test)]
+    pub(crate) fn update(&self) -> Option<Arc<UpdateView>> {
         self.update.borrow().clone()
     }
 
@@ -115,7 +109,6 @@ impl Events {
         self.coordinators.load(Ordering::Acquire) > 0
     }
 
-    /// A stream for one reader.
     pub fn stream(&self, coordinator: bool) -> impl Stream<Item = AgentEvent> + Send + use<> {
         let mut heartbeat = interval(HEARTBEAT);
         heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);

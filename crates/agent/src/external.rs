@@ -27,43 +27,32 @@ pub struct EpochNews {
 /// A version that the trainer's own data plane brings to an epoch.
 #[derive(Debug)]
 pub struct ExternalJob {
-    /// The epoch, by its number.
     pub epoch: u64,
-    /// The version.
     pub version: Version,
     /// What identifies its weights, by the trainer's word.
     pub digest: Option<String>,
     /// What engines will report as their weight version.
     pub engine_version: Option<String>,
-    /// The update ends here.
     pub deadline: Instant,
     /// Set when the trainer gave it up, or went away.
     pub cancel: CancellationToken,
-    /// What the trainer says meanwhile.
     pub words: mpsc::UnboundedReceiver<Word>,
-    /// Where answers go.
     pub tell: Teller,
 }
 
 /// What a trainer says while its data plane works.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Word {
-    /// What became of one replica.
     Report(ReplicaReport),
-    /// That was all.
     Conclude,
 }
 
-/// What a trainer asks.
 #[derive(Debug)]
 pub enum Ask {
-    /// Leads a version.
     Update(Box<ExternalJob>),
     /// Another epoch, because the trainer's group in this one does not work.
     Broken {
-        /// The epoch, by its number.
         epoch: u64,
-        /// Why, for a person.
         reason: String,
     },
 }
@@ -76,7 +65,6 @@ pub struct Teller {
 }
 
 impl Teller {
-    /// A teller and what it tells.
     pub fn new() -> (Self, mpsc::UnboundedReceiver<ClientReply>) {
         let (replies, told) = mpsc::unbounded_channel();
         (Self { replies, over: false }, told)
@@ -88,7 +76,6 @@ impl Teller {
         let _gone = self.replies.send(ClientReply::Open { version });
     }
 
-    /// How it ended.
     pub fn end(mut self, outcome: Result<PublishResult, PublishError>) {
         self.say(match outcome {
             Ok(result) => ClientReply::Done { result },
@@ -128,12 +115,10 @@ impl Default for ExternalDesk {
 }
 
 impl ExternalDesk {
-    /// The latest word about epochs, now and whenever it changes.
     pub fn news(&self) -> watch::Receiver<EpochNews> {
         self.news.subscribe()
     }
 
-    /// Puts a request into the line.
     pub fn ask(&self, ask: Ask) {
         // The receiver is ours: it is there as long as we are.
         let _ = self.asks.send(ask);

@@ -1,7 +1,7 @@
 //! The GPUs of one endpoint: a worker on each, started, opened, and started anew when it ends; and the communicator of its epoch.
 //!
 //! Decides which of the visible GPUs belong to the endpoint, and what is told of them. It never decides whether a group uses them: that is
-//! membership's, by what [`Gpus::report`] says.
+//! membership's, by what `Gpus::report` says.
 
 mod beside;
 mod lending;
@@ -74,7 +74,6 @@ pub struct GpuSettings {
     pub child: bool,
 }
 
-/// What a group asks of workers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Wanted {
     /// NCCL's settings by the object; workers start with them.
@@ -101,15 +100,14 @@ impl Wanted {
 
 /// Which part of the visible GPUs is an endpoint's: its number among the endpoints of the pod, and how many there are.
 #[derive(Debug, Clone, Copy)]
-pub struct Share {
+pub(crate) struct Share {
     /// From 0.
     pub number: usize,
     /// At least 1.
     pub of: usize,
 }
 
-/// The GPUs of one endpoint. See the top of this file.
-pub struct Gpus {
+pub(crate) struct Gpus {
     core: Arc<Core>,
     settings: GpuSettings,
     share: Share,
@@ -135,7 +133,6 @@ impl Gpus {
         Arc::new(Self { core, settings, share, transport, seats, wanted, source, rings: Mutex::default() })
     }
 
-    /// The transport whose communicators are joined here.
     pub fn transport(&self) -> &Arc<NcclTransport> {
         &self.transport
     }
@@ -175,11 +172,6 @@ impl Gpus {
         self.seats.borrow().open().iter().map(|seat| seat.worker.clone()).collect()
     }
 
-    /// The ring on the first GPU, once a group asked for one.
-    pub fn ring(&self) -> Option<Ring> {
-        lock(&self.rings).first().cloned()
-    }
-
     /// What is told of the GPUs when an epoch is prepared; waits up to `within` for workers that are starting.
     pub async fn report(&self, within: Duration) -> GpuReport {
         self.transport.give_back();
@@ -214,7 +206,6 @@ impl Gpus {
         report
     }
 
-    /// Makes the id of an epoch's communicator.
     pub async fn unique_id(&self, within: Duration) -> Result<NcclId, Refusal> {
         let (worker, _) = self.first().ok_or_else(|| refusal(RefusalCode::Internal, "its GPU worker is gone"))?;
         worker.unique_id(within).await.map_err(|error| refusal(RefusalCode::Internal, error.to_string()))

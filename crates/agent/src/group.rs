@@ -15,9 +15,7 @@ use weightsync_core::weights::DigestAlgorithm;
 /// Who this agent is, for life.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Me {
-    /// The pod and this life of the agent.
     pub incarnation: Incarnation,
-    /// Source or rollout.
     pub role: Role,
     /// Port of the engine beside it; none for a source.
     pub port: Option<u16>,
@@ -25,24 +23,19 @@ pub struct Me {
 
 /// A group whose every member is known and reachable.
 pub struct Epoch {
-    /// What was prepared.
     pub prepared: Arc<PrepareRequest>,
-    /// What was committed.
     pub commit: CommitRequest,
 }
 
 impl Epoch {
-    /// The group's identity.
     pub fn id(&self) -> &EpochId {
         &self.prepared.id
     }
 
-    /// Name of this agent in the group.
     pub fn me(&self) -> &MemberName {
         &self.prepared.member
     }
 
-    /// Where a member is reached.
     pub fn address(&self, member: &MemberName) -> Option<&MemberAddress> {
         self.commit.addresses.iter().find(|address| &address.member == member)
     }
@@ -73,7 +66,6 @@ impl Epoch {
         source.or(self.commit.feeder.as_ref())
     }
 
-    /// Whether somebody of the group can publish.
     pub fn has_source(&self) -> bool {
         self.prepared.roster.members.iter().any(|member| member.role == Role::Source)
     }
@@ -98,12 +90,10 @@ impl Epoch {
         self.commit.returned.is_some_and(|returned| returned.left(version))
     }
 
-    /// How digests of versions that are published in this group are computed.
     pub fn algorithm(&self) -> DigestAlgorithm {
         if self.communicator().is_some() || self.engines().is_some() { DigestAlgorithm::Gsum64 } else { DigestAlgorithm::Xxh3_128 }
     }
 
-    /// The communicator between the GPUs of this group, where it has one.
     pub fn communicator(&self) -> Option<&CommunicatorPlan> {
         self.commit.transport.nccl.as_ref()
     }
@@ -113,12 +103,10 @@ impl Epoch {
         self.commit.transport.engines.as_ref()
     }
 
-    /// Whether a member has a rank of the communicator.
     pub fn has_rank(&self, member: &MemberName) -> bool {
         self.communicator().is_some_and(|plan| plan.seat(member).is_some())
     }
 
-    /// Whether the agent of that pod may lead updates of this group.
     pub fn may_lead(&self, pod_uid: &str) -> bool {
         let roster = &self.prepared.roster;
         let leads = |member: &&RosterMember| member.role == Role::Source || self.commit.feeder.as_ref() == Some(&member.name);
@@ -129,7 +117,6 @@ impl Epoch {
 /// Where an agent stands towards its group.
 #[derive(Clone, Default)]
 pub enum Standing {
-    /// In no group.
     #[default]
     Idle,
     /// Asked to be in a group; others are not known yet.
@@ -141,7 +128,6 @@ pub enum Standing {
 }
 
 impl Standing {
-    /// The epoch it is about.
     pub fn id(&self) -> Option<&EpochId> {
         match self {
             Self::Idle => None,
@@ -150,7 +136,6 @@ impl Standing {
         }
     }
 
-    /// The committed group.
     pub fn committed(&self) -> Option<&Arc<Epoch>> {
         match self {
             Self::Committed(epoch) => Some(epoch),
@@ -163,10 +148,7 @@ impl Standing {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Step {
     /// Something new; `ended` is the epoch that it replaced.
-    Taken {
-        /// The epoch that is over by this.
-        ended: Option<EpochId>,
-    },
+    Taken { ended: Option<EpochId> },
     /// The same message as before: answer the same, do nothing.
     Again,
 }
@@ -180,17 +162,14 @@ pub struct Group {
 }
 
 impl Group {
-    /// In no group yet.
     pub fn new(me: Me) -> Self {
         Self { me, standing: Standing::Idle, over: None, released: None }
     }
 
-    /// Who this agent is.
     pub fn me(&self) -> &Me {
         &self.me
     }
 
-    /// Where it stands.
     pub fn standing(&self) -> &Standing {
         &self.standing
     }
@@ -378,7 +357,6 @@ impl Group {
     }
 }
 
-/// A refusal with these words.
 pub fn refusal(code: RefusalCode, message: impl Into<String>) -> Refusal {
     Refusal { code, message: message.into() }
 }

@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 
-pub use checkpoint::{FeedError, feed_checkpoint};
+pub(crate) use checkpoint::FeedError;
+pub use checkpoint::feed_checkpoint;
 pub use memory::{MemoryFeed, feed_memory};
 
 use weightsync_core::protocol::HeldVersion;
@@ -28,7 +29,7 @@ const MAKE: Duration = Duration::from_secs(5);
 const TOUCH: Part = Part { offset: 0, bytes: 8, first_word: 0 };
 
 /// An install that is fed from slots.
-pub struct HandOver {
+pub(crate) struct HandOver {
     install: Box<dyn DeviceInstall>,
     /// One for each slot of each GPU, made on first use.
     events: HashMap<(usize, u32), Event>,

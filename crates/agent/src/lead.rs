@@ -49,12 +49,10 @@ pub struct Leader {
 }
 
 impl Leader {
-    /// Leads in the name of this agent.
     pub fn new(core: Arc<Core>, client: AgentClient, transport: Arc<dyn Transport>) -> Arc<Self> {
         Arc::new(Self { core, client, transport, peers: Mutex::new(None), gpus: OnceLock::new(), engines: Mutex::default() })
     }
 
-    /// The shared parts of its agent.
     pub fn core(&self) -> &Arc<Core> {
         &self.core
     }
@@ -64,7 +62,6 @@ impl Leader {
         let _ = self.gpus.set(gpus);
     }
 
-    /// The GPUs of this endpoint.
     pub fn gpus(&self) -> Option<&Arc<Gpus>> {
         self.gpus.get()
     }
@@ -80,7 +77,6 @@ impl Leader {
         fresh
     }
 
-    /// Listens to nobody any more.
     pub fn forget_peers(&self) {
         lock(&self.peers).take();
     }

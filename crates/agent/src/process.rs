@@ -19,7 +19,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep_until;
 use tokio_util::sync::CancellationToken;
 
-pub use self::endpoint::EngineFactory;
+pub(crate) use self::endpoint::EngineFactory;
 use self::endpoint::{Running, Session};
 pub use self::numbers::DEFINITIONS as METRICS;
 use self::pages::Pages;
@@ -31,8 +31,8 @@ use weightsync_net::backoff::Backoff;
 use weightsync_net::https::{ControllerClient, Limits, serve_plain};
 use weightsync_net::identity::{Identity, IdentityError};
 
-/// What a process is told when it starts.
 #[derive(Clone)]
+#[allow(missing_docs)]
 pub struct Settings {
     /// What the pod is by its label; the object's word decides in the end.
     pub role: Role,
@@ -52,13 +52,9 @@ pub struct Settings {
     pub ca_pem: String,
     /// Where versions lie and what belongs beside them; the name of each endpoint is added.
     pub places: super::rollout::Places,
-    /// The trainer's socket.
     pub socket: ClientServerConfig,
-    /// Speaks to engines.
     pub engines: EngineFactory,
-    /// How much memory there is.
     pub cgroups: super::space::Cgroups,
-    /// Which GPUs, and how workers are started on them.
     pub gpus: super::gpu::GpuSettings,
     /// How the command ended that runs below this agent, once it did; none for an agent that started no command.
     pub command: Option<watch::Receiver<Option<String>>>,
@@ -76,7 +72,6 @@ impl Settings {
     }
 }
 
-/// Why an agent cannot run.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum AgentError {
@@ -173,7 +168,6 @@ async fn sessions(session: &Session, pages: &Pages, cancel: &CancellationToken) 
     }
 }
 
-/// Why a claim is over.
 enum Ended {
     Cancelled,
     /// Nobody, or somebody else, claims the pod.

@@ -11,44 +11,35 @@ use super::version_source::VersionSource;
 use weightsync_core::protocol::{Activation, PublishError, PublishErrorCode, PublishResult, UpdatePhase, Version};
 
 /// A publish whose turn has come.
+#[allow(missing_docs)]
 pub struct PublishJob {
     /// Number of the version; not yet compared with what was published before.
     pub version: Version,
-    /// When engines switch.
     pub activation: Activation,
-    /// The whole publish ends here.
     pub deadline: Instant,
     /// Set when the trainer gave the publish up, or went away before its bytes were released.
     pub cancel: CancellationToken,
-    /// The bytes.
     pub source: Box<dyn VersionSource>,
-    /// Where the outcome goes.
     pub reporter: Reporter,
 }
 
-/// What a [`Reporter`] says.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Report {
-    /// It got on.
+pub(crate) enum Report {
     Progress(Progress),
     /// Delivered everywhere it will be; waits for [`Reports::activate`].
     Staged,
     /// `minReady` was reached.
     Done(PublishResult),
-    /// It failed.
     Failed(PublishError),
 }
 
-/// How far an update is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
-    /// Its step.
+pub(crate) struct Progress {
     pub phase: UpdatePhase,
     /// Bytes that the slowest member received.
     pub bytes: u64,
 }
 
-/// Why an activation did not come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum NotActivated {
@@ -67,14 +58,13 @@ pub struct Reporter {
 }
 
 /// The other end: a trainer's connection, or the loop that publishes a checkpoint that the object names.
-pub struct Reports {
+pub(crate) struct Reports {
     reports: mpsc::UnboundedReceiver<Report>,
     progress: watch::Receiver<Option<Progress>>,
     activated: watch::Sender<bool>,
 }
 
-/// Two connected ends.
-pub fn reporting() -> (Reporter, Reports) {
+pub(crate) fn reporting() -> (Reporter, Reports) {
     // Unbounded, yet at most two reports are ever sent: staged and the outcome.
     let (to_reports, reports) = mpsc::unbounded_channel();
     let (to_progress, progress) = watch::channel(None);
@@ -141,7 +131,6 @@ impl Reports {
         }
     }
 
-    /// Lets a staged version be activated.
     pub fn activate(&self) {
         self.activated.send_replace(true);
     }

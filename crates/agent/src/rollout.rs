@@ -1,6 +1,6 @@
 //! One engine's agent: receives versions, verifies them, has the engine switched, and says what the engine holds.
 //!
-//! The decisions are in [`machine`] (what follows in an update) and [`readiness`] (whether the pod may serve); this room carries them out.
+//! The decisions are in `machine` (what follows in an update) and `readiness` (whether the pod may serve); this room carries them out.
 //! It never resumes an engine that may hold half an update, and never calls a version installed that the engine's present start did not confirm.
 
 mod arriving;
@@ -11,10 +11,10 @@ mod external;
 mod going_back;
 mod group;
 mod leaving;
-pub mod machine;
+pub(crate) mod machine;
 mod memory;
 mod owed;
-pub mod readiness;
+pub(crate) mod readiness;
 mod receive;
 pub(super) mod ring;
 mod supervise;
@@ -23,7 +23,7 @@ mod through_gpus;
 mod through_memory;
 mod update;
 mod version;
-pub mod version_dir;
+pub(crate) mod version_dir;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -40,8 +40,8 @@ use self::companions::Companions;
 use self::machine::Machine;
 use self::readiness::Assigned;
 use self::supervise::Probed;
-pub use self::update::{LONG_POLL, PAUSING};
-pub use self::version::Version;
+pub(crate) use self::update::{LONG_POLL, PAUSING};
+pub(crate) use self::version::Version;
 use self::version_dir::{AgentDir, DirError};
 use super::core::{Core, lock};
 use super::gpu::Gpus;
@@ -69,10 +69,8 @@ pub struct Places {
     pub name: String,
 }
 
-/// Why a rollout cannot start.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
-pub enum StartError {
+pub(crate) enum StartError {
     #[error("the version directory cannot be used: {0}")]
     Directory(#[from] DirError),
     #[error("the model directory {path} cannot be read: {source}")]
@@ -81,8 +79,7 @@ pub enum StartError {
     Shared { path: String, source: io::Error },
 }
 
-/// One engine's agent.
-pub struct Rollout {
+pub(crate) struct Rollout {
     core: Arc<Core>,
     engine: Arc<dyn Engine>,
     places: Places,
@@ -173,12 +170,6 @@ impl Rollout {
         Ok(Arc::new(rollout))
     }
 
-    /// The shared parts of its agent.
-    pub fn core(&self) -> &Arc<Core> {
-        &self.core
-    }
-
-    /// What the controller wants of it.
     pub fn assign(&self, assigned: Assigned) {
         self.core.learn_current(assigned.current.as_ref());
         self.assigned.send_replace(assigned);
@@ -217,7 +208,6 @@ impl Rollout {
         Ok(())
     }
 
-    /// The epoch of the attempt that runs is over.
     pub fn epoch_over(&self, reason: &str) {
         self.with(|inner| {
             if inner.machine.epoch_over(reason) {
@@ -231,7 +221,6 @@ impl Rollout {
         self.with(|inner| inner.held().find(|version| same_version(&version.held, wanted)).cloned())
     }
 
-    /// Whether the pod may serve, or why not.
     pub fn ready(&self) -> Result<(), String> {
         let released = self.core.released();
         let current = self.core.current();
@@ -277,12 +266,10 @@ impl Rollout {
         self.changed.subscribe()
     }
 
-    /// What kind of engine is beside it.
     pub fn engine_kind(&self) -> &'static str {
         self.engine.kind()
     }
 
-    /// The engine's port.
     pub fn port(&self) -> u16 {
         self.core.me().port.unwrap_or(0)
     }

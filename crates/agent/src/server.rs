@@ -26,24 +26,17 @@ use weightsync_core::protocol::{
 use weightsync_net::https::{Failed, Valid, ndjson};
 use weightsync_net::identity::PeerIdentity;
 
-/// What an endpoint does in its group.
 #[derive(Clone)]
 pub enum Part {
-    /// Leads.
-    Source(Arc<Source>),
-    /// Receives and installs.
+    Source(#[allow(dead_code)] Arc<Source>),
     Rollout(Arc<Rollout>),
 }
 
 /// One endpoint: a member of a group, or one that waits to become one.
 pub struct Endpoint {
-    /// Group and facts.
     pub core: Arc<Core>,
-    /// Leads updates and feeds.
     pub leader: Arc<Leader>,
-    /// Source or rollout.
     pub part: Part,
-    /// Where its data listener is bound.
     pub data_address: String,
 }
 

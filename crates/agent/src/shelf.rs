@@ -7,9 +7,7 @@ use std::sync::Arc;
 use super::rollout::same_version;
 use weightsync_core::protocol::HeldVersion;
 
-/// Something that can lie on a shelf.
 pub trait Shelved {
-    /// Which version it is.
     fn held(&self) -> &HeldVersion;
 
     /// Memory that it takes, in bytes.
@@ -33,7 +31,6 @@ impl<T: Shelved> Shelf<T> {
         self.0.insert(0, item);
     }
 
-    /// Takes one away.
     pub fn remove(&mut self, held: &HeldVersion) -> Option<Arc<T>> {
         let at = self.0.iter().position(|item| item.held() == held)?;
         Some(self.0.remove(at))
@@ -47,7 +44,6 @@ impl<T: Shelved> Shelf<T> {
         }
     }
 
-    /// The one of that version.
     pub fn find(&self, wanted: &HeldVersion) -> Option<&Arc<T>> {
         self.0.iter().find(|item| same_version(item.held(), wanted))
     }

@@ -34,7 +34,6 @@ use weightsync_core::protocol::{HeldVersion, PublishResult, RosterView};
 /// Longest wait for the roster to say what a publish is about to say: replicas speak to it on connections of their own.
 const IN_ROSTER: Duration = Duration::from_secs(1);
 
-/// The source's agent.
 pub struct Source {
     core: Arc<Core>,
     leader: Arc<Leader>,

@@ -9,10 +9,8 @@ use std::path::{Path, PathBuf};
 /// Memory that is never asked for, so that the other processes of the pod have room to breathe: 1/32 of the limit.
 const RESERVE: u64 = 32;
 
-/// Too little room.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
-pub enum NoSpace {
+pub(crate) enum NoSpace {
     #[error("{wanted} bytes of memory are needed, {free} are free under the limit of {limit} in {place}")]
     Memory { wanted: u64, free: u64, limit: u64, place: String },
     #[error("{wanted} bytes are needed in {place}, {free} are free")]
@@ -24,17 +22,16 @@ pub enum NoSpace {
 /// A limit of a control group and what is used of it, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryLimit {
-    /// Where it was found.
-    pub place: PathBuf,
+    pub(crate) place: PathBuf,
     /// The limit.
     pub limit: u64,
     /// What counts against it and cannot be dropped: usage without inactive file cache.
-    pub used: u64,
+    pub(crate) used: u64,
 }
 
 impl MemoryLimit {
     /// Bytes that may still be used.
-    pub fn free(&self) -> u64 {
+    pub(crate) fn free(&self) -> u64 {
         self.limit.saturating_sub(self.limit / RESERVE).saturating_sub(self.used)
     }
 }
@@ -53,7 +50,8 @@ impl Cgroups {
     }
 
     /// With another mount point and another text of `/proc/self/cgroup`.
-    pub fn at(root: PathBuf, own: String) -> Self {
+    #[cfg(test)]
+    pub(crate) fn at(root: PathBuf, own: String) -> Self {
         Self { root, own }
     }
 
@@ -62,8 +60,7 @@ impl Cgroups {
         self.levels().into_iter().filter_map(|(directory, v2)| read_limit(&directory, v2)).min_by_key(MemoryLimit::free)
     }
 
-    /// Refuses when `wanted` bytes do not fit.
-    pub fn check(&self, wanted: u64) -> Result<(), NoSpace> {
+    pub(crate) fn check(&self, wanted: u64) -> Result<(), NoSpace> {
         match self.tightest() {
             Some(limit) if limit.free() < wanted => {
                 Err(NoSpace::Memory { wanted, free: limit.free(), limit: limit.limit, place: limit.place.display().to_string() })
@@ -114,14 +111,14 @@ fn read_number(path: &Path) -> Option<u64> {
 }
 
 /// Bytes that may still be written below a directory.
-pub fn free_in(directory: &Path) -> Result<u64, NoSpace> {
+pub(crate) fn free_in(directory: &Path) -> Result<u64, NoSpace> {
     let found = rustix::fs::statvfs(directory)
         .map_err(|cause| NoSpace::Unknown { place: directory.display().to_string(), cause: cause.to_string() })?;
     Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 /// Whether files below a directory are memory (tmpfs, ramfs).
-pub fn is_memory(directory: &Path) -> bool {
+fn is_memory(directory: &Path) -> bool {
     const TMPFS: u64 = 0x0102_1994;
     const RAMFS: u64 = 0x8584_58f6;
     rustix::fs::statfs(directory).is_ok_and(|found| {
@@ -131,7 +128,7 @@ pub fn is_memory(directory: &Path) -> bool {
 }
 
 /// Refuses when `wanted` bytes do not fit into a directory; where its files are memory, the control group is asked as well.
-pub fn check_directory(directory: &Path, wanted: u64, cgroups: &Cgroups) -> Result<(), NoSpace> {
+pub(crate) fn check_directory(directory: &Path, wanted: u64, cgroups: &Cgroups) -> Result<(), NoSpace> {
     let free = free_in(directory)?;
     if free < wanted {
         return Err(NoSpace::Directory { wanted, free, place: directory.display().to_string() });

@@ -20,13 +20,12 @@ pub struct Surroundings {
     root: PathBuf,
 }
 
+#[allow(missing_docs)]
 impl Surroundings {
-    /// Of this process.
     pub fn of_this_process() -> Self {
         Self::at(Path::new("/"))
     }
 
-    /// Below another root.
     pub fn at(root: &Path) -> Self {
         Self { root: root.to_owned() }
     }
@@ -45,7 +44,6 @@ impl Surroundings {
         }
     }
 
-    /// This process.
     pub fn own(&self) -> ProcessView {
         self.process("self").unwrap_or_default()
     }

@@ -50,7 +50,6 @@ pub trait VersionSource: Send {
     }
 }
 
-/// Why a source gives no bytes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SourceError {

@@ -18,9 +18,7 @@ const STEADY: Duration = Duration::from_secs(1);
 /// One that is open for less than this is not replaced: the announcement may have been sent before the agent saw it.
 const FRESH: Duration = Duration::from_millis(500);
 
-/// What comes from an agent.
 pub(super) enum Heard {
-    /// A line.
     Event(Box<AgentEvent>),
     /// Nothing more will come.
     Lost(String),
@@ -41,7 +39,6 @@ pub(super) struct Attachment {
     _task: AbortOnDropHandle<()>,
 }
 
-/// Whom to listen to, and how.
 pub(super) struct Listener {
     pub(super) client: AgentClient,
     pub(super) agent: Incarnation,

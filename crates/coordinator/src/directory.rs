@@ -2,8 +2,9 @@
 //! enrolment server. Answers "not known yet" until it was filled once, so that a restarted controller sends no agent away.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
@@ -12,10 +13,8 @@ use weightsync_core::protocol::{Announcement, Assignment, HeldVersion, Rejection
 
 /// What an object claims of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Claimed {
-    /// UID of the object.
+pub(crate) struct Claimed {
     pub weightsync: String,
-    /// What it wants of the pod's agent.
     pub assignment: Assignment,
 }
 
@@ -53,10 +52,6 @@ struct Object {
 }
 
 impl Directory {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// An agent of some object was heard of for the first time.
     pub(super) fn arrived(&self) {
         self.0.arrival.send_replace(Some(Instant::now()));
@@ -69,7 +64,7 @@ impl Directory {
 
     /// Makes an object known; `created` is its creation time in ms since 1970.
     pub(super) fn add(&self, weightsync: &str, created: u64, announcements: mpsc::Sender<Announcement>) {
-        let mut inner = self.lock();
+        let mut inner = self.0.inner.lock();
         let claims = inner.objects.remove(weightsync).map(|object| object.claims).unwrap_or_default();
         inner.objects.insert(weightsync.to_owned(), Object { created, claims, current: None, returned: None, newest: None, announcements });
     }
@@ -83,7 +78,7 @@ impl Directory {
         returned: Option<Returned>,
         newest: Option<Version>,
     ) -> News {
-        let mut inner = self.lock();
+        let mut inner = self.0.inner.lock();
         let Some(object) = inner.objects.get_mut(weightsync) else { return News::Nothing };
         let news = News::between((object.current.as_ref(), object.returned, object.newest), (current, returned, newest));
         (object.current, object.returned, object.newest) = (current.cloned(), returned, newest);
@@ -93,34 +88,34 @@ impl Directory {
     /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current`, `returned` and `newest` are filled in here).
     /// Nothing happens to an unknown object.
     pub fn claim(&self, weightsync: &str, claims: HashMap<String, Assignment>) {
-        if let Some(object) = self.lock().objects.get_mut(weightsync) {
+        if let Some(object) = self.0.inner.lock().objects.get_mut(weightsync) {
             object.claims = claims;
         }
     }
 
     /// Forgets an object: its agents are told that nobody claims them, and stop by themselves.
     pub fn remove(&self, weightsync: &str) {
-        self.lock().objects.remove(weightsync);
+        self.0.inner.lock().objects.remove(weightsync);
     }
 
     /// From now on a pod without a claim has none: all objects were looked at.
     pub fn settle(&self) {
-        self.lock().settled = true;
+        self.0.inner.lock().settled = true;
     }
 
     /// Forgets everything and answers "not known yet" again (the lease was lost).
     pub fn unsettle(&self) {
-        *self.lock() = Inner::default();
+        *self.0.inner.lock() = Inner::default();
     }
 
     /// An answer for whoever asks before all objects were looked at.
     pub(super) fn settled(&self) -> Result<(), Rejection> {
-        self.lock().settled()
+        self.0.inner.lock().settled()
     }
 
     /// Who claims the pod of that UID; the older object where two do.
-    pub fn claim_of(&self, pod_uid: &str) -> Result<Claimed, Rejection> {
-        let inner = self.lock();
+    pub(crate) fn claim_of(&self, pod_uid: &str) -> Result<Claimed, Rejection> {
+        let inner = self.0.inner.lock();
         inner.settled()?;
         let claims = inner.objects.iter().filter_map(|(uid, object)| {
             let assignment = object.claims.get(pod_uid)?;
@@ -138,7 +133,7 @@ impl Directory {
 
     /// Passes an announcement on to its object's coordinator.
     pub(super) fn announce(&self, weightsync: &str, announcement: Announcement) -> Result<(), Rejection> {
-        let announcements = self.lock().objects.get(weightsync).map(|object| object.announcements.clone());
+        let announcements = self.0.inner.lock().objects.get(weightsync).map(|object| object.announcements.clone());
         let later = |message: &str| Rejection { message: message.into(), retryable: true };
         let announcements = announcements.ok_or_else(|| later("the object's coordinator does not run yet"))?;
         announcements.try_send(announcement).map_err(|_| later("the object's coordinator is busy"))

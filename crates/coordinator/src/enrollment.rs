@@ -21,12 +21,11 @@ const VERIFY: Duration = Duration::from_secs(10);
 
 /// The pod that a token proves.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub struct ProvenPod {
     /// Its namespace; `local` on one host.
     pub namespace: String,
-    /// Its name.
     pub pod: String,
-    /// Its UID.
     pub pod_uid: String,
 }
 
@@ -38,12 +37,10 @@ pub trait TokenVerifier: Send + Sync {
 }
 
 /// What the enrolment server works with.
+#[allow(missing_docs)]
 pub struct Enrollment {
-    /// Signs certificates.
     pub ca: Arc<Ca>,
-    /// Checks tokens.
     pub verifier: Arc<dyn TokenVerifier>,
-    /// Knows claims.
     pub directory: Directory,
     /// Lifetime of certificates; agents renew after a third of it, so that a controller may be away for the rest.
     pub lifetime: Duration,

@@ -17,7 +17,7 @@ mod run;
 pub(crate) mod tests;
 mod tokens;
 
-pub use directory::{Claimed, Directory};
+pub use directory::Directory;
 pub use enrollment::{Enrollment, ProvenPod, TokenVerifier, keep_certified, router};
 pub use ports::{CoordinatorEvent, EpochStore, EventSink, PersistError};
 pub use run::{Context, Coordinator, CoordinatorHandle, Ended, Timing, Wanted};

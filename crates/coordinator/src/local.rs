@@ -16,5 +16,4 @@ mod update;
 pub use group::{Group, GroupError, GroupSpec};
 pub use pod::{EngineProgram, PodSpec};
 pub use port::free_port;
-pub use store::FileStore;
 pub use update::UpdateFile;

@@ -11,7 +11,6 @@ use weightsync_core::protocol::{HeldVersion, Incarnation, Returned, Version};
 /// What is new in what goes out with each assignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum News {
-    /// Nothing.
     Nothing,
     /// Another version counts. Members of the group know it by the update itself.
     Version,

@@ -26,14 +26,11 @@ pub trait EpochStore: Send + Sync {
 
 /// Something to tell people.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub struct CoordinatorEvent {
-    /// Why, as a word.
     pub reason: Reason,
-    /// What happened.
     pub message: String,
-    /// Whom it is about.
     pub member: Option<MemberName>,
-    /// Whether something is wrong.
     pub warning: bool,
 }
 

@@ -49,29 +49,24 @@ impl Default for Timing {
 
 /// What whoever plans wants of the object now. Only the latest counts.
 #[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
 pub struct Wanted {
-    /// The rules.
     pub config: MembershipConfig,
     /// Who could take part, and who could not; none before the first plan.
     pub members: Option<(Vec<Candidate>, Vec<LeftOut>)>,
-    /// Whether the object is suspended.
     pub suspend: bool,
-    /// Whether the object is being deleted.
     pub delete: bool,
 }
 
 /// What a coordinator works with.
 #[derive(Clone)]
+#[allow(missing_docs)]
 pub struct Context {
-    /// Calls agents.
     pub client: AgentClient,
     /// Where announcements come from; the coordinator adds its object, whoever owns the object claims pods and removes it.
     pub directory: Directory,
-    /// Writes the epoch.
     pub store: Arc<dyn EpochStore>,
-    /// Tells people.
     pub events: Arc<dyn EventSink>,
-    /// Its deadlines.
     pub timing: Timing,
 }
 

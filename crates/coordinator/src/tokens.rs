@@ -1,12 +1,13 @@
 //! Tokens for agents that have no projected one: each is made for one pod, works once, and ends soon. Only digests are kept.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::enrollment::{ProvenPod, TokenVerifier};
@@ -34,7 +35,7 @@ impl SingleUseTokens {
     pub fn mint(&self, pod: ProvenPod) -> String {
         let token = format!("{PREFIX}{}", URL_SAFE_NO_PAD.encode(rand::random::<[u8; 32]>()));
         let now = Instant::now();
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open.lock();
         open.retain(|_, (end, _)| *end > now);
         if open.len() >= MAX_OPEN {
             let first = open.iter().min_by_key(|(_, (end, _))| *end).map(|(digest, _)| *digest);
@@ -53,7 +54,7 @@ impl SingleUseTokens {
 #[async_trait]
 impl TokenVerifier for SingleUseTokens {
     async fn verify(&self, token: &str) -> Result<ProvenPod, Rejection> {
-        let found = self.open.lock().unwrap_or_else(PoisonError::into_inner).remove(&blake3::hash(token.as_bytes()));
+        let found = self.open.lock().remove(&blake3::hash(token.as_bytes()));
         match found {
             Some((end, pod)) if end > Instant::now() => Ok(pod),
             _ => Err(Rejection { message: "the token is unknown, used or ended".into(), retryable: false }),

@@ -41,11 +41,10 @@ struct Inner<S> {
     server: S,
     /// The checkpoint that the server was started with, as this process sees it: as we were told, or else the path that the server
     /// names, if there is one here.
-    served_model: std::sync::Mutex<Option<PathBuf>>,
+    served_model: parking_lot::Mutex<Option<PathBuf>>,
     start: StartWatch,
     /// Held by whoever changes the engine: two installs, or an install and a resume, must not meet.
     turn: Arc<Mutex<()>>,
-    /// The group that it was last brought into.
     group: LastGroup,
     proven: Proven,
     /// True while the engine core may be too busy to answer because of us.
@@ -55,7 +54,7 @@ struct Inner<S> {
 impl<S: Server> Adapter<S> {
     /// `record` is the place of its record; what else is kept beside it.
     pub(super) fn new(server: S, served_model: Option<PathBuf>, record: Option<&Path>) -> Self {
-        let served_model = std::sync::Mutex::new(served_model);
+        let served_model = parking_lot::Mutex::new(served_model);
         let inner = Inner {
             server,
             served_model,
@@ -71,7 +70,7 @@ impl<S: Server> Adapter<S> {
 
 impl<S: Server> Inner<S> {
     fn served_model(&self) -> Option<PathBuf> {
-        self.served_model.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+        self.served_model.lock().clone()
     }
 
     /// On one host, the path that the server names is ours too. A name of a hub, or a path of another container, decides nothing.
@@ -80,7 +79,7 @@ impl<S: Server> Inner<S> {
             && path.is_absolute()
             && path.is_dir()
         {
-            *self.served_model.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(path);
+            *self.served_model.lock() = Some(path);
         }
     }
 

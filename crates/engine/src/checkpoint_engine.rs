@@ -46,13 +46,11 @@ pub(super) type Call = BoxFuture<'static, Result<(), EngineError>>;
 /// What comes behind a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Then {
-    /// Another one.
     More,
     /// The end of the engine's call: its last answers and the reply to its call come at once.
     End,
 }
 
-/// Feeds all workers of one engine.
 pub(super) struct ParameterServer {
     url: String,
     channels: Vec<Channel>,
@@ -195,7 +193,6 @@ impl ParameterServer {
         Err(self.not_success(&refused))
     }
 
-    /// Waits for the end of the engine's call.
     async fn ended(&mut self, until: Until) -> Result<(), EngineError> {
         let Some(call) = self.call.as_mut() else { return Ok(()) };
         let ended = tokio::time::timeout(until.left(), call).await;

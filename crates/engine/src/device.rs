@@ -33,20 +33,17 @@ pub struct DeviceRoute {
 
 /// A version that will come as buckets in GPU memory.
 #[derive(Debug, Clone)]
+#[allow(missing_docs)]
 pub struct DeviceJob {
-    /// Number of the version.
     pub version: u64,
     /// Digest of its manifest, where it is known before the bytes are.
     pub manifest: Option<String>,
     /// Its tensors and buckets; cut between tensors.
     pub layout: Arc<Layout>,
-    /// What happens to running requests.
     pub pause: PausePolicy,
-    /// What happens to the KV and prefix cache.
     pub kv_cache: KvCachePolicy,
     /// What it is asked behind the switch; one token without it.
     pub canary: Option<CanaryPolicy>,
-    /// The whole install ends after this long.
     pub timeout: Duration,
     /// One bucket, and the engine's last step, must not take longer.
     pub silence: Duration,

@@ -12,25 +12,21 @@ use weightsync_core::protocol::HeldVersion;
 
 /// An engine that was marked for an update by the user's data plane.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub struct ExternalMark {
-    /// Its start.
     pub start: EngineStart,
     /// What distinguishes that start, in the server's words.
     pub(super) fingerprint: String,
-    /// What its version field held before.
     pub(super) before: Holding,
-    /// The version that it was marked for.
     pub version: HeldVersion,
 }
 
-/// What is to be proven.
 #[derive(Debug, Clone)]
+#[allow(missing_docs)]
 pub struct ExternalProof {
-    /// The engine as it was marked.
     pub mark: ExternalMark,
     /// What it must report as its weight version; none when the data plane writes nothing there.
     pub engine_version: Option<String>,
-    /// The proof ends after this long.
     pub timeout: Duration,
 }
 

@@ -12,10 +12,11 @@ pub(crate) mod snapshot;
 mod started;
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use self::snapshot::Snapshot;
@@ -39,7 +40,6 @@ const NEWER: &str = "use FastDeploy 2.6 or newer";
 /// What the engine waits for its workers before it answers with an error (`_call_worker(control_request, 60)`).
 const WORKERS: Duration = Duration::from_secs(60);
 
-/// The adapter for a FastDeploy server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let server = Fastdeploy {
         http: Arc::new(EngineHttp::new(&config)?),
@@ -57,7 +57,6 @@ struct Fastdeploy {
     processes: PathBuf,
     /// As this process sees it.
     model_directory: Mutex<Option<PathBuf>>,
-    /// Its process, as it was last found.
     seen: Mutex<Option<EngineProcess>>,
 }
 
@@ -67,9 +66,8 @@ impl Fastdeploy {
         success(self.http.url(), self.http.post(path, None, until).await?)
     }
 
-    /// Its process, where it can be seen.
     fn process(&self) -> Option<EngineProcess> {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.seen.lock();
         if let Some(process) = seen.as_ref().filter(|process| process.runs(&self.processes)) {
             return Some(process.clone());
         }
@@ -89,7 +87,7 @@ impl Fastdeploy {
 
     /// Where its model lies, as it says itself or as we were told.
     async fn model_directory(&self, until: Until) -> Result<PathBuf, EngineError> {
-        let known = self.model_directory.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let known = self.model_directory.lock().clone();
         if let Some(known) = known {
             return Ok(known);
         }
@@ -101,7 +99,7 @@ impl Fastdeploy {
                 "give the agent that directory (--model-dir, or a volume at the same path)",
             ));
         }
-        *self.model_directory.lock().unwrap_or_else(PoisonError::into_inner) = Some(root.clone());
+        *self.model_directory.lock() = Some(root.clone());
         Ok(root)
     }
 

@@ -15,7 +15,6 @@ use super::{DeviceJob, EngineError};
 use weightsync_core::weights::Layout;
 use weightsync_torch::Piece;
 
-/// One engine that takes buckets.
 #[async_trait]
 pub(super) trait Feed: Send {
     /// One bucket, whole tensors.
@@ -31,7 +30,6 @@ pub(super) trait Feed: Send {
     async fn fail(&mut self, reason: &str, until: Until);
 }
 
-/// What a feed is made of.
 pub(super) struct FeedJob<'a> {
     pub(super) job: &'a DeviceJob,
     pub(super) route: &'a DeviceRoute,

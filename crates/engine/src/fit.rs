@@ -34,7 +34,6 @@ fn is_tied(served: &Path) -> bool {
     config.get("tie_word_embeddings").and_then(serde_json::Value::as_bool).unwrap_or(false)
 }
 
-/// The comparison itself.
 pub(super) fn compare(served: &[TensorSpec], version: &[TensorSpec], tied: bool) -> Result<(), EngineError> {
     let offered: BTreeMap<&str, &[u64]> = version.iter().map(|tensor| (tensor.name.as_str(), tensor.shape.as_slice())).collect();
     let needed: BTreeMap<&str, &[u64]> = served.iter().map(|tensor| (tensor.name.as_str(), tensor.shape.as_slice())).collect();

@@ -22,16 +22,14 @@ use weightsync_core::protocol::{GroupFacts, GroupPlace};
 use weightsync_core::weights::{Layout, Section, WireBucket};
 use weightsync_torch::{TorchError, dtype_name};
 
-/// A group to be joined.
 #[derive(Clone)]
+#[allow(missing_docs)]
 pub struct GroupJoin {
     /// Its name: of one epoch only.
     pub name: String,
-    /// Where.
     pub place: GroupPlace,
     /// First rank of this engine.
     pub offset: u32,
-    /// Ranks in all.
     pub world: u32,
 }
 
@@ -71,13 +69,11 @@ pub trait EngineGroup: Send + Sync {
 /// The group calls of one kind of server: paths, bodies and which reply means success. The order is the adapter's.
 #[async_trait]
 pub(super) trait GroupServer: Send + Sync {
-    /// See [`EngineGroup::facts`].
     async fn facts(&self, until: Until) -> Result<GroupFacts, EngineError>;
 
     /// Leaves the group of that name; an engine that is in none is no error. Without a name: whatever it is in, where that can be said.
     async fn leave(&self, name: Option<&str>, until: Until) -> Result<(), EngineError>;
 
-    /// Joins.
     async fn join(&self, join: &GroupJoin, until: Until) -> Result<(), EngineError>;
 
     /// Whether it must be paused while it receives; else requests that run are ended before and after as the policy says.
@@ -94,7 +90,6 @@ pub(super) trait GroupServer: Send + Sync {
     async fn open(&self, name: &str, with_draft: bool, until: Until) -> Result<Box<dyn GroupFeed>, EngineError>;
 }
 
-/// One update of one kind of server.
 #[async_trait]
 pub(super) trait GroupFeed: Send + Sync {
     /// Whether somebody else's update was found open and closed: the engine may hold a mixture before anything was sent.
@@ -118,7 +113,6 @@ pub(super) trait GroupFeed: Send + Sync {
 /// Whose calls feed an engine from a group.
 pub(super) struct OfGroup {
     pub(super) server: Arc<dyn GroupServer>,
-    /// The group's name.
     pub(super) name: String,
     /// See [`EngineGroup::begin`].
     pub(super) asked: watch::Receiver<Option<u32>>,
@@ -153,7 +147,6 @@ pub(super) struct FromGroup {
     whole: Until,
     /// The bucket behind the one that the engine works on, which the engine was told of already.
     next: Option<(u32, Entering)>,
-    /// Which model the engine loads into.
     section: Section,
 }
 
@@ -299,7 +292,6 @@ pub(super) async fn join_by_store(http: &EngineHttp, join: &GroupJoin, until: Un
     post_ok(http, "/init_weights_update_group", &body, ("success", Value::Bool(true)), until).await
 }
 
-/// Leaves the group of that name, if there is one.
 pub(super) async fn leave_by_name(http: &EngineHttp, name: Option<&str>, until: Until) -> Result<(), EngineError> {
     let Some(name) = name else { return Ok(()) };
     let reply = http.post("/destroy_weights_update_group", Some(&json!({ "group_name": name })), until).await?;

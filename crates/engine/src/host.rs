@@ -43,8 +43,7 @@ pub enum HostDigest {
 }
 
 impl HostDigest {
-    /// Its name on the wire.
-    pub const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Xxh3_128 => "xxh3-128",
             Self::Blake3 => "blake3",
@@ -67,11 +66,8 @@ impl HostDigest {
     }
 }
 
-/// A digest for workers that is being computed.
 pub enum HostHasher {
-    /// xxh3-128.
     Xxh3(Box<BlockHasher>),
-    /// blake3.
     Blake3(Box<blake3::Hasher>),
 }
 
@@ -95,22 +91,17 @@ impl HostHasher {
 
 /// A version that will come as buckets in shared memory.
 #[derive(Debug, Clone)]
+#[allow(missing_docs)]
 pub struct HostJob {
-    /// Number of the version.
     pub version: u64,
     /// Digest of its manifest, where it is known before the bytes are.
     pub manifest: Option<String>,
-    /// Its tensors.
     pub layout: Arc<Layout>,
-    /// Where they will lie.
     pub memory: Arc<HostMemory>,
-    /// What happens to running requests.
     pub pause: PausePolicy,
-    /// What happens to the KV and prefix cache.
     pub kv_cache: KvCachePolicy,
     /// What it is asked behind the switch; one token without it.
     pub canary: Option<CanaryPolicy>,
-    /// The whole install ends after this long.
     pub timeout: Duration,
     /// One bucket, and the engine's last step, must not take longer.
     pub silence: Duration,
@@ -145,7 +136,7 @@ pub struct HostBucket {
 
 impl HostBucket {
     /// The model that its tensors are for: all of them for the same.
-    pub fn section(&self) -> Section {
+    pub(crate) fn section(&self) -> Section {
         self.tensors.first().map_or(Section::Model, |tensor| tensor.spec.section)
     }
 }

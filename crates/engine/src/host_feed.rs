@@ -17,7 +17,6 @@ pub(super) trait HostFeed: Send {
     /// A digest that all workers can compute.
     fn digest(&self) -> HostDigest;
 
-    /// Tells every worker of a bucket.
     async fn bucket(&mut self, bucket: &HostBucket, until: Until) -> Result<(), EngineError>;
 
     /// Has the engine load, from the first bucket on; returns when it is doing so. It is paused and marked.

@@ -26,7 +26,6 @@ pub(super) struct Until {
 }
 
 impl Until {
-    /// Ends `total` from now.
     pub(super) fn new(total: Duration) -> Self {
         Self { end: Instant::now() + total, total }
     }
@@ -46,7 +45,6 @@ impl Until {
         Self { end: self.end.checked_sub(reserve).unwrap_or(self.end), total: self.total.saturating_sub(reserve) }
     }
 
-    /// Ends after `most` if that is sooner.
     pub(super) fn at_most(&self, most: Duration) -> Self {
         let other = Self::new(most);
         if other.end < self.end { other } else { *self }
@@ -61,7 +59,6 @@ pub(super) struct Reply {
     body: Vec<u8>,
 }
 
-/// One engine server.
 pub(super) struct EngineHttp {
     client: Client,
     base: Url,
@@ -92,17 +89,14 @@ impl EngineHttp {
         self.base.as_str().trim_end_matches('/')
     }
 
-    /// The port in its address.
     pub(super) fn port(&self) -> u16 {
         self.base.port_or_known_default().unwrap_or(0)
     }
 
-    /// GET.
     pub(super) async fn get(&self, path: &str, until: Until) -> Result<Reply, EngineError> {
         self.send(Method::GET, path, None, until).await
     }
 
-    /// POST with a JSON body, or with none.
     pub(super) async fn post(&self, path: &str, body: Option<&Value>, until: Until) -> Result<Reply, EngineError> {
         self.send(Method::POST, path, body, until).await
     }
@@ -131,7 +125,6 @@ impl EngineHttp {
     }
 }
 
-/// Why a body could not be read.
 enum ReadError {
     Http(reqwest::Error),
     Engine(EngineError),
@@ -159,7 +152,6 @@ async fn read(mut response: Response, url: &str) -> Result<Vec<u8>, ReadError> {
 }
 
 impl Reply {
-    /// The HTTP status.
     pub(super) fn status(&self) -> u16 {
         self.status
     }
@@ -216,7 +208,6 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    /// The field `name` is exactly `expected`.
     pub(super) fn must(self, name: &str, expected: &Value) -> Result<Self, EngineError> {
         if self.value.get("error").is_some_and(|error| !error.is_null()) || self.value.get(name) != Some(expected) {
             return Err(self.not_success());
@@ -224,28 +215,23 @@ impl Answer {
         Ok(self)
     }
 
-    /// The field `name`.
     pub(super) fn field(&self, name: &str) -> Result<&Value, EngineError> {
         self.value.get(name).ok_or_else(|| self.bad(format!("it has no {name:?}")))
     }
 
-    /// The text in the field `name`.
     pub(super) fn string(&self, name: &str) -> Result<String, EngineError> {
         let text = self.field(name)?.as_str().ok_or_else(|| self.bad(format!("{name:?} is not text")))?;
         Ok(text.chars().take(SHOWN).collect())
     }
 
-    /// Whole JSON.
     pub(super) fn value(&self) -> &Value {
         &self.value
     }
 
-    /// The error for a reply that does not say success.
     pub(super) fn not_success(self) -> EngineError {
         EngineError::NotSuccess { body: shown(self.value.to_string().as_bytes()), url: self.url }
     }
 
-    /// The error for a reply that cannot be understood.
     pub(super) fn bad(&self, what: String) -> EngineError {
         EngineError::BadReply { url: self.url.clone(), what: format!("{what}: {}", shown(self.value.to_string().as_bytes())) }
     }

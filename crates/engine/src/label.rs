@@ -24,8 +24,7 @@ pub enum Holding {
 }
 
 impl Holding {
-    /// Reads what an engine reports.
-    pub fn parse(text: &str) -> Self {
+    pub(crate) fn parse(text: &str) -> Self {
         if text == STARTUP {
             return Self::Startup;
         }
@@ -40,8 +39,7 @@ impl Holding {
         }
     }
 
-    /// The text for an engine's version field.
-    pub fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         match self {
             Self::Startup => STARTUP.to_owned(),
             Self::Version(held) => format!("{}+{}", held.version, held.manifest),

@@ -4,25 +4,25 @@
 //! It decides the order of calls, which replies count as success, and what a half-done switch means. It never decides that a version
 //! is complete (the agent's coverage gate does) and never resumes an engine that may hold half an update.
 //!
-//! Before an adapter lets an engine touch its weights it writes a mark into the engine itself (see [`label`]), and takes it away with
+//! Before an adapter lets an engine touch its weights it writes a mark into the engine itself (see [`Holding`]), and takes it away with
 //! the last step. So whoever asks the engine later, a restarted agent included, learns whether it holds a version, its own start-up
 //! weights, or half an update. Why a replica that holds half an update stays paused: `docs/decisions/0003-half-an-update.md`.
 
 mod adapter;
 mod canary;
 mod checkpoint_engine;
-pub mod device;
+mod device;
 pub mod draft;
 mod evidence;
 mod external;
 mod fastdeploy;
 mod feed;
 mod fit;
-pub mod group;
-pub mod host;
+mod group;
+mod host;
 mod host_feed;
 mod http;
-pub mod label;
+mod label;
 mod lifeline;
 mod lmdeploy;
 mod process;
@@ -100,16 +100,14 @@ impl EngineStart {
 
 /// What to install, how, and how long it may take.
 #[derive(Debug, Clone)]
+#[allow(missing_docs)]
 pub struct InstallJob {
-    /// The version and the digest of its manifest.
     pub version: HeldVersion,
     /// Directory with `model.safetensors` (or shards and an index), config and tokenizer links, *as the engine sees it*.
     pub directory: PathBuf,
     /// The same directory as this process sees it: the adapter watches from here that the engine really opens every weight file.
     pub local_directory: PathBuf,
-    /// What happens to running requests.
     pub pause: PausePolicy,
-    /// What happens to the KV and prefix cache.
     pub kv_cache: KvCachePolicy,
     /// What it is asked behind the switch; one token without it. Asked only where the engine is not left as paused as a trainer has it.
     pub canary: Option<CanaryPolicy>,
@@ -297,7 +295,6 @@ pub struct EngineConfig {
     pub unproven_routes: bool,
 }
 
-/// How the adapter of one kind is made.
 type Connect = fn(EngineConfig) -> Result<Arc<dyn Engine>, EngineError>;
 
 /// All engines. To add one: a file, and a line here.

@@ -11,7 +11,6 @@ use rustix::net::RecvFlags;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-/// The connection.
 #[derive(Debug)]
 pub(super) struct Lifeline(TcpStream);
 
@@ -32,7 +31,6 @@ impl Lifeline {
         matches!(peeked, Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR))
     }
 
-    /// Returns when it stands no more.
     pub(super) async fn broke(&self) {
         // Whatever comes of it, it is the end.
         let _ = self.0.peek(&mut [0]).await;

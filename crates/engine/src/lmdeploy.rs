@@ -12,10 +12,11 @@ mod route;
 mod tensors;
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::adapter::Adapter;
@@ -37,7 +38,6 @@ const PORT: u16 = 23_333;
 const LIFE: Duration = Duration::from_secs(10);
 const NEWER: &str = "use LMDeploy 0.18 or newer with --backend pytorch";
 
-/// The adapter for an LMDeploy server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let http = Arc::new(EngineHttp::new(&config)?);
     let server = Lmdeploy {
@@ -55,7 +55,6 @@ struct Lmdeploy {
     http: Arc<EngineHttp>,
     record: Record,
     processes: PathBuf,
-    /// Its process, as it was last found.
     seen: Mutex<Option<EngineProcess>>,
     /// What a start of it was found to have; asked once, because an update must not wait for it each time.
     probed: Mutex<Option<Arc<route::Probed>>>,
@@ -98,16 +97,14 @@ impl Lmdeploy {
         self.http.post(path, Some(&json!({})), until).await?.ok()
     }
 
-    /// Name of the model that it serves.
     async fn model(&self, until: Until) -> Result<String, EngineError> {
         let answer = self.http.get("/v1/models", until).await?.json()?;
         let id = answer.value().pointer("/data/0/id").and_then(Value::as_str).map(str::to_owned);
         id.ok_or_else(|| answer.bad("it names no model".into()))
     }
 
-    /// Its process, where it can be seen.
     fn process(&self) -> Option<EngineProcess> {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.seen.lock();
         if let Some(process) = seen.as_ref().filter(|process| process.runs(&self.processes)) {
             return Some(process.clone());
         }
@@ -122,7 +119,7 @@ impl Lmdeploy {
     /// Its front answers, and one token now and then: nothing else shows a worker that is stuck in a collective operation.
     async fn lives(&self, until: Until) -> Result<(), EngineError> {
         let paused = self.is_paused(until).await?;
-        let proven = *self.token.lock().unwrap_or_else(PoisonError::into_inner);
+        let proven = *self.token.lock();
         if proven.is_some_and(|at| at.elapsed() < LIFE) || paused {
             return Ok(());
         }
@@ -277,7 +274,7 @@ impl Server for Lmdeploy {
         let generated = answer.value().pointer("/usage/completion_tokens").and_then(Value::as_u64);
         let reason = answer.value().pointer("/choices/0/finish_reason").and_then(Value::as_str);
         if generated.is_some_and(|tokens| tokens > 0) && reason != Some("error") {
-            *self.token.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+            *self.token.lock() = Some(Instant::now());
             return Ok(());
         }
         if reason == Some("abort") {

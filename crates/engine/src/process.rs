@@ -5,10 +5,8 @@
 
 use std::path::Path;
 
-/// A process that serves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct EngineProcess {
-    /// Its number.
     pub(super) pid: u32,
     /// Its number and start time: differs for each start.
     pub(super) start: String,
@@ -22,7 +20,6 @@ impl EngineProcess {
         started(&proc.join(self.pid.to_string())).is_some_and(|ticks| self.start == format!("{}@{ticks}", self.pid))
     }
 
-    /// Whether it was started with this option.
     pub(super) fn has(&self, option: &str) -> bool {
         self.words.iter().any(|word| word == option || word.strip_prefix(option).is_some_and(|rest| rest.starts_with('=')))
     }

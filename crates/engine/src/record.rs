@@ -6,8 +6,8 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::{EngineError, Holding};
@@ -15,13 +15,11 @@ use super::{EngineError, Holding};
 /// The fingerprint of a start that cannot be told from others.
 pub(super) const UNKNOWN: &str = "unknown";
 
-/// The record of one engine.
 pub(super) struct Record {
     file: Option<PathBuf>,
     written: Mutex<Option<Entry>>,
 }
 
-/// What was written, and of which start.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Entry {
     start: String,
@@ -42,13 +40,12 @@ impl Record {
                 next_step: "give the agent a directory that it can write to".into(),
             })?;
         }
-        *self.written.lock().unwrap_or_else(PoisonError::into_inner) = Some(entry);
+        *self.written.lock() = Some(entry);
         Ok(())
     }
 
-    /// What this start holds.
     pub(super) fn read(&self, start: &str) -> Holding {
-        let written = self.written.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let written = self.written.lock().clone();
         let own = written.is_some();
         let Some(entry) = written.or_else(|| self.file.as_deref().and_then(load)) else { return Holding::Startup };
         let holding = Holding::parse(&entry.holding);

@@ -20,7 +20,6 @@ use super::{EngineError, Holding, fit};
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::TensorSpec;
 
-/// What an engine tells of its sleep.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Sleeps {
     /// Its weights are off the GPU now, or given up.
@@ -29,19 +28,14 @@ pub(super) struct Sleeps {
     pub(super) times: u64,
 }
 
-/// The calls of one engine server.
 #[async_trait]
 pub(super) trait Server: Send + Sync + 'static {
-    /// Name of the kind.
     fn kind(&self) -> &'static str;
 
-    /// Base URL.
     fn url(&self) -> &str;
 
-    /// Whether the engine can be updated so at all.
     fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError>;
 
-    /// Whether it can load a directory at all.
     fn takes_directories(&self) -> Result<(), EngineError> {
         Ok(())
     }
@@ -69,10 +63,8 @@ pub(super) trait Server: Send + Sync + 'static {
     /// Pauses as the policy says ([`PausePolicy::External`]: as `Keep`), in a way that lets the cache be emptied later where that is wanted.
     async fn pause(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError>;
 
-    /// Whether it is paused.
     async fn is_paused(&self, until: Until) -> Result<bool, EngineError>;
 
-    /// Lets it run.
     async fn unpause(&self, until: Until) -> Result<(), EngineError>;
 
     /// Whether tensors are a whole replacement for the checkpoint at `served`, which this process sees.

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use serde_json::{Value, json};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
@@ -33,7 +33,6 @@ const KIND: &str = "sglang";
 /// Between two tries to empty a cache that something still holds.
 const CACHE_RETRY: Duration = Duration::from_millis(50);
 
-/// The adapter for an SGLang server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let server = Sglang { http: Arc::new(EngineHttp::new(&config)?), unproven_routes: config.unproven_routes };
     Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref())))
@@ -84,6 +83,11 @@ fn world_size(info: &Answer) -> Result<u32, EngineError> {
     size.ok_or_else(|| info.bad("its tp_size, pp_size and dp_size are no counts of ranks".to_owned()))
 }
 
+/// The xxh3-64 (seed 0) of a text, 16 lower-case hex digits.
+fn short_digest(text: &str) -> String {
+    format!("{:016x}", XxHash3_64::oneshot(text.as_bytes()))
+}
+
 #[async_trait]
 impl Server for Sglang {
     fn kind(&self) -> &'static str {
@@ -131,7 +135,7 @@ impl Server for Sglang {
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
         let info = self.server_info(until).await?;
         let of_one_start = json!([info.value().get("startup_time"), info.value().get("random_seed"), info.value().get("launch_command")]);
-        Ok(format!("{:016x}", xxh3_64(of_one_start.to_string().as_bytes())))
+        Ok(short_digest(&of_one_start.to_string()))
     }
 
     async fn holding(&self, until: Until) -> Result<Holding, EngineError> {
@@ -290,5 +294,18 @@ impl Server for Sglang {
             })
         };
         Ok(Box::new(CheckpointEngine::open(self.http.url(), &job, call).await?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_start_is_told_by_the_digest_of_xxhash_itself() {
+        // Python xxhash 4.1.0: xxhash.xxh3_64_hexdigest of each.
+        for (text, digest) in
+            [("", "2d06800538d394c2"), ("weightsync", "f149a24055f1e042"), (r#"[1.5,42,["sglang","serve"]]"#, "3e943f1ffdfdf8e0")]
+        {
+            assert_eq!(super::short_digest(text), digest, "{text}");
+        }
     }
 }

@@ -5,7 +5,9 @@
 //! Decides when two looks saw different starts, and whether what a look saw still holds. In doubt it says "another start": the cost is one
 //! more install, never stale weights.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::label::Holding;
 use super::lifeline::Lifeline;
@@ -13,7 +15,6 @@ use super::record::UNKNOWN;
 use super::server::Sleeps;
 use super::{EngineError, EngineStart};
 
-/// What was seen of an engine so far.
 #[derive(Debug, Default)]
 pub(super) struct StartWatch(Mutex<Seen>);
 
@@ -52,7 +53,7 @@ impl StartWatch {
     /// Takes a failed call into account: nobody listening, or a connection that broke, may be a restart.
     pub(super) fn failed(&self, error: &EngineError) {
         if matches!(error, EngineError::Unreachable { .. }) {
-            let mut seen = self.lock();
+            let mut seen = self.0.lock();
             if seen.answered {
                 seen.answered = false;
                 seen.generation += 1;
@@ -63,19 +64,19 @@ impl StartWatch {
 
     /// The adapter is about to write into the engine.
     pub(super) fn writing(&self) {
-        self.lock().writes += 1;
+        self.0.lock().writes += 1;
     }
 
     /// The adapter wrote this into the engine; none when it is not known whether it did.
     pub(super) fn wrote(&self, holding: Option<Holding>) {
-        let mut seen = self.lock();
+        let mut seen = self.0.lock();
         seen.written = holding;
         seen.writes += 1;
     }
 
     /// A fresh connection to whoever listens now; none when nobody takes one. To be told before a look that is to count between looks too.
     pub(super) fn hold(&self, fresh: Option<Lifeline>) {
-        let mut seen = self.lock();
+        let mut seen = self.0.lock();
         // The older one stands although the younger one was taken already: both lead to one process.
         if !seen.line.as_ref().is_some_and(|line| line.stands()) {
             seen.breaks += 1;
@@ -85,30 +86,29 @@ impl StartWatch {
 
     /// Whether the process of that start is there and was not replaced, seen without asking it.
     pub(super) fn is_still(&self, start: &EngineStart) -> bool {
-        let seen = self.lock();
+        let seen = self.0.lock();
         seen.known == Some(seen.breaks) && seen.start() == *start && seen.line.as_ref().is_some_and(|line| line.stands())
     }
 
     /// The connection to the process that was taken hold of last.
     pub(super) fn line(&self) -> Option<Arc<Lifeline>> {
-        self.lock().line.clone()
+        self.0.lock().line.clone()
     }
 
-    /// A look at the engine begins.
     pub(super) fn look(&self) -> Look {
-        let seen = self.lock();
+        let seen = self.0.lock();
         Look { writes: seen.writes, breaks: seen.breaks }
     }
 
     /// Whether the process that a look began with stood ever since.
     pub(super) fn stood_since(&self, look: Look) -> bool {
-        let seen = self.lock();
+        let seen = self.0.lock();
         look.breaks == seen.breaks && seen.line.as_ref().is_some_and(|line| line.stands())
     }
 
     /// The start that answered with this fingerprint (its start time or the like) and this label.
     pub(super) fn answered(&self, look: Look, fingerprint: &str, holding: &Holding) -> EngineStart {
-        let mut seen = self.lock();
+        let mut seen = self.0.lock();
         seen.answered = true;
         fingerprint.clone_into(&mut seen.fingerprint);
         let undisturbed = look.writes == seen.writes && look.writes.is_multiple_of(2);
@@ -131,7 +131,7 @@ impl StartWatch {
     /// What it says of sleeps that somebody else put it to. What it held counts no more from then on: one that sleeps deeply gives its weights up and
     /// keeps the label, so nothing else would show it.
     pub(super) fn slept(&self, sleep: Sleeps) {
-        let mut seen = self.lock();
+        let mut seen = self.0.lock();
         let before = seen.sleep.replace(sleep);
         let fell_asleep = sleep.now && !before.is_some_and(|before| before.now);
         // One that is over already counts as well.
@@ -140,18 +140,12 @@ impl StartWatch {
         }
     }
 
-    /// Whether it was asleep at the last look.
     pub(super) fn is_asleep(&self) -> bool {
-        self.lock().sleep.is_some_and(|sleep| sleep.now)
+        self.0.lock().sleep.is_some_and(|sleep| sleep.now)
     }
 
-    /// The start as it was last seen.
     pub(super) fn last(&self) -> EngineStart {
-        self.lock().start()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Seen> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().start()
     }
 }
 

@@ -6,9 +6,7 @@
 /// A way and the versions whose source says how it is used.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Unproven {
-    /// Engine, for people.
     pub(super) engine: &'static str,
-    /// The way.
     pub(super) way: &'static str,
     /// Versions that were seen on a GPU.
     pub(super) seen: &'static [&'static str],
@@ -17,7 +15,6 @@ pub(super) struct Unproven {
 }
 
 impl Unproven {
-    /// Whether it may be used, or why not.
     pub(super) fn allowed(self, version: &str, wanted: bool) -> Result<(), String> {
         let Self { engine, way, seen, read } = self;
         if seen.contains(&version) {

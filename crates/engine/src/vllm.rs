@@ -18,10 +18,11 @@ mod sleep;
 mod workers;
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use self::backend::Backend;
@@ -47,7 +48,6 @@ const CACHE_RETRY: Duration = Duration::from_millis(50);
 /// the cache, so that nothing of it is found there.
 const PROBE_TOKENS: usize = 16;
 
-/// The adapter for a vLLM server.
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let server = Vllm {
         http: Arc::new(EngineHttp::new(&config)?),
@@ -84,7 +84,7 @@ impl Vllm {
     /// those of the others are taken for replies to later calls (`v1/executor/multiproc_executor.py`; seen): of several ranks no success is
     /// believed behind a failure, until the server starts anew.
     async fn reload_weights(&self, arguments: Value, until: Until) -> Result<(), EngineError> {
-        let late = self.late.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let late = self.late.lock().clone();
         if let Some(late) = late
             && self.fingerprint(until).await? == late
         {
@@ -97,7 +97,7 @@ impl Vllm {
         let done = of_all_workers(&self.http, &json!({"method": "reload_weights", "kwargs": arguments}), until).await;
         if matches!(done, Err(EngineError::Status { status: 500, .. })) && self.size(until).await? > 1 {
             let start = self.fingerprint(until).await?;
-            *self.late.lock().unwrap_or_else(PoisonError::into_inner) = Some(start);
+            *self.late.lock() = Some(start);
         }
         done
     }
@@ -124,12 +124,12 @@ impl Vllm {
     /// Whether the server was started with our own back end; asked once for each start, because others log a refusal as an error.
     async fn has_backend(&self, until: Until) -> Result<bool, EngineError> {
         let start = self.fingerprint(until).await?;
-        let known = self.backend.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let known = self.backend.lock().clone();
         if let Some((_, there)) = known.filter(|(of, _)| *of == start && start != "unknown") {
             return Ok(there);
         }
         let there = session::is_there(&self.http, until).await?;
-        *self.backend.lock().unwrap_or_else(PoisonError::into_inner) = Some((start, there));
+        *self.backend.lock() = Some((start, there));
         Ok(there)
     }
 
@@ -301,9 +301,9 @@ impl Server for Vllm {
     async fn log_probs(&self, canary: &CanaryPolicy, until: Until) -> Result<LogProbs, EngineError> {
         let start = self.fingerprint(until).await?;
         // A short prompt of a user's as its first work may kill a worker: see `PROBE_TOKENS`.
-        if self.computed.lock().unwrap_or_else(PoisonError::into_inner).as_ref() != Some(&start) {
+        if self.computed.lock().as_ref() != Some(&start) {
             match self.generate(until).await {
-                Ok(()) => *self.computed.lock().unwrap_or_else(PoisonError::into_inner) = Some(start),
+                Ok(()) => *self.computed.lock() = Some(start),
                 Err(error @ (EngineError::Unreachable { .. } | EngineError::Timeout { .. })) => return Err(error),
                 // What it answers to the question is judged, not this.
                 Err(_) => {}
@@ -354,7 +354,7 @@ impl Server for Vllm {
         let opened = Backend::open(self.http.clone(), job, ranks, until).await;
         if matches!(opened, Err(EngineError::Unsupported { .. })) {
             // Asked again only when it starts anew.
-            if let Some((_, there)) = self.backend.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            if let Some((_, there)) = self.backend.lock().as_mut() {
                 *there = false;
             }
         }

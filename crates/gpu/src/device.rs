@@ -94,7 +94,6 @@ impl Device {
         self.driver.check("cuCtxSetCurrent", unsafe { (self.driver.context_set_current)(self.context) })
     }
 
-    /// What was found out about it when it was opened.
     pub fn facts(&self) -> &GpuFacts {
         &self.facts
     }

@@ -27,7 +27,6 @@ const PIECE: u64 = 24;
 /// Bytes of a sum.
 const SUM: u64 = 8;
 
-/// The loaded kernel.
 pub struct Digester {
     driver: &'static Driver,
     function: Handle,
@@ -49,7 +48,6 @@ pub struct Digesting {
 }
 
 impl Digester {
-    /// Loads the kernel.
     pub fn load(device: &Device) -> Result<Self, GpuError> {
         let driver = device.driver();
         let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -62,7 +60,6 @@ impl Digester {
         Ok(Self { driver, function })
     }
 
-    /// Scratch bytes for so many parts.
     pub fn scratch_bytes(parts: usize) -> u64 {
         (parts as u64 + BLOCKS) * (PIECE + SUM)
     }

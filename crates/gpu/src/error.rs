@@ -2,7 +2,6 @@
 
 use weightsync_core::protocol::worker::{WorkerFault, WorkerFaultCode};
 
-/// Why something about a GPU failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum GpuError {

@@ -1,6 +1,6 @@
 // gsum64 of parts of GPU memory: for part p, the sum over its 8-byte little-endian words d[i] of (lo32(x) * hi32(x) + x) mod 2^64 with
 // x = d[i] xor (first_word + i + 1) * 0x9E3779B97F4A7C15; a last word of fewer than 8 bytes counts as if zeros followed. Order-free, so
-// any number of threads may share it, and sums of parts add up. The twin on the CPU is src/weights/gsum.rs.
+// any number of threads may share it, and sums of parts add up. The twin on the CPU is crates/core/src/weights/gsum.rs.
 // One thread block a part. The parts are read from pinned host memory and the sums are written there, by the kernel itself: a copy of a few
 // sums to the host waited for the bucket that another stream was copying there, 20 ms, because both go through the same copy engine.
 // gsum64.ptx is made from this file; see the first lines there.

@@ -51,13 +51,13 @@ mod nccl;
 mod stream;
 pub mod worker;
 
-pub use device::{Device, devices};
-pub use digest::{Digester, Digesting};
-pub use error::GpuError;
-pub use links::links;
-pub use memory::{Memory, Scratch, Span};
-pub use nccl::{Communicator, Nccl, Progress, Shrinking, Version};
-pub use stream::{Event, Stream};
+use device::{Device, devices};
+use digest::{Digester, Digesting};
+use error::GpuError;
+use links::links;
+use memory::{Memory, Scratch, Span};
+use nccl::{Communicator, Nccl, Progress, Shrinking};
+use stream::{Event, Stream};
 
 /// The PTX of the digest kernel.
 const GSUM64: &std::ffi::CStr = match std::ffi::CStr::from_bytes_with_nul(concat!(include_str!("gsum64.ptx"), "\0").as_bytes()) {

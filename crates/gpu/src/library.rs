@@ -7,7 +7,6 @@ use std::path::Path;
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// An open library.
 pub(super) struct Opened(Library);
 
 /// Opens a library by path, or by the loader's own search when it is a bare name.

@@ -123,7 +123,6 @@ impl Memory {
         Ok(from_ipc(handle))
     }
 
-    /// Its length.
     pub fn bytes(&self) -> u64 {
         self.0.bytes
     }
@@ -174,7 +173,6 @@ pub struct Span {
 }
 
 impl Span {
-    /// Its length.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -187,7 +185,6 @@ impl Span {
         Ok(Self { memory: self.memory.clone(), offset: self.offset + offset, bytes })
     }
 
-    /// Whether it lies in host memory.
     pub fn in_host_memory(&self) -> bool {
         matches!(self.memory.0.address, Address::Host(_))
     }
@@ -227,17 +224,14 @@ impl Scratch {
         Ok(Self { host, device: Memory::allocate(device, bytes)? })
     }
 
-    /// Bytes of each.
     pub fn bytes(&self) -> u64 {
         self.host.bytes()
     }
 
-    /// A range of the host memory.
     pub fn host(&self, offset: u64, bytes: u64) -> Result<Span, GpuError> {
         self.host.span(offset, bytes)
     }
 
-    /// A range of the GPU memory.
     pub fn device(&self, offset: u64, bytes: u64) -> Result<Span, GpuError> {
         self.device.span(offset, bytes)
     }

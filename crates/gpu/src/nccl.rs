@@ -96,7 +96,6 @@ impl fmt::Display for Version {
     }
 }
 
-/// A loaded NCCL.
 pub struct Nccl {
     functions: Functions,
     path: String,
@@ -131,12 +130,10 @@ impl Nccl {
         Ok(Self { functions, path: find::loaded_from(path), version })
     }
 
-    /// File, version, and what it lacks.
     pub fn facts(&self) -> NcclFacts {
         NcclFacts { path: self.path.clone(), version: self.version.0, lacks: self.functions.lacks() }
     }
 
-    /// The id of a new group.
     pub fn unique_id(&self) -> Result<NcclId, GpuError> {
         let mut id = UniqueId([0; 128]);
         // SAFETY: writes 128 bytes.

@@ -17,7 +17,6 @@ const NO_TIMING: u32 = 2;
 /// `CU_EVENT_INTERPROCESS`.
 const INTERPROCESS: u32 = 4;
 
-/// A queue of work on the GPU.
 pub struct Stream {
     driver: &'static Driver,
     raw: Handle,
@@ -29,7 +28,6 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A new stream on the GPU.
     pub fn new(device: &Device) -> Result<Self, GpuError> {
         Self::create(device, 0)
     }
@@ -90,7 +88,6 @@ impl Stream {
         }
     }
 
-    /// Fills GPU memory with one byte.
     pub fn fill(&self, to: &Span, byte: u8) -> Result<(), GpuError> {
         let Address::Device(address) = to.address() else {
             return Err(GpuError::Invalid { what: "host memory is not filled by the GPU".into() });
@@ -111,7 +108,6 @@ impl Drop for Stream {
     }
 }
 
-/// A point in the work of a stream.
 pub struct Event {
     driver: &'static Driver,
     raw: Handle,

@@ -31,7 +31,6 @@ use weightsync_core::protocol::worker::WorkerFault;
 /// A worker that did not answer this long after the deadline of a request hangs, and is killed.
 pub const GRACE: Duration = Duration::from_secs(1);
 
-/// Why a request to a worker failed.
 #[derive(Debug, Clone, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum WorkerError {

@@ -27,11 +27,6 @@ impl Backoff {
     pub fn succeeded(&mut self) {
         self.failures = 0;
     }
-
-    /// Failures in a row.
-    pub fn failures(&self) -> u32 {
-        self.failures
-    }
 }
 
 #[cfg(test)]
@@ -52,6 +47,5 @@ mod tests {
         }
         backoff.succeeded();
         assert!(backoff.failed() <= base);
-        assert_eq!(backoff.failures(), 1);
     }
 }

@@ -37,7 +37,7 @@ impl ProgressDeadline {
     }
 
     /// When the wait would end if nothing moved any more.
-    pub fn end(&self) -> Instant {
+    fn end(&self) -> Instant {
         (*self.moved.borrow() + self.silence).min(self.begun + self.total)
     }
 
@@ -52,15 +52,6 @@ impl ProgressDeadline {
             }
         }
     }
-
-    /// Runs `work` until it is done or the deadline passed; the work is dropped then.
-    pub async fn limit<T>(&self, work: impl Future<Output = T>) -> Result<T, Passed> {
-        tokio::select! {
-            biased;
-            done = work => Ok(done),
-            passed = self.passed() => Err(passed),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -73,7 +64,7 @@ mod tests {
     async fn silence_ends_a_wait() {
         let deadline = ProgressDeadline::new(SECOND, 60 * SECOND);
         let begun = Instant::now();
-        assert_eq!(deadline.limit(std::future::pending::<()>()).await, Err(Passed::Silent(SECOND)));
+        assert_eq!(deadline.passed().await, Passed::Silent(SECOND));
         assert_eq!(begun.elapsed().as_secs(), 1);
     }
 
@@ -87,12 +78,12 @@ mod tests {
                 deadline.moved();
             }
         };
-        assert_eq!(deadline.limit::<()>(moving).await, Err(Passed::Total(10 * SECOND)));
+        let passed = tokio::select! {
+            biased;
+            () = moving => unreachable!(),
+            passed = deadline.passed() => passed,
+        };
+        assert_eq!(passed, Passed::Total(10 * SECOND));
         assert_eq!(begun.elapsed().as_secs(), 10);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn work_that_ends_in_time_is_returned() {
-        assert_eq!(ProgressDeadline::new(SECOND, SECOND).limit(async { 7 }).await, Ok(7));
     }
 }

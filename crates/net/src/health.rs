@@ -1,13 +1,14 @@
 //! `/healthz`, `/readyz`, `/metrics` and `/loglevel` of a program. Decides nothing by itself: it asks the checks that the program's parts brought.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use parking_lot::RwLock;
 
 use super::logs;
 use super::metrics::Metrics;
@@ -24,27 +25,25 @@ pub struct Health {
 impl Health {
     /// Adds a check of `/healthz`: an error means that only a restart helps.
     pub fn live_while(&self, name: &'static str, check: impl Fn() -> Result<(), String> + Send + Sync + 'static) {
-        self.live.write().unwrap_or_else(PoisonError::into_inner).push((name, Arc::new(check)));
+        self.live.write().push((name, Arc::new(check)));
     }
 
     /// Adds a check of `/readyz`: an error means that the program cannot serve now.
     pub fn ready_while(&self, name: &'static str, check: impl Fn() -> Result<(), String> + Send + Sync + 'static) {
-        self.ready.write().unwrap_or_else(PoisonError::into_inner).push((name, Arc::new(check)));
+        self.ready.write().push((name, Arc::new(check)));
     }
 
-    /// Names and causes of failed checks of `/readyz`.
-    pub fn not_ready(&self) -> Vec<String> {
+    fn not_ready(&self) -> Vec<String> {
         failed(&self.ready)
     }
 
-    /// Names and causes of failed checks of `/healthz`.
-    pub fn not_live(&self) -> Vec<String> {
+    fn not_live(&self) -> Vec<String> {
         failed(&self.live)
     }
 }
 
 fn failed(checks: &RwLock<Vec<(&'static str, Check)>>) -> Vec<String> {
-    let checks = checks.read().unwrap_or_else(PoisonError::into_inner);
+    let checks = checks.read();
     checks.iter().filter_map(|(name, check)| check().err().map(|cause| format!("{name}: {cause}"))).collect()
 }
 

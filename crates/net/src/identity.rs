@@ -11,9 +11,10 @@ mod peer;
 mod tests;
 
 use std::fmt;
-use std::sync::{Arc, RwLock};
+use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::RwLock;
 use rcgen::{CertificateParams, DistinguishedName, KeyPair};
 use rustls::client::danger::ServerCertVerifier;
 use rustls::client::{ResolvesClientCert, Resumption, WebPkiServerVerifier};
@@ -25,9 +26,9 @@ use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
 
 pub use ca::Ca;
-pub use peer::{PeerIdentity, agent_name, controller_name};
+pub(crate) use peer::controller_name;
+pub use peer::{PeerIdentity, agent_name};
 
-/// Why a certificate cannot be made, read or used.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum IdentityError {
@@ -62,7 +63,6 @@ pub struct Identity(Arc<Shared>);
 
 struct Shared {
     key: KeyPair,
-    ca_pem: String,
     roots: Arc<RootCertStore>,
     provider: Arc<CryptoProvider>,
     current: RwLock<Option<Current>>,
@@ -89,7 +89,6 @@ impl Identity {
         }
         Ok(Self(Arc::new(Shared {
             key: KeyPair::generate()?,
-            ca_pem: ca_pem.to_owned(),
             roots: Arc::new(roots),
             provider: Arc::new(rustls::crypto::ring::default_provider()),
             current: RwLock::new(None),
@@ -122,7 +121,7 @@ impl Identity {
     fn show(&self, own: PeerIdentity, chain: Vec<CertificateDer<'static>>, until: SystemTime) -> Result<(), IdentityError> {
         let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.0.key.serialize_der()));
         let certified = Arc::new(CertifiedKey::from_der(chain, key, &self.0.provider)?);
-        let mut current = self.0.current.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut current = self.0.current.write();
         *current = Some(Current { own, certified, until });
         Ok(())
     }
@@ -135,13 +134,8 @@ impl Identity {
 
     /// Who this program is by its last certificate.
     pub fn own(&self) -> Option<PeerIdentity> {
-        let current = self.0.current.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let current = self.0.current.read();
         current.as_ref().map(|current| current.own.clone())
-    }
-
-    /// PEM of the trusted authority.
-    pub fn ca_pem(&self) -> &str {
-        &self.0.ca_pem
     }
 
     /// TLS settings of a server. Later renewals reach it.
@@ -175,7 +169,7 @@ impl Identity {
 
 impl Shared {
     fn certified(&self) -> Option<Arc<CertifiedKey>> {
-        let current = self.current.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let current = self.current.read();
         current.as_ref().filter(|current| SystemTime::now() < current.until).map(|current| current.certified.clone())
     }
 }

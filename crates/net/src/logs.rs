@@ -3,13 +3,14 @@
 
 mod page;
 
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
+use parking_lot::Mutex;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::{LevelFilter, ParseError};
 use tracing_subscriber::util::{SubscriberInitExt, TryInitError};
 
-pub use page::router;
+pub(crate) use page::router;
 
 /// Form of log lines.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -21,7 +22,6 @@ pub enum LogFormat {
     Json,
 }
 
-/// Why logs cannot be set up or changed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum LogsError {
@@ -37,7 +37,6 @@ pub enum LogsError {
     Replace(String),
 }
 
-/// The filter in use, and how it is replaced.
 struct Filter {
     replace: Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync>,
     started: String,
@@ -76,13 +75,13 @@ fn parse(filter: &str) -> Result<EnvFilter, LogsError> {
 }
 
 /// The filter in use and the one of the start; none where logs are not set up by [`init`].
-pub fn filters() -> Option<(String, String)> {
+fn filters() -> Option<(String, String)> {
     let filter = FILTER.get()?;
-    Some((filter.now.lock().unwrap_or_else(PoisonError::into_inner).clone(), filter.started.clone()))
+    Some((filter.now.lock().clone(), filter.started.clone()))
 }
 
 /// Replaces the filter; an empty one brings back that of the start. Says which one is in use now.
-pub fn change(wanted: &str) -> Result<String, LogsError> {
+fn change(wanted: &str) -> Result<String, LogsError> {
     let filter = FILTER.get().ok_or(LogsError::NotOurs)?;
     let wanted = match wanted.trim() {
         "" => filter.started.as_str(),
@@ -92,7 +91,7 @@ pub fn change(wanted: &str) -> Result<String, LogsError> {
         }
     };
     let parsed = parse(wanted)?;
-    let mut now = filter.now.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut now = filter.now.lock();
     (filter.replace)(parsed).map_err(LogsError::Replace)?;
     tracing::info!(before = %now, filter = wanted, "what is logged was changed");
     wanted.clone_into(&mut now);

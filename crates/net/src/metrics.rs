@@ -5,8 +5,9 @@
 pub mod process;
 
 use std::fmt::Write as _;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncoder};
 use prometheus_client::metrics::MetricType;
@@ -14,30 +15,24 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Metric, Registry, Unit};
 
-/// In front of every name.
 const PREFIX: &str = "weightsync";
 
-/// What a metric is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub enum Kind {
     /// Only grows; its name ends in `_total`.
     Counter,
-    /// Goes up and down.
     Gauge,
-    /// Times, by buckets.
     Histogram,
     /// Says something by its labels; its value is 1.
     Info,
 }
 
-/// What a number counts in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub enum In {
-    /// Things.
     Things,
-    /// Seconds.
     Seconds,
-    /// Bytes.
     Bytes,
 }
 
@@ -56,12 +51,12 @@ pub struct Definition {
     pub labels: &'static [(&'static str, &'static str)],
 }
 
+#[allow(missing_docs)]
 impl Definition {
     const fn new(name: &'static str, kind: Kind, unit: In, help: &'static str) -> Self {
         Self { name, kind, unit, help, labels: &[] }
     }
 
-    /// A counter of things.
     pub const fn counter(name: &'static str, help: &'static str) -> Self {
         Self::new(name, Kind::Counter, In::Things, help)
     }
@@ -72,16 +67,14 @@ impl Definition {
     }
 
     /// A counter of seconds.
-    pub const fn seconds(name: &'static str, help: &'static str) -> Self {
+    const fn seconds(name: &'static str, help: &'static str) -> Self {
         Self::new(name, Kind::Counter, In::Seconds, help)
     }
 
-    /// A gauge of things.
     pub const fn gauge(name: &'static str, help: &'static str) -> Self {
         Self::new(name, Kind::Gauge, In::Things, help)
     }
 
-    /// A gauge that counts in something.
     pub const fn gauge_in(name: &'static str, unit: In, help: &'static str) -> Self {
         Self::new(name, Kind::Gauge, unit, help)
     }
@@ -91,19 +84,17 @@ impl Definition {
         Self::new(name, Kind::Histogram, In::Seconds, help)
     }
 
-    /// Says something by its labels.
-    pub const fn info(name: &'static str, help: &'static str) -> Self {
+    const fn info(name: &'static str, help: &'static str) -> Self {
         Self::new(name, Kind::Info, In::Things, help)
     }
 
-    /// With these labels.
     #[must_use]
     pub const fn by(self, labels: &'static [(&'static str, &'static str)]) -> Self {
         Self { labels, ..self }
     }
 
     /// The name of its family in the exposition, without the suffixes of single series.
-    pub fn family(&self) -> String {
+    fn family(&self) -> String {
         match self.unit {
             In::Things => format!("{PREFIX}_{}", self.name),
             In::Seconds => format!("{PREFIX}_{}_seconds", self.name),
@@ -179,7 +170,7 @@ impl Default for Metrics {
 impl Metrics {
     /// Registers `metric` under its definition and returns it.
     pub fn register<M: Metric + Clone>(&self, definition: &Definition, metric: M) -> M {
-        let mut registry = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut registry = self.0.lock();
         match definition.unit() {
             None => registry.register(definition.name, definition.help, metric.clone()),
             Some(unit) => registry.register_with_unit(definition.name, definition.help, unit, metric.clone()),
@@ -189,12 +180,12 @@ impl Metrics {
 
     /// Has `collector` asked for its numbers whenever somebody reads: for what changes far more often than it is read.
     pub fn collect(&self, collector: impl Collector) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).register_collector(Box::new(collector));
+        self.0.lock().register_collector(Box::new(collector));
     }
 
     /// The OpenMetrics text.
-    pub fn text(&self) -> Result<String, std::fmt::Error> {
-        let registry = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(crate) fn text(&self) -> Result<String, std::fmt::Error> {
+        let registry = self.0.lock();
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry)?;
         Ok(text)

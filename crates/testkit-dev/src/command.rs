@@ -23,7 +23,6 @@ pub struct Cli {
     pub command: Command,
 }
 
-/// The commands of the program.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Show the whole product on this host: versions, a kill in the middle of an update, a rejoin, and proof.
@@ -43,7 +42,6 @@ pub enum Command {
 }
 
 impl Cli {
-    /// Carries the command out.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Demo(args) => args.run(),

@@ -28,7 +28,6 @@ use self::bed::Bed;
 pub use self::source::Sources;
 use weightsync_engine::ApiKey;
 
-/// What to test, and how far to go.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// `vllm`, `sglang`, `lmdeploy`, `fastdeploy`.
@@ -45,12 +44,10 @@ pub struct Options {
     pub only_groups: bool,
 }
 
-/// A server that runs.
 #[derive(Debug, Clone)]
 pub struct Live {
     /// `http://HOST:PORT`.
     pub url: String,
-    /// Its key.
     pub api_key: Option<ApiKey>,
     /// Name under which it serves its model; asked for when it is not given.
     pub model_name: Option<String>,
@@ -62,31 +59,23 @@ pub struct Live {
     pub destructive: bool,
 }
 
-/// How a row ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Outcome {
-    /// What came is what was expected.
     Passed,
-    /// It is not.
     Failed,
     /// Not tried; the row says why.
     Skipped,
 }
 
-/// One step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Row {
     /// `script`, `update` or `negative`, with the way by which weights go where there are several.
     pub part: String,
-    /// What was done.
     pub step: String,
-    /// What must come.
     pub expected: String,
-    /// What came.
     pub found: String,
-    /// Whether that is enough.
     pub outcome: Outcome,
 }
 
@@ -102,11 +91,9 @@ impl Row {
     }
 }
 
-/// Everything that was found.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Report {
-    /// The kind.
     pub engine: String,
     /// The server; none for simulators.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -116,7 +103,6 @@ pub struct Report {
 }
 
 impl Report {
-    /// How many rows ended so.
     pub fn count(&self, outcome: Outcome) -> usize {
         self.rows.iter().filter(|row| row.outcome == outcome).count()
     }
@@ -127,9 +113,7 @@ impl Report {
     }
 }
 
-/// Why the suite cannot begin.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum ConformanceError {
     #[error("there is no engine {0:?}: use one of {1}")]
     UnknownEngine(String, String),
@@ -145,7 +129,6 @@ pub enum ConformanceError {
     Source(String),
 }
 
-/// A way by which weights go into an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     /// From a directory.
@@ -169,7 +152,6 @@ impl Way {
     }
 }
 
-/// The ways of a simulated engine.
 fn ways(engine: &str) -> &'static [Way] {
     match engine {
         "vllm" | "sglang" => &[Way::Directory, Way::Device("checkpoint-engine")],

@@ -1,4 +1,4 @@
-//! `weightsync demo`: the whole product on one host, with a rollout killed in the middle of an update.
+//! `weightsync-dev demo`: the whole product on one host, with a rollout killed in the middle of an update.
 //!
 //! Makes checkpoints, starts a source and rollouts as processes, publishes versions, kills one rollout while it holds between 20 and 80 %
 //! of an update's bytes, and lets it come back. It believes nobody: each engine is asked what it serves, and that is compared with what was
@@ -21,7 +21,6 @@ use clap::{Args, ValueEnum};
 use weightsync_agent::command::Output;
 use weightsync_net::logs::{self, LogFormat};
 
-/// Arguments of `weightsync demo`.
 #[derive(Debug, Args)]
 pub struct DemoArgs {
     /// Rollouts; 3 unless said, 2 real vLLM servers (0.9 GB of memory each).
@@ -60,7 +59,6 @@ pub struct DemoArgs {
     log: String,
 }
 
-/// Engines of the demo.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum DemoEngine {
     /// Simulators that keep vLLM's rules and compute what they serve from the bytes they load.
@@ -76,7 +74,6 @@ pub enum DemoEngine {
     Vllm,
 }
 
-/// What happens to a rollout.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum DemoFault {
     /// Its processes are killed (SIGKILL): every connection closes.
@@ -87,7 +84,6 @@ pub enum DemoFault {
 }
 
 impl DemoEngine {
-    /// Whose rules hold.
     fn kind(self) -> &'static str {
         match self {
             Self::Simulated | Self::Vllm => "vllm",
@@ -99,7 +95,6 @@ impl DemoEngine {
 }
 
 impl DemoFault {
-    /// In a sentence.
     fn done(self) -> &'static str {
         match self {
             Self::Kill => "killed (SIGKILL)",
@@ -113,7 +108,6 @@ impl DemoArgs {
         self.replicas.unwrap_or(if self.engine == DemoEngine::Vllm { 2 } else { 3 })
     }
 
-    /// Runs the demo.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         if self.corrupt && self.engine == DemoEngine::Vllm {
             bail!("--corrupt needs simulated engines: a real vLLM loads what it is given");

@@ -2,6 +2,7 @@
 //!
 //! It is a program of its own, `weightsync-dev`, so that nothing of it is in the image. It decides nothing about groups, versions or
 //! engines: it starts the product's own parts and compares what engines serve with what was published.
+#![allow(missing_docs)] // Only the program of this crate, tests and benches use it.
 
 pub mod command;
 pub mod conformance;

@@ -27,7 +27,6 @@ use weightsync_net::identity::Identity;
 const SOON: Duration = Duration::from_secs(5);
 pub const HEARTBEAT: Duration = Duration::from_millis(50);
 
-/// What the handlers share.
 #[derive(Clone)]
 struct Shared {
     state: watch::Sender<MemberState>,
@@ -35,7 +34,6 @@ struct Shared {
     update: watch::Sender<Option<UpdateView>>,
     fenced: watch::Sender<Option<EpochId>>,
     secret: watch::Sender<Option<String>>,
-    /// Where it announces itself.
     controller: watch::Sender<String>,
     /// Listeners of the event stream.
     listeners: watch::Sender<usize>,
@@ -182,17 +180,14 @@ impl FakeAgent {
         self.shared.secret.borrow().clone()
     }
 
-    /// Prepares that were answered.
     pub fn prepares(&self) -> usize {
         self.shared.prepared.load(Ordering::SeqCst)
     }
 
-    /// How often it was told that its assignment changed.
     pub fn calls(&self) -> watch::Receiver<usize> {
         self.shared.called.subscribe()
     }
 
-    /// Event streams that were opened.
     pub fn opened(&self) -> watch::Receiver<usize> {
         self.shared.opened.subscribe()
     }

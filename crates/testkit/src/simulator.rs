@@ -48,22 +48,17 @@ use self::group::torch::TorchGroups;
 use self::memory::GpuMemory;
 use self::served::Served;
 
-/// What to simulate.
 #[derive(Debug, Clone)]
 pub struct SimulatorOptions {
     /// `vllm`, `sglang`, `lmdeploy` or `fastdeploy`.
     pub engine: String,
-    /// Checkpoint to start with.
     pub model: PathBuf,
     /// vLLM and SGLang: checkpoint of the model that drafts for it.
     pub draft: Option<PathBuf>,
-    /// Name under which it is served.
     pub served_model_name: String,
-    /// Ranks to report.
     pub world_size: u32,
     /// Longest request in tokens.
     pub max_model_len: usize,
-    /// Key that the server wants.
     pub api_key: Option<String>,
     /// vLLM's `VLLM_SERVER_DEV_MODE`.
     pub dev_mode: bool,
@@ -79,17 +74,14 @@ pub struct SimulatorOptions {
     pub abort_handling: bool,
     /// Whether checkpoint-engine is installed beside it (vLLM: and its worker extension is chosen).
     pub checkpoint_engine: bool,
-    /// How a FastDeploy was started.
     pub fastdeploy: FastdeployOptions,
     /// vLLM's `--weight-transfer-config`.
     pub weight_transfer: Option<WeightTransfer>,
     /// How its ranks join groups; without it they have no GPU to join one with.
     pub groups: Option<GroupOptions>,
-    /// What goes wrong from the start.
     pub faults: Faults,
 }
 
-/// What a simulated engine has of GPUs.
 #[derive(Debug, Clone)]
 struct GpuOptions {
     uuids: Vec<String>,
@@ -125,9 +117,7 @@ impl SimulatorOptions {
     }
 }
 
-/// Why a simulator does not start.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum SimulatorError {
     #[error("there is no simulator of the engine {engine:?}: use vllm, sglang, lmdeploy or fastdeploy")]
     UnknownEngine { engine: String },
@@ -214,7 +204,6 @@ impl Simulator {
         Ok(Self { address, stop, served: Some(served) })
     }
 
-    /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

@@ -39,12 +39,10 @@ pub fn client() -> reqwest::Client {
     reqwest::Client::builder().no_proxy().use_preconfigured_tls(tls).timeout(SOON).build().unwrap()
 }
 
-/// JSON of a GET.
 pub async fn get(url: &str) -> Value {
     client().get(url).send().await.unwrap().json().await.unwrap()
 }
 
-/// Status and JSON of a POST.
 pub async fn post(url: &str, body: &Value) -> (u16, Value) {
     let reply = client().post(url).json(body).send().await.unwrap();
     (reply.status().as_u16(), reply.json().await.unwrap_or_default())

@@ -49,16 +49,13 @@ pub struct SharedTensor {
 
 /// Where a tensor lies in a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub struct Piece<'a> {
-    /// Its name.
     pub name: &'a str,
-    /// Its element type.
     pub dtype: Dtype,
-    /// Its dimensions.
     pub shape: &'a [u64],
     /// First byte, counted from the start of the bucket.
     pub offset: u64,
-    /// Length in bytes.
     pub bytes: u64,
 }
 
@@ -142,7 +139,7 @@ impl SharedTensor {
     }
 
     /// The call itself: the reader finds a tensor.
-    pub fn built(&self) -> Result<Value, TorchError> {
+    fn built(&self) -> Result<Value, TorchError> {
         Ok(Value::Call(Box::new(REBUILD), self.arguments()?))
     }
 }

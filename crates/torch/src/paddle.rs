@@ -27,7 +27,7 @@ pub struct SharedBuffer {
 
 impl SharedBuffer {
     /// The list of seven.
-    pub fn meta(&self) -> Value {
+    fn meta(&self) -> Value {
         let handle: String = self.handle.iter().copied().map(char::from).collect();
         Value::List(vec![
             Value::text(handle),

@@ -5,20 +5,15 @@
 
 /// A Python value to be written.
 #[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
 pub enum Value {
-    /// `None`.
     None,
-    /// `True` or `False`.
     Bool(bool),
     /// An `int` that is not negative.
     Int(u64),
-    /// `bytes`.
     Bytes(Vec<u8>),
-    /// `str`.
     Text(String),
-    /// `tuple`.
     Tuple(Vec<Value>),
-    /// `list`.
     List(Vec<Value>),
     /// `dict`, in this order.
     Dict(Vec<(Value, Value)>),
@@ -37,7 +32,7 @@ impl Value {
     }
 
     /// `{"key": value, ...}`.
-    pub fn dict<const N: usize>(items: [(&'static str, Value); N]) -> Self {
+    pub(crate) fn dict<const N: usize>(items: [(&'static str, Value); N]) -> Self {
         Self::Dict(items.into_iter().map(|(key, value)| (Self::text(key), value)).collect())
     }
 

@@ -20,25 +20,24 @@ pub use keys::{HELLO, nccl_id_keys, prefixed};
 pub use server::Server;
 
 /// Longest key in bytes; torch's own limit.
-pub const MAX_KEY: usize = 8 << 10;
+const MAX_KEY: usize = 8 << 10;
 /// Longest value in bytes. Torch allows 8 MiB; what a group exchanges is a few hundred bytes a rank.
-pub const MAX_VALUE: usize = 1 << 20;
+const MAX_VALUE: usize = 1 << 20;
 /// Longest request in bytes.
-pub const MAX_REQUEST: usize = MAX_VALUE + (64 << 10);
+const MAX_REQUEST: usize = MAX_VALUE + (64 << 10);
 /// Most keys in one request.
-pub const MAX_LIST: usize = 4096;
+const MAX_LIST: usize = 4096;
 /// Most keys that are set or waited for, each client counted.
-pub const MAX_ENTRIES: usize = 64 << 10;
+const MAX_ENTRIES: usize = 64 << 10;
 /// Bytes of all keys and values together.
-pub const MAX_BYTES: usize = 64 << 20;
+const MAX_BYTES: usize = 64 << 20;
 /// Most connections at once. A rank of torch has one to three.
-pub const MAX_CLIENTS: usize = 1024;
+const MAX_CLIENTS: usize = 1024;
 
 /// A client that said nothing whole for this long after its connection is closed, as is one that leaves a request half sent or does not
 /// take its replies. Between requests it may rest: an engine keeps its connection as long as its group.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Why a store failed its user.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum StoreError {

@@ -15,7 +15,7 @@ use weightsync_core::weights::Dtype;
 /// What Python finds in each pickle, in a plain form (tests/engine/read_pickle.py).
 fn read(values: &[Value]) -> Vec<Json> {
     use std::io::Write;
-    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/engine/read_pickle.py");
+    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/engine/read_pickle.py");
     let python = std::env::var_os("WEIGHTSYNC_VENV").map_or_else(|| "python3".into(), |venv| PathBuf::from(venv).join("bin/python"));
     let mut child = Command::new(python).arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let hex = |value: &Value| value.pickle().iter().fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"));

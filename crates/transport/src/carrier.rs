@@ -11,7 +11,6 @@ use bytes::Bytes;
 use super::{BucketStore, DeviceBucket};
 use weightsync_core::protocol::{BucketHeader, DataHello, LentPiece, Refusal, StreamFailure};
 
-/// Finds the carrier of a stream.
 pub(super) trait Carriers: Send + Sync {
     /// Gets ready for the payloads of a stream that was admitted into `store`; a refusal says why this member cannot take part.
     fn receive(&self, hello: &DataHello, store: &Arc<dyn BucketStore>) -> Result<Box<dyn Carrier>, Refusal>;
@@ -39,7 +38,6 @@ pub(super) trait Carrier: Send {
     fn ended(&mut self);
 }
 
-/// What a carrier brings.
 pub(super) enum Carried {
     /// Bytes of a bucket, at their place in the stream of the layout.
     Part(u64, Bytes),
@@ -49,6 +47,5 @@ pub(super) enum Carried {
     Taken(u32),
     /// All of the bucket was given out.
     Whole(BucketHeader, u128),
-    /// The stream cannot go on.
     Failed(StreamFailure),
 }

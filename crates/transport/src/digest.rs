@@ -39,7 +39,6 @@ pub(super) async fn digest_by(workers: usize, bytes: Bytes) -> Result<u128, Join
     Ok(hasher.take())
 }
 
-/// `length` in pieces of `share`.
 fn shares(length: usize, share: usize) -> impl Iterator<Item = Range<usize>> {
     (0..length).step_by(share).map(move |start| start..length.min(start + share))
 }

@@ -20,10 +20,8 @@ pub(super) struct Intake {
     state: State,
 }
 
-/// The bucket that is arriving.
 struct Open {
     header: BucketHeader,
-    /// Its bytes that arrived.
     received: u64,
     /// Those of them that were hashed, here or with their block.
     hashed: u64,
@@ -54,7 +52,6 @@ impl Intake {
         self.state == State::Ended
     }
 
-    /// A bucket begins.
     pub(super) fn head(&mut self, header: BucketHeader) -> Result<(), StreamFailure> {
         self.running("a bucket")?;
         if header.flags != 0 || !sound(&header) || self.open.is_some() {
@@ -64,7 +61,6 @@ impl Intake {
         Ok(())
     }
 
-    /// The next bytes of the bucket.
     pub(super) fn part(&mut self, part: &[u8]) -> Result<(), StreamFailure> {
         self.take(part, true)
     }
@@ -154,7 +150,6 @@ impl Intake {
         self.stored(completed)
     }
 
-    /// The stream is over.
     pub(super) fn end(&mut self) -> Result<(), StreamFailure> {
         self.running("an end")?;
         if self.open.is_some() {

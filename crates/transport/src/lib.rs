@@ -7,7 +7,6 @@
 mod carrier;
 mod digest;
 mod intake;
-pub mod memory;
 pub mod nccl;
 pub mod tcp;
 
@@ -36,14 +35,11 @@ pub enum Payload {
 
 /// Bytes in memory of a GPU that a worker of ours can read.
 #[derive(Clone)]
+#[allow(missing_docs)]
 pub struct DevicePayload {
-    /// The worker.
     pub worker: Worker,
-    /// The memory.
     pub memory: DeviceMemory,
-    /// First byte in it.
     pub offset: u64,
-    /// Length in bytes.
     pub bytes: u64,
     /// Event that whoever writes the bytes records behind them; the GPU waits for it before they are read.
     pub after: Option<Event>,
@@ -66,12 +62,10 @@ impl DevicePayload {
     }
 }
 
-/// Memory of a GPU.
 #[derive(Clone)]
+#[allow(missing_docs)]
 pub enum DeviceMemory {
-    /// A slot of the worker's ring.
     Slot(Slot),
-    /// Another process's allocation.
     Imported(ImportedMemory),
 }
 
@@ -130,7 +124,6 @@ impl From<Bytes> for Payload {
     }
 }
 
-/// Why bytes did not arrive.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TransportError {
@@ -190,10 +183,10 @@ impl From<StreamFailure> for TransportError {
 /// A way to move buckets. Listens from its construction on, so that its address is bound before it is told to anyone.
 #[async_trait]
 pub trait Transport: Send + Sync {
-    /// `tcp`, `nccl` or `memory`, for logs.
+    /// `tcp` or `nccl`, for logs.
     fn name(&self) -> &'static str;
 
-    /// Where this member can be reached (`IP:PORT`, or a name in the memory transport).
+    /// Where this member can be reached (`IP:PORT`).
     fn address(&self) -> String;
 
     /// Opens the chain that `hello` describes; its first member is `hello.to` at `first`. Returns when the whole chain admitted it.

@@ -20,7 +20,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 
-pub use self::borrow::{Borrowed, NotBorrowed};
+pub use self::borrow::Borrowed;
 use self::communicator::Present;
 pub use self::communicator::{Communicator, Joining, Seat};
 use self::lend::Lending;

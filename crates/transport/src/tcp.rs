@@ -42,12 +42,10 @@ pub type ServerNames = Arc<dyn Fn(&MemberName) -> Option<ServerName<'static>> + 
 
 /// TLS of the data path; used for streams whose hello asks for it.
 #[derive(Clone)]
+#[allow(missing_docs)]
 pub struct DataTls {
-    /// For connections that come in.
     pub server: Arc<rustls::ServerConfig>,
-    /// For connections that go out.
     pub client: Arc<rustls::ClientConfig>,
-    /// The name to be checked in a member's certificate.
     pub server_name: ServerNames,
 }
 

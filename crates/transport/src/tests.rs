@@ -1,4 +1,4 @@
-//! The promises of a chain, asked of every transport by the same tests; each member runs on a runtime of its own, so that it can be
+//! The promises of a chain, asked with one and with several connections a hop; each member runs on a runtime of its own, so that it can be
 //! killed (its runtime is torn down) and frozen (its only worker is blocked) like a process.
 #![allow(clippy::cast_possible_truncation)]
 

@@ -8,7 +8,6 @@ use serde_json::Value;
 
 use crate::api::{crd, crd_yaml, schema};
 
-/// Calls `check` with the path and schema of every field.
 fn each(path: &str, schema: &Value, check: &mut dyn FnMut(&str, &Value)) {
     check(path, schema);
     for (name, field) in schema.get("properties").and_then(Value::as_object).into_iter().flatten() {

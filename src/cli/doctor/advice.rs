@@ -9,19 +9,16 @@ use weightsync_core::protocol::worker::{GpuFacts, GpuLink};
 /// A container's /dev/shm unless its pod says otherwise.
 const SMALL_SHM: u64 = 64 << 20;
 
-/// A way for bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Way {
     /// Between whom: `within this host`, `to other hosts`.
     pub between: &'static str,
-    /// What is used.
     pub uses: String,
     /// Why not the better one; none when there is no better one.
     pub not_better: Option<String>,
 }
 
-/// What a transport would use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Advice {
@@ -29,7 +26,6 @@ pub struct Advice {
     pub transport: &'static str,
     /// Why it cannot be used; none when it can.
     pub unusable: Option<String>,
-    /// The ways of its bytes.
     pub ways: Vec<Way>,
 }
 
@@ -102,7 +98,6 @@ fn down(devices: &[Rdma]) -> String {
     format!("no port of {} is active", names.join(", "))
 }
 
-/// What somebody should change.
 pub fn notes(gpus: &Gpus, host: &Host) -> Vec<String> {
     let mut notes = Vec::new();
     if let (Err(_), Some(module)) = (gpus.driver.get(), &host.kernel_module) {

@@ -11,14 +11,11 @@ use weightsync_core::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Found<T> {
-    /// It is there.
     Found(T),
-    /// It is not, and why.
     Missing(String),
 }
 
 impl<T> Found<T> {
-    /// The thing, if it is there.
     pub fn get(&self) -> Result<&T, &str> {
         match self {
             Self::Found(thing) => Ok(thing),
@@ -56,7 +53,6 @@ pub struct Gpus {
     pub gpus: Vec<GpuFacts>,
     /// `links[a][b]`: from GPU `a` to GPU `b`.
     pub links: Vec<Vec<GpuLink>>,
-    /// NCCL.
     pub nccl: Found<NcclFacts>,
 }
 
@@ -72,7 +68,6 @@ impl Gpus {
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Report {
-    /// Version of this program.
     pub version: &'static str,
     #[serde(flatten)]
     pub gpus: Gpus,
@@ -80,14 +75,12 @@ pub struct Report {
     pub host: Host,
     /// GPUs whose memory can be shared with the engine or trainer beside this process (CUDA IPC), or why none.
     pub shared: Found<Vec<String>>,
-    /// What each transport would use.
     pub transports: Vec<Advice>,
     /// What should be changed.
     pub notes: Vec<String>,
 }
 
 impl Report {
-    /// The report on these facts.
     pub fn new(gpus: Gpus, host: Host, shared: Result<Vec<String>, NoSharing>) -> Self {
         let (transports, notes) = (advise(&gpus, &host), notes(&gpus, &host));
         let shared = shared.map_err(|why| why.to_string()).into();

@@ -18,7 +18,6 @@ const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
 const TELLING: [&str; 5] =
     ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
 
-/// An RDMA device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Rdma {
@@ -28,11 +27,9 @@ pub struct Rdma {
     pub ports: Vec<RdmaPort>,
 }
 
-/// A port of an RDMA device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RdmaPort {
-    /// Its number.
     pub number: u32,
     /// `ACTIVE`, `DOWN`, ...
     pub state: String,
@@ -53,7 +50,6 @@ impl Rdma {
 pub struct Limits {
     /// Memory that a process may lock (`ulimit -l`), in bytes.
     pub locked_bytes: Option<u64>,
-    /// Descriptors of a process.
     pub open_files: Option<u64>,
     /// Memory of this process's control group, the tightest of its levels.
     pub memory_bytes: Option<u64>,
@@ -69,23 +65,18 @@ pub struct Limits {
 pub struct PidNamespace {
     /// Its number, to compare with what `readlink /proc/self/ns/pid` says elsewhere.
     pub number: u64,
-    /// Whether it is the host's.
     pub of_host: bool,
 }
 
-/// All of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Host {
     /// Version of NVIDIA's kernel module, when it is loaded.
     pub kernel_module: Option<String>,
-    /// RDMA devices.
     pub rdma: Vec<Rdma>,
     /// Whether `nvidia_peermem` is loaded, by which RDMA devices reach GPU memory.
     pub peermem: bool,
-    /// Limits.
     pub limits: Limits,
-    /// The PID namespace.
     pub pid_namespace: Option<PidNamespace>,
     /// Variables of this process that NCCL and CUDA read.
     pub environment: BTreeMap<String, String>,

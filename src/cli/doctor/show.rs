@@ -8,7 +8,6 @@ use weightsync_agent::command::text::columns;
 use weightsync_core::plan::show_bytes;
 use weightsync_core::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
 
-/// The whole text.
 pub fn render(report: &Report) -> String {
     let mut text = String::new();
     let Report { gpus, host, .. } = report;

@@ -20,7 +20,6 @@ fn gpu(number: u32) -> GpuFacts {
     }
 }
 
-/// `count` GPUs with that link between all of them.
 fn gpus(count: u32, link: GpuLink) -> Gpus {
     let all: Vec<_> = (0..count).map(gpu).collect();
     let row = |a: u32| (0..count).map(|b| if a == b { GpuLink::Same } else { link }).collect();

@@ -8,10 +8,8 @@ use serde_json::Value;
 use crate::controller;
 use weightsync_net::metrics::{BUILD, Definition, process, table};
 
-/// Rules of the chart, as Prometheus reads them.
 const ALERTS: &str = include_str!("../../../charts/weightsync/files/alerts.yaml");
 
-/// The whole page.
 pub(super) fn render() -> anyhow::Result<String> {
     let mut page = String::new();
     let _ = writeln!(page, "<!-- Written by `weightsync generate metrics` from the definitions in the code. Do not edit. -->");
@@ -48,7 +46,6 @@ fn section(page: &mut String, title: &str, definitions: &[Definition]) {
     let _ = writeln!(page, "## {title}\n\n{}", table(definitions));
 }
 
-/// All rules of all groups.
 fn alerts() -> anyhow::Result<Vec<Value>> {
     let file: Value = serde_saphyr::from_str(ALERTS).context("the alert rules cannot be read")?;
     let groups = file.get("groups").and_then(Value::as_array).context("the alert rules have no groups")?;

@@ -7,7 +7,6 @@ use serde_json::Value;
 use crate::api::{ConditionType, GROUP, VERSION};
 use weightsync_core::protocol::Reason;
 
-/// The whole page.
 pub(super) fn render(schema: &Value) -> String {
     let mut page = Page { text: String::new(), waiting: Vec::new() };
     page.line("<!-- Written by `weightsync generate api-reference` from the types in src/api. Do not edit. -->");

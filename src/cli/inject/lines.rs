@@ -6,12 +6,10 @@ use serde_json::{Map, Value, json};
 
 use super::{Options, Wishes};
 
-/// Where the token is mounted.
 const TOKEN_DIR: &str = "/var/run/weightsync";
 
 /// The volumes of a pod's spec, with those that the agent needs.
 pub(super) struct Volumes {
-    /// Volume of the shared memory.
     pub(super) shm: String,
     /// Whether the pod had it before.
     pub(super) existed: bool,
@@ -40,7 +38,6 @@ fn shm_volume(spec: &Map<String, Value>, target: &str) -> Option<String> {
     mount.get("name")?.as_str().map(str::to_owned)
 }
 
-/// The engine's or trainer's container.
 pub(super) fn target_container<'a>(spec: &'a mut Map<String, Value>, target: &str) -> Result<&'a mut Map<String, Value>, &'static str> {
     let containers = spec.get_mut("containers").and_then(Value::as_array_mut).ok_or("spec.containers")?;
     let container = containers.iter_mut().find(|c| c.get("name").and_then(Value::as_str) == Some(target));
@@ -51,17 +48,14 @@ pub(super) fn array<'a>(object: &'a mut Map<String, Value>, key: &str) -> Option
     object.entry(key).or_insert_with(|| Value::Array(Vec::new())).as_array_mut()
 }
 
-/// Mount of the shared memory.
 pub(super) fn shm_mount(shm: &str) -> Value {
     json!({"name": shm, "mountPath": "/dev/shm"})
 }
 
-/// Mount of the token.
 pub(super) fn token_mount() -> Value {
     json!({"name": "weightsync-token", "mountPath": TOKEN_DIR, "readOnly": true})
 }
 
-/// The agent's variables.
 pub(super) fn env(on_host: bool, wishes: &Wishes<'_>, options: &Options) -> Vec<Value> {
     let field = |name: &str, path: &str| json!({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}});
     // An abstract socket ends at the pod's network namespace: only on a host's network would strangers reach it.

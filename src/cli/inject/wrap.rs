@@ -11,10 +11,8 @@ use super::{Options, PROGRAM_CONTAINER, Wishes};
 /// Where the program lies in the wrapped container.
 pub const PROGRAM_DIR: &str = "/opt/weightsync";
 
-/// Why a pod cannot be wrapped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum WrapError {
-    /// The template does not say the container's command.
     NoCommand,
     /// This field is not what Kubernetes expects.
     Malformed(&'static str),

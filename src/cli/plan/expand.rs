@@ -35,7 +35,6 @@ fn name(document: &Value) -> &str {
     document.pointer("/metadata/name").and_then(Value::as_str).unwrap_or("unnamed")
 }
 
-/// A pod from a template, with more labels.
 fn pod(document: &Value, template: &Value, name: &str, owner: &str, labels: &[(&str, String)]) -> Value {
     let mut metadata = template.get("metadata").filter(|metadata| metadata.is_object()).cloned().unwrap_or_else(|| json!({}));
     if !metadata.get("labels").is_some_and(Value::is_object) {

@@ -10,14 +10,12 @@ use super::expand;
 use crate::api::{GROUP, VERSION, WeightSync, not_ready, pod_facts, schema, unknown_fields};
 use weightsync_core::plan::{PodFacts, PodPhase};
 
-/// What stands in the files.
 #[derive(Default)]
 pub(super) struct Manifests {
     pub(super) objects: Vec<Read>,
     pods: Vec<Pod>,
 }
 
-/// One WeightSync.
 pub(super) struct Read {
     pub(super) object: WeightSync,
     pub(super) namespace: String,
@@ -32,7 +30,6 @@ impl Manifests {
         self.parse(&text).with_context(|| format!("{} makes no sense", path.display()))
     }
 
-    /// Takes the documents of one text.
     pub(super) fn parse(&mut self, text: &str) -> anyhow::Result<()> {
         let documents: Vec<Value> = serde_saphyr::from_multiple(text).map_err(|error| anyhow!("{error}"))?;
         documents.into_iter().try_for_each(|document| self.take(document))

@@ -7,7 +7,6 @@ use super::units::show_micros;
 use weightsync_core::plan::{ExplainedMember, GpuNeed, show_bytes};
 use weightsync_core::protocol::Role;
 
-/// Text of one report.
 pub(super) fn render(report: &Report) -> String {
     let mut text = String::new();
     let name = format!("{}/{}", report.weightsync.namespace, report.weightsync.name);
@@ -94,7 +93,6 @@ fn costs(text: &mut String, report: &Report) {
     columns(text, &rows.collect::<Vec<_>>());
 }
 
-/// Writes rows, indented.
 fn columns(text: &mut String, rows: &[Vec<String>]) {
     for line in weightsync_agent::command::text::columns(rows) {
         let _ = writeln!(text, "  {line}");

@@ -16,7 +16,6 @@ const BYTES: [(&str, u64); 9] = [
 
 const BITS: [(&str, u64); 4] = [("Kbit", 1_000), ("Mbit", 1_000_000), ("Gbit", 1_000_000_000), ("Tbit", 1_000_000_000_000)];
 
-/// A number of bytes.
 pub(super) fn parse_bytes(text: &str) -> Result<u64, String> {
     scaled(text, &BYTES).ok_or_else(|| format!("{text:?} is not a size such as 16GB or 512MiB"))
 }

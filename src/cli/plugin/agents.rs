@@ -79,14 +79,12 @@ pub(super) async fn operator(client: &Client, wanted: Option<&str>) -> anyhow::R
 }
 
 impl Operator {
-    /// Its pods.
     pub(super) async fn pods(&self, client: &Client) -> anyhow::Result<Vec<Pod>> {
         let pods: Api<Pod> = Api::namespaced(client.clone(), &self.namespace);
         let labels = "app.kubernetes.io/name=weightsync,app.kubernetes.io/component=controller";
         Ok(within("the controller's pods cannot be listed", pods.list(&ListParams::default().labels(labels))).await?.items)
     }
 
-    /// Name of the pod that leads.
     pub(super) async fn leader(&self, client: &Client) -> anyhow::Result<String> {
         let leases: Api<Lease> = Api::namespaced(client.clone(), &self.namespace);
         let lease = within("the lease cannot be read", leases.get(&self.name)).await?;

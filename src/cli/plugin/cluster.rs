@@ -11,7 +11,6 @@ use kube::{Api, Client, Config, ResourceExt};
 
 use crate::api::WeightSync;
 
-/// Longest call.
 pub const DEADLINE: Duration = Duration::from_secs(15);
 
 /// Options that every verb of the cluster has; the words of kubectl.
@@ -25,17 +24,14 @@ pub struct ClusterArgs {
     context: Option<String>,
 }
 
-/// Access to one namespace of a cluster.
 #[derive(Clone)]
 pub struct Access {
-    /// Asks the cluster.
     pub client: Client,
     /// The namespace that the person named, or the context's.
     pub namespace: String,
 }
 
 impl Access {
-    /// Objects of a kind in the namespace.
     pub fn api<K>(&self) -> Api<K>
     where
         K: kube::Resource<Scope = NamespaceResourceScope>,
@@ -46,7 +42,6 @@ impl Access {
 }
 
 impl ClusterArgs {
-    /// Access to the namespace.
     pub async fn access(&self) -> anyhow::Result<Access> {
         let options = KubeConfigOptions { context: self.context.clone(), ..KubeConfigOptions::default() };
         let config = match Kubeconfig::read() {
@@ -59,7 +54,6 @@ impl ClusterArgs {
         Ok(Access { client, namespace })
     }
 
-    /// Access to the WeightSync objects of the namespace.
     pub async fn weightsyncs(&self) -> anyhow::Result<Api<WeightSync>> {
         Ok(self.access().await?.api())
     }

@@ -12,7 +12,6 @@ use clap_complete::Shell;
 
 use super::Plugin;
 
-/// For whom.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum For {
     /// A script for kubectl: save it as `kubectl_complete-weightsync` on the PATH, and make it executable.
@@ -29,7 +28,6 @@ pub enum For {
     Zsh,
 }
 
-/// Arguments of `kubectl weightsync completion`.
 #[derive(Debug, Args)]
 pub struct CompletionArgs {
     /// For whom.
@@ -39,7 +37,6 @@ pub struct CompletionArgs {
 const SCRIPT: &str = "#!/bin/sh\nexec kubectl-weightsync __complete -- \"$@\"\n";
 
 impl CompletionArgs {
-    /// Writes the script to standard output.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let shell = match self.shell {
             For::Kubectl => None,
@@ -62,7 +59,6 @@ impl CompletionArgs {
     }
 }
 
-/// Arguments of `kubectl-weightsync __complete`.
 #[derive(Debug, Args)]
 pub struct CandidatesArgs {
     /// Words so far; the last one is being written.

@@ -12,12 +12,10 @@ use tokio::io::DuplexStream;
 use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Longest question and answer.
 const DEADLINE: Duration = Duration::from_secs(15);
 /// Longest answer in bytes.
 const LONGEST: usize = 16 << 20;
 
-/// Opens a port of a pod.
 pub(super) async fn open(pods: &Api<Pod>, pod: &str, port: u16) -> anyhow::Result<DuplexStream> {
     let forwarded = timeout(DEADLINE, pods.portforward(pod, &[port])).await.context("the cluster gave no answer within 15 s")?;
     let mut forwarded = forwarded.with_context(|| format!("port {port} of pod {pod} cannot be forwarded"))?;

@@ -20,7 +20,6 @@ use crate::cli::inject::{Options, inject};
 
 const DEADLINE: Duration = Duration::from_secs(15);
 
-/// Arguments of `kubectl weightsync inject`.
 #[derive(Debug, Args)]
 pub struct InjectArgs {
     /// File with manifests (YAML, several documents); `-` is standard input.

@@ -17,7 +17,6 @@ use super::cluster::{ClusterArgs, find, within};
 use crate::api::WeightSync;
 use weightsync_agent::command::Output;
 
-/// Arguments of `kubectl weightsync release`.
 #[derive(Debug, Args)]
 pub struct ReleaseArgs {
     /// Name of the object; may be left out when the namespace has one only.
@@ -34,7 +33,6 @@ pub struct ReleaseArgs {
 }
 
 impl ReleaseArgs {
-    /// Suspends and waits.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         crate::cli::block_on(async {
             let api = self.cluster.weightsyncs().await?;

@@ -34,7 +34,6 @@ const LOG: i64 = 4 << 20;
 /// The controller's container in the operator's pods.
 const CONTROLLER: &str = "controller";
 
-/// Arguments of `kubectl weightsync report`.
 #[derive(Debug, Args)]
 pub struct ReportArgs {
     /// Name of the object; all objects of the namespace if it is missing.
@@ -56,7 +55,6 @@ pub struct ReportArgs {
     output: Output,
 }
 
-/// What is to be written.
 #[derive(Default)]
 struct Collected {
     /// Names in the report, and texts.
@@ -66,7 +64,6 @@ struct Collected {
     missing: Vec<Missing>,
 }
 
-/// Something that could not be had.
 struct Missing {
     /// For the report: our own words.
     what: String,
@@ -108,7 +105,6 @@ fn short(error: &anyhow::Error) -> String {
 }
 
 impl ReportArgs {
-    /// Collects and writes.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         crate::cli::block_on(async {
             let access = self.cluster.access().await?;
@@ -235,7 +231,6 @@ impl ReportArgs {
     }
 }
 
-/// Events about an object.
 async fn events_of(access: &Access, name: &str) -> anyhow::Result<Vec<Event>> {
     let about = ListParams::default().fields(&format!("regarding.kind=WeightSync,regarding.name={name}"));
     Ok(within("Events cannot be listed", access.api::<Event>().list(&about)).await?.items)

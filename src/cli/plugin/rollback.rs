@@ -18,7 +18,6 @@ use super::cluster::{ClusterArgs, find, within};
 use crate::api::{MAX_MEMBERS, WeightSync, WeightSyncStatus};
 use weightsync_agent::command::Output;
 
-/// Arguments of `kubectl weightsync rollback`.
 #[derive(Debug, Args)]
 pub struct RollbackArgs {
     /// Name of the object; may be left out when the namespace has one only.
@@ -40,7 +39,6 @@ pub struct RollbackArgs {
     output: Output,
 }
 
-/// How far an object is on its way to a version.
 #[derive(Debug, PartialEq, Eq)]
 enum Progress {
     /// Not there; so many replicas of so many are.
@@ -52,7 +50,6 @@ enum Progress {
 }
 
 impl RollbackArgs {
-    /// Sets `spec.targetVersion`, and waits.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         crate::cli::block_on(async {
             let api = self.cluster.weightsyncs().await?;

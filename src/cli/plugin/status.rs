@@ -15,7 +15,6 @@ use crate::api::{MemberStatus, WeightSync, WeightSyncStatus};
 use weightsync_agent::command::Output;
 use weightsync_agent::command::text::columns;
 
-/// Arguments of `kubectl weightsync status`.
 #[derive(Debug, Args)]
 pub struct StatusArgs {
     /// Name of the object; may be left out when the namespace has one only.
@@ -59,13 +58,11 @@ impl StatusArgs {
     }
 }
 
-/// Whether its condition Ready is true.
 fn is_ready(object: &WeightSync) -> bool {
     let conditions = object.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
     conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
-/// The object for a person.
 fn table(object: &WeightSync) -> String {
     let mut text = String::new();
     let name = format!("{}/{}", object.namespace().unwrap_or_default(), object.name_any());

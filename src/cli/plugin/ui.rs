@@ -21,7 +21,6 @@ use super::cluster::ClusterArgs;
 use super::forward::open;
 use weightsync_agent::command::Output;
 
-/// Arguments of `kubectl weightsync ui`.
 #[derive(Debug, Args)]
 pub struct UiArgs {
     /// Which cluster.
@@ -39,7 +38,6 @@ pub struct UiArgs {
 }
 
 impl UiArgs {
-    /// Serves until it is interrupted.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         crate::cli::block_on(async {
             let access = self.cluster.access().await?;

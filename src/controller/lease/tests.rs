@@ -1,12 +1,13 @@
 //! The lease against an API server in memory that can fail, hang, and forget to answer. Time is paused: waits take no time.
 
 use std::convert::Infallible;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use http::{Method, Request, Response, StatusCode};
 use http_body_util::BodyExt;
 use kube::Client;
 use kube::client::Body;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::*;
@@ -37,11 +38,11 @@ impl ApiServer {
     }
 
     fn set(&self, mode: Mode) {
-        self.0.lock().unwrap().mode = mode;
+        self.0.lock().mode = mode;
     }
 
     fn lease(&self) -> Value {
-        self.0.lock().unwrap().lease.clone().unwrap()
+        self.0.lock().lease.clone().unwrap()
     }
 
     fn api(&self) -> Api<Lease> {
@@ -54,11 +55,11 @@ impl ApiServer {
         let method = request.method().clone();
         let body = request.into_body().collect().await.unwrap().to_bytes();
         let body: Option<Value> = serde_json::from_slice(&body).ok();
-        let mode = self.0.lock().unwrap().mode;
+        let mode = self.0.lock().mode;
         if mode == Mode::Hangs {
             return std::future::pending().await;
         }
-        let (status, answer) = if mode == Mode::Fails { (500, failure(500)) } else { self.0.lock().unwrap().serve(&method, body) };
+        let (status, answer) = if mode == Mode::Fails { (500, failure(500)) } else { self.0.lock().serve(&method, body) };
         if mode == Mode::LosesAnswers {
             return std::future::pending().await;
         }
@@ -203,7 +204,7 @@ async fn a_leader_whose_lease_was_taken_stops_at_its_next_renewal() {
     let mut lease = server.lease();
     lease["spec"]["holderIdentity"] = json!("thief");
     lease["spec"]["leaseTransitions"] = json!(7);
-    server.0.lock().unwrap().store(lease);
+    server.0.lock().store(lease);
     let (lost, _) = leader.task.await.unwrap();
     assert_eq!(lost, LeaseLost::Taken { holder: "thief".into(), term: 7 });
     assert_eq!(leader.leadership.term(), None);

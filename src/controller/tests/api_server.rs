@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use axum::body::Body as Answer;
 use futures::StreamExt;
@@ -11,10 +11,10 @@ use http::{Method, Request, Response};
 use http_body_util::BodyExt;
 use kube::Client;
 use kube::client::Body;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-/// How it behaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
     Works,
@@ -89,7 +89,7 @@ impl ApiServer {
 
     /// Somebody else writes the object before each of the next so many status patches.
     pub(crate) fn race(&self, times: u32) {
-        self.store.lock().unwrap().race = times;
+        self.store.lock().race = times;
     }
 
     pub(crate) fn client(&self) -> Client {
@@ -102,14 +102,14 @@ impl ApiServer {
     pub(crate) fn put(&self, resource: &str, mut object: Value) {
         let text = |object: &Value, field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
         let key = (resource.to_owned(), text(&object, "namespace"), text(&object, "name"));
-        let mut store = self.store.lock().unwrap();
+        let mut store = self.store.lock();
         let kind = if store.objects.contains_key(&key) { "MODIFIED" } else { "ADDED" };
         store.put(kind, key, &mut object);
         self.changed.send_replace(store.version);
     }
 
     pub(crate) fn delete(&self, resource: &str, namespace: &str, name: &str) {
-        let mut store = self.store.lock().unwrap();
+        let mut store = self.store.lock();
         let mut gone = store.objects.remove(&(resource.to_owned(), namespace.to_owned(), name.to_owned())).unwrap();
         store.stamp(&mut gone);
         let version = store.version;
@@ -118,21 +118,18 @@ impl ApiServer {
     }
 
     pub(crate) fn get(&self, resource: &str, namespace: &str, name: &str) -> Option<Value> {
-        self.store.lock().unwrap().objects.get(&(resource.to_owned(), namespace.to_owned(), name.to_owned())).cloned()
+        self.store.lock().objects.get(&(resource.to_owned(), namespace.to_owned(), name.to_owned())).cloned()
     }
 
-    /// All objects of a resource.
     pub(crate) fn all(&self, resource: &str) -> Vec<Value> {
-        let store = self.store.lock().unwrap();
+        let store = self.store.lock();
         store.objects.iter().filter(|((of, _, _), _)| of == resource).map(|(_, object)| object.clone()).collect()
     }
 
-    /// How often a verb was used on a resource.
     pub(crate) fn calls(&self, verb: &str, resource: &str) -> usize {
-        self.store.lock().unwrap().calls.iter().filter(|(v, r, _)| v == verb && r == resource).count()
+        self.store.lock().calls.iter().filter(|(v, r, _)| v == verb && r == resource).count()
     }
 
-    /// Waits until something holds of what is stored.
     pub(crate) async fn until(&self, what: &str, holds: impl Fn(&Self) -> bool) {
         let mut changed = self.changed.subscribe();
         let waited = tokio::time::timeout(std::time::Duration::from_secs(20), async {
@@ -150,7 +147,7 @@ impl ApiServer {
             None => call.resource.clone(),
         };
         assert!(GRANTED.contains(&(call.verb, full.as_str())), "the chart does not grant: {} {full}", call.verb);
-        self.store.lock().unwrap().calls.push((call.verb.to_owned(), full, call.name.clone().unwrap_or_default()));
+        self.store.lock().calls.push((call.verb.to_owned(), full, call.name.clone().unwrap_or_default()));
         let body = request.into_body().collect().await.unwrap().to_bytes();
         if *self.mode.borrow() == Mode::Fails {
             return Ok(answer(failure(500, "InternalError", "down")));
@@ -160,7 +157,7 @@ impl ApiServer {
         }
         let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
         let (outcome, version) = {
-            let mut store = self.store.lock().unwrap();
+            let mut store = self.store.lock();
             (store.carry_out(&call, body), store.version)
         };
         self.changed.send_replace(version);
@@ -175,7 +172,7 @@ impl ApiServer {
         let lines = futures::stream::unfold(state, |(store, mut changed, resource, since)| async move {
             loop {
                 changed.mark_unchanged();
-                let next = store.lock().unwrap().log.iter().find(|(version, of, _)| *version > since && *of == resource).cloned();
+                let next = store.lock().log.iter().find(|(version, of, _)| *version > since && *of == resource).cloned();
                 if let Some((version, _, event)) = next {
                     let line = Ok::<_, Infallible>(format!("{event}\n"));
                     return Some((line, (store, changed, resource, version)));

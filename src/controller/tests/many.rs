@@ -115,7 +115,6 @@ fn only_what_a_running_update_moves_waits_for_more() {
     }
 }
 
-/// How often the controller has looked at an object.
 async fn looks(controller: &Controller) -> u64 {
     let metrics = controller.page("/metrics").await.1;
     let line = metrics.lines().find_map(|line| line.strip_prefix("weightsync_reconcile_total{outcome=\"success\"} ").map(str::to_owned));

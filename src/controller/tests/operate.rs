@@ -49,7 +49,6 @@ async fn state(controller: &Controller) -> Value {
     serde_json::from_str(&body).unwrap()
 }
 
-/// Waits until the state behind the page satisfies a condition.
 pub(super) async fn until(controller: &Controller, what: &str, holds: impl Fn(&Value) -> bool) -> Value {
     let waited = async {
         loop {

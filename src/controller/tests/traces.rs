@@ -1,11 +1,12 @@
 //! Traces of attempts: the spans of one, by what agents reported, and what reaches a collector.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::body::Bytes;
 use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::routing::post;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -89,7 +90,6 @@ fn an_attempt_whose_end_is_not_reported_ends_when_the_next_one_begins() {
     assert_eq!(again[0].id, traces[1].id, "the id follows from the attempt");
 }
 
-/// What was posted to a collector.
 struct Posted {
     path: String,
     headers: HeaderMap,
@@ -107,7 +107,7 @@ async fn collector(answers: Vec<(StatusCode, &'static str)>) -> (String, mpsc::U
     let (sender, receiver) = mpsc::unbounded_channel();
     let answers = Arc::new(Mutex::new(answers.into_iter()));
     let take = move |uri: Uri, headers: HeaderMap, body: Bytes| {
-        let answer = answers.lock().unwrap().next().unwrap_or((StatusCode::OK, r#"{"partialSuccess":{}}"#));
+        let answer = answers.lock().next().unwrap_or((StatusCode::OK, r#"{"partialSuccess":{}}"#));
         let body = serde_json::from_slice(&body).unwrap();
         sender.send(Posted { path: uri.path().to_owned(), headers, body }).unwrap();
         async move { (answer.0, [("retry-after", "1")], answer.1) }
@@ -119,7 +119,6 @@ async fn collector(answers: Vec<(StatusCode, &'static str)>) -> (String, mpsc::U
     (format!("http://{address}"), receiver)
 }
 
-/// The next post.
 async fn next(posts: &mut mpsc::UnboundedReceiver<Posted>) -> Posted {
     tokio::time::timeout(SOON, posts.recv()).await.expect("a trace comes").unwrap()
 }

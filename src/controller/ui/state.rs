@@ -11,13 +11,11 @@ use weightsync_core::protocol::TransportChoice;
 /// Objects that are shown.
 const OBJECTS: usize = 200;
 
-/// Everything.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct State {
     /// Version of the program.
     program: &'static str,
-    /// The controller's pod.
     pod: String,
     /// Whether it leads; one that does not knows of no object.
     leads: bool,

@@ -1,4 +1,4 @@
-"""An engine without a group: `weightsync feed` hands over what lies on its GPU already. No way through that engine takes less."""
+"""An engine without a group: `weightsync-dev feed` hands over what lies on its GPU already. No way through that engine takes less."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUMBER = iter(range(1_000_000, 2_000_000, 1000))
 
 
 def feed(bed: Bed, name: str, seed: int, *more: str) -> list[dict[str, Any]]:
-    """Versions that `weightsync feed` handed over, as it tells them."""
+    """Versions that `weightsync-dev feed` handed over, as it tells them."""
     server = bed.server(name)
     checkpoint = bed.model(server.model.name.rsplit("-", 1)[0], seed)
     words = [f"{bed.args.weightsync}-dev", "feed", str(checkpoint), "--engine", "lmdeploy", "--url", server.url, "--model", str(server.model)]

@@ -77,7 +77,7 @@ class Bed(Record):
         return [*words, "--version", str(next(VERSIONS)), "--output", "json", "--timeout", "120", *more]
 
     def feed(self, way: str, seed: int, *more: str) -> list[dict[str, Any]]:
-        """Versions that `weightsync feed` handed over, as it tells them."""
+        """Versions that `weightsync-dev feed` handed over, as it tells them."""
         done = subprocess.run(self.feeding(way, seed, *more), capture_output=True, text=True, timeout=130, check=False)
         if done.returncode:
             raise RuntimeError(f"feed failed: {done.stderr[-3000:]}\n{self.servers[way].log.read_text()[-5000:]}")

@@ -1,4 +1,4 @@
-//! `weightsync demo --gpu`: the whole product with agents, workers and NCCL between GPUs, a rollout killed in the middle of an update.
+//! `weightsync-dev demo --gpu`: the whole product with agents, workers and NCCL between GPUs, a rollout killed in the middle of an update.
 
 use std::process::{Output, Stdio};
 

@@ -1,4 +1,4 @@
-//! `weightsync feed` on the stand-in: a checkpoint goes through a worker's ring into simulated engines, which read what really lies there.
+//! `weightsync-dev feed` on the stand-in: a checkpoint goes through a worker's ring into simulated engines, which read what really lies there.
 
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt as _;

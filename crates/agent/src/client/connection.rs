@@ -34,7 +34,6 @@ const MOST_UNREAD: usize = 1024;
 /// How often progress is passed on, and deadlines are looked at.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Ticks between two signs of life.
 const TICKS_PER_SIGN: u32 = 10;
 
 /// Serves a client until it leaves, talks nonsense, or `shutdown`.

@@ -118,7 +118,6 @@ impl ExternalSide {
         }
     }
 
-    /// Begins a version.
     pub(super) fn begin(
         &mut self,
         epoch: u64,

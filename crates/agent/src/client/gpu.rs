@@ -11,14 +11,12 @@ use weightsync_core::protocol::GpuOffer;
 use weightsync_core::weights::{Layout, LayoutError, TensorSpec};
 use weightsync_gpu::worker::Worker;
 
-/// The GPU worker from which a source sends.
 #[derive(Clone)]
+#[allow(missing_docs)]
 pub struct SourceWorker {
-    /// The worker.
     pub worker: Worker,
     /// Its GPU (`GPU-...`).
     pub gpu: String,
-    /// What the object says about the ring.
     pub wish: RingWish,
     /// Bytes of the GPU that were free when the worker took it, before any ring, and all of them. Not renewed: what a version is cut into
     /// must not change from one publish to the next.
@@ -36,12 +34,10 @@ impl std::fmt::Debug for SourceWorker {
 /// What the source sends from: its worker, or why there is none. Kept up to date by whoever starts workers.
 pub type SourceGpu = watch::Receiver<Result<SourceWorker, String>>;
 
-/// For an agent that moves no weights between GPUs.
 pub fn no_source_gpu() -> SourceGpu {
     watch::channel(Err("the group does not move weights between GPUs".to_owned())).1
 }
 
-/// Slots and bytes of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RingSize {
     pub(super) slots: u32,
@@ -52,7 +48,6 @@ pub(super) struct RingSize {
 const PAGE: u64 = 4096;
 
 impl SourceWorker {
-    /// The trainer's ring for a version that is laid out like this.
     pub(super) fn ring_for(&self, layout: &Layout) -> Result<RingSize, String> {
         let largest = layout.largest_bucket();
         let wish = RingWish { slots: self.wish.slots, slot_bytes: Some(largest.max(1)) };

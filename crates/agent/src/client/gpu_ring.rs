@@ -56,7 +56,6 @@ struct Ends {
 }
 
 impl GpuRings {
-    /// A trainer closed a ring.
     pub(super) fn closed(&self, ring: u64) {
         if let Some(ends) = lock(&self.0).rings.get(&ring) {
             ends.closed.cancel();
@@ -90,7 +89,6 @@ impl GpuRings {
 pub(super) struct TrainerGpuRing {
     rings: Arc<GpuRings>,
     ends: Ends,
-    /// Whose connection it was made for.
     turn: Arc<Turn>,
     number: u64,
     gpu: String,
@@ -102,7 +100,6 @@ pub(super) struct TrainerGpuRing {
 }
 
 impl TrainerGpuRing {
-    /// Has the worker allocate it.
     pub(super) async fn create(rings: &Arc<GpuRings>, turn: &Arc<Turn>, source: &SourceWorker, size: RingSize) -> Result<Self, String> {
         static NUMBER: AtomicU64 = AtomicU64::new(1);
         let ring = source.worker.ring(size.slots, size.slot_bytes, STEP).await.map_err(|error| error.to_string())?;
@@ -138,7 +135,6 @@ impl TrainerGpuRing {
         lock(&self.events).is_some()
     }
 
-    /// As it is announced.
     pub(super) fn announcement(&self) -> GpuRing {
         GpuRing {
             ring: self.number,
@@ -196,7 +192,6 @@ impl TrainerGpuRing {
         Ok(taken)
     }
 
-    /// Lends all slots to the trainer.
     pub(super) async fn lend_all(&self) -> Result<(), String> {
         self.lent.lend_all(self.take_all().await?);
         Ok(())

@@ -36,7 +36,6 @@ impl<T> LentSlots<T> {
         }
     }
 
-    /// Takes one back.
     pub(super) fn take(&self, number: u32) -> Option<T> {
         self.lock().as_mut()?.remove(&number)
     }

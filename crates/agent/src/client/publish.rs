@@ -35,7 +35,6 @@ pub(super) struct Publish {
     pub(super) timeout_ms: u64,
 }
 
-/// Where the bytes come from.
 pub(super) enum From {
     Tensors { tensors: Vec<TensorSpec>, repeatable: bool, gpu: Option<GpuOffer> },
     Checkpoint { path: String },

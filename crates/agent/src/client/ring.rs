@@ -44,19 +44,14 @@ pub(super) enum FromTrainer {
     Failed(SourceError),
 }
 
-/// What a publish may use.
 pub(super) struct Means {
     /// Slots of a ring in host memory.
     pub(super) most_slots: u32,
     /// Size of a bucket where weights travel through hosts; 0 chooses by the model's size.
     pub(super) bucket_bytes: u64,
-    /// What the trainer has.
     pub(super) offer: Option<GpuOffer>,
-    /// What the source sends from.
     pub(super) gpu: SourceGpu,
-    /// The ring of its connection.
     pub(super) kept: RingOfConnection,
-    /// The rings on the GPU, of all connections.
     pub(super) rings: Arc<GpuRings>,
 }
 
@@ -73,7 +68,6 @@ pub(super) struct TrainerRing {
     failed: Option<SourceError>,
 }
 
-/// Why there is no ring on the GPU.
 enum NoGpu {
     /// The trainer is gone, or silent.
     Source(SourceError),
@@ -86,7 +80,6 @@ struct Open {
     ring: Ring,
     /// The attempt in which it was announced: what was filled before does not lie in it.
     since: u32,
-    /// Lends slots of GPU memory again.
     _lender: Option<AbortOnDropHandle<()>>,
 }
 

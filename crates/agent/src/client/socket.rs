@@ -8,7 +8,6 @@ use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 
-/// What every name begins with.
 const PREFIX: &str = "weightsync/";
 
 /// Longest abstract name: `sun_path` without its leading NUL.
@@ -18,7 +17,6 @@ const LONGEST: usize = 107;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SocketName(String);
 
-/// Why there is no such socket.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum SocketError {

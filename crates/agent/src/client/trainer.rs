@@ -23,7 +23,6 @@ pub const SILENCE: Duration = Duration::from_secs(10);
 /// Longest line that is read, in bytes.
 const LONGEST_LINE: usize = 256 << 20;
 
-/// Why a publish did not go well.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TrainerError {
@@ -51,7 +50,6 @@ pub struct TrainerClient {
     memory: Option<SharedMemory>,
 }
 
-/// What one attempt has to fill, and where.
 struct Filling {
     layout: Layout,
     slot_bytes: u64,

@@ -53,7 +53,6 @@ impl Turn {
         self.total_bytes.load(Ordering::Relaxed)
     }
 
-    /// Says something to the client.
     pub(super) fn say(&self, reply: ClientReply) {
         self.outbox.say(reply);
     }

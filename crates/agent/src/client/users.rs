@@ -7,11 +7,9 @@ use std::str::FromStr;
 pub enum TrainerUsers {
     /// Everybody. Right within a pod: its network namespace is where its abstract sockets end. Wrong on a host's network.
     Any,
-    /// Users of these ids.
     These(Vec<u32>),
 }
 
-/// Why a list of users cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is neither `any` nor a list of user ids such as 1000,1001")]
 pub struct BadUsers(String);

@@ -21,7 +21,6 @@ use weightsync_core::protocol::ClientReply;
 /// A client that takes no byte for this long does not read any more.
 const WRITE_SILENCE: Duration = Duration::from_secs(10);
 
-/// A line on its way to the client.
 pub(super) enum Outgoing {
     Line(ClientReply),
     /// A line with the memfd of a new ring beside it.
@@ -106,7 +105,6 @@ async fn in_time<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> 
     tokio::time::timeout(WRITE_SILENCE, step).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
-/// Writes a line with a descriptor beside it.
 async fn write_with(socket: &mut OwnedWriteHalf, line: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<()> {
     let sent = in_time(socket.as_ref().async_io(Interest::WRITABLE, || send_with(socket, line, descriptor))).await?;
     write(socket, line.get(sent..).unwrap_or_default()).await

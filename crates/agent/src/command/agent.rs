@@ -106,8 +106,8 @@ pub struct AgentArgs {
     log_format: LogFormat,
 }
 
+#[allow(missing_docs)]
 impl AgentArgs {
-    /// Runs the agent.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         self.init_logs()?;
         super::block_on(async move {
@@ -117,12 +117,10 @@ impl AgentArgs {
         })
     }
 
-    /// Sets up logs as the arguments say.
     pub fn init_logs(&self) -> anyhow::Result<()> {
         Ok(logs::init(self.log_format, &self.log)?)
     }
 
-    /// What the agent is told when it starts.
     pub async fn settings(self) -> anyhow::Result<Settings> {
         let ca_pem = if self.controller_ca.contains("-----BEGIN") {
             self.controller_ca.clone()

@@ -8,10 +8,6 @@ use std::path::Path;
 use anyhow::Context as _;
 
 /// Text of a file, or of standard input where the path is `-`, as `kubectl` reads it.
-///
-/// # Errors
-///
-/// The file, or standard input, cannot be read or is not UTF-8; the message names which.
 pub fn read(path: &Path) -> anyhow::Result<String> {
     if path == Path::new("-") {
         let mut text = String::new();

@@ -24,7 +24,6 @@ const CHECK: Duration = Duration::from_secs(2);
 
 /// An offer, and the slot that holds its check: dropped when nobody looks for it any more.
 pub struct Offer {
-    /// What a member is told.
     pub memory: LentMemory,
     _check: Slot,
 }

@@ -30,7 +30,6 @@ const STEADY: Duration = Duration::from_secs(5);
 pub(super) enum Seats {
     /// Not known yet, or being opened.
     Starting,
-    /// There is none that can be used.
     None(String),
     /// A worker on each.
     Open(Vec<Open>),

@@ -21,9 +21,7 @@ use weightsync_gpu::worker::{Copy, HostMemory, Ring, Slot, WorkerError};
 /// Buckets in host memory: one is read while the other is copied.
 const BUCKETS: u64 = 2;
 
-/// Why a checkpoint could not be handed over.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum FeedError {
     #[error("the checkpoint cannot be read: {0}")]
     Read(String),

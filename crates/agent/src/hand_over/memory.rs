@@ -17,8 +17,8 @@ use weightsync_core::weights::{Bucket, Layout};
 use weightsync_engine::{Engine, HostBucket, HostDigest, HostJob, HostMemory, HostTensor, InstallReport};
 use weightsync_net::memfd::SharedMemory;
 
-/// What is fed, and how.
 #[derive(Debug, Clone)]
+#[allow(missing_docs)]
 pub struct MemoryFeed {
     /// The version that the engine holds afterwards.
     pub version: HeldVersion,
@@ -26,11 +26,8 @@ pub struct MemoryFeed {
     pub layout: Arc<Layout>,
     /// Most bytes of shared memory; at least two of the longest bucket are taken. None: all of the checkpoint.
     pub memory: Option<u64>,
-    /// What happens to running requests.
     pub pause: PausePolicy,
-    /// What happens to the KV and prefix cache.
     pub kv_cache: KvCachePolicy,
-    /// The whole install ends after this long.
     pub timeout: Duration,
 }
 

@@ -41,11 +41,8 @@ pub trait Stage: Send {
     fn switching(&mut self, known: Switching);
 }
 
-/// What is to be brought, to whom, and how.
 pub struct Plan<'a> {
-    /// The epoch it runs in.
     pub epoch: Arc<Epoch>,
-    /// The version and the number of the attempt.
     pub version: u64,
     /// Number of the attempt, from 1.
     pub attempt: u32,
@@ -53,36 +50,27 @@ pub struct Plan<'a> {
     pub feeding: bool,
     /// Whether the trainer says when engines switch.
     pub manual: bool,
-    /// How the digests of its manifest are computed.
     pub algorithm: DigestAlgorithm,
     /// To whom, in the order of the chain.
     pub members: Vec<MemberName>,
-    /// How many must serve it for success.
     pub min_ready: u32,
     /// The manifest's digest, where these very bytes were read before: members that hold them take no second copy.
     pub known: Option<String>,
     /// The manifest's digest that the bytes must have, though they were not read yet.
     pub must: Option<String>,
-    /// The bytes.
     pub source: &'a mut dyn VersionSource,
-    /// Who keeps a copy of them.
     pub keep: Option<Arc<dyn Keep>>,
-    /// Who is told and asked.
     pub stage: &'a mut dyn Stage,
 }
 
 /// An attempt that reached its aim.
 #[derive(Debug, Clone)]
 pub struct Brought {
-    /// What was brought.
     pub held: HeldVersion,
     /// Length of its stream.
     pub bytes: u64,
-    /// Who serves it.
     pub installed: Vec<MemberName>,
-    /// Who does not, with the reason.
     pub behind: Vec<(MemberName, String)>,
-    /// Times of phases in ms.
     pub phases_ms: Vec<(String, u64)>,
 }
 
@@ -125,7 +113,6 @@ pub(super) struct Attempt<'a> {
     over: bool,
 }
 
-/// What any attempt begins with.
 pub(super) struct Begun<'a> {
     pub(super) epoch: &'a Arc<Epoch>,
     pub(super) version: u64,

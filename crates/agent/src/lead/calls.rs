@@ -20,13 +20,9 @@ use weightsync_net::https::{AgentClient, CallError};
 /// Longest abort: nobody waits for it.
 const ABORT: Duration = Duration::from_secs(5);
 
-/// What a member answered.
 pub(super) enum Answer {
-    /// Where it stands now.
     Status(UpdateStatus),
-    /// It said no.
     Refused(Refusal),
-    /// Nothing came back.
     Lost(String),
 }
 
@@ -40,7 +36,6 @@ impl From<Result<UpdateStatus, CallError>> for Answer {
     }
 }
 
-/// Calls to the members of one epoch.
 #[derive(Clone)]
 pub(super) struct Calls {
     client: AgentClient,
@@ -52,7 +47,6 @@ impl Calls {
         Self { client, epoch }
     }
 
-    /// Posts one body to all at once.
     pub(super) fn to_all<T>(&self, members: &[MemberName], path: &'static str, body: Arc<T>, deadline: Duration) -> Answers
     where
         T: Serialize + Send + Sync + 'static,
@@ -135,7 +129,6 @@ impl Calls {
         }
     }
 
-    /// Posts to one member; what it answers as it is.
     pub(super) async fn ask<T, R>(&self, member: &MemberName, path: &str, body: &T, deadline: Duration) -> Result<R, CallError>
     where
         T: Serialize + Sync,

@@ -22,7 +22,6 @@ const UNIQUE_ID: Duration = Duration::from_secs(2);
 const PROBE: Duration = Duration::from_millis(1000);
 
 impl Leader {
-    /// Forms the communicator of an epoch, until `deadline`.
     pub(super) async fn form(&self, epoch: &Arc<Epoch>, deadline: Instant) -> Result<(), Refusal> {
         let gpus = self.gpus().ok_or_else(|| refusal(RefusalCode::Internal, "this agent uses no GPU"))?;
         let deadline = deadline - PROBE.min(deadline.saturating_duration_since(Instant::now()) / 4);

@@ -31,7 +31,6 @@ const ANSWER: Duration = Duration::from_secs(2);
 /// What was sent, and into which group; none: it was copied into its place.
 type Sent = BoxFuture<'static, (Option<usize>, Result<(), WorkerError>)>;
 
-/// What all of a stream is about.
 #[derive(Clone)]
 pub(super) struct EngineStream {
     pub(super) led: Arc<EngineGroupsLed>,
@@ -48,7 +47,6 @@ pub(super) struct EngineStream {
 struct Round {
     /// Groups that have not ended, by number: whether our broadcasts are under way, and who has not answered.
     open: BTreeMap<usize, (bool, Vec<MemberName>)>,
-    /// Who said that it received.
     received: Vec<MemberName>,
     /// Groups whose broadcast failed here, why, and until when somebody else may be named.
     broken: Vec<(Instant, usize, StreamFailure)>,
@@ -56,7 +54,6 @@ struct Round {
 }
 
 impl EngineStream {
-    /// Has all engines do this.
     pub(super) fn ask_all(&self, what: Receive, within: Duration) -> JoinSet<(MemberName, Result<ReceiveResponse, CallError>)> {
         let mut asked = JoinSet::new();
         for (member, _) in self.led.groups.iter().flat_map(|group| &group.plan.members) {

@@ -26,7 +26,6 @@ fn ahead_from() -> u64 {
     set.unwrap_or(4 << 20).saturating_mul(128)
 }
 
-/// See [`BucketSink`].
 pub(super) struct EngineSink {
     stream: EngineStream,
     layout: Arc<Layout>,
@@ -74,7 +73,6 @@ impl EngineSink {
         Ok(())
     }
 
-    /// Waits until another bucket may be asked for.
     async fn next_may_go(&mut self) -> Result<(), (u32, StreamFailure)> {
         if self.waits {
             return self.settle().await;

@@ -45,7 +45,6 @@ pub(super) struct EngineGroupsLed {
     broken: watch::Sender<Option<String>>,
 }
 
-/// One group.
 pub(super) struct Led {
     pub(super) plan: EngineGroup,
     worker: Worker,
@@ -64,7 +63,6 @@ impl Led {
         self.number
     }
 
-    /// Whether the communicator is there.
     pub(super) fn stands(&self) -> bool {
         self.stands.load(Ordering::Acquire)
     }
@@ -133,12 +131,10 @@ impl Drop for EngineGroupsLed {
 }
 
 impl Leader {
-    /// The groups of an epoch that engines joined.
     pub(super) fn engines_of(&self, epoch: &Epoch) -> Option<Arc<EngineGroupsLed>> {
         crate::core::lock(&self.engines).clone().filter(|led| led.epoch == *epoch.id())
     }
 
-    /// Forms the groups of an epoch, until `deadline`.
     pub(super) async fn form_engines(&self, epoch: &Arc<Epoch>, deadline: Instant) -> Result<(), Refusal> {
         let internal = |what: String| refusal(RefusalCode::Internal, what);
         let before = crate::core::lock(&self.engines).take();

@@ -21,23 +21,17 @@ use weightsync_core::protocol::{
 };
 use weightsync_core::weights::Manifest;
 
-/// What is to be led.
 pub struct ExternalPlan<'a> {
-    /// The epoch it runs in.
     pub epoch: Arc<Epoch>,
     /// The version, and what stands for its manifest.
     pub held: HeldVersion,
-    /// Number of the attempt.
     pub attempt: u32,
     /// Whether the version is the group's already.
     pub feeding: bool,
     /// What engines must report as their weight version.
     pub engine_version: Option<String>,
-    /// It ends here.
     pub deadline: Instant,
-    /// What the trainer says.
     pub words: &'a mut mpsc::UnboundedReceiver<Word>,
-    /// Who hears that bytes may move.
     pub tell: &'a Teller,
 }
 

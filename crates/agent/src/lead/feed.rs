@@ -27,13 +27,9 @@ const AGAIN: (Duration, Duration) = (Duration::from_millis(250), Duration::from_
 /// How often it is looked whether there is something to feed now.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// A version and a reader of its bytes.
 pub struct Copy {
-    /// Which version.
     pub held: HeldVersion,
-    /// How the digests of its manifest are computed.
     pub algorithm: DigestAlgorithm,
-    /// Its bytes.
     pub source: Box<dyn VersionSource>,
 }
 
@@ -43,7 +39,6 @@ pub trait Holder: Send + Sync {
     fn to_feed(&self, epoch: &Epoch) -> Option<Copy>;
 }
 
-/// Feeds, for the life of the agent.
 pub struct Feeder {
     leader: Arc<Leader>,
     holder: Arc<dyn Holder>,
@@ -64,7 +59,6 @@ struct HeldOff {
 }
 
 impl Feeder {
-    /// Feeds from what `holder` holds.
     pub fn new(leader: Arc<Leader>, holder: Arc<dyn Holder>, attempts: Arc<Attempts>) -> Self {
         Self { leader, holder, attempts, held_off: Mutex::default() }
     }

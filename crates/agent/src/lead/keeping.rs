@@ -21,7 +21,6 @@ pub(super) struct Keeping {
 }
 
 impl Keeping {
-    /// Copies go to `keep`.
     pub(super) fn new(keep: Arc<dyn Keep>, staging: Option<Staging>, silence: Duration) -> Self {
         let (to_copy, mut waiting) = mpsc::unbounded_channel::<DevicePayload>();
         let kept = tokio::spawn(async move {
@@ -40,7 +39,6 @@ impl Keeping {
         Self { to_copy, kept }
     }
 
-    /// Has the next bucket copied.
     pub(super) fn copy(&self, device: DevicePayload) {
         // A task that ended says why in `settled`.
         let _ = self.to_copy.send(device);

@@ -8,7 +8,6 @@ use super::attempt::Attempt;
 use super::probe::{Opening, hello};
 use weightsync_core::protocol::{CarriedBy, MemberName};
 
-/// The streams of one attempt.
 #[derive(Default)]
 pub(super) struct Openings {
     /// Those whose payloads stay on GPUs: the broadcasts, and one for each member on this one's GPU.
@@ -18,7 +17,6 @@ pub(super) struct Openings {
 }
 
 impl Attempt<'_> {
-    /// The streams to those that receive.
     pub(super) fn openings(&self, receiving: &[MemberName]) -> Openings {
         let open = |members: &[MemberName], by: Option<CarriedBy>| hello(&self.epoch, &self.calls, members, &self.update(), false, by);
         if self.view.feeding {

@@ -29,12 +29,10 @@ const STEADY: Duration = Duration::from_secs(1);
 /// Time between two tries to hear a lost peer again.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// What is known of one peer.
 #[derive(Debug, Clone, Default)]
 pub struct Peer {
     /// Its facts, by its last word.
     pub state: Option<MemberState>,
-    /// Why it is lost, while it is.
     pub lost: Option<String>,
 }
 
@@ -45,7 +43,6 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// Listens to every rollout of the epoch.
     pub fn listen(core: &Arc<Core>, client: &AgentClient, epoch: &Arc<Epoch>) -> Self {
         let known = watch::Sender::new(BTreeMap::new());
         let mut listeners = JoinSet::new();
@@ -66,12 +63,10 @@ impl Peers {
         Self { known, _listeners: listeners }
     }
 
-    /// Everything known, now and whenever it changes.
     pub fn watch(&self) -> watch::Receiver<BTreeMap<MemberName, Peer>> {
         self.known.subscribe()
     }
 
-    /// Waits until one of these is lost.
     pub async fn any_lost(&self, members: &[MemberName]) -> (MemberName, String) {
         let mut known = self.known.subscribe();
         loop {

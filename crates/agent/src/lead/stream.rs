@@ -23,7 +23,6 @@ const AHEAD: usize = 2;
 /// Bytes that fit into a core's cache.
 const PIECE: usize = 256 << 10;
 
-/// Why a stream did not reach its end.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum StreamError {
     #[error(transparent)]
@@ -51,7 +50,6 @@ pub trait Keep: Send + Sync {
     async fn whole(&self, buckets: u32, limit: Duration) -> bool;
 }
 
-/// What is sent, and who keeps a copy of it.
 pub(super) struct Sending<'a> {
     pub(super) source: &'a mut dyn VersionSource,
     pub(super) layout: Arc<Layout>,

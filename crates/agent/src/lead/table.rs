@@ -12,17 +12,13 @@ use weightsync_core::protocol::{
 pub struct Failure {
     /// The closed word that a trainer sees if this was the last attempt.
     pub code: PublishErrorCode,
-    /// Why, for a person.
     pub message: String,
-    /// The phase that ran.
     pub phase: UpdatePhase,
-    /// The member at fault.
     pub member: Option<MemberName>,
     /// Whether another epoch may do better. False when the version, its source or its trainer is at fault.
     pub again: bool,
 }
 
-/// What may follow.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
     /// Some have not answered.
@@ -46,7 +42,6 @@ pub struct Switching {
     pub unheard: Vec<MemberName>,
 }
 
-/// One member.
 #[derive(Debug, Clone)]
 struct Row {
     name: MemberName,
@@ -55,9 +50,7 @@ struct Row {
     reason: Option<String>,
     refusal: Option<RefusalCode>,
     lost: bool,
-    /// Whether its canary refused the version.
     canary: bool,
-    /// Whether it was told to switch its engine.
     told: bool,
     /// Whether its part is over because it was lost, and not by its own word.
     unheard: bool,
@@ -87,7 +80,6 @@ impl Table {
         Self { rows: members.iter().map(row).collect(), min_ready: min_ready.max(1) }
     }
 
-    /// A member said where it stands.
     pub fn observe(&mut self, member: &MemberName, status: &UpdateStatus) {
         let Some(row) = self.row(member) else { return };
         if row.step.is_some_and(InstallStep::is_final) {
@@ -99,7 +91,6 @@ impl Table {
         row.canary = status.refused;
     }
 
-    /// A member refused a message of the attempt.
     pub fn refused(&mut self, member: &MemberName, refusal: &Refusal) {
         let Some(row) = self.row(member) else { return };
         if row.step.is_some_and(InstallStep::is_final) {
@@ -110,7 +101,6 @@ impl Table {
         row.reason = Some(refusal.message.clone());
     }
 
-    /// A member cannot be reached any more.
     pub fn lost(&mut self, member: &MemberName, cause: &str) {
         let Some(row) = self.row(member) else { return };
         row.lost = true;
@@ -129,7 +119,6 @@ impl Table {
         }
     }
 
-    /// What came of switching, as far as it was heard.
     pub fn switching(&self) -> Switching {
         let open = |row: &Row| row.unheard || !row.step.is_some_and(InstallStep::is_final);
         Switching {
@@ -154,19 +143,16 @@ impl Table {
         self.rows.iter().find(|row| &row.name == member)?.step
     }
 
-    /// A member is not switched in this attempt.
     pub fn passed_over(&mut self, member: &MemberName, why: &str) {
         let Some(row) = self.row(member).filter(|row| row.step == Some(InstallStep::Delivered)) else { return };
         row.step = Some(InstallStep::Failed);
         row.reason = Some(why.to_owned());
     }
 
-    /// Those whose engine confirmed the version.
     pub fn installed(&self) -> Vec<MemberName> {
         self.with(|row| row.step == Some(InstallStep::Installed))
     }
 
-    /// Those that did not get it, with the reason.
     pub fn behind(&self) -> Vec<(MemberName, String)> {
         let rows = self.rows.iter().filter(|row| row.step != Some(InstallStep::Installed));
         rows.map(|row| (row.name.clone(), row.reason.clone().unwrap_or_else(|| "has not confirmed it yet".into()))).collect()
@@ -178,7 +164,6 @@ impl Table {
         Some((row.name.clone(), row.reason.clone().unwrap_or_else(|| "it gave no reason".into())))
     }
 
-    /// What a member said last of why it refused or failed.
     pub fn reason(&self, member: &MemberName) -> Option<String> {
         self.rows.iter().find(|row| &row.name == member)?.reason.clone()
     }

@@ -11,13 +11,10 @@ use weightsync_core::protocol::{InstallStep, MemberName};
 /// A member that holds the version and waits to be switched.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Waiting {
-    /// Its name.
     pub member: MemberName,
-    /// Whether it serves now.
     pub serves: bool,
 }
 
-/// The order in which members are switched.
 #[derive(Debug, Clone)]
 pub struct Waves {
     all: Vec<Waiting>,
@@ -46,7 +43,6 @@ impl Waves {
         open.map(|waiting| waiting.member.clone()).collect()
     }
 
-    /// These were told.
     pub fn begin(&mut self, members: &[MemberName]) {
         self.begun.extend(members.iter().cloned());
     }

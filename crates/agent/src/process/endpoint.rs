@@ -39,10 +39,8 @@ use weightsync_transport::tcp::{DataTls, TcpOptions, TcpTransport};
 /// agent that still believed in that controller would not announce itself to the next one in time to keep its epoch.
 const STALLED: Duration = Duration::from_secs(2);
 
-/// Makes the adapter of an engine.
 pub type EngineFactory = Arc<dyn Fn(&EngineAssignment) -> Result<Arc<dyn Engine>, EngineError> + Send + Sync>;
 
-/// Why an endpoint cannot start.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum StartFailed {
     #[error("the engine on port {port}: {source}")]
@@ -77,12 +75,10 @@ pub(super) struct Running {
     assignment: watch::Sender<Assignment>,
     unclaimed: watch::Sender<Option<String>>,
     tasks: JoinSet<()>,
-    /// Endpoints that the claim wants.
     wanted: usize,
 }
 
 impl Session {
-    /// Starts what the object wants.
     pub(super) async fn start(&self, enrolled: &Enrolled, pages: &Pages, cancel: &CancellationToken) -> Result<Running, StartFailed> {
         let mut running = Running {
             endpoints: Vec::new(),
@@ -228,7 +224,6 @@ impl Session {
 }
 
 impl Running {
-    /// The assignment, as announcements bring it.
     pub(super) fn assignment(&self) -> watch::Receiver<Assignment> {
         self.assignment.subscribe()
     }

@@ -22,7 +22,6 @@ use crate::rollout::Rollout;
 use weightsync_core::protocol::{InstallStep, MemberState, TransportChoice, UpdateId, UpdatePhase, UpdateStatus, UpdateView};
 use weightsync_net::metrics::{Definition, Metrics, times};
 
-/// The label of gauges.
 pub(super) const PORT: &[(&str, &str)] = &[("port", "of the engine; 0 for a source")];
 
 const EPOCH: Definition =
@@ -138,7 +137,6 @@ impl Numbers {
         }
     }
 
-    /// Follows an endpoint until `cancel`.
     pub(super) fn keep(&self, core: &Arc<Core>, rollout: Option<&Arc<Rollout>>, tasks: &mut JoinSet<()>, cancel: &CancellationToken) {
         let labels = OfEngine { port: core.me().port.unwrap_or(0) };
         let numbers = self.clone();

@@ -24,7 +24,6 @@ use weightsync_net::health::{self, Health};
 use weightsync_net::https::ndjson;
 use weightsync_net::metrics::Metrics;
 
-/// Everything that the pages show.
 pub(super) struct Pages {
     health: Health,
     metrics: Metrics,
@@ -38,7 +37,6 @@ pub(super) struct Pages {
 pub(super) struct Shown {
     pub(super) rollouts: Vec<Arc<Rollout>>,
     failed: Option<String>,
-    /// What was answered last.
     was_ready: Option<bool>,
 }
 
@@ -55,20 +53,17 @@ impl Pages {
         Self { health, metrics, roster, shown, numbers }
     }
 
-    /// The routes.
     pub(super) fn router(&self) -> Router {
         let roster = Router::new().route("/v1/roster", get(show_roster)).with_state(self.roster.clone());
         health::router(self.health.clone(), self.metrics.clone()).merge(roster)
     }
 
-    /// Counts another engine's rollout in.
     pub(super) fn add(&self, rollout: Arc<Rollout>) {
         let mut shown = lock(&self.shown);
         shown.failed = None;
         shown.rollouts.push(rollout);
     }
 
-    /// Rollouts of the claim before count no more.
     pub(super) fn forget_endpoints(&self) {
         *lock(&self.shown) = Shown::default();
     }

@@ -38,7 +38,6 @@ impl Arriving {
         }
     }
 
-    /// It is over.
     pub(super) fn discard(&self, reason: &str) {
         match self {
             Self::Files(receiver) => receiver.discard(),

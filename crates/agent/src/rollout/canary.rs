@@ -10,7 +10,6 @@ use crate::group::refusal;
 use weightsync_core::protocol::{HeldVersion, PausePolicy, Refusal, RefusalCode, RefusedVersion, UpdatePolicy};
 use weightsync_engine::EngineError;
 
-/// Refused versions that are remembered.
 const REMEMBERED: usize = 4;
 
 impl Rollout {

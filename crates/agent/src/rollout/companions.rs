@@ -14,7 +14,6 @@ const LARGEST: u64 = 128 << 20;
 const WEIGHTS: [&str; 10] =
     [".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"];
 
-/// Copies of an engine's companion files.
 #[derive(Debug)]
 pub struct Companions {
     files: Vec<(PathBuf, PathBuf)>,
@@ -22,7 +21,6 @@ pub struct Companions {
 }
 
 impl Companions {
-    /// Finds the companions in a model directory.
     pub fn find(model: &Path) -> io::Result<Self> {
         let mut found = Self { files: Vec::new(), bytes: 0 };
         for entry in fs::read_dir(model)? {
@@ -40,12 +38,10 @@ impl Companions {
         Ok(found)
     }
 
-    /// None at all.
     pub fn none() -> Self {
         Self { files: Vec::new(), bytes: 0 }
     }
 
-    /// Bytes of all of them.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }

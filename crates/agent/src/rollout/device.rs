@@ -32,11 +32,9 @@ pub(super) enum Order {
     Settle(oneshot::Sender<()>),
     /// The version is what its manifest says: the engine takes its last step.
     Finish(HeldVersion),
-    /// It is over.
     GiveUp(String),
 }
 
-/// Receives one attempt.
 pub struct DeviceReceiver {
     update: UpdateId,
     layout: Arc<Layout>,
@@ -289,7 +287,6 @@ impl Rollout {
         self.probe_now.notify_one();
     }
 
-    /// An install was given up.
     pub(super) fn given_up(&self, reason: &str, dirty: bool, begun: Option<Switch>) {
         // One that was never begun changed nothing: the engine is as dirty as it was.
         let Some(switch) = begun else { return };

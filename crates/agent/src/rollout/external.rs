@@ -50,7 +50,6 @@ impl Watched {
     }
 }
 
-/// What the task needs.
 struct Watch {
     engine: Arc<dyn External>,
     request: ExternalBegin,
@@ -86,7 +85,6 @@ impl Rollout {
         self.answer(&update)
     }
 
-    /// Ends it, by the trainer's word.
     pub fn end_external(&self, request: ExternalEnd) -> Result<UpdateStatus, Refusal> {
         let ExternalEnd { update, outcome } = request;
         self.heard_leader(&update);

@@ -31,7 +31,6 @@ enum Order {
     Do(Receive, oneshot::Sender<Result<(), Refusal>>),
     /// The version is what its manifest says: the engine takes its last step.
     Finish(HeldVersion),
-    /// It is over.
     GiveUp(String),
 }
 
@@ -41,7 +40,6 @@ pub(super) struct GroupReceiver {
     layout: Arc<Layout>,
     algorithm: DigestAlgorithm,
     buckets: Vec<Bucket>,
-    /// Buckets that the engine took.
     taken: Mutex<usize>,
     /// The highest sequence that was asked for.
     asked: watch::Sender<Option<u32>>,
@@ -268,7 +266,6 @@ impl Rollout {
     }
 }
 
-/// Why something was not done.
 enum Undone {
     /// It makes no sense; the install goes on.
     Refused(Refusal),

@@ -15,16 +15,13 @@ use weightsync_engine::EngineStart;
 /// A version that the engine confirmed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Installed {
-    /// Which version.
     pub held: HeldVersion,
-    /// The engine's start that holds it.
     pub start: EngineStart,
 }
 
 /// An install that began and did not end well.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dirty {
-    /// Why, for a person.
     pub reason: String,
     /// The start of the engine that was touched, where known: another start holds no half update.
     pub start: Option<EngineStart>,
@@ -59,7 +56,6 @@ pub enum Activating {
     Install(HeldVersion),
 }
 
-/// The state machine of one rollout.
 #[derive(Debug, Default)]
 pub struct Machine {
     attempt: Option<Attempt>,
@@ -114,7 +110,6 @@ impl Machine {
         self.attempt.as_ref().map_or((0, 0), |attempt| (attempt.bytes, attempt.total_bytes))
     }
 
-    /// Whether the engine is being switched.
     #[cfg(test)]
     pub fn installing(&self) -> bool {
         matches!(self.attempt, Some(Attempt { stage: Stage::Installing(_), .. }))
@@ -213,7 +208,6 @@ impl Machine {
         let _ = self.advance(update, &Stage::Receiving, |attempt| attempt.bytes = bytes);
     }
 
-    /// The stream ended as it should.
     pub fn streamed(&mut self, update: &UpdateId, took_ms: u64) -> Result<(), Refusal> {
         self.advance(update, &Stage::Receiving, |attempt| {
             attempt.stage = Stage::Streamed;
@@ -251,7 +245,6 @@ impl Machine {
         })
     }
 
-    /// The leader wants the engine switched.
     pub fn activate(&mut self, update: &UpdateId) -> Result<Activating, Refusal> {
         let attempt = self.known(update)?;
         match attempt.stage.clone() {
@@ -265,7 +258,6 @@ impl Machine {
         }
     }
 
-    /// The engine confirmed its last step.
     pub fn install_confirmed(&mut self, held: HeldVersion, start: EngineStart, steps_ms: Vec<(String, u64)>) {
         if let Some(attempt) = &mut self.attempt
             && attempt.stage == Stage::Installing(held.clone())

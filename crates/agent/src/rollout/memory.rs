@@ -34,11 +34,9 @@ enum Order {
     Settle(oneshot::Sender<()>),
     /// The version is what its manifest says: the engine takes its last step.
     Finish(HeldVersion),
-    /// It is over.
     GiveUp(String),
 }
 
-/// Receives one attempt.
 pub struct MemoryReceiver {
     update: UpdateId,
     layout: Arc<Layout>,
@@ -66,7 +64,6 @@ struct Arriving {
     /// How many the workers were told of, and how many of those were taken.
     told: u32,
     taken: u32,
-    /// Whether the engine was asked to take more.
     asked: bool,
     /// Whether places are used more than once.
     goes_round: bool,

@@ -11,9 +11,7 @@ use weightsync_engine::EngineStart;
 /// What the controller wants of this rollout; nothing is known before it said so.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Assigned {
-    /// Whether it said anything yet.
     pub known: bool,
-    /// Whether the pod serves before the first version.
     pub serve_before_first_version: bool,
     /// The version that every rollout should hold.
     pub current: Option<HeldVersion>,
@@ -23,20 +21,15 @@ pub struct Assigned {
     pub newest: Option<Version>,
 }
 
-/// What is known of one rollout.
 #[derive(Debug)]
 pub struct Seen<'a> {
-    /// What the controller wants.
     pub assigned: &'a Assigned,
-    /// Whether the group let it go.
     pub released: bool,
     /// The version that every rollout should hold, by the latest word.
     pub current: Option<&'a HeldVersion>,
     /// What the engine was last switched to, in whatever start.
     pub last: Option<&'a HeldVersion>,
-    /// What the engine confirmed.
     pub installed: Option<&'a Installed>,
-    /// How far versions in service may be apart.
     pub max_skew: Option<Version>,
     /// Whether the group goes back from what the engine confirmed: until enough were taken back, both versions are in service.
     pub left: bool,
@@ -46,11 +39,9 @@ pub struct Seen<'a> {
     pub awaits: Option<&'a HeldVersion>,
     /// Whether the engine is being switched by us: it may not answer then.
     pub switching: bool,
-    /// The engine's present start.
     pub start: Option<&'a EngineStart>,
     /// Whether the engine's process is known to be that start now, and not when it was last asked.
     pub certain: bool,
-    /// Why it is not healthy.
     pub unhealthy: bool,
 }
 

@@ -21,17 +21,13 @@ use weightsync_transport::BucketStore;
 
 /// Who is told how the stream goes.
 pub trait Listener: Send + Sync {
-    /// Bytes are moving.
     fn moving(&self);
     /// So many bytes were received and checked.
     fn received(&self, update: &UpdateId, bytes: u64);
-    /// The stream ended as it should.
     fn streamed(&self, update: &UpdateId, took_ms: u64) -> Result<(), Refusal>;
-    /// The stream broke.
     fn broken(&self, update: &UpdateId, peer: Option<&MemberName>, cause: &str);
 }
 
-/// Receives one attempt.
 pub struct Receiver {
     update: UpdateId,
     layout: Arc<Layout>,

@@ -20,7 +20,6 @@ const LEFT_PAUSED: Duration = Duration::from_secs(30);
 /// Time between two probes of an engine that cannot be reached.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
-/// What is known of the engine.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Probed {
     pub(super) facts: Option<EngineFacts>,
@@ -112,7 +111,6 @@ impl Probed {
 }
 
 impl Rollout {
-    /// Watches the engine until `cancel`.
     pub async fn supervise(self: Arc<Self>, cancel: CancellationToken) {
         let begun = Instant::now();
         let mut settled = false;

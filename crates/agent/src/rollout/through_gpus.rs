@@ -40,7 +40,6 @@ impl Rollout {
         })
     }
 
-    /// What an install from GPU memory is about.
     pub(super) fn device_job(&self, version: u64, manifest: Option<String>, layout: Arc<Layout>, policy: &UpdatePolicy) -> DeviceJob {
         let sockets: PathBuf = self.dir.path().join(SOCKETS);
         DeviceJob {

@@ -31,7 +31,6 @@ impl Rollout {
         }
     }
 
-    /// What an install from shared memory is about.
     pub(super) fn host_job(held: (u64, Option<String>), layout: Arc<Layout>, memory: HostMemory, policy: &UpdatePolicy) -> HostJob {
         let (version, manifest) = held;
         HostJob {
@@ -48,7 +47,6 @@ impl Rollout {
         }
     }
 
-    /// Has the engine take the files of a version.
     pub(super) async fn install_through_memory(
         &self,
         version: &Arc<Version>,

@@ -136,7 +136,6 @@ impl Rollout {
         self.answer(update)
     }
 
-    /// Gives an attempt up.
     pub fn abort(&self, request: &AbortRequest) {
         self.end_attempt(&request.update, &request.reason);
     }

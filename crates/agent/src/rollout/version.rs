@@ -26,9 +26,7 @@ const PART: u64 = 1 << 20;
 /// A version in a directory; the directory is removed with it.
 #[derive(Debug)]
 pub struct Version {
-    /// Its number and the digest of its manifest.
     pub held: HeldVersion,
-    /// Names, places and digests of its tensors.
     pub manifest: Manifest,
     pub(super) layout: Arc<Layout>,
     pub(super) plan: SafetensorsPlan,
@@ -132,7 +130,6 @@ impl Shelved for Version {
     }
 }
 
-/// Reads a version that lies in a directory.
 struct VersionReader {
     version: Arc<Version>,
     next: u32,

@@ -12,7 +12,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{FlockOperation, flock};
 
-/// Why a directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error("{path}: {source}")]
 pub struct DirError {
@@ -30,7 +29,6 @@ fn at(path: &Path) -> impl FnOnce(io::Error) -> DirError {
 pub struct AgentDir {
     path: PathBuf,
     lock_path: PathBuf,
-    /// Keeps the lock.
     _lock: File,
     made: AtomicU64,
 }
@@ -56,7 +54,6 @@ impl AgentDir {
         Ok((Self { path, lock_path, _lock: lock, made: AtomicU64::new(0) }, swept))
     }
 
-    /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -83,7 +83,6 @@ impl History {
         self.refused.insert(version);
     }
 
-    /// A version is being tried.
     pub fn tried(&mut self, version: Version) {
         if self.failed.as_ref().is_none_or(|(failed, _)| *failed != version) {
             self.failed = Some((version, None));

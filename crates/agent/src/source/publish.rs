@@ -315,7 +315,6 @@ impl Publish {
 struct PublishStage<'a> {
     source: &'a Source,
     reporter: &'a mut Reporter,
-    /// What the whole stream was.
     streamed: Option<HeldVersion>,
     algorithm: DigestAlgorithm,
     activation: Activation,

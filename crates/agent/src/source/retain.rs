@@ -22,9 +22,7 @@ use weightsync_transport::Payload;
 
 /// A complete copy.
 pub struct Retained {
-    /// Which version.
     pub held: HeldVersion,
-    /// How the digests of its manifest are computed.
     pub algorithm: DigestAlgorithm,
     copy: Copy,
 }
@@ -101,7 +99,6 @@ impl Keeper {
         self.0.borrow().came >= buckets
     }
 
-    /// A bucket that was kept.
     pub fn bucket(&self, number: u32) -> Option<Bytes> {
         self.0.borrow().buckets.get(usize::try_from(number).ok()?).cloned()
     }

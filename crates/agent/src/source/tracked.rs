@@ -28,7 +28,6 @@ pub(super) struct Tracked {
 }
 
 impl Tracked {
-    /// Nothing read yet.
     pub(super) fn new(source: Box<dyn VersionSource>) -> Self {
         Self { source, released: false, given: 0, read: 0, kept: None }
     }

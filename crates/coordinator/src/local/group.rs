@@ -30,10 +30,9 @@ const TOKEN_LIFETIME: Duration = Duration::from_mins(1);
 /// Events that a slow listener may be behind.
 const EVENTS: usize = 256;
 
-/// What a group is made of.
 #[derive(Debug, Clone)]
+#[allow(missing_docs)]
 pub struct GroupSpec {
-    /// Name of the group.
     pub name: String,
     /// Where agents announce themselves: an address of this host that all of them can reach.
     pub address: IpAddr,
@@ -43,7 +42,6 @@ pub struct GroupSpec {
     pub versions: PathBuf,
     /// The trainer's pod first.
     pub pods: Vec<PodSpec>,
-    /// Rules of updates.
     pub policy: UpdatePolicy,
     /// How long a joining replica waits for others.
     pub debounce: Duration,

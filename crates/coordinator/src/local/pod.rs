@@ -6,12 +6,11 @@ use weightsync_core::protocol::{EngineAssignment, MemberName, Role};
 
 /// A pod that the group keeps alive.
 #[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
 pub struct PodSpec {
     /// Its name; part of log file names.
     pub name: String,
-    /// Source or rollout.
     pub role: Role,
-    /// Ranks.
     pub size: u32,
     /// UUIDs of the GPUs that its agent uses, in the order of its ranks; none: over TCP only.
     pub gpus: Vec<String>,

@@ -5,7 +5,8 @@
 use std::collections::HashSet;
 use std::io;
 use std::net::{Ipv4Addr, TcpListener};
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 /// Tries before a port of the kernel's choice must do.
 const TRIES: usize = 200;
@@ -20,7 +21,7 @@ pub fn free_port() -> io::Result<u16> {
     let below = ephemeral().unwrap_or(32_768);
     for _ in 0..TRIES {
         let port = rand::random_range(LOWEST..below.max(LOWEST + 1));
-        let mut given = GIVEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut given = GIVEN.lock();
         if TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok() && given.get_or_insert_default().insert(port) {
             return Ok(port);
         }

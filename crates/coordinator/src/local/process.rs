@@ -22,7 +22,6 @@ pub(super) struct Process {
     waiter: JoinHandle<()>,
 }
 
-/// How to start a child.
 pub(super) struct Start<'a> {
     pub program: &'a str,
     pub arguments: &'a [String],
@@ -61,7 +60,6 @@ impl Process {
         Ok(Self { pid, group: start.group, waiter })
     }
 
-    /// Its process id.
     pub(super) fn id(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
     }

@@ -8,7 +8,6 @@ use weightsync_net::backoff::Backoff;
 /// A process that ran for this long worked: it did not fail in a row with the times before. Longer than any start takes to fail by itself.
 const WORKED: Duration = Duration::from_secs(10);
 
-/// The starts of one process.
 #[derive(Debug)]
 pub(super) struct Restarts {
     backoff: Backoff,
@@ -20,7 +19,6 @@ impl Restarts {
         Self { backoff: Backoff::new(Duration::from_millis(200), Duration::from_secs(30)), started: None }
     }
 
-    /// It was started.
     pub(super) fn started(&mut self, now: Instant) {
         self.started = Some(now);
     }

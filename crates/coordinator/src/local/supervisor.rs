@@ -23,7 +23,6 @@ use weightsync_net::identity::Ca;
 /// Longest wait for members to leave the group when it is stopped.
 const RELEASE: Duration = Duration::from_secs(5);
 
-/// What the supervisor is told.
 pub(super) enum Order {
     /// Send a signal to a pod's processes and do not start them again.
     Signal { pod: String, signal: Signal, done: oneshot::Sender<bool> },
@@ -37,7 +36,6 @@ pub(super) enum Order {
     Restart { pod: usize, part: Part, life: u64 },
 }
 
-/// One of a pod's processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     Agent,

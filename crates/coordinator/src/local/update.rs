@@ -9,6 +9,7 @@ use weightsync_core::protocol::{Delivery, HealthPolicy, KvCachePolicy, PausePoli
 /// Rules of updates; the words of the resource.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+#[allow(missing_docs)]
 pub struct UpdateFile {
     /// Replicas that must hold a version for it to count.
     pub min_ready: u32,
@@ -16,9 +17,7 @@ pub struct UpdateFile {
     pub max_unavailable: u32,
     /// How far versions in service may be apart, by their numbers.
     pub max_skew: Option<u64>,
-    /// What happens to running requests.
     pub pause: PausePolicy,
-    /// What happens to the KV and prefix cache.
     pub kv_cache: KvCachePolicy,
     /// Longest update, and longest pause of an engine.
     pub timeout_seconds: u32,
@@ -32,7 +31,6 @@ pub struct UpdateFile {
     /// Size of a bucket in MiB; 0 chooses by the model's size.
     #[serde(rename = "bucketMiB")]
     pub bucket_mib: u32,
-    /// Whether the data path uses TLS.
     pub tls: bool,
     /// How long a joining replica waits for others before a new group is made.
     pub debounce_milliseconds: u32,

@@ -28,7 +28,7 @@ async fn announced_agents_form_a_group_with_one_secret_after_the_epoch_was_writt
         agents.push(world.agent(pod, uid, "a").await);
     }
     let view = until(&handle, "a group of three", committed(3)).await;
-    assert_eq!(*world.store.epoch.lock().unwrap(), view.epoch);
+    assert_eq!(*world.store.epoch.lock(), view.epoch);
     for agent in &agents {
         agent.until("in the group", |state| state.phase == MemberPhase::Ready).await;
         assert_eq!(agent.state().epoch.map(|id| id.epoch), Some(view.epoch));
@@ -52,7 +52,7 @@ async fn a_killed_agent_is_found_at_once_and_the_others_go_on() {
     for agent in [&trainer, &survivor] {
         agent.until("in the new group", |state| state.epoch.as_ref().is_some_and(|id| id.epoch == after.epoch)).await;
     }
-    let told = world.told.0.lock().unwrap().clone();
+    let told = world.told.0.lock().clone();
     assert!(
         told.iter().any(|event| event.reason == Reason::AgentLost && event.member == Some(MemberName("actors/actor-1".into()))),
         "{told:?}"
@@ -166,7 +166,7 @@ async fn a_restarted_coordinator_disturbs_nothing() {
 #[tokio::test]
 async fn a_conflict_while_writing_the_epoch_ends_the_coordinator_before_any_agent_hears_of_it() {
     let world = World::new().await;
-    *world.store.conflict.lock().unwrap() = true;
+    *world.store.conflict.lock() = true;
     let handle = world.coordinate(0, &PODS[..2]);
     let _trainer = world.agent("trainer-0", "uid-t", "a").await;
     let actor = world.agent("actor-0", "uid-0", "a").await;

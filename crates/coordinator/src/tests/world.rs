@@ -1,10 +1,11 @@
 //! One object, its enrolment server, and pods with fake agents.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
@@ -37,10 +38,10 @@ pub(super) struct Store {
 #[async_trait]
 impl EpochStore for Store {
     async fn persist(&self, id: &EpochId) -> Result<(), PersistError> {
-        if *self.conflict.lock().unwrap() {
+        if *self.conflict.lock() {
             return Err(PersistError::Conflict("another leader was here".into()));
         }
-        *self.epoch.lock().unwrap() = id.epoch;
+        *self.epoch.lock() = id.epoch;
         Ok(())
     }
 }
@@ -50,7 +51,7 @@ pub(super) struct Told(pub(super) Mutex<Vec<CoordinatorEvent>>);
 
 impl EventSink for Told {
     fn publish(&self, event: CoordinatorEvent) {
-        self.0.lock().unwrap().push(event);
+        self.0.lock().push(event);
     }
 }
 
@@ -153,7 +154,7 @@ impl World {
 
     /// Starts a coordinator for the pods (name, UID), as whoever leads with that term.
     pub(super) fn coordinate(&self, term: u64, pods: &[(&str, &str)]) -> CoordinatorHandle {
-        let restored = Restored { term, epoch: *self.store.epoch.lock().unwrap(), version: None, highest: 0, refused: Vec::new() };
+        let restored = Restored { term, epoch: *self.store.epoch.lock(), version: None, highest: 0, refused: Vec::new() };
         let wanted = Wanted { config: config(), members: None, suspend: false, delete: false };
         let context = Context {
             client: self.client.clone(),

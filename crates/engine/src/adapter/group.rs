@@ -16,7 +16,6 @@ use crate::server::Server;
 use crate::{DeviceInstall, DeviceJob, EngineError, EngineGroup, GroupJoin, GroupJoined, InstallError};
 use weightsync_core::protocol::GroupFacts;
 
-/// See [`EngineGroup`].
 pub(super) struct Member<S> {
     pub(super) inner: Arc<Inner<S>>,
     pub(super) server: Arc<dyn GroupServer>,

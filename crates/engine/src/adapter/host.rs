@@ -94,7 +94,6 @@ impl Handle {
     }
 }
 
-/// An install under way.
 struct Running<S: Server> {
     inner: Arc<Inner<S>>,
     job: HostJob,

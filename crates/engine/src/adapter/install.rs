@@ -45,7 +45,6 @@ pub(super) struct Terms {
     pub(super) version: HeldVersion,
     pub(super) pause: PausePolicy,
     pub(super) kv_cache: KvCachePolicy,
-    /// What it is asked when it runs again.
     pub(super) canary: Option<CanaryPolicy>,
 }
 
@@ -61,7 +60,6 @@ impl Terms {
     }
 }
 
-/// What was found before anything was changed.
 pub(super) struct Before {
     fingerprint: String,
     holding: Holding,
@@ -74,7 +72,6 @@ impl Before {
     }
 }
 
-/// Times of steps.
 pub(super) struct Steps {
     pub(super) done: Vec<(String, u64)>,
     begun: Instant,
@@ -94,7 +91,6 @@ impl Steps {
 }
 
 impl<S: Server> Inner<S> {
-    /// Carries an install out.
     pub(super) async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError> {
         let terms = &Terms::of(job);
         let whole = Until::new(job.timeout);
@@ -300,7 +296,6 @@ fn never_arrived(error: &EngineError) -> bool {
     }
 }
 
-/// A step that the job's cancellation ends.
 async fn unless_cancelled<T>(job: &InstallJob, step: &'static str, work: impl Future<Output = Result<T, Failed>>) -> Result<T, Failed> {
     tokio::select! {
         biased;

@@ -2,12 +2,12 @@
 //! told to leave keeps the communicator, and its memory, until it ends. Decides nothing: a name that is lost costs that memory and no more.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 /// Longest name that is believed; ours have a few dozen bytes.
 const MOST: usize = 512;
 
-/// See there.
 pub(super) struct LastGroup {
     file: Option<PathBuf>,
     name: Mutex<Option<String>>,
@@ -22,11 +22,11 @@ impl LastGroup {
     }
 
     pub(super) fn get(&self) -> Option<String> {
-        self.name.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.name.lock().clone()
     }
 
     pub(super) fn set(&self, name: Option<String>) {
-        let mut known = self.name.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.name.lock();
         if let Some(file) = &self.file {
             let noted = match &name {
                 Some(name) => std::fs::write(file, name),

@@ -6,8 +6,9 @@
 //! Nothing is taken on trust by that but that it computes: what it holds was compared before. It never judges what is answered, which is
 //! the canary's, and a canary is always waited for.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::Inner;
 use super::install::{Failed, Terms, at, clean};
@@ -29,22 +30,18 @@ const QUIET: Duration = Duration::from_millis(150);
 /// Who generated behind an install, and what it owes since.
 struct Generated {
     start: EngineStart,
-    /// The way of that install.
     way: &'static str,
-    /// Since when an answer is owed.
     owes: Option<Instant>,
 }
 
-/// What is known of the engine's answers.
 #[derive(Default)]
 pub(super) struct Proven(Mutex<Option<Generated>>);
 
 impl Proven {
     fn with<T>(&self, change: impl FnOnce(&mut Option<Generated>) -> T) -> T {
-        change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        change(&mut self.0.lock())
     }
 
-    /// This start answered behind an install of this way.
     pub(super) fn answered(&self, start: &EngineStart, way: &'static str) {
         self.with(|known| *known = Some(Generated { start: start.clone(), way, owes: None }));
     }
@@ -66,7 +63,6 @@ impl Proven {
     }
 }
 
-/// Why no token came.
 enum Silent {
     /// Nobody is there to be held back.
     Gone(EngineError),

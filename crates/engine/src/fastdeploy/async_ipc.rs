@@ -32,7 +32,6 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Part of a worker's error that ours shows, in characters.
 const SHOWN: usize = 512;
 
-/// One update of one server.
 pub(super) struct AsyncIpc {
     http: Arc<EngineHttp>,
     layout: Arc<Layout>,

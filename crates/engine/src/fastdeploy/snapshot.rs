@@ -15,7 +15,6 @@ use weightsync_core::weights::TensorSpec;
 use weightsync_core::weights::safetensors::{Checkpoint, SINGLE_FILE};
 use weightsync_torch::paddle::{is_legacy_snapshot, snapshot_name};
 
-/// Our corner of the model directory.
 const CORNER: &str = ".weightsync";
 
 /// One snapshot of one rank.

@@ -11,13 +11,13 @@ pub(super) const START: &str = "start FastDeploy with --dynamic-load-weight --lo
 /// How it gets its weights, as far as can be seen.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Strategy {
-    /// From the snapshot in its model directory.
     Snapshot,
     /// By the message of #7472, at this address.
-    AsyncIpc { address: String, device: u64 },
-    /// Another one, by its name.
+    AsyncIpc {
+        address: String,
+        device: u64,
+    },
     Other(String),
-    /// Its process cannot be seen.
     Unseen,
 }
 

@@ -12,18 +12,14 @@ use weightsync_core::protocol::KvCachePolicy;
 /// Model classes for `/update_weights`, as `config.json` names them.
 const TENSOR_ROUTE: [&str; 2] = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"];
 
-/// What is known of a server.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Seen<'a> {
     /// `/openapi.json`: LMDeploy does not tell its version, its interface does.
     pub(crate) interface: Option<&'a Value>,
-    /// Worker ranks.
     pub(crate) ranks: usize,
     /// `config.json` of the model that it serves.
     pub(crate) config: Option<&'a Value>,
-    /// Its process.
     pub(crate) process: Option<&'a EngineProcess>,
-    /// What must become of caches.
     pub(crate) kv_cache: KvCachePolicy,
 }
 

@@ -20,7 +20,6 @@ use weightsync_core::protocol::{GroupFacts, Rendezvous};
 /// A group that nobody makes: to ask for its end changes nothing.
 const NOBODYS: &str = "weightsync-is-there-a-group";
 
-/// The group calls of one server.
 pub(super) struct LmdeployGroup {
     pub(super) http: Arc<EngineHttp>,
 }
@@ -72,7 +71,6 @@ impl GroupServer for LmdeployGroup {
 struct Update {
     http: Arc<EngineHttp>,
     group: String,
-    /// Whether the engine took its last step.
     finished: Arc<AtomicBool>,
 }
 

@@ -4,7 +4,7 @@
 //! server with `--enable-abort-handling` can end requests without sleeping.
 
 use std::path::Path;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -35,7 +35,6 @@ pub(super) struct Probed {
     interface: Option<Value>,
     /// UUIDs of the GPUs of its ranks.
     gpus: Vec<String>,
-    /// Whether it has checkpoint-engine.
     checkpoint_engine: bool,
     /// Why it takes no tensors, whatever the policy.
     no_tensors: Option<String>,
@@ -86,7 +85,7 @@ impl Lmdeploy {
 
     /// Asks this start for what no file says, once: an update of nothing, and the end of a request that is not there.
     async fn probe_start(&self, until: Until) -> Result<Arc<Probed>, EngineError> {
-        let known = self.probed.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let known = self.probed.lock().clone();
         if let Some(known) = known.filter(|known| known.start != UNKNOWN)
             && self.fingerprint(until).await? == known.start
         {
@@ -108,7 +107,7 @@ impl Lmdeploy {
         let reply = self.http.post("/abort_request", Some(&json!({"abort_all": false, "session_id": i32::MAX})), until).await?;
         let no_abort = (reply.status() == 501).then(|| "it cannot end requests: start LMDeploy with --enable-abort-handling".to_owned());
         let probed = Arc::new(Probed { start, interface: self.interface(until).await, gpus, checkpoint_engine, no_tensors, no_abort });
-        *self.probed.lock().unwrap_or_else(PoisonError::into_inner) = Some(probed.clone());
+        *self.probed.lock() = Some(probed.clone());
         Ok(probed)
     }
 

@@ -18,7 +18,6 @@ use crate::group::{GroupFeed, GroupJoin, GroupServer, Tensors, join_by_store, le
 use crate::http::{EngineHttp, Until};
 use weightsync_core::protocol::{GroupFacts, Rendezvous};
 
-/// The group calls of one server.
 pub(super) struct SglangGroup {
     pub(super) http: Arc<EngineHttp>,
 }
@@ -82,7 +81,6 @@ impl GroupServer for SglangGroup {
     }
 }
 
-/// An open session.
 struct Session {
     server: SglangGroup,
     group: String,

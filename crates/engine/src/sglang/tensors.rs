@@ -24,7 +24,6 @@ use weightsync_core::weights::{Dtype, Layout};
 use weightsync_torch::counter::{Counter, Counters, SHARED_MEMORY};
 use weightsync_torch::{Device, SharedTensor, sglang_bucket};
 
-/// Name of the way.
 pub(super) const WAY: &str = "update_weights_from_tensor";
 
 /// Nobody has seen it on a GPU.
@@ -33,7 +32,6 @@ pub(super) const UNPROVEN: Unproven = Unproven { engine: "SGLang", way: WAY, see
 /// Between two looks at a counter.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// A server that is fed so.
 pub(super) struct Tensors {
     http: Arc<EngineHttp>,
     layout: Arc<Layout>,

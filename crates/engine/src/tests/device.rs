@@ -31,7 +31,6 @@ fn rule(path: &str, after: u32, fault: Fault) -> Faults {
     Faults { rules: vec![FaultRule { path: path.into(), after, times: Some(1), fault }], ..Faults::default() }
 }
 
-/// The call that carries weights.
 fn call(way: Way) -> &'static str {
     match way {
         ("vllm", ..) => "/collective_rpc",
@@ -188,7 +187,6 @@ async fn f46_f48_an_engine_that_lacks_a_bucket_is_never_resumed() {
     }
 }
 
-/// An answer of a server that fails to compute.
 fn fails_to_compute() -> Faults {
     let error = json!({"object": "error", "message": "CUDA error: an illegal memory access was encountered"});
     rule("/v1/completions", 0, Fault::Answer { status: 500, body: error })

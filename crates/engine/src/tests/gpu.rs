@@ -48,7 +48,6 @@ impl Gpus {
         self.folder.path().to_owned()
     }
 
-    /// Where slot `slot` lies on every GPU.
     pub(super) fn places(&self, slot: u64) -> Vec<DevicePlace> {
         let place = |number: usize| {
             let mut handle = [0; 64];
@@ -87,7 +86,6 @@ impl<'a> Version<'a> {
         Self { gpus, checkpoint, layout: Arc::new(layout) }
     }
 
-    /// Lays a bucket into its slot.
     pub(super) fn bucket(&self, bucket: Bucket) -> DeviceBucket {
         let (mut bytes, mut sums) = (vec![0xee; bucket.bytes as usize], Vec::new());
         for part in self.layout.parts(bucket.offset, bucket.bytes) {
@@ -111,7 +109,6 @@ impl<'a> Version<'a> {
         install.finish(held(job.version)).await
     }
 
-    /// Hands only the first buckets over.
     pub(super) async fn feed_some(&self, engine: &dyn Engine, job: &DeviceJob, count: usize) -> Box<dyn DeviceInstall> {
         let mut install = engine.begin_device(job).await.unwrap();
         for bucket in self.layout.buckets().take(count) {
@@ -190,7 +187,6 @@ impl GpuBench {
         }
     }
 
-    /// Hands a whole version over.
     pub(super) async fn install(&self, version: u64) -> Result<InstallReport, InstallError> {
         self.version(version).feed(self.engine.as_ref(), &self.job(version)).await
     }

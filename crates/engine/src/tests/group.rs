@@ -2,7 +2,7 @@
 //! receive are in `tests/host/gpu/engines.rs`.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -10,6 +10,7 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{Method, StatusCode, Uri};
 use axum::response::IntoResponse;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -36,7 +37,7 @@ pub(super) struct Server(Arc<Mutex<Inside>>);
 
 impl Server {
     fn with<T>(&self, read: impl FnOnce(&mut Inside) -> T) -> T {
-        read(&mut self.0.lock().unwrap())
+        read(&mut self.0.lock())
     }
 
     fn instead(&self, path: &str, after: u32, status: u16, body: Value) {

@@ -57,22 +57,18 @@ impl Bench {
         self.simulator = Simulator::start(options, TcpListener::bind(address).await.unwrap()).await.unwrap();
     }
 
-    /// Where the checkpoint of a version lies.
     pub(crate) fn directory(&self, version: u64) -> PathBuf {
         self.folder.path().join(version.to_string())
     }
 
-    /// `vllm` and the like.
     pub(crate) fn kind(&self) -> &'static str {
         self.kind
     }
 
-    /// A job for one of the versions under another policy.
     pub(crate) fn job_with(&self, version: u64, pause: PausePolicy) -> InstallJob {
         InstallJob { pause, ..self.job(version) }
     }
 
-    /// A job for one of the versions.
     pub(crate) fn job(&self, version: u64) -> InstallJob {
         InstallJob {
             version: held(version),
@@ -86,7 +82,6 @@ impl Bench {
         }
     }
 
-    /// Digest of what the simulator serves.
     pub(crate) async fn digest(&self) -> String {
         self.get("/simulator/digest").await["digest"].as_str().unwrap().to_owned()
     }
@@ -132,7 +127,6 @@ impl Bench {
         if self.kind == "sglang" { reply.status() == 503 } else { reply.json::<Value>().await.unwrap()["is_sleeping"] == json!(true) }
     }
 
-    /// Text and log-probs for a prompt.
     pub(crate) async fn complete(&self, prompt: &str, tokens: usize) -> Value {
         let url = format!("{}/v1/completions", self.simulator.url());
         let body = json!({"model": "model", "prompt": prompt, "max_tokens": tokens, "logprobs": 1});
@@ -142,12 +136,10 @@ impl Bench {
     }
 }
 
-/// The adapter of a kind.
 pub(crate) fn adapter(kind: &str, url: &str, api_key: Option<ApiKey>, served_model: Option<PathBuf>) -> Arc<dyn Engine> {
     connect(EngineConfig { api_key, served_model, ..config(kind, url) }).unwrap()
 }
 
-/// The adapter of a kind, with a record in this file.
 pub(crate) fn recorded(kind: &str, url: &str, record: PathBuf) -> Arc<dyn Engine> {
     connect(EngineConfig { record: Some(record), ..config(kind, url) }).unwrap()
 }

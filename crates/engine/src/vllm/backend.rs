@@ -17,7 +17,6 @@ use crate::host_feed::HostFeed;
 use crate::http::{EngineHttp, Until};
 use weightsync_core::weights::Section;
 
-/// Feeds all workers of one server.
 pub(super) struct Backend {
     session: Session,
     digest: HostDigest,

@@ -21,7 +21,6 @@ use weightsync_core::weights::{Dtype, Layout};
 use weightsync_torch::pickle::Value as Pickled;
 use weightsync_torch::{Device, Piece, SharedTensor, dtype_name};
 
-/// Name of the way.
 pub(super) const WAY: &str = "ipc";
 
 /// What is known of it, and of which versions (`tests/gpu/vllm.sh ipc`).
@@ -36,7 +35,6 @@ async fn done(http: &EngineHttp, path: &str, body: &Value, says: &str, until: Un
     http.post(path, Some(body), until).await?.json()?.must("message", &json!(says)).map(drop)
 }
 
-/// A server that is fed so.
 pub(super) struct Buckets {
     http: Arc<EngineHttp>,
     layout: Arc<Layout>,

@@ -15,7 +15,6 @@ use crate::feed::{self, CheckpointEngine, Feed, FeedJob};
 use crate::http::Until;
 use weightsync_core::protocol::PausePolicy;
 
-/// Name of checkpoint-engine's way.
 const CHECKPOINT_ENGINE: &str = "checkpoint-engine";
 /// The class of checkpoint-engine 0.4.2 whose methods a server's workers get.
 const EXTENSION_CLASS: &str = "checkpoint_engine.worker.VllmColocateWorkerExtension";
@@ -56,7 +55,6 @@ pub(super) async fn route(server: &Vllm, pause: PausePolicy, served: Option<&Pat
     way(buckets::WAY)
 }
 
-/// Opens the feed of the way that was chosen.
 pub(super) async fn open(server: &Vllm, job: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {
     match job.route.name {
         session::WAY => {

@@ -19,7 +19,6 @@ use crate::feed::{Feed, FeedJob, pieces};
 use crate::http::{EngineHttp, Until};
 use weightsync_core::weights::Layout;
 
-/// Feeds all workers of one server.
 pub(super) struct Gpus {
     session: Session,
     layout: Arc<Layout>,

@@ -25,7 +25,6 @@ const NEVER_CUT: u64 = 1 << 40;
 /// No id in base64: the server says so before it does anything.
 const NO_ID: &str = "*";
 
-/// The group calls of one server.
 pub(super) struct VllmGroup {
     pub(super) http: Arc<EngineHttp>,
 }
@@ -117,7 +116,6 @@ impl GroupServer for VllmGroup {
     }
 }
 
-/// An open update.
 struct Session {
     server: VllmGroup,
     found_open: bool,

@@ -35,7 +35,6 @@ pub(super) struct Rules {
     pub(super) silence: Duration,
 }
 
-/// What a worker says first.
 #[derive(Debug, Deserialize)]
 pub(super) struct Hello {
     token: String,
@@ -53,7 +52,6 @@ pub(super) struct Hello {
     pub(super) gpu: Option<String>,
 }
 
-/// Where the bytes will lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Where {
     Host,
@@ -69,7 +67,6 @@ pub(super) struct Listening {
 }
 
 impl Listening {
-    /// Binds a socket for so many ranks.
     pub(super) fn new(url: &str, ranks: u32) -> Result<Self, EngineError> {
         let name = format!("{PREFIX}{}", uuid::Uuid::new_v4().simple());
         let bound = SocketAddr::from_abstract_name(name.as_bytes()).and_then(|address| StdListener::bind_addr(&address));
@@ -149,7 +146,6 @@ impl Hello {
         self.digests.iter().any(|name| name == digest)
     }
 
-    /// Whether it can be fed so.
     fn fits(&self, rules: &Rules, bytes: Where) -> Result<(), EngineError> {
         let (rank, device) = (self.rank, &self.device);
         let refused = |what: String, next_step: &str| Err(EngineError::Unsupported { what, next_step: next_step.into() });
@@ -175,7 +171,6 @@ impl Hello {
     }
 }
 
-/// A connection of a worker.
 pub(super) struct Parts {
     pub(super) reader: BufReader<OwnedReadHalf>,
     pub(super) writer: OwnedWriteHalf,

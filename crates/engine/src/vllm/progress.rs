@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use tokio::sync::watch;
 
-/// Steps of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) enum Step {
@@ -21,7 +20,6 @@ pub(super) enum Step {
     Finished,
 }
 
-/// How far one rank is.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Rank {
     pub(super) verified: u32,
@@ -31,7 +29,6 @@ pub(super) struct Rank {
     pub(super) sessions: u32,
 }
 
-/// How far each rank is.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Progress {
     pub(super) ranks: BTreeMap<u32, Rank>,

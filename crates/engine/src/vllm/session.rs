@@ -51,9 +51,7 @@ pub(super) struct Session {
     http: Arc<EngineHttp>,
     pub(super) workers: Workers,
     token: String,
-    /// The update that is under way.
     update: Option<JoinHandle<Result<(), EngineError>>>,
-    /// Whether a session of ours is open.
     open: bool,
     /// The session that was begun last: 1 is the model's, 2 the draft model's.
     number: u32,

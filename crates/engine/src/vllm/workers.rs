@@ -29,7 +29,6 @@ const LONGEST_LINE: u64 = 64 << 10;
 /// Lines that may wait for a worker.
 const WAITING: usize = 64;
 
-/// What a worker says.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) enum Said {
@@ -38,9 +37,7 @@ pub(super) enum Said {
     Verified(u32),
     /// This bucket is not needed where it lies any more.
     Taken(u32),
-    /// It took this step of the session.
     Did(Step),
-    /// It cannot go on.
     Failed(String),
 }
 
@@ -89,7 +86,6 @@ impl Workers {
         Ok(Self { url, lines, gpus, progress, left_open, tasks })
     }
 
-    /// The line that tells of a bucket.
     pub(super) fn line(bucket: &HostBucket) -> String {
         let tensor = |tensor: &crate::HostTensor| {
             json!([tensor.spec.name, tensor.spec.dtype.name(), tensor.spec.shape, tensor.offset, tensor.bytes, tensor.digest])
@@ -161,7 +157,6 @@ impl Workers {
         }
     }
 
-    /// How many buckets every worker took by now.
     pub(super) fn taken_by_all(&self) -> u32 {
         self.progress.borrow().taken()
     }
@@ -181,7 +176,6 @@ impl Workers {
         EngineError::NotSuccess { url: self.url.clone(), body }
     }
 
-    /// Closes their sockets.
     pub(super) fn close(&mut self) {
         self.lines.clear();
         self.tasks.abort_all();

@@ -23,9 +23,7 @@ const SHRINK_ABORT: c_int = 1;
 /// Whether a call of a non-blocking communicator is through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
-    /// It is.
     Ready,
-    /// NCCL still works at it.
     UnderWay,
 }
 
@@ -59,12 +57,10 @@ impl Communicator {
         begun.map(|_| communicator)
     }
 
-    /// Rank of this process.
     pub fn rank(&self) -> u32 {
         self.rank
     }
 
-    /// Number of ranks.
     pub fn world(&self) -> u32 {
         self.world
     }

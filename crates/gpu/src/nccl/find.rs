@@ -34,7 +34,6 @@ fn python_prefixes() -> Vec<PathBuf> {
     prefixes
 }
 
-/// NCCL in the packages of a prefix.
 fn in_prefix(prefix: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for lib in ["lib", "lib64"] {

@@ -7,27 +7,23 @@ use weightsync_core::protocol::worker::Part;
 
 /// A group that was joined and proven.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[allow(missing_docs)]
 pub struct Joined {
-    /// Rank in it.
     pub rank: u32,
-    /// Ranks of it.
     pub world: u32,
-    /// Initialisation.
     pub init: Duration,
     /// The broadcast of one element.
     pub warm_up: Duration,
 }
 
-/// A broadcast to take part in.
 #[derive(Clone)]
+#[allow(missing_docs)]
 pub struct Broadcast {
-    /// The group.
     pub group: u64,
     /// Rank that sends.
     pub root: u32,
     /// From where, or to where.
     pub at: Span,
-    /// How many bytes.
     pub bytes: u64,
     /// What to digest behind it; offsets from `at`.
     pub parts: Vec<Part>,
@@ -35,14 +31,11 @@ pub struct Broadcast {
     pub after: Option<Event>,
 }
 
-/// A copy.
 #[derive(Clone)]
+#[allow(missing_docs)]
 pub struct Copy {
-    /// From where.
     pub from: Span,
-    /// To where.
     pub to: Span,
-    /// How many bytes.
     pub bytes: u64,
     /// Event to wait for on the GPU before it starts.
     pub after: Option<Event>,

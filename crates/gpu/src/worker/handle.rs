@@ -153,7 +153,7 @@ impl Worker {
         match self.ask(what, WorkerRequest::MapHost { bytes }, within, Vec::new(), Some(memfd)).await? {
             WorkerAnswer::Host { host, unpinned } => {
                 let resource = Resource::new(self, WorkerResource::Host(host));
-                Ok(HostMemory { number: host, bytes, unpinned: unpinned.map(Into::into), resource })
+                Ok(HostMemory { number: host, unpinned: unpinned.map(Into::into), resource })
             }
             _ => Err(WorkerError::Nonsense { what }),
         }
@@ -324,7 +324,6 @@ impl Shared {
         Ok(waiting)
     }
 
-    /// Gives something up without waiting.
     fn release(&self, what: WorkerResource) {
         // An error means that the worker is gone, and everything of it.
         let _ = self.send("release something", WorkerRequest::Release { what }, RELEASE.max(GRACE), Vec::new(), None);

@@ -32,17 +32,11 @@ impl Drop for Owned {
 #[derive(Clone)]
 pub struct HostMemory {
     pub(super) number: u64,
-    pub(super) bytes: u64,
     pub(super) unpinned: Option<Arc<str>>,
     pub(super) resource: Resource,
 }
 
 impl HostMemory {
-    /// Its length.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
     /// Why it is not registered with the driver, when it is not: copies are slower then.
     pub fn unpinned(&self) -> Option<&str> {
         self.unpinned.as_deref()
@@ -106,11 +100,4 @@ pub(super) enum Held {
 pub struct Span {
     pub(super) place: Place,
     pub(super) held: Held,
-}
-
-impl Span {
-    /// As it travels.
-    pub fn place(&self) -> Place {
-        self.place
-    }
 }

@@ -3,9 +3,9 @@
 //! Decides which request is overdue. It never speaks to the worker.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
@@ -13,7 +13,6 @@ use super::held::Held;
 use super::{GRACE, WorkerError};
 use weightsync_core::protocol::worker::{WorkerAnswer, WorkerFault, WorkerFaultCode, WorkerReply};
 
-/// Where an answer goes.
 pub(super) type Answer = oneshot::Sender<Result<WorkerAnswer, WorkerError>>;
 
 struct Entry {
@@ -33,18 +32,13 @@ struct Book {
     gone: Option<String>,
 }
 
-/// The requests under way.
 #[derive(Default)]
 pub(super) struct Pending(Mutex<Book>);
 
 impl Pending {
-    fn book(&self) -> MutexGuard<'_, Book> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Enters a request and gives its number; an error when the worker is gone.
     pub(super) fn enter(&self, what: &'static str, within: Duration, held: Vec<Held>, answer: Answer) -> Result<u64, WorkerError> {
-        let mut book = self.book();
+        let mut book = self.0.lock();
         if let Some(cause) = &book.gone {
             return Err(WorkerError::Gone { cause: cause.clone() });
         }
@@ -54,9 +48,8 @@ impl Pending {
         Ok(id)
     }
 
-    /// Hands an answer to who waits for it.
     pub(super) fn answer(&self, reply: WorkerReply) {
-        let Some(entry) = self.book().entries.remove(&reply.id) else {
+        let Some(entry) = self.0.lock().entries.remove(&reply.id) else {
             tracing::warn!(id = reply.id, "the GPU worker answered a request that is not under way");
             return;
         };
@@ -69,7 +62,7 @@ impl Pending {
 
     /// A request that could not be sent.
     pub(super) fn refuse(&self, id: u64, cause: &str) {
-        if let Some(entry) = self.book().entries.remove(&id) {
+        if let Some(entry) = self.0.lock().entries.remove(&id) {
             let fault = WorkerFault { code: WorkerFaultCode::Invalid, message: cause.to_owned() };
             let _ = entry.answer.send(Err(WorkerError::Fault { what: entry.what, fault }));
         }
@@ -78,14 +71,14 @@ impl Pending {
     /// Why the worker is taken for hanging, if it is.
     pub(super) fn overdue(&self) -> Option<String> {
         let now = Instant::now();
-        let book = self.book();
+        let book = self.0.lock();
         let late = book.entries.values().filter(|entry| entry.overdue <= now).min_by_key(|entry| entry.overdue)?;
         Some(format!("killed: it did not {} in {:?}, nor say so", late.what, late.within))
     }
 
     /// The worker ended: everything under way fails with the cause, and so does everything later. The first cause stays.
     pub(super) fn gone(&self, cause: &str) {
-        let mut book = self.book();
+        let mut book = self.0.lock();
         let cause = book.gone.get_or_insert_with(|| cause.to_owned()).clone();
         let entries = std::mem::take(&mut book.entries);
         drop(book);
@@ -95,8 +88,7 @@ impl Pending {
         }
     }
 
-    /// How the worker ended, once it did.
     pub(super) fn cause(&self) -> Option<String> {
-        self.book().gone.clone()
+        self.0.lock().gone.clone()
     }
 }

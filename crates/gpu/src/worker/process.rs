@@ -9,9 +9,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Stdio;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 use tokio::process::{Child, Command};
 use tokio_util::sync::CancellationToken;
@@ -88,7 +89,7 @@ impl LastLines {
         let mut lines = BufReader::new(output).lines();
         while let Ok(Some(line)) = lines.next_line().await {
             tracing::info!(worker = %self.label, line, "the worker wrote a line");
-            let mut kept = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut kept = self.lines.lock();
             if kept.len() == KEPT_LINES {
                 kept.pop_front();
             }
@@ -97,7 +98,7 @@ impl LastLines {
     }
 
     fn text(&self) -> String {
-        let kept = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = self.lines.lock();
         kept.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
     }
 }

@@ -2,9 +2,10 @@
 //!
 //! Decides when a slot is free again: when the last clone of its guard is dropped, which a request under way holds too.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::held::{Held, Resource, Span};
@@ -26,6 +27,7 @@ struct Block {
     _resource: Resource,
 }
 
+#[allow(missing_docs)]
 impl Ring {
     pub(super) fn new(worker: Worker, number: u64, slots: u32, slot_bytes: u64, handle: IpcHandle, resource: Resource) -> Self {
         let permits = Arc::new(Semaphore::new(slots as usize));
@@ -34,17 +36,14 @@ impl Ring {
         Self(Arc::new(Block { worker, number, slots, slot_bytes, handle, free, permits, _resource: resource }))
     }
 
-    /// The worker that has it.
     pub fn worker(&self) -> &Worker {
         &self.0.worker
     }
 
-    /// Number of slots.
     pub fn slots(&self) -> u32 {
         self.0.slots
     }
 
-    /// Bytes of a slot.
     pub fn slot_bytes(&self) -> u64 {
         self.0.slot_bytes
     }
@@ -59,7 +58,6 @@ impl Ring {
         &self.0.handle
     }
 
-    /// Slots that are free now.
     pub fn free(&self) -> usize {
         self.0.permits.available_permits()
     }
@@ -77,7 +75,7 @@ impl Ring {
     }
 
     fn lend(&self, permit: OwnedSemaphorePermit) -> Option<Slot> {
-        let index = self.0.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+        let index = self.0.free.lock().pop()?;
         Some(Slot(Arc::new(Lent { ring: self.clone(), index, _permit: permit })))
     }
 }
@@ -95,7 +93,7 @@ struct Lent {
 impl Drop for Lent {
     fn drop(&mut self) {
         // Before the permit goes, so that whoever gets the permit finds a number.
-        self.ring.0.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.index);
+        self.ring.0.free.lock().push(self.index);
     }
 }
 
@@ -113,11 +111,6 @@ impl Slot {
     /// First byte in the ring's block: what another process adds to the address that it got for the ring's handle.
     pub fn offset(&self) -> u64 {
         u64::from(self.0.index) * self.0.ring.slot_bytes()
-    }
-
-    /// Its length.
-    pub fn bytes(&self) -> u64 {
-        self.0.ring.slot_bytes()
     }
 
     /// From `offset` on.

@@ -34,13 +34,11 @@ const LONGEST_NAP: Duration = Duration::from_millis(1);
 
 /// Something for the loop.
 enum Heard {
-    /// A request.
     Call(Box<Incoming>),
     /// What a thread of its own left to be done with the state.
     Later(Box<dyn FnOnce(&mut Server) + Send>),
 }
 
-/// A request as it came in.
 struct Incoming {
     id: u64,
     request: WorkerRequest,

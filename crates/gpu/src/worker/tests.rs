@@ -113,7 +113,6 @@ async fn dropping_the_last_handle_ends_the_worker() {
     until(|| (!std::path::Path::new(&process).exists()).then_some(())).await;
 }
 
-/// Waits until there is something.
 async fn until<T>(mut found: impl FnMut() -> Option<T>) -> T {
     let looks = async {
         loop {

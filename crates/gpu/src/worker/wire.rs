@@ -13,7 +13,6 @@ use tokio::sync::mpsc;
 
 use weightsync_core::protocol::worker::{WorkerReply, decode_worker_frame};
 
-/// A frame on its way to the worker.
 pub(super) struct Outgoing {
     pub frame: Vec<u8>,
     pub descriptor: Option<OwnedFd>,

@@ -4,9 +4,10 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
@@ -29,7 +30,6 @@ const OPENING: usize = 64;
 /// Longest wait for a turn to open one: 64 dead agents hold it up for one deadline.
 const TURN: Duration = Duration::from_secs(60);
 
-/// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CallError {
@@ -214,7 +214,7 @@ impl Pool {
 
     fn client(&self, call: &Call<'_>, address: SocketAddr) -> Result<reqwest::Client, CallError> {
         let key = PeerKey { name: call.name.clone(), address, own: self.identity.own() };
-        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut clients = self.clients.lock();
         if let Some(client) = clients.get(&key) {
             return Ok(client.clone());
         }

@@ -26,7 +26,7 @@ pub enum PeerIdentity {
 
 impl PeerIdentity {
     /// The name that a client checks: `POD_UID.agent.weightsync.internal` or `controller.weightsync.internal`.
-    pub fn dns_name(&self) -> String {
+    pub(crate) fn dns_name(&self) -> String {
         match self {
             Self::Controller => controller_name(),
             Self::Agent { pod_uid, .. } => agent_name(pod_uid),
@@ -42,7 +42,7 @@ impl PeerIdentity {
     }
 
     /// Refuses names that could read as another identity or do not fit a DNS label.
-    pub fn check(&self) -> Result<(), IdentityError> {
+    pub(super) fn check(&self) -> Result<(), IdentityError> {
         match self {
             Self::Controller => Ok(()),
             Self::Agent { weightsync, pod_uid } => [weightsync, pod_uid].into_iter().try_for_each(|name| check_label(name)),
@@ -50,7 +50,7 @@ impl PeerIdentity {
     }
 
     /// Reads the identity from a certificate that TLS verified already.
-    pub fn of_certificate(certificate: &CertificateDer<'_>) -> Result<Self, IdentityError> {
+    pub(crate) fn of_certificate(certificate: &CertificateDer<'_>) -> Result<Self, IdentityError> {
         let unnamed = |cause: &str| IdentityError::Unnamed(cause.to_owned());
         let (_, parsed) = x509_parser::parse_x509_certificate(certificate).map_err(|_| unnamed("it cannot be parsed"))?;
         let names = parsed.subject_alternative_name().map_err(|_| unnamed("its names cannot be parsed"))?;
@@ -78,7 +78,6 @@ impl PeerIdentity {
     }
 }
 
-/// When a certificate ends.
 pub(super) fn end_of(certificate: &CertificateDer<'_>) -> Result<SystemTime, IdentityError> {
     let parsed = x509_parser::parse_x509_certificate(certificate);
     let (_, parsed) = parsed.map_err(|_| IdentityError::Unnamed("it cannot be parsed".into()))?;
@@ -86,8 +85,7 @@ pub(super) fn end_of(certificate: &CertificateDer<'_>) -> Result<SystemTime, Ide
     Ok(UNIX_EPOCH + Duration::from_secs(seconds))
 }
 
-/// Name in the controller's certificate.
-pub fn controller_name() -> String {
+pub(crate) fn controller_name() -> String {
     format!("controller.{DOMAIN}")
 }
 

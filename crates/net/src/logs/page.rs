@@ -17,7 +17,6 @@ use crate::health::is_local;
 /// Longest filter in bytes.
 const LONGEST: usize = 4096;
 
-/// The page.
 pub fn router() -> Router {
     Router::new().route("/loglevel", get(show).put(replace)).layer(DefaultBodyLimit::max(LONGEST))
 }

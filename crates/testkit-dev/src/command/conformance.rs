@@ -1,4 +1,4 @@
-//! `weightsync conformance`: whether an inference server keeps the protocol that WeightSync relies on. For CI of those who make engines.
+//! `weightsync-dev conformance`: whether an inference server keeps the protocol that WeightSync relies on. For CI of those who make engines.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -13,14 +13,12 @@ use weightsync_agent::command::text::columns;
 use weightsync_engine::ApiKey;
 use weightsync_gpu::worker::WorkerStart;
 
-/// Ways by which weights go into a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Only {
     /// Groups that its own workers join.
     Group,
 }
 
-/// Arguments of `weightsync conformance`.
 #[derive(Debug, Args)]
 pub struct ConformanceArgs {
     /// Kind of the engine.

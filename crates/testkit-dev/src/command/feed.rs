@@ -1,4 +1,4 @@
-//! `weightsync feed`: has one engine on this machine take a checkpoint: through the memory of its GPUs, shared memory, or the directory itself.
+//! `weightsync-dev feed`: has one engine on this machine take a checkpoint: through the memory of its GPUs, shared memory, or the directory itself.
 //! No group, no trainer, no agent.
 //!
 //! For hosts without a cluster, and to see what one engine takes on which way and how long each step lasts.
@@ -21,7 +21,6 @@ use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest, TensorHasher};
 use weightsync_engine::{ApiKey, DeviceJob, Engine, EngineConfig, EngineError, InstallJob, connect};
 use weightsync_gpu::worker::{Ring, Worker, WorkerStart};
 
-/// What becomes of running requests.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum Pause {
     /// They wait.
@@ -34,7 +33,6 @@ pub enum Pause {
     External,
 }
 
-/// The way into the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Way {
     /// The first of the others that the engine has.
@@ -47,7 +45,6 @@ pub enum Way {
     Directory,
 }
 
-/// Arguments of `weightsync feed`.
 #[derive(Debug, Args)]
 #[command(disable_version_flag = true)]
 pub struct FeedArgs {
@@ -283,7 +280,6 @@ impl FeedArgs {
     }
 }
 
-/// The digest of every tensor.
 fn digests(checkpoint: &Checkpoint, layout: &Arc<Layout>) -> anyhow::Result<Vec<u128>> {
     let mut hasher = TensorHasher::new(layout.clone(), DigestAlgorithm::Xxh3_128);
     for bucket in layout.buckets() {

@@ -12,7 +12,6 @@ use tokio::net::TcpListener;
 use weightsync_engine::ApiKey;
 use weightsync_testkit::simulator::{FastdeployOptions, Faults, GroupOptions, Simulator, SimulatorOptions, WeightTransfer};
 
-/// Arguments of `weightsync simulate-engine`.
 #[derive(Debug, Args)]
 pub struct SimulateEngineArgs {
     /// Engine whose endpoints and rules are simulated.

@@ -5,10 +5,11 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -31,7 +32,6 @@ const SMALL_BUCKET: u64 = 256;
 /// The same for groups, where each call is spoiled in one way more.
 const GROUP_BUCKET: u64 = 512;
 const LIVE_BUCKET: u64 = 64 << 20;
-/// Key of the simulators.
 const KEY: &str = "conformance-key";
 
 /// What is simulated, and where it runs now.
@@ -44,7 +44,6 @@ struct Simulated {
     memory: Memory,
 }
 
-/// A server under test.
 pub(super) struct Bed {
     pub(super) engine: String,
     pub(super) patience: Duration,
@@ -69,7 +68,6 @@ pub(super) struct Bed {
 }
 
 impl Bed {
-    /// For a server that runs.
     pub(super) fn live(options: &Options, live: &Live, way: Way) -> Result<Self, ConformanceError> {
         let folder = Folder::make()?;
         Ok(Self {
@@ -226,7 +224,7 @@ impl Bed {
         let running = self.simulated.as_ref().map(|simulated| simulated.running.clone());
         Box::new(move || {
             if let Some(running) = &running {
-                drop(running.lock().unwrap_or_else(PoisonError::into_inner).take());
+                drop(running.lock().take());
             }
         })
     }
@@ -240,7 +238,7 @@ impl Bed {
     /// Ends a simulated server whatever it is at, and starts another in its place; says whether it could.
     pub(super) async fn restart(&self) -> Result<bool, ConformanceError> {
         let Some(simulated) = &self.simulated else { return Ok(false) };
-        let left = simulated.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let left = simulated.running.lock().take();
         if let Some(left) = left {
             left.stop().await;
         }
@@ -258,7 +256,7 @@ impl Bed {
         if self.client.call("GET /simulator/digest", None, false).await.is_ok() {
             return Ok(false);
         }
-        let left = simulated.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let left = simulated.running.lock().take();
         if let Some(left) = left {
             left.stop().await;
         }
@@ -273,7 +271,7 @@ impl Bed {
         let bound = tokio::time::timeout(self.patience, bind).await;
         let listener = bound.map_err(|_| std::io::Error::from(std::io::ErrorKind::AddrInUse))??;
         let started = Simulator::start(simulated.options.clone(), listener).await?;
-        *simulated.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(started);
+        *simulated.running.lock() = Some(started);
         simulated.started.fetch_add(1, Ordering::AcqRel);
         Ok(true)
     }
@@ -309,7 +307,6 @@ impl Bed {
         Ok(digest.json().get("digest").and_then(Value::as_str).map(str::to_owned))
     }
 
-    /// The name of its model.
     pub(super) async fn model_name(&self) -> Result<String, String> {
         if let Some(name) = &self.name {
             return Ok(name.clone());

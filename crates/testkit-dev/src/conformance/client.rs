@@ -9,7 +9,6 @@ use serde_json::Value;
 use super::ConformanceError;
 use weightsync_engine::ApiKey;
 
-/// What a call brought.
 #[derive(Debug, Clone)]
 pub(super) struct Reply {
     pub(super) status: u16,
@@ -28,7 +27,6 @@ impl Reply {
     }
 }
 
-/// A client of one server.
 #[derive(Debug, Clone)]
 pub(super) struct Client {
     http: reqwest::Client,

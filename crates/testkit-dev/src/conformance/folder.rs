@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-/// See there.
 pub(super) struct Folder(pub(super) PathBuf);
 
 impl Folder {

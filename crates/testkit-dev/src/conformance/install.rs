@@ -16,7 +16,6 @@ use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_engine::{DeviceJob, Engine, EngineError, Holding, InstallError, InstallReport, Resumed};
 use weightsync_gpu::worker::{Ring, Worker, WorkerStart};
 
-/// All rows.
 pub(super) async fn rows(bed: &Bed, way: Way) -> Result<Vec<Row>, ConformanceError> {
     let part = &way.part("update");
     let engine = bed.adapter(&bed.url)?;
@@ -128,7 +127,7 @@ async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine, way: Way) ->
     Ok(rows)
 }
 
-/// Feeds a live server through the memory of its GPUs, as `weightsync feed` does.
+/// Feeds a live server through the memory of its GPUs, as `weightsync-dev feed` does.
 pub(super) async fn from_gpus(
     engine: &dyn Engine,
     job: DeviceJob,

@@ -13,10 +13,8 @@ use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{Layout, gsum64};
 use weightsync_engine::{DeviceBucket, DeviceInstall, DevicePlace, EngineError, InstallError, InstallReport, Released};
 
-/// Slots of the ring.
 const SLOTS: u64 = 2;
 
-/// The memory of simulated GPUs.
 #[derive(Debug)]
 pub(super) struct Memory {
     folder: PathBuf,

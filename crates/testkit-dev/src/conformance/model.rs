@@ -7,7 +7,6 @@ use serde_json::json;
 use weightsync_core::weights::Dtype;
 use weightsync_core::weights::safetensors::SINGLE_FILE;
 
-/// Tensors of a model.
 #[derive(Debug, Clone)]
 pub(super) struct Model {
     pub(super) tensors: Vec<(String, Dtype, Vec<u64>)>,

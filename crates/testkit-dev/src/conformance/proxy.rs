@@ -4,20 +4,20 @@
 //! from it, or its answer is kept from the adapter.
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{StatusCode, header};
+use parking_lot::Mutex;
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
 use super::ConformanceError;
 
-/// What happens to the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Spoil {
     /// The server dies before it.
@@ -43,7 +43,6 @@ impl Spoil {
         matches!(self, Self::Silence | Self::LoseReply | Self::KillSource)
     }
 
-    /// In a row.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Kill => "the server is killed before",
@@ -69,12 +68,6 @@ struct Relay {
 struct Calls {
     seen: Vec<String>,
     spoil: Option<(usize, Spoil)>,
-}
-
-impl Relay {
-    fn calls(&self) -> MutexGuard<'_, Calls> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// A running relay; ends when it is dropped.
@@ -103,12 +96,12 @@ impl Proxy {
 
     /// Counts from here; that call is spoiled.
     pub(super) fn begin(&self, spoil: Option<(usize, Spoil)>) {
-        *self.relay.calls() = Calls { seen: Vec::new(), spoil };
+        *self.relay.state.lock() = Calls { seen: Vec::new(), spoil };
     }
 
     /// Calls since then, `METHOD /path`.
     pub(super) fn seen(&self) -> Vec<String> {
-        self.relay.calls().seen.clone()
+        self.relay.state.lock().seen.clone()
     }
 }
 
@@ -120,7 +113,7 @@ impl Drop for Proxy {
 
 async fn pass(State(relay): State<Arc<Relay>>, request: Request) -> Response {
     let spoil = {
-        let mut calls = relay.calls();
+        let mut calls = relay.state.lock();
         calls.seen.push(format!("{} {}", request.method(), request.uri().path()));
         let number = calls.seen.len();
         calls.spoil.filter(|(at, _)| at + 1 == number).map(|(_, spoil)| spoil)
@@ -148,7 +141,6 @@ async fn pass(State(relay): State<Arc<Relay>>, request: Request) -> Response {
     }
 }
 
-/// A connection that breaks in the answer.
 fn broken() -> Response {
     let broken = futures::stream::once(async { Err::<Bytes, _>(std::io::Error::from(std::io::ErrorKind::ConnectionReset)) });
     Body::from_stream(broken).into_response()

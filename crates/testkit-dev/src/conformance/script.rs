@@ -102,7 +102,6 @@ fn group_calls(engine: &str) -> Vec<Call> {
     }
 }
 
-/// Plays both scripts.
 pub(super) async fn play(bed: &Bed) -> Result<Vec<Row>, ConformanceError> {
     let model = match bed.model_name().await {
         Ok(model) => model,

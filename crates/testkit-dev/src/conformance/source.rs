@@ -6,11 +6,12 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -59,13 +60,11 @@ impl std::fmt::Debug for Sources {
     }
 }
 
-/// One worker.
 struct Source {
     worker: Worker,
     staging: Staging,
 }
 
-/// A group, as rank 0 sees it.
 struct Formed {
     number: u64,
     id: NcclId,
@@ -116,7 +115,7 @@ impl Sources {
 
     /// Kills the worker that leads an update now.
     pub(super) fn kill(&self) {
-        if let Some(worker) = self.leading.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        if let Some(worker) = self.leading.lock().as_ref() {
             worker.kill("the suite ends its source");
         }
     }
@@ -147,7 +146,7 @@ impl Sources {
     ) -> Result<InstallReport, InstallError> {
         let group = engine.group().ok_or_else(|| clean(unusable(format!("{} joins no group by itself", engine.kind()))))?;
         let source = self.pool.take().await.map_err(|why| clean(unusable(why)))?;
-        *self.leading.lock().unwrap_or_else(PoisonError::into_inner) = Some(source.worker.clone());
+        *self.leading.lock() = Some(source.worker.clone());
         let number = self.pool.number.fetch_add(1, Ordering::Relaxed);
         let formed = source.form(group.as_ref(), number, address, job.silence).await;
         let fed = match &formed {
@@ -158,7 +157,7 @@ impl Sources {
         let begun = Instant::now();
         let left = group.leave(job.silence).await;
         drop(formed);
-        *self.leading.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.leading.lock() = None;
         self.pool.give_back(source);
         fed.map(|mut report| {
             if left.is_ok() {
@@ -171,7 +170,7 @@ impl Sources {
 
 impl Pool {
     async fn take(&self) -> Result<Source, String> {
-        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let idle = self.idle.lock().pop();
         if let Some(source) = idle.filter(|source| source.worker.cause().is_none()) {
             return Ok(source);
         }
@@ -184,7 +183,7 @@ impl Pool {
 
     fn give_back(&self, source: Source) {
         if source.worker.cause().is_none() {
-            self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(source);
+            self.idle.lock().push(source);
         }
     }
 }
@@ -357,7 +356,6 @@ impl Source {
     }
 }
 
-/// Which end failed.
 enum Broken {
     /// The install is over.
     Engine(InstallError),

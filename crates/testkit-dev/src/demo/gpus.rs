@@ -1,4 +1,4 @@
-//! The GPUs of `weightsync demo --gpu`: the source takes the first, each replica one of the others. Decides whether there are enough.
+//! The GPUs of `weightsync-dev demo --gpu`: the source takes the first, each replica one of the others. Decides whether there are enough.
 
 use std::path::PathBuf;
 

@@ -1,8 +1,9 @@
 //! The kill: chooses the moment by what the victim has received, and measures how long the group takes to notice.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
@@ -16,26 +17,19 @@ const PATIENCE: Duration = Duration::from_secs(4);
 
 /// A kill that waits for its moment.
 pub struct Kill {
-    /// Pod to kill.
     pub pod: String,
-    /// Its name in the roster.
     pub member: MemberName,
     /// Part of the version's buckets after which it is killed, in percent.
     pub at_percent: u64,
-    /// How.
     pub fault: DemoFault,
-    /// What happened.
     pub done: Arc<Mutex<Option<Killed>>>,
 }
 
-/// A kill that happened.
 #[derive(Debug, Clone)]
 pub struct Killed {
     /// Bytes that the victim had, as the leader last heard.
     pub bytes: u64,
-    /// Bytes of the version.
     pub total: u64,
-    /// When.
     pub at: Instant,
 }
 
@@ -49,7 +43,7 @@ impl Killed {
 impl Kill {
     /// Called before each bucket is written: kills when the moment has come. Blocks its thread; an error when the moment was missed.
     pub fn before_bucket(&self, group: &Group, handle: &Handle, offset: u64, total: u64) -> Result<(), String> {
-        if self.done.lock().unwrap_or_else(PoisonError::into_inner).is_some() || offset * 100 < total * self.at_percent {
+        if self.done.lock().is_some() || offset * 100 < total * self.at_percent {
             return Ok(());
         }
         let mut view = group.view();
@@ -63,7 +57,7 @@ impl Kill {
         if !done {
             return Err(format!("there is no pod {}", self.pod));
         }
-        *self.done.lock().unwrap_or_else(PoisonError::into_inner) = Some(Killed { bytes, total, at });
+        *self.done.lock() = Some(Killed { bytes, total, at });
         Ok(())
     }
 }

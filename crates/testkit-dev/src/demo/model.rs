@@ -10,11 +10,8 @@ use anyhow::Context;
 use weightsync_core::weights::safetensors::{Checkpoint, SafetensorsPlan};
 use weightsync_core::weights::{Bucket, DigestAlgorithm, Dtype, Layout, TensorHasher, TensorSpec, digest_hex};
 
-/// Where a version's bytes come from.
 pub enum Weights {
-    /// Computed from a seed.
     Seeded { layout: Arc<Layout>, seed: u64 },
-    /// Read from a checkpoint on disk.
     Checkpoint(Checkpoint),
 }
 
@@ -39,13 +36,11 @@ pub fn tensors(mebibytes: u32) -> Vec<TensorSpec> {
 }
 
 impl Weights {
-    /// Weights of that seed.
     pub fn seeded(tensors: Vec<TensorSpec>, bucket_bytes: u64, seed: u64) -> anyhow::Result<Self> {
         let layout = Layout::new("model", tensors, bucket_bytes).context("the demo's tensors make no layout")?;
         Ok(Self::Seeded { layout: Arc::new(layout), seed })
     }
 
-    /// What is announced to the agent.
     pub fn specs(&self) -> Vec<TensorSpec> {
         match self {
             Self::Seeded { layout, .. } => layout.tensors().cloned().collect(),
@@ -53,7 +48,6 @@ impl Weights {
         }
     }
 
-    /// Writes one bucket of the stream.
     pub fn fill(&self, layout: &Layout, bucket: Bucket, into: &mut [u8]) -> anyhow::Result<()> {
         match self {
             Self::Seeded { seed, .. } => {

@@ -19,7 +19,6 @@ pub struct Screen {
     output: Output,
 }
 
-/// The bar of one update.
 pub struct Bar(ProgressBar);
 
 impl Screen {
@@ -28,14 +27,12 @@ impl Screen {
         Self { output }
     }
 
-    /// One line.
     pub fn say(&self, line: &str) {
         if self.output == Output::Human {
             println!("{line}");
         }
     }
 
-    /// A bar for a version's bytes.
     pub fn progress(&self, version: u64) -> Bar {
         let target = if self.output == Output::Human { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(Some(0), target);
@@ -61,7 +58,6 @@ impl Screen {
         ));
     }
 
-    /// A kill and its end.
     pub fn killed(&self, member: &MemberName, fault: DemoFault, percent: u64, detected: Duration, recovered: Duration) {
         self.say(&format!(
             "{member} was {} with {percent} % of the bytes: noticed after {} ms, the others served the version after {} ms",
@@ -78,7 +74,6 @@ fn megabytes(bytes: u64) -> f64 {
 }
 
 impl Bar {
-    /// Shows what the agent said.
     pub fn heard(&self, reply: &ClientReply) {
         match reply {
             ClientReply::Progress { bytes, total_bytes, phase, .. } => {
@@ -93,7 +88,6 @@ impl Bar {
     }
 }
 
-/// One version of the outcome.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Published {
@@ -127,19 +121,15 @@ impl Published {
 #[derive(Debug, Clone, Default, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Outcome {
-    /// Rollouts.
     pub replicas: u32,
     /// How bytes travelled: `tcp` or `nccl`.
     pub transport: String,
-    /// The seed.
     pub seed: u64,
-    /// The last epoch.
     pub epochs: u64,
     /// Versions in order.
     pub versions: Vec<Published>,
     /// Bytes of all versions.
     pub bytes: u64,
-    /// Who was killed.
     pub killed: Option<MemberName>,
     /// Part of its bytes that it had, in percent.
     pub killed_at_percent: Option<u64>,
@@ -151,14 +141,11 @@ pub struct Outcome {
     pub rejoined_ms: Option<u64>,
     /// Whether every engine served what was published, each time.
     pub verified: bool,
-    /// What was compared.
     pub proof: &'static str,
-    /// What did not agree.
     pub disagreements: Vec<String>,
 }
 
 impl Outcome {
-    /// Notes a kill.
     pub fn kill(&mut self, member: &MemberName, percent: u64, detected: Duration, recovered: Duration) {
         self.killed = Some(member.clone());
         self.killed_at_percent = Some(percent);
@@ -171,7 +158,6 @@ impl Outcome {
         self.verified = false;
     }
 
-    /// Prints it.
     pub fn print(&self, output: Output) {
         match output {
             Output::Json => println!("{}", serde_json::to_string(self).unwrap_or_else(|error| format!("{{\"error\":\"{error}\"}}"))),

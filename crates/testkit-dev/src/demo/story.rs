@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, ensure};
@@ -31,7 +31,6 @@ const VERSIONS: [u64; 3] = [1, 2, 3];
 const START_REAL: Duration = Duration::from_secs(300);
 const START_SIMULATED: Duration = Duration::from_secs(60);
 
-/// A rollout of the demo.
 struct Replica {
     name: String,
     port: u16,
@@ -188,7 +187,7 @@ impl Demo {
                 timeout_ms: 120_000,
                 gpu: None,
             };
-            let mut client = TrainerClient::connect(&socket, "weightsync demo")?;
+            let mut client = TrainerClient::connect(&socket, "weightsync-dev demo")?;
             let mut fill = |layout: &weightsync_core::weights::Layout, bucket: weightsync_core::weights::Bucket, into: &mut [u8]| {
                 if let Some(kill) = &kill_now {
                     kill.before_bucket(&group, &handle, bucket.offset, layout.total_bytes)?;
@@ -201,7 +200,7 @@ impl Demo {
         let result = tokio::task::spawn_blocking(publish).await?.with_context(|| format!("version {version} was not published"))?;
         let took = started.elapsed();
         if let Some(kill) = kill {
-            let killed = kill.done.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let killed = kill.done.lock().clone();
             let killed = killed.context("the rollout was not killed: the model is too small for the moment to be caught")?;
             self.killed(kill, &killed, notices, &result).await?;
         }

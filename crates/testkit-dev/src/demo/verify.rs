@@ -6,12 +6,10 @@ use std::time::Duration;
 use anyhow::{Context, bail, ensure};
 use serde_json::{Value, json};
 
-/// Prompt that real servers are asked.
 const PROMPT: &str = "The quick brown fox jumps over the lazy dog";
 /// The first completion of a vLLM process on a busy machine takes tens of seconds.
 const FIRST_ANSWER: Duration = Duration::from_secs(120);
 
-/// Asks engines on this host.
 pub struct Verifier {
     client: reqwest::Client,
 }

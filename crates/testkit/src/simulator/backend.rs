@@ -5,7 +5,7 @@
 //! call but says on its socket what became of it; and a tensor that is not copied is read when all of its layer is there, not when it is
 //! handed over (layerwise reload keeps views), so a place that is used again too early gives other weights with status 200.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use axum::body::Bytes;
 use axum::extract::State;
@@ -13,6 +13,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use axum::{Extension, Json, Router};
 use futures::future::join_all;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::GpuOptions;
@@ -22,7 +23,6 @@ use super::front::Front;
 use super::memory::GpuMemory;
 use super::vllm::{dead, worker_failed};
 
-/// What a simulated vLLM was started with for weight transfer.
 #[derive(Debug, Clone)]
 pub struct WeightTransfer {
     /// `backend` of `--weight-transfer-config`: `weightsync`, or vLLM's own `nccl` or `ipc`.
@@ -56,19 +56,12 @@ struct Session {
     draft: bool,
 }
 
-/// What the routes share.
 #[derive(Clone)]
 struct Backend {
     digests: Vec<String>,
     /// The GPUs that its workers compute on, in the order of ranks; none where they compute on CPUs.
     gpus: Option<(Vec<String>, GpuMemory)>,
     session: Arc<Mutex<Session>>,
-}
-
-impl Backend {
-    fn session(&self) -> MutexGuard<'_, Session> {
-        self.session.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// The routes of weight transfer; without a back end they are there and refuse.
@@ -119,7 +112,7 @@ async fn init(State(front): State<Arc<Front>>, Extension(backend): Extension<Opt
     let Some(backend) = backend else { return reply(&front, Err(NOT_CONFIGURED), DONE) };
     let info = serde_json::from_slice::<Value>(&body).unwrap_or_default();
     let field = |name: &str| info.pointer(&format!("/init_info/{name}")).and_then(Value::as_str).unwrap_or_default().to_owned();
-    let mut session = backend.session();
+    let mut session = backend.session.lock();
     session.feeds.clear();
     if info.pointer("/init_info/protocol") == Some(&json!(1)) {
         let (socket, token, ranks) = (field("socket"), field("token"), front.world_size);
@@ -149,7 +142,7 @@ async fn started(front: &Front, backend: Option<Backend>, draft: bool, done: &st
         Err(error) => return dead(error),
     };
     let Some(backend) = backend else { return reply(front, Err(NOT_CONFIGURED), done) };
-    let mut session = backend.session();
+    let mut session = backend.session.lock();
     if session.open {
         let refused = "start_weight_update called while a weight update is already active. Call finish_weight_update first.";
         return reply(front, Err(refused), done);
@@ -173,7 +166,7 @@ async fn update(State(front): State<Arc<Front>>, Extension(backend): Extension<O
     let info = serde_json::from_slice::<Value>(&body).unwrap_or_default();
     let token = info.pointer("/update_info/token").and_then(Value::as_str).unwrap_or_default();
     let (mut feeds, draft) = {
-        let mut session = backend.session();
+        let mut session = backend.session.lock();
         if !session.open {
             return reply(&front, Err("start_weight_update must be called before update_weights."), DONE);
         }
@@ -182,7 +175,7 @@ async fn update(State(front): State<Arc<Front>>, Extension(backend): Extension<O
     };
     let ranks = feeds.iter_mut().enumerate().map(|(rank, feed)| take(&front, rank, feed, draft));
     let taken: Vec<Result<(), String>> = join_all(ranks).await;
-    let mut session = backend.session();
+    let mut session = backend.session.lock();
     session.whole = !taken.is_empty() && taken.iter().all(Result::is_ok);
     if !session.whole {
         front.core.put_together();
@@ -235,7 +228,7 @@ async fn finish(State(front): State<Arc<Front>>, Extension(backend): Extension<O
         Err(error) => return dead(error),
     };
     let Some(backend) = backend else { return reply(&front, Err(NOT_CONFIGURED), DONE) };
-    let mut session = backend.session();
+    let mut session = backend.session.lock();
     if !session.open {
         return reply(&front, Err("finish_weight_update called without a matching start_weight_update."), DONE);
     }

@@ -21,7 +21,6 @@ const DEFAULT_TOKENS: usize = 16;
 /// Tokens of a prompt whose products are large enough that what asks the kernel for AMX computes them.
 const AMX_TOKENS: usize = 5;
 
-/// What was asked.
 struct Asked {
     prompt: String,
     prompt_tokens: usize,

@@ -5,9 +5,10 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::faults::{Faults, LoadFault};
@@ -30,11 +31,9 @@ pub(super) enum Kind {
 /// Who may take tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pause {
-    /// Everybody.
     Running,
     /// Requests that have begun.
     New,
-    /// Nobody.
     All,
 }
 
@@ -50,7 +49,6 @@ enum Leftover {
     Poisoned,
 }
 
-/// A request in the engine.
 #[derive(Debug, Default)]
 struct Request {
     begun: bool,
@@ -59,7 +57,6 @@ struct Request {
     cache: Option<u128>,
 }
 
-/// What changes.
 pub(super) struct State {
     pub(super) served: Served,
     /// The draft model, where there is one. No answer depends on it.
@@ -84,7 +81,6 @@ pub(super) struct State {
     prefixes: HashMap<String, u128>,
 }
 
-/// The core of one engine.
 pub(super) struct Core {
     kind: Kind,
     state: Mutex<State>,
@@ -93,7 +89,6 @@ pub(super) struct Core {
     changed: watch::Sender<()>,
 }
 
-/// The core broke down.
 #[derive(Debug)]
 pub(super) struct Dead;
 
@@ -108,13 +103,12 @@ impl Core {
         Self { kind, state: Mutex::new(state), turn: tokio::sync::Mutex::default(), changed: watch::Sender::new(()) }
     }
 
-    /// Which engine's rules hold.
     pub(super) fn kind(&self) -> Kind {
         self.kind
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Waits until the core has nothing else to do, and occupies it.
@@ -329,7 +323,6 @@ impl Core {
     }
 }
 
-/// What a request may do next.
 enum Step {
     Token(Token),
     Wait,
@@ -358,12 +351,10 @@ impl State {
         Step::Token(token(self.digest, cache, self.served.computes_nan(), prompt, position))
     }
 
-    /// Requests in the engine.
     pub(super) fn requests(&self) -> usize {
         self.requests.len()
     }
 
-    /// Digest of all that is served.
     pub(super) fn digest(&self) -> u128 {
         self.digest
     }

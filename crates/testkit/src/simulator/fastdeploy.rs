@@ -12,7 +12,7 @@ mod load;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Bytes;
@@ -21,6 +21,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use http::StatusCode;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::GpuOptions;
@@ -30,7 +31,6 @@ use super::front::Front;
 
 pub(super) use self::load::start_from;
 
-/// How a simulated FastDeploy was started.
 #[derive(Debug, Clone)]
 pub struct FastdeployOptions {
     /// `--dynamic-load-weight`.
@@ -41,7 +41,6 @@ pub struct FastdeployOptions {
     pub v1_scheduler: bool,
     /// `FD_ENABLE_V1_UPDATE_WEIGHTS`: the legacy routes pause and resume by themselves.
     pub v1_update_weights: bool,
-    /// Whether CUDA graphs are captured.
     pub graphs: bool,
     /// Whether a draft model (MTP) runs beside the main one.
     pub mtp: bool,
@@ -99,13 +98,9 @@ struct Fastdeploy {
 }
 
 impl Fastdeploy {
-    fn memory(&self) -> MutexGuard<'_, Memory> {
-        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// `is_workers_alive` and the signal of the weights.
     fn serves(&self) -> bool {
-        !self.memory().weight_sleeps
+        !self.memory.lock().weight_sleeps
     }
 }
 
@@ -116,7 +111,6 @@ pub(super) fn guarded(path: &str) -> bool {
     path.starts_with("/v1")
 }
 
-/// The routes.
 pub(super) fn routes(options: FastdeployOptions, gpus: GpuOptions, model_directory: PathBuf) -> Router<Arc<Front>> {
     let memory = Memory {
         weight_sleeps: false,
@@ -146,7 +140,6 @@ pub(super) fn routes(options: FastdeployOptions, gpus: GpuOptions, model_directo
         .layer(Extension(state))
 }
 
-/// The answer of a control call.
 fn control(method: &str, done: Result<Value, String>) -> Response {
     let (code, status, message, result) = match done {
         Ok(result) => (StatusCode::OK, "success", "Success".to_owned(), result),
@@ -344,7 +337,7 @@ async fn update_model_weight(State(front): State<Arc<Front>>, Extension(state): 
 
 /// The simulator's own: what is where in GPU memory.
 async fn memory_report(Extension(state): Shared) -> Json<Value> {
-    let memory = state.memory().clone();
+    let memory = state.memory.lock().clone();
     Json(json!({
         "weight": !memory.weight_sleeps, "kvCache": !memory.cache_sleeps, "graphs": memory.graphs, "mtpCache": memory.mtp_cache,
         "rebuilt": memory.rebuilt, "recaptured": memory.recaptured, "empty": memory.empty, "version": memory.version,

@@ -32,7 +32,6 @@ pub struct Faults {
     pub cold_amx: bool,
 }
 
-/// A fault of calls.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct FaultRule {
@@ -44,19 +43,15 @@ pub struct FaultRule {
     /// Calls that are spoiled; all that follow when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub times: Option<u32>,
-    /// What happens to them.
     pub fault: Fault,
 }
 
-/// What happens to a call.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "camelCase", deny_unknown_fields)]
 pub enum Fault {
     /// Answered without being carried out.
     Answer {
-        /// HTTP status.
         status: u16,
-        /// Body.
         body: Value,
     },
     /// Never answered, not carried out.
@@ -70,7 +65,6 @@ pub enum Fault {
         /// The wait in ms.
         ms: u64,
     },
-    /// The server dies.
     Crash,
 }
 

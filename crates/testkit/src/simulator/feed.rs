@@ -66,14 +66,12 @@ enum Line {
     Alive,
 }
 
-/// What a feed brings.
 pub(super) enum Arrived {
     Bucket(Told),
     End,
     Failed(String),
 }
 
-/// One worker's connection.
 pub(super) struct Feed {
     arrived: mpsc::UnboundedReceiver<Arrived>,
     memory: Arc<OnceLock<File>>,
@@ -147,12 +145,10 @@ impl Feed {
         }
     }
 
-    /// Whether everything was taken.
     pub(super) fn over(&self) -> bool {
         self.over
     }
 
-    /// What lies there now.
     pub(super) fn read(&self, place: &Place) -> Result<Taken, String> {
         let bytes = self.memory.get().map_or_else(|| Err("there is no memory".into()), |memory| read(memory, place))?;
         let Place(name, dtype, shape, ..) = place;
@@ -183,7 +179,6 @@ impl Feed {
         let _told = self.say(&json!({"did": step}));
     }
 
-    /// Says something to the agent.
     pub(super) fn say(&self, what: &Value) -> Result<(), String> {
         say(&self.socket, what)
     }
@@ -206,7 +201,6 @@ fn read(memory: &File, place: &Place) -> Result<Vec<u8>, String> {
     Ok(read)
 }
 
-/// The thread that listens.
 struct Listener {
     socket: UnixStream,
     heard: Vec<u8>,

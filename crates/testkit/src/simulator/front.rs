@@ -46,7 +46,6 @@ pub(super) struct Front {
 }
 
 impl Front {
-    /// The number of ranks to report.
     pub(super) fn world_size(&self) -> u32 {
         self.core.state().faults.world_size.unwrap_or(self.world_size)
     }

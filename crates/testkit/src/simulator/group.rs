@@ -104,7 +104,6 @@ impl Ranks {
         self.groups.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
     }
 
-    /// The process of a rank.
     async fn worker(&self, rank: usize) -> Result<Worker, Trouble> {
         let options = self.options()?;
         let mut workers = self.workers.lock().await;
@@ -129,7 +128,6 @@ impl Ranks {
     }
 }
 
-/// A tensor that is announced.
 #[derive(Debug, Clone)]
 pub(super) struct Announced {
     pub(super) name: String,

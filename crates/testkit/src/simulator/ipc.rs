@@ -36,12 +36,10 @@ impl Ipc {
         Ok(())
     }
 
-    /// Lets the packed buffer go.
     pub(super) fn close(&mut self) {
         self.opened.clear();
     }
 
-    /// Reads what all ranks find.
     pub(super) fn receive(&mut self, info: &Value, gpus: &[String], memory: &GpuMemory) -> Result<Vec<Taken>, String> {
         let pickled = info.get("ipc_handles_pickled").and_then(Value::as_str);
         let pickled = pickled.ok_or("Either `ipc_handles` or `ipc_handles_pickled` must be provided")?;

@@ -7,7 +7,7 @@
 //! serves stale layers until `finished`; a bucket without memory uses what was copied before; and `/health` is what a monitor thought.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use axum::body::Bytes;
 use axum::extract::{RawQuery, Request, State};
@@ -19,6 +19,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use futures::future::join_all;
 use http::{Method, StatusCode, header};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::completions::completions;
@@ -35,17 +36,16 @@ pub(super) fn guarded(path: &str) -> bool {
     !["/health", "/openapi.json", "/docs"].contains(&path)
 }
 
-/// What sleeps.
 #[derive(Default)]
 struct Sleep(Mutex<BTreeSet<&'static str>>);
 
 impl Sleep {
     fn tags(&self) -> BTreeSet<&'static str> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 
     fn set(&self, change: impl FnOnce(&mut BTreeSet<&'static str>)) {
-        change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.0.lock());
     }
 }
 
@@ -58,7 +58,6 @@ struct Lmdeploy {
 
 type Shared = Extension<Arc<Lmdeploy>>;
 
-/// The routes.
 pub(super) fn routes(gpus: GpuOptions, groups: TorchGroups) -> Router<Arc<Front>> {
     let groups = super::group::lmdeploy::routes(groups, gpus.ray);
     let state = Arc::new(Lmdeploy { sleep: Sleep::default(), gpus, cached: tokio::sync::Mutex::new(None) });

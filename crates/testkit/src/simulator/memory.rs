@@ -7,7 +7,6 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Where the files are.
 #[derive(Debug, Clone)]
 pub(super) struct GpuMemory {
     folder: Option<PathBuf>,
@@ -18,7 +17,6 @@ impl GpuMemory {
         Self { folder }
     }
 
-    /// Whether there is any.
     pub(super) fn is_there(&self) -> bool {
         self.folder.is_some()
     }
@@ -60,7 +58,6 @@ enum Source {
 }
 
 impl Opened {
-    /// Reads a range.
     pub(super) fn read(&self, offset: u64, bytes: u64) -> Result<Vec<u8>, String> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             return Err("start + length exceeds the storage".to_owned());

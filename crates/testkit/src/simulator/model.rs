@@ -5,7 +5,6 @@
 
 use xxhash_rust::xxh3::xxh3_64;
 
-/// One generated token.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Token {
     /// Number in [`WORDS`].
@@ -16,7 +15,6 @@ pub(super) struct Token {
     pub(super) logprob: f64,
 }
 
-/// A finished request.
 #[derive(Debug)]
 pub(super) struct Generated {
     pub(super) tokens: Vec<Token>,

@@ -16,7 +16,6 @@ use weightsync_core::weights::{Dtype, digest_hex};
 /// Bytes read at once.
 const PART: usize = 1 << 20;
 
-/// One parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Parameter {
     dtype: Dtype,
@@ -26,11 +25,9 @@ struct Parameter {
     nan: bool,
 }
 
-/// All parameters of the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Served(BTreeMap<String, Parameter>);
 
-/// Why a load did not go to its end.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LoadError {
     /// Nothing was touched.
@@ -156,7 +153,6 @@ impl Served {
     }
 }
 
-/// Every tensor of a checkpoint. Blocks.
 pub(super) fn read_file(path: &Path) -> Result<Vec<Taken>, String> {
     let checkpoint = Checkpoint::open(path).map_err(|error| error.to_string())?;
     let tensors = checkpoint.tensors().iter().enumerate();

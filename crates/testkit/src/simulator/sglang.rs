@@ -30,7 +30,6 @@ pub(super) fn guarded(path: &str) -> bool {
     !["/health", "/ready", "/metrics"].iter().any(|prefix| path.starts_with(prefix))
 }
 
-/// State of the tokenizer process.
 struct Flags {
     /// Whether somebody's `/health` failed since the last one that succeeded.
     unhealthy: AtomicBool,
@@ -41,7 +40,6 @@ struct Flags {
 #[derive(Clone, Default)]
 pub(super) struct PauseCondition(pub(super) Arc<tokio::sync::Mutex<()>>);
 
-/// The routes.
 pub(super) fn routes(health_timeout: Duration, gpus: GpuOptions, groups: Arc<SglangGroups>) -> Router<Arc<Front>> {
     Router::new()
         .merge(super::group::sglang::routes(groups))

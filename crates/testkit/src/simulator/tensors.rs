@@ -9,7 +9,6 @@ use weightsync_core::weights::Dtype;
 use weightsync_torch::dtype_name;
 use weightsync_torch::pickle::Value;
 
-/// A tensor that was read.
 #[derive(Debug, Clone)]
 pub(super) struct Taken {
     pub(super) name: String,
@@ -51,7 +50,6 @@ impl Nan {
         }
     }
 
-    /// Whether there was something, and nothing else.
     pub(super) fn is_all(&self) -> bool {
         self.seen && !self.other
     }
@@ -134,7 +132,6 @@ fn is_rebuild(function: &Value) -> bool {
     matches!(function, Value::Global("torch.multiprocessing.reductions", "rebuild_cuda_tensor"))
 }
 
-/// The value of a key.
 pub(super) fn field<'a>(dict: &'a Value, name: &str) -> Result<&'a Value, String> {
     let found = match dict {
         Value::Dict(items) => items.iter().find(|(key, _)| *key == Value::text(name)).map(|(_, value)| value),
@@ -144,7 +141,6 @@ pub(super) fn field<'a>(dict: &'a Value, name: &str) -> Result<&'a Value, String
     found.ok_or_else(|| format!("KeyError: '{name}'"))
 }
 
-/// A text in a field.
 pub(super) fn text<'a>(dict: &'a Value, name: &str) -> Result<&'a str, String> {
     match field(dict, name)? {
         Value::Text(text) => Ok(text),
@@ -152,7 +148,6 @@ pub(super) fn text<'a>(dict: &'a Value, name: &str) -> Result<&'a str, String> {
     }
 }
 
-/// A number in a field.
 pub(super) fn number(dict: &Value, name: &str) -> Result<u64, String> {
     match field(dict, name)? {
         Value::Int(number) => Ok(*number),

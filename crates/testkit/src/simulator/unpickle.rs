@@ -5,7 +5,6 @@
 
 use weightsync_torch::pickle::Value;
 
-/// A value on the stack.
 enum Item {
     Mark,
     Value(Value),

@@ -82,7 +82,6 @@ pub(super) fn failed(message: &str) -> Response {
     error(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", None, message)
 }
 
-/// A worker failed with a call.
 pub(super) fn worker_failed(cause: &str) -> Response {
     failed(&format!(
         "Call to collective_rpc method failed: Worker failed with error '{cause}', please check the stack trace above for the root cause"

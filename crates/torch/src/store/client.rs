@@ -88,7 +88,7 @@ impl Client {
     }
 
     /// Waits until a key is there, up to `within`; then the wait is taken back.
-    pub async fn wait(&mut self, key: &str, within: Duration) -> Result<(), StoreError> {
+    pub(super) async fn wait(&mut self, key: &str, within: Duration) -> Result<(), StoreError> {
         let what = "wait";
         let mut message = Vec::new();
         Request::Wait(vec![key.as_bytes()]).write(&mut message);

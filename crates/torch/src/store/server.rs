@@ -6,9 +6,10 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
@@ -91,7 +92,7 @@ impl Server {
         if key.len() > super::MAX_KEY || value.len() > super::MAX_VALUE {
             return Err(refused(format!("{} bytes of key or {} bytes of value are too many", key.len(), value.len())));
         }
-        let mut state = self.shared.state();
+        let mut state = self.shared.state.lock();
         let woken = state.table.set_own(key.as_bytes(), value).map_err(|refusal| refused(refusal.to_string()))?;
         state.wake(woken);
         drop(state);
@@ -101,44 +102,34 @@ impl Server {
 
     /// A value.
     pub fn get(&self, key: &str) -> Option<Vec<u8>> {
-        self.shared.state().table.get(key.as_bytes()).map(<[u8]>::to_vec)
+        self.shared.state.lock().table.get(key.as_bytes()).map(<[u8]>::to_vec)
     }
 
     /// Ranks that have connected, said hello (added to [`super::HELLO`]) and are still connected. The server's own process is none of them.
     pub fn clients(&self) -> usize {
-        self.shared.state().table.hellos()
+        self.shared.state.lock().table.hellos()
     }
 
     /// Clients that asked for a key of [`set`](Self::set): who never asks for the group's id does not join the group.
     pub fn readers(&self, key: &str) -> usize {
-        self.shared.state().table.readers(key.as_bytes())
+        self.shared.state.lock().table.readers(key.as_bytes())
     }
 
     /// Waits until that many ranks have said hello.
     pub async fn wait_for_clients(&self, clients: usize, within: Duration) -> Result<(), StoreError> {
-        self.wait_until(clients, within, Table::hellos).await
-    }
-
-    /// Waits until that many clients asked for one of the keys, each of which was [`set`](Self::set); a client that asks for two of them
-    /// counts twice.
-    pub async fn wait_for_readers(&self, keys: &[String], readers: usize, within: Duration) -> Result<(), StoreError> {
-        self.wait_until(readers, within, |table| keys.iter().map(|key| table.readers(key.as_bytes())).sum()).await
-    }
-
-    async fn wait_until(&self, wanted: usize, within: Duration, count: impl Fn(&Table) -> usize) -> Result<(), StoreError> {
         let end = Instant::now() + within;
         let mut changed = self.shared.changed.subscribe();
         loop {
             changed.borrow_and_update();
-            let seen = count(&self.shared.state().table);
-            if seen >= wanted {
+            let seen = self.clients();
+            if seen >= clients {
                 return Ok(());
             }
             tokio::select! {
                 () = self.stop.cancelled() => return Err(StoreError::Closed),
                 waited = timeout_at(end, changed.changed()) => {
                     if waited.is_err() {
-                        return Err(StoreError::Missing { seen, wanted, within });
+                        return Err(StoreError::Missing { seen, wanted: clients, within });
                     }
                 }
             }
@@ -156,12 +147,6 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop.cancel();
-    }
-}
-
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -205,7 +190,7 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>, stop: CancellationTo
 async fn connection(socket: TcpStream, peer: SocketAddr, shared: Arc<Shared>) {
     let (wake, woken) = mpsc::unbounded_channel();
     let client = {
-        let mut state = shared.state();
+        let mut state = shared.state.lock();
         state.next += 1;
         let client = state.next;
         state.wakes.insert(client, wake);
@@ -227,7 +212,7 @@ struct Present {
 
 impl Drop for Present {
     fn drop(&mut self) {
-        let mut state = self.shared.state();
+        let mut state = self.shared.state.lock();
         state.table.leave(self.client);
         state.wakes.remove(&self.client);
         drop(state);
@@ -289,7 +274,7 @@ impl Present {
     /// calling it again, and whether the client has greeted.
     fn take(&self, received: &mut Vec<u8>, reply: &mut Vec<u8>) -> Result<(usize, bool), Ended> {
         let mut at = 0;
-        let mut state = self.shared.state();
+        let mut state = self.shared.state.lock();
         let needed = loop {
             match read(received.get(at..).unwrap_or_default())? {
                 Read::Partly(needed) => break needed,

@@ -8,13 +8,11 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use super::wire::{NOT_READY, READY, Request, STOP_WAITING, WAIT_CANCELED, write_bytes};
 use super::{HELLO, MAX_BYTES, MAX_ENTRIES};
 
-/// Number of a connection.
 pub(super) type ClientId = u64;
 
 /// What an entry costs besides its bytes.
 const ENTRY: usize = 64;
 
-/// Why a client is sent away.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Refusal {
     #[error("the first request is not torch's greeting")]
@@ -27,7 +25,6 @@ pub(super) enum Refusal {
     NoNumber,
 }
 
-/// A store.
 #[derive(Default)]
 pub(super) struct Table {
     values: HashMap<Vec<u8>, Vec<u8>>,
@@ -54,7 +51,6 @@ impl Table {
         Ok(self.wake_all(key))
     }
 
-    /// A value.
     pub(super) fn get(&self, key: &[u8]) -> Option<&[u8]> {
         self.values.get(key).map(Vec::as_slice)
     }
@@ -74,7 +70,6 @@ impl Table {
         self.watched.get(key).map_or(0, HashSet::len)
     }
 
-    /// A connection is over.
     pub(super) fn leave(&mut self, client: ClientId) {
         self.forget_wait(client);
         self.greeted.remove(&client);

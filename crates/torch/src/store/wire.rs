@@ -14,7 +14,6 @@ pub(super) const WAIT_CANCELED: u8 = 1;
 pub(super) const READY: u8 = 0;
 pub(super) const NOT_READY: u8 = 1;
 
-/// What a client asks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Request<'a> {
     Validate(u32),
@@ -140,7 +139,6 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Reads the request at the front of `bytes`.
 pub(super) fn read(bytes: &[u8]) -> Result<Read<'_>, Nonsense> {
     let mut cursor = Cursor { bytes, at: 0 };
     match cursor.request() {
@@ -151,7 +149,6 @@ pub(super) fn read(bytes: &[u8]) -> Result<Read<'_>, Nonsense> {
 }
 
 impl Request<'_> {
-    /// Puts it behind `out`.
     pub(super) fn write(&self, out: &mut Vec<u8>) {
         let keys = |code: u8, keys: &[&[u8]], out: &mut Vec<u8>| {
             out.push(code);
@@ -203,7 +200,6 @@ impl Request<'_> {
     }
 }
 
-/// A length and the bytes.
 pub(super) fn write_bytes(bytes: &[u8], out: &mut Vec<u8>) {
     out.extend((bytes.len() as u64).to_le_bytes());
     out.extend_from_slice(bytes);

@@ -13,9 +13,7 @@ use weightsync_core::protocol::{LentMemory, LentPiece};
 use weightsync_core::weights::gsum64;
 use weightsync_gpu::worker::{ImportedMemory, Span, Worker, WorkerError};
 
-/// Why the source's ring is not read here.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum NotBorrowed {
     #[error("the source's ring is on {theirs}, the worker here is on {ours}")]
     OtherGpu { theirs: String, ours: String },

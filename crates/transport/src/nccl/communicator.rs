@@ -4,9 +4,10 @@
 //! A collective that one rank left in the middle can never be finished, so the first trouble ends the communicator for good: it is aborted
 //! (never destroyed, which is a rendezvous) on every GPU of this member at once. The workers and their rings stay warm for the next epoch.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
@@ -21,30 +22,23 @@ const ABORT: Duration = Duration::from_secs(20);
 
 /// A GPU of this member with the ring that buckets land in.
 #[derive(Clone)]
+#[allow(missing_docs)]
 pub struct Seat {
-    /// The worker on it.
     pub worker: Worker,
-    /// Its ring.
     pub ring: Ring,
-    /// Its pinned host memory.
     pub staging: Staging,
 }
 
-/// What is to be joined.
+#[allow(missing_docs)]
 pub struct Joining {
-    /// The epoch.
     pub epoch: EpochId,
-    /// This member.
     pub me: MemberName,
-    /// The communicator's id.
     pub id: NcclId,
     /// First rank of this member.
     pub first: u32,
-    /// Ranks in all.
     pub world: u32,
     /// Its GPUs, in the order of their ranks.
     pub seats: Vec<Seat>,
-    /// Give up after this long.
     pub within: Duration,
 }
 
@@ -66,7 +60,6 @@ pub struct Communicator {
     broken: watch::Sender<Option<StreamFailure>>,
     /// One stream at a time: every rank must see the same broadcasts in the same order.
     stream: Arc<tokio::sync::Mutex<()>>,
-    /// Members that opened this member's ring.
     borrowers: OnceLock<Vec<MemberName>>,
 }
 
@@ -109,12 +102,10 @@ impl Communicator {
         Self { epoch, me, way, seats, broken: watch::Sender::new(None), stream: Arc::default(), borrowers: OnceLock::new() }
     }
 
-    /// The epoch it belongs to.
-    pub fn epoch(&self) -> &EpochId {
+    pub(super) fn epoch(&self) -> &EpochId {
         &self.epoch
     }
 
-    /// This member.
     pub(super) fn me(&self) -> &MemberName {
         &self.me
     }
@@ -166,8 +157,7 @@ impl Communicator {
         stream.try_lock_owned().ok()
     }
 
-    /// Why it cannot be used any more, if so.
-    pub fn broken(&self) -> Option<StreamFailure> {
+    pub(super) fn broken(&self) -> Option<StreamFailure> {
         self.broken.borrow().clone()
     }
 
@@ -243,15 +233,14 @@ pub(super) fn patience(silence: Duration) -> (Duration, Duration) {
 pub(super) struct Present(Mutex<Option<Arc<Communicator>>>);
 
 impl Present {
-    /// The communicator of that epoch.
     pub(super) fn of(&self, epoch: &EpochId) -> Option<Arc<Communicator>> {
-        let present = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let present = self.0.lock();
         present.clone().filter(|communicator| communicator.epoch() == epoch)
     }
 
     /// Ends what copies from another member's memory.
     pub(super) fn give_back(&self) {
-        let borrowed = self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().is_some_and(|present| present.lender().is_some());
+        let borrowed = self.0.lock().as_ref().is_some_and(|present| present.lender().is_some());
         if borrowed {
             self.set(None);
         }
@@ -259,13 +248,12 @@ impl Present {
 
     /// Replaces what was there, which is aborted.
     pub(super) fn set(&self, communicator: Option<Arc<Communicator>>) {
-        let before = std::mem::replace(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner), communicator);
+        let before = std::mem::replace(&mut *self.0.lock(), communicator);
         if let Some(before) = before {
             before.break_off(StreamFailure::Cancelled);
         }
     }
 
-    /// Ends the communicator of that epoch.
     pub(super) fn end(&self, epoch: &EpochId) {
         if self.of(epoch).is_some() {
             self.set(None);

@@ -23,7 +23,6 @@ use weightsync_core::protocol::worker::Part;
 use weightsync_core::protocol::{BucketHeader, LentPiece, MemberName, StreamFailure};
 use weightsync_gpu::worker::{Copy, Slot, Sums, WorkerError};
 
-/// See [`BucketSink`].
 pub(super) struct Lending {
     chain: Downstream,
     communicator: Arc<Communicator>,
@@ -75,7 +74,6 @@ impl Lending {
         }
     }
 
-    /// Who is at fault for an error here.
     fn cause_of(&self, error: &WorkerError) -> StreamFailure {
         if matches!(error, WorkerError::NoSlot { .. }) && !self.out.is_empty() {
             let silence_ms = u64::try_from(self.silence.as_millis()).unwrap_or(u64::MAX);

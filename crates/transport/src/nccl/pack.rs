@@ -20,11 +20,8 @@ const MAKE: Duration = Duration::from_secs(30);
 /// Broadcasts of one bucket begin at multiples of this in their slot.
 const APART: u64 = 256;
 
-/// Where one broadcast is sent from.
 pub struct Packed {
-    /// First byte.
     pub span: Span,
-    /// Length in bytes.
     pub bytes: u64,
     /// Event to wait for before it is sent.
     pub after: Option<Event>,

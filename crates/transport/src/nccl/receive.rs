@@ -27,7 +27,6 @@ use weightsync_gpu::worker::{Broadcast, Copy, Slot, Sums, WorkerError};
 /// Buckets that were given out and that the chain has not taken yet.
 const GIVEN: usize = 2;
 
-/// What the chain said.
 enum Announced {
     Head(BucketHeader),
     /// Where the next bytes of that bucket lie, in the source's ring.
@@ -54,7 +53,6 @@ struct Stream {
     taken: mpsc::UnboundedSender<u32>,
 }
 
-/// See [`Carrier`].
 pub(super) struct Receiver {
     communicator: Arc<Communicator>,
     heads: mpsc::UnboundedSender<Announced>,
@@ -194,7 +192,6 @@ fn follows(header: &BucketHeader, at: u64, piece: &LentPiece) -> bool {
     piece.offset == at && piece.offset.checked_add(piece.bytes).is_some_and(|end| end <= header.bytes)
 }
 
-/// Why no more is entered.
 enum Stopped {
     Failure(StreamFailure),
     Worker(WorkerError),
@@ -217,7 +214,6 @@ impl Stream {
         Err(StreamFailure::Refused { peer: self.communicator.me().clone(), refusal })
     }
 
-    /// A slot on each of our GPUs.
     async fn slots(&self) -> Result<Vec<Slot>, Stopped> {
         let mut slots = Vec::new();
         for seat in self.communicator.seats() {
@@ -244,7 +240,6 @@ impl Stream {
         parts
     }
 
-    /// Enters the broadcasts of a bucket.
     async fn broadcasts(&self, header: BucketHeader, slot_bytes: u64, entered: &mpsc::UnboundedSender<Entered>) -> Result<(), Stopped> {
         let communicator = &self.communicator;
         let (within, _) = patience(self.silence);

@@ -26,7 +26,6 @@ use weightsync_gpu::worker::{Broadcast, Event, Span, Sums, WorkerError};
 
 type UnderWay = BoxFuture<'static, Result<PieceSum, WorkerError>>;
 
-/// See [`BucketSink`].
 pub(super) struct Sink {
     chain: Downstream,
     communicator: Arc<Communicator>,

@@ -4,12 +4,13 @@
 //! or written here. Decides how much host memory that takes, whatever the length of a bucket. Copies that are to be kept get memory of
 //! their own, pinned once and used again for the next version: pinning takes longer than copying.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
+use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{cut, pieces};
@@ -67,7 +68,7 @@ impl Free {
     /// A place of at least so many bytes, and not of many more. Where there is none, free ones are given up as far as another one of this
     /// length has no room beside them.
     fn take(&self, bytes: u64) -> Option<Place> {
-        let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut places = self.places.lock();
         if let Some(fits) = best(places.free.iter().map(|place| place.length), bytes) {
             return Some(places.free.swap_remove(fits));
         }
@@ -81,12 +82,12 @@ impl Free {
     }
 
     fn made(&self, place: &Place) {
-        let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut places = self.places.lock();
         places.bytes = places.bytes.saturating_add(place.length);
     }
 
     fn give_back(&self, place: Place) {
-        let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut places = self.places.lock();
         if places.bytes <= self.limit.load(Ordering::Relaxed) {
             places.free.push(place);
         } else {
@@ -102,7 +103,6 @@ fn best(lengths: impl Iterator<Item = u64>, bytes: u64) -> Option<usize> {
     fit.min_by_key(|(_, length)| *length).map(|(place, _)| place)
 }
 
-/// An area on loan.
 pub(super) struct Area {
     place: Option<Place>,
     free: Arc<Free>,
@@ -115,8 +115,7 @@ impl Staging {
         Self { worker, areas: Free::new(u64::MAX), permits: Arc::new(Semaphore::new(AREAS)), regions: Free::new(0) }
     }
 
-    /// The worker whose areas these are.
-    pub fn worker(&self) -> &Worker {
+    pub(crate) fn worker(&self) -> &Worker {
         &self.worker
     }
 
@@ -127,12 +126,12 @@ impl Staging {
 
     /// Bytes of memory that is pinned and waits for the next copies.
     pub fn spare(&self) -> u64 {
-        self.regions.places.lock().unwrap_or_else(PoisonError::into_inner).free.iter().map(|place| place.length).sum()
+        self.regions.places.lock().free.iter().map(|place| place.length).sum()
     }
 
     /// Copies any number of bytes from a GPU into pinned memory of their own, to be kept. The memory goes back when the last cut of the
     /// returned bytes is dropped.
-    pub async fn copy_out(&self, from: Span, bytes: u64, after: Option<Event>, within: Duration) -> Result<Bytes, WorkerError> {
+    pub(crate) async fn copy_out(&self, from: Span, bytes: u64, after: Option<Event>, within: Duration) -> Result<Bytes, WorkerError> {
         let place = match self.regions.take(bytes) {
             Some(place) => place,
             None => self.more(&self.regions, bytes.next_multiple_of(REGION)).await?,

@@ -133,7 +133,6 @@ impl Downstream {
         self.until(|phase| *phase == Phase::Done).await
     }
 
-    /// Waits for a failure.
     pub(crate) async fn failed(&mut self) -> StreamFailure {
         match self.until(|_| false).await {
             Err(failure) => failure,

@@ -46,7 +46,6 @@ pub(super) enum Frame<'a> {
     Taken(u32),
 }
 
-/// What stands on the wire is no frame.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("frame of kind {kind} with {length} bytes makes no sense")]
 pub(super) struct BadFrame {
@@ -55,7 +54,6 @@ pub(super) struct BadFrame {
 }
 
 impl Frame<'_> {
-    /// Appends the frame as it travels.
     pub(super) fn put(&self, wire: &mut Vec<u8>) {
         match self {
             Self::Head(header) => put(wire, HEAD, &header.encode()),

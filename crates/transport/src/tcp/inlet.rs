@@ -5,11 +5,12 @@
 //! ahead than its buffers allow.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures::FutureExt;
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -31,7 +32,6 @@ const EVENTS: usize = 64;
 pub(super) enum Over {
     Closed(String),
     Silent,
-    /// The other side says why.
     Failure(StreamFailure),
     Bad(BadFrame),
 }
@@ -53,12 +53,10 @@ pub(super) enum Inlet {
     Many(Many),
 }
 
-/// What came.
 pub(super) enum Arrived {
     /// So many bytes lie in the buffer of the one connection.
     Bytes(usize),
     Event(Event),
-    /// Another connection.
     Lane,
 }
 
@@ -83,7 +81,6 @@ impl Inlet {
         }
     }
 
-    /// Reads and throws away what still comes.
     pub(super) async fn drain(self) {
         match self {
             Self::One(one) => one.drain().await,
@@ -99,10 +96,8 @@ pub(super) struct Room {
     pub(super) size: usize,
 }
 
-/// One connection.
 pub(super) struct One {
     pub(super) parser: Parser,
-    /// What is being read into.
     pub(super) buffer: Option<Buffer>,
     reader: Reader,
     pool: Pool,
@@ -129,13 +124,11 @@ impl One {
         Ok(length)
     }
 
-    /// Reads and throws away what still comes.
     pub(super) async fn drain(mut self) {
         drain(&mut self.reader).await;
     }
 }
 
-/// Several connections.
 pub(super) struct Many {
     /// The events of each lane; none while its connection is not there.
     lanes: Vec<Option<mpsc::Receiver<Event>>>,
@@ -157,13 +150,13 @@ struct Heard(Arc<Mutex<Instant>>);
 
 impl Heard {
     fn now(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+        *self.0.lock() = Instant::now();
     }
 
     /// What the silence of one connection means: the other side may live, and a path between be dead.
     fn silent(&self, silence: Duration) -> Over {
         // A side that lives says so on each connection four times in each silence; a busy machine may say it late.
-        if self.0.lock().unwrap_or_else(PoisonError::into_inner).elapsed() < silence * 2 / 3 {
+        if self.0.lock().elapsed() < silence * 2 / 3 {
             Over::Closed(format!("no byte for {silence:?} while others moved"))
         } else {
             Over::Silent
@@ -191,7 +184,6 @@ impl Many {
         many
     }
 
-    /// Whether all connections are there.
     pub(super) fn whole(&self) -> bool {
         self.expected.is_none()
     }

@@ -4,8 +4,9 @@
 //! closed; it never decides who is let in, and never reads a byte behind the name.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
 use super::socket::Link;
@@ -34,18 +35,14 @@ impl Meeting {
     pub(super) fn open(&self, lanes: usize, secured: bool) -> Expected {
         let id = uuid::Uuid::new_v4().into_bytes();
         let (links, coming) = mpsc::channel(lanes.max(1));
-        self.table().insert(id, Place { secured, links });
+        self.0.lock().insert(id, Place { secured, links });
         Expected { id, coming, meeting: self.clone() }
     }
 
     /// Gives a connection to the stream that waits for it; drops it when none does.
     pub(super) fn give(&self, id: &StreamId, lane: usize, link: Link) -> bool {
-        let table = self.table();
+        let table = self.0.lock();
         table.get(id).is_some_and(|place| place.secured == link.secured && place.links.try_send((lane, link)).is_ok())
-    }
-
-    fn table(&self) -> MutexGuard<'_, HashMap<StreamId, Place>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -69,6 +66,6 @@ impl Expected {
 
 impl Drop for Expected {
     fn drop(&mut self) {
-        self.meeting.table().remove(&self.id);
+        self.meeting.0.lock().remove(&self.id);
     }
 }

@@ -144,7 +144,6 @@ struct Session {
     end_came: bool,
     inlet: Inlet,
     downstream: Option<Downstream>,
-    /// Whether the rest of the chain is open.
     open_behind: bool,
     /// Whether the member before was told that the chain is open.
     admitted: bool,

@@ -2,9 +2,10 @@
 //!
 //! Decides how far a member may read ahead of what it forwarded; the bytes themselves are not its matter.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// A limited set of buffers of one size, made when first needed. The one used last is used next: it is in the cache.
@@ -24,7 +25,7 @@ impl Pool {
     pub(super) async fn take(&self) -> Buffer {
         // The semaphore is never closed, and without a permit the buffer is merely not counted.
         let permit = self.permits.clone().acquire_owned().await.ok();
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let free = self.free.lock().pop();
         Buffer { data: free.unwrap_or_else(|| vec![0; self.size]), free: self.free.clone(), _permit: permit }
     }
 }
@@ -56,6 +57,6 @@ impl AsRef<[u8]> for Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         let data = std::mem::take(&mut self.data);
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(data);
+        self.free.lock().push(data);
     }
 }

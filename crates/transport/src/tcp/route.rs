@@ -51,7 +51,6 @@ impl Route {
         self.give(Item::Head(header));
     }
 
-    /// The next bytes of the bucket.
     pub(super) fn part(&mut self, mut part: Bytes, sent: Option<&Sent>) {
         while !part.is_empty() {
             let now = part.split_to(part.len().min(self.left));
@@ -70,7 +69,6 @@ impl Route {
         self.give(Item::Digest(digest));
     }
 
-    /// Where the next bytes of the bucket lie.
     pub(super) fn lent(&mut self, piece: LentPiece) {
         self.give(Item::Lent(piece));
     }
@@ -79,7 +77,6 @@ impl Route {
         self.give(Item::End);
     }
 
-    /// The block is over.
     fn cut(&mut self) {
         self.left = BLOCK_BYTES;
         let count = self.count.get();

@@ -26,7 +26,6 @@ const LANE_MAGIC: [u8; 4] = *b"WSL1";
 pub(super) struct Link {
     pub(super) reader: Reader,
     pub(super) writer: Writer,
-    /// Whether it is inside TLS.
     pub(super) secured: bool,
 }
 
@@ -42,7 +41,6 @@ impl Link {
     }
 }
 
-/// What a connection is for.
 pub(super) enum Opening {
     /// A stream, and how many connections the sender would like to use for it.
     Stream(Box<DataHello>, usize),

@@ -89,7 +89,6 @@ impl Wire {
     }
 }
 
-/// Whether the other side closes the connection, within `limit`.
 async fn closes(stream: &mut TcpStream, limit: Duration) -> bool {
     let mut rest = Vec::new();
     timeout(limit, stream.read_to_end(&mut rest)).await.is_ok()

@@ -16,7 +16,6 @@ use super::inlet::Writer;
 use super::route::Sent;
 use weightsync_core::protocol::{BucketHeader, LentPiece, StreamFailure};
 
-/// Something to be sent down the chain.
 pub(super) enum Item {
     Head(BucketHeader),
     /// Bytes, at most a block of them: a sign of life or a failure need not wait for more.
@@ -24,7 +23,6 @@ pub(super) enum Item {
     /// The stream goes on on another connection.
     Cut,
     Digest(u128),
-    /// Where the next bytes of the bucket lie.
     Lent(LentPiece),
     End,
 }

@@ -1,15 +1,15 @@
 //! Members to test with: a store that keeps what it is given, an admission that says what the test wants, and a runtime to lose.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use parking_lot::{Condvar, Mutex};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use crate::memory::{MemoryNetwork, MemoryTransport};
 use crate::tcp::{TcpOptions, TcpTransport};
 use crate::{Admission, BucketSink, BucketStore, Transport, TransportError};
 use weightsync_core::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
@@ -31,7 +31,6 @@ pub struct Seen {
     pub too_late: usize,
 }
 
-/// What a member says no to.
 #[derive(Debug, Clone, Copy, Default)]
 pub enum Refuse {
     #[default]
@@ -133,13 +132,13 @@ impl Door {
     }
 
     pub fn record(&self, attempt: u32) -> Arc<Record> {
-        self.records.lock().unwrap().entry(attempt).or_insert_with(|| Record::new(self.refuse)).clone()
+        self.records.lock().entry(attempt).or_insert_with(|| Record::new(self.refuse)).clone()
     }
 }
 
 impl Admission for Door {
     fn admit(&self, hello: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal> {
-        self.hellos.lock().unwrap().push(hello.clone());
+        self.hellos.lock().push(hello.clone());
         if matches!(self.refuse, Refuse::Admission) || hello.secret != "secret" || hello.to != self.name {
             return Err(Refusal { code: RefusalCode::StaleEpoch, message: "this epoch is over".into() });
         }
@@ -182,8 +181,7 @@ impl Member {
         self.runtime.as_ref().unwrap().spawn(async move {
             told.notify_one();
             let (thawed, wake) = &*frozen;
-            let guard = thawed.lock().unwrap();
-            drop(wake.wait_timeout_while(guard, LONG, |thawed| !*thawed).unwrap());
+            wake.wait_while_for(&mut thawed.lock(), |thawed| !*thawed, LONG);
         });
         timeout(LONG, asleep.notified()).await.unwrap();
     }
@@ -191,53 +189,36 @@ impl Member {
 
 impl Drop for Member {
     fn drop(&mut self) {
-        *self.frozen.0.lock().unwrap() = true;
+        *self.frozen.0.lock() = true;
         self.frozen.1.notify_all();
         drop(self.transport.take());
         self.kill();
     }
 }
 
-/// A transport under test.
-pub enum Bed {
-    Memory(MemoryNetwork),
-    Tcp(TcpOptions),
-}
+pub struct Bed(pub TcpOptions);
 
 impl Bed {
-    pub fn memory() -> Self {
-        Self::Memory(MemoryNetwork::default())
-    }
-
     /// Small receive buffers, so that small tests meet their ends.
     pub fn tcp() -> Self {
-        Self::Tcp(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 1, ..TcpOptions::default() })
+        Self(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 1, ..TcpOptions::default() })
     }
 
     /// Several connections a hop, whatever the machine.
     pub fn lanes() -> Self {
-        Self::Tcp(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 3, ..TcpOptions::default() })
+        Self(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 3, ..TcpOptions::default() })
     }
 
-    pub async fn transport(&self, name: &str, door: Arc<Door>) -> Box<dyn Transport> {
-        match self {
-            Self::Memory(network) => Box::new(MemoryTransport::new(network, name, door)),
-            Self::Tcp(options) => {
-                let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
-                Box::new(TcpTransport::bind(any, door, options.clone()).await.unwrap())
-            }
-        }
+    pub async fn transport(&self, door: Arc<Door>) -> Box<dyn Transport> {
+        let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
+        Box::new(TcpTransport::bind(any, door, self.0.clone()).await.unwrap())
     }
 
     pub async fn member(&self, name: &str, refuse: Refuse) -> Member {
         let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let door = Door::new(name, refuse);
-        let bed = match self {
-            Self::Memory(network) => Self::Memory(network.clone()),
-            Self::Tcp(options) => Self::Tcp(options.clone()),
-        };
-        let (at, behind) = (name.to_owned(), door.clone());
-        let transport = runtime.spawn(async move { bed.transport(&at, behind).await }).await.unwrap();
+        let (bed, behind) = (Self(self.0.clone()), door.clone());
+        let transport = runtime.spawn(async move { bed.transport(behind).await }).await.unwrap();
         Member {
             name: MemberName(name.into()),
             address: transport.address(),
@@ -258,7 +239,7 @@ impl Bed {
 
     /// The transport of a leader, and an open chain through members in their order.
     pub async fn open(&self, members: &[Member], silence_ms: u64) -> Result<(Box<dyn Transport>, Box<dyn BucketSink>), TransportError> {
-        let leader = self.transport("trainer/0", Door::new("trainer/0", Refuse::Admission)).await;
+        let leader = self.transport(Door::new("trainer/0", Refuse::Admission)).await;
         let sink = timeout(LONG, leader.open(hello(members, silence_ms), &members[0].address)).await.unwrap()?;
         Ok((leader, sink))
     }

@@ -12,15 +12,9 @@ const FOUR: [Refuse; 4] = [Refuse::Nothing; 4];
 /// Short enough for a test, long enough for a busy machine.
 const SILENCE: u64 = 1000;
 
-/// Runs each test of the suite against both transports, TCP with one and with several connections a hop.
+/// Runs each test of the suite with one and with several connections a hop.
 macro_rules! promises {
     ($($promise:ident),* $(,)?) => {
-        mod memory {
-            $(#[tokio::test]
-            async fn $promise() {
-                super::$promise(super::Bed::memory()).await;
-            })*
-        }
         mod tcp {
             $(#[tokio::test]
             async fn $promise() {
@@ -308,7 +302,7 @@ async fn hellos_name_the_sender_and_the_rest_of_the_chain(bed: Bed) {
     finish(sink).await.unwrap();
     let mut from = "trainer/0".to_owned();
     for (number, member) in members.iter().enumerate() {
-        let hellos = member.door.hellos.lock().unwrap();
+        let hellos = member.door.hellos.lock();
         assert_eq!((hellos.len(), hellos[0].from.to_string(), &hellos[0].to), (1, from, &member.name));
         assert_eq!(hellos[0].rest.len(), members.len() - 1 - number);
         from = member.name.to_string();

@@ -16,7 +16,6 @@ const BLOCK: usize = 512;
 /// A field of 12 bytes holds so many octal digits and a zero byte.
 const DIGITS: usize = 11;
 
-/// A tar file that is being written.
 pub(super) struct Archive {
     file: File,
     /// Time of every file in it, in seconds since 1970, octal.
@@ -30,7 +29,6 @@ impl Archive {
         Ok(Self { file, made: format!("{:011o}", made.max(0)) })
     }
 
-    /// Adds a file.
     pub(super) fn add(&mut self, name: &str, text: &str) -> anyhow::Result<()> {
         let size = format!("{:011o}", text.len());
         if name.is_empty() || name.len() > LONGEST_NAME {

@@ -10,6 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::{Map, Value, json};
 
 use crate::api::{NCCL_ENV, WeightSync};
+use crate::controller::REPORTER;
 
 /// What a report says of itself.
 pub(super) const NOT_COLLECTED: [&str; 6] = [
@@ -25,10 +26,7 @@ pub(super) const NOT_COLLECTED: [&str; 6] = [
 pub(super) const CAUTION: &str =
     "messages and errors are WeightSync's own texts; one of them may quote what an engine answered or a GPU worker printed";
 
-/// Prefix of our own labels.
 const OUR_LABELS: &str = "weightsync.dev/";
-/// As the controller names itself in Events.
-const REPORTER: &str = "weightsync-controller";
 
 const STATE: [&str; 5] = ["program", "pod", "leads", "total", "objects"];
 const STATE_OBJECT: [&str; 14] = [
@@ -95,7 +93,6 @@ pub(super) fn pod(pod: &Pod) -> Value {
     })
 }
 
-/// The operator's Deployment.
 pub(super) fn deployment(deployment: &Deployment) -> Value {
     let (spec, status) = (deployment.spec.as_ref(), deployment.status.as_ref());
     let conditions = status.and_then(|status| status.conditions.as_ref()).into_iter().flatten().map(|condition| {

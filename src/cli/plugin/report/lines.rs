@@ -74,7 +74,6 @@ const FIELDS: [&str; 62] = [
 
 const LEVELS: [&str; 5] = ["ERROR", "WARN", "INFO", "DEBUG", "TRACE"];
 
-/// A log line as it is copied.
 #[derive(Serialize)]
 struct Line {
     timestamp: String,

@@ -7,23 +7,18 @@ use weightsync_core::protocol::{HeldVersion, InstallStep, Refusal, RefusalCode, 
 pub(super) enum Stage {
     /// Memory and engine are being checked.
     Opening,
-    /// Buckets arrive.
     Receiving,
     /// The stream ended as it should; digests are not compared yet.
     Streamed,
     /// Complete and verified.
     Delivered(HeldVersion),
-    /// The engine is being switched.
     Installing(HeldVersion),
-    /// The engine confirmed.
     Installed,
     /// Said no before a byte moved.
     Refused,
-    /// Over.
     Failed,
 }
 
-/// One attempt as this rollout knows it.
 #[derive(Debug, Clone)]
 pub(super) struct Attempt {
     pub(super) update: UpdateId,

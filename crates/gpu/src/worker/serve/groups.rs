@@ -16,13 +16,11 @@ use weightsync_core::protocol::worker::{WorkerAnswer, WorkerFault, WorkerFaultCo
 /// Ended groups whose reason is remembered.
 const REMEMBERED: usize = 16;
 
-/// A group that was joined and proven.
 pub(super) struct Group {
     pub communicator: Communicator,
     pub stream: Stream,
 }
 
-/// All groups of this worker.
 #[derive(Default)]
 pub(super) struct Groups {
     pub(super) ready: HashMap<u64, Group>,
@@ -71,7 +69,6 @@ impl Groups {
         if sends { Use::Read } else { Use::Write }
     }
 
-    /// Begins a broadcast behind some events.
     pub(super) fn broadcast<'a>(
         &mut self,
         group: u64,

@@ -64,7 +64,6 @@ fn end() {
     let _ = kill_process(getpid(), Signal::KILL);
 }
 
-/// Where answers are written.
 pub(super) struct Replies(OwnedFd);
 
 impl Replies {

@@ -17,7 +17,6 @@ const PROOF: u8 = 0xA7;
 /// One 32-bit float.
 const FLOAT: u64 = 4;
 
-/// A group that is being joined.
 pub(super) struct Joining {
     pub id: u64,
     pub group: u64,
@@ -272,7 +271,6 @@ impl Server {
         true
     }
 
-    /// Aborts what a join has so far.
     pub(super) fn give_up_joining(&mut self, joining: Joining) {
         let communicator = match joining.state {
             State::Revoking(_) | State::Shrinking(_) => None,

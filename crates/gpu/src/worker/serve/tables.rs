@@ -20,7 +20,6 @@ struct RingBlock {
     slot_bytes: u64,
 }
 
-/// The numbered things.
 #[derive(Default)]
 pub(super) struct Tables {
     next: u64,
@@ -36,7 +35,6 @@ pub(super) struct Tables {
 /// A slot: ring and index.
 pub(super) type SlotKey = (u64, u32);
 
-/// Work on a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Use {
     Read,

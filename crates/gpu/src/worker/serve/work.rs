@@ -18,7 +18,6 @@ const PARTS: usize = 4096;
 /// Pieces of scratch made then.
 const SCRATCHES: usize = 8;
 
-/// The streams and what is under way on them.
 pub(super) struct Works {
     digester: Digester,
     digests: Stream,
@@ -31,7 +30,6 @@ pub(super) struct Works {
     enqueueing: Option<Enqueueing>,
 }
 
-/// One request on the GPU.
 struct Work {
     id: u64,
     what: &'static str,
@@ -44,7 +42,6 @@ struct Work {
     _held: Vec<Named>,
 }
 
-/// A broadcast that was asked of NCCL.
 pub(super) struct Enqueueing {
     pub id: u64,
     pub group: u64,
@@ -94,7 +91,6 @@ impl Works {
 }
 
 impl Server {
-    /// Takes a request that needs the GPU.
     pub(super) fn take_for_gpu(&mut self, incoming: Incoming) {
         let Incoming { id, begun, end, .. } = incoming;
         match incoming.request {

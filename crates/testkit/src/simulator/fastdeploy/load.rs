@@ -49,22 +49,22 @@ pub(in crate::simulator) fn start_from(directory: &Path) -> Result<Vec<PathBuf>,
 /// Offloads; ends at the first tag that sleeps already.
 pub(super) fn sleep(front: &Front, state: &Fastdeploy, tags: &[&str]) {
     if tags.contains(&"weight") {
-        if state.memory().weight_sleeps {
+        if state.memory.lock().weight_sleeps {
             return;
         }
         let names = front.core.change_served(|served| {
             served.clear();
             served.tensors().into_keys().collect()
         });
-        let mut memory = state.memory();
+        let mut memory = state.memory.lock();
         (memory.weight_sleeps, memory.graphs, memory.empty) = (true, false, names);
     }
     if tags.contains(&"kv_cache") {
-        if state.memory().cache_sleeps {
+        if state.memory.lock().cache_sleeps {
             return;
         }
         front.core.reset_cache();
-        let mut memory = state.memory();
+        let mut memory = state.memory.lock();
         (memory.cache_sleeps, memory.mtp_cache) = (true, false);
     }
 }
@@ -72,7 +72,7 @@ pub(super) fn sleep(front: &Front, state: &Fastdeploy, tags: &[&str]) {
 /// Brings back; ends at the first tag that is awake already.
 pub(super) async fn wakeup(front: &Front, state: &Fastdeploy, tags: &[String]) -> Result<(), String> {
     let named = |tag: &str| tags.iter().any(|each| each == tag);
-    if !named("kv_cache") && named("weight") && state.options.graphs && state.memory().cache_sleeps {
+    if !named("kv_cache") && named("weight") && state.options.graphs && state.memory.lock().cache_sleeps {
         return Err(
             "Waking up [weight] alone is not supported when CUDA Graph is enabled, as recapturing the graph requires the KV cache to be \
                     rebuilt first. Please wake up [kv_cache] first."
@@ -80,32 +80,32 @@ pub(super) async fn wakeup(front: &Front, state: &Fastdeploy, tags: &[String]) -
         );
     }
     if named("kv_cache") {
-        if !state.memory().cache_sleeps {
+        if !state.memory.lock().cache_sleeps {
             return Ok(());
         }
         rebuild_cache(state);
     }
     if named("weight") {
-        if !state.memory().weight_sleeps {
+        if !state.memory.lock().weight_sleeps {
             return Ok(());
         }
         reload(front, state).await?;
         recapture(state);
-        state.memory().weight_sleeps = false;
+        state.memory.lock().weight_sleeps = false;
     }
     Ok(())
 }
 
 fn rebuild_cache(state: &Fastdeploy) {
     let mtp = state.options.mtp;
-    let mut memory = state.memory();
+    let mut memory = state.memory.lock();
     (memory.cache_sleeps, memory.mtp_cache) = (false, mtp);
     memory.rebuilt += 1;
 }
 
 fn recapture(state: &Fastdeploy) {
     if state.options.graphs {
-        let mut memory = state.memory();
+        let mut memory = state.memory.lock();
         memory.graphs = true;
         memory.recaptured += 1;
     }
@@ -129,13 +129,13 @@ pub(super) async fn update_parameters(front: &Arc<Front>, state: &Fastdeploy) ->
     rebuild_cache(state);
     recapture(state);
     verify(state)?;
-    state.memory().weight_sleeps = false;
+    state.memory.lock().weight_sleeps = false;
     Ok(())
 }
 
 /// `_verify_parameters("update")`.
 fn verify(state: &Fastdeploy) -> Result<(), String> {
-    match state.memory().empty.iter().next() {
+    match state.memory.lock().empty.iter().next() {
         None => Ok(()),
         Some(name) => Err(format!("Model Parameter update verification failed: Param {name} initialized=False (expected True)")),
     }
@@ -189,7 +189,7 @@ fn take(front: &Front, state: &Fastdeploy, tensors: Vec<Taken>, fault: Option<Lo
             let name = tensor.name.clone();
             served.matches(&tensor)?;
             served.take(tensor, fault, index == 0)?;
-            state.memory().empty.remove(&name);
+            state.memory.lock().empty.remove(&name);
         }
         Ok(())
     })
@@ -221,7 +221,7 @@ pub(super) async fn transfer(
     let release = mode == "gdr" && state.options.release_cache;
     if release {
         front.core.reset_cache();
-        let mut memory = state.memory();
+        let mut memory = state.memory.lock();
         (memory.cache_sleeps, memory.graphs, memory.mtp_cache) = (true, false, false);
     }
     let fault = slow(front).await;
@@ -240,7 +240,7 @@ pub(super) async fn transfer(
         rebuild_cache(state);
         recapture(state);
     }
-    state.memory().version = Some(version.clone());
+    state.memory.lock().version = Some(version.clone());
     // The stream has no checksum to compare: there the wish is passed over with a warning.
     Ok(json!([if mode == "gdr" {
         json!({"update_cost": 0.0, "total_cost": 0.0, "version": version, "rank": 0, "transfer_mode": "gdr", "update_count": count})
@@ -330,13 +330,13 @@ async fn clone_bucket(front: &Arc<Front>, state: &Fastdeploy, bucket: &Pickled, 
     let half = front.core.state().served.tensors().len() / 2;
     front.core.change_served(|served| {
         for (index, tensor) in taken.into_iter().enumerate() {
-            let left = state.memory().empty.len();
+            let left = state.memory.lock().empty.len();
             if left <= half && matches!(fault, Some(LoadFault::FailHalfway | LoadFault::FailHalfwayOnce)) {
                 return Err("ResourceExhaustedError: Out of memory error on GPU 0".to_owned());
             }
             let name = tensor.name.clone();
             served.take(tensor, fault, first && index == 0)?;
-            state.memory().empty.remove(&name);
+            state.memory.lock().empty.remove(&name);
         }
         Ok(())
     })

@@ -29,7 +29,6 @@ pub(in super::super) struct LmdeployGroups {
 
 type Shared = Extension<Arc<LmdeployGroups>>;
 
-/// The routes.
 pub(in super::super) fn routes(groups: TorchGroups, ray: bool) -> Router<Arc<Front>> {
     Router::new()
         .route("/init_weights_update_group", post(init))

@@ -23,7 +23,6 @@ const ABORT: Duration = Duration::from_secs(60);
 /// What fresh memory holds.
 const UNINITIALISED: u8 = 0xa5;
 
-/// A member of a group.
 pub(in super::super) struct Member {
     ranks: Arc<Ranks>,
     /// Which rank of the engine, which rank of the group, and how many ranks it has.
@@ -96,7 +95,6 @@ impl Member {
         Ok(Self { ranks: Arc::clone(ranks), local, rank, world, state: State::Joined(group) })
     }
 
-    /// Whether it is a group at all.
     pub(in super::super) fn is_group(&self) -> bool {
         !matches!(self.state, State::Nothing)
     }

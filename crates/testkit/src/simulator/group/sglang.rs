@@ -25,15 +25,13 @@ use super::{Announced, Trouble, announced, detached};
 
 const DEFAULT_NAME: &str = "weight_update_group";
 
-/// What the scheduler knows of updates.
 pub(in super::super) struct SglangGroups {
     groups: TorchGroups,
-    session: std::sync::Mutex<Option<Session>>,
+    session: parking_lot::Mutex<Option<Session>>,
     /// What the device still has to read, behind answers that were given.
-    reading: std::sync::Mutex<Vec<tokio::task::JoinHandle<()>>>,
+    reading: parking_lot::Mutex<Vec<tokio::task::JoinHandle<()>>>,
 }
 
-/// An open session.
 #[derive(Debug, Clone, Copy)]
 struct Session {
     loaded: bool,
@@ -43,7 +41,7 @@ type Shared = Extension<Arc<SglangGroups>>;
 
 impl SglangGroups {
     pub(in super::super) fn new(groups: TorchGroups) -> Arc<Self> {
-        Arc::new(Self { groups, session: std::sync::Mutex::default(), reading: std::sync::Mutex::default() })
+        Arc::new(Self { groups, session: parking_lot::Mutex::default(), reading: parking_lot::Mutex::default() })
     }
 
     pub(super) fn ranks(&self) -> &super::Ranks {
@@ -52,20 +50,15 @@ impl SglangGroups {
 
     /// Something that the device does later, in its order.
     pub(super) fn behind(&self, reading: tokio::task::JoinHandle<()>) {
-        self.reading.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(reading);
+        self.reading.lock().push(reading);
     }
 
     async fn device_idle(&self) {
-        let reading = std::mem::take(&mut *self.reading.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        let reading = std::mem::take(&mut *self.reading.lock());
         futures::future::join_all(reading).await;
-    }
-
-    fn session(&self) -> std::sync::MutexGuard<'_, Option<Session>> {
-        self.session.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
-/// The routes.
 pub(in super::super) fn routes(groups: Arc<SglangGroups>) -> Router<Arc<Front>> {
     Router::new()
         .route("/init_weights_update_group", post(init))
@@ -141,7 +134,7 @@ async fn begin(State(front): State<Arc<Front>>, Extension(state): Shared, bytes:
         return bad_request("selector must be all, target or draft");
     }
     let Ok(_turn) = front.core.turn().await else { return gone(&front).await };
-    let mut session = state.session();
+    let mut session = state.session.lock();
     if session.is_some() {
         return said(false, "a weight-update session is already open; call end_weight_update() first");
     }
@@ -152,7 +145,7 @@ async fn begin(State(front): State<Arc<Front>>, Extension(state): Shared, bytes:
 async fn end(State(front): State<Arc<Front>>, Extension(state): Shared) -> Response {
     let Ok(_turn) = front.core.turn().await else { return gone(&front).await };
     state.device_idle().await;
-    match state.session().take() {
+    match state.session.lock().take() {
         None => said(false, "no weight-update session is open; call begin_weight_update() first"),
         Some(session) => {
             if session.loaded {
@@ -210,7 +203,7 @@ where
     }
     let answer = {
         let Ok(_turn) = front.core.turn().await else { return gone(&front).await };
-        if state.session().is_none() {
+        if state.session.lock().is_none() {
             said(false, format!("{what} must run between begin_weight_update() and end_weight_update()"))
         } else {
             match receive(Arc::clone(&state)).await {
@@ -238,7 +231,7 @@ async fn load(front: &Arc<Front>, state: &SglangGroups, body: &Map<String, Value
         );
         return said(false, message);
     }
-    if let Some(session) = state.session().as_mut() {
+    if let Some(session) = state.session.lock().as_mut() {
         session.loaded = true;
     }
     let mut message = "Succeeded to update parameter online.".to_owned();

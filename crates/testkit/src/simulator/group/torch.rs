@@ -13,13 +13,11 @@ use tokio::sync::Mutex;
 use super::super::tensors::Taken;
 use super::{Announced, Member, Ranks, Trouble, merged};
 
-/// All groups of an engine.
 pub(in super::super) struct TorchGroups {
     pub(in super::super) ranks: Arc<Ranks>,
     groups: Mutex<HashMap<String, Vec<Member>>>,
 }
 
-/// What a group is to be.
 pub(in super::super) struct Rendezvous {
     pub(in super::super) name: String,
     host: String,
@@ -62,12 +60,10 @@ impl TorchGroups {
         Self { ranks, groups: Mutex::default() }
     }
 
-    /// Whether there is a group of that name.
     pub(in super::super) async fn has(&self, name: &str) -> bool {
         self.groups.lock().await.contains_key(name)
     }
 
-    /// Names of all groups.
     pub(in super::super) async fn names(&self) -> Vec<String> {
         let mut names: Vec<String> = self.groups.lock().await.keys().cloned().collect();
         names.sort();

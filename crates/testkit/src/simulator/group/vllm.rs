@@ -58,7 +58,6 @@ impl Transfer {
     }
 }
 
-/// The routes.
 pub(in super::super) fn routes(transfer: Arc<Transfer>) -> Router<Arc<Front>> {
     Router::new()
         .route("/init_weight_transfer_engine", post(init))

@@ -1,6 +1,7 @@
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -39,7 +40,7 @@ impl Path {
                 let far = TcpStream::connect(&to).await.unwrap();
                 let (swallowing, swallows) = watch::channel(false);
                 let task = tokio::spawn(carry(near, far, swallows)).abort_handle();
-                known.lock().unwrap().push(Cable { task, swallowing });
+                known.lock().push(Cable { task, swallowing });
                 counted.send_modify(|count| *count += 1);
             }
         });
@@ -51,11 +52,11 @@ impl Path {
     }
 
     fn cut(&self, connection: usize) {
-        self.cables.lock().unwrap()[connection].task.abort();
+        self.cables.lock()[connection].task.abort();
     }
 
     fn swallow(&self, connection: usize) {
-        self.cables.lock().unwrap()[connection].swallowing.send_replace(true);
+        self.cables.lock()[connection].swallowing.send_replace(true);
     }
 }
 
@@ -71,12 +72,12 @@ async fn carry(mut near: TcpStream, mut far: TcpStream, mut swallows: watch::Rec
 }
 
 fn bed(lanes: usize) -> Bed {
-    Bed::Tcp(TcpOptions { receive_buffer: 64 << 10, receive_buffers: 6, lanes, ..TcpOptions::default() })
+    Bed(TcpOptions { receive_buffer: 64 << 10, receive_buffers: 6, lanes, ..TcpOptions::default() })
 }
 
 /// A chain over `members` whose first hop leads through the path.
 async fn open(leader_lanes: usize, members: &[Member], path: &Path, silence: u64) -> (Box<dyn Transport>, Box<dyn BucketSink>) {
-    let leader = bed(leader_lanes).transport("trainer/0", crate::tests::bed::Door::new("trainer/0", Refuse::Admission)).await;
+    let leader = bed(leader_lanes).transport(crate::tests::bed::Door::new("trainer/0", Refuse::Admission)).await;
     let sink = timeout(LONG, leader.open(hello(members, silence), &path.address)).await.unwrap().unwrap();
     (leader, sink)
 }

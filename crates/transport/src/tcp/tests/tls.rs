@@ -35,11 +35,11 @@ fn tls(name: &str) -> DataTls {
 }
 
 fn bed(tls: Option<DataTls>) -> Bed {
-    Bed::Tcp(TcpOptions { tls, receive_buffer: 4096, lanes: 2, ..TcpOptions::default() })
+    Bed(TcpOptions { tls, receive_buffer: 4096, lanes: 2, ..TcpOptions::default() })
 }
 
 async fn open(bed: &Bed, members: &[Member], tls: bool) -> Result<Box<dyn BucketSink>, TransportError> {
-    let leader = bed.transport("trainer/0", Door::new("trainer/0", Refuse::Admission)).await;
+    let leader = bed.transport(Door::new("trainer/0", Refuse::Admission)).await;
     let hello = DataHello { tls, ..hello(members, PATIENT) };
     tokio::time::timeout(LONG, leader.open(hello, &members[0].address)).await.unwrap()
 }
@@ -56,7 +56,7 @@ async fn a_chain_inside_tls_delivers() {
         }
         finish(sink).await.unwrap();
         assert!(members.iter().all(|member| member.record().seen.borrow().bytes == stream));
-        assert!(members.iter().all(|member| member.door.hellos.lock().unwrap().last().unwrap().tls == is_tls));
+        assert!(members.iter().all(|member| member.door.hellos.lock().last().unwrap().tls == is_tls));
     }
 }
 
@@ -75,7 +75,7 @@ async fn a_member_with_another_name_or_ca_is_not_fed() {
     let no_name = DataTls { server_name: Arc::new(|_| None), ..good.clone() };
     let error = open(&bed_with(&no_name), &members, true).await.err().unwrap().to_string();
     assert!(error.contains("TLS name is not known"), "{error}");
-    assert!(members[0].door.hellos.lock().unwrap().is_empty(), "a stranger's hello was read");
+    assert!(members[0].door.hellos.lock().is_empty(), "a stranger's hello was read");
 }
 
 #[tokio::test]
@@ -88,5 +88,5 @@ async fn a_stream_is_never_less_secure_than_its_hello_says() {
     let hello = DataHello { tls: true, ..hello(&plain_members, PATIENT) };
     let mut wire = super::Wire::open(&plain_members[0].address, &hello).await;
     assert!(wire.answer().await.unwrap().is_err());
-    assert!(plain_members[0].door.hellos.lock().unwrap().is_empty());
+    assert!(plain_members[0].door.hellos.lock().is_empty());
 }
