@@ -11,7 +11,7 @@
 //! | [`gpu`](weightsync_gpu) | the driver, NCCL, the digest kernel, and the worker process that has one GPU |
 //! | `torch` | what torch and engines built on it read: pickles, and the store where ranks meet |
 //! | [`transport`](weightsync_transport) | how bytes travel between agents |
-//! | [`engine`](weightsync_engine) | how one inference engine is fed |
+//! | `engine` | how one inference engine is fed |
 //! | [`agent`](weightsync_agent) | what one member does: the source leads, a rollout installs |
 //! | [`coordinator`](weightsync_coordinator) | carries out membership decisions towards agents, on a cluster and on one host |
 //! | this crate | [`api`]: the resource; `controller`: the loop on a cluster; [`cli`]: commands and their output |

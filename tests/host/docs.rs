@@ -56,7 +56,7 @@ fn links_between_documents_lead_somewhere() {
 fn every_test_that_the_table_of_traps_names_is_there() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut code = String::new();
-    let mut folders = vec![root.join("src"), root.join("tests")];
+    let mut folders = vec![root.join("src"), root.join("crates"), root.join("tests")];
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -93,7 +93,7 @@ fn functions(folder: &Path, found: &mut BTreeSet<String>) {
 #[test]
 fn tests_that_documents_name_are_there() {
     let mut found = BTreeSet::new();
-    for folder in ["src", "tests"] {
+    for folder in ["src", "crates", "tests"] {
         functions(&Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), &mut found);
     }
     let mut missing = Vec::new();

@@ -3,7 +3,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 mod agent_process;
-mod layout;
 mod backend;
 mod binary;
 mod chart;
@@ -13,6 +12,7 @@ mod docs;
 mod drafts;
 mod external;
 mod gpu;
+mod layout;
 mod model;
 mod operate;
 mod plugin;

@@ -28,6 +28,7 @@ use weightsync_net::identity::PeerIdentity;
 
 #[derive(Clone)]
 pub enum Part {
+    /// Held, not read: the source lives as long as its endpoint.
     Source(#[allow(dead_code)] Arc<Source>),
     Rollout(Arc<Rollout>),
 }

@@ -81,7 +81,6 @@ pub struct Membership {
     refused: BTreeMap<Version, String>,
     /// The version that the spec names, or that a refused one is left for, once somebody was found to keep it.
     target: Option<HeldVersion>,
-    /// Whether the plan was ever seen.
     planned: bool,
     candidates: Vec<Arc<Candidate>>,
     left_out: Vec<LeftOut>,
@@ -100,7 +99,6 @@ pub struct Membership {
     lack_since: Option<u64>,
     /// Epochs made for members that lack the version, since nobody lacked it.
     repairs: u32,
-    /// Rank offsets of the last group.
     last_offsets: BTreeMap<MemberName, u32>,
     suspended: bool,
     deleted: bool,

@@ -165,20 +165,4 @@ impl Nccl {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_version_reads_as_nccl_writes_it() {
-        assert_eq!(Version(22809).to_string(), "2.28.9");
-        assert_eq!(Version(23007).to_string(), "2.30.7");
-    }
-
-    #[test]
-    fn a_library_that_is_not_nccl_is_refused_with_the_function_that_it_lacks() {
-        let error = Nccl::load(Some(Path::new("libm.so.6"))).err().unwrap().to_string();
-        assert!(error.contains("libm.so.6: it lacks ncclGetVersion"), "{error}");
-        let error = Nccl::load(Some(Path::new("/nowhere/libnccl.so.2"))).err().unwrap().to_string();
-        assert!(error.contains("/nowhere/libnccl.so.2: "), "{error}");
-    }
-}
+mod tests;

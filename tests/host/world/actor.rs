@@ -4,7 +4,6 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::PROGRAM;
 use crate::gpu::bed::uuid;
 
 /// A rollout of a world.
@@ -30,7 +29,7 @@ impl Actor {
 
     /// Started with WeightSync's own weight-transfer back end.
     pub fn with_backend(self) -> Self {
-        Self { words: vec![PROGRAM.to_owned(), "--weightsync-backend".to_owned()], ..self }
+        Self { words: vec![program(), "--weightsync-backend".to_owned()], ..self }
     }
 
     /// The same on this GPU of its machine.
@@ -49,7 +48,7 @@ impl Actor {
     pub fn joining(self, gpus: &[u32]) -> Self {
         let transfer = if self.kind == "vllm" { &["--weight-transfer", "nccl"][..] } else { &[] };
         let own = gpus.iter().flat_map(|gpu| ["--gpu".to_owned(), uuid(*gpu)]);
-        let words = std::iter::once(PROGRAM.to_owned()).chain(transfer.iter().map(|word| (*word).to_owned())).chain(own).collect();
+        let words = std::iter::once(program()).chain(transfer.iter().map(|word| (*word).to_owned())).chain(own).collect();
         let ranks = u32::try_from(gpus.len()).unwrap();
         Self { words, gpu: gpus.first().copied(), ranks, said: ranks, ..self }
     }
@@ -111,9 +110,14 @@ pub(super) fn engine(actor: &Actor, port: u16, folder: &Path) -> Vec<String> {
     // LMDeploy that is given no name serves under the path of its model.
     let served = if actor.kind == "lmdeploy" { model.clone() } else { "model".to_owned() };
     let words = ["simulate-engine", "--engine", actor.kind, "--server-port", &port, "--model", &model, "--world-size", &ranks];
-    let dev = weightsync_testkit::dev_program().display().to_string();
+    let dev = program();
     let (name, own) = actor.words.split_first().map_or((dev.as_str(), &[][..]), |(name, own)| (name.as_str(), own));
     let words = std::iter::once(name).chain(words).chain(["--faults", &faults, "--served-model-name", &served]);
     let words = words.chain(actor.drafts.then_some(["--draft", &model]).into_iter().flatten());
     words.map(str::to_owned).chain(own.iter().cloned()).collect()
+}
+
+/// `weightsync-dev`, which has the simulated engines.
+fn program() -> String {
+    weightsync_testkit::dev_program().display().to_string()
 }

@@ -33,27 +33,4 @@ impl Restarts {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::time::{Duration, Instant};
-
-    use super::{Restarts, WORKED};
-
-    /// A process that died now and then, after hours of work each time, waited 30 s in the end.
-    #[test]
-    fn a_process_that_worked_before_it_died_is_started_at_once_and_one_that_never_works_waits_longer_and_longer() {
-        let mut restarts = Restarts::new();
-        let mut now = Instant::now();
-        let mut ran = |restarts: &mut Restarts, long: Duration| {
-            restarts.started(now);
-            now += long;
-            restarts.ended(now)
-        };
-        let waits: Vec<Duration> = (0..8).map(|_| ran(&mut restarts, Duration::from_secs(1))).collect();
-        assert!(waits[0] <= Duration::from_millis(200) && waits[7] > Duration::from_secs(10), "{waits:?}");
-        for _ in 0..8 {
-            assert!(ran(&mut restarts, WORKED) <= Duration::from_millis(200));
-        }
-        // One that cannot even be started failed as well.
-        assert!(restarts.ended(Instant::now()) > Duration::from_millis(100));
-    }
-}
+mod tests;

@@ -11,7 +11,6 @@ use crate::protocol::{Announcement, EpochId, Incarnation, MemberPhase, MemberSta
 /// How the connection to an agent stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Link {
-    /// Lines come.
     Live,
     /// Nothing came for too long, since then.
     Silent(u64),
@@ -22,21 +21,15 @@ pub(super) enum Link {
 /// One life of an agent.
 #[derive(Debug, Clone)]
 pub(super) struct Agent {
-    /// What it does.
     pub role: Role,
-    /// Port of its engine.
     pub port: Option<u16>,
-    /// Address of its control server.
     pub control: String,
     /// Why this build cannot work with its build.
     pub incompatible: Option<String>,
-    /// What it last said of itself.
     pub state: Option<MemberState>,
     /// How often its engine started anew, by the first and each later word of it.
     engine_restarts: Option<u32>,
-    /// When the last line came.
     pub last_seen: u64,
-    /// How the connection stands.
     pub link: Link,
     /// Since when it has been in one and the same update.
     pub updating_since: Option<u64>,
@@ -52,12 +45,10 @@ impl Agent {
         self.link == Link::Live && self.state.is_some()
     }
 
-    /// The epoch it is in.
     pub(super) fn epoch(&self) -> Option<&EpochId> {
         self.state.as_ref().and_then(|state| state.epoch.as_ref())
     }
 
-    /// Its phase.
     pub(super) fn phase(&self) -> Option<MemberPhase> {
         self.state.as_ref().map(|state| state.phase)
     }
@@ -85,7 +76,6 @@ impl Agents {
         self.all.iter()
     }
 
-    /// An agent says where it is.
     pub(super) fn announce(&mut self, now: u64, announcement: Announcement) {
         if self.replaced.contains(&announcement.incarnation) {
             return;
@@ -151,7 +141,6 @@ impl Agents {
         restarted
     }
 
-    /// A line came.
     pub(super) fn alive(&mut self, now: u64, incarnation: &Incarnation) {
         if let Some(agent) = self.all.get_mut(incarnation)
             && !matches!(agent.link, Link::Lost(_))
@@ -161,7 +150,6 @@ impl Agents {
         }
     }
 
-    /// The connection is gone.
     pub(super) fn lost(&mut self, incarnation: &Incarnation, cause: String) {
         if let Some(agent) = self.all.get_mut(incarnation) {
             agent.link = Link::Lost(cause);

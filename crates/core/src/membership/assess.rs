@@ -39,7 +39,6 @@ impl Outcast {
 pub(super) struct Assessment {
     /// In the order of the plan.
     pub eligible: Vec<Eligible>,
-    /// Candidates that could not take part.
     pub out: BTreeMap<MemberName, Outcast>,
 }
 
@@ -51,7 +50,6 @@ impl Assessment {
 }
 
 impl Membership {
-    /// Judges everybody.
     pub(super) fn assess(&self) -> Assessment {
         let mut assessment = Assessment::default();
         for candidate in &self.candidates {

@@ -14,9 +14,7 @@ pub(super) struct Strike {
     pub count: u32,
     /// It may join again then.
     pub until: u64,
-    /// The last failure.
     pub reason: Reason,
-    /// The last failure, for a person.
     pub message: String,
     /// UIDs of the pods that failed.
     pods: BTreeSet<String>,
@@ -43,15 +41,11 @@ pub(super) enum Weight {
 /// A failure of a member.
 #[derive(Debug, Clone)]
 pub(super) struct Failure<'a> {
-    /// Who.
     pub member: &'a MemberName,
     /// UIDs of the pods that it had.
     pub pods: BTreeSet<String>,
-    /// What it costs.
     pub weight: Weight,
-    /// What happened.
     pub reason: Reason,
-    /// What happened, for a person.
     pub message: &'a str,
 }
 
@@ -62,7 +56,6 @@ pub(super) struct Backoff {
 }
 
 impl Backoff {
-    /// Counts a failure.
     pub(super) fn strike(&mut self, now: u64, config: BackoffConfig, failure: Failure<'_>) {
         let Failure { member, pods, weight, reason, message } = failure;
         let before = self.members.get(member).filter(|strike| !strike.is_of_others(&pods));

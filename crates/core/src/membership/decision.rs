@@ -5,6 +5,7 @@ use crate::protocol::{CommitRequest, FenceRequest, Incarnation, MemberName, Prep
 
 /// One thing to do.
 #[derive(Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub enum Decision {
     /// Write `status.epoch` by compare-and-swap; answer with `EpochPersisted`, `PersistFailed` or `PersistConflict`. The same number may
     /// be asked for again when no answer came: having written it already is success.
@@ -13,51 +14,17 @@ pub enum Decision {
         epoch: u64,
     },
     /// Send a prepare; answer with `Prepared` or `PrepareFailed`.
-    Prepare {
-        /// Which agent.
-        to: Incarnation,
-        /// The message.
-        request: Box<PrepareRequest>,
-    },
+    Prepare { to: Incarnation, request: Box<PrepareRequest> },
     /// Send a commit; answer with `Committed` or `CommitFailed`. `secret` is empty: the sender fills in one secret per epoch.
-    Commit {
-        /// Which agent.
-        to: Incarnation,
-        /// Its member name.
-        member: MemberName,
-        /// The message.
-        request: Box<CommitRequest>,
-    },
+    Commit { to: Incarnation, member: MemberName, request: Box<CommitRequest> },
     /// Send a fence to each; no answer is needed, the agent's state shows it.
-    Fence {
-        /// Which agents.
-        to: Vec<Incarnation>,
-        /// The message.
-        request: FenceRequest,
-    },
+    Fence { to: Vec<Incarnation>, request: FenceRequest },
     /// Send a release to each; no answer is needed, the agent's state shows it.
-    Release {
-        /// Which agents.
-        to: Vec<Incarnation>,
-        /// The message.
-        request: ReleaseRequest,
-    },
+    Release { to: Vec<Incarnation>, request: ReleaseRequest },
     /// Tell people.
-    Event {
-        /// Why, as a word.
-        reason: Reason,
-        /// What happened.
-        message: String,
-        /// Whom it is about.
-        member: Option<MemberName>,
-        /// Whether something is wrong.
-        warning: bool,
-    },
+    Event { reason: Reason, message: String, member: Option<MemberName>, warning: bool },
     /// Another leader decides now: stop carrying out anything for this object and drop this membership.
-    StepDown {
-        /// Why.
-        message: String,
-    },
+    StepDown { message: String },
 }
 
 // Written by hand: the commit request carries a secret once the sender filled it in, and is not `Debug` for that reason.

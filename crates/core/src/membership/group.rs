@@ -62,7 +62,6 @@ impl Group {
         }
     }
 
-    /// Rollouts in it.
     pub(super) fn rollouts(&self) -> u32 {
         let count = self.roster.members.iter().filter(|member| member.role == Role::Rollout).count();
         u32::try_from(count).unwrap_or(u32::MAX)
@@ -77,9 +76,7 @@ impl Group {
 /// A group on its way.
 #[derive(Debug, Clone)]
 pub(super) enum Forming {
-    /// Its number is being written.
     Persisting(Persisting),
-    /// Its members are asked.
     Round(Box<Round>),
 }
 
@@ -91,7 +88,6 @@ pub(super) struct Persisting {
     /// Writes asked for.
     pub tries: u32,
     pub retry_at: u64,
-    /// Why the last one failed.
     pub failure: Option<String>,
 }
 
@@ -105,7 +101,6 @@ pub(super) struct Round {
     pub members: Vec<Eligible>,
     pub policy: UpdatePolicy,
     pub phase: Phase,
-    /// Each member that prepared.
     pub prepared: BTreeMap<MemberName, Prepared>,
     pub committed: BTreeSet<MemberName>,
     pub failed: BTreeMap<MemberName, Failure>,

@@ -8,17 +8,15 @@ use super::MembershipConfig;
 
 /// One thing that happened, or a whole list that is now so.
 #[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
 pub enum Observation {
     /// Time passed; also sent when [`next_wakeup`](super::Membership::next_wakeup) is reached.
     Tick,
-    /// The rules changed.
     Configure(Box<MembershipConfig>),
     /// All members that could take part now, in the order of the plan, and those left out. Always the whole list. A plan that is refused
     /// because the spec is wrong says nothing about members: do not pass it on, what works stays.
     Candidates {
-        /// Who could take part.
         candidates: Vec<Candidate>,
-        /// Who could not, and why.
         left_out: Vec<LeftOut>,
     },
     /// An agent announced itself. It counts once its state is known, which proves that it can be reached.
@@ -28,67 +26,46 @@ pub enum Observation {
     /// Agents of other objects were last heard of for the first time then, in ms since 1970. A controller to which thousands come back after a
     /// restart has not heard of all of its own in the time that suffices for a few.
     ComingBack {
-        /// When.
         at: u64,
     },
     /// A line came from an agent, a heartbeat for instance.
     Alive {
-        /// Which agent.
         from: Incarnation,
     },
     /// The connection to an agent closed and one attempt to open it again was refused or ran out of time. It may announce itself again.
     AgentLost {
-        /// Which agent.
         from: Incarnation,
-        /// What was seen, for a person.
         cause: String,
     },
-    /// A member prepared.
     Prepared {
-        /// The epoch that it was asked for.
         id: EpochId,
-        /// Which member.
         member: MemberName,
-        /// Its answer.
         response: Box<PrepareResponse>,
     },
     /// A member refused to prepare, could not be asked, or gave no answer ([`RefusalCode::Timeout`](crate::protocol::RefusalCode)).
     PrepareFailed {
-        /// The epoch that it was asked for.
         id: EpochId,
-        /// Which member.
         member: MemberName,
-        /// Why.
         refusal: Refusal,
     },
-    /// A member committed.
     Committed {
-        /// The epoch that it was asked for.
         id: EpochId,
-        /// Which member.
         member: MemberName,
-        /// Who answered.
         from: Incarnation,
     },
     /// A member refused to commit, could not be asked, or gave no answer.
     CommitFailed {
-        /// The epoch that it was asked for.
         id: EpochId,
-        /// Which member.
         member: MemberName,
-        /// Why.
         refusal: Refusal,
     },
     /// The epoch is written, by us.
     EpochPersisted {
-        /// Which epoch.
         epoch: u64,
     },
     /// The epoch could not be written now (the API server is away).
     PersistFailed {
-        /// Which epoch.
         epoch: u64,
-        /// Why, for a person.
         message: String,
     },
     /// Another controller wrote the epoch: ours must stop.
@@ -96,25 +73,18 @@ pub enum Observation {
         /// Which epoch was to be written. A late answer about another one than is being written now says nothing: our own later write may
         /// have been what it found.
         epoch: u64,
-        /// What was found, for a person.
         message: String,
     },
     /// A leader's view of an update changed.
     Update {
-        /// The leader's agent.
         from: Incarnation,
-        /// The view.
         update: Box<UpdateView>,
     },
     /// An agent cannot reach or lost a peer of its epoch.
     PeerLost {
-        /// Who says so.
         from: Incarnation,
-        /// The epoch.
         id: EpochId,
-        /// Whom it lost.
         peer: MemberName,
-        /// What was seen, for a person.
         cause: String,
     },
     /// The object is suspended, or not any more.

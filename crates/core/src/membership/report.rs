@@ -13,7 +13,6 @@ use super::group::{Forming, Group, Phase};
 use super::{Degradation, GroupStage, JoinPolicy, MemberStanding, MemberView, Membership, MembershipView};
 
 impl Membership {
-    /// What is to be seen now.
     pub(super) fn look(&self, assessment: &Assessment) -> MembershipView {
         let members = self.members(assessment);
         let rollouts = members.iter().filter(|member| member.role == Role::Rollout);

@@ -49,7 +49,6 @@ pub(super) struct Updates {
 }
 
 impl Updates {
-    /// Takes a leader's view.
     pub(super) fn note(&mut self, now: u64, from: &Incarnation, view: UpdateView) -> Noted {
         let mut noted = Noted::default();
         let key = |view: &UpdateView| (view.id.clone(), view.version, view.attempt, view.feeding);

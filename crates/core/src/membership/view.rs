@@ -6,6 +6,7 @@ use crate::protocol::{
 
 /// Where the group stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub enum GroupStage {
     /// A controller that started waits for agents before it decides anything. What status says of members and of the group stays as it
     /// is until then: nobody became unready because a controller restarted. The version may rise, and is written.
@@ -14,13 +15,9 @@ pub enum GroupStage {
     Idle,
     /// A new epoch is being written. The group before it, if any, still works.
     Persisting,
-    /// Members prepare.
     Preparing,
-    /// Members commit.
     Committing,
-    /// The group works.
     Committed,
-    /// The object is suspended.
     Suspended,
     /// The object is being deleted.
     Released,
@@ -49,10 +46,9 @@ pub enum MemberStanding {
 
 /// One member.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub struct MemberView {
-    /// Its name.
     pub name: MemberName,
-    /// What it does.
     pub role: Role,
     /// Its pods, head first; empty for a member that the plan left out.
     pub pods: Vec<PodRef>,
@@ -62,7 +58,6 @@ pub struct MemberView {
     pub rank_offset: Option<u32>,
     /// Ranks it takes.
     pub size: u32,
-    /// Where it stands.
     pub standing: MemberStanding,
     /// What it keeps, complete and verified (delivered), the current version first where it is among them.
     pub keeps: Vec<HeldVersion>,
@@ -72,31 +67,25 @@ pub struct MemberView {
     pub wedged: bool,
     /// What its engine confirmed (installed); none while it is dirty.
     pub installed: Option<HeldVersion>,
-    /// URL of its engine.
     pub engine_url: Option<String>,
     /// Until when at most its engine is paused by us, in ms since 1970.
     pub paused_until: Option<u64>,
     /// When it may join again, in ms of the clock that `step` was given.
     pub retry_at: Option<u64>,
-    /// Why it stands there.
     pub reason: Reason,
-    /// Why, for a person.
     pub message: String,
 }
 
 /// Something that is not as it should be.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[allow(missing_docs)]
 pub struct Degradation {
-    /// Why, as a word.
     pub reason: Reason,
-    /// Whom it is about.
     pub member: Option<MemberName>,
-    /// Why, for a person.
     pub message: String,
 }
 
 impl MembershipView {
-    /// Nothing is known.
     pub(super) fn empty() -> Self {
         Self {
             stage: GroupStage::Idle,
@@ -125,14 +114,13 @@ impl MembershipView {
 
 /// Everything that status needs of membership.
 #[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
 pub struct MembershipView {
-    /// Where the group stands.
     pub stage: GroupStage,
     /// The highest epoch that was persisted or seen.
     pub epoch: u64,
     /// Identity of the committed group, or of the one being formed.
     pub id: Option<EpochId>,
-    /// Whether a group is committed.
     pub committed: bool,
     /// Ranks in the group; 0 without one.
     pub world_size: u32,
@@ -160,7 +148,6 @@ pub struct MembershipView {
     pub total: u32,
     /// Rollouts that serve the current version in the committed group (any version before the first).
     pub ready: u32,
-    /// Rollouts that must be ready.
     pub min_ready: u32,
     /// What is not as it should be, sorted.
     pub degraded: Vec<Degradation>,

@@ -13,12 +13,10 @@ use crate::protocol::PodRef;
 /// Identity and age of a `WeightSync`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct WeightSyncRef {
-    /// Namespace.
     pub namespace: String,
-    /// Name.
     pub name: String,
-    /// UID.
     pub uid: String,
     /// When it was created, in ms since 1970.
     pub created: u64,
@@ -145,20 +143,15 @@ pub enum PodPhase {
 
 /// A pod as a plan sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub struct PodFacts {
-    /// Name within the namespace.
     pub name: String,
-    /// UID.
     pub uid: String,
     /// Node it runs on, where known.
     pub node: Option<String>,
-    /// Labels.
     pub labels: BTreeMap<String, String>,
-    /// Names of its containers.
     pub containers: BTreeSet<String>,
-    /// How far its life has come.
     pub phase: PodPhase,
-    /// Whether it is being deleted.
     pub terminating: bool,
     /// Index among its siblings: pod-index label, job completion index, or ordinal of a StatefulSet.
     pub index: Option<u32>,

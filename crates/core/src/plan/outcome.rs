@@ -39,21 +39,20 @@ impl Plan {
 /// A member that was selected and cannot take part.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct LeftOut {
     /// The name it would have, `trainer/POD` or `POOL/POD`.
     pub who: MemberName,
-    /// What it would be.
     pub role: Role,
     /// Its pods, as far as they are there.
     pub pods: Vec<PodRef>,
-    /// Why, as a closed word.
     pub code: LeftOutCode,
-    /// Why, for a person.
     pub message: String,
 }
 
 /// Why a member is left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[allow(missing_docs)]
 pub enum LeftOutCode {
     /// Selected, but without the label by which pods consent.
     NotOptedIn,
@@ -61,7 +60,6 @@ pub enum LeftOutCode {
     SelectedTwice,
     /// Succeeded or failed: it never runs again.
     Terminal,
-    /// It is being deleted.
     Terminating,
     /// Its containers have not all started.
     NotRunning,
@@ -69,11 +67,8 @@ pub enum LeftOutCode {
     NotReady,
     /// It has no container of the name that the spec gives.
     NoContainer,
-    /// It lacks the label that tells its group.
     GroupLabelMissing,
-    /// Its group has too few pods.
     GroupIncomplete,
-    /// Its group has too many pods.
     GroupTooLarge,
     /// No pod of the group, or more than one, is the head.
     HeadUnclear,
@@ -139,6 +134,7 @@ impl LeftOutCode {
 /// Why no update can be made.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(tag = "code", rename_all_fields = "camelCase")]
+#[allow(missing_docs)]
 pub enum PlanRefusal {
     /// The spec contradicts itself.
     #[error("{message}")]
@@ -148,12 +144,7 @@ pub enum PlanRefusal {
     },
     /// An older `WeightSync` selects one of the pods: no pod can hold the weights of two trainers.
     #[error("pod {pod} belongs to the older WeightSync {}/{}; change one of the two selectors", by.namespace, by.name)]
-    PodClaimed {
-        /// Name of the pod.
-        pod: String,
-        /// The older one.
-        by: WeightSyncRef,
-    },
+    PodClaimed { pod: String, by: WeightSyncRef },
     /// There is no source, or it cannot be told which pod it is. Rollouts may still feed each other.
     #[error("{message}")]
     NoSource {
@@ -162,12 +153,7 @@ pub enum PlanRefusal {
     },
     /// The sum of all sizes is beyond [`MAX_WORLD_SIZE`](super::MAX_WORLD_SIZE).
     #[error("the group would have {ranks} ranks, {max} is the most")]
-    WorldTooLarge {
-        /// Ranks that were asked for.
-        ranks: u64,
-        /// The limit.
-        max: u32,
-    },
+    WorldTooLarge { ranks: u64, max: u32 },
 }
 
 impl PlanRefusal {

@@ -22,7 +22,6 @@ pub(super) fn member_name(pod: &str) -> MemberName {
     MemberName(format!("trainer/{pod}"))
 }
 
-/// Finds the sources.
 pub(super) fn find<'a>(spec: &TrainerSpec, pods: &[&'a PodFacts]) -> Trainer<'a> {
     let mut left_out = Vec::new();
     let live: Vec<&'a PodFacts> = pods.iter().copied().filter(|pod| pod.is_live()).collect();

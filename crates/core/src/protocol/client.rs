@@ -21,8 +21,8 @@ pub const CLIENT_PROTOCOL: u32 = 1;
 /// What a client says.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "camelCase", rename_all_fields = "camelCase")]
+#[allow(missing_docs)]
 pub enum ClientRequest {
-    /// First message.
     Hello {
         /// [`CLIENT_PROTOCOL`].
         protocol: u32,
@@ -35,9 +35,7 @@ pub enum ClientRequest {
         version: Version,
         /// Tensors in the order in which they will be written.
         tensors: Vec<TensorSpec>,
-        /// What a second publish does while one runs.
         queue: QueuePolicy,
-        /// When engines switch.
         activation: Activation,
         /// Whether the client can write the stream again after a failed attempt.
         repeatable: bool,
@@ -49,24 +47,18 @@ pub enum ClientRequest {
     },
     /// Starts an update from a safetensors checkpoint that the agent can read.
     PublishCheckpoint {
-        /// Number of the version.
         version: Version,
         /// Directory or file, as the agent sees it.
         path: String,
-        /// What a second publish does while one runs.
         queue: QueuePolicy,
-        /// When engines switch.
         activation: Activation,
-        /// The whole publish ends after this long, in ms.
         timeout_ms: u64,
     },
     /// A slot holds the bucket of that sequence.
     Filled {
-        /// Attempt that it belongs to.
         attempt: u32,
         /// Sequence of the bucket; each attempt counts from 0 without a gap.
         sequence: u32,
-        /// Slot of the ring.
         slot: u32,
         /// Whether its bytes are there when the slot's event fires. False: they are there now.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -80,36 +72,27 @@ pub enum ClientRequest {
         /// cannot be shared: the trainer then waits for its copies itself.
         events: Vec<String>,
     },
-    /// The ring in GPU memory cannot be opened.
     Unopened {
-        /// [`GpuRing::ring`].
         ring: u64,
-        /// Why, for a person.
         reason: String,
     },
     /// The ring in GPU memory is not open here any more; nothing is under way to it. Said by itself before a connection is closed, too.
     Closed {
-        /// [`GpuRing::ring`].
         ring: u64,
     },
     /// All buckets were filled.
     End {
-        /// Attempt that ends.
         attempt: u32,
     },
     /// Switches a staged version (`activation: manual`).
     Activate {
-        /// The staged version.
         version: Version,
     },
-    /// Gives the running publish up.
     Cancel {
-        /// Why, for logs.
         reason: String,
     },
     /// Asks for the roster; with `watch`, for every change too.
     Roster {
-        /// Keep sending.
         watch: bool,
     },
     /// Asks for every epoch from now on, the present one first (`delivery: External`).
@@ -126,18 +109,14 @@ pub enum ClientRequest {
         /// What engines will report as their weight version, where the data plane writes one.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         engine_version: Option<String>,
-        /// The whole update ends after this long, in ms.
         timeout_ms: u64,
     },
-    /// What became of one replica.
     Report(ReplicaReport),
     /// All that will be reported was; who was not reported failed.
     Conclude,
     /// The trainer's group of that epoch does not work: another epoch is wanted.
     Broken {
-        /// The epoch.
         epoch: u64,
-        /// Why, for a person.
         reason: String,
     },
 }
@@ -167,10 +146,9 @@ pub enum Activation {
 /// What the agent answers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "camelCase", rename_all_fields = "camelCase")]
+#[allow(missing_docs)]
 pub enum ClientReply {
-    /// Answer to hello.
     Welcome {
-        /// [`CLIENT_PROTOCOL`].
         protocol: u32,
         /// The agent's program and version.
         agent: String,
@@ -179,7 +157,6 @@ pub enum ClientReply {
     },
     /// The publish stands in line (a checkpoint: is being opened). The ring may be announced before this is said.
     Accepted {
-        /// The version.
         version: Version,
     },
     /// Nothing new; proves that the agent lives.
@@ -188,9 +165,7 @@ pub enum ClientReply {
     Ring {
         /// True when a memfd comes with this line; false when the one of the last publish on this connection is used again.
         memfd: bool,
-        /// Places of all tensors and the bucket cut.
         layout: Layout,
-        /// Slots in the ring.
         slots: u32,
         /// Bytes from one slot to the next.
         slot_bytes: u64,
@@ -199,7 +174,6 @@ pub enum ClientReply {
         /// First byte of each bucket in the stream. Empty: buckets begin at multiples of the layout's bucket length.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         cuts: Vec<u64>,
-        /// The ring lies in this GPU memory.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         gpu: Option<GpuRing>,
         /// Why the ring lies in host memory, though the trainer has tensors on GPUs.
@@ -215,72 +189,56 @@ pub enum ClientReply {
     },
     /// The ring in GPU memory is given up: to be closed, and answered by `closed`. Freed here only then.
     Close {
-        /// [`GpuRing::ring`].
         ring: u64,
     },
     /// A slot may be written again.
     Free {
-        /// The slot.
         slot: u32,
     },
     /// Write the stream once more, from the first bucket.
     Again {
         /// Attempt, from 2.
         attempt: u32,
-        /// Why the last one failed.
         reason: String,
     },
     /// The client's tensors may change: all bytes are retained or delivered.
     Released {
-        /// The version.
         version: Version,
     },
     /// How far the update is; at most ten a second.
     Progress {
-        /// The version.
         version: Version,
-        /// Its step.
         phase: UpdatePhase,
         /// Bytes that the slowest member received.
         bytes: u64,
-        /// Bytes of the version.
         total_bytes: u64,
     },
     /// Delivered everywhere it will be; waits for `activate`.
     Staged {
-        /// The version.
         version: Version,
     },
     /// At least `minReady` replicas serve the version.
     Done {
-        /// What happened.
         result: PublishResult,
     },
     /// The publish, or the request before it, failed.
     Error {
-        /// What failed.
         error: PublishError,
     },
-    /// Answer to a roster request.
     Roster {
-        /// The roster.
         roster: RosterView,
     },
     /// An epoch was committed; the bound socket of its rendezvous comes beside this line.
     Epoch {
-        /// The epoch.
         topology: Topology,
     },
     /// The epoch is over or of no use any more: whatever the trainer runs in it is to be aborted.
     Fenced {
-        /// Which one.
         epoch: u64,
-        /// Why, for a person.
         reason: String,
     },
     /// Every engine is marked: bytes may move.
     Open {
-        /// The version.
         version: Version,
     },
 }
@@ -288,18 +246,15 @@ pub enum ClientReply {
 /// A publish that reached `minReady`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct PublishResult {
-    /// The version.
     pub version: Version,
     /// The epoch in which it was installed.
     pub epoch: u64,
-    /// Attempts it took.
     pub attempts: u32,
-    /// Bytes of the version.
     pub bytes: u64,
     /// blake3 (hex) of its manifest.
     pub manifest: String,
-    /// Replicas that serve it.
     pub installed: Vec<MemberName>,
     /// Replicas that do not, with the reason.
     pub behind: Vec<(MemberName, String)>,
@@ -310,27 +265,25 @@ pub struct PublishResult {
 /// A publish that failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct PublishError {
-    /// What failed, as a closed word.
     pub code: PublishErrorCode,
     /// What failed, for a person, with the next step.
     pub message: String,
     /// Whether the same call may succeed later.
     pub retryable: bool,
-    /// The phase that was running.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase: Option<UpdatePhase>,
-    /// The member at fault, where it is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub member: Option<MemberName>,
 }
 
 /// What failed in a publish.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[allow(missing_docs)]
 pub enum PublishErrorCode {
     /// Fewer replicas than `minReady` could take it.
     NotEnoughReplicas,
-    /// The number is not higher than one published before.
     VersionNotHigher,
     /// A failed number was used again with another manifest.
     ManifestChanged,
@@ -338,7 +291,6 @@ pub enum PublishErrorCode {
     VersionRefused,
     /// `spec.targetVersion` holds the group at a version: nothing is published until it is cleared.
     VersionPinned,
-    /// A deadline passed.
     Timeout,
     /// Engines were told to switch, as many as make the version count, and what came of it was not heard: it may be the current one. The same
     /// number with the same weights may be published again, or a higher one; the roster says what replicas serve.
@@ -347,11 +299,9 @@ pub enum PublishErrorCode {
     Superseded,
     /// The client gave it up or went away.
     Cancelled,
-    /// What the client sent makes no sense.
     Invalid,
     /// This process may not speak to this agent, or not in this protocol.
     NotAllowed,
-    /// The checkpoint cannot be read.
     BadCheckpoint,
     /// Too little memory.
     OutOfSpace,
@@ -359,6 +309,5 @@ pub enum PublishErrorCode {
     Fenced,
     /// No agent listens, or it went away in the middle. Said by a client, never by an agent.
     AgentLost,
-    /// Anything else.
     Internal,
 }

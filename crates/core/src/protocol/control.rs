@@ -42,15 +42,13 @@ impl PrepareRequest {
 /// Answer to [`PrepareRequest`] (HTTP 200).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct PrepareResponse {
-    /// Who answers.
     pub incarnation: Incarnation,
     /// Where its data listener is bound (`IP:PORT`).
     pub data_address: String,
-    /// Its GPUs.
     #[serde(default)]
     pub gpus: GpuReport,
-    /// What it holds and serves.
     pub state: MemberState,
 }
 
@@ -159,6 +157,7 @@ pub struct Refusal {
 
 /// Why an agent refuses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[allow(missing_docs)]
 pub enum RefusalCode {
     /// The message carries a fenced or older epoch.
     StaleEpoch,
@@ -170,23 +169,16 @@ pub enum RefusalCode {
     EngineRefused,
     /// The engine cannot be asked what the object's canary asks.
     CanaryUnavailable,
-    /// The engine's size is not the one asked for.
     SizeMismatch,
     /// Too little memory or disk.
     OutOfSpace,
-    /// The layout differs from the one announced.
     LayoutMismatch,
-    /// The version is not higher than the one held.
     VersionNotHigher,
-    /// A deadline passed.
     Timeout,
-    /// A peer cannot be reached.
     PeerUnreachable,
     /// The sender's certificate does not allow what it asks: none, or one of another object.
     Forbidden,
-    /// The message cannot be understood.
     Invalid,
-    /// Anything else.
     Internal,
 }
 
@@ -241,15 +233,13 @@ pub enum MemberPhase {
 /// Everything an agent knows of itself; the answer of `GET /v1/state` and the first event of each stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct MemberState {
     /// Which member it is; none before the first prepare.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub member: Option<MemberName>,
-    /// Who speaks.
     pub incarnation: Incarnation,
-    /// What it does.
     pub role: Role,
-    /// Where it stands.
     pub phase: MemberPhase,
     /// The epoch that it prepared or committed; none after a fence or a release.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -304,26 +294,14 @@ impl MemberState {
 /// One line of the event stream.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "camelCase", rename_all_fields = "camelCase")]
+#[allow(missing_docs)]
 pub enum AgentEvent {
     /// All facts; first line, and again whenever any of them changes.
-    Snapshot {
-        /// The facts.
-        state: Box<MemberState>,
-    },
+    Snapshot { state: Box<MemberState> },
     /// Nothing new; proves life. Each second.
     Heartbeat,
     /// A source's view of an update, from begin to end.
-    Update {
-        /// The view.
-        update: UpdateView,
-    },
+    Update { update: UpdateView },
     /// The sender cannot reach or lost a peer of its epoch.
-    PeerLost {
-        /// The epoch in which it happened.
-        id: EpochId,
-        /// The peer.
-        peer: MemberName,
-        /// What was seen, for a person.
-        cause: String,
-    },
+    PeerLost { id: EpochId, peer: MemberName, cause: String },
 }

@@ -55,45 +55,34 @@ pub struct CarriedBy {
 /// Why a stream ended early, as members tell each other along the chain in both directions; `peer` is the member at fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "camelCase", rename_all_fields = "camelCase")]
+#[allow(missing_docs)]
 pub enum StreamFailure {
-    /// No connection to it.
     Unreachable {
-        /// The member.
         peer: MemberName,
-        /// What was seen.
         cause: String,
     },
     /// It said no: when it was asked in, or when its store could not take a part.
     Refused {
-        /// The member.
         peer: MemberName,
-        /// Its words.
         refusal: Refusal,
     },
     /// Its connection closed in the middle.
     Lost {
-        /// The member.
         peer: MemberName,
-        /// What was seen.
         cause: String,
     },
     /// It gave no sign of life.
     Silent {
-        /// The member.
         peer: MemberName,
-        /// For so long, in ms.
         silence_ms: u64,
     },
     /// What it received does not hash to what the leader said.
     Corrupt {
-        /// The member.
         peer: MemberName,
-        /// The bucket.
         sequence: u32,
     },
     /// The communicator between the GPUs failed, and nobody can be told to be at fault.
     Communicator {
-        /// What was seen.
         cause: String,
     },
     /// The leader gave the stream up.

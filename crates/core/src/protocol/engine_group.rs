@@ -88,17 +88,15 @@ impl EngineGroups {
 /// Where a group is joined. Secret: whoever has it can join.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "by", rename_all = "camelCase", rename_all_fields = "camelCase")]
+#[allow(missing_docs)]
 pub enum GroupPlace {
     /// A TCPStore, bound already.
     Store {
         /// Address of the source's pod.
         address: String,
-        /// Its port.
         port: u16,
     },
-    /// The communicator's id.
     UniqueId {
-        /// `ncclUniqueId`.
         id: NcclId,
     },
 }
@@ -107,16 +105,13 @@ pub enum GroupPlace {
 /// the epoch). Groups that the engine was in before are cleared first. Answered by [`EngineJoinResponse`] when the engine said that it joined.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct EngineJoinRequest {
-    /// The epoch.
     pub id: EpochId,
-    /// Name of the group.
     pub group: String,
-    /// Where.
     pub place: GroupPlace,
     /// First rank of this engine.
     pub offset: u32,
-    /// Ranks in all.
     pub world: u32,
     /// Answer within this long.
     pub deadline_ms: u64,

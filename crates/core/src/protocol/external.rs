@@ -40,13 +40,11 @@ pub struct Topology {
 /// A replica of a [`Topology`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct TopologyReplica {
-    /// Its name.
     pub name: MemberName,
-    /// URL of its engine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub url: Option<String>,
-    /// First rank.
     pub rank_offset: u32,
     /// Ranks.
     pub size: u32,

@@ -90,23 +90,18 @@ pub struct AnnounceResponse {
 /// One endpoint's `POST /v1/agents/announce` at the controller, mutual TLS: "I am here, attach to my events".
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct Announcement {
-    /// Namespace of the pod.
     pub namespace: String,
-    /// Name of the pod.
     pub pod: String,
-    /// Who announces itself.
     pub incarnation: Incarnation,
-    /// What it does.
     pub role: Role,
     /// Port of the engine of this endpoint; none for a source.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine_port: Option<u16>,
     /// Address of its control server (`IP:PORT`), bound before it is told to anyone.
     pub control_address: String,
-    /// Version of the program.
     pub program: String,
-    /// Protocols that it speaks.
     #[serde(default = "Protocols::unsaid")]
     pub speaks: Protocols,
     /// Whether a coordinator reads its events: then it only asks for its assignment, and whoever reads them need not begin anew.

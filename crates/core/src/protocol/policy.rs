@@ -9,13 +9,11 @@ use super::{CanaryPolicy, TransportPolicy, Version};
 /// What the object's spec asks of members during updates; sent with each epoch, so that agents need no other configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct UpdatePolicy {
-    /// Who joins the group.
     #[serde(default)]
     pub delivery: Delivery,
-    /// What happens to running requests while weights are switched.
     pub pause: PausePolicy,
-    /// What happens to the KV and prefix cache after the switch.
     pub kv_cache: KvCachePolicy,
     /// Replicas that must hold a version for it to count.
     pub min_ready: u32,
@@ -39,10 +37,8 @@ pub struct UpdatePolicy {
     pub bucket_bytes: u64,
     /// Whether the data path uses TLS; without it, members prove themselves by the epoch's secret.
     pub data_tls: bool,
-    /// How bytes travel.
     #[serde(default)]
     pub transport: TransportPolicy,
-    /// Health probes of the engine.
     pub health: HealthPolicy,
     /// What each engine is asked behind a switch, before its replica says that it holds the version.
     #[serde(default, skip_serializing_if = "Option::is_none")]

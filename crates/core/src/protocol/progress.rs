@@ -7,22 +7,18 @@ use super::{EpochId, MemberName, Version};
 /// A source's (or feeder's) view of one update; the last one is kept and shown in status.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct UpdateView {
-    /// The epoch it runs in.
     pub id: EpochId,
-    /// The version.
     pub version: Version,
     /// Attempts for this version, from 1.
     pub attempt: u32,
-    /// Where it stands.
     pub phase: UpdatePhase,
-    /// Bytes of the version.
     pub total_bytes: u64,
     /// Members that took part, with what became of each.
     pub members: Vec<MemberProgress>,
     /// Wall time of each finished phase in ms: `begin`, `transfer`, `verify`, `activate`.
     pub phases_ms: Vec<(String, u64)>,
-    /// Why it failed, where it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<String>,
     /// Whether this fed joiners rather than published.
@@ -65,14 +61,12 @@ impl UpdatePhase {
 /// One member in an update.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct MemberProgress {
-    /// Which member.
     pub member: MemberName,
     /// Bytes received and checked.
     pub bytes: u64,
-    /// Its step.
     pub step: InstallStep,
-    /// Why it refused or failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }

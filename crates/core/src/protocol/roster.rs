@@ -20,12 +20,10 @@ pub struct PodRef {
 /// One member of a group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct RosterMember {
-    /// Stable name.
     pub name: MemberName,
-    /// Source or rollout.
     pub role: Role,
-    /// First rank of this member.
     pub rank_offset: u32,
     /// Ranks of this member; 1 for a source.
     pub size: u32,

@@ -24,14 +24,12 @@ pub struct UpdateId {
 /// Opens an update at a rollout. It compares the layout digest, checks memory and asks its engine, before a byte moves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct BeginRequest {
-    /// Which attempt.
     pub update: UpdateId,
-    /// Every tensor, its place and the bucket cut.
     pub layout: Layout,
     /// blake3 (hex) of the layout as the leader computed it.
     pub layout_digest: String,
-    /// How the digests of its tensors are computed.
     #[serde(default)]
     pub algorithm: DigestAlgorithm,
     /// True when an already installed version is brought to a member that lacks it.
@@ -116,10 +114,9 @@ pub struct RosterView {
 /// One replica in [`RosterView`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub struct RosterReplica {
-    /// Its name.
     pub name: super::MemberName,
-    /// URL of its engine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub url: Option<String>,
     /// `ready`, `updating`, `dirty`, `behind` or `out`.
@@ -127,7 +124,6 @@ pub struct RosterReplica {
     /// Version that its engine serves, as far as known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<Version>,
-    /// First rank.
     pub rank_offset: u32,
     /// Ranks.
     pub size: u32,

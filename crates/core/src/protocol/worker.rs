@@ -42,6 +42,7 @@ pub struct WorkerReply {
 /// What a worker can be asked to do. `Devices` and `Stats` go at any time, everything else after `Open`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "camelCase", rename_all_fields = "camelCase")]
+#[allow(missing_docs)]
 pub enum WorkerRequest {
     /// Which GPUs and which NCCL are here. Makes no context on any GPU. Answered by `Devices`.
     Devices {
@@ -57,7 +58,6 @@ pub enum WorkerRequest {
     },
     /// Allocates one block of `slots * slot_bytes` bytes on the GPU, zeroed. Answered by `Ring`.
     Ring {
-        /// Number of slots.
         slots: u32,
         /// Bytes of a slot; a multiple of 64.
         slot_bytes: u64,
@@ -69,23 +69,16 @@ pub enum WorkerRequest {
     },
     /// Opens another process's allocation on the same GPU. Answered by `Memory`.
     Import {
-        /// Its handle.
         handle: IpcHandle,
         /// Bytes that it must have at least.
         bytes: u64,
     },
     /// Opens another process's event. Answered by `Event`.
-    ImportEvent {
-        /// Its handle.
-        handle: IpcHandle,
-    },
+    ImportEvent { handle: IpcHandle },
     /// Makes an event that other processes can open. Answered by `Event`, with the handle.
     NewEvent,
     /// Gives something up. Under-way requests that use it end first. Answered by `Done`.
-    Release {
-        /// What.
-        what: WorkerResource,
-    },
+    Release { what: WorkerResource },
     /// `ncclGetUniqueId`. Answered by `UniqueId`.
     UniqueId,
     /// Joins a new group without blocking, then proves it as `proof` says. Answered by `Joined`.
@@ -95,9 +88,7 @@ pub enum WorkerRequest {
         group: u64,
         /// Made by rank 0 for this group.
         id: NcclId,
-        /// Rank of this worker.
         rank: u32,
-        /// Number of ranks.
         world: u32,
         /// The first collective operation of the group, which every rank must enter.
         #[serde(default)]
@@ -106,13 +97,10 @@ pub enum WorkerRequest {
     /// One broadcast, in place. Every rank of the group asks for the same broadcasts in the same order. Answered by `Sums` when the bytes
     /// are there and the digests are computed. Any fault aborts the group.
     Broadcast {
-        /// The group.
         group: u64,
-        /// Rank that sends.
         root: u32,
         /// From where (root), or to where (others).
         at: Place,
-        /// How many bytes.
         bytes: u64,
         /// What to digest behind it; offsets from `at`. Empty: nothing.
         parts: Vec<Part>,
@@ -123,38 +111,28 @@ pub enum WorkerRequest {
     Digest {
         /// Where offsets of parts count from; not `Host`.
         at: Place,
-        /// The parts.
         parts: Vec<Part>,
-        /// Event to wait for on the GPU before it starts.
         after: Option<u64>,
     },
     /// Copies without blocking. Answered by `Done` when the bytes are there.
     Copy {
-        /// From where.
         from: Place,
         /// To where; of the two at most one is `Host`.
         to: Place,
-        /// How many bytes.
         bytes: u64,
-        /// Event to wait for on the GPU before it starts.
         after: Option<u64>,
         /// Event to record behind it: another process can wait for it on its own stream.
         then: Option<u64>,
     },
     /// Aborts a group (`ncclCommAbort`), whatever it is doing; requests under way in it fail. Answered by `Done`, also when it was aborted
     /// before. A new group can be joined meanwhile.
-    Abort {
-        /// The group.
-        group: u64,
-    },
+    Abort { group: u64 },
     /// Makes a new group of the survivors without a new id (NCCL 2.27 or newer), proves it with a broadcast of one element, and aborts the
     /// old one. Answered by `Joined`.
     Shrink {
-        /// The group that lost ranks.
         group: u64,
         /// Number of the new group.
         into: u64,
-        /// Ranks that are gone.
         without: Vec<u32>,
         /// Revoke first (NCCL 2.28 or newer) instead of shrinking with an abort.
         revoke: bool,
@@ -179,30 +157,18 @@ pub enum Proof {
 /// Where bytes are, by the numbers that the worker gave out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "in", rename_all = "camelCase", rename_all_fields = "camelCase")]
+#[allow(missing_docs)]
 pub enum Place {
-    /// A slot of a ring.
     Slot {
-        /// The ring.
         ring: u64,
-        /// The slot.
         slot: u32,
         /// Bytes from its start.
         offset: u64,
     },
     /// Mapped host memory.
-    Host {
-        /// Which.
-        host: u64,
-        /// Bytes from its start.
-        offset: u64,
-    },
+    Host { host: u64, offset: u64 },
     /// Imported GPU memory.
-    Memory {
-        /// Which.
-        memory: u64,
-        /// Bytes from its start.
-        offset: u64,
-    },
+    Memory { memory: u64, offset: u64 },
 }
 
 /// A run of bytes to digest with gsum64.
@@ -220,13 +186,10 @@ pub struct Part {
 /// What a worker can be asked to give up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", content = "number", rename_all = "camelCase")]
+#[allow(missing_docs)]
 pub enum WorkerResource {
-    /// A ring.
     Ring(u64),
-    /// Mapped host memory.
     Host(u64),
-    /// Imported GPU memory.
     Memory(u64),
-    /// An event.
     Event(u64),
 }

@@ -39,7 +39,6 @@ fn mixed(word: u64, place: u64) -> u64 {
 #[derive(Debug, Clone, Default)]
 pub struct Gsum64 {
     sum: u64,
-    /// Whole words so far.
     words: u64,
     /// Bytes of the word that has begun.
     begun: [u8; 8],

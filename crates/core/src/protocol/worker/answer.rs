@@ -9,69 +9,50 @@ use super::{IpcHandle, NcclId};
 /// What a worker answers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "camelCase", rename_all_fields = "camelCase")]
+#[allow(missing_docs)]
 pub enum WorkerAnswer {
-    /// It is done.
     Done,
     /// GPUs and NCCL of this machine, as this process sees them.
     Devices {
-        /// The GPUs.
         gpus: Vec<GpuFacts>,
         /// `links[a][b]`: how GPU `a` reaches the memory of GPU `b`.
         links: Vec<Vec<GpuLink>>,
         /// NCCL, or why there is none that can be used.
         nccl: Result<NcclFacts, String>,
     },
-    /// The GPU is taken.
     Opened {
-        /// Process id of the worker.
         pid: u32,
-        /// The GPU.
         gpu: GpuFacts,
-        /// NCCL, or why there is none that can be used.
         nccl: Result<NcclFacts, String>,
     },
-    /// A ring.
     Ring {
-        /// Its number.
         ring: u64,
         /// The whole block, for other processes.
         handle: IpcHandle,
-        /// Length of the block.
         bytes: u64,
     },
-    /// Mapped host memory.
     Host {
-        /// Its number.
         host: u64,
         /// Why it is not registered with the driver, when it is not: copies are slower then.
         unpinned: Option<String>,
     },
-    /// Imported GPU memory.
     Memory {
-        /// Its number.
         memory: u64,
         /// Length of the whole allocation.
         bytes: u64,
     },
-    /// An event.
     Event {
-        /// Its number.
         event: u64,
         /// For other processes, when it was made here.
         handle: Option<IpcHandle>,
     },
-    /// A new id.
     UniqueId {
-        /// The id.
         id: NcclId,
     },
     /// The group is joined and proven.
     Joined {
-        /// Rank in it.
         rank: u32,
-        /// Ranks of it.
         world: u32,
-        /// Initialisation, in ms.
         init_ms: f64,
         /// The broadcast of one element, in ms.
         warm_up_ms: f64,
@@ -83,23 +64,16 @@ pub enum WorkerAnswer {
         /// From the request to its end, in ms.
         ms: f64,
     },
-    /// What the worker holds.
     Stats {
         /// Free memory of the GPU, whoever uses the rest. 0 before `Open`.
         gpu_free_bytes: u64,
         /// Memory of the GPU. 0 before `Open`.
         gpu_total_bytes: u64,
-        /// Bytes of its rings.
         ring_bytes: u64,
-        /// Open file descriptors.
         descriptors: u32,
-        /// Threads.
         threads: u32,
-        /// Resident memory of the process.
         resident_bytes: u64,
-        /// Groups that are joined.
         groups: u32,
-        /// Requests under way.
         under_way: u32,
     },
 }
@@ -162,6 +136,7 @@ pub struct WorkerFault {
 
 /// Kinds of failures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[allow(missing_docs)]
 pub enum WorkerFaultCode {
     /// There is no NVIDIA driver, or it does not work.
     NoDriver,
@@ -171,17 +146,12 @@ pub enum WorkerFaultCode {
     Mig,
     /// There is no NCCL that can be used, or it lacks the function that was asked for.
     NoNccl,
-    /// Too little memory.
     OutOfMemory,
-    /// The time of the request passed.
     Late,
-    /// The group was aborted.
     Aborted,
-    /// NCCL reported an error.
     Nccl,
     /// The driver reported an error. Some of them make the process unusable: start another worker.
     Cuda,
-    /// The request makes no sense.
     Invalid,
 }
 

@@ -1,0 +1,32 @@
+use super::*;
+use weightsync_core::protocol::{MemberName, PublishErrorCode};
+
+#[test]
+fn an_outcome_names_who_is_behind_and_why() {
+    let outcome = PublishResult {
+        version: 7,
+        epoch: 4,
+        attempts: 2,
+        bytes: 3 << 20,
+        manifest: "0123456789abcdef".into(),
+        installed: vec![MemberName("actors/a".into())],
+        behind: vec![(MemberName("actors/b".into()), "engine does not answer".into())],
+        phases_ms: vec![("transfer".into(), 12)],
+    };
+    let text = result(&outcome);
+    assert!(text.starts_with("version 7: 1 replica serves it (epoch 4, 3.00 MiB, attempt 2, manifest 0123456789ab)\n"), "{text}");
+    assert!(text.contains("  transfer           12 ms\n") && text.ends_with("  behind: actors/b: engine does not answer\n"), "{text}");
+}
+
+#[test]
+fn an_error_names_code_phase_member_and_whether_to_try_again() {
+    let failed = PublishError {
+        code: PublishErrorCode::NotEnoughReplicas,
+        message: "1 of 2".into(),
+        retryable: true,
+        phase: Some(UpdatePhase::Begin),
+        member: Some(MemberName("actors/b".into())),
+    };
+    let text = error(&failed);
+    assert_eq!(text, "NotEnoughReplicas: 1 of 2 [phase Begin] [member actors/b] (the same command may succeed later)");
+}
