@@ -4,9 +4,9 @@
 FROM rust:1-bullseye AS build
 WORKDIR /src
 COPY . .
-RUN cargo build --release --locked --package weightsync --bin weightsync
+RUN cargo build --profile dist --locked --package weightsync --bin weightsync
 
 FROM gcr.io/distroless/cc-debian12
-COPY --from=build /src/target/release/weightsync /weightsync
+COPY --from=build /src/target/dist/weightsync /weightsync
 USER 65532:65532
 ENTRYPOINT ["/weightsync"]

@@ -15,12 +15,12 @@ help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: build
-build: ## Build the release binaries
-	cargo build --release --locked --workspace --bins
+build: ## Build the programs as images and wheels hold them, into target/dist
+	cargo build --profile dist --locked --workspace --bins
 
 .PHONY: wheel
 wheel: build ## Build the Python wheel, with the programs in it, into python/dist
-	python3 python/build_wheel.py target/release/weightsync target/release/weightsync-dev python/dist
+	python3 python/build_wheel.py target/dist/weightsync target/dist/weightsync-dev python/dist
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage

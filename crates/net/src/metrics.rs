@@ -209,7 +209,9 @@ pub fn table(definitions: &[Definition]) -> String {
     text
 }
 
-/// Holds an exposition against the definitions: families and labels that nobody defined. A family without a series is not exposed at all.
+/// Holds an exposition against the definitions, for tests: families and labels that no definition has. A family without a series is not
+/// exposed at all.
+#[cfg(any(test, feature = "testing"))]
 pub fn differences(exposition: &str, definitions: &[Definition]) -> Vec<String> {
     let mut wrong = Vec::new();
     let all = || definitions.iter().chain([&BUILD]).chain(process::DEFINITIONS);
