@@ -105,7 +105,14 @@ def servers(programs: Path, tmp_path: Path) -> Iterator[Servers]:
 
 def completion(url: str | None) -> Any:
     """What a server computes: text and log-probs."""
-    body = {"model": "m", "prompt": "The quick brown fox", "max_tokens": 12, "temperature": 0, "logprobs": 1, "cache_salt": uuid.uuid4().hex}
+    body = {
+        "model": "m",
+        "prompt": "The quick brown fox",
+        "max_tokens": 12,
+        "temperature": 0,
+        "logprobs": 1,
+        "cache_salt": uuid.uuid4().hex,
+    }
     choice = post(url, "/v1/completions", body)["choices"][0]
     return choice["text"], choice["logprobs"]["token_logprobs"]
 

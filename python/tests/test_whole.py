@@ -40,7 +40,16 @@ class Group:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
             self.ports.append(port)
-            engine = [str(programs / "weightsync-dev"), "simulate-engine", "--engine", "vllm", "--model", str(directory), "--port", str(port)]
+            engine = [
+                str(programs / "weightsync-dev"),
+                "simulate-engine",
+                "--engine",
+                "vllm",
+                "--model",
+                str(directory),
+                "--port",
+                str(port),
+            ]
             rollouts.append(f"- name: actor-{number}\n  engine: {{kind: vllm, port: {port}, command: {engine}}}\n")
         settings = f"name: {self.name}\ndirectory: {directory}/state\ntrainer: {{name: trainer}}\nrollouts:\n{''.join(rollouts)}"
         file = directory / "local.yaml"

@@ -142,7 +142,7 @@ class GpuFeed:
 
 
 def gsum64(data: Any) -> Any:
-    """The gsum64 (`crates/core/src/weights/gsum.rs`) of a contiguous tensor of bytes, as a tensor of one 64-bit integer on the same device."""
+    """The gsum64 (`crates/core/src/weights/gsum.rs`) of a contiguous tensor of bytes: one 64-bit integer on the same device."""
     torch = importlib.import_module("torch")
     whole = data.numel() // 8 * 8
     tail = data[whole:]

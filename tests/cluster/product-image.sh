@@ -1,22 +1,24 @@
 #!/usr/bin/env bash
-# product-image.sh [BINARY [OUT.tar]]: the from-scratch image docker.io/local/NAME:test that the e2e tests load, NAME being that of the
-# binary. Prints the archive.
+# product-image.sh [BINARY [OTHER...]]: the from-scratch image docker.io/local/NAME:test that the e2e tests load, NAME being that of the
+# first binary. Prints the archive.
 #
-# It holds the binary, at /NAME, and the glibc files it is linked against. No shell, no certificate bundle: it
+# It holds the binaries, at /NAME, and the glibc files it is linked against. No shell, no certificate bundle: it
 # trusts the cluster's own authority only.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 root=$(cd "$here/../.." && pwd)
 binary=${1:-$root/target/release/weightsync}
 name=$(basename "$binary")
-out=${2:-$root/target/images/$name.tar}
-[ -x "$binary" ] || die "$binary is not there: cargo build --release"
+out=$root/target/images/$name.tar
 
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 chmod 755 "$tree"
 mkdir -m 1777 "$tree/tmp"
-install -m755 "$binary" "$tree/$name"
+for program in "$binary" "${@:2}"; do
+  [ -x "$program" ] || die "$program is not there: cargo build --release --workspace"
+  install -m755 "$program" "$tree/"
+done
 # Lines of ldd: "libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x...)", and the loader's without an arrow.
 ldd "$binary" | grep -oE '/[^ ]+' | while read -r library; do
   install -D -m755 "$(realpath "$library")" "$tree$library"

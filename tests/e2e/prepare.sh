@@ -8,8 +8,8 @@ root=$(cd "$here/../.." && pwd)
 
 binary=${WEIGHTSYNC_BINARY:-$root/target/release/weightsync}
 product=$("$here/product-image.sh" "$binary")
-# Simulated engines are no part of the product's image.
-simulators=$("$here/product-image.sh" "$(dirname "$binary")/weightsync-dev")
+# Simulated engines are no part of the product's image. Theirs holds the product too, for pods that start the agent themselves.
+simulators=$("$here/product-image.sh" "$(dirname "$binary")/weightsync-dev" "$binary")
 images=$("$here/test-images.sh")
 # shellcheck disable=SC2086
 "$here/load-image.sh" "$product" "$simulators" $images

@@ -16,7 +16,17 @@ def feed(bed: Bed, name: str, seed: int, *more: str) -> list[dict[str, Any]]:
     """Versions that `weightsync-dev feed` handed over, as it tells them."""
     server = bed.server(name)
     checkpoint = bed.model(server.model.name.rsplit("-", 1)[0], seed)
-    words = [f"{bed.args.weightsync}-dev", "feed", str(checkpoint), "--engine", "lmdeploy", "--url", server.url, "--model", str(server.model)]
+    words = [
+        f"{bed.args.weightsync}-dev",
+        "feed",
+        str(checkpoint),
+        "--engine",
+        "lmdeploy",
+        "--url",
+        server.url,
+        "--model",
+        str(server.model),
+    ]
     words += ["--version", str(next(NUMBER)), "--output", "json", "--timeout", "120", *more]
     done = subprocess.run(words, capture_output=True, text=True, timeout=130, check=False)
     if done.returncode:

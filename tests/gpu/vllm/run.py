@@ -73,7 +73,17 @@ class Bed(Record):
 
     def feeding(self, way: str, seed: int, *more: str) -> list[str]:
         server = self.servers[way]
-        words = [f"{self.args.weightsync}-dev", "feed", str(self.model(seed)), "--engine", "vllm", "--url", server.url, "--model", str(server.model)]
+        words = [
+            f"{self.args.weightsync}-dev",
+            "feed",
+            str(self.model(seed)),
+            "--engine",
+            "vllm",
+            "--url",
+            server.url,
+            "--model",
+            str(server.model),
+        ]
         return [*words, "--version", str(next(VERSIONS)), "--output", "json", "--timeout", "120", *more]
 
     def feed(self, way: str, seed: int, *more: str) -> list[dict[str, Any]]:
