@@ -11,7 +11,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
-pub use client::{AgentClient, CallError, ControllerClient};
+pub use client::{AgentClient, CallError, ControllerClient, with_causes};
 pub use replies::{Failed, Valid, ndjson};
 pub use server::{Access, Limits, serve_https, serve_plain};
 pub use stream::{EventStream, StreamEnd};

@@ -111,6 +111,11 @@ const OUR_CRATES: [&str; 9] = [
     "weightsync_transport",
 ];
 
+/// Whether the target of a log line or of a filter is a module of this product.
+pub fn is_ours(target: &str) -> bool {
+    OUR_CRATES.contains(&target.split("::").next().unwrap_or_default())
+}
+
 /// Libraries print at `trace` what they send, keys and tokens among it: only our own code may be traced while it runs.
 fn check(filter: &str) -> Result<(), LogsError> {
     if filter.contains('[') {
@@ -125,8 +130,7 @@ fn check(filter: &str) -> Result<(), LogsError> {
                 Err(_) => (directive, LevelFilter::TRACE),
             },
         };
-        let ours = OUR_CRATES.contains(&target.split("::").next().unwrap_or_default());
-        if level == LevelFilter::TRACE && !ours {
+        if level == LevelFilter::TRACE && !is_ours(target) {
             let message = "trace is for weightsync only, because libraries print keys and tokens there: weightsync=trace,info";
             return Err(LogsError::Refused(message.into()));
         }

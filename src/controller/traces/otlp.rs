@@ -1,7 +1,6 @@
 //! Posts traces to an OpenTelemetry collector as JSON (OTLP over HTTP). Decides what a trace looks like there and when it is posted again.
 //! It never delays an update: every wait has a deadline, and it logs and drops a trace that the collector does not take.
 
-use std::error::Error;
 use std::time::Duration;
 
 use percent_encoding::percent_decode_str;
@@ -12,7 +11,7 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout_at};
 use weightsync_net::backoff::Backoff;
-use weightsync_net::https::no_tls;
+use weightsync_net::https::{no_tls, with_causes};
 
 use super::{BoxError, Span, Trace, TracesError};
 use crate::controller::events::cut;
@@ -236,9 +235,4 @@ fn parse_headers(text: &str) -> Result<HeaderMap, TracesError> {
     };
     let pairs = text.split(',').map(str::trim).enumerate().filter(|(_, pair)| !pair.is_empty());
     pairs.map(|(place, pair)| parse(pair).map_err(|source| TracesError::Header { place: place + 1, source })).collect()
-}
-
-/// An error and what caused it, in one line.
-fn with_causes(error: &dyn Error) -> String {
-    std::iter::successors(Some(error), |error| (*error).source()).map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

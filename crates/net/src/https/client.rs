@@ -275,7 +275,7 @@ fn refused(call: &Call<'_>, status: reqwest::StatusCode, body: &[u8]) -> CallErr
 }
 
 /// reqwest's own text ends at "error sending request"; the cause (refused, reset, bad certificate) lies below.
-fn with_causes(error: &dyn std::error::Error) -> String {
+pub fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(below) = cause {

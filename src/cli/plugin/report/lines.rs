@@ -5,6 +5,7 @@
 
 use serde::Serialize;
 use serde_json::{Map, Value};
+use weightsync_net::logs::is_ours;
 
 /// Fields of our log lines that are copied: numbers, names, addresses, words of closed lists, and our own texts of why.
 const FIELDS: [&str; 62] = [
@@ -116,17 +117,11 @@ fn ours(line: &str) -> Option<Line> {
         _ => None,
     };
     let (timestamp, level, target, message) = (take("timestamp")?, take("level")?, take("target")?, take("message"));
-    if !LEVELS.contains(&level.as_str()) || !is_our_target(&target) {
+    if !LEVELS.contains(&level.as_str()) || !is_ours(&target) {
         return None;
     }
     fields.retain(|name, value| FIELDS.contains(&name.as_str()) && !value.is_object() && !value.is_array());
     Some(Line { timestamp, level, target, message, fields })
-}
-
-/// Whether a line's target is a module of one of our crates.
-fn is_our_target(target: &str) -> bool {
-    let name = target.split("::").next().unwrap_or_default();
-    name == "weightsync" || name.starts_with("weightsync_")
 }
 
 #[cfg(test)]
