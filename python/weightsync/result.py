@@ -74,7 +74,7 @@ class Replica:
     name: str
     url: str | None
     state: str
-    """ready, updating, dirty, behind, or out."""
+    """ready, updating, dirty, unknown, behind, or out."""
     version: int | None
     """What its engine serves, as far as known."""
     rank_offset: int

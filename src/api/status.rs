@@ -228,7 +228,8 @@ pub struct MemberStatus {
     /// Ranks that it takes.
     pub size: i32,
 
-    /// Where it stands: `Ready`, `Updating`, `Behind` (lacks the current version), `Dirty` (must be fed in full before it serves),
+    /// Where it stands: `Ready`, `Updating`, `Behind` (lacks the current version), `Dirty` (must be fed in full before it serves), `Unknown` (what its engine
+    /// holds is not known: it is asked or fed before it serves),
     /// `Forming`, `Waiting` or `Out`.
     pub state: MemberStateName,
 
@@ -263,6 +264,7 @@ pub enum MemberStateName {
     Updating,
     Behind,
     Dirty,
+    Unknown,
     Forming,
     Waiting,
     Out,

@@ -22,6 +22,7 @@ pub(super) fn word(standing: MemberStanding) -> &'static str {
         MemberStanding::Updating => "updating",
         MemberStanding::Behind => "behind",
         MemberStanding::Dirty => "dirty",
+        MemberStanding::Unknown => "unknown",
         MemberStanding::Forming => "forming",
         MemberStanding::Waiting => "waiting",
         MemberStanding::Out => "out",

@@ -49,6 +49,8 @@ fn member(member: &MemberStatus) -> MemberStatus {
             message: String::new(),
             ..member.clone()
         },
-        MemberStateName::Dirty | MemberStateName::Forming | MemberStateName::Waiting | MemberStateName::Out => member.clone(),
+        MemberStateName::Dirty | MemberStateName::Unknown | MemberStateName::Forming | MemberStateName::Waiting | MemberStateName::Out => {
+            member.clone()
+        }
     }
 }

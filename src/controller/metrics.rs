@@ -40,7 +40,7 @@ const EVENTS_LOST: Definition = Definition::counter("events_lost", "Events that 
 
 /// One replica's standing and why; filled by [`census`](super::census).
 pub(super) const REPLICAS: Definition = Definition::gauge("replicas", "Replicas of all objects by where they stand, and why").by(&[
-    ("state", "`ready`, `updating`, `behind`, `dirty`, `forming`, `waiting`, `out`"),
+    ("state", "`ready`, `updating`, `behind`, `dirty`, `unknown`, `forming`, `waiting`, `out`"),
     ("reason", "a word of the [closed list](reference/api.md#reasons)"),
 ]);
 pub(super) const PLAN_DEPTH: Definition =

@@ -155,7 +155,9 @@ fn first_cause(view: &MembershipView) -> Option<(Reason, String)> {
     let degraded =
         view.degraded.first().map(|degradation| (degradation.reason, name_first(degradation.member.as_ref(), &degradation.message)));
     let aside = || {
-        let aside = |member: &&MemberView| matches!(member.standing, MemberStanding::Out | MemberStanding::Waiting | MemberStanding::Dirty);
+        let aside = |member: &&MemberView| {
+            matches!(member.standing, MemberStanding::Out | MemberStanding::Waiting | MemberStanding::Dirty | MemberStanding::Unknown)
+        };
         view.members.iter().find(aside).map(|member| (member.reason, format!("{}: {}", member.name, member.message)))
     };
     degraded.or_else(aside)
@@ -243,7 +245,7 @@ fn synced(view: &MembershipView) -> Judgement {
     if !view.committed {
         return Judgement(Some(false), Reason::GroupForming, "there is no group".into());
     }
-    let lacks = |member: &&MemberView| matches!(member.standing, MemberStanding::Behind | MemberStanding::Dirty);
+    let lacks = |member: &&MemberView| matches!(member.standing, MemberStanding::Behind | MemberStanding::Dirty | MemberStanding::Unknown);
     let behind: Vec<String> = view.members.iter().filter(lacks).map(|member| member.name.to_string()).collect();
     if behind.is_empty() {
         return Judgement(Some(true), Reason::VersionReached, format!("every member serves version {}", held.version));
@@ -303,6 +305,7 @@ fn member(member: &MemberView) -> MemberStatus {
             MemberStanding::Updating => MemberStateName::Updating,
             MemberStanding::Behind => MemberStateName::Behind,
             MemberStanding::Dirty => MemberStateName::Dirty,
+            MemberStanding::Unknown => MemberStateName::Unknown,
             MemberStanding::Forming => MemberStateName::Forming,
             MemberStanding::Waiting => MemberStateName::Waiting,
             MemberStanding::Out => MemberStateName::Out,

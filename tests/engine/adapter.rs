@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use weightsync_core::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
-use weightsync_engine::{EngineError, Holding, InstallJob, Resumed};
+use weightsync_engine::{EngineError, Holding, InstallJob, Settling};
 
 use super::client::KEPT;
 use super::models::Models;
@@ -58,7 +58,7 @@ async fn an_installed_version_answers_as_a_fresh_server_on_its_checkpoint() {
     assert_ne!(first, expected);
     for pause in [PausePolicy::Keep, PausePolicy::Drain, PausePolicy::Abort, PausePolicy::External] {
         let report = engine.install(&InstallJob { pause, ..job(&models, "2", 2) }).await.unwrap();
-        assert_eq!(report.start, engine.health(SOON).await.unwrap());
+        assert_eq!(report.start, engine.health(SOON).await.unwrap().start);
         assert_eq!(client.complete_with_cache(&prompt(), 16).await, expected, "{pause:?}");
         assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Version(job(&models, "2", 2).version));
         engine.install(&InstallJob { pause, ..job(&models, "1", 3) }).await.unwrap();
@@ -75,18 +75,18 @@ async fn an_installed_version_answers_as_a_fresh_server_on_its_checkpoint() {
     assert_eq!(client.complete_with_cache(&prompt(), 16).await, expected);
 
     // Somebody else puts it to sleep (on CPU vLLM keeps its weights, and says that it sleeps): nothing is loaded, and it holds nothing any more.
-    let held = engine.health(SOON).await.unwrap();
+    let held = engine.health(SOON).await.unwrap().start;
     assert_eq!(client.post("/sleep?level=2", &json!({})).await.status, Some(200));
-    assert!(engine.health(SOON).await.unwrap() != held && engine.asleep().is_some());
+    assert!(engine.health(SOON).await.unwrap().start != held && engine.asleep().is_some());
     assert!(matches!(engine.install(&job(&models, "1", 5)).await.unwrap_err().source, EngineError::Asleep { .. }));
     assert_eq!(client.post("/wake_up", &json!({})).await.status, Some(200));
-    let awake = engine.health(SOON).await.unwrap();
+    let awake = engine.health(SOON).await.unwrap().start;
     assert!(awake != held && engine.asleep().is_none());
     // One that is over before anybody looks counts as well.
     for path in ["/sleep?level=1", "/wake_up"] {
         assert_eq!(client.post(path, &json!({})).await.status, Some(200));
     }
-    assert_ne!(engine.health(SOON).await.unwrap(), awake);
+    assert_ne!(engine.health(SOON).await.unwrap().start, awake);
     engine.install(&job(&models, "2", 5)).await.unwrap();
     assert_eq!(client.complete(&prompt(), 16).await, expected);
 }
@@ -108,14 +108,14 @@ async fn a_canary_lets_a_version_pass_or_holds_the_engine_with_what_was_measured
     // Random weights are never that sure of a token.
     let sure = CanaryPolicy { least_log_prob_milli: -1, ..canary.clone() };
     let refused = engine.install(&with(&sure, "1", 3)).await.unwrap_err();
-    assert!(refused.dirty && refused.step == "canary", "{refused}");
+    assert!(refused.is_dirty() && refused.step == "canary", "{refused}");
     assert!(matches!(refused.source, EngineError::CanaryRefused { .. }), "{refused}");
     assert!(refused.to_string().contains("of 3 is -") && refused.to_string().contains("expected is -0.001 to 0"), "{refused}");
-    assert_eq!(engine.resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(job(&models, "1", 3).version));
+    assert_eq!(engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding, Holding::HalfAnUpdate(job(&models, "1", 3).version));
 
     // A tensor of NaN: the server answers with an error of its own, and the version before makes it serve again.
     let poisoned = engine.install(&with(&canary, "nan", 4)).await.unwrap_err();
-    assert!(poisoned.dirty && matches!(poisoned.source, EngineError::CanaryRefused { .. }), "{poisoned}");
+    assert!(poisoned.is_dirty() && matches!(poisoned.source, EngineError::CanaryRefused { .. }), "{poisoned}");
     engine.install(&with(&canary, "2", 5)).await.unwrap();
     assert_eq!(client.complete(&prompt(), 16).await, second);
 }
@@ -135,16 +135,19 @@ async fn half_an_update_stays_paused_until_it_is_fed_or_put_back() {
     let cut_short = InstallJob { directory: models.path("half"), ..job(&models, "3", 3) };
     let half = |held: HeldVersion| Holding::HalfAnUpdate(held);
     let failed = engine.install(&cut_short).await.unwrap_err();
-    assert!(failed.dirty && failed.step == "load", "{failed}");
+    assert!(failed.is_dirty() && failed.step == "load", "{failed}");
     assert_eq!(engine.holding(SOON).await.unwrap(), half(cut_short.version.clone()));
-    assert_eq!(adapter(&server, None).resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(cut_short.version.clone()));
+    assert_eq!(
+        adapter(&server, None).settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding,
+        Holding::HalfAnUpdate(cut_short.version.clone())
+    );
 
     // Another life of the agent feeds it in full.
     adapter(&server, None).install(&job(&models, "2", 4)).await.unwrap();
     assert_eq!(client.complete_with_cache(&prompt(), 16).await, second);
 
     // The next one cannot be fed, and goes back to what the server started with.
-    assert!(engine.install(&cut_short).await.unwrap_err().dirty);
+    assert!(engine.install(&cut_short).await.unwrap_err().is_dirty());
     engine.put_back(2 * SOON).await.unwrap();
     assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Startup);
     assert_eq!(client.complete_with_cache(&prompt(), 16).await, first);
@@ -152,6 +155,6 @@ async fn half_an_update_stays_paused_until_it_is_fed_or_put_back() {
     // A server that was started with a whole checkpoint refuses a version that lacks a tensor, which vLLM itself does not.
     let strict = adapter(&server, Some(models.path("1")));
     let refused = strict.install(&job(&models, "missing", 5)).await.unwrap_err();
-    assert!(!refused.dirty && refused.to_string().contains("model.layers.1.self_attn.v_proj.weight"), "{refused}");
+    assert!(!refused.is_dirty() && refused.to_string().contains("model.layers.1.self_attn.v_proj.weight"), "{refused}");
     assert_eq!(client.complete(&prompt(), 16).await, first);
 }

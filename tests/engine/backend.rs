@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use weightsync_core::weights::safetensors::Checkpoint;
-use weightsync_engine::{DraftWay, Engine, Holding, Resumed};
+use weightsync_engine::{DraftWay, Engine, Holding, Settling};
 
 use super::client::{Client, KEPT};
 use super::feeder::{Feeder, Ring, held};
@@ -82,7 +82,7 @@ async fn a_version_through_a_ring_of_any_size_answers_as_a_fresh_server_on_its_c
         let (name, expected) = if number % 2 == 0 { ("2", &second) } else { ("1", &first) };
         let version = number as u64 + 2;
         let report = Feeder::feed(&engine, &models.path(name), version, ring, SOON).await.unwrap();
-        assert_eq!(report.start, engine.health(SOON).await.unwrap());
+        assert_eq!(report.start, engine.health(SOON).await.unwrap().start);
         assert_eq!(answer_with_cache(&client).await, *expected, "{ring:?}");
         assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Version(held(version, &models.path(name).display().to_string())));
     }
@@ -117,7 +117,7 @@ async fn a_wrong_digest_is_refused_and_an_engine_left_in_the_middle_stays_paused
         Ok(()) => feeder.finish().await.unwrap_err(),
         Err(refused) => refused,
     };
-    assert!(!refused.dirty && refused.to_string().contains("is not what the agent says"), "{refused}");
+    assert!(!refused.is_dirty() && refused.to_string().contains("is not what the agent says"), "{refused}");
     assert_eq!(answer(&client).await, second);
 
     // While it loads: it is held, and says so.
@@ -127,10 +127,10 @@ async fn a_wrong_digest_is_refused_and_an_engine_left_in_the_middle_stays_paused
         Ok(()) => feeder.finish().await.unwrap_err(),
         Err(refused) => refused,
     };
-    assert!(refused.dirty && refused.to_string().contains("is not what the agent says"), "{refused}");
+    assert!(refused.is_dirty() && refused.to_string().contains("is not what the agent says"), "{refused}");
     let half = held(4, &models.path("3").display().to_string());
     assert_eq!(engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(half.clone()));
-    assert_eq!(adapter(&server, None).resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(half));
+    assert_eq!(adapter(&server, None).settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding, Holding::HalfAnUpdate(half));
     Feeder::feed(&engine, &models.path("2"), 5, Ring::Tensors(2), SOON).await.unwrap();
     assert_eq!(answer_with_cache(&client).await, second);
 
@@ -189,7 +189,7 @@ async fn two_ranks_take_a_version_each_and_are_believed_by_their_own_word_when_t
         // that touched nothing is made again, and no more often than there are replies to be read.
         for left in (0..=3).rev() {
             match Feeder::feed(&engine, &models.path(name), version, ring, SOON).await {
-                Err(error) if !error.dirty && left > 0 => println!("version {version}: {error}"),
+                Err(error) if !error.is_dirty() && left > 0 => println!("version {version}: {error}"),
                 fed => {
                     fed.unwrap();
                     break;

@@ -25,7 +25,7 @@ use weightsync_core::membership::{LeftOut, MembershipConfig, Restored};
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::*;
 use weightsync_core::weights::TensorSpec;
-use weightsync_engine::{Engine, EngineError, EngineStart, Holding, InstallError, InstallJob, InstallReport, Resumed};
+use weightsync_engine::{Engine, EngineError, EngineStart, Health, Holding, InstallError, InstallJob, InstallReport, Settled, Settling};
 use weightsync_net::https::{Access, AgentClient, Limits, serve_https};
 use weightsync_net::identity::{Ca, PeerIdentity};
 
@@ -57,14 +57,14 @@ impl Engine for Idle {
     fn fits(&self, _tensors: &[TensorSpec]) -> Result<(), EngineError> {
         Ok(())
     }
-    async fn health(&self, _deadline: Duration) -> Result<EngineStart, EngineError> {
-        Ok(EngineStart("1".into()))
+    async fn health(&self, _deadline: Duration) -> Result<Health, EngineError> {
+        Ok(Health { start: EngineStart("1".into()), holding: Some(Holding::Startup) })
     }
     async fn install(&self, _job: &InstallJob) -> Result<InstallReport, InstallError> {
-        Err(InstallError { step: "load", dirty: false, source: EngineError::Cancelled })
+        Err(InstallError::before_start(EngineError::Cancelled))
     }
-    async fn resume(&self, _deadline: Duration) -> Result<Resumed, EngineError> {
-        Ok(Resumed::WasRunning)
+    async fn settle(&self, _how: &Settling, _deadline: Duration) -> Result<Settled, InstallError> {
+        Ok(Settled { start: EngineStart("1".into()), holding: Holding::Startup, resumed: false })
     }
     async fn put_back(&self, _deadline: Duration) -> Result<(), EngineError> {
         Ok(())

@@ -9,4 +9,5 @@ mod replies;
 mod skew;
 mod sleep;
 mod snapshot;
+mod unproven;
 mod versions;

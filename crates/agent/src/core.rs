@@ -39,6 +39,8 @@ pub struct Facts {
     pub updating: bool,
     /// Whether the engine may hold a mixture.
     pub dirty: bool,
+    /// Whether it is not known what the engine holds.
+    pub unproven: bool,
     pub engine_down: bool,
     /// By which way members on this member's GPU get the bytes in an epoch, for a person.
     pub lent: Option<(EpochId, String)>,
@@ -333,6 +335,7 @@ fn state(group: &Group, facts: &Facts) -> MemberState {
     };
     let phase = match standing {
         _ if facts.dirty => MemberPhase::Dirty,
+        _ if facts.unproven => MemberPhase::Unknown,
         _ if facts.engine_down => MemberPhase::EngineDown,
         _ if facts.updating => MemberPhase::Updating,
         Standing::Committed(_) => MemberPhase::Ready,

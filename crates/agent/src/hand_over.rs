@@ -19,7 +19,9 @@ pub use memory::{MemoryFeed, feed_memory};
 use weightsync_core::protocol::HeldVersion;
 use weightsync_core::protocol::worker::Part;
 use weightsync_core::weights::Bucket;
-use weightsync_engine::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, Engine, EngineError, InstallError, InstallReport, Released};
+use weightsync_engine::{
+    DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, Engine, EngineError, InstallError, InstallReport, Left, Released,
+};
 use weightsync_gpu::worker::{Event, Slot, WorkerError};
 
 /// Longest time to make an event.
@@ -112,15 +114,15 @@ impl HandOver {
     pub async fn finish(mut self, version: HeldVersion) -> Result<InstallReport, InstallError> {
         while let Some(read) = self.reading.join_next().await {
             if let Err(error) = seen(read) {
-                let dirty = self.install.abandon(&error.to_string()).await;
-                return Err(InstallError { dirty, ..error });
+                let left = self.install.abandon(&error.to_string()).await;
+                return Err(InstallError { left, ..error });
             }
         }
         self.install.finish(version).await
     }
 
-    /// Gives it up: whether the engine may hold a mixture.
-    pub async fn abandon(self, reason: &str) -> bool {
+    /// Gives it up: what the engine is left with.
+    pub async fn abandon(self, reason: &str) -> Left {
         self.install.abandon(reason).await
     }
 }
@@ -133,5 +135,6 @@ fn seen(read: Result<Result<(), WorkerError>, tokio::task::JoinError>) -> Result
         Err(ended) => ended.to_string(),
     };
     let what = format!("it is not known whether the engine has read a bucket: {cause}");
-    Err(InstallError { step: "load", dirty: true, source: EngineError::Unsupported { what, next_step: "it is fed again in full".into() } })
+    let source = EngineError::Unsupported { what, next_step: "it is fed again in full".into() };
+    Err(InstallError { step: "load", left: Left::Mixture, source })
 }

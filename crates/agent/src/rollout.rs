@@ -17,6 +17,7 @@ mod owed;
 pub(crate) mod readiness;
 mod receive;
 pub(super) mod ring;
+mod settle;
 mod supervise;
 mod switch;
 mod through_gpus;
@@ -121,6 +122,8 @@ struct Inner {
     staged: Option<Arc<Version>>,
     /// What the engine is being switched to, or holds half of: its files must stay until it is switched again or put back.
     touched: Option<Arc<Version>>,
+    /// The files of what the engine may hold, after an install that ended without proof.
+    to_prove: Option<Arc<Version>>,
     engine: Probed,
     paused_until: Option<u64>,
     /// Whether the engine is being switched by us.
@@ -237,6 +240,7 @@ impl Rollout {
                 max_skew: inner.policy.as_ref().and_then(|policy| policy.max_skew),
                 left: inner.machine.installed().is_some_and(|installed| epoch.is_some_and(|epoch| epoch.left(installed.held.version))),
                 dirty: inner.machine.dirty().map(|dirty| dirty.reason.as_str()),
+                unproven: inner.machine.unproven().map(|unproven| unproven.reason.as_str()),
                 switching: inner.switching,
                 start: inner.engine.start(),
                 // Looked at here and now: between two probes an engine may be killed, start anew and answer.
@@ -317,7 +321,7 @@ impl Inner {
     }
 
     fn note_dirt(&mut self) {
-        match (self.machine.dirty().is_some(), self.dirty_since) {
+        match (self.machine.must_not_serve(), self.dirty_since) {
             (true, None) => self.dirty_since = Some(Instant::now()),
             (false, Some(_)) => self.dirty_since = None,
             _ => {}
@@ -337,10 +341,12 @@ impl Inner {
         facts.paused_until = self.paused_until;
         facts.updating = self.machine.live().is_some() || self.going_back;
         facts.dirty = self.machine.dirty().is_some();
+        facts.unproven = self.machine.unproven().is_some();
         facts.engine_down = self.engine.gone() || self.engine.unhealthy() && !self.switching;
         let wedged = self.engine.reason.clone().filter(|_| facts.wedged);
         let dirty = || self.machine.dirty().map(|dirty| dirty.reason.clone());
-        facts.reason = wedged.or_else(dirty).or_else(|| self.engine.reason.clone());
+        let unproven = || self.machine.unproven().map(|unproven| unproven.reason.clone());
+        facts.reason = wedged.or_else(dirty).or_else(unproven).or_else(|| self.engine.reason.clone());
     }
 }
 

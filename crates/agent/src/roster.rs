@@ -35,7 +35,7 @@ pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeM
     let limit = epoch.zip(current).and_then(|(epoch, current)| {
         let most = epoch.prepared.policy.max_skew?;
         let rollouts = epoch.rollouts();
-        let held = rollouts.iter().filter_map(|name| serving(name).filter(|state| state.phase != MemberPhase::Dirty)?.installed.as_ref());
+        let held = rollouts.iter().filter_map(|name| serving(name).filter(|state| !state.phase.must_not_serve())?.installed.as_ref());
         let held = held.map(|held| held.version).filter(|version| !epoch.left(*version));
         Some(Limit { most, counts: current.version, newest: newest_in_service(most, current.version, held) })
     });
@@ -71,6 +71,7 @@ fn word(state: Option<&MemberState>, current: Option<&HeldVersion>, going_back: 
     let Some(state) = state else { return "out" };
     match (state.phase, &state.installed, current) {
         (MemberPhase::Dirty, ..) => "dirty",
+        (MemberPhase::Unknown, ..) => "unknown",
         (MemberPhase::Updating, ..) => "updating",
         (MemberPhase::EngineDown | MemberPhase::Idle | MemberPhase::Prepared, ..) => "out",
         (MemberPhase::Ready, _, _) if !state.healthy => "out",
@@ -91,7 +92,7 @@ pub fn tells(shown: &RosterView, version: Version, installed: &[MemberName]) -> 
     shown.version >= Some(version)
         && installed.iter().all(|name| {
             let replica = shown.replicas.iter().find(|replica| replica.name == *name);
-            replica.is_none_or(|replica| replica.version >= Some(version) || matches!(replica.state.as_str(), "out" | "dirty"))
+            replica.is_none_or(|replica| replica.version >= Some(version) || matches!(replica.state.as_str(), "out" | "dirty" | "unknown"))
         })
 }
 

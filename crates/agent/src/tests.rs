@@ -20,5 +20,6 @@ mod pure;
 mod reach;
 mod surroundings;
 mod trainer;
+mod unproven;
 mod waves;
 mod workers;

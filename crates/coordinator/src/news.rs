@@ -49,7 +49,7 @@ impl News {
 fn in_group(standing: MemberStanding) -> bool {
     use MemberStanding as S;
     match standing {
-        S::Ready | S::Updating | S::Behind | S::Dirty => true,
+        S::Ready | S::Updating | S::Behind | S::Dirty | S::Unknown => true,
         S::Forming | S::Waiting | S::Out => false,
     }
 }

@@ -1,8 +1,10 @@
-//! The order of calls of an install, once for all engines, and what each failure means for the replica.
+//! An engine behind the calls of its server: looks, installs and what follows them, once for all kinds.
 //!
-//! Decides when an engine counts as holding half an update (from before the first weight is touched until the last check), what is undone
-//! and within which part of the deadline. It never resumes an engine that may hold half an update, and never leaves one paused that does not.
+//! Decides who may change the engine (one at a time) and what a look says. An install is a [`session::Session`], fed in one of four ways: a
+//! directory ([`install`]), host memory ([`host`]), GPU memory or the engine's own group ([`device`]). An engine that may hold half an update is
+//! never resumed here.
 
+mod actor;
 mod canary;
 mod device;
 mod external;
@@ -12,6 +14,8 @@ mod install;
 mod last_group;
 mod proof;
 mod put_back;
+mod session;
+mod settle;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -28,8 +32,8 @@ use super::http::Until;
 use super::server::Server;
 use super::start::StartWatch;
 use super::{
-    DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, External, Holding, HostInstall, HostJob,
-    InstallError, InstallJob, InstallReport, Resumed,
+    DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, External, Health, Holding, HostInstall, HostJob,
+    InstallError, InstallJob, InstallReport, Left, Settled, Settling,
 };
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::{Section, TensorSpec};
@@ -126,25 +130,26 @@ impl<S: Server> Inner<S> {
         }
     }
 
-    async fn health(&self, until: Until) -> Result<EngineStart, EngineError> {
+    async fn health(&self, until: Until) -> Result<Health, EngineError> {
         let judged = async {
             let (before, start) = self.sight(until).await?;
             // While we have the turn, no sleep of ours is taken for somebody else's; one that holds half an update is ours to wake.
-            match self.turn.try_lock() {
-                Ok(_turn) if !before.is_half() => self.look_whether_it_sleeps(until).await.map(|_| self.start.last()),
-                _ => Ok(start),
-            }
+            let start = match self.turn.try_lock() {
+                Ok(_turn) if !before.is_half() => self.look_whether_it_sleeps(until).await.map(|_| self.start.last())?,
+                _ => start,
+            };
+            Ok(Health { start, holding: Some(before.holding) })
         };
+        let busy = || Health { start: self.start.last(), holding: None };
         if !self.loading.load(Ordering::Acquire) {
-            match judged.await {
+            return match judged.await {
                 // The load began while this call was under way: the core is busy because of us.
-                Err(EngineError::Timeout { .. }) if self.loading.load(Ordering::Acquire) => {}
-                judged => return judged,
-            }
-            return Ok(self.start.last());
+                Err(EngineError::Timeout { .. }) if self.loading.load(Ordering::Acquire) => Ok(busy()),
+                judged => judged,
+            };
         }
         self.server.front(until).await?;
-        Ok(self.start.last())
+        Ok(busy())
     }
 
     /// The caller has the turn.
@@ -172,34 +177,6 @@ impl<S: Server> Inner<S> {
             Err(error) => Err(error),
         };
         matches!(asked, Err(EngineError::Timeout { .. }))
-    }
-
-    async fn resume(&self, until: Until) -> Result<Resumed, EngineError> {
-        let _turn = self.turn(until).await?;
-        if let Holding::HalfAnUpdate(version) = self.server.holding(until).await? {
-            return Ok(Resumed::HalfAnUpdate(version));
-        }
-        if !self.server.is_paused(until).await? {
-            return Ok(Resumed::WasRunning);
-        }
-        self.run_again(until).await?;
-        Ok(Resumed::Resumed)
-    }
-}
-
-/// Sets [`Inner::loading`] for as long as it lives.
-struct Loading<'a>(&'a AtomicBool);
-
-impl<'a> Loading<'a> {
-    fn new(flag: &'a AtomicBool) -> Self {
-        flag.store(true, Ordering::Release);
-        Self(flag)
-    }
-}
-
-impl Drop for Loading<'_> {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
     }
 }
 
@@ -234,7 +211,7 @@ impl<S: Server> Engine for Adapter<S> {
         self.0.fits(tensors)
     }
 
-    async fn health(&self, deadline: Duration) -> Result<EngineStart, EngineError> {
+    async fn health(&self, deadline: Duration) -> Result<Health, EngineError> {
         let health = self.0.health(Until::new(deadline)).await;
         health.inspect_err(|error| self.0.start.failed(error))
     }
@@ -267,7 +244,7 @@ impl<S: Server> Engine for Adapter<S> {
         let (inner, job) = (Arc::clone(&self.0), job.clone());
         // A task of its own: an agent that drops this future (a select, a fenced epoch) must not leave the engine paused in the middle.
         let installed = tokio::spawn(async move { inner.install(&job).await }).await;
-        installed.unwrap_or(Err(InstallError { step: "start", dirty: true, source: EngineError::Cancelled }))
+        installed.unwrap_or(Err(InstallError { step: "start", left: Left::Mixture, source: EngineError::Cancelled }))
     }
 
     async fn see_owed_answer(&self, version: &HeldVersion, deadline: Duration) -> Result<(), InstallError> {
@@ -296,9 +273,9 @@ impl<S: Server> Engine for Adapter<S> {
         host::begin(Arc::clone(&self.0), job.clone()).await
     }
 
-    async fn resume(&self, deadline: Duration) -> Result<Resumed, EngineError> {
-        let resumed = self.0.resume(Until::new(deadline)).await;
-        resumed.inspect_err(|error| self.0.start.failed(error))
+    async fn settle(&self, how: &Settling, deadline: Duration) -> Result<Settled, InstallError> {
+        let settled = self.0.settle(how, Until::new(deadline)).await;
+        settled.inspect_err(|error| self.0.start.failed(&error.source))
     }
 
     async fn put_back(&self, deadline: Duration) -> Result<(), EngineError> {

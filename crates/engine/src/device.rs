@@ -11,7 +11,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
-use super::{EngineError, InstallError, InstallReport};
+use super::{EngineError, InstallError, InstallReport, Left};
 use weightsync_core::protocol::worker::IpcHandle;
 use weightsync_core::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::{Bucket, Layout};
@@ -121,6 +121,6 @@ pub trait DeviceInstall: Send {
     /// All was handed over and is what the manifest says: the engine takes its last step and runs. Errors as of [`super::Engine::install`].
     async fn finish(self: Box<Self>, version: HeldVersion) -> Result<InstallReport, InstallError>;
 
-    /// Gives it up: whether the engine may hold a mixture by this. It stays paused then, marked; else it runs as before.
-    async fn abandon(self: Box<Self>, reason: &str) -> bool;
+    /// Gives it up: what the engine is left with.
+    async fn abandon(self: Box<Self>, reason: &str) -> Left;
 }

@@ -49,6 +49,17 @@ impl Holding {
     }
 }
 
+impl std::fmt::Display for Holding {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Startup => f.write_str("its start-up weights"),
+            Self::Version(held) => write!(f, "version {}", held.version),
+            Self::HalfAnUpdate(held) => write!(f, "half an update of version {}", held.version),
+            Self::Foreign(text) => write!(f, "what another program called {text:?}"),
+        }
+    }
+}
+
 /// `NUMBER+DIGEST`, the digest as written by [`Holding::text`]: 64 lower-case hex digits.
 fn parse_version(text: &str) -> Option<HeldVersion> {
     let (number, manifest) = text.split_once('+')?;

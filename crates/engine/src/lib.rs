@@ -98,6 +98,15 @@ impl EngineStart {
     }
 }
 
+/// A look at an engine that lives.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Health {
+    /// Which start of it answered.
+    pub start: EngineStart,
+    /// What it says that it holds; none while it was not asked, because an install of ours keeps it busy.
+    pub holding: Option<Holding>,
+}
+
 /// What to install, how, and how long it may take.
 #[derive(Debug, Clone)]
 #[allow(missing_docs)]
@@ -130,29 +139,66 @@ pub struct InstallReport {
     pub owes_answer: bool,
 }
 
+/// What an install that did not end well left the engine with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Left {
+    /// It runs, or is as paused as a trainer left it, with what it held before.
+    AsBefore,
+    /// It may hold a mixture. It stays paused until it is fed in full ([`Engine::install`] again) or put back ([`Engine::put_back`]).
+    Mixture,
+    /// Its weights are whole, but nobody saw which version they are or that the engine runs: [`Engine::settle`] finds out.
+    Unknown,
+}
+
 /// An install that did not end well.
 #[derive(Debug, thiserror::Error)]
 #[error("{step}: {source}")]
 pub struct InstallError {
-    /// The step that failed: `start`, `stage`, `pause`, `load`, `check`, `resume`, `probe`, `canary`. After `resume` the engine holds the version and is
-    /// still paused: [`Engine::resume`] is safe then.
+    /// The step that failed: `start`, `stage`, `pause`, `load`, `check`, `resume`, `probe`, `canary`.
     pub step: &'static str,
-    /// Whether the engine may hold a mixture: it stays paused until it is fed in full ([`Engine::install`] again) or put back
-    /// ([`Engine::put_back`]). False: it runs on with what it held before, or it started anew.
-    pub dirty: bool,
+    /// What the engine is left with.
+    pub left: Left,
     /// The cause.
     pub source: EngineError,
 }
 
-/// What [`Engine::resume`] found and did.
+impl InstallError {
+    /// An install that ended before it changed the engine.
+    pub fn before_start(source: EngineError) -> Self {
+        Self { step: "start", left: Left::AsBefore, source }
+    }
+
+    /// Whether the engine may hold a mixture.
+    pub fn is_dirty(&self) -> bool {
+        self.left == Left::Mixture
+    }
+}
+
+/// How an engine is asked what it holds.
+#[derive(Debug, Clone)]
+pub struct Settling {
+    /// With [`PausePolicy::External`] a pause is a trainer's, and stays.
+    pub pause: PausePolicy,
+    /// What it must answer before a version counts; one token without it.
+    pub canary: Option<CanaryPolicy>,
+    /// Whether it must answer even where it was not paused: nobody saw it run since it was changed.
+    pub unproven: bool,
+}
+
+impl Settling {
+    /// Ends a pause that an earlier life of an agent may have left, of an engine that no object has a canary for.
+    pub const LEFT_PAUSED: Self = Self { pause: PausePolicy::Keep, canary: None, unproven: false };
+}
+
+/// What an engine was found to hold, and to do.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Resumed {
-    /// Nothing was paused.
-    WasRunning,
-    /// It was paused and runs again.
-    Resumed,
-    /// It may hold half an update of this version, so it is left as it is: feed it in full or put it back.
-    HalfAnUpdate(HeldVersion),
+pub struct Settled {
+    /// The start of the engine that was asked.
+    pub start: EngineStart,
+    /// What it holds. [`Holding::HalfAnUpdate`]: it stays as paused as it was.
+    pub holding: Holding,
+    /// Whether it was paused, and runs again.
+    pub resumed: bool,
 }
 
 /// One engine server. All calls end within the time they are given, and one that changes the engine waits for the one before it.
@@ -181,8 +227,8 @@ pub trait Engine: Send + Sync {
     /// ([`EngineConfig::served_model`]); asked before a byte moves. Reads file headers only. Tensors of a draft model are passed over.
     fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError>;
 
-    /// Whether it lives and answers, and which start of it. A pause of ours is not ill health.
-    async fn health(&self, deadline: Duration) -> Result<EngineStart, EngineError>;
+    /// Whether it lives and answers, which start of it, and what it says that it holds. A pause of ours is not ill health.
+    async fn health(&self, deadline: Duration) -> Result<Health, EngineError>;
 
     /// Whether the process that gave this start is there and was not replaced, seen at once and without asking it. False means that nothing is
     /// known before [`health`](Self::health) is asked again, not that it ended.
@@ -216,7 +262,7 @@ pub trait Engine: Send + Sync {
     }
 
     /// Switches to a version. `Ok` means that the engine confirmed its last step and is running (with [`PausePolicy::External`]: is as
-    /// paused as the trainer left it); see [`InstallError::dirty`] otherwise. The install goes on when the returned future is dropped.
+    /// paused as the trainer left it); see [`InstallError::left`] otherwise. The install goes on when the returned future is dropped.
     /// The directory must stay as it is until the install ended; when it ended dirty, until the next install or `put_back` ended.
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError>;
 
@@ -239,7 +285,7 @@ pub trait Engine: Send + Sync {
     /// Begins an install from GPU memory. Nothing is changed before the first bucket; until the install is finished, abandoned or dropped,
     /// nobody else changes the engine.
     async fn begin_device(&self, _job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
-        Err(InstallError { step: "start", dirty: false, source: server::no_device_route(self.kind()) })
+        Err(InstallError::before_start(server::no_device_route(self.kind())))
     }
 
     /// Whether its workers read weights from shared memory of the host, asked before a byte moves: the name of the way, for status and logs;
@@ -251,11 +297,12 @@ pub trait Engine: Send + Sync {
     /// Begins an install from shared memory. The engine serves on until it begins to load; until the install is finished, abandoned or
     /// dropped, nobody else changes it.
     async fn begin_host(&self, _job: &HostJob) -> Result<Box<dyn HostInstall>, InstallError> {
-        Err(InstallError { step: "start", dirty: false, source: server::no_host_route(self.kind()) })
+        Err(InstallError::before_start(server::no_host_route(self.kind())))
     }
 
-    /// Undoes a pause that an earlier life of the agent left behind, when the engine holds no half update.
-    async fn resume(&self, deadline: Duration) -> Result<Resumed, EngineError>;
+    /// Asks the engine what it holds. Ends a pause of ours where the engine holds no half update, and asks for an answer behind that: one that
+    /// does not compute is held and marked, as by an install.
+    async fn settle(&self, how: &Settling, deadline: Duration) -> Result<Settled, InstallError>;
 
     /// The last resort for an engine that holds half an update and cannot be fed in time: loads the weights that the server started with,
     /// whole, and lets it run. It is then what a freshly started engine is: complete, and not at any version of ours. When that fails too,

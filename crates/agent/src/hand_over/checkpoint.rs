@@ -15,7 +15,7 @@ use super::HandOver;
 use weightsync_core::protocol::HeldVersion;
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{Bucket, Gsum64, Layout};
-use weightsync_engine::{DeviceJob, Engine, EngineError, InstallError, InstallReport};
+use weightsync_engine::{DeviceJob, Engine, EngineError, InstallError, InstallReport, Left};
 use weightsync_gpu::worker::{Copy, HostMemory, Ring, Slot, WorkerError};
 
 /// Buckets in host memory: one is read while the other is copied.
@@ -32,13 +32,13 @@ pub enum FeedError {
 }
 
 impl FeedError {
-    /// As the outcome of an install; what the engine holds is then said by `dirty`.
-    pub fn into_install(self, dirty: bool) -> InstallError {
+    /// As the outcome of an install that left the engine so.
+    pub fn into_install(self, left: Left) -> InstallError {
         match self {
             Self::Install(error) => error,
             other => {
                 let source = EngineError::Unsupported { what: other.to_string(), next_step: "it is fed again in full".into() };
-                InstallError { step: "load", dirty, source }
+                InstallError { step: "load", left, source }
             }
         }
     }
@@ -158,8 +158,8 @@ pub async fn feed_checkpoint(
         Ok(()) => Ok((over.finish(version).await?, begun.elapsed())),
         Err(FeedError::Install(error)) => Err(error.into()),
         Err(error) => {
-            let dirty = over.abandon(&error.to_string()).await;
-            Err(error.into_install(dirty).into())
+            let left = over.abandon(&error.to_string()).await;
+            Err(error.into_install(left).into())
         }
     }
 }

@@ -81,8 +81,8 @@ pub async fn feed_memory(
         match filled {
             Ok(filled) => install.bucket(HostBucket { sequence: bucket.sequence, ..filled }).await?,
             Err(error) => {
-                let dirty = install.abandon(&error).await;
-                return Err(failed(error).into_install(dirty).into());
+                let left = install.abandon(&error).await;
+                return Err(failed(error).into_install(left).into());
             }
         }
     }

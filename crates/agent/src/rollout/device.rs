@@ -18,7 +18,7 @@ use crate::group::{Epoch, refusal};
 use crate::hand_over::HandOver;
 use weightsync_core::protocol::{BeginRequest, BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::{Bucket, Coverage, Cuts, DigestAlgorithm, DigestPart, Layout, TensorHasher};
-use weightsync_engine::InstallError;
+use weightsync_engine::{InstallError, Left};
 use weightsync_gpu::worker::Slot;
 use weightsync_transport::{BucketStore, DeviceBucket, Wants};
 
@@ -252,21 +252,21 @@ impl Rollout {
                     return;
                 }
                 Order::GiveUp(reason) => {
-                    let dirty = over.abandon(&reason).await;
-                    self.given_up(&reason, dirty, begun);
+                    let left = over.abandon(&reason).await;
+                    self.given_up(&reason, left, begun);
                     return;
                 }
             }
         }
         let reason = "the attempt was dropped";
-        let dirty = over.abandon(reason).await;
-        self.given_up(reason, dirty, begun);
+        let left = over.abandon(reason).await;
+        self.given_up(reason, left, begun);
     }
 
     /// The engine refused a bucket, or failed with it.
     fn device_failed(&self, receiver: &std::sync::Weak<DeviceReceiver>, error: &InstallError, switch: Switch) {
         let reason = format!("the engine did not take a bucket: {error}");
-        tracing::warn!(dirty = error.dirty, %error, "the engine did not take a bucket");
+        tracing::warn!(left = ?error.left, %error, "the engine did not take a bucket");
         let update = receiver.upgrade().map(|receiver| {
             *lock(&receiver.failed) = Some(reason.clone());
             lock(&receiver.arriving).take();
@@ -274,7 +274,7 @@ impl Rollout {
         });
         self.with(|inner| {
             // One that refuses this way cleanly is fed another way next time, as long as it is the same start.
-            if !error.dirty
+            if error.left == Left::AsBefore
                 && let Some(start) = inner.engine.start().cloned()
             {
                 inner.no_device = Some((start, reason.clone()));
@@ -282,25 +282,27 @@ impl Rollout {
             if let Some(update) = &update {
                 inner.machine.abort(update, &reason);
             }
-            inner.spoiled(reason, error.dirty, switch);
+            inner.spoiled(reason, error.left, switch);
         });
         self.probe_now.notify_one();
     }
 
-    pub(super) fn given_up(&self, reason: &str, dirty: bool, begun: Option<Switch>) {
+    pub(super) fn given_up(&self, reason: &str, left: Left, begun: Option<Switch>) {
         // One that was never begun changed nothing: the engine is as dirty as it was.
         let Some(switch) = begun else { return };
-        self.with(|inner| inner.spoiled(format!("an install was given up: {reason}"), dirty, switch));
+        self.with(|inner| inner.spoiled(format!("an install was given up: {reason}"), left, switch));
         self.probe_now.notify_one();
     }
 }
 
 impl Inner {
-    pub(super) fn spoiled(&mut self, reason: String, dirty: bool, switch: Switch) {
+    /// The install ended before its last step.
+    pub(super) fn spoiled(&mut self, reason: String, left: Left, switch: Switch) {
         self.switching = false;
-        self.paused_until = if dirty { self.paused_until } else { None };
-        if dirty {
-            self.machine.install_failed(reason, true, switch.start);
+        if left == Left::AsBefore {
+            self.paused_until = None;
+        } else {
+            self.machine.install_failed(reason, left, None, switch.start);
         }
     }
 }

@@ -18,7 +18,7 @@ use crate::group::{Epoch, refusal};
 use weightsync_core::protocol::{
     Delivery, ExternalBegin, ExternalEnd, ExternalOutcome, HealthPolicy, InstallStep, Refusal, RefusalCode, UpdateId, UpdateStatus,
 };
-use weightsync_engine::{EngineError, External, ExternalMark, ExternalProof};
+use weightsync_engine::{EngineError, External, ExternalMark, ExternalProof, Left};
 
 /// Longest call that marks an engine, or takes a mark back.
 const SHORT: Duration = Duration::from_secs(10);
@@ -243,7 +243,7 @@ impl Rollout {
             inner.switching = false;
             if touched {
                 let reason = format!("version {} was being brought by the trainer's data plane: {reason}", update.version);
-                inner.machine.install_failed(reason, true, switch.start);
+                inner.machine.install_failed(reason, Left::Mixture, None, switch.start);
             }
         });
     }

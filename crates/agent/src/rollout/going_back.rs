@@ -62,7 +62,7 @@ impl Inner {
     /// The copy from which to go back, where that is due.
     fn should_go_back(&self, epoch: &Epoch, current: &HeldVersion) -> Option<Arc<Version>> {
         let left = self.machine.installed().is_some_and(|installed| epoch.left(installed.held.version));
-        let due = (left || self.machine.dirty().is_some())
+        let due = (left || self.machine.must_not_serve())
             && self.went_back.as_ref() != Some(epoch.id())
             && self.machine.live().is_none()
             && !self.switching

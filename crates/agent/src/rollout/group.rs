@@ -214,15 +214,15 @@ impl Rollout {
                     return;
                 }
                 Order::GiveUp(reason) => {
-                    let dirty = install.abandon(&reason).await;
-                    self.given_up(&reason, dirty, begun);
+                    let left = install.abandon(&reason).await;
+                    self.given_up(&reason, left, begun);
                     return;
                 }
             }
         }
         let reason = "the attempt was dropped";
-        let dirty = install.abandon(reason).await;
-        self.given_up(reason, dirty, begun);
+        let left = install.abandon(reason).await;
+        self.given_up(reason, left, begun);
     }
 
     async fn carry_out(
@@ -257,10 +257,10 @@ impl Rollout {
     /// The engine refused, or failed in the middle.
     fn group_failed(&self, update: &UpdateId, error: &InstallError, switch: Switch) {
         let reason = format!("the engine did not receive: {error}");
-        tracing::warn!(dirty = error.dirty, %error, "the engine did not receive a bucket from its group");
+        tracing::warn!(left = ?error.left, %error, "the engine did not receive a bucket from its group");
         self.with(|inner| {
             inner.machine.abort(update, &reason);
-            inner.spoiled(reason, error.dirty, switch);
+            inner.spoiled(reason, error.left, switch);
         });
         self.probe_now.notify_one();
     }

@@ -3,11 +3,13 @@
 //! Decides nothing about who is in a group. An agent that ended before its engine was told would leave a pause of ours, and memory of the engine's
 //! GPUs in a group of its own that nobody is in any more.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use super::Rollout;
+use super::settle::RESTORE;
 
 /// Longest time that an engine may take to leave a group for good.
 const LEAVE: Duration = Duration::from_secs(10);
@@ -18,23 +20,23 @@ impl Rollout {
         self.leaving.token()
     }
 
-    /// Leaves the group: undoes a pause of ours where that is safe.
-    pub async fn release(&self) {
+    /// Leaves the group, and leaves the engine running.
+    pub async fn release(self: &Arc<Self>) {
         self.epoch_over("released");
-        self.resume_if_safe().await;
+        let policy = self.policy();
+        self.restore(&policy).await;
         self.leave_group(LEAVE).await;
     }
 
-    /// Waits until the engine is not being switched and has left the group that it was released from, at most so long: its files must stay until
-    /// then.
+    /// Waits until the engine has left the group that it was released from, and then at most `limit` until it is not being switched: its files
+    /// must stay until then.
     pub async fn settled(&self, limit: Duration) {
-        let settled = async {
-            self.leaving.close();
-            self.leaving.wait().await;
-            drop(self.switching.lock().await);
-        };
-        if tokio::time::timeout(limit, settled).await.is_err() {
-            tracing::warn!(?limit, "the engine is still being switched, or leaves its group, while its agent ends");
+        self.leaving.close();
+        if tokio::time::timeout(RESTORE + LEAVE, self.leaving.wait()).await.is_err() {
+            tracing::warn!("the engine still leaves its group while its agent ends");
+        }
+        if tokio::time::timeout(limit, self.switching.lock()).await.is_err() {
+            tracing::warn!(?limit, "the engine is still being switched while its agent ends");
         }
     }
 

@@ -2,7 +2,8 @@
 //!
 //! Pure: requests and outcomes in, the next step or a [`Refusal`] out; no file, engine or clock. A version is delivered only after
 //! [`Machine::verified`] with its manifest, installed only after the engine confirmed it, and an install that may have touched the engine
-//! and did not end well makes the rollout dirty, until an install in full succeeds or the engine starts anew.
+//! and did not end well makes the rollout dirty, until an install in full succeeds or the engine starts anew. An ending that proved nothing makes
+//! what the engine holds unknown, until the engine was asked.
 
 mod attempt;
 mod external;
@@ -10,7 +11,7 @@ mod external;
 use self::attempt::{Attempt, Stage, wrong_phase};
 use crate::group::refusal;
 use weightsync_core::protocol::{BeginRequest, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId, UpdateStatus};
-use weightsync_engine::EngineStart;
+use weightsync_engine::{EngineStart, Holding, Left};
 
 /// A version that the engine confirmed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,6 +26,14 @@ pub struct Dirty {
     pub reason: String,
     /// The start of the engine that was touched, where known: another start holds no half update.
     pub start: Option<EngineStart>,
+}
+
+/// What the engine holds was not seen after its last change.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unproven {
+    pub reason: String,
+    /// Versions that were verified here and may be what it holds.
+    pub may_hold: Vec<HeldVersion>,
 }
 
 /// What is to be done about a begin.
@@ -61,6 +70,7 @@ pub struct Machine {
     attempt: Option<Attempt>,
     installed: Option<Installed>,
     dirty: Option<Dirty>,
+    unproven: Option<Unproven>,
     sequence: u64,
     /// Whether the engine's process may be another one than that which answered last.
     uncertain: bool,
@@ -90,6 +100,16 @@ impl Machine {
     /// Why the engine may hold a mixture.
     pub fn dirty(&self) -> Option<&Dirty> {
         self.dirty.as_ref()
+    }
+
+    /// Why it is not known what the engine holds.
+    pub fn unproven(&self) -> Option<&Unproven> {
+        self.unproven.as_ref()
+    }
+
+    /// Whether the engine must be proven or fed before it serves.
+    pub fn must_not_serve(&self) -> bool {
+        self.dirty.is_some() || self.unproven.is_some()
     }
 
     /// The attempt that runs: readiness that drops meanwhile is not ill health.
@@ -160,7 +180,7 @@ impl Machine {
         let wanted = request.manifest_digest.as_ref().map(|manifest| HeldVersion { version: update.version, manifest: manifest.clone() });
         self.check_version(request, wanted.as_ref())?;
         let serves =
-            |wanted: &HeldVersion| self.dirty.is_none() && self.certainly_installed().is_some_and(|installed| installed.held == *wanted);
+            |wanted: &HeldVersion| !self.must_not_serve() && self.certainly_installed().is_some_and(|installed| installed.held == *wanted);
         let stage = match wanted {
             Some(wanted) if serves(&wanted) => Stage::Installed,
             Some(wanted) if kept.contains(&wanted) => Stage::Delivered(wanted),
@@ -230,7 +250,7 @@ impl Machine {
 
     /// The outcome of comparing coverage and digests.
     pub fn verified(&mut self, update: &UpdateId, outcome: Result<HeldVersion, String>, took_ms: u64) -> Result<(), Refusal> {
-        let serves = self.certainly_installed().filter(|_| self.dirty.is_none()).map(|installed| installed.held.clone());
+        let serves = self.certainly_installed().filter(|_| !self.must_not_serve()).map(|installed| installed.held.clone());
         self.advance(update, &Stage::Streamed, |attempt| {
             attempt.steps_ms.push(("verify".into(), took_ms));
             match (outcome, serves) {
@@ -267,14 +287,25 @@ impl Machine {
         }
         self.installed = Some(Installed { held, start });
         self.dirty = None;
+        self.unproven = None;
         self.sequence += 1;
     }
 
-    /// The install did not end well; `touched` when the engine may hold a mixture, of that start as far as known.
-    pub fn install_failed(&mut self, reason: String, touched: bool, start: Option<EngineStart>) {
-        if touched {
-            self.installed = None;
-            self.dirty = Some(Dirty { reason: reason.clone(), start });
+    /// The install of `held` did not end well. `left` is what the engine is left with; a mixture is that of `start`, as far as known.
+    pub fn install_failed(&mut self, reason: String, left: Left, held: Option<&HeldVersion>, start: Option<EngineStart>) {
+        let touched = left != Left::AsBefore;
+        let before = if touched { self.installed.take() } else { None };
+        match left {
+            Left::AsBefore => {}
+            Left::Mixture => {
+                self.dirty = Some(Dirty { reason: reason.clone(), start });
+                self.unproven = None;
+            }
+            Left::Unknown => {
+                let may_hold = held.cloned().into_iter().chain(before.map(|before| before.held)).collect();
+                self.unproven = Some(Unproven { reason: reason.clone(), may_hold });
+                self.dirty = None;
+            }
         }
         if let Some(attempt) = &mut self.attempt {
             if matches!(attempt.stage, Stage::Installing(_)) {
@@ -320,9 +351,38 @@ impl Machine {
         lacks || clean
     }
 
+    /// The engine says that it holds that, and this rollout recorded another version: true when it is not known any more what it holds.
+    pub fn engine_reports(&mut self, holding: &Holding) -> bool {
+        let Some(installed) = self.installed.as_ref().filter(|_| !self.must_not_serve()) else { return false };
+        if *holding == Holding::Version(installed.held.clone()) {
+            return false;
+        }
+        let reason = format!("the engine says that it holds {holding}, and its agent recorded version {}", installed.held.version);
+        let may_hold = vec![installed.held.clone()];
+        self.installed = None;
+        self.unproven = Some(Unproven { reason, may_hold });
+        self.sequence += 1;
+        true
+    }
+
+    /// The engine was asked after an ending that proved nothing: what it runs with, in which start.
+    pub fn engine_settled(&mut self, holding: &Holding, start: &EngineStart) {
+        let Some(unproven) = self.unproven.take() else { return };
+        match holding {
+            Holding::Version(held) if unproven.may_hold.contains(held) => {
+                self.installed = Some(Installed { held: held.clone(), start: start.clone() });
+            }
+            Holding::HalfAnUpdate(_) => self.dirty = Some(Dirty { reason: unproven.reason, start: Some(start.clone()) }),
+            // Whole, and no version that was verified here: it is fed.
+            Holding::Version(_) | Holding::Startup | Holding::Foreign(_) => {}
+        }
+        self.sequence += 1;
+    }
+
     /// An earlier life of this agent left an install unfinished.
     pub fn found_dirty(&mut self, reason: String, start: Option<EngineStart>) {
         self.dirty = Some(Dirty { reason, start });
+        self.unproven = None;
         self.sequence += 1;
     }
 
@@ -330,6 +390,7 @@ impl Machine {
     pub fn put_back(&mut self) {
         self.installed = None;
         self.dirty = None;
+        self.unproven = None;
         self.sequence += 1;
     }
 

@@ -35,6 +35,8 @@ pub struct Seen<'a> {
     pub left: bool,
     /// Why it may hold a mixture.
     pub dirty: Option<&'a str>,
+    /// Why it is not known what it holds, or whether it runs.
+    pub unproven: Option<&'a str>,
     /// The version that lies here complete and whose turn to be switched to comes: until then the engine serves what it has.
     pub awaits: Option<&'a HeldVersion>,
     /// Whether the engine is being switched by us: it may not answer then.
@@ -49,6 +51,9 @@ pub struct Seen<'a> {
 pub fn ready(seen: &Seen<'_>) -> Result<(), String> {
     if let Some(reason) = seen.dirty {
         return Err(format!("the engine must not serve before it is fed in full ({reason})"));
+    }
+    if let Some(reason) = seen.unproven {
+        return Err(format!("it is not known what the engine holds ({reason}); its agent asks it"));
     }
     if seen.released {
         return Ok(());

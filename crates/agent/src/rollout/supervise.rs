@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Inner, Rollout};
 use crate::group::{Standing, refusal};
 use weightsync_core::protocol::{Delivery, EngineFacts, HealthPolicy, KvCachePolicy, PausePolicy, Refusal, RefusalCode, UpdatePolicy};
-use weightsync_engine::{EngineError, EngineStart, Holding};
+use weightsync_engine::{EngineError, EngineStart, Health, Holding};
 
 /// How long a pause that an earlier life of this agent may have left is suffered while no group says who pauses.
 const LEFT_PAUSED: Duration = Duration::from_secs(30);
@@ -119,7 +119,7 @@ impl Rollout {
             if self.switching.try_lock().is_ok() {
                 let asked = self.ask_engine(Duration::from_millis(policy.health.timeout_ms)).await;
                 match asked {
-                    Ok(()) if !settled => settled = self.settle(begun).await,
+                    Ok(()) if !settled => settled = self.settle(begun, &policy).await,
                     Ok(()) => {}
                     Err(_) => self.look_for_wedge(&policy.health).await,
                 }
@@ -164,12 +164,12 @@ impl Rollout {
     pub(super) async fn ask_engine(self: &Arc<Self>, deadline: Duration) -> Result<(), Refusal> {
         let health = self.policy().health;
         match self.engine.health(deadline).await {
-            Ok(start) => {
+            Ok(Health { start, holding }) => {
                 // A trainer that loads weights by itself may put engines to sleep between its steps.
                 if let Some(asleep) = self.engine.asleep().filter(|_| self.policy().delivery != Delivery::External) {
                     return Err(self.asleep(start, &asleep));
                 }
-                let new = self.with(|inner| inner.answered(start, &health));
+                let new = self.with(|inner| inner.answered(start, holding.as_ref(), &health));
                 if new {
                     self.probe(deadline).await?;
                 }
@@ -247,7 +247,7 @@ impl Rollout {
     }
 
     /// Finds out what an earlier life of this agent left in the engine; true when there is nothing left to find out.
-    async fn settle(&self, begun: Instant) -> bool {
+    async fn settle(&self, begun: Instant, policy: &UpdatePolicy) -> bool {
         match self.engine.holding(Duration::from_secs(5)).await {
             Ok(Holding::HalfAnUpdate(held)) => {
                 self.with(|inner| {
@@ -269,7 +269,7 @@ impl Rollout {
                 let external = !ours && !matches!(&*self.core.standing().borrow(), Standing::Idle);
                 // A switch of this life ended with an engine that runs: who paused it, or put it to sleep, since then is somebody else.
                 if ours && self.with(|inner| inner.machine.live().is_none() && inner.last.is_none()) {
-                    self.resume_if_safe().await;
+                    return self.resume_if_safe(policy).await.is_ok();
                 }
                 ours || external
             }
@@ -280,11 +280,16 @@ impl Rollout {
     /// Brings a kept version into an engine that lacks it, and ends a pause that took too long.
     async fn heal(self: &Arc<Self>, policy: &UpdatePolicy) {
         let limit = Duration::from_millis(policy.update_timeout_ms);
+        if let Ok(_switching) = self.switching.try_lock()
+            && self.with(|inner| inner.engine.healthy && inner.machine.live().is_none())
+        {
+            self.prove_unknown(policy).await;
+        }
         let (lacks, overdue) = self.with(|inner| {
             let lacks = inner.engine.healthy
                 && inner.installed_once().next().is_some()
                 && inner.machine.installed().is_none()
-                && inner.machine.dirty().is_none()
+                && !inner.machine.must_not_serve()
                 && inner.machine.live().is_none();
             let overdue = inner.dirty_since.is_some_and(|since| since.elapsed() >= limit) && inner.machine.live().is_none();
             (lacks, overdue)
@@ -300,19 +305,26 @@ impl Rollout {
     }
 
     /// The rules of the last group, or usual ones before there was one.
-    fn policy(&self) -> UpdatePolicy {
+    pub(super) fn policy(&self) -> UpdatePolicy {
         crate::core::lock(&self.inner).policy.clone().unwrap_or_else(usual_policy)
     }
 }
 
 impl Inner {
     /// The engine answers; true when this start was not asked yet what it is.
-    fn answered(&mut self, start: EngineStart, health: &HealthPolicy) -> bool {
+    fn answered(&mut self, start: EngineStart, holding: Option<&Holding>, health: &HealthPolicy) -> bool {
         self.engine.passed(health);
         if self.machine.engine_seen(&start) {
             tracing::warn!("the engine started anew, or slept: it holds no version");
         }
         self.engine.started(start);
+        // The user's own data plane writes words of its own there.
+        let external = self.policy.as_ref().is_some_and(|policy| policy.delivery == Delivery::External);
+        if let Some(holding) = holding.filter(|_| !external && !self.switching)
+            && self.machine.engine_reports(holding)
+        {
+            tracing::warn!(%holding, "the engine holds another version than its agent recorded");
+        }
         !self.engine.probed
     }
 }

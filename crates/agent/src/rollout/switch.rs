@@ -11,13 +11,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Rollout, Version, same_version};
 use weightsync_core::protocol::{HeldVersion, PausePolicy, UpdatePolicy};
-use weightsync_engine::{DraftWay, EngineError, EngineStart, InstallError, InstallJob, InstallReport, Resumed, draft};
+use weightsync_engine::{DraftWay, EngineError, EngineStart, InstallError, InstallJob, InstallReport, Left, draft};
 
 /// What an adapter may take beyond the time that it was given.
 const GRACE: Duration = Duration::from_secs(10);
-
-/// Longest call that only asks or resumes.
-const SHORT: Duration = Duration::from_secs(10);
 
 /// A change of the engine that began.
 #[derive(Debug, Default)]
@@ -37,7 +34,8 @@ impl Rollout {
             self.with(|inner| {
                 inner.machine.install_failed(
                     format!("the kept copy of version {} is damaged: {reason}", version.held.version),
-                    false,
+                    Left::AsBefore,
+                    None,
                     None,
                 );
                 inner.stop_receiving("its copy is damaged");
@@ -82,7 +80,7 @@ impl Rollout {
             if route.is_some() {
                 match self.install_through_memory(&version, policy).await {
                     // Nothing was touched, and there is another way; not for a draft model.
-                    Err(InstallError { step: "start", dirty: false, source: error @ EngineError::Unsupported { .. } })
+                    Err(InstallError { step: "start", left: Left::AsBefore, source: error @ EngineError::Unsupported { .. } })
                         if !version.layout.has_draft() =>
                     {
                         tracing::warn!(%error, "the version does not go into the engine by shared memory");
@@ -93,7 +91,7 @@ impl Rollout {
             if version.layout.has_draft() {
                 // Neither of the other ways says which model a tensor is for.
                 let source = draft::untaken(self.engine.kind(), DraftWay::Other);
-                return Err(InstallError { step: "start", dirty: false, source });
+                return Err(InstallError::before_start(source));
             }
             match self.engine.takes_directories() {
                 Ok(()) => self.engine.install(&job).await,
@@ -101,11 +99,8 @@ impl Rollout {
             }
         };
         let outcome = timeout(limit.saturating_add(GRACE), installed).await.map_err(drop);
-        let clean_failure = self.end_switch(&version.held, Some(&version), outcome, switch, limit);
+        self.end_switch(&version.held, Some(&version), outcome, switch, limit);
         self.probe_now.notify_one();
-        if clean_failure && policy.pause != PausePolicy::External {
-            self.resume_if_safe().await;
-        }
     }
 
     /// The engine is being changed by us from now on, at most so long.
@@ -118,8 +113,7 @@ impl Rollout {
         })
     }
 
-    /// Takes in how an install ended: none when it did not. `files` are those of the version, where it lies in files. True when it failed
-    /// and left the engine as it was.
+    /// Takes in how an install ended: none when it did not. `files` are those of the version, where it lies in files.
     pub(super) fn end_switch(
         self: &Arc<Self>,
         held: &HeldVersion,
@@ -127,15 +121,15 @@ impl Rollout {
         outcome: Result<Result<InstallReport, InstallError>, ()>,
         switch: Switch,
         limit: Duration,
-    ) -> bool {
-        let failed = |error: &InstallError| format!("version {} could not be installed: {error}", held.version);
+    ) {
+        let failed = |cause: String| format!("version {} could not be installed: {cause}", held.version);
         let owes_answer = matches!(&outcome, Ok(Ok(report)) if report.owes_answer);
-        let left_as_it_was = self.with(|inner| {
+        self.with(|inner| {
             inner.switching = false;
             inner.paused_until = None;
             // A new start of the engine cleans it as well; its files are let go with the next switch.
             let touched = inner.touched.take();
-            match outcome {
+            let (reason, left) = match outcome {
                 Ok(Ok(report)) => {
                     tracing::info!(version = held.version, steps = ?report.steps_ms, "the engine confirmed");
                     inner.took(held);
@@ -145,54 +139,33 @@ impl Rollout {
                     inner.shelve(files);
                     inner.staged = inner.staged.take().filter(|staged| files.is_some_and(|files| !Arc::ptr_eq(staged, files)));
                     inner.stop_receiving("it is installed");
-                    false
+                    return;
                 }
                 Ok(Err(error)) => {
-                    tracing::warn!(version = held.version, dirty = error.dirty, %error, "an install did not end well");
-                    // An engine that started anew in the middle holds no half update, whatever start it was touched in.
-                    let dirty = error.dirty && !matches!(error.source, EngineError::Restarted);
+                    tracing::warn!(version = held.version, left = ?error.left, %error, "an install did not end well");
                     if let EngineError::CanaryRefused { measured } = &error.source {
                         inner.refuse(held, measured);
                     }
-                    inner.machine.install_failed(failed(&error), dirty, switch.start);
-                    if dirty {
-                        inner.touched = touched;
-                        inner.paused_until = Some(ms_since_1970(limit));
-                    }
-                    inner.stop_receiving("it could not be installed");
-                    !dirty
+                    (failed(error.to_string()), error.left)
                 }
                 Err(()) => {
-                    let reason = format!("version {} could not be installed: no end after {limit:?}", held.version);
-                    tracing::warn!(reason, "an install did not end");
-                    inner.machine.install_failed(reason, true, switch.start);
-                    inner.touched = touched;
-                    inner.paused_until = Some(ms_since_1970(limit));
-                    inner.stop_receiving("its install did not end");
-                    false
+                    tracing::warn!(version = held.version, ?limit, "an install did not end");
+                    (failed(format!("no end after {limit:?}")), Left::Mixture)
                 }
+            };
+            if left == Left::Unknown {
+                // Whole by what was seen so far: proven, it is kept as any other version.
+                inner.to_prove = files.cloned();
             }
+            if left != Left::AsBefore {
+                inner.touched = touched;
+                inner.paused_until = Some(ms_since_1970(limit));
+            }
+            inner.machine.install_failed(reason, left, Some(held), switch.start);
+            inner.stop_receiving("it could not be installed");
         });
         if owes_answer {
             self.see_owed_answer(held.clone());
-        }
-        left_as_it_was
-    }
-
-    /// Undoes a pause of ours, unless the engine may hold half an update. The adapter asks the engine itself.
-    pub(super) async fn resume_if_safe(&self) {
-        if self.with(|inner| inner.machine.dirty().is_some()) {
-            return;
-        }
-        match self.engine.resume(SHORT).await {
-            Ok(Resumed::WasRunning) => {}
-            Ok(Resumed::Resumed) => tracing::info!("a pause that was left behind is undone"),
-            Ok(Resumed::HalfAnUpdate(held)) => self.with(|inner| {
-                let reason = format!("an install of version {} began and was not seen to end", held.version);
-                let start = inner.engine.start().cloned();
-                inner.machine.found_dirty(reason, start);
-            }),
-            Err(error) => tracing::warn!(%error, "the engine cannot be asked to go on"),
         }
     }
 
@@ -201,7 +174,7 @@ impl Rollout {
         let _switching = self.switching.lock().await;
         let (current, epoch) = (self.core.current(), self.core.epoch());
         let wanted = self.with(|inner| {
-            let idle = inner.machine.live().is_none() && inner.machine.installed().is_none() && inner.machine.dirty().is_none();
+            let idle = inner.machine.live().is_none() && inner.machine.installed().is_none() && !inner.machine.must_not_serve();
             let of_group =
                 current.as_ref().and_then(|current| inner.installed_once().find(|held| same_version(&held.held, current)).cloned());
             let newest = || {
@@ -223,7 +196,7 @@ impl Rollout {
     /// Has the start-up weights put back into an engine that was not fed in time.
     pub(super) async fn put_back(self: &Arc<Self>, limit: Duration) {
         let _switching = self.switching.lock().await;
-        if self.with(|inner| inner.machine.dirty().is_none()) {
+        if self.with(|inner| !inner.machine.must_not_serve()) {
             return;
         }
         match timeout(limit.saturating_add(GRACE), self.engine.put_back(limit)).await {

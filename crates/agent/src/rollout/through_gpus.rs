@@ -15,7 +15,7 @@ use crate::hand_over::feed_checkpoint;
 use weightsync_core::protocol::{HeldVersion, UpdatePolicy};
 use weightsync_core::weights::Layout;
 use weightsync_core::weights::safetensors::Checkpoint;
-use weightsync_engine::{DeviceJob, EngineError, InstallError, InstallReport};
+use weightsync_engine::{DeviceJob, EngineError, InstallError, InstallReport, Left};
 use weightsync_gpu::worker::Ring;
 
 /// Buckets that are under way on each GPU.
@@ -59,10 +59,9 @@ impl Rollout {
 
     /// Has the engine take the files of a version through its GPUs.
     pub(super) async fn install_through_gpus(&self, version: &Version, policy: &UpdatePolicy) -> Result<InstallReport, InstallError> {
-        let cannot = |what: String| InstallError {
-            step: "start",
-            dirty: false,
-            source: EngineError::Unsupported { what, next_step: "give this agent the engine's GPUs, with room for two buckets".into() },
+        let cannot = |what: String| {
+            let next_step = "give this agent the engine's GPUs, with room for two buckets".into();
+            InstallError::before_start(EngineError::Unsupported { what, next_step })
         };
         let directory = version.dir().path().to_owned();
         let opened = tokio::task::spawn_blocking(move || Checkpoint::open(&directory)).await;
@@ -72,7 +71,7 @@ impl Rollout {
         let job = self.device_job(number, Some(manifest), Arc::new(layout), policy);
         let rings = self.rings(&job).await.map_err(cannot)?;
         let fed = feed_checkpoint(self.engine.as_ref(), &job, version.held.clone(), Arc::new(checkpoint), &rings, false).await;
-        fed.map(|(report, _)| report).map_err(|error| error.into_install(false))
+        fed.map(|(report, _)| report).map_err(|error| error.into_install(Left::AsBefore))
     }
 
     /// A small ring on each of the engine's GPUs; freed behind the install.

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Rollout, Version};
 use weightsync_core::protocol::{HeldVersion, UpdatePolicy};
 use weightsync_core::weights::Layout;
-use weightsync_engine::{EngineError, HostJob, HostMemory, InstallError, InstallReport};
+use weightsync_engine::{EngineError, HostJob, HostMemory, InstallError, InstallReport, Left};
 
 /// Longest time to ask a server which ways it has.
 const ASK: Duration = Duration::from_secs(5);
@@ -52,12 +52,12 @@ impl Rollout {
         version: &Arc<Version>,
         policy: &UpdatePolicy,
     ) -> Result<InstallReport, InstallError> {
-        let cannot = |dirty, what: String| InstallError {
+        let cannot = |left, what: String| InstallError {
             step: "start",
-            dirty,
+            left,
             source: EngineError::Unsupported { what, next_step: "it is fed from a directory".into() },
         };
-        let memory = version.memory().map_err(|what| cannot(false, what))?;
+        let memory = version.memory().map_err(|what| cannot(Left::AsBefore, what))?;
         let HeldVersion { version: number, manifest } = version.held.clone();
         let job = Self::host_job((number, Some(manifest)), version.layout.clone(), memory, policy);
         let mut install = self.engine.begin_host(&job).await?;
@@ -69,8 +69,8 @@ impl Rollout {
             match told.unwrap_or_else(|ended| Err(ended.to_string())) {
                 Ok(bucket) => install.bucket(bucket).await?,
                 Err(what) => {
-                    let dirty = install.abandon(&what).await;
-                    return Err(cannot(dirty, what));
+                    let left = install.abandon(&what).await;
+                    return Err(cannot(left, what));
                 }
             }
         }

@@ -18,7 +18,7 @@ use weightsync_core::protocol::{
 };
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Layout, Section, TensorSpec};
-use weightsync_engine::{DraftWay, draft};
+use weightsync_engine::{DraftWay, Left, draft};
 use weightsync_net::deadline::ProgressDeadline;
 
 /// Longest wait of a status request for news.
@@ -130,7 +130,9 @@ impl Rollout {
                     let (rollout, policy) = (self.clone(), Self::policy_of(epoch));
                     tokio::spawn(async move { rollout.switch(version, &policy).await });
                 }
-                None => self.with(|inner| inner.machine.install_failed("the delivered version is gone".into(), false, None)),
+                None => self.with(|inner| {
+                    inner.machine.install_failed("the delivered version is gone".into(), Left::AsBefore, None, None);
+                }),
             }
         }
         self.answer(update)

@@ -12,7 +12,8 @@ use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCacheP
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{TensorSpec, digest_hex, tensor_digest};
 use weightsync_engine::{
-    Engine, EngineError, EngineStart, Holding, HostDigest, HostInstall, HostJob, InstallError, InstallJob, InstallReport, Resumed,
+    Engine, EngineError, EngineStart, Health, Holding, HostDigest, HostInstall, HostJob, InstallError, InstallJob, InstallReport, Left,
+    Settled, Settling,
 };
 
 /// What the engine does wrong.
@@ -28,6 +29,8 @@ pub enum Fault {
     FailsBeforeLoad,
     /// Never ends a load.
     Hangs,
+    /// Loads, and then does not run again.
+    StaysPaused,
 }
 
 #[derive(Debug, Default)]
@@ -45,6 +48,8 @@ pub struct Inside {
     /// How long it takes to say what it is.
     pub slow_facts: Duration,
     pub put_back: u32,
+    /// Its start-up weights are gone.
+    pub lost_start_up: bool,
     /// It is asked for its one token behind an install.
     pub owes: bool,
     /// The version that it does not compute with.
@@ -148,8 +153,8 @@ impl Engine for TestEngine {
         }
     }
 
-    async fn health(&self, _deadline: Duration) -> Result<EngineStart, EngineError> {
-        self.answer()
+    async fn health(&self, deadline: Duration) -> Result<Health, EngineError> {
+        Ok(Health { start: self.answer()?, holding: Some(self.holding(deadline).await?) })
     }
 
     async fn answers(&self, _canary: &CanaryPolicy, _deadline: Duration) -> Result<bool, EngineError> {
@@ -159,14 +164,14 @@ impl Engine for TestEngine {
     }
 
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError> {
-        let failed = |step, dirty, what: &str| InstallError {
+        let failed = |step, left, what: &str| InstallError {
             step,
-            dirty,
+            left,
             source: EngineError::BadReply { url: "http://engine".into(), what: what.into() },
         };
         let (start, fault, slow) = self.get(|inside| (inside.start, inside.fault, inside.slow));
         if fault == Fault::FailsBeforeLoad {
-            return Err(failed("pause", false, "no"));
+            return Err(failed("pause", Left::AsBefore, "no"));
         }
         self.set(|inside| {
             inside.paused = true;
@@ -179,23 +184,27 @@ impl Engine for TestEngine {
             std::future::pending::<()>().await;
         }
         if fault == Fault::FailsInLoad {
-            return Err(failed("load", true, "out of memory"));
+            return Err(failed("load", Left::Mixture, "out of memory"));
         }
-        let read = digest_of(&job.directory).map_err(|error| failed("load", true, &error))?;
+        let read = digest_of(&job.directory).map_err(|error| failed("load", Left::Mixture, &error))?;
         if self.get(|inside| inside.start != start) {
-            return Err(InstallError { step: "load", dirty: false, source: EngineError::Restarted });
+            return Err(InstallError { step: "load", left: Left::Unknown, source: EngineError::Restarted });
         }
         if job.canary.is_some() && self.get(|inside| inside.refuses.contains(&job.version.version)) {
             let source = EngineError::CanaryRefused { measured: "the log-prob of token 1 of 1 is no number".into() };
-            return Err(InstallError { step: "canary", dirty: true, source });
+            return Err(InstallError { step: "canary", left: Left::Mixture, source });
         }
+        let stays_paused = fault == Fault::StaysPaused;
         self.set(|inside| {
             inside.serves = Some(read);
             inside.holding = Some(job.version.clone());
             inside.half = None;
-            inside.paused = false;
+            inside.paused = stays_paused;
             inside.directory = Some(job.directory.clone());
         });
+        if stays_paused {
+            return Err(failed("resume", Left::Unknown, "it is still paused"));
+        }
         Ok(InstallReport {
             start: EngineStart(start.to_string()),
             steps_ms: vec![("load".into(), 1)],
@@ -209,7 +218,7 @@ impl Engine for TestEngine {
         }
         self.set(|inside| (inside.half, inside.paused) = (Some(version.clone()), true));
         let source = EngineError::BadReply { url: "http://engine".into(), what: "it generated no token".into() };
-        Err(InstallError { step: "probe", dirty: true, source })
+        Err(InstallError { step: "probe", left: Left::Mixture, source })
     }
 
     async fn host_route(&self, _deadline: Duration) -> Result<&'static str, EngineError> {
@@ -223,18 +232,25 @@ impl Engine for TestEngine {
         Ok(Box::new(Workers::begin(self, job, digest)))
     }
 
-    async fn resume(&self, _deadline: Duration) -> Result<Resumed, EngineError> {
-        self.answer()?;
-        if let Some(half) = self.get(|inside| inside.half.clone()) {
-            return Ok(Resumed::HalfAnUpdate(half));
+    async fn settle(&self, _how: &Settling, deadline: Duration) -> Result<Settled, InstallError> {
+        let unknown = |source| InstallError { step: "start", left: Left::Unknown, source };
+        let start = self.answer().map_err(unknown)?;
+        let holding = self.holding(deadline).await.map_err(unknown)?;
+        if self.get(|inside| inside.fault == Fault::StaysPaused) {
+            return Err(unknown(EngineError::BadReply { url: "http://engine".into(), what: "it is still paused".into() }));
         }
-        let was = self.get(|inside| inside.paused);
-        self.set(|inside| inside.paused = false);
-        Ok(if was { Resumed::Resumed } else { Resumed::WasRunning })
+        let resumed = !matches!(holding, Holding::HalfAnUpdate(_)) && self.get(|inside| inside.paused);
+        if resumed {
+            self.set(|inside| inside.paused = false);
+        }
+        Ok(Settled { start, holding, resumed })
     }
 
     async fn put_back(&self, _deadline: Duration) -> Result<(), EngineError> {
         self.answer()?;
+        if self.get(|inside| inside.lost_start_up) {
+            return Err(EngineError::BadReply { url: "http://engine".into(), what: "no such directory".into() });
+        }
         self.set(|inside| {
             inside.half = None;
             inside.holding = None;

@@ -2,7 +2,7 @@
 
 use crate::rollout::machine::{Machine, Opening};
 use weightsync_core::protocol::*;
-use weightsync_engine::EngineStart;
+use weightsync_engine::{EngineStart, Left};
 
 fn begin(epoch: u64, version: Version, attempt: u32, manifest: &str) -> ExternalBegin {
     let epoch = EpochId { weightsync: "w".into(), created: 1, term: 0, epoch };
@@ -56,7 +56,7 @@ fn whatever_ends_it_between_mark_and_proof_leaves_the_engine_dirty_until_a_versi
     machine.begin_external(&two).unwrap();
     machine.opened(&two.update, true).unwrap();
     assert!(machine.epoch_over("fenced"));
-    machine.install_failed("fenced".into(), true, Some(start()));
+    machine.install_failed("fenced".into(), Left::Mixture, None, Some(start()));
     assert!(machine.dirty().is_some() && machine.installed().is_none());
     assert!(machine.status().unwrap().dirty);
     bring(&mut machine, &begin(2, 2, 2, "b"));

@@ -6,7 +6,7 @@ use super::trainer::weights;
 use crate::rollout::machine::{Activating, Finishing, Machine, Opening};
 use weightsync_core::protocol::*;
 use weightsync_core::weights::DigestAlgorithm;
-use weightsync_engine::EngineStart;
+use weightsync_engine::{EngineStart, Left};
 
 fn id(epoch: u64, version: Version, attempt: u32) -> UpdateId {
     UpdateId { epoch: EpochId { weightsync: "w".into(), created: 1, term: 0, epoch }, version, attempt }
@@ -145,7 +145,7 @@ fn a_dirty_engine_is_clean_after_a_full_install_or_a_new_start_only() {
         machine.streamed(&update, 0).unwrap();
         machine.verified(&update, Ok(held(1, "one")), 0).unwrap();
         machine.activate(&update).unwrap();
-        machine.install_failed("load failed".into(), true, Some(start(1)));
+        machine.install_failed("load failed".into(), Left::Mixture, None, Some(start(1)));
     };
     let mut machine = Machine::default();
     dirty(&mut machine);
@@ -226,7 +226,8 @@ proptest! {
                     machine.install_confirmed(wanted, start(present), Vec::new());
                 },
                 Happens::Failed(touched) => if installing.take().is_some() {
-                    machine.install_failed("failed".into(), touched, Some(start(present)));
+                    let left = if touched { Left::Mixture } else { Left::AsBefore };
+                    machine.install_failed("failed".into(), left, None, Some(start(present)));
                     prop_assert_eq!(machine.dirty().is_some(), touched || machine.dirty().is_some());
                 },
                 Happens::Abort(e, v, a) => { machine.abort(&id(e, v, a), "given up"); }
@@ -274,7 +275,7 @@ fn an_engine_that_was_fed_while_buckets_came_is_taken_to_its_last_step_or_dirty(
     machine.begin(&begin(&third, false, None), &[]).unwrap();
     machine.opened(&third, true).unwrap();
     assert!(machine.abort(&third, "the stream broke"));
-    machine.install_failed("an install was given up".into(), true, None);
+    machine.install_failed("an install was given up".into(), Left::Mixture, None, None);
     assert!(machine.dirty().is_some() && machine.installed().is_none());
     assert!(machine.status().unwrap().dirty, "the leader is told");
 }

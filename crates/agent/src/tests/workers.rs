@@ -10,7 +10,7 @@ use super::engine::{Fault, TestEngine};
 use weightsync_core::protocol::HeldVersion;
 use weightsync_core::weights::{digest_hex, tensor_digest};
 use weightsync_engine::{
-    EngineError, EngineStart, HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTensor, InstallError, InstallReport,
+    EngineError, EngineStart, HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTensor, InstallError, InstallReport, Left,
 };
 
 /// One install.
@@ -51,7 +51,7 @@ impl Workers {
     fn fail(&mut self, what: &str) -> InstallError {
         self.over = true;
         let source = EngineError::BadReply { url: "http://engine".into(), what: what.into() };
-        InstallError { step: "load", dirty: self.loading, source }
+        InstallError { step: "load", left: if self.loading { Left::Mixture } else { Left::AsBefore }, source }
     }
 
     async fn load(&mut self) -> Result<(), InstallError> {
@@ -120,9 +120,9 @@ impl HostInstall for Workers {
         Ok(InstallReport { start: EngineStart(self.start.to_string()), steps_ms: vec![("load".into(), 1)], owes_answer: false })
     }
 
-    async fn abandon(mut self: Box<Self>, _reason: &str) -> bool {
+    async fn abandon(mut self: Box<Self>, _reason: &str) -> Left {
         self.over = true;
-        self.loading
+        if self.loading { Left::Mixture } else { Left::AsBefore }
     }
 }
 

@@ -11,8 +11,8 @@ use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 use tokio::task::JoinHandle;
 
-/// How long a process may take to end after SIGTERM before SIGKILL.
-const GRACE: Duration = Duration::from_secs(5);
+/// How long a process that is killed may take to end.
+const KILLED: Duration = Duration::from_secs(5);
 
 /// A running child. Dropping it kills it.
 #[derive(Debug)]
@@ -72,11 +72,11 @@ impl Process {
     }
 
     /// Asks it to end, makes it end after a grace, and waits for it.
-    pub(super) async fn stop(mut self) {
+    pub(super) async fn stop(mut self, grace: Duration) {
         self.signal(Signal::TERM);
-        if tokio::time::timeout(GRACE, &mut self.waiter).await.is_err() {
+        if tokio::time::timeout(grace, &mut self.waiter).await.is_err() {
             self.signal(Signal::KILL);
-            let _ = tokio::time::timeout(GRACE, &mut self.waiter).await;
+            let _ = tokio::time::timeout(KILLED, &mut self.waiter).await;
         }
     }
 }

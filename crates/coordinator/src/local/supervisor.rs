@@ -15,13 +15,20 @@ use super::pod::{EngineProgram, PodSpec};
 use super::process::{Process, Start, tail};
 use super::restarts::Restarts;
 use crate::{CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
-use weightsync_core::membership::{GroupStage, MembershipView};
+use weightsync_core::membership::{GroupStage, MemberView, MembershipView};
 use weightsync_core::plan::Candidate;
-use weightsync_core::protocol::{Assignment, HeldVersion, PodRef, Role, Version};
+use weightsync_core::protocol::{Assignment, HeldVersion, MemberName, PodRef, Role, Version};
 use weightsync_net::identity::Ca;
 
 /// Longest wait for members to leave the group when it is stopped.
 const RELEASE: Duration = Duration::from_secs(5);
+
+/// Longest wait for an engine that goes on without us and may hold half an update: its agent gives it whole weights (60 s at most) and leaves its
+/// group (10 s).
+const RESTORE: Duration = Duration::from_secs(75);
+
+/// How long a process may take to end after SIGTERM before SIGKILL.
+const GRACE: Duration = Duration::from_secs(5);
 
 pub(super) enum Order {
     /// Send a signal to a pod's processes and do not start them again.
@@ -54,6 +61,11 @@ struct Pod {
 }
 
 impl Pod {
+    /// Whether its engine was started by somebody else, and serves on without us.
+    fn goes_on(&self) -> bool {
+        self.alive && self.spec.engine.as_ref().is_some_and(|engine| engine.command.is_empty())
+    }
+
     fn restarts(&mut self, part: Part) -> &mut Restarts {
         if part == Part::Agent { &mut self.agent_restarts } else { &mut self.engine_restarts }
     }
@@ -163,8 +175,7 @@ impl Supervisor {
     /// Engines that somebody else started go on without us: they resume, and leave the group of their own that bytes came by, which would keep
     /// memory of their GPUs. Members that do not answer do not hold the others up for long.
     async fn let_go(&self, mut view: watch::Receiver<MembershipView>) {
-        let goes_on = |pod: &Pod| pod.alive && pod.spec.engine.as_ref().is_some_and(|engine| engine.command.is_empty());
-        if !self.pods.iter().any(goes_on) {
+        if !self.pods.iter().any(Pod::goes_on) {
             return;
         }
         self.coordinator.change(|wanted| wanted.delete = true);
@@ -172,14 +183,29 @@ impl Supervisor {
         if tokio::time::timeout(RELEASE, released).await.is_err() {
             tracing::warn!("not every member left the group before it was stopped; its engine leaves it when it joins another");
         }
+        let ours: Vec<MemberName> = self.pods.iter().filter(|pod| pod.goes_on()).map(|pod| pod.spec.member()).collect();
+        let held = |view: &MembershipView| -> Vec<MemberView> {
+            view.members.iter().filter(|member| member.dirty && ours.contains(&member.name)).cloned().collect()
+        };
+        if held(&view.borrow()).is_empty() {
+            return;
+        }
+        tracing::warn!("an engine may hold half an update: its agent gives it whole weights first");
+        if tokio::time::timeout(RESTORE, view.wait_for(|view| held(view).is_empty())).await.is_err() {
+            for member in held(&view.borrow()) {
+                let (engine, why) = (member.engine_url.unwrap_or_default(), member.message);
+                tracing::error!(member = %member.name, engine, why, "the engine stays out of service: restart it");
+            }
+        }
     }
 
     /// Agents first: they resume what they paused while their engine still answers, and end what they do with it.
     async fn stop(self) {
         let (mut agents, mut engines) = (Vec::new(), Vec::new());
         for pod in self.pods {
-            agents.extend(pod.agent.map(Process::stop));
-            engines.extend(pod.engine.map(Process::stop));
+            let grace = if pod.goes_on() { RESTORE } else { GRACE };
+            agents.extend(pod.agent.map(|agent| agent.stop(grace)));
+            engines.extend(pod.engine.map(|engine| engine.stop(GRACE)));
         }
         futures::future::join_all(agents).await;
         futures::future::join_all(engines).await;

@@ -67,7 +67,7 @@ impl Membership {
         // A dirty member does not say whether it committed; a source does, and commits after all others.
         let led = states.clone().any(|state| state.role == Role::Source);
         let agree = states.all(|state| {
-            (matches!(state.phase, MemberPhase::Ready | MemberPhase::Updating) || led && state.phase == MemberPhase::Dirty)
+            (matches!(state.phase, MemberPhase::Ready | MemberPhase::Updating) || led && state.phase.must_not_serve())
                 && state.epoch.as_ref() == Some(&id)
                 && state.roster_digest.as_deref() == Some(digest.as_str())
         });

@@ -5,7 +5,7 @@
 //! to: the highest one below that somebody keeps. The way there is `target.rs`'s. Below a majority it changes nothing: who refuses does not
 //! serve, and is named.
 
-use crate::protocol::{HeldVersion, MemberName, MemberPhase, MemberState, RefusedVersion, Role, Version, is_refused_by_most};
+use crate::protocol::{HeldVersion, MemberName, MemberState, RefusedVersion, Role, Version, is_refused_by_most};
 
 use super::{Membership, Reason};
 
@@ -50,7 +50,7 @@ impl Membership {
             let took = |installed: &HeldVersion| installed == held || installed.version > held.version;
             if let Some(refused) = state.refused.iter().find(|refused| refused.held == *held) {
                 votes.refused.push((candidate.name.clone(), refused.measured.clone()));
-            } else if state.phase != MemberPhase::Dirty && state.installed.as_ref().is_some_and(took) {
+            } else if !state.phase.must_not_serve() && state.installed.as_ref().is_some_and(took) {
                 votes.taken += 1;
             } else if self.in_update(&candidate.name, agent) {
                 votes.undecided += 1;

@@ -146,7 +146,7 @@ impl Membership {
         let bound = self.agents.of(candidate);
         let state = bound.and_then(|(_, agent)| agent.state.as_ref());
         let (standing, reason, message) = self.standing(candidate, assessment);
-        let dirty = state.is_some_and(|state| state.phase == MemberPhase::Dirty);
+        let dirty = state.is_some_and(|state| state.phase.must_not_serve());
         MemberView {
             name: name.clone(),
             role: candidate.role,
@@ -220,18 +220,26 @@ impl Membership {
         let named = |held: &crate::protocol::HeldVersion| format!("version {}", held.version);
         let current = self.wanted().map_or_else(String::new, named);
         let number = self.version.as_ref().map_or(0, |version| version.version);
-        let dirty = state.phase == MemberPhase::Dirty;
+        let dirty = state.phase.must_not_serve();
         // Switched in turn, the last ones serve what they have until then.
         let skew = self.skew_of(state);
         let turn = !dirty
             && skew != Some(Skew::TooOld)
             && self.updates.awaits_its_turn(self.now, &group.id, &group.policy, &candidate.name, number);
         if self.is_behind(state) && !turn {
-            let standing = if state.phase == MemberPhase::Dirty { MemberStanding::Dirty } else { MemberStanding::Behind };
+            let standing = match state.phase {
+                MemberPhase::Dirty => MemberStanding::Dirty,
+                MemberPhase::Unknown => MemberStanding::Unknown,
+                _ => MemberStanding::Behind,
+            };
             let serves = !dirty && skew == Some(Skew::Within);
             let meanwhile = if serves { "; it serves meanwhile, as membership.maxSkew lets it" } else { "" };
             if updating {
                 return (standing, Reason::BeingFed, format!("{current} is being brought to it{meanwhile}"));
+            }
+            if standing == MemberStanding::Unknown {
+                let message = state.reason.clone().unwrap_or_else(|| "what its engine holds is not known".to_owned());
+                return (standing, Reason::EngineUnproven, message);
             }
             if standing == MemberStanding::Dirty {
                 let message = state.reason.clone().unwrap_or_else(|| "an install did not end well".to_owned());
@@ -302,7 +310,9 @@ impl Membership {
                 (MemberStanding::Out, reason)
                     if self.left_out.iter().any(|left| left.who == member.name && left.code.reason() == reason) => {}
                 (MemberStanding::Out, Reason::Terminating | Reason::NotCandidate) => {}
-                (MemberStanding::Out | MemberStanding::Dirty, reason) => add(reason, Some(&member.name), member.message.clone()),
+                (MemberStanding::Out | MemberStanding::Dirty | MemberStanding::Unknown, reason) => {
+                    add(reason, Some(&member.name), member.message.clone());
+                }
                 (MemberStanding::Behind, Reason::NoFeeder) => add(Reason::NoFeeder, Some(&member.name), member.message.clone()),
                 _ => {}
             }

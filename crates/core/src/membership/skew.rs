@@ -3,7 +3,7 @@
 //! Decides for one replica from what the view shows, so that the controller's gate says what the agent's own probe says. It never calls a
 //! replica fit to serve that holds no verified version. The numbers' rule is `protocol`'s.
 
-use crate::protocol::{HeldVersion, MemberPhase, MemberState, Returned, Role, Skew, Version, newest_in_service, skew};
+use crate::protocol::{HeldVersion, MemberState, Returned, Role, Skew, Version, newest_in_service, skew};
 
 use super::{Membership, MembershipView};
 
@@ -12,7 +12,7 @@ impl Membership {
     pub(super) fn newest(&self) -> Option<Version> {
         let (most, counts) = (self.config.policy.max_skew?, self.wanted()?.version);
         let left = |version: &Version| self.returned().is_some_and(|returned| returned.left(*version));
-        let serve = |state: &&MemberState| state.role == Role::Rollout && state.phase != MemberPhase::Dirty;
+        let serve = |state: &&MemberState| state.role == Role::Rollout && !state.phase.must_not_serve();
         let installed = self.states().filter(serve).filter_map(|state| state.installed.as_ref()).map(|held| held.version);
         Some(newest_in_service(most, counts, installed.filter(|version| !left(version))))
     }

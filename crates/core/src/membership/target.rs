@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::protocol::{HeldVersion, MemberPhase, MemberState, Reason, Returned, Role, Version};
+use crate::protocol::{HeldVersion, MemberState, Reason, Returned, Role, Version};
 
 use super::Membership;
 
@@ -51,7 +51,7 @@ impl Membership {
         let Some(target) = self.target.clone() else { return };
         let min_ready = self.config.policy.min_ready.max(1);
         let serve = |state: &&MemberState| {
-            let whole = state.role == Role::Rollout && state.phase != MemberPhase::Dirty;
+            let whole = state.role == Role::Rollout && !state.phase.must_not_serve();
             whole && state.installed.as_ref() == Some(&target)
         };
         // A source says of a version that it once counted; here only those that serve it now do.

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::protocol::{HeldVersion, Incarnation, MemberName, MemberPhase, MemberState, Reason, Role};
+use crate::protocol::{HeldVersion, Incarnation, MemberName, MemberState, Reason, Role};
 
 use super::Membership;
 
@@ -16,7 +16,7 @@ impl Membership {
         let min_ready = self.config.policy.min_ready.max(1);
         for candidate in &self.candidates {
             let Some(state) = self.agents.of(candidate).and_then(|(_, agent)| agent.state.as_ref()) else { continue };
-            let Some(held) = state.installed.as_ref().filter(|_| state.phase != MemberPhase::Dirty) else { continue };
+            let Some(held) = state.installed.as_ref().filter(|_| !state.phase.must_not_serve()) else { continue };
             // Not even for the very first version: some took it, and most refused it.
             if self.is_refused(held.version) {
                 continue;
@@ -84,7 +84,7 @@ impl Membership {
                 (false, _) => continue,
                 (true, Role::Source) => 3,
                 (true, Role::Rollout) if !self.lacks(state) => 2,
-                (true, Role::Rollout) => u8::from(state.phase != MemberPhase::Dirty),
+                (true, Role::Rollout) => u8::from(!state.phase.must_not_serve()),
             };
             if best.is_none_or(|(best, _)| rank > best) {
                 best = Some((rank, name));
@@ -96,5 +96,5 @@ impl Membership {
 
 /// Whether the engine of a replica may hold half an update.
 fn is_dirty(state: &MemberState) -> bool {
-    state.role == Role::Rollout && state.phase == MemberPhase::Dirty
+    state.role == Role::Rollout && state.phase.must_not_serve()
 }

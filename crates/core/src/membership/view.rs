@@ -36,6 +36,8 @@ pub enum MemberStanding {
     Behind,
     /// In the committed group, must be fed in full before it may serve.
     Dirty,
+    /// In the committed group, and what its engine holds is not known: it is asked, or fed, before it may serve.
+    Unknown,
     /// Takes part in the epoch that is being formed.
     Forming,
     /// Could take part and waits for the next epoch, or for a group to make sense.
@@ -61,7 +63,7 @@ pub struct MemberView {
     pub standing: MemberStanding,
     /// What it keeps, complete and verified (delivered), the current version first where it is among them.
     pub keeps: Vec<HeldVersion>,
-    /// Whether it may hold half an update, wherever it stands: it must not serve until it is fed in full.
+    /// Whether it may hold half an update, or nobody knows what it holds, wherever it stands: it must not serve until it is proven or fed.
     pub dirty: bool,
     /// Whether its engine computes nothing any more although its front answers, by its agent's word.
     pub wedged: bool,

@@ -226,8 +226,18 @@ pub enum MemberPhase {
     Updating,
     /// An install began and did not end well: must be fed in full, never serves.
     Dirty,
+    /// The last change of the engine ended without proof: what the engine holds, or whether it runs, is not known. It does not serve before it
+    /// is proven or fed.
+    Unknown,
     /// The engine beside it does not answer.
     EngineDown,
+}
+
+impl MemberPhase {
+    /// Whether its engine must be proven or fed before it serves.
+    pub fn must_not_serve(self) -> bool {
+        matches!(self, Self::Dirty | Self::Unknown)
+    }
 }
 
 /// Everything an agent knows of itself; the answer of `GET /v1/state` and the first event of each stream.
@@ -279,7 +289,7 @@ pub struct MemberState {
     /// Whether the engine is paused by us, and until when at most, in ms since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paused_until: Option<u64>,
-    /// Why it is dirty, unhealthy or idle, for a person.
+    /// Why it is dirty, unknown, unhealthy or idle, for a person.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }

@@ -102,6 +102,8 @@ reasons! {
     PodReplaced,
     /// An install began and did not end well: the replica does not serve until it is fed in full.
     InstallFailed,
+    /// The last change of the engine ended without proof of what it holds or that it runs. Its agent asks it, and then it is proven or fed.
+    EngineUnproven,
     /// The engine's worker ranks are not what the spec says.
     SizeMismatch,
     /// The member did not prepare within its deadline.

@@ -119,7 +119,7 @@ pub struct RosterReplica {
     pub name: super::MemberName,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub url: Option<String>,
-    /// `ready`, `updating`, `dirty`, `behind` or `out`.
+    /// `ready`, `updating`, `dirty`, `unknown`, `behind` or `out`.
     pub state: String,
     /// Version that its engine serves, as far as known.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -5,37 +5,45 @@
 //! it is about the weights, and others may have measured the same. Without a canary one token must come.
 
 use super::Inner;
-use super::install::{Failed, Terms, clean};
 use super::proof::MOST_GENERATE;
+use super::session::Failed;
 use crate::canary::{failed_to_compute, judge};
 use crate::http::Until;
 use crate::server::Server;
-use crate::{EngineError, Holding, InstallError};
+use crate::{EngineError, Holding, InstallError, Left};
 use weightsync_core::protocol::{CanaryPolicy, HeldVersion};
 
 impl<S: Server> Inner<S> {
-    /// Asks the engine, which runs, and names the step that this was.
-    pub(super) async fn see_an_answer(&self, terms: &Terms, until: Until, whole: Until) -> Result<&'static str, InstallError> {
-        match &terms.canary {
-            Some(canary) => self.ask_canary(canary, terms, until, whole).await.map(|()| "canary"),
-            None => self.generate(terms, until, whole).await.map(|()| "probe"),
+    /// Asks the engine, which runs, and names the step that this was. `marked` is written into an engine that must not serve.
+    pub(super) async fn see_an_answer(
+        &self,
+        canary: Option<&CanaryPolicy>,
+        marked: &HeldVersion,
+        until: Until,
+        whole: Until,
+    ) -> Result<&'static str, InstallError> {
+        match canary {
+            Some(canary) => self.ask_canary(canary, marked, until, whole).await.map(|()| "canary"),
+            None => self.generate(marked, until, whole).await.map(|()| "probe"),
         }
     }
 
-    async fn ask_canary(&self, canary: &CanaryPolicy, terms: &Terms, until: Until, whole: Until) -> Result<(), InstallError> {
+    async fn ask_canary(&self, canary: &CanaryPolicy, marked: &HeldVersion, until: Until, whole: Until) -> Result<(), InstallError> {
         let source = match self.server.log_probs(canary, until.at_most(MOST_GENERATE)).await {
             Ok(log_probs) => match judge(canary, &log_probs) {
                 Ok(()) => return Ok(()),
                 Err(measured) => EngineError::CanaryRefused { measured },
             },
-            Err(error @ EngineError::Unreachable { .. }) => return Err(clean(self.seen(Failed { step: "canary", source: error }))),
+            Err(error @ EngineError::Unreachable { .. }) => {
+                return Err(self.seen(Failed { step: "canary", source: error }).left(Left::Unknown));
+            }
             Err(error) => match failed_to_compute(&error) {
                 Some(measured) => EngineError::CanaryRefused { measured },
                 None => error,
             },
         };
-        tracing::warn!(engine = self.server.url(), version = terms.version.version, %source, "the canary does not let the version pass");
-        Err(self.hold_back(Failed { step: "canary", source }, &terms.marked, whole).await)
+        tracing::warn!(engine = self.server.url(), version = marked.version, %source, "the canary does not let the version pass");
+        Err(self.hold_back(Failed { step: "canary", source }, marked, whole).await)
     }
 
     /// What it computes with must not be served: it is marked, and paused until it is fed again.
@@ -43,7 +51,7 @@ impl<S: Server> Inner<S> {
         if let Err(error) = self.write(Holding::HalfAnUpdate(marked.clone()), whole).await {
             tracing::warn!(engine = self.server.url(), %error, "an engine that must not serve cannot be marked");
         }
-        self.dirty(failed, whole).await
+        self.hold_mixture(failed, whole).await
     }
 
     /// Whether it answers the canary's question now, whatever it answers; an error says what it lacks for that.

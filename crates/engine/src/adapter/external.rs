@@ -8,11 +8,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::Inner;
-use super::install::Steps;
 use super::proof::MOST_GENERATE;
+use super::session::Steps;
 use crate::http::Until;
 use crate::server::Server;
-use crate::{EngineError, External, ExternalMark, ExternalProof, Holding, InstallError, InstallReport};
+use crate::{EngineError, External, ExternalMark, ExternalProof, Holding, InstallError, InstallReport, Left};
 use weightsync_core::protocol::HeldVersion;
 
 #[async_trait]
@@ -42,7 +42,8 @@ impl<S: Server> External for Inner<S> {
         let proven = self.prove_external(proof, Until::new(proof.timeout)).await;
         proven.map_err(|(step, source)| {
             self.start.failed(&source);
-            InstallError { step, dirty: !matches!(source, EngineError::Restarted), source }
+            let left = if matches!(source, EngineError::Restarted) { Left::Unknown } else { Left::Mixture };
+            InstallError { step, left, source }
         })
     }
 

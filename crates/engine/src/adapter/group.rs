@@ -68,7 +68,7 @@ impl<S: Server> EngineGroup for Member<S> {
         let Some(name) = self.inner.group.get() else {
             let what = "the engine is in no group".to_owned();
             let source = EngineError::Unsupported { what, next_step: "it joins with the next epoch".into() };
-            return Err(InstallError { step: "start", dirty: false, source });
+            return Err(InstallError::before_start(source));
         };
         device::begin(Arc::clone(&self.inner), job.clone(), Some(OfGroup { server: Arc::clone(&self.server), name, asked })).await
     }

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::Inner;
-use super::install::{Failed, Terms, at, clean};
+use super::session::{Failed, at};
 use crate::http::Until;
 use crate::server::Server;
-use crate::{EngineError, EngineStart, Holding, InstallError};
+use crate::{EngineError, EngineStart, Holding, InstallError, Left};
 use weightsync_core::protocol::HeldVersion;
 
 /// Longest wait for the one token after the switch; the first of a fresh vLLM 0.32 took 5.5 s on an idle CPU machine and 30 s on a busy one.
@@ -72,11 +72,11 @@ enum Silent {
 
 impl<S: Server> Inner<S> {
     /// One token from the new weights. An engine that is merely busy passes; one that fails to compute does not.
-    pub(super) async fn generate(&self, terms: &Terms, until: Until, whole: Until) -> Result<(), InstallError> {
+    pub(super) async fn generate(&self, marked: &HeldVersion, until: Until, whole: Until) -> Result<(), InstallError> {
         match self.token(until, whole).await {
             Ok(()) => Ok(()),
-            Err(Silent::Gone(source)) => Err(clean(self.seen(Failed { step: "probe", source }))),
-            Err(Silent::Spoiled(source)) => Err(self.hold_back(Failed { step: "probe", source }, &terms.marked, whole).await),
+            Err(Silent::Gone(source)) => Err(self.seen(Failed { step: "probe", source }).left(Left::Unknown)),
+            Err(Silent::Spoiled(source)) => Err(self.hold_back(Failed { step: "probe", source }, marked, whole).await),
         }
     }
 
@@ -84,7 +84,7 @@ impl<S: Server> Inner<S> {
     pub(super) async fn see_owed_answer(&self, version: &HeldVersion, whole: Until) -> Result<(), InstallError> {
         tokio::time::sleep(QUIET).await;
         // Whoever replaced the version, or is about to, asks for an answer as well.
-        drop(self.turn(whole).await.map_err(at("probe")).map_err(clean)?);
+        drop(self.turn(whole).await.map_err(|error| at("probe")(error).left(Left::Unknown))?);
         if self.server.holding(whole).await.is_ok_and(|holds| holds != Holding::Version(version.clone())) {
             return Ok(());
         }
@@ -93,7 +93,7 @@ impl<S: Server> Inner<S> {
                 self.proven.settle(true);
                 return Ok(());
             }
-            Err(Silent::Gone(source)) => return Err(clean(self.seen(Failed { step: "probe", source }))),
+            Err(Silent::Gone(source)) => return Err(self.seen(Failed { step: "probe", source }).left(Left::Unknown)),
             // Put to sleep by somebody else meanwhile, it computes for nobody, and what it holds ends with that.
             Err(Silent::Spoiled(_)) if self.server.is_paused(whole).await.is_ok_and(|paused| paused) => return Ok(()),
             Err(Silent::Spoiled(source)) => source,
@@ -107,7 +107,15 @@ impl<S: Server> Inner<S> {
             (Ok(_turn), Ok(Holding::Version(held))) if held == *version => Err(self.hold_back(failed, version, whole).await),
             // It is not at that version any more: whoever changed it asked it as well.
             (Ok(_), Ok(_)) => Ok(()),
-            (Err(_), _) | (_, Err(_)) => Err(clean(self.seen(failed))),
+            (Err(_), _) | (_, Err(_)) => Err(self.seen(failed).left(Left::Unknown)),
+        }
+    }
+
+    /// Whether it computes with weights that are no version of ours: one token, or a sign of life from one that is busy.
+    pub(super) async fn computes(&self, until: Until) -> Result<(), EngineError> {
+        match self.token(until, until).await {
+            Ok(()) => Ok(()),
+            Err(Silent::Gone(error) | Silent::Spoiled(error)) => Err(error),
         }
     }
 

@@ -3,9 +3,11 @@
 //! Decides the order, and what is left when even that fails: an engine that stays paused, holds no request, and carries the mark.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Inner, Loading};
+use super::Inner;
+use super::session::Busy;
 use crate::http::Until;
 use crate::server::Server;
 use crate::{EngineError, Holding};
@@ -13,7 +15,7 @@ use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 
 impl<S: Server> Inner<S> {
     /// Puts the start-up weights back and lets the engine run.
-    pub(super) async fn put_back(&self, whole: Until) -> Result<(), EngineError> {
+    pub(super) async fn put_back(self: &Arc<Self>, whole: Until) -> Result<(), EngineError> {
         let until = whole.keeping(whole.total() / 5);
         let _turn = self.turn(until).await?;
         let put_back = self.load_startup(until).await;
@@ -27,9 +29,9 @@ impl<S: Server> Inner<S> {
         put_back
     }
 
-    async fn load_startup(&self, until: Until) -> Result<(), EngineError> {
+    async fn load_startup(self: &Arc<Self>, until: Until) -> Result<(), EngineError> {
         let version = match self.server.holding(until).await? {
-            Holding::Startup => return self.run_again(until).await,
+            Holding::Startup => return self.run_and_compute(until).await,
             Holding::Version(version) | Holding::HalfAnUpdate(version) => version,
             Holding::Foreign(_) => HeldVersion { version: 0, manifest: "0".repeat(64) },
         };
@@ -40,12 +42,17 @@ impl<S: Server> Inner<S> {
         self.server.stage(Path::new(&checkpoint), until).await?;
         self.write(Holding::HalfAnUpdate(version), until).await?;
         {
-            let _loading = Loading::new(&self.loading);
+            let _busy = Busy::new(self.clone());
             self.server.clear_failed_load(until).await?;
             self.server.load(Path::new(&checkpoint), until).await?;
         }
         self.server.reset_cache(until).await?;
         self.write(Holding::Startup, until).await?;
-        self.run_again(until).await
+        self.run_and_compute(until).await
+    }
+
+    async fn run_and_compute(&self, until: Until) -> Result<(), EngineError> {
+        self.run_again(until).await?;
+        self.computes(until).await
     }
 }

@@ -2,7 +2,7 @@
 
 use super::gpu::GpuBench;
 use super::support::{SOON, held, post};
-use crate::{EngineError, Holding, InstallError};
+use crate::{EngineError, Holding, InstallError, Left};
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_testkit::simulator::WeightTransfer;
 
@@ -59,7 +59,7 @@ async fn a_copy_that_is_not_what_the_agent_says_ends_the_install_with_the_tensor
     let on = bench(true).await;
     let error = one_bucket(&on, |bucket| bucket.sums[0] ^= 1).await;
     let words = error.to_string();
-    assert!(error.dirty && words.contains("rank 0") && words.contains("its digest is"), "{words}");
+    assert!(error.is_dirty() && words.contains("rank 0") && words.contains("its digest is"), "{words}");
     assert!(on.bench.is_paused().await);
     on.install(3).await.unwrap();
     assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await);
@@ -70,7 +70,7 @@ async fn a_stream_that_breaks_in_the_middle_leaves_the_engine_held_until_it_is_f
     let on = bench(true).await;
     let (version, job) = (on.version(2), on.job(2));
     let install = version.feed_some(on.engine.as_ref(), &job, 2).await;
-    assert!(install.abandon("the stream broke").await);
+    assert_eq!(install.abandon("the stream broke").await, Left::Mixture);
     assert!(on.bench.is_paused().await);
     on.install(3).await.unwrap();
     assert!(!on.bench.is_paused().await);
@@ -81,12 +81,12 @@ async fn a_stream_that_breaks_in_the_middle_leaves_the_engine_held_until_it_is_f
 async fn a_worker_on_a_cpu_or_on_another_gpu_is_told_before_anything_is_touched() {
     let on_cpus = bench(false).await;
     let error = one_bucket(&on_cpus, |_| ()).await;
-    assert!(!error.dirty && matches!(error.source, EngineError::Unsupported { .. }), "{error}");
+    assert!(!error.is_dirty() && matches!(error.source, EngineError::Unsupported { .. }), "{error}");
     assert!(error.to_string().contains("not on a GPU"), "{error}");
 
     let on = bench(true).await;
     let error = one_bucket(&on, |bucket| bucket.places.truncate(1)).await;
-    assert!(!error.dirty && error.to_string().contains("where a worker of the engine is"), "{error}");
+    assert!(!error.is_dirty() && error.to_string().contains("where a worker of the engine is"), "{error}");
     for bench in [on, on_cpus] {
         assert!(!bench.bench.is_paused().await);
         assert_eq!(bench.bench.digest().await, bench.bench.fresh_digest(1).await);

@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::support::{Bench, SOON, adapter, held};
-use crate::{EngineError, Holding, InstallJob, Resumed};
+use crate::{EngineError, Holding, InstallJob, Settling};
 use weightsync_core::protocol::{CanaryPolicy, PausePolicy};
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults};
 
@@ -62,7 +62,7 @@ async fn a_version_with_a_tensor_of_nan_is_refused_held_and_marked_and_the_one_b
         bench.engine.install(&job(&bench, 2)).await.unwrap();
         poison(&bench, 3);
         let error = bench.engine.install(&job(&bench, 3)).await.unwrap_err();
-        assert_eq!((error.step, error.dirty), ("canary", true), "{kind}: {error}");
+        assert_eq!((error.step, error.is_dirty()), ("canary", true), "{kind}: {error}");
         let EngineError::CanaryRefused { measured } = &error.source else { panic!("{kind}: {error}") };
         let says = if kind == "vllm" { "not JSON compliant" } else { "token 1 of 4 is no number" };
         assert!(measured.contains(says), "{kind}: {measured}");
@@ -70,7 +70,7 @@ async fn a_version_with_a_tensor_of_nan_is_refused_held_and_marked_and_the_one_b
         // Whoever comes to this engine later finds that it must not serve.
         let successor = adapter(kind, &bench.simulator.url(), None, None);
         assert_eq!(successor.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(3)), "{kind}");
-        assert_eq!(successor.resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(held(3)), "{kind}");
+        assert_eq!(successor.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding, Holding::HalfAnUpdate(held(3)), "{kind}");
         assert!(!bench.engine.answers(&canary(), SOON).await.unwrap(), "{kind}: it is held, so nothing is known");
         bench.engine.install(&job(&bench, 2)).await.unwrap();
         assert!(!bench.is_paused().await, "{kind}");
@@ -84,7 +84,7 @@ async fn without_a_canary_a_vllm_that_computes_no_number_is_held_all_the_same() 
     bench.engine.install(&bench.job(2)).await.unwrap();
     poison(&bench, 3);
     let error = bench.engine.install(&bench.job(3)).await.unwrap_err();
-    assert_eq!((error.step, error.dirty), ("probe", true), "{error}");
+    assert_eq!((error.step, error.is_dirty()), ("probe", true), "{error}");
     assert!(error.to_string().contains("a number that JSON does not have"), "{error}");
     assert!(bench.is_paused().await);
 }
@@ -114,7 +114,7 @@ async fn an_engine_that_gives_no_log_probs_says_what_it_lacks_and_is_never_taken
         let lacks = bench.engine.answers(&canary(), SOON).await.unwrap_err();
         assert!(matches!(lacks, EngineError::Unsupported { .. }) && lacks.to_string().contains(says), "{kind}: {lacks}");
         let error = bench.engine.install(&job(&bench, 2)).await.unwrap_err();
-        assert!(error.dirty && matches!(error.source, EngineError::Unsupported { .. }), "{kind}: it refuses nothing: {error}");
+        assert!(error.is_dirty() && matches!(error.source, EngineError::Unsupported { .. }), "{kind}: it refuses nothing: {error}");
         assert!(bench.is_paused().await, "{kind}");
     }
 }
@@ -129,7 +129,7 @@ async fn an_answer_that_was_cut_off_says_nothing_of_the_weights_and_the_engine_i
         let bench = Bench::start(kind).await;
         bench.set_faults(answering(kind, 200, body)).await;
         let error = bench.engine.install(&job(&bench, 2)).await.unwrap_err();
-        assert!(error.dirty && !matches!(error.source, EngineError::CanaryRefused { .. }), "{kind}: {error}");
+        assert!(error.is_dirty() && !matches!(error.source, EngineError::CanaryRefused { .. }), "{kind}: {error}");
         assert!(bench.is_paused().await, "{kind}");
     }
 }

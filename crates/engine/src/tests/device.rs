@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::gpu::{GPUS, GpuBench};
 use super::support::{SOON, held, post, until};
-use crate::{EngineError, Holding, Resumed};
+use crate::{EngineError, Holding, Left, Settling};
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault};
 
@@ -60,7 +60,7 @@ async fn three_versions_in_a_row_are_what_fresh_servers_serve() {
             let last = if owes { "check" } else { "probe" };
             assert!(steps.starts_with(&["pause", "load", "check"]) && steps.ends_with(&[last]), "{steps:?}");
             on.engine.see_owed_answer(&held(version), SOON).await.unwrap();
-            assert_eq!(report.start, on.engine.health(SOON).await.unwrap(), "{way:?}: the install is no restart");
+            assert_eq!(report.start, on.engine.health(SOON).await.unwrap().start, "{way:?}: the install is no restart");
             assert_eq!(on.bench.digest().await, on.bench.fresh_digest(version).await, "{way:?}");
             assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(version)), "{way:?}");
             assert_ne!(on.bench.complete("the same prompt", 8).await, before, "{way:?}");
@@ -74,7 +74,7 @@ async fn nothing_is_changed_before_the_first_bucket() {
         let on = bench(way).await;
         let install = on.engine.begin_device(&on.job(2)).await.unwrap();
         assert!(!on.bench.is_paused().await, "{way:?}");
-        assert!(!install.abandon("the stream broke").await, "{way:?}: it was not touched");
+        assert_eq!(install.abandon("the stream broke").await, Left::AsBefore, "{way:?}: it was not touched");
         assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Startup, "{way:?}");
         assert_eq!(on.bench.digest().await, on.bench.fresh_digest(1).await, "{way:?}");
         on.install(2).await.unwrap();
@@ -92,12 +92,12 @@ async fn a_stream_that_breaks_in_the_middle_leaves_the_engine_held_and_marked_un
                 drop(install);
                 until("the pause", || async { on.bench.is_paused().await }).await;
             } else {
-                assert!(install.abandon("the stream broke").await, "{way:?}");
+                assert_eq!(install.abandon("the stream broke").await, Left::Mixture, "{way:?}");
             }
             assert!(on.bench.is_paused().await, "{way:?}");
             let held = on.engine.holding(SOON).await.unwrap();
             assert!(matches!(&held, Holding::HalfAnUpdate(version) if version.version == 2), "{way:?}: {held:?}");
-            assert!(matches!(on.engine.resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(_)), "{way:?}");
+            assert!(matches!(on.engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding, Holding::HalfAnUpdate(_)), "{way:?}");
             on.install(3).await.unwrap();
             assert!(!on.bench.is_paused().await, "{way:?}");
             assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await, "{way:?}");
@@ -113,7 +113,7 @@ async fn f94_a_worker_that_cannot_load_a_bucket_ends_the_install_at_once_with_it
         let begun = Instant::now();
         let error = on.install(2).await.unwrap_err();
         assert!(begun.elapsed() < SOON / 2, "{way:?}");
-        assert!(error.dirty && error.step == "load", "{way:?}: {error}");
+        assert!(error.is_dirty() && error.step == "load", "{way:?}: {error}");
         if way.3 == "checkpoint-engine" {
             assert!(error.to_string().contains("out of memory"), "{way:?}: {error}");
         }
@@ -136,7 +136,7 @@ async fn f94_an_engine_that_refuses_before_it_took_anything_is_as_it_was() {
         let after = if way.0 == "lmdeploy" { count_status_calls(&on).await } else { 0 };
         on.bench.set_faults(rule(call(way), after, refusal)).await;
         let error = on.install(2).await.unwrap_err();
-        assert!(!error.dirty, "{way:?}: {error}");
+        assert!(!error.is_dirty(), "{way:?}: {error}");
         assert!(error.to_string().contains("not installed"), "{way:?}: {error}");
         on.bench.set_faults(Faults::default()).await;
         until("the resume", || async { !on.bench.is_paused().await }).await;
@@ -165,7 +165,7 @@ async fn an_engine_that_hangs_ends_the_install_with_its_deadline() {
         let begun = Instant::now();
         let error = on.version(2).feed(on.engine.as_ref(), &job).await.unwrap_err();
         assert!(begun.elapsed() < SOON, "{way:?}: {:?}", begun.elapsed());
-        assert!(matches!(error.source, EngineError::Timeout { .. }) && error.dirty, "{way:?}: {error}");
+        assert!(matches!(error.source, EngineError::Timeout { .. }) && error.is_dirty(), "{way:?}: {error}");
     }
 }
 
@@ -176,13 +176,13 @@ async fn f46_f48_an_engine_that_lacks_a_bucket_is_never_resumed() {
         let (version, job) = (on.version(2), on.job(2));
         let install = version.feed_some(on.engine.as_ref(), &job, 2).await;
         let error = install.finish(held(2)).await.unwrap_err();
-        assert!(error.dirty && error.to_string().contains("2 of"), "{way:?}: {error}");
+        assert!(error.is_dirty() && error.to_string().contains("2 of"), "{way:?}: {error}");
         assert!(on.bench.is_paused().await, "{way:?}");
 
         let mut install = version.feed_some(on.engine.as_ref(), &on.job(2), 1).await;
         let again = version.layout.bucket(0).unwrap();
         let error = install.bucket(version.bucket(again)).await.unwrap_err();
-        assert!(error.dirty && error.to_string().contains("1 was expected"), "{way:?}: {error}");
+        assert!(error.is_dirty() && error.to_string().contains("1 was expected"), "{way:?}: {error}");
         assert!(on.bench.is_paused().await, "{way:?}");
     }
 }
@@ -199,7 +199,7 @@ async fn an_engine_that_does_not_compute_with_what_it_took_is_held_and_marked_be
     assert!(on.install(3).await.unwrap().owes_answer);
     on.bench.set_faults(fails_to_compute()).await;
     let error = on.engine.see_owed_answer(&held(3), SOON).await.unwrap_err();
-    assert!(error.dirty && error.step == "probe" && error.to_string().contains("illegal memory access"), "{error}");
+    assert!(error.is_dirty() && error.step == "probe" && error.to_string().contains("illegal memory access"), "{error}");
     assert!(on.asleep().await);
     assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(3)));
     // What it takes next has to be seen to work before it counts.
@@ -229,7 +229,7 @@ async fn an_answer_that_is_owed_for_a_version_that_was_replaced_holds_nobody() {
     assert!(!on.asleep().await);
     assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(2)));
     // It still owes the answer for the version that it holds.
-    assert!(on.engine.see_owed_answer(&held(2), SOON).await.unwrap_err().dirty);
+    assert!(on.engine.see_owed_answer(&held(2), SOON).await.unwrap_err().is_dirty());
 }
 
 #[tokio::test]
@@ -267,13 +267,13 @@ async fn a_layout_that_tears_tensors_and_a_policy_that_cannot_be_kept_are_refuse
     even.cuts = weightsync_core::weights::Cuts::Even;
     job.layout = std::sync::Arc::new(even);
     let error = on.engine.begin_device(&job).await.err().unwrap();
-    assert!(!error.dirty && error.to_string().contains("tear tensors"), "{error}");
+    assert!(!error.is_dirty() && error.to_string().contains("tear tensors"), "{error}");
     for pause in [PausePolicy::Keep, PausePolicy::Drain] {
         assert!(on.engine.accepts(pause, KvCachePolicy::Reset).is_err());
     }
     assert!(on.engine.takes_directories().is_err());
     let error = on.engine.install(&on.bench.job_with(2, PausePolicy::Abort)).await.unwrap_err();
-    assert!(!error.dirty && error.to_string().contains("cannot load weights from a directory"), "{error}");
+    assert!(!error.is_dirty() && error.to_string().contains("cannot load weights from a directory"), "{error}");
     assert!(!on.asleep().await);
 }
 

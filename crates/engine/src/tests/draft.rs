@@ -58,7 +58,7 @@ async fn an_engine_that_is_lost_between_the_two_sessions_holds_half_an_update() 
     let rule = FaultRule { path: "/start_draft_weight_update".into(), after: 0, times: Some(1), fault: Fault::Disconnect };
     bench.set_faults(Faults { rules: vec![rule], ..Faults::default() }).await;
     let error = both(&bench, 2, 3).install(&bench).await.unwrap_err();
-    assert!(error.dirty && bench.is_paused().await, "{error}");
+    assert!(error.is_dirty() && bench.is_paused().await, "{error}");
     assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(2)));
     both(&bench, 3, 2).install(&bench).await.unwrap();
     assert_eq!(served(&bench).await, expected(&bench, 3, 2).await);

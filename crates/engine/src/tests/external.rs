@@ -36,7 +36,7 @@ async fn a_marked_engine_carries_half_an_update_until_it_was_proven() {
         assert_eq!(successor.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(2)), "{kind}");
         bench.engine.external().unwrap().alive(&mark, SOON).await.unwrap();
         let report = proven(&bench, &mark, None).await.unwrap();
-        assert_eq!(report.start, bench.engine.health(SOON).await.unwrap(), "{kind}: the same start as before and after");
+        assert_eq!(report.start, bench.engine.health(SOON).await.unwrap().start, "{kind}: the same start as before and after");
         assert_eq!(report.start, mark.start);
         assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(held(2)));
     }
@@ -50,7 +50,7 @@ async fn what_the_data_plane_wrote_stays_and_is_no_restart() {
     says(&bench, "step-2").await;
     let report = proven(&bench, &mark, Some("step-2")).await.unwrap();
     assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Foreign("step-2".into()));
-    assert_eq!(bench.engine.health(SOON).await.unwrap(), report.start);
+    assert_eq!(bench.engine.health(SOON).await.unwrap().start, report.start);
     assert_eq!(bench.digest().await, bench.fresh_digest(2).await);
 }
 
@@ -59,10 +59,10 @@ async fn an_engine_that_reports_something_else_or_nothing_is_not_believed() {
     let bench = Bench::start("vllm").await;
     let mark = marked(&bench, 2).await;
     let nothing = proven(&bench, &mark, Some("step-2")).await.unwrap_err();
-    assert!(nothing.dirty && nothing.to_string().contains("nothing was written"), "{nothing}");
+    assert!(nothing.is_dirty() && nothing.to_string().contains("nothing was written"), "{nothing}");
     says(&bench, "step-1").await;
     let other = proven(&bench, &mark, Some("step-2")).await.unwrap_err();
-    assert!(other.dirty && other.to_string().contains("step-1"), "{other}");
+    assert!(other.is_dirty() && other.to_string().contains("step-1"), "{other}");
 }
 
 #[tokio::test]
@@ -71,7 +71,7 @@ async fn an_engine_that_restarted_while_it_was_fed_holds_no_half_update_and_no_v
     let mark = marked(&bench, 2).await;
     bench.restart().await;
     let error = proven(&bench, &mark, None).await.unwrap_err();
-    assert!(!error.dirty && matches!(error.source, EngineError::Restarted), "{error}");
+    assert!(!error.is_dirty() && matches!(error.source, EngineError::Restarted), "{error}");
     bench.engine.external().unwrap().take_back(&mark, SOON).await.unwrap();
     assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Startup, "a successor gets nobody's label");
 }
@@ -85,7 +85,7 @@ async fn an_engine_that_generates_no_token_is_not_proven_though_it_is_healthy() 
     bench.set_faults(Faults { rules: vec![fault], ..Faults::default() }).await;
     bench.engine.external().unwrap().alive(&mark, SOON).await.unwrap();
     let error = proven(&bench, &mark, None).await.unwrap_err();
-    assert!(error.dirty && error.step == "probe", "{error}");
+    assert!(error.is_dirty() && error.step == "probe", "{error}");
     assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(2)));
 }
 
@@ -96,5 +96,5 @@ async fn a_mark_that_nothing_followed_is_taken_back() {
     let mark = marked(&bench, 2).await;
     bench.engine.external().unwrap().take_back(&mark, SOON).await.unwrap();
     assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(held(1)));
-    assert_eq!(bench.engine.health(SOON).await.unwrap(), mark.start);
+    assert_eq!(bench.engine.health(SOON).await.unwrap().start, mark.start);
 }

@@ -6,7 +6,7 @@ use serde_json::json;
 use tokio::time::Instant;
 
 use super::support::{Bench, SOON, TENSORS, adapter, post, until, write_checkpoint};
-use crate::{EngineError, Holding, InstallError};
+use crate::{EngineError, Holding, InstallError, Settling};
 use weightsync_core::protocol::{CanaryPolicy, PausePolicy};
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault};
 
@@ -71,7 +71,7 @@ async fn a_pause_that_is_refused_leaves_the_engine_as_it_was() {
         for fault in [Fault::unavailable(), Fault::not_success(), Fault::error_inside(), Fault::Disconnect] {
             let bench = Bench::start(calls.kind).await;
             let error = install_with(&bench, rule(calls.pause, fault.clone()), SOON).await;
-            assert_eq!((error.step, error.dirty), ("pause", false), "{} {fault:?}: {error}", calls.kind);
+            assert_eq!((error.step, error.is_dirty()), ("pause", false), "{} {fault:?}: {error}", calls.kind);
             assert_untouched(&bench, calls.kind).await;
         }
     }
@@ -84,7 +84,7 @@ async fn f69_a_pause_that_hangs_ends_with_the_deadline_and_is_undone() {
         for fault in [Fault::Hang, Fault::LoseReply] {
             let bench = Bench::start(calls.kind).await;
             let error = install_with(&bench, rule(calls.pause, fault), Duration::from_secs(1)).await;
-            assert_eq!((error.step, error.dirty), ("pause", false), "{error}");
+            assert_eq!((error.step, error.is_dirty()), ("pause", false), "{error}");
             assert!(matches!(error.source, EngineError::Timeout { .. }), "{error}");
             assert!(!bench.is_paused().await, "{}: resumed within the deadline, not by a later call", calls.kind);
             assert_untouched(&bench, calls.kind).await;
@@ -102,7 +102,7 @@ async fn f12_and_f47_an_answer_200_without_success_is_a_failed_load() {
         ] {
             let bench = Bench::start(calls.kind).await;
             let error = install_with(&bench, rule(calls.load, fault.clone()), SOON).await;
-            assert_eq!((error.step, error.dirty), ("load", true), "{} {fault:?}: {error}", calls.kind);
+            assert_eq!((error.step, error.is_dirty()), ("load", true), "{} {fault:?}: {error}", calls.kind);
             assert_dirty_until_fed(&bench, calls.kind).await;
         }
     }
@@ -114,7 +114,7 @@ async fn f46_a_load_that_is_acknowledged_without_reading_is_found() {
         let bench = Bench::start(calls.kind).await;
         let faults = Faults { load: Some(LoadFault::AcknowledgeUnread), ..Faults::default() };
         let error = install_with(&bench, faults, SOON).await;
-        assert!(error.dirty && error.to_string().contains("opened none of their files"), "{error}");
+        assert!(error.is_dirty() && error.to_string().contains("opened none of their files"), "{error}");
         assert_ne!(bench.digest().await, bench.fresh_digest(2).await);
         assert_dirty_until_fed(&bench, calls.kind).await;
     }
@@ -140,12 +140,12 @@ async fn f75_an_engine_that_never_answers_costs_the_deadline_and_no_more() {
         let probe = bench.engine.probe(deadline).await.unwrap_err();
         assert!(matches!(probe, EngineError::Timeout { .. }), "{probe}");
         assert!(matches!(bench.engine.health(deadline).await, Err(EngineError::Timeout { .. })));
-        assert!(matches!(bench.engine.resume(deadline).await, Err(EngineError::Timeout { .. })));
+        assert!(matches!(bench.engine.settle(&Settling::LEFT_PAUSED, deadline).await.unwrap_err().source, EngineError::Timeout { .. }));
         assert!(matches!(bench.engine.holding(deadline).await, Err(EngineError::Timeout { .. })));
         assert!(bench.engine.put_back(deadline).await.is_err());
         assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
         let error = install_with(&bench, rule("*", Fault::Hang), Duration::from_millis(500)).await;
-        assert_eq!((error.step, error.dirty), ("start", false), "{error}");
+        assert_eq!((error.step, error.is_dirty()), ("start", false), "{error}");
     }
 }
 
@@ -166,7 +166,7 @@ async fn a_load_that_takes_longer_than_the_deadline_is_dirty_and_stays_paused() 
     for calls in [VLLM, SGLANG] {
         let bench = Bench::start(calls.kind).await;
         let error = install_with(&bench, Faults { load_ms: 1500, ..Faults::default() }, Duration::from_secs(1)).await;
-        assert_eq!((error.step, error.dirty), ("load", true), "{error}");
+        assert_eq!((error.step, error.is_dirty()), ("load", true), "{error}");
         assert!(matches!(error.source, EngineError::Timeout { .. }), "{error}");
         assert_dirty_until_fed(&bench, calls.kind).await;
     }
@@ -186,7 +186,7 @@ async fn a_load_that_fails_half_way_is_cleared_and_repeated_once() {
 async fn a_load_that_fails_half_way_each_time_leaves_a_marked_and_paused_engine() {
     let bench = Bench::start("vllm").await;
     let error = install_with(&bench, Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }, SOON).await;
-    assert_eq!((error.step, error.dirty), ("load", true), "{error}");
+    assert_eq!((error.step, error.is_dirty()), ("load", true), "{error}");
     assert_ne!(bench.digest().await, bench.fresh_digest(1).await, "it is a mixture");
     assert_ne!(bench.digest().await, bench.fresh_digest(2).await, "it is a mixture");
     assert_dirty_until_fed(&bench, "vllm").await;
@@ -199,7 +199,7 @@ async fn a_load_that_never_reached_the_engine_is_undone() {
             let bench = Bench::start(calls.kind).await;
             let fault = Fault::Answer { status, body: json!({"detail": "no"}) };
             let error = install_with(&bench, rule(calls.load, fault), SOON).await;
-            assert_eq!((error.step, error.dirty), ("load", false), "{error}");
+            assert_eq!((error.step, error.is_dirty()), ("load", false), "{error}");
             assert!(!bench.is_paused().await, "{}", calls.kind);
             assert_untouched(&bench, calls.kind).await;
         }
@@ -211,7 +211,7 @@ async fn a_mark_that_cannot_be_written_stops_the_install_before_a_weight_is_touc
     for calls in [VLLM, SGLANG] {
         let bench = Bench::start(calls.kind).await;
         let error = install_with(&bench, rule(calls.label, Fault::not_success()), SOON).await;
-        assert_eq!((error.step, error.dirty), ("pause", false), "{error}");
+        assert_eq!((error.step, error.is_dirty()), ("pause", false), "{error}");
         assert!(!bench.calls().await.iter().any(|call| call.ends_with(calls.load)));
         assert_untouched(&bench, calls.kind).await;
     }
@@ -223,7 +223,7 @@ async fn a_version_that_cannot_be_written_leaves_the_mark() {
         let bench = Bench::start(calls.kind).await;
         let second = FaultRule { path: calls.label.to_owned(), after: 1, times: None, fault: Fault::unavailable() };
         let error = install_with(&bench, rules(vec![second]), SOON).await;
-        assert_eq!((error.step, error.dirty), ("check", true), "{error}");
+        assert_eq!((error.step, error.is_dirty()), ("check", true), "{error}");
         assert_dirty_until_fed(&bench, calls.kind).await;
     }
 }
@@ -233,10 +233,10 @@ async fn a_resume_that_fails_leaves_a_whole_engine_that_may_be_resumed_later() {
     for calls in [VLLM, SGLANG] {
         let bench = Bench::start(calls.kind).await;
         let error = install_with(&bench, rule(calls.resume, Fault::unavailable()), Duration::from_secs(1)).await;
-        assert_eq!((error.step, error.dirty), ("resume", false), "{error}");
+        assert_eq!((error.step, error.is_dirty()), ("resume", false), "{error}");
         bench.set_faults(Faults::default()).await;
         assert!(matches!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(_)));
-        assert_eq!(bench.engine.resume(SOON).await.unwrap(), crate::Resumed::Resumed);
+        assert!(bench.engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().resumed);
     }
 }
 
@@ -244,7 +244,7 @@ async fn a_resume_that_fails_leaves_a_whole_engine_that_may_be_resumed_later() {
 async fn an_engine_that_cannot_generate_with_the_new_weights_is_taken_out_again() {
     let bench = Bench::start("vllm").await;
     let error = install_with(&bench, rule("/v1/completions", Fault::Answer { status: 500, body: json!({"error": {}}) }), SOON).await;
-    assert_eq!((error.step, error.dirty), ("probe", true), "{error}");
+    assert_eq!((error.step, error.is_dirty()), ("probe", true), "{error}");
     assert_dirty_until_fed(&bench, "vllm").await;
 }
 
@@ -252,11 +252,11 @@ async fn an_engine_that_cannot_generate_with_the_new_weights_is_taken_out_again(
 async fn an_engine_that_dies_in_the_load_is_no_half_update_once_it_is_back() {
     for calls in [VLLM, SGLANG] {
         let mut bench = Bench::start(calls.kind).await;
-        let first = bench.engine.health(SOON).await.unwrap();
+        let first = bench.engine.health(SOON).await.unwrap().start;
         let error = install_with(&bench, rule(calls.load, Fault::Crash), SOON).await;
         assert_eq!(error.step, "load", "{error}");
         bench.restart().await;
-        assert_ne!(bench.engine.health(SOON).await.unwrap(), first);
+        assert_ne!(bench.engine.health(SOON).await.unwrap().start, first);
         assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Startup);
         assert!(!bench.is_paused().await);
         bench.engine.install(&bench.job(2)).await.unwrap();
@@ -289,7 +289,7 @@ async fn a_version_that_lacks_a_tensor_is_refused_before_anything_is_touched() {
         let mut job = bench.job(2);
         (job.directory, job.local_directory) = (directory.clone(), directory);
         let error = bench.engine.install(&job).await.unwrap_err();
-        assert_eq!((error.step, error.dirty), ("start", false), "{error}");
+        assert_eq!((error.step, error.is_dirty()), ("start", false), "{error}");
         assert!(error.to_string().contains("norm.weight"), "{error}");
         assert!(!bench.calls().await.iter().any(|call| call.starts_with("POST")), "{}", calls.kind);
     }
@@ -306,7 +306,7 @@ async fn a_cancelled_install_ends_before_the_load_and_not_in_it() {
             job.cancel.cancel();
         });
         let error = installed.unwrap_err();
-        assert!(matches!(error.source, EngineError::Cancelled) && !error.dirty, "{error}");
+        assert!(matches!(error.source, EngineError::Cancelled) && !error.is_dirty(), "{error}");
         assert_untouched(&bench, calls.kind).await;
 
         bench.set_faults(Faults { load_ms: 200, ..Faults::default() }).await;
@@ -330,7 +330,7 @@ async fn an_install_goes_on_when_its_caller_goes_away() {
         () = until("the load", || async { bench.calls().await.iter().any(|call| call.ends_with("/collective_rpc")) }) => {}
     }
     // The next to change the engine waits for it.
-    bench.engine.resume(SOON).await.unwrap();
+    bench.engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap();
     assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(job.version));
     assert!(!bench.is_paused().await);
 }
@@ -341,7 +341,7 @@ async fn a_failed_load_under_external_pause_is_paused_by_us() {
     bench.set_faults(Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }).await;
     let mut job = bench.job(2);
     job.pause = PausePolicy::External;
-    assert!(bench.engine.install(&job).await.unwrap_err().dirty);
+    assert!(bench.engine.install(&job).await.unwrap_err().is_dirty());
     assert_dirty_until_fed(&bench, "a mixture must not serve, whoever pauses otherwise").await;
 }
 

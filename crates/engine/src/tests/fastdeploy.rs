@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::gpu::GpuBench;
 use super::support::{Bench, SNAPSHOT, SOON, adapter, held, post, until, write_checkpoint};
-use crate::{EngineError, Holding, InstallJob, Resumed};
+use crate::{EngineError, Holding, InstallJob, Left, Settling};
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_testkit::simulator::{Faults, LoadFault, SimulatorOptions};
 
@@ -31,7 +31,7 @@ async fn versions_in_a_row_take_the_snapshots_place_and_are_what_fresh_servers_s
     for version in [2, 3, 2] {
         let before = on.complete("the same prompt", 8).await;
         let report = on.engine.install(&job(&on, version)).await.unwrap();
-        assert_eq!(report.start, on.engine.health(SOON).await.unwrap(), "the install is no restart");
+        assert_eq!(report.start, on.engine.health(SOON).await.unwrap().start, "the install is no restart");
         assert_eq!(on.digest().await, on.fresh_digest(version).await);
         assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(version)));
         assert_ne!(on.complete("the same prompt", 8).await, before);
@@ -73,10 +73,10 @@ async fn half_an_update_is_held_until_it_is_fed_or_the_first_snapshot_is_put_bac
         on.engine.install(&job(&on, 2)).await.unwrap();
         on.set_faults(Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }).await;
         let error = on.engine.install(&job(&on, 3)).await.unwrap_err();
-        assert!(error.dirty && error.step == "load", "{error}");
+        assert!(error.is_dirty() && error.step == "load", "{error}");
         assert!(error.to_string().contains("Out of memory"), "{error}");
         assert!(on.is_paused().await);
-        assert_eq!(on.engine.resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(held(3)));
+        assert_eq!(on.engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding, Holding::HalfAnUpdate(held(3)));
         on.set_faults(Faults::default()).await;
         if put_back {
             on.engine.put_back(SOON).await.unwrap();
@@ -94,7 +94,7 @@ async fn half_an_update_is_held_until_it_is_fed_or_the_first_snapshot_is_put_bac
 async fn a_wake_up_that_read_nothing_is_no_success() {
     let on = bench(|options| options.faults.load = Some(LoadFault::AcknowledgeUnread)).await;
     let error = on.engine.install(&job(&on, 2)).await.unwrap_err();
-    assert!(error.dirty && error.to_string().contains("opened none of their files"), "{error}");
+    assert!(error.is_dirty() && error.to_string().contains("opened none of their files"), "{error}");
     assert!(on.is_paused().await);
 }
 
@@ -106,7 +106,7 @@ async fn f93_workers_that_take_longer_than_the_engine_waits_are_not_asked_twice(
     })
     .await;
     let error = on.engine.install(&job(&on, 2)).await.unwrap_err();
-    assert!(error.dirty && matches!(error.source, EngineError::Timeout { .. }), "{error}");
+    assert!(error.is_dirty() && matches!(error.source, EngineError::Timeout { .. }), "{error}");
     let wakeups = on.calls().await.iter().filter(|call| *call == "POST /v1/wakeup").count();
     assert_eq!(wakeups, 1, "a load that may still run must not be joined by a second one");
     assert!(on.is_paused().await, "it is held, whatever the workers do meanwhile");
@@ -130,7 +130,7 @@ async fn what_does_not_fit_is_refused_before_anything_is_touched() {
     for (tensors, named) in cases {
         write_checkpoint(&on.directory(2), tensors, 2);
         let error = on.engine.install(&job(&on, 2)).await.unwrap_err();
-        assert!(!error.dirty && error.to_string().contains(named), "{error}");
+        assert!(!error.is_dirty() && error.to_string().contains(named), "{error}");
     }
     assert!(on.calls().await.iter().all(|call| call.starts_with("GET")), "nothing was asked for but facts");
     let mut halves = weightsync_core::weights::safetensors::Checkpoint::open(&on.directory(1)).unwrap().specs();
@@ -242,7 +242,7 @@ async fn a_version_that_leaves_a_parameter_empty_is_found_by_the_workers_own_loo
     let rest = [("embed.weight", &[8_u64, 4][..]), ("layer.q.weight", &[4, 4]), ("layer.k.weight", &[4, 4]), ("stranger", &[8, 4])];
     write_checkpoint(&on.bench.directory(2), &rest, 2);
     let error = on.install(2).await.unwrap_err();
-    assert!(error.dirty && error.to_string().contains("norm.weight initialized=False"), "{error}");
+    assert!(error.is_dirty() && error.to_string().contains("norm.weight initialized=False"), "{error}");
     assert!(on.bench.is_paused().await);
     on.install(3).await.unwrap();
     assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await);
@@ -253,7 +253,7 @@ async fn f94_a_worker_that_cannot_clone_a_bucket_says_so_and_the_server_is_held_
     let on = message_bench(|options| options.faults.load = Some(LoadFault::FailHalfway)).await;
     let begun = Instant::now();
     let error = on.install(2).await.unwrap_err();
-    assert!(error.dirty && error.to_string().contains("Out of memory"), "{error}");
+    assert!(error.is_dirty() && error.to_string().contains("Out of memory"), "{error}");
     assert!(begun.elapsed() < SOON / 2);
     assert!(on.bench.is_paused().await);
     on.bench.set_faults(Faults::default()).await;
@@ -266,7 +266,7 @@ async fn a_message_that_is_broken_off_leaves_the_server_held_until_it_is_fed() {
     let on = message_bench(|_| {}).await;
     let (version, job) = (on.version(2), on.job(2));
     let install = version.feed_some(on.engine.as_ref(), &job, 1).await;
-    assert!(install.abandon("the stream broke").await);
+    assert_eq!(install.abandon("the stream broke").await, Left::Mixture);
     assert!(matches!(on.engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(_)));
     on.install(3).await.unwrap();
     assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await);

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::support::{Bench, SOON};
+use crate::Settling;
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults};
 
@@ -106,7 +107,7 @@ proptest! {
             let _ = bench.engine.holding(limit).await;
             let job = crate::InstallJob { timeout: limit, pause: PausePolicy::Keep, kv_cache: KvCachePolicy::Reset, ..bench.job(2) };
             let installed = bench.engine.install(&job).await;
-            let _ = bench.engine.resume(limit).await;
+            let _ = bench.engine.settle(&Settling::LEFT_PAUSED, limit).await;
             let took = begun.elapsed();
             bench.set_faults(Faults::default()).await;
             prop_assert!(took < 5 * limit + SOON / 2, "took {:?}", took);

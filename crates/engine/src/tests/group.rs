@@ -16,7 +16,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::support::{SOON, adapter, held, recorded};
-use crate::{DeviceBucket, DeviceInstall, DeviceJob, Engine, GroupJoin, InstallError, InstallReport};
+use crate::{DeviceBucket, DeviceInstall, DeviceJob, Engine, GroupJoin, InstallError, InstallReport, Left};
 use weightsync_core::protocol::worker::Opaque;
 use weightsync_core::protocol::{GroupPlace, KvCachePolicy, PausePolicy, Rendezvous};
 use weightsync_core::weights::{Dtype, Layout, TensorSpec};
@@ -257,7 +257,7 @@ async fn f92_a_session_that_a_dead_trainer_left_open_is_closed_and_its_engine_co
         let mut install = begun(&engine, rendezvous).await;
         server.with(|inside| inside.open = true);
         install.open().await.unwrap();
-        assert!(install.abandon("the source went away").await, "{kind}: it may hold what somebody else sent");
+        assert_eq!(install.abandon("the source went away").await, Left::Mixture, "{kind}: it may hold what somebody else sent");
         let (open, paused, version) = server.with(|inside| (inside.open, inside.paused, inside.version.clone()));
         assert!(!open && paused && version.starts_with("installing:"), "{kind}: {open} {paused} {version}");
         received(&engine, rendezvous).await.unwrap();
@@ -270,7 +270,7 @@ async fn an_install_that_is_given_up_before_the_first_bucket_leaves_the_engine_a
     let (server, engine) = engine("sglang").await;
     let mut install = begun(&engine, Rendezvous::Store).await;
     install.open().await.unwrap();
-    assert!(!install.abandon("another engine refused").await);
+    assert_eq!(install.abandon("another engine refused").await, Left::AsBefore);
     let (open, paused, version) = server.with(|inside| (inside.open, inside.paused, inside.version.clone()));
     assert_eq!((open, paused, version.as_str()), (false, false, "default"));
 }
@@ -280,7 +280,7 @@ async fn f50_a_bucket_that_is_refused_in_the_middle_leaves_the_engine_marked_and
     let (server, engine) = engine("sglang").await;
     server.instead("/update_weights_from_distributed", 2, 400, json!({"success": false, "message": "partially updated"}));
     let error = received(&engine, Rendezvous::Store).await.unwrap_err();
-    assert!(error.dirty && error.to_string().contains("partially updated"), "{error}");
+    assert!(error.is_dirty() && error.to_string().contains("partially updated"), "{error}");
     let (open, paused, version) = server.with(|inside| (inside.open, inside.paused, inside.version.clone()));
     assert!(!open && paused && version.starts_with("installing:"), "{open} {paused} {version}");
 }
@@ -290,7 +290,7 @@ async fn f49_an_engine_that_does_not_confirm_its_last_step_holds_no_version() {
     let (server, engine) = engine("vllm").await;
     server.instead("/finish_weight_update", 0, 500, json!({"error": {"message": "boom"}}));
     let error = received(&engine, Rendezvous::UniqueId).await.unwrap_err();
-    assert!(error.dirty, "{error}");
+    assert!(error.is_dirty(), "{error}");
     assert!(server.with(|inside| inside.version.starts_with("installing:")));
 }
 

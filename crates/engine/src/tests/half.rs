@@ -1,13 +1,13 @@
 //! Engines that hold half an update: who finds them, and the ways out.
 
 use super::support::{Bench, SOON, adapter, held};
-use crate::{Holding, Resumed};
+use crate::{Holding, Settling};
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault};
 
 async fn half_updated() -> Bench {
     let bench = Bench::start("vllm").await;
     bench.set_faults(Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }).await;
-    assert!(bench.engine.install(&bench.job(2)).await.unwrap_err().dirty);
+    assert!(bench.engine.install(&bench.job(2)).await.unwrap_err().is_dirty());
     bench.set_faults(Faults::default()).await;
     bench
 }
@@ -17,7 +17,7 @@ async fn another_life_of_the_agent_finds_half_an_update_and_does_not_resume_it()
     let bench = half_updated().await;
     let successor = adapter("vllm", &bench.simulator.url(), None, None);
     assert_eq!(successor.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(2)));
-    assert_eq!(successor.resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(held(2)));
+    assert_eq!(successor.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding, Holding::HalfAnUpdate(held(2)));
     assert!(bench.is_paused().await);
     successor.install(&bench.job(3)).await.unwrap();
     assert_eq!(bench.digest().await, bench.fresh_digest(3).await);
@@ -29,7 +29,7 @@ async fn behind_a_load_that_failed_on_two_ranks_no_success_is_believed_until_the
     bench.set_faults(Faults { load: Some(LoadFault::FailHalfwayOnce), ..Faults::default() }).await;
     for _ in 0..2 {
         let failed = bench.engine.install(&bench.job(2)).await.unwrap_err();
-        assert!(failed.dirty && failed.to_string().contains("restart the server"), "{failed}");
+        assert!(failed.is_dirty() && failed.to_string().contains("restart the server"), "{failed}");
     }
     bench.restart().await;
     bench.engine.install(&bench.job(2)).await.unwrap();

@@ -145,7 +145,7 @@ async fn a_server_without_the_back_end_is_not_tried_and_keeps_its_other_ways() {
     // A refused call of all workers would spoil the replies to later ones.
     assert!(!bench.calls().await.iter().any(|call| call.ends_with("/init_weight_transfer_engine")));
     let refused = Version::of(&bench, 2).install(&bench).await.unwrap_err();
-    assert_eq!((refused.step, refused.dirty), ("start", false));
+    assert_eq!((refused.step, refused.is_dirty()), ("start", false));
     bench.engine.install(&bench.job(2)).await.unwrap();
     assert_eq!(bench.digest().await, bench.fresh_digest(2).await);
 }
@@ -154,7 +154,7 @@ async fn a_server_without_the_back_end_is_not_tried_and_keeps_its_other_ways() {
 async fn workers_that_can_compute_no_digest_and_ranks_that_do_not_come_are_named() {
     let blind = bench(|options| options.weight_transfer = Some(digests(&["sha1"]))).await;
     let refused = Version::of(&blind, 2).install(&blind).await.unwrap_err();
-    assert!(!refused.dirty && refused.to_string().contains("no digest"), "{refused}");
+    assert!(!refused.is_dirty() && refused.to_string().contains("no digest"), "{refused}");
     assert!(!blind.is_paused().await);
 
     let lonely = bench(|_| {}).await;
@@ -162,7 +162,7 @@ async fn workers_that_can_compute_no_digest_and_ranks_that_do_not_come_are_named
     let version = Version::of(&lonely, 2);
     let job = HostJob { silence: Duration::from_millis(300), ..version.job() };
     let refused = lonely.engine.begin_host(&job).await.err().unwrap();
-    assert!(!refused.dirty && refused.to_string().contains("rank"), "{refused}");
+    assert!(!refused.is_dirty() && refused.to_string().contains("rank"), "{refused}");
     assert!(!lonely.is_paused().await);
     assert_eq!(lonely.digest().await, lonely.fresh_digest(1).await);
 }
@@ -172,7 +172,7 @@ async fn a_load_that_fails_holds_the_engine_until_it_is_fed_in_full() {
     let bench = bench(|_| {}).await;
     bench.set_faults(Faults { load: Some(LoadFault::FailHalfwayOnce), ..Faults::default() }).await;
     let failed = Version::of(&bench, 2).install(&bench).await.unwrap_err();
-    assert!(failed.dirty && failed.to_string().contains("out of memory"), "{failed}");
+    assert!(failed.is_dirty() && failed.to_string().contains("out of memory"), "{failed}");
     assert!(bench.is_paused().await);
     assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(2)));
     Version::of(&bench, 2).install(&bench).await.unwrap();
@@ -219,7 +219,7 @@ async fn a_reply_that_is_no_success_is_none_in_any_step() {
                 Err(error) => Err(error),
             };
             let failed = outcome.expect_err(path);
-            assert_eq!(failed.dirty, dirty, "{path}: {failed}");
+            assert_eq!(failed.is_dirty(), dirty, "{path}: {failed}");
             bench.set_faults(Faults::default()).await;
             let holding = bench.engine.holding(SOON).await.unwrap();
             assert_eq!(holding == Holding::HalfAnUpdate(held(2)), dirty, "{path}: {holding:?}");

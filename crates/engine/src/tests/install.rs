@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::support::{Bench, SOON, adapter, held, until};
-use crate::{ApiKey, EngineError, Holding, Resumed};
+use crate::{ApiKey, EngineError, Holding, Settling};
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_testkit::simulator::Faults;
 
@@ -20,7 +20,7 @@ async fn an_installed_version_is_what_a_fresh_server_on_its_checkpoint_serves() 
             let report = bench.engine.install(&bench.job(version)).await.unwrap();
             let steps: Vec<_> = report.steps_ms.iter().map(|(step, _)| step.as_str()).collect();
             assert_eq!(steps, ["pause", "load", "check", "resume", "probe"], "{kind}");
-            assert_eq!(report.start, bench.engine.health(SOON).await.unwrap(), "{kind}: the install is no restart");
+            assert_eq!(report.start, bench.engine.health(SOON).await.unwrap().start, "{kind}: the install is no restart");
             assert_eq!(bench.digest().await, bench.fresh_digest(version).await, "{kind}");
             assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(held(version)), "{kind}");
             assert!(!bench.is_paused().await, "{kind}");
@@ -152,10 +152,10 @@ async fn with_external_pause_the_engine_is_neither_paused_nor_resumed() {
 async fn a_pause_that_an_earlier_life_left_is_undone() {
     for (kind, path, body) in [("vllm", "/pause?mode=keep", json!({})), ("sglang", "/pause_generation", json!({"mode": "in_place"}))] {
         let bench = Bench::start(kind).await;
-        assert_eq!(bench.engine.resume(SOON).await.unwrap(), Resumed::WasRunning, "{kind}");
+        assert!(!bench.engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().resumed, "{kind}");
         super::support::post(&format!("{}{path}", bench.simulator.url()), &body).await;
         assert!(bench.is_paused().await, "{kind}");
-        assert_eq!(bench.engine.resume(SOON).await.unwrap(), Resumed::Resumed, "{kind}");
+        assert!(bench.engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().resumed, "{kind}");
         assert!(!bench.is_paused().await, "{kind}");
     }
 }
@@ -164,14 +164,14 @@ async fn a_pause_that_an_earlier_life_left_is_undone() {
 async fn health_during_a_load_is_the_front_alone_and_names_the_same_start() {
     for kind in KINDS {
         let bench = Bench::start_with(kind, Faults { load_ms: 300, ..Faults::default() }, |_| {}).await;
-        let before = bench.engine.health(SOON).await.unwrap();
+        let before = bench.engine.health(SOON).await.unwrap().start;
         let loads = |calls: Vec<String>| calls.iter().any(|call| call.contains("collective_rpc") || call.contains("from_disk"));
         let job = bench.job(2);
         let (installed, during) = tokio::join!(bench.engine.install(&job), async {
             until("the load", || async { loads(bench.calls().await) }).await;
             bench.engine.health(Duration::from_millis(200)).await
         });
-        assert_eq!(during.unwrap(), before, "{kind}");
+        assert_eq!(during.unwrap().start, before, "{kind}");
         assert_eq!(installed.unwrap().start, before, "{kind}");
     }
 }
@@ -180,10 +180,10 @@ async fn health_during_a_load_is_the_front_alone_and_names_the_same_start() {
 async fn a_restart_is_another_start_however_fast_it_was() {
     for kind in KINDS {
         let mut bench = Bench::start(kind).await;
-        let first = bench.engine.health(SOON).await.unwrap();
-        assert_eq!(bench.engine.health(SOON).await.unwrap(), first, "{kind}");
+        let first = bench.engine.health(SOON).await.unwrap().start;
+        assert_eq!(bench.engine.health(SOON).await.unwrap().start, first, "{kind}");
         bench.restart().await;
-        assert_ne!(bench.engine.health(SOON).await.unwrap(), first, "{kind}");
+        assert_ne!(bench.engine.health(SOON).await.unwrap().start, first, "{kind}");
         assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Startup, "{kind}");
     }
 }
@@ -195,8 +195,8 @@ async fn a_process_that_ended_is_missed_before_it_is_asked_and_its_successor_is_
         // An agent that took this for a loss asked an engine that had not started yet all the time, and took its processor.
         let lost = tokio::time::timeout(Duration::from_millis(20), bench.engine.until_lost()).await;
         assert!(lost.is_err(), "{kind}: whoever was never seen cannot be lost");
-        let first = bench.engine.health(SOON).await.unwrap();
-        assert_eq!(bench.engine.health(SOON).await.unwrap(), first, "{kind}");
+        let first = bench.engine.health(SOON).await.unwrap().start;
+        assert_eq!(bench.engine.health(SOON).await.unwrap().start, first, "{kind}");
         assert!(bench.engine.is_still(&first), "{kind}");
         let lost = tokio::time::timeout(Duration::from_millis(20), bench.engine.until_lost()).await;
         assert!(lost.is_err(), "{kind}: it is there");
@@ -205,7 +205,7 @@ async fn a_process_that_ended_is_missed_before_it_is_asked_and_its_successor_is_
         bench.restart().await;
         assert!(!bench.engine.is_still(&report.start), "{kind}: it answers already, and was not asked");
         tokio::time::timeout(SOON, bench.engine.until_lost()).await.unwrap();
-        let second = bench.engine.health(SOON).await.unwrap();
+        let second = bench.engine.health(SOON).await.unwrap().start;
         assert_ne!(second, report.start, "{kind}");
         assert!(bench.engine.is_still(&second) && !bench.engine.is_still(&report.start), "{kind}");
     }
@@ -217,7 +217,7 @@ async fn an_engine_whose_text_was_changed_by_somebody_else_counts_as_another_sta
     let report = bench.engine.install(&bench.job(2)).await.unwrap();
     let url = format!("{}/update_weight_version", bench.simulator.url());
     super::support::post(&url, &json!({"new_version": "default"})).await;
-    assert_ne!(bench.engine.health(SOON).await.unwrap(), report.start);
+    assert_ne!(bench.engine.health(SOON).await.unwrap().start, report.start);
 }
 
 #[tokio::test]
@@ -228,7 +228,7 @@ async fn sglang_says_before_a_byte_moves_that_it_cannot_drain() {
     let mut job = bench.job(2);
     job.pause = PausePolicy::Drain;
     let error = bench.engine.install(&job).await.unwrap_err();
-    assert!(!error.dirty && !bench.is_paused().await, "{error}");
+    assert!(!error.is_dirty() && !bench.is_paused().await, "{error}");
 }
 
 #[tokio::test]

@@ -8,7 +8,7 @@ use super::support::{SOON, held};
 use crate::lmdeploy::allowed::{Seen, any_route, tensor_route};
 use crate::process::{EngineProcess, find};
 use crate::record::{Record, UNKNOWN};
-use crate::{EngineError, Holding, Resumed};
+use crate::{EngineError, Holding, Settling};
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 
 fn interface() -> Value {
@@ -107,7 +107,7 @@ async fn the_next_life_of_the_agent_knows_what_the_last_one_began() {
     let install = version.feed_some(first.as_ref(), &on.job(2), 1).await;
     let successor = GpuBench::adapter(&on.bench, &on.processes, Some(record.clone()));
     assert!(matches!(successor.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(_)));
-    assert!(matches!(successor.resume(SOON).await.unwrap(), Resumed::HalfAnUpdate(_)));
+    assert!(matches!(successor.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding, Holding::HalfAnUpdate(_)));
     install.abandon("the agent ends").await;
     version.feed(successor.as_ref(), &on.job(2)).await.unwrap();
     let third = GpuBench::adapter(&on.bench, &on.processes, Some(record));

@@ -15,27 +15,27 @@ async fn f55_an_engine_that_slept_holds_nothing_any_more_although_its_label_says
     for level in [1, 2] {
         let bench = Bench::start("vllm").await;
         let held = bench.engine.install(&bench.job(2)).await.unwrap().start;
-        assert_eq!(bench.engine.health(SOON).await.unwrap(), held);
+        assert_eq!(bench.engine.health(SOON).await.unwrap().start, held);
         call(&bench, &format!("/sleep?level={level}")).await;
-        let asleep = bench.engine.health(SOON).await.unwrap();
+        let asleep = bench.engine.health(SOON).await.unwrap().start;
         assert!(asleep != held && asleep.is_same_process(&held), "{asleep:?} {held:?}");
         assert!(matches!(bench.engine.asleep(), Some(EngineError::Asleep { .. })));
         assert!(!bench.engine.is_still(&held) && !bench.engine.is_stuck(SOON).await);
 
         let refused = bench.engine.install(&bench.job(3)).await.unwrap_err();
-        assert!(matches!(refused.source, EngineError::Asleep { .. }) && !refused.dirty, "{refused}");
+        assert!(matches!(refused.source, EngineError::Asleep { .. }) && !refused.is_dirty(), "{refused}");
         assert!(bench.is_paused().await, "nobody but its owner wakes it");
 
         call(&bench, "/wake_up").await;
         assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(bench.job(2).version), "its label did not change");
-        assert_eq!(bench.engine.health(SOON).await.unwrap(), asleep, "the sleep is not counted twice");
+        assert_eq!(bench.engine.health(SOON).await.unwrap().start, asleep, "the sleep is not counted twice");
         assert!(bench.engine.asleep().is_none());
         assert_eq!(bench.digest().await == bench.fresh_digest(2).await, level == 1);
         bench.engine.install(&bench.job(2)).await.unwrap();
         assert_eq!(bench.digest().await, bench.fresh_digest(2).await);
         call(&bench, "/sleep").await;
         call(&bench, "/wake_up").await;
-        assert_ne!(bench.engine.health(SOON).await.unwrap(), asleep, "a sleep that nobody saw counts as well");
+        assert_ne!(bench.engine.health(SOON).await.unwrap().start, asleep, "a sleep that nobody saw counts as well");
     }
 }
 
@@ -45,19 +45,19 @@ async fn a_pause_is_no_sleep() {
     let held = bench.engine.install(&bench.job(2)).await.unwrap().start;
     call(&bench, "/pause?mode=keep&clear_cache=false").await;
     assert!(bench.is_paused().await);
-    assert_eq!(bench.engine.health(SOON).await.unwrap(), held);
+    assert_eq!(bench.engine.health(SOON).await.unwrap().start, held);
     assert!(bench.engine.asleep().is_none());
 }
 
 #[tokio::test]
 async fn f55_an_lmdeploy_whose_weights_sleep_is_told_from_one_whose_cache_does() {
     let bench = Bench::start("lmdeploy").await;
-    let before = bench.engine.health(SOON).await.unwrap();
+    let before = bench.engine.health(SOON).await.unwrap().start;
     call(&bench, "/sleep?level=1").await;
-    let asleep = bench.engine.health(SOON).await.unwrap();
+    let asleep = bench.engine.health(SOON).await.unwrap().start;
     assert!(asleep != before && bench.engine.asleep().is_some());
     // That is how we pause it.
     call(&bench, "/wakeup?tags=weights").await;
-    assert_eq!(bench.engine.health(SOON).await.unwrap(), asleep);
+    assert_eq!(bench.engine.health(SOON).await.unwrap().start, asleep);
     assert!(bench.engine.asleep().is_none());
 }

@@ -99,7 +99,7 @@ async fn a_call_that_fails_in_the_middle_leaves_the_engine_held_and_the_next_upd
         let rules = vec![FaultRule { path: way.3.into(), after: 1, times: Some(1), fault }];
         on.bench.set_faults(Faults { rules, ..Faults::default() }).await;
         let error = on.install(2).await.unwrap_err();
-        assert!(error.dirty, "{way:?}: {error}");
+        assert!(error.is_dirty(), "{way:?}: {error}");
         assert!(on.bench.is_paused().await, "{way:?}");
         on.install(3).await.unwrap();
         assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await, "{way:?}");
@@ -111,7 +111,7 @@ async fn sglang_that_does_not_see_our_shared_memory_is_not_trusted_to_have_read(
     let on = bench(WAYS[0], true).await;
     on.bench.set_faults(Faults { blind_to_counters: true, ..Faults::default() }).await;
     let error = on.install(2).await.unwrap_err();
-    assert!(error.dirty && error.to_string().contains("share /dev/shm"), "{error}");
+    assert!(error.is_dirty() && error.to_string().contains("share /dev/shm"), "{error}");
 }
 
 #[tokio::test]

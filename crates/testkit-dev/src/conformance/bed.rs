@@ -337,10 +337,9 @@ impl Bed {
 
     /// Installs a version: 1 is what it was started with.
     pub(super) async fn install(&self, engine: &dyn Engine, version: u64, within: Duration) -> Result<InstallReport, InstallError> {
-        let refuse = |what: String| InstallError {
-            step: "start",
-            dirty: false,
-            source: EngineError::Unsupported { what, next_step: "give the suite two checkpoints of one model".into() },
+        let refuse = |what: String| {
+            let next_step = "give the suite two checkpoints of one model".into();
+            InstallError::before_start(EngineError::Unsupported { what, next_step })
         };
         let directory = self.directory(version).ok_or_else(|| refuse("there is no checkpoint to install".into()))?;
         let checkpoint = Checkpoint::open(&directory).map_err(|error| refuse(error.to_string()))?;

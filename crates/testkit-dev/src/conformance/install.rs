@@ -13,7 +13,7 @@ use weightsync_agent::hand_over::feed_checkpoint;
 use weightsync_core::protocol::HeldVersion;
 use weightsync_core::weights::Layout;
 use weightsync_core::weights::safetensors::Checkpoint;
-use weightsync_engine::{DeviceJob, Engine, EngineError, Holding, InstallError, InstallReport, Resumed};
+use weightsync_engine::{DeviceJob, Engine, EngineError, Holding, InstallError, InstallReport, Left, Settling};
 use weightsync_gpu::worker::{Ring, Worker, WorkerStart};
 
 pub(super) async fn rows(bed: &Bed, way: Way) -> Result<Vec<Row>, ConformanceError> {
@@ -31,7 +31,7 @@ pub(super) async fn rows(bed: &Bed, way: Way) -> Result<Vec<Row>, ConformanceErr
         return Ok(rows);
     }
     let health = engine.health(bed.patience).await;
-    rows.push(Row::new(part, "health", "it lives", health.map(|start| start.0).map_err(|error| error.to_string())));
+    rows.push(Row::new(part, "health", "it lives", health.map(|health| health.start.0).map_err(|error| error.to_string())));
     if way == Way::Group {
         rows.push(Row::new(part, "can its workers join a group", "yes", joins(bed, engine).await));
     }
@@ -99,8 +99,8 @@ async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine, way: Way) ->
             format!("version {version}"),
             if holds { Ok(format!("version {version}")) } else { Err(found) },
         ));
-        let resumed = engine.resume(bed.patience).await;
-        let runs = matches!(resumed, Ok(Resumed::WasRunning));
+        let resumed = engine.settle(&Settling::LEFT_PAUSED, bed.patience).await;
+        let runs = resumed.as_ref().is_ok_and(|settled| !settled.resumed && !matches!(settled.holding, Holding::HalfAnUpdate(_)));
         rows.push(Row::new(part, "is it paused", "it runs", if runs { Ok("it runs".into()) } else { Err(format!("{resumed:?}")) }));
         served.push(bed.serves().await);
     }
@@ -135,13 +135,13 @@ pub(super) async fn from_gpus(
     checkpoint: Checkpoint,
     gpus: &[String],
 ) -> Result<InstallReport, InstallError> {
-    let clean = |source: EngineError| InstallError { step: "start", dirty: false, source };
+    let clean = InstallError::before_start;
     let route = engine.device_route(job.pause, job.kv_cache, job.timeout).await.map_err(clean)?;
     let wanted = if route.gpus.is_empty() { gpus.to_vec() } else { route.gpus };
     let own = |what: String| clean(EngineError::Unsupported { what, next_step: "give the suite a GPU of the engine (--gpu)".into() });
     let rings = rings(&wanted, &job.layout, job.timeout).await.map_err(own)?;
     let fed = feed_checkpoint(engine, &job, held, Arc::new(checkpoint), &rings, false).await;
-    let (report, _) = fed.map_err(|error| error.into_install(true))?;
+    let (report, _) = fed.map_err(|error| error.into_install(Left::Mixture))?;
     Ok(report)
 }
 

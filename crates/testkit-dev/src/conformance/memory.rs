@@ -11,7 +11,7 @@ use weightsync_core::protocol::HeldVersion;
 use weightsync_core::protocol::worker::{IpcHandle, Opaque};
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{Layout, gsum64};
-use weightsync_engine::{DeviceBucket, DeviceInstall, DevicePlace, EngineError, InstallError, InstallReport, Released};
+use weightsync_engine::{DeviceBucket, DeviceInstall, DevicePlace, EngineError, InstallError, InstallReport, Left, Released};
 
 const SLOTS: u64 = 2;
 
@@ -36,7 +36,7 @@ impl Memory {
     ) -> Result<InstallReport, InstallError> {
         let own = |cause: std::io::Error| InstallError {
             step: "load",
-            dirty: true,
+            left: Left::Mixture,
             source: EngineError::Unsupported {
                 what: format!("the suite's own memory failed: {cause}"),
                 next_step: "look at its disk".into(),

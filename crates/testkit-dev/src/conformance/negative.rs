@@ -12,7 +12,7 @@ use futures::StreamExt;
 use super::bed::Bed;
 use super::proxy::{Proxy, Spoil};
 use super::{ConformanceError, Options, Row, Way};
-use weightsync_engine::{EngineError, Holding, InstallError, InstallReport, Resumed};
+use weightsync_engine::{EngineError, Holding, InstallError, InstallReport, Left, Settling};
 
 /// Cases that run at once; each has a server of its own.
 const AT_ONCE: usize = 8;
@@ -105,7 +105,7 @@ async fn learn(bed: &Bed) -> Result<Result<(Vec<String>, References), String>, C
 
 /// Probe and install, as an agent does both.
 async fn attempt(bed: &Bed, engine: &dyn weightsync_engine::Engine, within: Duration) -> Result<InstallReport, InstallError> {
-    let clean = |source: EngineError| InstallError { step: "probe", dirty: false, source };
+    let clean = |source: EngineError| InstallError { step: "probe", left: Left::AsBefore, source };
     engine.probe(within).await.map_err(clean)?;
     bed.install(engine, 2, within).await
 }
@@ -148,21 +148,18 @@ async fn judge(
         }
     }
     let holding = engine.holding(bed.patience).await.map_err(|error| format!("it does not answer any more: {error}"))?;
-    let resumed = engine.resume(bed.patience).await.map_err(|error| format!("it cannot be resumed: {error}"))?;
+    let settled = engine.settle(&Settling::LEFT_PAUSED, bed.patience).await.map_err(|error| format!("it cannot be resumed: {error}"))?;
     let summary = match outcome {
         Ok(_) => "confirmed".to_owned(),
-        Err(error) if error.dirty => format!("held: {error}"),
+        Err(error) if error.is_dirty() => format!("held: {error}"),
         Err(error) => format!("failed: {error}"),
     };
-    match (&holding, &resumed) {
-        (Holding::HalfAnUpdate(_), Resumed::HalfAnUpdate(_)) => {
-            if outcome.is_ok() {
-                return Err(format!("{summary}, and it is marked as half an update"));
-            }
-        }
-        (Holding::HalfAnUpdate(_), _) => return Err(format!("{summary}, and half an update was let run")),
-        (Holding::Foreign(text), _) => return Err(format!("{summary}, and it holds {text:?}")),
-        (Holding::Startup | Holding::Version(_), _) => {
+    match &holding {
+        Holding::HalfAnUpdate(_) if settled.resumed => return Err(format!("{summary}, and half an update was let run")),
+        Holding::HalfAnUpdate(_) if outcome.is_ok() => return Err(format!("{summary}, and it is marked as half an update")),
+        Holding::HalfAnUpdate(_) => {}
+        Holding::Foreign(text) => return Err(format!("{summary}, and it holds {text:?}")),
+        Holding::Startup | Holding::Version(_) => {
             let served = bed.serves().await?;
             let is_second = served == references.second;
             if !is_second && served != references.first {
@@ -176,7 +173,7 @@ async fn judge(
             if outcome.is_ok() && !is_second && !restarted {
                 return Err(format!("{summary}, and it serves the first version"));
             }
-            if outcome.as_ref().is_err_and(|error| error.dirty) && !restarted && !second {
+            if outcome.as_ref().is_err_and(weightsync_engine::InstallError::is_dirty) && !restarted && !second {
                 return Err(format!("{summary}, and it is not marked"));
             }
         }

@@ -205,7 +205,7 @@ fn unusable(what: String) -> EngineError {
 }
 
 fn clean(source: EngineError) -> InstallError {
-    InstallError { step: "start", dirty: false, source }
+    InstallError::before_start(source)
 }
 
 impl Source {
@@ -271,8 +271,8 @@ impl Source {
             Ok(()) => install.finish(version).await,
             Err(Broken::Engine(error)) => Err(error),
             Err(Broken::Source(why)) => {
-                let dirty = install.abandon(&why).await;
-                Err(InstallError { step: "load", dirty, source: unusable(why) })
+                let left = install.abandon(&why).await;
+                Err(InstallError { step: "load", left, source: unusable(why) })
             }
         }
     }

@@ -132,8 +132,8 @@ impl Rollout {
                     return;
                 }
                 Order::GiveUp(reason) => {
-                    let dirty = install.abandon(&reason).await;
-                    self.given_up(&reason, dirty, begun);
+                    let left = install.abandon(&reason).await;
+                    self.given_up(&reason, left, begun);
                     return;
                 }
             };
@@ -143,14 +143,14 @@ impl Rollout {
             }
         }
         let reason = "the attempt was dropped";
-        let dirty = install.abandon(reason).await;
-        self.given_up(reason, dirty, begun);
+        let left = install.abandon(reason).await;
+        self.given_up(reason, left, begun);
     }
 
     /// The engine or a worker of it refused a bucket, or failed with it.
     fn memory_failed(&self, receiver: &Weak<MemoryReceiver>, error: &InstallError, switch: Option<Switch>) {
         let reason = format!("the engine did not take a bucket: {error}");
-        tracing::warn!(dirty = error.dirty, %error, "the engine did not take a bucket");
+        tracing::warn!(left = ?error.left, %error, "the engine did not take a bucket");
         let receiver = receiver.upgrade();
         if let Some(receiver) = &receiver {
             *lock(&receiver.failed) = Some(reason.clone());
@@ -163,7 +163,7 @@ impl Rollout {
             }
             // One that was never begun changed nothing.
             if let Some(switch) = switch {
-                inner.spoiled(reason, error.dirty, switch);
+                inner.spoiled(reason, error.left, switch);
             }
         });
         self.probe_now.notify_one();

@@ -1,0 +1,135 @@
+//! Finds out what the engine holds when its last change ended without proof, and lets it run where that is safe.
+//!
+//! Decides when the engine is asked: at each look while that is not known, until an update's time is over. Then its start-up weights are put
+//! back, as for half an update. A release asks too: no engine stays paused by us. A version counts here only when it was verified before the
+//! change began, and the engine ran with it and answered.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use super::Rollout;
+use weightsync_core::protocol::{PausePolicy, UpdatePolicy};
+use weightsync_engine::{EngineError, Holding, Left, Settled, Settling};
+
+/// Longest call that asks an engine and lets it run.
+const ASK: Duration = Duration::from_secs(30);
+
+/// Longest time in which an engine is restored when its agent leaves it.
+pub const RESTORE: Duration = Duration::from_secs(60);
+
+/// Wait between two tries.
+const AGAIN: Duration = Duration::from_secs(1);
+
+impl Rollout {
+    /// Asks the engine what it holds, where that is not known. The caller has the lock of switches.
+    pub(super) async fn prove_unknown(&self, policy: &UpdatePolicy) {
+        if self.with(|inner| inner.machine.unproven().is_some()) {
+            // What did not work was logged, and is tried at the next look.
+            let _unknown = self.ask_what_it_holds(policy, true).await;
+        }
+    }
+
+    /// Undoes a pause of ours, unless the engine may hold half an update. The adapter asks the engine itself.
+    pub(super) async fn resume_if_safe(&self, policy: &UpdatePolicy) -> Result<(), EngineError> {
+        if self.with(|inner| inner.machine.dirty().is_some()) {
+            return Ok(());
+        }
+        let unproven = self.with(|inner| inner.machine.unproven().is_some());
+        self.ask_what_it_holds(policy, unproven).await
+    }
+
+    async fn ask_what_it_holds(&self, policy: &UpdatePolicy, unproven: bool) -> Result<(), EngineError> {
+        let how = Settling { pause: policy.pause, canary: policy.canary.clone(), unproven };
+        match self.engine.settle(&how, ASK).await {
+            Ok(settled) => {
+                self.settled_as(&settled);
+                Ok(())
+            }
+            Err(error) => {
+                tracing::warn!(left = ?error.left, %error, "it is not known what the engine holds");
+                self.with(|inner| {
+                    let start = inner.engine.start().cloned();
+                    if error.left == Left::Mixture {
+                        inner.machine.found_dirty(format!("the engine does not compute with what it holds: {error}"), start);
+                    }
+                });
+                Err(error.source)
+            }
+        }
+    }
+
+    fn settled_as(&self, Settled { start, holding, resumed }: &Settled) {
+        if *resumed {
+            tracing::info!(%holding, "a pause that was left behind is undone");
+        }
+        self.with(|inner| {
+            if let Holding::HalfAnUpdate(held) = holding {
+                let reason = format!("an install of version {} began and was not seen to end", held.version);
+                inner.machine.found_dirty(reason, Some(start.clone()));
+                return;
+            }
+            if inner.machine.unproven().is_none() {
+                return;
+            }
+            inner.engine.started(start.clone());
+            inner.machine.engine_settled(holding, start);
+            inner.paused_until = None;
+            inner.touched = None;
+            let files = inner.to_prove.take();
+            if let Some(installed) = inner.machine.installed().map(|installed| installed.held.clone()) {
+                tracing::info!(version = installed.version, "the engine holds the version, and runs");
+                inner.took(&installed);
+                inner.last = Some(installed.clone());
+                if let Some(files) = files.filter(|files| files.held == installed) {
+                    inner.shelve(Some(&files));
+                }
+            }
+        });
+    }
+
+    /// Leaves no engine paused by us: what it holds is found out, and half an update is replaced, by the version that is kept here or else by its
+    /// start-up weights. Within [`RESTORE`]; what does not work is the last thing that the log says of the engine.
+    pub(super) async fn restore(self: &Arc<Self>, policy: &UpdatePolicy) {
+        if policy.pause == PausePolicy::External {
+            return;
+        }
+        let end = Instant::now() + RESTORE;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            match tokio::time::timeout(left, self.restore_once(policy, left)).await {
+                Ok(Ok(())) if self.with(|inner| !inner.machine.must_not_serve()) => return,
+                // An engine that is gone is not paused.
+                Ok(Err(EngineError::Unreachable { .. })) => return,
+                Ok(_) if left > AGAIN => sleep(AGAIN).await,
+                Ok(_) | Err(_) => break,
+            }
+        }
+        let reason = self.with(|inner| inner.machine.dirty().map(|dirty| dirty.reason.clone()));
+        let reason = reason.or_else(|| self.with(|inner| inner.machine.unproven().map(|unproven| unproven.reason.clone())));
+        let url = self.with(|inner| inner.engine.facts.as_ref().map(|facts| facts.url.clone()));
+        tracing::error!(
+            engine = url.unwrap_or_default(),
+            port = self.port(),
+            reason = reason.unwrap_or_else(|| "it does not answer".to_owned()),
+            "the engine stays out of service: restart it to bring it back with its start-up weights"
+        );
+    }
+
+    async fn restore_once(self: &Arc<Self>, policy: &UpdatePolicy, left: Duration) -> Result<(), EngineError> {
+        let switching = self.switching.lock().await;
+        self.resume_if_safe(policy).await?;
+        let kept = self.with(|inner| inner.kept.clone().filter(|_| inner.machine.dirty().is_some()));
+        if let Some(kept) = kept
+            && self.check_kept(&kept).await.is_ok()
+        {
+            self.switch_locked(kept, policy).await;
+        }
+        drop(switching);
+        if self.with(|inner| inner.machine.dirty().is_some()) {
+            self.put_back(left).await;
+        }
+        Ok(())
+    }
+}

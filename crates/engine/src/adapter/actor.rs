@@ -1,0 +1,129 @@
+//! The task of an install that is fed bucket by bucket.
+//!
+//! It runs apart from whoever feeds it, who may be dropped in the middle: the engine is left paused and marked then, never half-fed and
+//! running. Decides only when the install is over. What a bucket is, each [`Way`] decides; what the engine is left with, the session does.
+
+use async_trait::async_trait;
+use tokio::sync::{mpsc, oneshot};
+
+use super::session::{LeftNow, Session};
+use crate::server::Server;
+use crate::{EngineError, InstallError, InstallReport, Left};
+use weightsync_core::protocol::HeldVersion;
+
+/// One way of bringing buckets into an engine. After an error the install is over.
+#[async_trait]
+pub(super) trait Way<S: Server>: Send + 'static {
+    type Bucket: Send + 'static;
+    /// What is said of a bucket that was taken.
+    type Receipt: Send + 'static;
+
+    /// Pauses and marks the engine, and opens what it loads through. Called again, it does nothing.
+    async fn open(&mut self, session: &mut Session<S>) -> Result<(), InstallError>;
+
+    async fn bucket(&mut self, session: &mut Session<S>, bucket: Self::Bucket) -> Result<Self::Receipt, InstallError>;
+
+    /// Has the engine load, and waits until it took more than so many buckets: how many.
+    async fn taken(&mut self, session: &mut Session<S>, more_than: u32) -> Result<u32, InstallError>;
+
+    async fn finish(&mut self, session: &mut Session<S>, version: HeldVersion) -> Result<InstallReport, InstallError>;
+
+    /// Ends it: what the engine is left with.
+    async fn give_up(&mut self, session: &mut Session<S>, reason: &str) -> Left;
+}
+
+type Answer<T> = oneshot::Sender<Result<T, InstallError>>;
+
+/// What the owner of an install asks its task for.
+enum Command<B, R> {
+    Open(Answer<()>),
+    Bucket(B, Answer<R>),
+    Taken(u32, Answer<u32>),
+    Finish(HeldVersion, Answer<InstallReport>),
+    Abandon(String, oneshot::Sender<Left>),
+}
+
+/// The owner's end. Dropping it ends the task.
+pub(super) struct Handle<B, R> {
+    commands: mpsc::Sender<Command<B, R>>,
+    left: LeftNow,
+}
+
+impl<B: Send, R: Send> Handle<B, R> {
+    pub(super) async fn open(&self) -> Result<(), InstallError> {
+        self.ask(Command::Open).await
+    }
+
+    pub(super) async fn bucket(&self, bucket: B) -> Result<R, InstallError> {
+        self.ask(|answer| Command::Bucket(bucket, answer)).await
+    }
+
+    pub(super) async fn taken(&self, more_than: u32) -> Result<u32, InstallError> {
+        self.ask(|answer| Command::Taken(more_than, answer)).await
+    }
+
+    pub(super) async fn finish(&self, version: HeldVersion) -> Result<InstallReport, InstallError> {
+        self.ask(|answer| Command::Finish(version, answer)).await
+    }
+
+    pub(super) async fn abandon(&self, reason: &str) -> Left {
+        let (answer, answered) = oneshot::channel();
+        let _over = self.commands.send(Command::Abandon(reason.to_owned(), answer)).await;
+        answered.await.unwrap_or_else(|_| *self.left.lock())
+    }
+
+    async fn ask<T>(&self, command: impl FnOnce(Answer<T>) -> Command<B, R>) -> Result<T, InstallError> {
+        let (answer, answered) = oneshot::channel();
+        let _over = self.commands.send(command(answer)).await;
+        // The task may have ended before this was asked.
+        let over = || InstallError { step: "load", left: *self.left.lock(), source: EngineError::Cancelled };
+        answered.await.unwrap_or_else(|_| Err(over()))
+    }
+}
+
+/// Starts the task.
+pub(super) fn start<S: Server, W: Way<S>>(session: Session<S>, way: W) -> Handle<W::Bucket, W::Receipt> {
+    let (commands, inbox) = mpsc::channel(1);
+    let left = session.left_now();
+    tokio::spawn(run(session, way, inbox));
+    Handle { commands, left }
+}
+
+async fn run<S: Server, W: Way<S>>(mut session: Session<S>, mut way: W, mut inbox: mpsc::Receiver<Command<W::Bucket, W::Receipt>>) {
+    let cancel = session.terms.cancel.clone();
+    loop {
+        let command = tokio::select! {
+            biased;
+            () = cancel.cancelled() => None,
+            command = tokio::time::timeout(session.until.left(), inbox.recv()) => command.ok().flatten(),
+        };
+        let goes_on = match command {
+            Some(Command::Open(answer)) => tell(answer, way.open(&mut session).await),
+            Some(Command::Bucket(bucket, answer)) => tell(answer, way.bucket(&mut session, bucket).await),
+            Some(Command::Taken(more_than, answer)) => tell(answer, way.taken(&mut session, more_than).await),
+            Some(Command::Finish(version, answer)) => {
+                tell(answer, way.finish(&mut session, version).await);
+                false
+            }
+            Some(Command::Abandon(reason, answer)) => {
+                let _gone = answer.send(way.give_up(&mut session, &reason).await);
+                false
+            }
+            // Cancelled, dropped, or too late.
+            None => {
+                way.give_up(&mut session, "its feeder is gone").await;
+                false
+            }
+        };
+        if !goes_on {
+            return;
+        }
+    }
+}
+
+/// Answers, and says whether the install goes on. An owner that gave up waiting learns the outcome from what follows.
+fn tell<T>(answer: Answer<T>, outcome: Result<T, InstallError>) -> bool {
+    let goes_on = outcome.is_ok();
+    let _gone = answer.send(outcome);
+    goes_on
+}

@@ -1,0 +1,387 @@
+//! The life of one install, whichever way the weights come: opened, held, loading, whole, running.
+//!
+//! Decides what an engine is left with after each ending. Until the load nothing of the engine's weights was touched, and a failure undoes the
+//! pause. From the load to the version's text the engine may hold a mixture, and a failure leaves it paused with the mark on it. After that its
+//! weights are whole, and a failure leaves open whether it runs. A part of the deadline is kept for what a failure has to undo. It never says
+//! that an engine holds a version unless the engine ran with it and answered.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use tokio::sync::OwnedMutexGuard;
+use tokio_util::sync::CancellationToken;
+
+use super::Inner;
+use crate::http::Until;
+use crate::lifeline::Lifeline;
+use crate::record::UNKNOWN;
+use crate::server::Server;
+use crate::start::Look;
+use crate::{EngineError, EngineStart, Holding, InstallError, InstallReport, Left};
+use weightsync_core::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::weights::TensorSpec;
+
+/// Longest time kept back for undoing.
+const MOST_RESERVE: Duration = Duration::from_secs(10);
+
+/// A failed step, before it is known what it left the engine with.
+pub(super) struct Failed {
+    pub(super) step: &'static str,
+    pub(super) source: EngineError,
+}
+
+impl Failed {
+    pub(super) fn left(self, left: Left) -> InstallError {
+        InstallError { step: self.step, left, source: self.source }
+    }
+}
+
+pub(super) fn at(step: &'static str) -> impl FnOnce(EngineError) -> Failed {
+    move |source| Failed { step, source }
+}
+
+/// What an install is about, whichever way the weights come.
+#[derive(Debug, Clone)]
+pub(super) struct Terms {
+    /// Written into the engine before its weights are touched.
+    pub(super) marked: HeldVersion,
+    pub(super) pause: PausePolicy,
+    pub(super) kv_cache: KvCachePolicy,
+    pub(super) canary: Option<CanaryPolicy>,
+    pub(super) timeout: Duration,
+    pub(super) cancel: CancellationToken,
+}
+
+/// The mark of a version whose manifest is not known before its bytes are: no version of that text exists.
+pub(super) fn mark(version: u64, manifest: Option<&String>) -> HeldVersion {
+    HeldVersion { version, manifest: manifest.cloned().unwrap_or_else(|| "0".repeat(64)) }
+}
+
+pub(super) struct Before {
+    pub(super) fingerprint: String,
+    pub(super) holding: Holding,
+    look: Look,
+}
+
+impl Before {
+    pub(super) fn is_half(&self) -> bool {
+        matches!(self.holding, Holding::HalfAnUpdate(_))
+    }
+}
+
+pub(super) struct Steps {
+    pub(super) done: Vec<(String, u64)>,
+    begun: Instant,
+}
+
+impl Steps {
+    pub(super) fn new() -> Self {
+        Self { done: Vec::new(), begun: Instant::now() }
+    }
+
+    pub(super) fn done(&mut self, step: &str) {
+        let now = Instant::now();
+        let ms = u64::try_from(now.duration_since(self.begun).as_millis()).unwrap_or(u64::MAX);
+        self.done.push((step.to_owned(), ms));
+        self.begun = now;
+    }
+}
+
+/// How far an install came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// The engine was only looked at.
+    Opened,
+    /// It is paused, where the policy pauses, and marked.
+    Held,
+    /// Its weights may be a mixture.
+    Loading,
+    /// They are whole, and its version field says so.
+    Whole,
+}
+
+/// What the task of an install shares with whoever owns it: what the engine would be left with if the task ended now.
+pub(super) type LeftNow = Arc<Mutex<Left>>;
+
+/// One install. It has the turn to change the engine for as long as it lives.
+pub(super) struct Session<S: Server> {
+    pub(super) inner: Arc<Inner<S>>,
+    pub(super) terms: Terms,
+    pub(super) steps: Steps,
+    /// The end of the whole, and of what may be done before a failure is undone.
+    pub(super) whole: Until,
+    pub(super) until: Until,
+    /// Whether the engine is paused by this install.
+    pub(super) pauses: bool,
+    before: Before,
+    stage: Stage,
+    left: LeftNow,
+    _turn: OwnedMutexGuard<()>,
+}
+
+impl<S: Server> Session<S> {
+    /// Waits for the turn to change the engine, and looks at it; `offered` must replace all that it was started with.
+    pub(super) async fn open(inner: Arc<Inner<S>>, terms: Terms, offered: &[TensorSpec]) -> Result<Self, InstallError> {
+        let whole = Until::new(terms.timeout);
+        let until = whole.keeping(MOST_RESERVE.min(terms.timeout / 5));
+        let cancel = terms.cancel.clone();
+        let opened = unless_cancelled(&cancel, "start", async {
+            let turn = inner.turn(until).await.map_err(at("start"))?;
+            inner.server.accepts(terms.pause, terms.kv_cache).map_err(at("start"))?;
+            Ok((turn, inner.look_at_server(offered, until).await?))
+        });
+        let (turn, before) = opened.await.map_err(|failed| inner.seen(failed).left(Left::AsBefore))?;
+        let half = before.is_half();
+        Ok(Self {
+            steps: Steps::new(),
+            whole,
+            until,
+            // A half-updated engine is paused by us whatever the policy: it must not serve before it is whole.
+            pauses: half || terms.pause != PausePolicy::External,
+            stage: Stage::Opened,
+            left: Arc::new(Mutex::new(if half { Left::Mixture } else { Left::AsBefore })),
+            inner,
+            terms,
+            before,
+            _turn: turn,
+        })
+    }
+
+    pub(super) fn left_now(&self) -> LeftNow {
+        self.left.clone()
+    }
+
+    /// Whether it held half an update before.
+    pub(super) fn was_half(&self) -> bool {
+        self.before.is_half()
+    }
+
+    /// Pauses where the policy pauses, and marks. A failure is undone.
+    pub(super) async fn hold(&mut self) -> Result<(), InstallError> {
+        let cancel = self.terms.cancel.clone();
+        let held = unless_cancelled(&cancel, "pause", async {
+            if self.pauses {
+                self.inner.pause(&self.terms, self.until).await?;
+            }
+            self.inner.write(Holding::HalfAnUpdate(self.terms.marked.clone()), self.until).await.map_err(at("pause"))
+        });
+        let held = held.await;
+        // A pause or a mark that failed may have taken effect.
+        self.stage = Stage::Held;
+        match held {
+            Ok(()) => Ok(()),
+            Err(failed) => Err(self.fail(failed).await),
+        }
+    }
+
+    /// From here on the engine may hold a mixture.
+    pub(super) fn loading(&mut self) {
+        self.stage = Stage::Loading;
+        *self.left.lock() = Left::Mixture;
+    }
+
+    /// What was feared did not happen: the engine never took the first bytes.
+    pub(super) fn never_loaded(&mut self) {
+        self.stage = Stage::Held;
+        *self.left.lock() = if self.was_half() { Left::Mixture } else { Left::AsBefore };
+    }
+
+    /// Says that the engine may be too busy to answer, for as long as the answer lives.
+    pub(super) fn busy(&self) -> Busy<S> {
+        Busy::new(self.inner.clone())
+    }
+
+    /// All is loaded: compares, gives the engine the version's text, lets it run, and sees that it answers. `way` names a way in which an
+    /// engine that was never stopped may answer later.
+    pub(super) async fn conclude(&mut self, version: HeldVersion, way: Option<&'static str>) -> Result<InstallReport, InstallError> {
+        self.steps.done("load");
+        let start = match self.check(&version).await {
+            Ok(start) => start,
+            Err(failed) => return Err(self.fail(failed).await),
+        };
+        self.stage = Stage::Whole;
+        *self.left.lock() = Left::Unknown;
+        self.steps.done("check");
+        if self.pauses {
+            if let Err(error) = self.inner.run_again(self.whole).await {
+                return Err(self.fail(at("resume")(error)).await);
+            }
+            self.steps.done("resume");
+        }
+        let asks = self.pauses || self.terms.pause != PausePolicy::External;
+        let may_owe = asks && !self.pauses && self.terms.canary.is_none();
+        let owes_answer = may_owe && way.is_some_and(|way| self.inner.proven.may_owe(&start, way));
+        if asks && !owes_answer {
+            let canary = self.terms.canary.as_ref();
+            let step = self.inner.see_an_answer(canary, &self.terms.marked, self.until, self.whole).await?;
+            self.steps.done(step);
+            if let Some(way) = way {
+                self.inner.proven.answered(&start, way);
+            }
+        }
+        Ok(InstallReport { start, steps_ms: std::mem::take(&mut self.steps.done), owes_answer })
+    }
+
+    /// Ends it early, and says what the engine is left with.
+    pub(super) async fn fail(&mut self, failed: Failed) -> InstallError {
+        self.fail_within(failed, self.whole).await
+    }
+
+    /// The same, where the engine may answer nothing for as long as others wait for this end.
+    pub(super) async fn fail_within(&mut self, failed: Failed, undo: Until) -> InstallError {
+        let failed = self.inner.seen(failed);
+        let error = match self.stage {
+            Stage::Opened => failed.left(if self.was_half() { Left::Mixture } else { Left::AsBefore }),
+            Stage::Held => self.undo(failed, undo).await,
+            Stage::Loading if matches!(failed.source, EngineError::Restarted) => failed.left(Left::Unknown),
+            // One that started anew in the middle holds no half update.
+            Stage::Loading => match self.carries_the_mark(undo).await {
+                Ok(false) => Failed { step: failed.step, source: EngineError::Restarted }.left(Left::Unknown),
+                Ok(true) | Err(_) => self.inner.hold_mixture(failed, undo).await,
+            },
+            Stage::Whole => failed.left(Left::Unknown),
+        };
+        *self.left.lock() = error.left;
+        error
+    }
+
+    /// No weight was touched: gives back what was there before, as far as that can be seen.
+    async fn undo(&self, Failed { step, source }: Failed, undo: Until) -> InstallError {
+        // Only the marked process itself gets its old text back: a successor holds its start-up weights.
+        let unmarked = match self.carries_the_mark(undo).await {
+            Ok(true) => self.inner.write(self.before.holding.clone(), undo).await,
+            Ok(false) => Ok(()),
+            Err(error) => Err(error),
+        };
+        let stays = self.was_half() || self.terms.pause == PausePolicy::External;
+        let resumed = if stays { Ok(()) } else { self.inner.run_again(undo).await };
+        let undone = [unmarked.err(), resumed.err()].into_iter().flatten().inspect(|error| {
+            tracing::warn!(engine = self.inner.server.url(), %error, "what an install changed cannot be undone");
+        });
+        let left = match undone.count() {
+            _ if self.was_half() => Left::Mixture,
+            0 => Left::AsBefore,
+            _ => Left::Unknown,
+        };
+        InstallError { step, left, source }
+    }
+
+    /// Whether it is still the process that was marked for this install.
+    async fn carries_the_mark(&self, until: Until) -> Result<bool, EngineError> {
+        let look = self.inner.start.look();
+        let fingerprint = self.inner.server.fingerprint(until).await?;
+        let holding = self.inner.server.holding(until).await?;
+        self.inner.start.answered(look, &fingerprint, &holding);
+        Ok(fingerprint == self.before.fingerprint && holding == Holding::HalfAnUpdate(self.terms.marked.clone()))
+    }
+
+    /// Empties caches, sees that it is still the same start, and gives the engine the version's text as the very last word.
+    async fn check(&self, version: &HeldVersion) -> Result<EngineStart, Failed> {
+        let (inner, until) = (&self.inner, self.until);
+        if self.terms.kv_cache == KvCachePolicy::Reset {
+            inner.server.reset_cache(until).await.map_err(at("check"))?;
+        }
+        if !self.carries_the_mark(until).await.map_err(at("check"))? {
+            return Err(Failed { step: "check", source: EngineError::Restarted });
+        }
+        let version = Holding::Version(version.clone());
+        inner.write(version.clone(), until).await.map_err(at("check"))?;
+        let look = inner.start.look();
+        let written = inner.server.holding(until).await.map_err(at("check"))?;
+        let fingerprint = inner.server.fingerprint(until).await.map_err(at("check"))?;
+        // Where nothing tells one start from another, the process must have been there all the time.
+        let stood = fingerprint != UNKNOWN || inner.start.stood_since(self.before.look);
+        if fingerprint != self.before.fingerprint || !stood {
+            // The successor of the process that loaded was told that it holds the version.
+            inner.write(Holding::Startup, until).await.map_err(at("check"))?;
+            return Err(Failed { step: "check", source: EngineError::Restarted });
+        }
+        if written != version {
+            let what = format!("it was given the version {:?} and reports {:?}", version.text(), written.text());
+            return Err(Failed { step: "check", source: EngineError::BadReply { url: inner.server.url().to_owned(), what } });
+        }
+        Ok(inner.start.answered(look, &fingerprint, &written))
+    }
+}
+
+impl<S: Server> Inner<S> {
+    /// Takes a failed call into account as a sign of a restart.
+    pub(super) fn seen(&self, failed: Failed) -> Failed {
+        self.start.failed(&failed.source);
+        failed
+    }
+
+    /// Whether the tensors fit, and what the server holds now.
+    async fn look_at_server(&self, offered: &[TensorSpec], until: Until) -> Result<Before, Failed> {
+        self.fits(offered).map_err(at("start"))?;
+        let (before, _) = self.sight(until).await.map_err(at("start"))?;
+        // What sleeps has no memory to write into. Half an update was ours, and so may be the sleep.
+        if !before.is_half() && self.look_whether_it_sleeps(until).await.map_err(at("start"))? {
+            return Err(Failed { step: "start", source: EngineError::Asleep { url: self.server.url().to_owned() } });
+        }
+        Ok(before)
+    }
+
+    /// Takes hold of the process that listens now, and looks at which start it is and what it holds.
+    pub(super) async fn sight(&self, until: Until) -> Result<(Before, EngineStart), EngineError> {
+        // On the same machine the connection is taken at once, whatever the server is busy with.
+        self.start.hold(Lifeline::open(self.server.url(), until.left() / 4).await);
+        let look = self.start.look();
+        let fingerprint = self.server.fingerprint(until).await?;
+        let holding = self.server.holding(until).await?;
+        let start = self.start.answered(look, &fingerprint, &holding);
+        Ok((Before { fingerprint, holding, look }, start))
+    }
+
+    async fn pause(&self, terms: &Terms, until: Until) -> Result<(), Failed> {
+        self.server.pause(terms.pause, terms.kv_cache, until).await.map_err(at("pause"))?;
+        if self.server.is_paused(until).await.map_err(at("pause"))? {
+            return Ok(());
+        }
+        let what = "it said that it paused, and then that it is not paused".to_owned();
+        Err(Failed { step: "pause", source: EngineError::BadReply { url: self.server.url().to_owned(), what } })
+    }
+
+    /// The engine may hold a mixture: sees that it is paused.
+    pub(super) async fn hold_mixture(&self, failed: Failed, whole: Until) -> InstallError {
+        let failed = self.seen(failed);
+        let held = match self.server.is_paused(whole).await {
+            Ok(true) => Ok(()),
+            // The trainer keeps the pausing to itself, or it was just resumed.
+            Ok(false) | Err(_) => self.server.pause(PausePolicy::Keep, KvCachePolicy::Keep, whole).await,
+        };
+        if let Err(error) = held {
+            tracing::warn!(engine = self.server.url(), %error, "an engine that may hold half an update cannot be paused");
+        }
+        failed.left(Left::Mixture)
+    }
+}
+
+/// Says that the engine core may be too busy to answer because of us, for as long as it lives.
+pub(super) struct Busy<S>(Arc<Inner<S>>);
+
+impl<S> Busy<S> {
+    pub(super) fn new(inner: Arc<Inner<S>>) -> Self {
+        inner.loading.store(true, std::sync::atomic::Ordering::Release);
+        Self(inner)
+    }
+}
+
+impl<S> Drop for Busy<S> {
+    fn drop(&mut self) {
+        self.0.loading.store(false, std::sync::atomic::Ordering::Release);
+    }
+}
+
+async fn unless_cancelled<T>(
+    cancel: &CancellationToken,
+    step: &'static str,
+    work: impl Future<Output = Result<T, Failed>>,
+) -> Result<T, Failed> {
+    tokio::select! {
+        biased;
+        () = cancel.cancelled() => Err(Failed { step, source: EngineError::Cancelled }),
+        done = work => done,
+    }
+}
