@@ -55,6 +55,10 @@ use updates::Updates;
 /// How often one step may change its mind; more would be a circle.
 const MOVES: usize = 64;
 
+/// How far an epoch that an agent reports may lie above the last one that a controller wrote. Status may have been restored from a backup, so
+/// a higher number is believed; a number that no controller can have written is not.
+const EPOCHS_AHEAD: u64 = 1 << 20;
+
 /// Membership of one object. One owner calls [`step`](Self::step) for each observation, in the order of their arrival.
 #[derive(Debug, Clone)]
 pub struct Membership {
@@ -72,6 +76,8 @@ pub struct Membership {
     had_epoch: bool,
     /// The highest epoch that was persisted or seen.
     epoch: u64,
+    /// The highest epoch that a controller wrote, as far as this one read or wrote it.
+    written: u64,
     /// Epochs up to this one are over.
     over: u64,
     version: Option<HeldVersion>,
@@ -123,6 +129,7 @@ impl Membership {
             adopt_most: 0,
             had_epoch: restored.epoch > 0,
             epoch: restored.epoch,
+            written: restored.epoch,
             over: 0,
             highest: restored
                 .version

@@ -25,7 +25,7 @@ const NAMED: usize = 3;
 impl Membership {
     /// Asks for the next number.
     pub(super) fn persist(&mut self, why: Reason) {
-        let epoch = self.epoch + 1;
+        let epoch = self.epoch.saturating_add(1);
         let retry_at = self.now.saturating_add(self.config.persist_retry_ms);
         self.out.push(Decision::PersistEpoch { epoch });
         self.forming = Some(Forming::Persisting(Persisting { epoch, why, tries: 1, retry_at, failure: None }));
@@ -53,6 +53,7 @@ impl Membership {
         if persisting.epoch != epoch {
             return;
         }
+        self.written = self.written.max(epoch);
         self.begin_round(epoch);
     }
 

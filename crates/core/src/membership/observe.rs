@@ -2,12 +2,12 @@
 //!
 //! Whatever is about another epoch than the one in work, or comes from another life than the one that was asked, changes nothing.
 
-use crate::protocol::{EpochId, Incarnation, MemberName, MemberPhase, MemberState, PrepareResponse, Reason, Refusal, RefusalCode};
+use crate::protocol::{EpochId, Incarnation, MemberName, MemberPhase, MemberState, PrepareResponse, Reason, Refusal, RefusalCode, Role, UpdateView};
 
 use super::backoff::Weight;
 use super::forming::SETTLE_MS;
 use super::group::{Failure, Forming, Phase, Prepared, Round};
-use super::{Decision, Membership, Observation};
+use super::{Decision, EPOCHS_AHEAD, Membership, Observation};
 
 impl Membership {
     pub(super) fn observe(&mut self, observation: Observation) {
@@ -72,7 +72,8 @@ impl Membership {
         self.stopped = Some(message);
     }
 
-    fn note_state(&mut self, state: MemberState) {
+    fn note_state(&mut self, mut state: MemberState) {
+        self.correct(&mut state);
         if let Some(epoch) = state.epoch.as_ref().filter(|epoch| epoch.weightsync == self.config.weightsync) {
             // Numbers that were used are never used again, whoever used them; one that is not in status was used before we started.
             self.had_epoch |= epoch.epoch > self.epoch;
@@ -95,6 +96,19 @@ impl Membership {
             && let Some(member) = round.member_of(&life).cloned()
         {
             self.note_committed(&id, &member, &life);
+        }
+    }
+
+    /// Takes out what a member is not believed about: its role, which is the plan's, and an epoch that no controller can have written.
+    fn correct(&self, state: &mut MemberState) {
+        // Only a life that was announced with the role of its candidate speaks for it.
+        if let Some(agent) = self.agents.get(&state.incarnation) {
+            state.role = agent.role;
+        }
+        let most = self.written.saturating_add(EPOCHS_AHEAD);
+        if let Some(epoch) = state.epoch.take_if(|epoch| epoch.weightsync == self.config.weightsync && epoch.epoch > most) {
+            let message = format!("it reports epoch {}, the last one that a controller wrote is {}", epoch.epoch, self.written);
+            state.reason.get_or_insert(message);
         }
     }
 
@@ -150,7 +164,31 @@ impl Membership {
         round.settle_at.get_or_insert(settle_at);
     }
 
-    fn note_update(&mut self, from: &Incarnation, update: crate::protocol::UpdateView) {
+    /// Whether a life may report that update: a source may, and of rollouts the one that feeds the group that the update runs in. What is over
+    /// is shown and decides nothing, so it is not looked into.
+    fn leads(&self, from: &Incarnation, update: &UpdateView) -> bool {
+        if self.agents.get(from).is_some_and(|agent| agent.role == Role::Source) {
+            return true;
+        }
+        let (member, feeder) = match (&self.group, &self.forming) {
+            (Some(group), _) if group.id == update.id => {
+                // A group that was taken over does not say who feeds it.
+                let feeder = group.feeder.clone().or_else(|| self.choose_feeder(group.lives.iter()));
+                (group.member_of(from), feeder)
+            }
+            (_, Some(Forming::Round(round))) if round.id == update.id => match &round.phase {
+                Phase::Committing { feeder, .. } => (round.member_of(from), feeder.clone()),
+                Phase::Preparing => return false,
+            },
+            _ => return true,
+        };
+        update.feeding && member.is_some() && member == feeder.as_ref()
+    }
+
+    fn note_update(&mut self, from: &Incarnation, update: UpdateView) {
+        if !self.leads(from, &update) {
+            return;
+        }
         let members: Vec<MemberName> = update.members.iter().map(|member| member.member.clone()).collect();
         let (version, feeding, in_group) = (update.version, update.feeding, self.group.as_ref().is_some_and(|group| group.id == update.id));
         let noted = self.updates.note(self.now, from, update);

@@ -10,6 +10,7 @@ mod forming;
 mod going_back;
 mod joining;
 mod leaving;
+mod lying;
 mod restart;
 mod skew;
 mod transport;
