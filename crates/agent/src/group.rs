@@ -107,11 +107,22 @@ impl Epoch {
         self.communicator().is_some_and(|plan| plan.seat(member).is_some())
     }
 
-    pub fn may_lead(&self, pod_uid: &str) -> bool {
-        let roster = &self.prepared.roster;
+    /// The agent of that pod as leader of updates: a source, or the feeder; none for any other member.
+    pub fn leader(&self, pod_uid: &str) -> Option<LedBy> {
         let leads = |member: &&RosterMember| member.role == Role::Source || self.commit.feeder.as_ref() == Some(&member.name);
-        roster.members.iter().filter(leads).any(|member| member.pods.first().is_some_and(|pod| pod.uid == pod_uid))
+        let here = |member: &&RosterMember| member.pods.first().is_some_and(|pod| pod.uid == pod_uid);
+        let mut found = self.prepared.roster.members.iter().filter(leads).filter(here).map(|member| member.role);
+        let first = found.next()?;
+        let role = if found.any(|role| role == Role::Source) { Role::Source } else { first };
+        Some(LedBy { pod_uid: pod_uid.to_owned(), role })
     }
+}
+
+/// Who leads an update, by the certificate that it shows and the roster of the epoch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LedBy {
+    pub pod_uid: String,
+    pub role: Role,
 }
 
 /// Where an agent stands towards its group.

@@ -103,6 +103,8 @@ pub(crate) struct Rollout {
 struct Inner {
     machine: Machine,
     receiving: Option<Receiving>,
+    /// Who leads the last attempt.
+    led: Option<Led>,
     /// What the engine was last switched to, where it lies in files.
     kept: Option<Arc<Version>>,
     /// What it was switched to before, kept to go back.
@@ -131,6 +133,13 @@ struct Inner {
     /// The rules of the last group: they hold until the next one brings others.
     policy: Option<UpdatePolicy>,
     dirty_since: Option<Instant>,
+}
+
+/// Who leads an attempt, and the manifest that it must bring, where that was settled before.
+struct Led {
+    update: UpdateId,
+    pod_uid: String,
+    manifest: Option<String>,
 }
 
 /// The attempt that runs, as far as it needs tasks.

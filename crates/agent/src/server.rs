@@ -14,14 +14,14 @@ use serde::Deserialize;
 use tokio::time::{Instant, timeout};
 
 use super::core::Core;
-use super::group::{Epoch, Step, refusal};
+use super::group::{Epoch, LedBy, Step, refusal};
 use super::lead::Leader;
 use super::rollout::{PAUSING, Rollout};
 use super::source::Source;
 use weightsync_core::protocol::{
     AbortRequest, ActivateRequest, BeginRequest, CommitRequest, Delivery, EngineJoinRequest, EngineJoinResponse, EpochId, ExternalBegin,
     ExternalEnd, FenceRequest, FinishRequest, GpuReport, JoinRequest, JoinResponse, LendRequest, MemberState, PrepareRequest,
-    PrepareResponse, ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, ReleaseRequest, TransportWish, UpdateStatus,
+    PrepareResponse, ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, ReleaseRequest, Role, TransportWish, UpdateStatus,
 };
 use weightsync_net::https::{Failed, Valid, ndjson};
 use weightsync_net::identity::PeerIdentity;
@@ -154,7 +154,8 @@ async fn receive(
     peer: PeerIdentity,
     Valid(request): Valid<ReceiveRequest>,
 ) -> Result<Json<ReceiveResponse>, Failed<Refusal>> {
-    let (rollout, _) = led(&endpoint, &peer, &request.update.epoch)?;
+    let (rollout, _, by) = led(&endpoint, &peer, &request.update.epoch)?;
+    rollout.check_leader(&request.update, &by)?;
     let limit = Duration::from_millis(request.deadline_ms);
     on_its_own(limit, async move { rollout.receive(&request).await.map(Json) }).await
 }
@@ -236,10 +237,10 @@ async fn begin(
     peer: PeerIdentity,
     Valid(request): Valid<BeginRequest>,
 ) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
-    let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
+    let (rollout, epoch, by) = led(&endpoint, &peer, &request.update.epoch)?;
     // An engine may have to be paused first.
     let limit = Duration::from_millis(epoch.prepared.policy.silence_ms).saturating_mul(PAUSING);
-    on_its_own(limit, async move { rollout.begin(&epoch, request).await.map(Json) }).await
+    on_its_own(limit, async move { rollout.begin(&epoch, by, request).await.map(Json) }).await
 }
 
 async fn finish(
@@ -247,7 +248,8 @@ async fn finish(
     peer: PeerIdentity,
     Valid(request): Valid<FinishRequest>,
 ) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
-    let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
+    let (rollout, epoch, by) = led(&endpoint, &peer, &request.update.epoch)?;
+    rollout.check_leader(&request.update, &by)?;
     let limit = Duration::from_millis(epoch.prepared.policy.update_timeout_ms);
     on_its_own(limit, async move { rollout.finish(request).await.map(Json) }).await
 }
@@ -257,7 +259,8 @@ async fn activate(
     peer: PeerIdentity,
     Valid(request): Valid<ActivateRequest>,
 ) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
-    let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
+    let (rollout, epoch, by) = led(&endpoint, &peer, &request.update.epoch)?;
+    rollout.check_leader(&request.update, &by)?;
     rollout.activate(&epoch, &request).map(Json).map_err(Failed)
 }
 
@@ -266,9 +269,18 @@ async fn begin_external(
     peer: PeerIdentity,
     Valid(request): Valid<ExternalBegin>,
 ) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
-    let (rollout, epoch) = led(&endpoint, &peer, &request.update.epoch)?;
+    let (rollout, epoch, by) = led(&endpoint, &peer, &request.update.epoch)?;
+    if by.role != Role::Source {
+        return Err(refusal(RefusalCode::Forbidden, "only a source announces what the trainer's own data plane brings").into());
+    }
     let limit = Duration::from_millis(epoch.prepared.policy.silence_ms).saturating_mul(2);
-    on_its_own(limit, async move { rollout.begin_external(&epoch, request).await.map(Json) }).await
+    on_its_own(limit, async move {
+        let update = request.update.clone();
+        let status = rollout.begin_external(&epoch, request).await?;
+        rollout.is_led(&update, by);
+        Ok(Json(status))
+    })
+    .await
 }
 
 async fn end_external(
@@ -276,7 +288,8 @@ async fn end_external(
     peer: PeerIdentity,
     Valid(request): Valid<ExternalEnd>,
 ) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
-    let (rollout, _) = led(&endpoint, &peer, &request.update.epoch)?;
+    let (rollout, _, by) = led(&endpoint, &peer, &request.update.epoch)?;
+    rollout.check_leader(&request.update, &by)?;
     rollout.end_external(request).map(Json).map_err(Failed)
 }
 
@@ -286,9 +299,11 @@ async fn abort(
     Valid(request): Valid<AbortRequest>,
 ) -> Result<Json<Option<UpdateStatus>>, Failed<Refusal>> {
     // Of an epoch that is over nothing runs any more: harmless.
-    let Ok((rollout, _)) = led(&endpoint, &peer, &request.update.epoch) else { return Ok(Json(None)) };
-    rollout.abort(&request);
-    Ok(Json(rollout.status(None).await.ok()))
+    let Ok((rollout, _, by)) = led(&endpoint, &peer, &request.update.epoch) else { return Ok(Json(None)) };
+    if rollout.check_leader(&request.update, &by).is_ok() {
+        rollout.abort(&request);
+    }
+    Ok(Json(rollout.status(None, &peer).await.ok()))
 }
 
 #[derive(Deserialize)]
@@ -296,8 +311,12 @@ struct After {
     after: Option<u64>,
 }
 
-async fn status(State(endpoint): Here, Query(After { after }): Query<After>) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
-    rollout(&endpoint)?.status(after).await.map(Json).map_err(Failed)
+async fn status(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Query(After { after }): Query<After>,
+) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
+    rollout(&endpoint)?.status(after, &peer).await.map(Json).map_err(Failed)
 }
 
 async fn state(State(endpoint): Here) -> Json<MemberState> {
@@ -322,20 +341,21 @@ fn rollout(endpoint: &Endpoint) -> Result<&Arc<Rollout>, Refusal> {
     }
 }
 
-/// The rollout and the epoch that a leader's message is about.
-fn led(endpoint: &Endpoint, peer: &PeerIdentity, id: &EpochId) -> Result<(Arc<Rollout>, Arc<Epoch>), Refusal> {
+/// The rollout and the epoch that a leader's message is about, and who leads.
+fn led(endpoint: &Endpoint, peer: &PeerIdentity, id: &EpochId) -> Result<(Arc<Rollout>, Arc<Epoch>, LedBy), Refusal> {
     let rollout = rollout(endpoint)?;
     let epoch = endpoint.core.acting(id)?;
-    leads(&epoch, peer)?;
-    Ok((rollout.clone(), epoch))
+    let by = leads(&epoch, peer)?;
+    Ok((rollout.clone(), epoch, by))
 }
 
 /// Refuses whoever does not lead that epoch.
-fn leads(epoch: &Epoch, peer: &PeerIdentity) -> Result<(), Refusal> {
-    match peer {
-        PeerIdentity::Agent { pod_uid, .. } if epoch.may_lead(pod_uid) => Ok(()),
-        _ => Err(refusal(RefusalCode::Forbidden, format!("{} does not lead epoch {}", peer.uri(), epoch.id().epoch))),
-    }
+fn leads(epoch: &Epoch, peer: &PeerIdentity) -> Result<LedBy, Refusal> {
+    let by = match peer {
+        PeerIdentity::Agent { pod_uid, .. } => epoch.leader(pod_uid),
+        PeerIdentity::Controller => None,
+    };
+    by.ok_or_else(|| refusal(RefusalCode::Forbidden, format!("{} does not lead epoch {}", peer.uri(), epoch.id().epoch)))
 }
 
 /// Runs a handler to its end whatever becomes of the connection; the answer comes within `limit` or is a refusal.

@@ -190,6 +190,7 @@ impl Machine {
         self.attempt = Some(Attempt {
             update: update.clone(),
             layout_digest: request.layout_digest.clone(),
+            feeding: request.feeding,
             stage,
             bytes: if opening { 0 } else { request.layout.total_bytes },
             total_bytes: request.layout.total_bytes,
@@ -255,7 +256,7 @@ impl Machine {
             attempt.steps_ms.push(("verify".into(), took_ms));
             match (outcome, serves) {
                 (Ok(held), Some(serves)) if held == serves && !attempt.fed => attempt.stage = Stage::Installed,
-                (Ok(held), Some(serves)) if held.version == serves.version && held != serves => attempt.fail(format!(
+                (Ok(held), Some(serves)) if held.version == serves.version && held != serves && !attempt.feeding => attempt.fail(format!(
                     "version {} is installed with manifest {}: these are other weights under the same number",
                     held.version, serves.manifest
                 )),

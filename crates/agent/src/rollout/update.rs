@@ -10,16 +10,17 @@ use tokio_util::sync::CancellationToken;
 
 use super::machine::{Activating, Finishing, Opening};
 use super::receive::{Listener, Receiver};
-use super::{Arriving, Inner, Receiving, Rollout, Version};
-use crate::group::{Epoch, refusal};
+use super::{Arriving, Inner, Led, Receiving, Rollout, Version};
+use crate::group::{Epoch, LedBy, refusal};
 use weightsync_core::protocol::{
-    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, MemberName, Refusal, RefusalCode, UpdateId,
+    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, MemberName, Refusal, RefusalCode, Role, UpdateId,
     UpdateStatus,
 };
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Layout, Section, TensorSpec};
 use weightsync_engine::{DraftWay, Left, draft};
 use weightsync_net::deadline::ProgressDeadline;
+use weightsync_net::identity::PeerIdentity;
 
 /// Longest wait of a status request for news.
 pub const LONG_POLL: Duration = Duration::from_secs(1);
@@ -30,7 +31,9 @@ pub const PAUSING: u32 = 6;
 
 impl Rollout {
     /// Opens an update: compares the layout, checks memory, asks the engine; before a byte moves.
-    pub async fn begin(self: &Arc<Self>, epoch: &Arc<Epoch>, request: BeginRequest) -> Result<UpdateStatus, Refusal> {
+    pub async fn begin(self: &Arc<Self>, epoch: &Arc<Epoch>, by: LedBy, request: BeginRequest) -> Result<UpdateStatus, Refusal> {
+        let manifest = may_bring(epoch, &by, &request)?;
+        self.check_leader(&request.update, &by)?;
         check_layout(&request)?;
         let policy = &epoch.prepared.policy;
         let silence = Duration::from_millis(policy.silence_ms);
@@ -43,6 +46,9 @@ impl Rollout {
         let opening = self.with(|inner| {
             let kept: Vec<HeldVersion> = inner.held().map(|version| version.held.clone()).collect();
             let opening = inner.machine.begin(&request, &kept)?;
+            if opening != Opening::Busy {
+                inner.led = Some(Led { update: update.clone(), pod_uid: by.pod_uid, manifest });
+            }
             if opening != Opening::Busy && inner.receiving.as_ref().is_some_and(|receiving| receiving.update != update) {
                 inner.stop_receiving("another attempt took its place");
             }
@@ -73,6 +79,7 @@ impl Rollout {
     pub async fn finish(self: &Arc<Self>, request: FinishRequest) -> Result<UpdateStatus, Refusal> {
         let update = request.update.clone();
         self.heard_leader(&update);
+        self.check_manifest(&request)?;
         if self.with(|inner| inner.machine.finish(&request))? == Finishing::Verify {
             let receiver = self.with(|inner| inner.receiving.as_ref().and_then(|receiving| receiving.receiver.clone()));
             let receiver = receiver.ok_or_else(|| refusal(RefusalCode::Internal, "the received bytes are gone"))?;
@@ -142,8 +149,39 @@ impl Rollout {
         self.end_attempt(&request.update, &request.reason);
     }
 
-    /// Where the last attempt stands; waits up to [`LONG_POLL`] for something newer than `after`.
-    pub async fn status(&self, after: Option<u64>) -> Result<UpdateStatus, Refusal> {
+    /// Notes who leads an attempt that was opened.
+    pub fn is_led(&self, update: &UpdateId, by: LedBy) {
+        self.with(|inner| inner.led = Some(Led { update: update.clone(), pod_uid: by.pod_uid, manifest: None }));
+    }
+
+    /// Refuses a message about an attempt that another member leads.
+    pub fn check_leader(&self, update: &UpdateId, by: &LedBy) -> Result<(), Refusal> {
+        let inner = crate::core::lock(&self.inner);
+        match inner.led.as_ref().filter(|led| led.update == *update) {
+            Some(led) if led.pod_uid != by.pod_uid => {
+                let message = format!("attempt {} of version {} is led by another member", update.attempt, update.version);
+                Err(refusal(RefusalCode::Forbidden, message))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses other weights than the ones that were begun.
+    fn check_manifest(&self, request: &FinishRequest) -> Result<(), Refusal> {
+        let inner = crate::core::lock(&self.inner);
+        let led = inner.led.as_ref().filter(|led| led.update == request.update);
+        match led.and_then(|led| led.manifest.as_ref()) {
+            Some(manifest) if *manifest != request.manifest_digest => {
+                let message = format!("the update was begun with manifest {manifest}, it ends with {}", request.manifest_digest);
+                Err(refusal(RefusalCode::Forbidden, message))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Where the last attempt stands; waits up to [`LONG_POLL`] for something newer than `after`. It is a sign of life of the leader where the
+    /// leader asks.
+    pub async fn status(&self, after: Option<u64>, peer: &PeerIdentity) -> Result<UpdateStatus, Refusal> {
         let mut changed = self.changed.subscribe();
         if let Some(after) = after {
             // Time over or not: what is known now is the answer.
@@ -151,7 +189,10 @@ impl Rollout {
         }
         let status = self.with(|inner| inner.machine.status());
         let status = status.ok_or_else(|| refusal(RefusalCode::WrongPhase, "no update was begun here yet"))?;
-        self.heard_leader(&status.update);
+        let leads = |led: &Led| matches!(peer, PeerIdentity::Agent { pod_uid, .. } if *pod_uid == led.pod_uid);
+        if crate::core::lock(&self.inner).led.as_ref().is_some_and(|led| led.update == status.update && leads(led)) {
+            self.heard_leader(&status.update);
+        }
         Ok(status)
     }
 
@@ -347,6 +388,24 @@ impl Listener for Weak<Rollout> {
             && rollout.core.epoch().is_some_and(|epoch| *epoch.id() == update.epoch && epoch.me() != peer)
         {
             rollout.core.peer_lost(&update.epoch, peer, cause);
+        }
+    }
+}
+
+/// Refuses what a member may not bring: a source brings what its trainer publishes, a feeder the version that the epoch names and nothing else.
+/// Answers the manifest that the update must end with.
+fn may_bring(epoch: &Epoch, by: &LedBy, request: &BeginRequest) -> Result<Option<String>, Refusal> {
+    if by.role == Role::Source {
+        return Ok(None);
+    }
+    let begun = request.manifest_digest.as_ref().filter(|_| request.feeding);
+    let named = epoch.current().filter(|current| current.version == request.update.version && Some(&current.manifest) == begun);
+    match named {
+        Some(current) => Ok(Some(current.manifest.clone())),
+        None => {
+            let what = epoch.current().map_or_else(|| "none".to_owned(), |current| format!("{} ({})", current.version, current.manifest));
+            let message = format!("a feeder brings the version that the epoch names ({what}), not version {}", request.update.version);
+            Err(refusal(RefusalCode::Forbidden, message))
         }
     }
 }

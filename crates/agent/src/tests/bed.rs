@@ -224,9 +224,20 @@ impl Bed {
         path: &str,
         body: &T,
     ) -> Result<R, CallError> {
-        let peer = PeerIdentity::Agent { weightsync: WEIGHTSYNC.into(), pod_uid: from.address.incarnation.pod_uid.clone() };
-        let client = AgentClient::new(self.ca.issue(&peer, HOUR).unwrap());
+        let client = AgentClient::new(self.identity(from));
         client.post_json(&to.address.control, &to.address.incarnation.pod_uid, path, body, SOON).await
+    }
+
+    /// What one member asks another.
+    pub async fn get_as<R: serde::de::DeserializeOwned>(&self, from: &Member, to: &Member, path: &str) -> Result<R, CallError> {
+        let client = AgentClient::new(self.identity(from));
+        client.get_json(&to.address.control, &to.address.incarnation.pod_uid, path, SOON).await
+    }
+
+    /// A certificate as that member has it.
+    pub fn identity(&self, of: &Member) -> Identity {
+        let peer = PeerIdentity::Agent { weightsync: WEIGHTSYNC.into(), pod_uid: of.address.incarnation.pod_uid.clone() };
+        self.ca.issue(&peer, HOUR).unwrap()
     }
 
     /// Forms the next epoch of these members: prepares all, commits rollouts, then the feeder, then the source.

@@ -49,6 +49,21 @@ fn install(machine: &mut Machine, update: &UpdateId, manifest: &str) {
 }
 
 #[test]
+fn feeding_replaces_other_weights_under_the_same_number() {
+    let mut machine = Machine::default();
+    install(&mut machine, &id(1, 8, 1), "m1");
+    let fed = id(2, 8, 1);
+    assert_eq!(machine.begin(&begin(&fed, true, Some("m2")), &[held(8, "m1")]), Ok(Opening::Check));
+    machine.opened(&fed, false).unwrap();
+    machine.streamed(&fed, 1).unwrap();
+    assert_eq!(machine.finish(&finish(&fed, "m2")), Ok(Finishing::Verify));
+    machine.verified(&fed, Ok(held(8, "m2")), 1).unwrap();
+    assert_eq!(machine.activate(&fed), Ok(Activating::Install(held(8, "m2"))));
+    machine.install_confirmed(held(8, "m2"), start(1), Vec::new());
+    assert_eq!(machine.installed().unwrap().held, held(8, "m2"));
+}
+
+#[test]
 fn a_version_does_not_count_as_installed_while_the_engines_process_may_be_another_one() {
     let mut machine = Machine::default();
     install(&mut machine, &id(1, 1, 1), "m");

@@ -111,7 +111,7 @@ async fn stop_in_the_middle(source: &Member, rollouts: &[Member], version: Versi
     for rollout in rollouts {
         let received = tokio::time::timeout(Duration::from_secs(10), async {
             loop {
-                if let Ok(status) = rollout.rollout().status(None).await
+                if let Ok(status) = rollout.rollout().status(None, &weightsync_net::identity::PeerIdentity::Controller).await
                     && status.update.version == version
                     && status.bytes * 100 / total >= 20
                 {

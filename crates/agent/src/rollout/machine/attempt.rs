@@ -23,6 +23,8 @@ pub(super) enum Stage {
 pub(super) struct Attempt {
     pub(super) update: UpdateId,
     pub(super) layout_digest: String,
+    /// Whether it brings what the group holds: that takes the place of other weights under the same number.
+    pub(super) feeding: bool,
     pub(super) stage: Stage,
     pub(super) bytes: u64,
     pub(super) total_bytes: u64,

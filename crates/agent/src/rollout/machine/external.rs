@@ -39,6 +39,7 @@ impl Machine {
         self.attempt = Some(Attempt {
             update: update.clone(),
             layout_digest: String::new(),
+            feeding: false,
             stage: Stage::Opening,
             bytes: 0,
             total_bytes: 0,

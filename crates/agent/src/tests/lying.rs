@@ -1,0 +1,181 @@
+//! A member with a legitimate certificate that does what it may not: as feeder it brings another version, other weights, or what it was not
+//! asked for; and it keeps the update of somebody else alive.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustls_pki_types::ServerName;
+
+use super::bed::*;
+use super::trainer::*;
+use weightsync_core::protocol::*;
+use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest, TensorHasher, bucket_digest};
+use weightsync_net::https::CallError;
+use weightsync_net::identity::{ClientCertificates, agent_name};
+use weightsync_transport::Transport;
+use weightsync_transport::tcp::{DataTls, TcpOptions, TcpTransport};
+
+/// Weights as a leader describes them.
+struct Poison {
+    layout: Layout,
+    bytes: bytes::Bytes,
+    manifest: Manifest,
+}
+
+impl Poison {
+    fn of(seed: u8, version: Version) -> Self {
+        let (layout, bytes) = weights(seed);
+        let mut hasher = TensorHasher::new(Arc::new(layout.clone()), DigestAlgorithm::default());
+        hasher.update(&bytes).unwrap();
+        let manifest = Manifest::new(version, layout.clone(), DigestAlgorithm::default(), &hasher.finish().unwrap()).unwrap();
+        Self { layout, bytes: bytes.into(), manifest }
+    }
+
+    fn held(&self) -> HeldVersion {
+        HeldVersion { version: self.manifest.version, manifest: self.manifest.digest() }
+    }
+
+    fn begin(&self, epoch: &EpochId, attempt: u32, held: &HeldVersion) -> BeginRequest {
+        BeginRequest {
+            update: UpdateId { epoch: epoch.clone(), version: held.version, attempt },
+            layout: self.layout.clone(),
+            layout_digest: self.layout.digest(),
+            algorithm: DigestAlgorithm::default(),
+            feeding: true,
+            manual: false,
+            manifest_digest: Some(held.manifest.clone()),
+        }
+    }
+
+    fn finish(&self, update: &UpdateId) -> FinishRequest {
+        FinishRequest {
+            update: update.clone(),
+            tensor_digests: self.manifest.tensor_digests.clone(),
+            manifest_digest: self.manifest.digest(),
+        }
+    }
+
+    /// Sends the bytes as `from`, the way a leader does.
+    async fn stream(&self, bed: &Bed, from: &Member, to: &Member, update: &UpdateId, secret: String) {
+        let identity = bed.identity(from);
+        let name = agent_name(&to.address.incarnation.pod_uid);
+        let tls = DataTls {
+            server: identity.server_config(ClientCertificates::Required).unwrap(),
+            client: Arc::new(identity.client_config().unwrap()),
+            server_name: Arc::new(move |_| ServerName::try_from(name.clone()).ok()),
+        };
+        let options = TcpOptions { tls: Some(tls), ..TcpOptions::default() };
+        let own = TcpTransport::bind("127.0.0.1:0".parse().unwrap(), from.core.clone(), options).await.unwrap();
+        let hello = DataHello {
+            update: update.clone(),
+            from: from.name.clone(),
+            to: to.name.clone(),
+            secret,
+            rest: Vec::new(),
+            tls: true,
+            silence_ms: 3_000,
+            probe: false,
+            carried: None,
+        };
+        let mut sink = own.open(hello, &to.address.data).await.unwrap();
+        for bucket in self.layout.buckets() {
+            let range = usize::try_from(bucket.offset).unwrap()..usize::try_from(bucket.offset + bucket.bytes).unwrap();
+            let part = self.bytes.slice(range);
+            let header = BucketHeader { sequence: bucket.sequence, flags: 0, offset: bucket.offset, bytes: bucket.bytes };
+            let digest = bucket_digest(&part);
+            sink.send(header, part.into(), digest).await.unwrap();
+        }
+        sink.finish().await.unwrap();
+    }
+}
+
+fn code<T: std::fmt::Debug>(answer: Result<T, CallError>) -> RefusalCode {
+    match answer {
+        Err(CallError::Refused { refusal, .. }) => refusal.code,
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn feeder_that_begins_what_the_epoch_does_not_name_is_refused() {
+    let mut bed = Bed::new();
+    let (feeder, honest) = (bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let current = Poison::of(3, 3);
+    bed.current = Some(current.held());
+    let id = bed.form(&[&feeder, &honest], Some(&feeder)).await;
+    let invented = Poison::of(9, 99);
+    let begins = [
+        invented.begin(&id, 1, &invented.held()),
+        current.begin(&id, 2, &HeldVersion { manifest: "0".repeat(64), ..current.held() }),
+        BeginRequest { manifest_digest: None, ..current.begin(&id, 3, &current.held()) },
+        BeginRequest { feeding: false, ..current.begin(&id, 4, &current.held()) },
+    ];
+    for begin in begins {
+        let answer = bed.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/begin", &begin).await;
+        assert_eq!(code(answer), RefusalCode::Forbidden, "{} {:?}", begin.update.version, begin.manifest_digest);
+    }
+    let begin = current.begin(&id, 5, &current.held());
+    let status: UpdateStatus = bed.post_as(&feeder, &honest, "/v1/update/begin", &begin).await.unwrap();
+    assert_eq!(status.step, InstallStep::Receiving);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn feeder_that_brings_other_weights_installs_nothing() {
+    let mut bed = Bed::new();
+    let (feeder, honest) = (bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let (current, poison) = (Poison::of(3, 3), Poison::of(9, 3));
+    bed.current = Some(current.held());
+    let members = [&feeder, &honest];
+    let id = bed.form(&members, Some(&feeder)).await;
+    let begin = poison.begin(&id, 1, &current.held());
+    let _: UpdateStatus = bed.post_as(&feeder, &honest, "/v1/update/begin", &begin).await.unwrap();
+    poison.stream(&bed, &feeder, &honest, &begin.update, bed.commit_request(&members, None).secret).await;
+    let answer = bed.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/finish", &poison.finish(&begin.update)).await;
+    assert_eq!(code(answer), RefusalCode::Forbidden);
+    // With the digest that the epoch names: it is not that of these bytes.
+    let named = FinishRequest { manifest_digest: current.held().manifest, ..poison.finish(&begin.update) };
+    let status: UpdateStatus = bed.post_as(&feeder, &honest, "/v1/update/finish", &named).await.unwrap();
+    assert_eq!(status.step, InstallStep::Failed);
+    let activate = ActivateRequest { update: begin.update.clone() };
+    let status: UpdateStatus = bed.post_as(&feeder, &honest, "/v1/update/activate", &activate).await.unwrap();
+    assert_eq!((status.step, honest.engine.get(|inside| inside.installs)), (InstallStep::Failed, 0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn attempt_of_a_source_takes_no_message_of_the_feeder() {
+    let mut bed = Bed::new();
+    let (source, feeder, honest) = (bed.source(), bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let (version, poison) = (Poison::of(4, 4), Poison::of(9, 4));
+    let id = bed.form(&[&source, &feeder, &honest], Some(&feeder)).await;
+    let begin = BeginRequest { feeding: false, manifest_digest: None, ..version.begin(&id, 1, &version.held()) };
+    let _: UpdateStatus = bed.post_as(&source, &honest, "/v1/update/begin", &begin).await.unwrap();
+    let update = begin.update.clone();
+    let finish = bed.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/finish", &poison.finish(&update)).await;
+    assert_eq!(code(finish), RefusalCode::Forbidden);
+    let activate = ActivateRequest { update: update.clone() };
+    assert_eq!(code(bed.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/activate", &activate).await), RefusalCode::Forbidden);
+    let abort = AbortRequest { update, reason: "mine now".into() };
+    let _: Option<UpdateStatus> = bed.post_as(&feeder, &honest, "/v1/update/abort", &abort).await.unwrap();
+    assert_eq!(honest.rollout().last_attempt().unwrap().step, InstallStep::Receiving);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn status_asked_by_another_member_is_no_sign_of_the_leader() {
+    let mut bed = Bed::new();
+    bed.policy.silence_ms = 600;
+    let (source, other, honest) = (bed.source(), bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let id = bed.form(&[&source, &other, &honest], None).await;
+    let version = Poison::of(4, 4);
+    let begin = BeginRequest { feeding: false, manifest_digest: None, ..version.begin(&id, 1, &version.held()) };
+    let _: UpdateStatus = bed.post_as(&source, &honest, "/v1/update/begin", &begin).await.unwrap();
+    let asked = async {
+        loop {
+            let status: UpdateStatus = bed.get_as(&other, &honest, "/v1/update/status").await.unwrap();
+            if status.step == InstallStep::Failed {
+                return status;
+            }
+        }
+    };
+    let status = tokio::time::timeout(Duration::from_secs(5), asked).await.expect("a silent leader is noticed");
+    assert!(status.reason.as_ref().is_some_and(|reason| reason.contains("its leader fell silent")), "{status:?}");
+}
