@@ -2,7 +2,7 @@
 //! part in every group at once and moves no byte.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use anyhow::Result;
@@ -31,6 +31,7 @@ pub struct Agent {
     pub events: Events,
     data_address: String,
     fenced: Mutex<Option<EpochId>>,
+    identity: OnceLock<Identity>,
 }
 
 impl Agent {
@@ -57,6 +58,7 @@ impl Agent {
             returned: None,
             installed: None,
             refused: Vec::new(),
+            statements: Vec::new(),
             engine: (place.role == Role::Rollout).then_some(engine),
             engine_restarts: 0,
             healthy: true,
@@ -65,13 +67,23 @@ impl Agent {
             reason: None,
         };
         let data_address = SocketAddr::new(place.ip, DATA_PORT).to_string();
-        Arc::new(Self { events: Events::new(state), data_address, fenced: Mutex::default() })
+        Arc::new(Self { events: Events::new(state), data_address, fenced: Mutex::default(), identity: OnceLock::new() })
     }
 
     /// Changes what it says of itself.
     pub fn change(&self, change: impl FnOnce(&mut MemberState)) {
         let mut state = MemberState::clone(&self.events.state());
         change(&mut state);
+        // A source signs what it claims.
+        if let Some(identity) = self.identity.get().filter(|_| state.role == Role::Source) {
+            let epoch = state.epoch.as_ref().map_or(1, |id| id.epoch);
+            let claimed: Vec<_> = state.keeps().chain(&state.installed).cloned().collect();
+            for held in claimed {
+                if state.statements.iter().all(|statement| statement.held != held) {
+                    state.statements.extend(identity.state(&held, "", epoch).ok());
+                }
+            }
+        }
         self.events.set_state(state);
     }
 
@@ -87,6 +99,7 @@ impl Agent {
             token: TokenSource::Given(place.token),
         };
         let enrolled = enroll(&client, &identity, &applicant, &cancel).await?;
+        let _ = self.identity.set(identity.clone());
         let listener = TcpListener::bind(SocketAddr::new(place.ip, CONTROL_PORT)).await?;
         let announcement = Announcement {
             namespace: place.namespace,

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustls_pki_types::ServerName;
+use weightsync_core::protocol::Role;
 use weightsync_net::identity::{Ca, ClientCertificates, PeerIdentity, agent_name};
 use weightsync_transport::tcp::DataTls;
 
@@ -53,7 +54,7 @@ fn make_authority(folder: &Path) -> Result<()> {
 pub fn settings(folder: &Path) -> Result<DataTls> {
     let read = |name: &str| std::fs::read_to_string(folder.join(name)).with_context(|| format!("{}/{name}", folder.display()));
     let authority = Ca::from_pem(&read("ca.pem")?, &read("ca.key")?)?;
-    let who = PeerIdentity::Agent { weightsync: POD.to_owned(), pod_uid: POD.to_owned() };
+    let who = PeerIdentity::Agent { weightsync: POD.to_owned(), pod_uid: POD.to_owned(), role: Role::Rollout };
     let identity = authority.issue(&who, LIFETIME)?;
     let server = identity.server_config(ClientCertificates::Required)?;
     Ok(DataTls::one_name(server, identity.client_config()?.into(), ServerName::try_from(agent_name(POD))?))

@@ -10,9 +10,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::events::Events;
 use super::group::{Epoch, Group, Me, Standing, Step, refusal};
+use super::statements::Statements;
 use weightsync_core::protocol::{
     BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, MemberName, MemberPhase, MemberState,
-    PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest, UpdateId,
+    PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest, STATEMENTS, UpdateId,
 };
 use weightsync_transport::{Admission, BucketStore, Wants};
 
@@ -47,6 +48,20 @@ pub struct Facts {
     pub reason: Option<String>,
 }
 
+impl Facts {
+    /// The versions that they name, each once.
+    fn versions(&self) -> Vec<&HeldVersion> {
+        let refused = self.refused.iter().map(|refused| &refused.held);
+        let mut named: Vec<&HeldVersion> = Vec::new();
+        for held in self.installed.iter().chain(&self.retained).chain(&self.earlier).chain(refused) {
+            if !named.contains(&held) {
+                named.push(held);
+            }
+        }
+        named
+    }
+}
+
 /// The shared parts of one agent.
 pub struct Core {
     me: Me,
@@ -57,6 +72,7 @@ pub struct Core {
     expected: Mutex<Option<Expected>>,
     current: watch::Sender<Option<HeldVersion>>,
     why_over: Mutex<String>,
+    statements: Statements,
 }
 
 struct Grouped {
@@ -74,7 +90,8 @@ struct Expected {
 impl Core {
     pub fn new(me: Me, facts: Facts) -> Arc<Self> {
         let group = Group::new(me.clone());
-        let events = Events::new(state(&group, &facts));
+        let statements = Statements::default();
+        let events = Events::new(state(&group, &facts, &statements));
         Arc::new(Self {
             me,
             group: Mutex::new(Grouped { group, over: CancellationToken::new() }),
@@ -84,6 +101,7 @@ impl Core {
             expected: Mutex::new(None),
             current: watch::Sender::new(None),
             why_over: Mutex::default(),
+            statements,
         })
     }
 
@@ -93,6 +111,11 @@ impl Core {
 
     pub fn events(&self) -> &Events {
         &self.events
+    }
+
+    /// What sources signed about versions.
+    pub fn statements(&self) -> &Statements {
+        &self.statements
     }
 
     pub fn standing(&self) -> watch::Receiver<Standing> {
@@ -236,13 +259,13 @@ impl Core {
         }
         // Under the lock, so that standings are seen in the order in which they came.
         self.standing.send_replace(after);
-        self.events.set_state(state(&grouped.group, &lock(&self.facts)));
+        self.events.set_state(state(&grouped.group, &lock(&self.facts), &self.statements));
         outcome
     }
 
     fn announce(&self) {
         let grouped = lock(&self.group);
-        self.events.set_state(state(&grouped.group, &lock(&self.facts)));
+        self.events.set_state(state(&grouped.group, &lock(&self.facts), &self.statements));
     }
 }
 
@@ -326,7 +349,7 @@ impl BucketStore for ProbeStore {
     fn broken(&self, _peer: Option<&MemberName>, _cause: &str) {}
 }
 
-fn state(group: &Group, facts: &Facts) -> MemberState {
+fn state(group: &Group, facts: &Facts, statements: &Statements) -> MemberState {
     let standing = group.standing();
     let prepared = match standing {
         Standing::Idle => None,
@@ -369,6 +392,7 @@ fn state(group: &Group, facts: &Facts) -> MemberState {
         healthy: facts.healthy,
         wedged: facts.wedged,
         paused_until: facts.paused_until,
+        statements: facts.versions().into_iter().filter_map(|held| statements.about(held)).take(STATEMENTS).collect(),
         reason: facts.reason.clone().or_else(|| group.released().map(str::to_owned)),
     }
 }

@@ -50,6 +50,7 @@ pub struct Leader {
 
 impl Leader {
     pub fn new(core: Arc<Core>, client: AgentClient, transport: Arc<dyn Transport>) -> Arc<Self> {
+        core.statements().with_identity(client.identity());
         Arc::new(Self { core, client, transport, peers: Mutex::new(None), gpus: OnceLock::new(), engines: Mutex::default() })
     }
 

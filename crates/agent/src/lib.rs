@@ -20,6 +20,7 @@ mod server;
 mod shelf;
 mod source;
 pub mod space;
+mod statements;
 pub mod surroundings;
 pub mod version_source;
 

@@ -289,6 +289,9 @@ async fn end_external(
     Valid(request): Valid<ExternalEnd>,
 ) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
     let (rollout, _, by) = led(&endpoint, &peer, &request.update.epoch)?;
+        if let Some(statement) = &request.statement {
+            endpoint.core.statements().learn(statement, &request.held, "")?;
+        }
     rollout.check_leader(&request.update, &by)?;
     rollout.end_external(request).map(Json).map_err(Failed)
 }

@@ -78,7 +78,7 @@ async fn enroll(
     let pod_uid = &request.incarnation.pod_uid;
     // A pod may be labelled before its object is made: its agent asks again.
     let claimed = enrollment.directory.claim_of(pod_uid).map_err(|rejection| Rejection { retryable: true, ..rejection })?;
-    let who = PeerIdentity::Agent { weightsync: claimed.weightsync.clone(), pod_uid: pod_uid.clone() };
+    let who = PeerIdentity::Agent { weightsync: claimed.weightsync.clone(), pod_uid: pod_uid.clone(), role: claimed.assignment.role };
     let signed = enrollment.ca.sign(&request.csr_pem, &who, enrollment.lifetime);
     let certificate_pem = signed.map_err(|error| forbidden(format!("the signing request cannot be served: {error}")))?;
     tracing::info!(namespace = %request.namespace, pod = %request.pod, %pod_uid, weightsync = %claimed.weightsync, "agent enrolled");
@@ -116,7 +116,7 @@ async fn announce(
     from: Option<Extension<ConnectInfo<SocketAddr>>>,
     Valid(announcement): Valid<Announcement>,
 ) -> Result<Json<AnnounceResponse>, Failed<Rejection>> {
-    let Some(Extension(PeerIdentity::Agent { weightsync, pod_uid })) = peer else {
+    let Some(Extension(PeerIdentity::Agent { weightsync, pod_uid, .. })) = peer else {
         return Err(forbidden("an announcement needs an agent's certificate; enrol first").into());
     };
     if pod_uid != announcement.incarnation.pod_uid {

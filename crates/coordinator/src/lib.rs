@@ -13,6 +13,7 @@ pub mod local;
 mod news;
 mod ports;
 mod run;
+mod statements;
 #[cfg(test)]
 pub(crate) mod tests;
 mod tokens;

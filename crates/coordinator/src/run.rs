@@ -17,6 +17,7 @@ use super::calls::{Calls, Target};
 use super::clock::Clock;
 use super::directory::Directory;
 use super::ports::{CoordinatorEvent, EpochStore, EventSink};
+use super::statements::Statements;
 use weightsync_core::membership::{Decision, LeftOut, Membership, MembershipConfig, MembershipView, Observation, Restored};
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::{AgentEvent, Announcement, EpochId, Incarnation};
@@ -125,6 +126,7 @@ pub struct Coordinator {
     lines: mpsc::Receiver<FromAgent>,
     line_sender: mpsc::Sender<FromAgent>,
     agents: HashMap<Incarnation, Agent>,
+    statements: Statements,
     calls: Calls,
     context: Context,
     view: watch::Sender<MembershipView>,
@@ -151,6 +153,7 @@ impl Coordinator {
         let (line_sender, lines) = mpsc::channel(LINES);
         let view = watch::Sender::new(membership.view());
         // Nothing of `wanted` was told to membership yet but its rules.
+        let statements = Statements::new(&wanted.config.weightsync);
         let applied = Wanted { config: wanted.config.clone(), members: None, suspend: false, delete: false };
         let wanted_sender = watch::Sender::new(wanted);
         let mut wanted = wanted_sender.subscribe();
@@ -164,6 +167,7 @@ impl Coordinator {
             lines,
             line_sender,
             agents: HashMap::new(),
+            statements,
             calls: Calls::new(context.client.clone()),
             context,
             view: view.clone(),
@@ -318,7 +322,11 @@ impl Coordinator {
             self.context.directory.arrived();
         }
         vec![match *event {
-            AgentEvent::Snapshot { state } => Observation::State(state),
+            AgentEvent::Snapshot { mut state } => {
+                let presented = std::mem::take(&mut state.statements);
+                let proven = self.statements.check(presented, self.context.client.identity());
+                return proven.into_iter().map(Observation::Proven).chain([Observation::State(state)]).collect();
+            }
             AgentEvent::Heartbeat => Observation::Alive { from },
             AgentEvent::Update { update } => Observation::Update { from, update: Box::new(update) },
             AgentEvent::PeerLost { id, peer, cause } => Observation::PeerLost { from, id, peer, cause },

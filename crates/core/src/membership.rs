@@ -7,7 +7,7 @@
 //! each step the same questions are asked in the same order, so a message that was lost costs time and nothing else.
 //!
 //! 1. `agents`: who can be spoken with, and which life speaks for a member.
-//! 2. `canary`: which version most refuse; `version`: which one enough replicas hold; `target`: which one the spec asks for.
+//! 2. `proven`: which versions exist. `canary`: which version most refuse; `version`: which one enough replicas hold; `target`: which one the spec asks for.
 //! 3. `assess`: who could be in a group, and why the others could not.
 //! 4. `need`: whether the group is as it should be; if not, why, and when a new one is due.
 //! 5. `forming`: the new epoch is written, prepared, committed.
@@ -26,6 +26,7 @@ mod group;
 mod need;
 mod observation;
 mod observe;
+mod proven;
 mod report;
 mod skew;
 mod target;
@@ -50,6 +51,7 @@ use crate::protocol::{HeldVersion, MemberName, Reason, Version};
 use agents::Agents;
 use backoff::{Backoff, Failure, Weight};
 use group::{Forming, Group};
+use proven::Proven;
 use updates::Updates;
 
 /// How often one step may change its mind; more would be a circle.
@@ -80,6 +82,8 @@ pub struct Membership {
     written: u64,
     /// Epochs up to this one are over.
     over: u64,
+    /// Versions that sources announced.
+    proven: Proven,
     version: Option<HeldVersion>,
     /// The highest version that ever counted; above `version` once the group went back.
     highest: u64,
@@ -137,6 +141,7 @@ impl Membership {
                 .map(|held| held.version)
                 .chain(restored.refused.iter().copied())
                 .fold(restored.highest, u64::max),
+            proven: Proven::default(),
             version: restored.version,
             refused: restored.refused.into_iter().map(|number| (number, "as its Event said".to_owned())).collect(),
             target: None,

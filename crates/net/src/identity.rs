@@ -7,6 +7,7 @@ mod ca;
 #[cfg(any(test, feature = "testing"))]
 mod forged;
 mod peer;
+mod statement;
 #[cfg(test)]
 mod tests;
 
@@ -28,6 +29,7 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, Server
 pub use ca::Ca;
 pub(crate) use peer::controller_name;
 pub use peer::{PeerIdentity, agent_name};
+pub use statement::StatementError;
 
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]

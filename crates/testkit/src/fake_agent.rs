@@ -122,6 +122,7 @@ impl FakeAgent {
             returned: None,
             installed: None,
             refused: Vec::new(),
+            statements: Vec::new(),
             engine: (pod.role == Role::Rollout).then(engine),
             healthy: true,
             wedged: false,
@@ -167,8 +168,21 @@ impl FakeAgent {
         self.shared.state.borrow().clone()
     }
 
+    /// Changes what it says about itself. As a source it signs what it claims, with the certificate that it has.
     pub fn change(&self, change: impl FnOnce(&mut MemberState)) {
-        self.shared.state.send_modify(change);
+        self.shared.state.send_modify(|state| {
+            change(state);
+            if state.role != Role::Source {
+                return;
+            }
+            let epoch = state.epoch.as_ref().map_or(1, |id| id.epoch);
+            let claimed: Vec<_> = state.keeps().chain(&state.installed).cloned().collect();
+            for held in claimed {
+                if state.statements.iter().all(|statement| statement.held != held) {
+                    state.statements.push(self.identity.state(&held, "", epoch).unwrap());
+                }
+            }
+        });
     }
 
     /// Says how the update stands that it leads.

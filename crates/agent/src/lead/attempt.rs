@@ -19,7 +19,9 @@ use super::table::{Failure, Switching, Table};
 use crate::core::Core;
 use crate::group::Epoch;
 use crate::version_source::VersionSource;
-use weightsync_core::protocol::{FinishRequest, HeldVersion, MemberName, PublishErrorCode, Role, UpdateId, UpdatePhase, UpdateView};
+use weightsync_core::protocol::{
+    FinishRequest, HeldVersion, MemberName, PublishErrorCode, Role, Statement, UpdateId, UpdatePhase, UpdateView,
+};
 use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest};
 
 /// Least time between two views while bytes move.
@@ -177,7 +179,8 @@ impl<'a> Attempt<'a> {
         stage.progress(UpdatePhase::Begin, 0);
         // A broadcast to engines needs every one of them: who holds the version takes it once more.
         let told = known.clone().filter(|_| feeding || self.epoch.engines().is_none());
-        self.begin(&layout, algorithm, feeding, manual, told).await?;
+        let announced = told.as_ref().and_then(|manifest| self.statement(manifest, &layout.digest()));
+        self.begin(&layout, (algorithm, feeding, manual), told, announced).await?;
 
         self.enter(UpdatePhase::Transfer, stage);
         let receiving = self.table.receiving();
@@ -205,6 +208,7 @@ impl<'a> Attempt<'a> {
                     update: update.clone(),
                     tensor_digests: manifest.tensor_digests,
                     manifest_digest: held.manifest.clone(),
+                    statement: self.statement(&held.manifest, &layout.digest()),
                 };
                 (held, Some(request))
             }
@@ -317,6 +321,16 @@ impl<'a> Attempt<'a> {
 
     pub(super) fn update(&self) -> UpdateId {
         UpdateId { epoch: self.view.id.clone(), version: self.view.version, attempt: self.view.attempt }
+    }
+
+    /// What a source signed about the version: this one, where it is a source, else the one that announced it.
+    pub(super) fn statement(&self, manifest: &str, layout: &str) -> Option<Box<Statement>> {
+        let (statements, held) = (self.leader.core.statements(), HeldVersion { version: self.view.version, manifest: manifest.to_owned() });
+        let found = match self.leader.core.me().role {
+            Role::Source => statements.announce(&held, layout, self.view.id.epoch),
+            Role::Rollout => statements.about(&held),
+        };
+        found.map(Box::new)
     }
 
     fn members_in(&self) -> Vec<MemberName> {

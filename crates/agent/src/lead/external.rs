@@ -130,7 +130,8 @@ impl Attempt<'_> {
     async fn mark_all(&mut self, held: &HeldVersion, deadline: Instant) -> Result<(), Failure> {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
-        let begin = ExternalBegin { update: self.update(), held: held.clone(), timeout_ms };
+        let statement = self.statement(&held.manifest, "");
+        let begin = ExternalBegin { update: self.update(), held: held.clone(), timeout_ms, statement };
         let answers = self.calls.to_all(&self.members, "/v1/update/external/begin", Arc::new(begin), ANSWER + self.silence);
         let opened = self.opened(answers).await;
         let refused = self.table.behind_for_good();

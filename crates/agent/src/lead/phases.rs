@@ -17,7 +17,7 @@ use super::probe::Opening;
 use super::stream::{Sending, StreamError};
 use super::table::{Failure, Table, Verdict};
 use crate::rollout::PAUSING;
-use weightsync_core::protocol::{BeginRequest, MemberName, PublishErrorCode, UpdatePhase};
+use weightsync_core::protocol::{BeginRequest, MemberName, PublishErrorCode, Statement, UpdatePhase};
 use weightsync_core::weights::{DigestAlgorithm, Layout};
 use weightsync_transport::{BucketSink, TransportError};
 
@@ -32,10 +32,9 @@ impl Attempt<'_> {
     pub(super) async fn begin(
         &mut self,
         layout: &Arc<Layout>,
-        algorithm: DigestAlgorithm,
-        feeding: bool,
-        manual: bool,
+        (algorithm, feeding, manual): (DigestAlgorithm, bool, bool),
         known: Option<String>,
+        statement: Option<Box<Statement>>,
     ) -> Result<(), Failure> {
         let request = BeginRequest {
             update: self.update(),
@@ -45,6 +44,7 @@ impl Attempt<'_> {
             feeding,
             manual,
             manifest_digest: known,
+            statement,
         };
         let answers = self.calls.to_all(&self.members, "/v1/update/begin", Arc::new(request), ANSWER + self.silence * PAUSING);
         self.opened(answers).await

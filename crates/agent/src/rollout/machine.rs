@@ -74,6 +74,8 @@ pub struct Machine {
     sequence: u64,
     /// Whether the engine's process may be another one than that which answered last.
     uncertain: bool,
+    /// What is installed, where a source announced other weights under its number later.
+    superseded: Option<HeldVersion>,
 }
 
 impl Machine {
@@ -148,6 +150,16 @@ impl Machine {
             refused: attempt.refused,
             steps_ms: attempt.steps_ms.clone(),
         })
+    }
+
+    /// A source announced other weights under the number of what is installed, later than that: they may take its place.
+    pub fn supersede(&mut self) {
+        self.superseded = self.installed.as_ref().map(|installed| installed.held.clone());
+    }
+
+    /// Digest of the layout that an attempt was begun with.
+    pub fn layout_of(&self, update: &UpdateId) -> Option<&str> {
+        self.attempt.as_ref().filter(|attempt| attempt.update == *update).map(|attempt| attempt.layout_digest.as_str())
     }
 
     /// Grows with every change.
@@ -252,6 +264,7 @@ impl Machine {
     /// The outcome of comparing coverage and digests.
     pub fn verified(&mut self, update: &UpdateId, outcome: Result<HeldVersion, String>, took_ms: u64) -> Result<(), Refusal> {
         let serves = self.certainly_installed().filter(|_| !self.must_not_serve()).map(|installed| installed.held.clone());
+        let serves = serves.filter(|held| self.superseded.as_ref() != Some(held));
         self.advance(update, &Stage::Streamed, |attempt| {
             attempt.steps_ms.push(("verify".into(), took_ms));
             match (outcome, serves) {
@@ -407,7 +420,8 @@ impl Machine {
     }
 
     fn check_version(&self, request: &BeginRequest, wanted: Option<&HeldVersion>) -> Result<(), Refusal> {
-        let Some(installed) = self.installed.as_ref().map(|installed| &installed.held) else { return Ok(()) };
+        let installed = self.installed.as_ref().map(|installed| &installed.held).filter(|held| self.superseded.as_ref() != Some(held));
+        let Some(installed) = installed else { return Ok(()) };
         let version = request.update.version;
         // Feeding brings the group's current version, which may be lower than one that was installed by an update that then failed.
         if request.feeding || version > installed.version {

@@ -13,8 +13,8 @@ use super::receive::{Listener, Receiver};
 use super::{Arriving, Inner, Led, Receiving, Rollout, Version};
 use crate::group::{Epoch, LedBy, refusal};
 use weightsync_core::protocol::{
-    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, MemberName, Refusal, RefusalCode, Role, UpdateId,
-    UpdateStatus,
+    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, MemberName, Refusal, RefusalCode, Role,
+    Statement, UpdateId, UpdateStatus,
 };
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Layout, Section, TensorSpec};
@@ -35,6 +35,10 @@ impl Rollout {
         let manifest = may_bring(epoch, &by, &request)?;
         self.check_leader(&request.update, &by)?;
         check_layout(&request)?;
+        if let (Some(statement), Some(manifest)) = (&request.statement, &request.manifest_digest) {
+            let held = HeldVersion { version: request.update.version, manifest: manifest.clone() };
+            self.learn(statement, &held, &request.layout_digest)?;
+        }
         let policy = &epoch.prepared.policy;
         let silence = Duration::from_millis(policy.silence_ms);
         // An engine that takes the buckets of an attempt that was replaced would be waited for in vain.
@@ -80,6 +84,7 @@ impl Rollout {
         let update = request.update.clone();
         self.heard_leader(&update);
         self.check_manifest(&request)?;
+        self.learn_statement(&request)?;
         if self.with(|inner| inner.machine.finish(&request))? == Finishing::Verify {
             let receiver = self.with(|inner| inner.receiving.as_ref().and_then(|receiving| receiving.receiver.clone()));
             let receiver = receiver.ok_or_else(|| refusal(RefusalCode::Internal, "the received bytes are gone"))?;
@@ -174,6 +179,32 @@ impl Rollout {
             Some(manifest) if *manifest != request.manifest_digest => {
                 let message = format!("the update was begun with manifest {manifest}, it ends with {}", request.manifest_digest);
                 Err(refusal(RefusalCode::Forbidden, message))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Keeps what a source signed. Other weights under the number of what is installed take its place where they were announced later.
+    fn learn(&self, statement: &Statement, held: &HeldVersion, layout: &str) -> Result<(), Refusal> {
+        let statements = self.core.statements();
+        statements.learn(statement, held, layout)?;
+        self.with(|inner| {
+            let installed = inner.machine.installed().map(|installed| &installed.held);
+            let other = installed.filter(|other| other.version == held.version && *other != held);
+            if other.is_some_and(|other| statements.about(other).is_none_or(|known| known.epoch < statement.epoch)) {
+                inner.machine.supersede();
+            }
+        });
+        Ok(())
+    }
+
+    /// Keeps what the source signed about the weights that arrived.
+    fn learn_statement(&self, request: &FinishRequest) -> Result<(), Refusal> {
+        let layout = self.with(|inner| inner.machine.layout_of(&request.update).map(str::to_owned));
+        match (&request.statement, layout) {
+            (Some(statement), Some(layout)) => {
+                let held = HeldVersion { version: request.update.version, manifest: request.manifest_digest.clone() };
+                self.learn(statement, &held, &layout)
             }
             _ => Ok(()),
         }

@@ -45,7 +45,7 @@ async fn an_agent_that_is_told_that_its_assignment_changed_asks_for_it_at_once()
     let serving = serve_https(listener, identity, Access::Open, routes, Limits::default(), cancel.clone());
     let _server = AbortOnDropHandle::new(tokio::spawn(async move { serving.await.unwrap() }));
 
-    let agent = PeerIdentity::Agent { weightsync: "ws".into(), pod_uid: "uid-0".into() };
+    let agent = PeerIdentity::Agent { weightsync: "ws".into(), pod_uid: "uid-0".into(), role: Role::Rollout };
     let refresh = Arc::new(Notify::new());
     // It knows of nothing yet, so that its first announcement is seen.
     let heard = watch::Sender::new(Assignment { serve_before_first_version: false, ..nothing.clone() });

@@ -165,7 +165,7 @@ impl Bed {
 
     /// An agent in that pod.
     pub fn pod(&mut self, name: &str, role: Role, engine: TestEngine, pod_uid: &str) -> Member {
-        let identity = self.ca.issue(&PeerIdentity::Agent { weightsync: WEIGHTSYNC.into(), pod_uid: pod_uid.into() }, HOUR).unwrap();
+        let identity = self.ca.issue(&PeerIdentity::Agent { weightsync: WEIGHTSYNC.into(), pod_uid: pod_uid.into(), role }, HOUR).unwrap();
         let incarnation = Incarnation { pod_uid: pod_uid.into(), instance: uuid::Uuid::new_v4().to_string() };
         let name = MemberName(name.into());
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
@@ -236,7 +236,7 @@ impl Bed {
 
     /// A certificate as that member has it.
     pub fn identity(&self, of: &Member) -> Identity {
-        let peer = PeerIdentity::Agent { weightsync: WEIGHTSYNC.into(), pod_uid: of.address.incarnation.pod_uid.clone() };
+        let peer = PeerIdentity::Agent { weightsync: WEIGHTSYNC.into(), pod_uid: of.address.incarnation.pod_uid.clone(), role: of.role };
         self.ca.issue(&peer, HOUR).unwrap()
     }
 

@@ -44,7 +44,7 @@ async fn the_data_port_refuses_foreign_and_ended_certificates_and_whoever_lacks_
         carried: None,
     };
     let secret = bed.commit_request(&members, None).secret;
-    let agent = |weightsync: &str| PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: "pod-x".into() };
+    let agent = |weightsync: &str| PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: "pod-x".into(), role: Role::Rollout };
     let known = bed.ca.issue(&agent(WEIGHTSYNC), HOUR).unwrap();
     knock(&rollout, &known, hello(secret.clone())).await.unwrap();
     let foreign = Ca::generate().unwrap();

@@ -123,6 +123,7 @@ async fn f59_a_side_that_cuts_the_stream_differently_is_refused_before_a_byte_mo
         feeding: false,
         manual: false,
         manifest_digest: None,
+        statement: None,
     };
     assert_eq!(code(bed.post_as::<_, UpdateStatus>(&source, &rollout, "/v1/update/begin", &begin).await), RefusalCode::LayoutMismatch);
     assert_eq!(rollout.engine.get(|inside| inside.installs), 0);
@@ -166,6 +167,7 @@ async fn a_member_that_plays_the_controller_or_the_leader_of_its_group_is_refuse
         feeding: false,
         manual: false,
         manifest_digest: None,
+        statement: None,
     };
     assert_eq!(code(bed.post_as::<_, UpdateStatus>(&other, &rollout, "/v1/update/begin", &begin).await), RefusalCode::Forbidden);
     let state = rollout.core.events().state();

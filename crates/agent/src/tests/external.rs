@@ -7,7 +7,7 @@ use weightsync_engine::{EngineStart, Left};
 fn begin(epoch: u64, version: Version, attempt: u32, manifest: &str) -> ExternalBegin {
     let epoch = EpochId { weightsync: "w".into(), created: 1, term: 0, epoch };
     let held = HeldVersion { version, manifest: manifest.into() };
-    ExternalBegin { update: UpdateId { epoch, version, attempt }, held, timeout_ms: 1000 }
+    ExternalBegin { update: UpdateId { epoch, version, attempt }, held, timeout_ms: 1000, statement: None }
 }
 
 fn start() -> EngineStart {

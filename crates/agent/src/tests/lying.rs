@@ -44,6 +44,7 @@ impl Poison {
             feeding: true,
             manual: false,
             manifest_digest: Some(held.manifest.clone()),
+            statement: None,
         }
     }
 
@@ -52,6 +53,7 @@ impl Poison {
             update: update.clone(),
             tensor_digests: self.manifest.tensor_digests.clone(),
             manifest_digest: self.manifest.digest(),
+            statement: None,
         }
     }
 
@@ -178,4 +180,62 @@ async fn status_asked_by_another_member_is_no_sign_of_the_leader() {
     };
     let status = tokio::time::timeout(Duration::from_secs(5), asked).await.expect("a silent leader is noticed");
     assert!(status.reason.as_ref().is_some_and(|reason| reason.contains("its leader fell silent")), "{status:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn statement_travels_with_a_version_from_source_to_joiner() {
+    let mut bed = Bed::new();
+    let (mut source, first) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &first], Some(&source)).await;
+    publish(&source, 3, TestSource::of(3)).outcome().await.unwrap();
+    bed.current = source.state().installed;
+    let held = bed.current.clone().unwrap();
+    let check = |state: &MemberState| {
+        let about: Vec<_> = state.statements.iter().filter(|statement| statement.held == held).collect();
+        assert_eq!(about.len(), 1, "{:?}", state.statements);
+        bed.client.identity().check(about[0], WEIGHTSYNC).unwrap();
+    };
+    check(&source.state());
+    check(&first.until_installed(3).await);
+    source.kill();
+    let joiner = bed.rollout("actors/r-1");
+    bed.form(&[&first, &joiner], Some(&first)).await;
+    let state = joiner.until_installed(3).await;
+    assert_eq!(state.statements, first.state().statements, "the feeder passes it on");
+}
+
+/// The trainer's pod is made anew, and uses a number again that too few took.
+#[tokio::test(flavor = "multi_thread")]
+async fn number_that_a_new_source_uses_again_is_installed_everywhere() {
+    let mut bed = Bed::new();
+    let (mut source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&[&source, &rollouts[0]], Some(&source)).await;
+    publish(&source, 8, TestSource::of(1)).outcome().await.unwrap();
+    source.kill();
+    // The controller never heard of it.
+    bed.policy.min_ready = 2;
+    let again = bed.source();
+    bed.form(&[&again, &rollouts[0], &rollouts[1]], Some(&again)).await;
+    let result = publish(&again, 8, TestSource::of(2)).outcome().await.unwrap();
+    assert_eq!(result.installed.len(), 2, "{:?}", result.behind);
+    let (layout, bytes) = weights(2);
+    for rollout in &rollouts {
+        assert_eq!(rollout.engine.serves(), Some(served(&layout, &bytes)));
+        let state = rollout.until_installed(8).await;
+        assert_eq!(state.installed, again.state().installed);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn statement_that_a_feeder_signed_itself_is_refused() {
+    let mut bed = Bed::new();
+    let (feeder, honest) = (bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let current = Poison::of(3, 3);
+    bed.current = Some(current.held());
+    let id = bed.form(&[&feeder, &honest], Some(&feeder)).await;
+    let own = bed.identity(&feeder).state(&current.held(), &current.layout.digest(), id.epoch).unwrap();
+    let begin = BeginRequest { statement: Some(Box::new(own)), ..current.begin(&id, 1, &current.held()) };
+    let answer = bed.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/begin", &begin).await;
+    assert_eq!(code(answer), RefusalCode::Forbidden);
+    assert_eq!(honest.state().statements, []);
 }

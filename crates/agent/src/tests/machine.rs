@@ -22,11 +22,12 @@ fn begin(update: &UpdateId, feeding: bool, manifest: Option<&str>) -> BeginReque
         feeding,
         manual: false,
         manifest_digest: manifest.map(str::to_owned),
+        statement: None,
     }
 }
 
 fn finish(update: &UpdateId, manifest: &str) -> FinishRequest {
-    FinishRequest { update: update.clone(), tensor_digests: Vec::new(), manifest_digest: manifest.into() }
+    FinishRequest { update: update.clone(), tensor_digests: Vec::new(), manifest_digest: manifest.into(), statement: None }
 }
 
 fn held(version: Version, manifest: &str) -> HeldVersion {
@@ -272,7 +273,9 @@ fn an_engine_that_was_fed_while_buckets_came_is_taken_to_its_last_step_or_dirty(
         assert_eq!(machine.begin(&begin(update, true, None), &[]), Ok(Opening::Check));
         machine.opened(update, fed).unwrap();
         machine.streamed(update, 1).unwrap();
-        machine.finish(&FinishRequest { update: update.clone(), tensor_digests: vec![], manifest_digest: "m".into() }).unwrap();
+        machine
+            .finish(&FinishRequest { update: update.clone(), tensor_digests: vec![], manifest_digest: "m".into(), statement: None })
+            .unwrap();
     };
     let held = HeldVersion { version: 7, manifest: "m".into() };
     bring(&mut machine, &first, true);

@@ -57,7 +57,7 @@ async fn a_claimed_pod_with_a_token_enrols_and_announces_itself() {
     let identity = Identity::new(world.ca.certificate_pem()).unwrap();
     let response = enroll(&identity, &world.controller, &world.pod("actor-0", "uid-0"), "a").await.unwrap();
     assert_eq!(response.assignment, assignment(Role::Rollout));
-    assert_eq!(identity.own(), Some(PeerIdentity::Agent { weightsync: OBJECT.into(), pod_uid: "uid-0".into() }));
+    assert_eq!(identity.own(), Some(PeerIdentity::Agent { weightsync: OBJECT.into(), pod_uid: "uid-0".into(), role: Role::Rollout }));
     assert_eq!(announce(&world, &identity, "uid-0").await.unwrap().assignment, assignment(Role::Rollout));
     assert_eq!(announcements.recv().await.unwrap(), announcement("uid-0"));
 }
@@ -141,7 +141,7 @@ async fn an_announcement_without_the_pods_own_certificate_of_the_claiming_object
     let (world, _announcements) = claimed_world().await;
     let hour = Duration::from_secs(3600);
     let of = |weightsync: &str, pod_uid: &str| {
-        world.ca.issue(&PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.into() }, hour).unwrap()
+        world.ca.issue(&PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.into(), role: Role::Rollout }, hour).unwrap()
     };
     let refused = [
         Identity::new(world.ca.certificate_pem()).unwrap(),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::world::{OBJECT, SOON, World, until};
 use crate::Ended;
 use weightsync_core::membership::{GroupStage, MemberStanding, MembershipView};
-use weightsync_core::protocol::{HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, Reason, UpdatePhase, UpdateView};
+use weightsync_core::protocol::{HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, Reason, Role, UpdatePhase, UpdateView};
 use weightsync_net::https::{AgentClient, CallError};
 use weightsync_net::identity::PeerIdentity;
 
@@ -128,13 +128,40 @@ async fn a_stale_life_of_an_agent_is_not_listened_to() {
 }
 
 #[tokio::test]
+async fn member_that_lies_about_version_epoch_and_role_changes_nothing() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS);
+    let trainer = world.agent("trainer-0", "uid-t", "a").await;
+    let honest = world.agent("actor-0", "uid-0", "a").await;
+    let liar = world.agent("actor-1", "uid-1", "a").await;
+    let held = |version| Some(HeldVersion { version, manifest: "m".into() });
+    let before = until(&handle, "a group of three", committed(3)).await;
+    for member in [&trainer, &honest] {
+        member.change(|state| (state.installed, state.retained) = (held(5), held(5)));
+    }
+    until(&handle, "at version 5", |view| view.version == held(5)).await;
+    // It signs its claim too, with the certificate of a rollout.
+    liar.change(|state| {
+        state.role = Role::Source;
+        (state.installed, state.retained) = (held(99), held(99));
+        state.epoch.as_mut().unwrap().epoch = (1 << 63) - 2;
+    });
+    let next = |view: &MembershipView| view.committed && view.epoch > before.epoch;
+    let view = until(&handle, "a group that the liar was thrown out of", next).await;
+    assert_eq!((view.version.clone(), view.wanted.clone()), (held(5), held(5)));
+    assert_ne!(view.feeder, Some(MemberName("actors/actor-1".into())));
+    let view = until(&handle, "the others at work", |view| standing(view, "actor-0") == Some(MemberStanding::Ready)).await;
+    assert!(view.epoch < 100 && *world.store.epoch.lock() < 100, "{}", view.epoch);
+}
+
+#[tokio::test]
 async fn members_serve_no_agent_of_another_object() {
     let world = World::new().await;
     let handle = world.coordinate(0, &PODS[..2]);
     let _trainer = world.agent("trainer-0", "uid-t", "a").await;
     let actor = world.agent("actor-0", "uid-0", "a").await;
     until(&handle, "a group of two", committed(2)).await;
-    let foreign = PeerIdentity::Agent { weightsync: "ws-other".into(), pod_uid: "uid-x".into() };
+    let foreign = PeerIdentity::Agent { weightsync: "ws-other".into(), pod_uid: "uid-x".into(), role: Role::Rollout };
     let client = AgentClient::new(world.ca.issue(&foreign, SOON * 60).unwrap());
     let answer = client.post_json::<_, ()>(&actor.address, "uid-0", "/v1/release", &(), SOON).await;
     assert!(matches!(answer, Err(CallError::Refused { .. })), "{answer:?}");

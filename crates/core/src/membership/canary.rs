@@ -28,7 +28,9 @@ impl Membership {
         let open = |refused: &&RefusedVersion| {
             // What came before the current version was judged in its time: those that took it have gone on from it.
             let number = refused.held.version;
-            !self.refused.contains_key(&number) && self.version.as_ref().is_none_or(|current| number >= current.version)
+            self.exists(&refused.held)
+                && !self.refused.contains_key(&number)
+                && self.version.as_ref().is_none_or(|current| number >= current.version)
         };
         let mut asked: Vec<HeldVersion> =
             self.states().flat_map(|state| &state.refused).filter(open).map(|refused| refused.held.clone()).collect();
@@ -96,7 +98,9 @@ impl Membership {
         let may = |number: &Version| *number < current && !self.is_refused(*number);
         // Once chosen it stays, whoever is lost on the way.
         let chosen = self.target.as_ref().map(|target| target.version).filter(may);
-        chosen.or_else(|| self.states().flat_map(MemberState::keeps).map(|kept| kept.version).filter(may).max())
+        chosen.or_else(|| {
+            self.states().flat_map(MemberState::keeps).filter(|kept| self.exists(kept)).map(|kept| kept.version).filter(may).max()
+        })
     }
 
     /// What is said of a refused version until a higher one counts.

@@ -2,7 +2,7 @@
 //! [`Incarnation`] and, where it acts on a group, its [`EpochId`], so that what is stale can be told. Holds values only.
 
 use crate::plan::{Candidate, LeftOut};
-use crate::protocol::{Announcement, EpochId, Incarnation, MemberName, MemberState, PrepareResponse, Refusal, UpdateView};
+use crate::protocol::{Announced, Announcement, EpochId, Incarnation, MemberName, MemberState, PrepareResponse, Refusal, UpdateView};
 
 use super::MembershipConfig;
 
@@ -21,6 +21,8 @@ pub enum Observation {
     },
     /// An agent announced itself. It counts once its state is known, which proves that it can be reached.
     Announced(Announcement),
+    /// A source announced a version, by a statement that was checked. Told before the state of a member that presents it.
+    Proven(Announced),
     /// Everything an agent knows of itself, from its event stream.
     State(Box<MemberState>),
     /// Agents of other objects were last heard of for the first time then, in ms since 1970. A controller to which thousands come back after a

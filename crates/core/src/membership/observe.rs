@@ -2,7 +2,9 @@
 //!
 //! Whatever is about another epoch than the one in work, or comes from another life than the one that was asked, changes nothing.
 
-use crate::protocol::{EpochId, Incarnation, MemberName, MemberPhase, MemberState, PrepareResponse, Reason, Refusal, RefusalCode, Role, UpdateView};
+use crate::protocol::{
+    EpochId, Incarnation, MemberName, MemberPhase, MemberState, PrepareResponse, Reason, Refusal, RefusalCode, Role, UpdateView,
+};
 
 use super::backoff::Weight;
 use super::forming::SETTLE_MS;
@@ -31,6 +33,7 @@ impl Membership {
             Observation::ComingBack { at } => self.others_came_back(at),
             Observation::Alive { from } => self.agents.alive(self.now, &from),
             Observation::AgentLost { from, cause } => self.agents.lost(&from, cause),
+            Observation::Proven(announced) => self.note_announced(announced),
             Observation::Prepared { id, member, response } => self.note_prepared(&id, &member, *response),
             Observation::PrepareFailed { id, member, refusal } => self.note_failed(&id, member, refusal, true),
             Observation::Committed { id, member, from } => self.note_committed(&id, &member, &from),

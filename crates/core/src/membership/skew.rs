@@ -13,7 +13,12 @@ impl Membership {
         let (most, counts) = (self.config.policy.max_skew?, self.wanted()?.version);
         let left = |version: &Version| self.returned().is_some_and(|returned| returned.left(*version));
         let serve = |state: &&MemberState| state.role == Role::Rollout && !state.phase.must_not_serve();
-        let installed = self.states().filter(serve).filter_map(|state| state.installed.as_ref()).map(|held| held.version);
+        let installed = self
+            .states()
+            .filter(serve)
+            .filter_map(|state| state.installed.as_ref())
+            .filter(|held| self.exists(held))
+            .map(|held| held.version);
         Some(newest_in_service(most, counts, installed.filter(|version| !left(version))))
     }
 

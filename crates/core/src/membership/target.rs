@@ -77,7 +77,7 @@ impl Membership {
         }
         let mut kept: BTreeMap<Version, usize> = BTreeMap::new();
         for state in self.states() {
-            for held in state.keeps() {
+            for held in state.keeps().filter(|held| self.exists(held)) {
                 *kept.entry(held.version).or_default() += 1;
             }
         }
@@ -93,7 +93,7 @@ impl Membership {
     /// A version that somebody keeps complete; the weights that most have, should there be several of the number.
     fn kept(&self, number: Version) -> Option<HeldVersion> {
         let mut counts: BTreeMap<&String, usize> = BTreeMap::new();
-        for held in self.states().flat_map(MemberState::keeps).filter(|held| held.version == number) {
+        for held in self.states().flat_map(MemberState::keeps).filter(|held| held.version == number && self.exists(held)) {
             *counts.entry(&held.manifest).or_default() += 1;
         }
         let most = counts.into_iter().max_by_key(|(manifest, count)| (*count, std::cmp::Reverse(*manifest)))?;

@@ -1,7 +1,8 @@
 //! Which version is current, who lacks it, and who can feed it.
 //!
-//! The version moves when enough replicas say that their engines confirmed it, or when a source, which waits for the same, says so. A
-//! leader's progress never moves it, and it goes back only to the version that the spec names (`target.rs`).
+//! The version moves when enough replicas say that their engines confirmed it, or when a source, which waits for the same, says so, and only to
+//! a version that exists (`proven.rs`): what members say about any other moves nothing. A leader's progress never moves it, and it goes back only
+//! to the version that the spec names (`target.rs`).
 
 use std::collections::BTreeMap;
 
@@ -18,7 +19,7 @@ impl Membership {
             let Some(state) = self.agents.of(candidate).and_then(|(_, agent)| agent.state.as_ref()) else { continue };
             let Some(held) = state.installed.as_ref().filter(|_| !state.phase.must_not_serve()) else { continue };
             // Not even for the very first version: some took it, and most refused it.
-            if self.is_refused(held.version) {
+            if self.is_refused(held.version) || !self.exists(held) {
                 continue;
             }
             // A source's word stands for as many replicas as it waited for.
@@ -27,15 +28,6 @@ impl Membership {
         }
         let reached = installed.iter().rfind(|(_, count)| **count >= min_ready);
         let reached = reached.map(|((version, manifest), _)| HeldVersion { version: *version, manifest: (*manifest).to_owned() });
-        let completes = |current: &HeldVersion| {
-            let named = installed.keys().find(|(version, manifest)| *version == current.version && !manifest.is_empty());
-            named.filter(|_| current.manifest.is_empty()).map(|(_, manifest)| (*manifest).to_owned())
-        };
-        if let Some(manifest) = self.version.as_ref().and_then(completes)
-            && let Some(current) = &mut self.version
-        {
-            current.manifest = manifest;
-        }
         let highest = self.version.as_ref().map(|_| self.highest);
         if let Some(reached) = reached.filter(|reached| highest.is_none_or(|highest| reached.version > highest)) {
             let message = format!("version {} is served by at least {min_ready} replicas", reached.version);

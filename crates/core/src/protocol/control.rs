@@ -7,8 +7,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    EpochId, GpuReport, GroupFacts, Incarnation, MemberName, RefusedVersion, Role, Roster, TransportChoice, UpdatePolicy, UpdateView,
-    Version,
+    EpochId, GpuReport, GroupFacts, Incarnation, MemberName, RefusedVersion, Role, Roster, Statement, TransportChoice, UpdatePolicy,
+    UpdateView, Version,
 };
 
 /// First phase of a group: every member fences what it had and opens what it listens on.
@@ -282,6 +282,9 @@ pub struct MemberState {
     #[serde(default)]
     pub engine_restarts: u32,
     /// Whether the engine passed its probes (source: true).
+    /// What sources signed about the versions above. A claim about a version counts for others only where such a statement is known.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub statements: Vec<Statement>,
     pub healthy: bool,
     /// Whether the engine's front answers while the engine computes nothing: it does not come back by itself.
     #[serde(default)]

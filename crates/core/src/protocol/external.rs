@@ -10,7 +10,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{EpochId, HeldVersion, MemberName, UpdateId, Version};
+use super::{EpochId, HeldVersion, MemberName, Statement, UpdateId, Version};
 
 /// A committed epoch, as a trainer that drives its own data plane is told of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,6 +76,9 @@ pub struct ExternalBegin {
     pub held: HeldVersion,
     /// The update ends after this long, in ms.
     pub timeout_ms: u64,
+    /// What the source signed about it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub statement: Option<Box<Statement>>,
 }
 
 /// Ends an update by the user's data plane at a rollout.

@@ -27,7 +27,7 @@ pub struct EnrollRequest {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EnrollResponse {
-    /// PEM of the agent's certificate. DNS name `POD_UID.agent.weightsync.internal`, URI names `weightsync://UID/agent/POD_UID`.
+    /// PEM of the agent's certificate. DNS name `POD_UID.agent.weightsync.internal`, URI names `weightsync://UID/source/POD_UID` or `weightsync://UID/rollout/POD_UID`.
     pub certificate_pem: String,
     /// PEM of the CA that signs all members of all groups of this operator.
     pub ca_pem: String,

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{EpochId, InstallStep, Version};
+use super::{EpochId, InstallStep, Statement, Version};
 use crate::weights::{DigestAlgorithm, Layout};
 
 /// Names one attempt to bring one version to members.
@@ -41,6 +41,9 @@ pub struct BeginRequest {
     /// bytes says `Delivered` or `Installed` at once and leaves the chain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub manifest_digest: Option<String>,
+    /// What a source signed about that manifest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub statement: Option<Box<Statement>>,
 }
 
 /// Ends the stream: digests that became known while it was sent. The rollout now checks digests and coverage.
@@ -53,6 +56,9 @@ pub struct FinishRequest {
     pub tensor_digests: Vec<String>,
     /// blake3 (hex) of the manifest.
     pub manifest_digest: String,
+    /// What a source signed about it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub statement: Option<Box<Statement>>,
 }
 
 /// Switches the engine to a delivered version.

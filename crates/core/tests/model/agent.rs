@@ -194,6 +194,7 @@ impl Agent {
             returned: self.returned(),
             installed: self.installed.clone(),
             refused: self.refused.clone(),
+            statements: Vec::new(),
             engine,
             // A paused engine fails its probes. (No agent counts them; the coordinator needs that only of a dirty one, whose state does not say
             // that it is in an update.)

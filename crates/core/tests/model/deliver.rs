@@ -210,6 +210,7 @@ impl World {
                 self.slots[slot].exists = false;
                 self.plan();
             }
+            Change::Honest => self.speak(slot, false),
             Change::ApiBack => self.api_down = false,
         }
     }

@@ -72,6 +72,7 @@ pub(super) enum Change {
     Healthy,
     Thaw,
     Gone,
+    Honest,
     ApiBack,
 }
 
@@ -99,4 +100,6 @@ pub(super) struct Slot {
     /// Whether its engine takes no version now.
     pub deaf: bool,
     pub engine_start: u32,
+    /// Whether what it says about itself is not so.
+    pub lies: bool,
 }

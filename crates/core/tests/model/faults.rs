@@ -34,6 +34,8 @@ pub(super) enum Fault {
     BadInstall(usize, u32),
     /// Other agents cannot reach it for some ms.
     CutOff(usize, u64),
+    /// For some ms it says that it is a source, holds a version that nobody announced, refuses another, and is in an epoch that nobody wrote.
+    Lies(usize, u64),
     /// The message of this step does not arrive.
     Lost,
     /// The message of this step arrives so much later.
@@ -88,6 +90,7 @@ impl Fault {
                     Self::Unhealthy(slot, 12_000),
                     Self::BadInstall(slot, 1),
                     Self::BadInstall(slot, 3),
+                    Self::Lies(slot, 8_000),
                 ]);
             }
         }
@@ -111,6 +114,7 @@ impl Fault {
             Self::Refuses(slot, times) => Self::Refuses(any(slot), times),
             Self::BadInstall(slot, times) => Self::BadInstall(rollout(slot), times),
             Self::CutOff(slot, ms) => Self::CutOff(any(slot), ms),
+            Self::Lies(slot, ms) => Self::Lies(rollout(slot), ms),
             other => other,
         }
     }
@@ -248,6 +252,12 @@ impl World {
                 // Of two that cannot reach each other nobody can tell which one is at fault.
                 (0..self.slots.len()).for_each(|slot| self.guilty(slot));
                 self.slots[slot].unreachable_until = now + ms;
+                now + ms
+            }
+            Fault::Lies(slot, ms) => {
+                self.guilty(slot);
+                self.speak(slot, true);
+                self.post(ms, Event::Cluster { slot, change: Change::Honest });
                 now + ms
             }
             Fault::ControllerRestarted => {

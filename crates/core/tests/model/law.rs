@@ -67,6 +67,12 @@ impl Law {
         }
     }
 
+    /// Whether the last word of a life is no truth.
+    fn was_lied_to_by(&self, life: &Incarnation) -> bool {
+        let invented = |held: &HeldVersion| held.manifest == super::names::INVENTED;
+        self.told.get(life).is_some_and(|state| state.installed.as_ref().is_some_and(invented))
+    }
+
     /// The truth about an agent.
     pub(super) fn note_agent(&mut self, slot: usize, agent: &Agent) {
         if let Some(held) = agent.installed.as_ref().filter(|_| !agent.dirty && slot != 0) {
@@ -149,6 +155,9 @@ impl World {
         match decision {
             Decision::PersistEpoch { epoch } => {
                 self.law.asked = *epoch;
+                if *epoch > 10_000 {
+                    self.fail(|| format!("epoch {epoch} is to be written because an agent named it"));
+                }
                 let highest = self.law.rosters.keys().copied().max().unwrap_or(0);
                 if *epoch <= highest {
                     self.fail(|| format!("epoch {epoch} is used again"));
@@ -242,6 +251,10 @@ impl World {
     fn check_members(&mut self, view: &MembershipView) {
         for shown in &view.members {
             let slot = slot_of(&shown.name);
+            // What status shows about it is its own word.
+            if shown.incarnation.as_ref().is_some_and(|life| self.law.was_lied_to_by(life)) {
+                continue;
+            }
             if shown.reason == Reason::BackingOff && !self.slots[slot].guilty {
                 self.fail(|| format!("{} is held off although nothing was wrong with it: {}", shown.name, shown.message));
             }
@@ -307,7 +320,8 @@ impl World {
         for slot in 0..self.slots.len() {
             let here = &self.slots[slot];
             // What it says is known only when it arrives.
-            let heard = here.attached == Some(self.reign) && !here.frozen && self.now >= here.slow.1.max(here.stream_floor);
+            let lies = here.lies || here.agent.as_ref().is_some_and(|agent| self.law.was_lied_to_by(&agent.life));
+            let heard = here.attached == Some(self.reign) && !here.frozen && !lies && self.now >= here.slow.1.max(here.stream_floor);
             let epoch = here.agent.as_ref().filter(|_| heard).and_then(|agent| agent.epoch.as_ref());
             let stray = epoch.is_some_and(|epoch| match &view.id {
                 Some(id) => epoch.epoch < id.epoch,

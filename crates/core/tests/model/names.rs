@@ -20,6 +20,9 @@ pub(super) fn held(version: Version) -> HeldVersion {
     HeldVersion { version, manifest: format!("m{version}") }
 }
 
+/// What a member that lies calls the manifest of its versions.
+pub(super) const INVENTED: &str = "invented";
+
 /// Rules with the usual times, and updates that end soon.
 pub(super) fn config(min_ready: u32) -> MembershipConfig {
     let policy = UpdatePolicy {

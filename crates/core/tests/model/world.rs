@@ -1,7 +1,7 @@
 //! A world: one controller with the real membership, abstract agents, a network, an API server, and a clock that jumps from one event to
 //! the next. The same seedless world played twice is the same; only faults make worlds differ.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 
 use weightsync_core::membership::{Decision, Membership, MembershipConfig, MembershipView, Observation, Restored};
@@ -41,6 +41,8 @@ pub(super) struct World {
     pub api_down: bool,
     pub slots: Vec<Slot>,
     lives: u32,
+    /// Versions about which a controller saw a statement.
+    proven: BTreeSet<(u32, Version)>,
     /// The version that the trainer wants out.
     pub wanted: Version,
     pub law: Law,
@@ -75,6 +77,7 @@ impl World {
             sour: Vec::new(),
             deaf: false,
             engine_start: 0,
+            lies: false,
         };
         let mut world = Self {
             now: 0,
@@ -93,6 +96,7 @@ impl World {
             api_down: false,
             slots: vec![slot; rollouts + 1],
             lives: 0,
+            proven: BTreeSet::new(),
             wanted: 1,
             law: Law::default(),
             steps: 0,
@@ -135,7 +139,7 @@ impl World {
     pub(super) fn open_stream(&mut self, slot: usize) {
         let Some(agent) = &self.slots[slot].agent else { return };
         let (from, state, update) = (agent.life.clone(), agent.state(), agent.last_update.clone());
-        self.stream(slot, Observation::State(Box::new(state)));
+        self.stream(slot, Observation::State(Box::new(self.said(slot, state))));
         if let Some(update) = update.map(Box::new) {
             self.stream(slot, Observation::Update { from, update });
         }
@@ -252,7 +256,7 @@ impl World {
             self.post(after, Event::Remind { slot, life: life.clone(), reminder });
         }
         if changed {
-            self.stream(slot, Observation::State(Box::new(state)));
+            self.stream(slot, Observation::State(Box::new(self.said(slot, state))));
         }
         if slot == 1 && paused != paused_before {
             self.plan();
@@ -336,8 +340,46 @@ impl World {
         }
     }
 
+    /// What an agent says about itself: what is so, or lies.
+    fn said(&self, slot: usize, state: MemberState) -> MemberState {
+        if !self.slots[slot].lies {
+            return state;
+        }
+        let invented = |version| HeldVersion { version, manifest: super::names::INVENTED.to_owned() };
+        let epoch = EpochId { weightsync: "ws".to_owned(), created: 1, term: 0, epoch: (1 << 63) - 2 };
+        MemberState {
+            role: Role::Source,
+            epoch: Some(epoch),
+            retained: Some(invented(99)),
+            earlier: vec![invented(1)],
+            installed: Some(invented(99)),
+            refused: vec![RefusedVersion { held: invented(98), measured: "nothing".to_owned() }],
+            ..state
+        }
+    }
+
+    /// An agent begins or ends to lie.
+    pub(super) fn speak(&mut self, slot: usize, lies: bool) {
+        self.slots[slot].lies = lies;
+        self.open_stream(slot);
+    }
+
+    /// The coordinator checks the statements that come with a state: there is one about every version that the source published.
+    fn prove(&mut self, observation: &Observation) {
+        let Observation::State(state) = observation else { return };
+        let refused = state.refused.iter().map(|refused| &refused.held);
+        let claimed = state.keeps().chain(&state.installed).chain(refused);
+        let announced: Vec<HeldVersion> = claimed.filter(|claim| **claim == super::names::held(claim.version)).cloned().collect();
+        for HeldVersion { version, manifest } in announced {
+            if self.proven.insert((self.reign, version)) {
+                self.tell(Observation::Proven(Announced { version, epoch: 1, manifest }));
+            }
+        }
+    }
+
     /// The controller takes a step.
     pub(super) fn tell(&mut self, observation: Observation) {
+        self.prove(&observation);
         self.steps += 1;
         if let Some(trace) = &mut self.trace {
             trace.push(format!("{:>6} {}", self.now, super::trace::line(&observation)));

@@ -57,6 +57,11 @@ impl AgentClient {
     pub fn new(identity: Identity) -> Self {
         let pool = Pool { identity, clients: Mutex::default(), idle: 4, connect: None };
         Self { pool: Arc::new(pool), opening: Arc::new(Semaphore::new(OPENING)) }
+    /// What it shows to peers.
+    pub fn identity(&self) -> &Identity {
+        &self.pool.identity
+    }
+
     }
 
     /// Posts `body` to the agent of that pod at `address` (`IP:PORT`); the whole call ends within `deadline`.

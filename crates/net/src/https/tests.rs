@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::identity::{Ca, Identity, PeerIdentity};
-use weightsync_core::protocol::{Refusal, RefusalCode, Rejection};
+use weightsync_core::protocol::{Refusal, RefusalCode, Rejection, Role};
 
 const HOUR: Duration = Duration::from_secs(3600);
 const SOON: Duration = Duration::from_secs(5);
@@ -25,7 +25,7 @@ struct Number {
 }
 
 fn agent(weightsync: &str, pod_uid: &str) -> PeerIdentity {
-    PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.into() }
+    PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.into(), role: Role::Rollout }
 }
 
 struct Server {

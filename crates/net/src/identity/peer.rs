@@ -6,6 +6,7 @@ use rustls_pki_types::CertificateDer;
 use x509_parser::extensions::GeneralName;
 
 use super::IdentityError;
+use weightsync_core::protocol::Role;
 
 const SCHEME: &str = "weightsync://";
 const DOMAIN: &str = "weightsync.internal";
@@ -21,6 +22,8 @@ pub enum PeerIdentity {
         weightsync: String,
         /// UID of its pod.
         pod_uid: String,
+        /// What the object's plan makes of its pod.
+        role: Role,
     },
 }
 
@@ -33,11 +36,12 @@ impl PeerIdentity {
         }
     }
 
-    /// The name that a server reads: `weightsync://UID/agent/POD_UID` or `weightsync://controller`.
+    /// The name that a server reads: `weightsync://UID/source/POD_UID`, `weightsync://UID/rollout/POD_UID` or
+    /// `weightsync://controller`.
     pub fn uri(&self) -> String {
         match self {
             Self::Controller => format!("{SCHEME}controller"),
-            Self::Agent { weightsync, pod_uid } => format!("{SCHEME}{weightsync}/agent/{pod_uid}"),
+            Self::Agent { weightsync, pod_uid, role } => format!("{SCHEME}{weightsync}/{}/{pod_uid}", word(*role)),
         }
     }
 
@@ -45,7 +49,7 @@ impl PeerIdentity {
     pub(super) fn check(&self) -> Result<(), IdentityError> {
         match self {
             Self::Controller => Ok(()),
-            Self::Agent { weightsync, pod_uid } => [weightsync, pod_uid].into_iter().try_for_each(|name| check_label(name)),
+            Self::Agent { weightsync, pod_uid, .. } => [weightsync, pod_uid].into_iter().try_for_each(|name| check_label(name)),
         }
     }
 
@@ -70,11 +74,23 @@ impl PeerIdentity {
         let parts: Vec<&str> = rest.split('/').collect();
         let identity = match parts.as_slice() {
             ["controller"] => Self::Controller,
-            [weightsync, "agent", pod_uid] => Self::Agent { weightsync: (*weightsync).to_owned(), pod_uid: (*pod_uid).to_owned() },
+            [weightsync, role, pod_uid] if *role == word(Role::Source) || *role == word(Role::Rollout) => Self::Agent {
+                weightsync: (*weightsync).to_owned(),
+                pod_uid: (*pod_uid).to_owned(),
+                role: if *role == word(Role::Source) { Role::Source } else { Role::Rollout },
+            },
             _ => return Err(IdentityError::Unnamed(format!("{SCHEME}{rest} is no known form"))),
         };
         identity.check()?;
         Ok(identity)
+    }
+}
+
+/// A role in a name.
+fn word(role: Role) -> &'static str {
+    match role {
+        Role::Source => "source",
+        Role::Rollout => "rollout",
     }
 }
 

@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use time::OffsetDateTime;
 
-use super::{Ca, Identity, IdentityError, PeerIdentity};
+use super::{Ca, Identity, IdentityError, PeerIdentity, StatementError};
+use weightsync_core::protocol::{HeldVersion, Role, Statement};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
 fn agent(weightsync: &str, pod_uid: &str) -> PeerIdentity {
-    PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.into() }
+    PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.into(), role: Role::Rollout }
 }
 
 #[test]
@@ -21,7 +22,7 @@ fn an_agent_is_known_by_the_names_that_the_authority_gave_it() {
     assert_eq!(identity.install(&certificate).unwrap(), agent("ws-1", "pod-1"));
     assert_eq!(identity.own(), Some(agent("ws-1", "pod-1")));
     assert_eq!(agent("ws-1", "pod-1").dns_name(), "pod-1.agent.weightsync.internal");
-    assert_eq!(agent("ws-1", "pod-1").uri(), "weightsync://ws-1/agent/pod-1");
+    assert_eq!(agent("ws-1", "pod-1").uri(), "weightsync://ws-1/rollout/pod-1");
 }
 
 #[test]
@@ -73,4 +74,66 @@ fn debug_output_shows_no_key() {
     let ca = Ca::generate().unwrap();
     let identity = ca.issue(&PeerIdentity::Controller, HOUR).unwrap();
     assert_eq!(format!("{ca:?} {identity:?}"), "Ca Identity(Some(Controller))");
+}
+
+/// A source's certificate for that time.
+fn source(ca: &Ca, weightsync: &str, role: Role, from: OffsetDateTime) -> Identity {
+    let identity = Identity::new(ca.certificate_pem()).unwrap();
+    let who = PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: "pod-s".into(), role };
+    let pem = ca.sign_at(&identity.csr_pem().unwrap(), &who, from, HOUR).unwrap();
+    identity.show(who, super::read_certificates("certificate", &pem).unwrap(), std::time::SystemTime::now()).unwrap();
+    identity
+}
+
+fn held() -> HeldVersion {
+    HeldVersion { version: 7, manifest: "m".into() }
+}
+
+#[test]
+fn statement_of_a_source_proves_its_version_and_nothing_else() {
+    let ca = Ca::generate().unwrap();
+    let (signer, reader) = (source(&ca, "ws-1", Role::Source, OffsetDateTime::now_utc()), Identity::new(ca.certificate_pem()).unwrap());
+    let statement = signer.state(&held(), "l", 3).unwrap();
+    reader.check(&statement, "ws-1").unwrap();
+    assert!(matches!(reader.check(&statement, "ws-2"), Err(StatementError::OtherObject { .. })));
+    let forged = [
+        Statement { weightsync: "ws-2".into(), ..statement.clone() },
+        Statement { held: HeldVersion { version: 8, ..held() }, ..statement.clone() },
+        Statement { held: HeldVersion { manifest: "n".into(), ..held() }, ..statement.clone() },
+        Statement { layout: "k".into(), ..statement.clone() },
+        Statement { epoch: 4, ..statement.clone() },
+        // The same bytes in a row, cut elsewhere.
+        Statement { held: HeldVersion { manifest: "ml".into(), ..held() }, layout: String::new(), ..statement.clone() },
+        Statement { signature: statement.certificate.clone(), ..statement.clone() },
+    ];
+    for statement in forged {
+        let weightsync = statement.weightsync.clone();
+        assert!(reader.check(&statement, &weightsync).is_err(), "{statement:?}");
+    }
+}
+
+#[test]
+fn statement_of_an_ended_certificate_proves_what_was_announced() {
+    let ca = Ca::generate().unwrap();
+    let long_ago = OffsetDateTime::now_utc() - 240 * HOUR;
+    let statement = source(&ca, "ws-1", Role::Source, long_ago).state(&held(), "l", 3).unwrap();
+    Identity::new(ca.certificate_pem()).unwrap().check(&statement, "ws-1").unwrap();
+}
+
+#[test]
+fn statement_of_a_rollout_a_controller_or_a_stranger_proves_nothing() {
+    let (ca, foreign) = (Ca::generate().unwrap(), Ca::generate().unwrap());
+    let (now, reader) = (OffsetDateTime::now_utc(), Identity::new(ca.certificate_pem()).unwrap());
+    let rollout = source(&ca, "ws-1", Role::Rollout, now).state(&held(), "l", 3).unwrap();
+    assert!(matches!(reader.check(&rollout, "ws-1"), Err(StatementError::NoSource { .. })));
+    let other = source(&ca, "ws-2", Role::Source, now).state(&held(), "l", 3).unwrap();
+    let other = Statement { weightsync: "ws-1".into(), ..other };
+    assert!(matches!(reader.check(&other, "ws-1"), Err(StatementError::NoSource { .. })));
+    let stranger = source(&foreign, "ws-1", Role::Source, now).state(&held(), "l", 3).unwrap();
+    assert!(matches!(reader.check(&stranger, "ws-1"), Err(StatementError::Certificate(_))));
+    let genuine = source(&ca, "ws-1", Role::Source, now).state(&held(), "l", 3).unwrap();
+    // The certificate of a source is public: it signs nothing without its key.
+    let borrowed = Statement { signature: rollout.signature, ..genuine };
+    assert!(matches!(reader.check(&borrowed, "ws-1"), Err(StatementError::Signature)));
+    assert!(ca.issue(&PeerIdentity::Controller, HOUR).unwrap().state(&held(), "l", 3).is_err());
 }

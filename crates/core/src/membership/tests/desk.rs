@@ -58,6 +58,8 @@ pub(super) struct Desk {
     pub decisions: Vec<Decision>,
     /// GPUs of agents that have some.
     pub gpus: std::collections::BTreeMap<usize, GpuReport>,
+    /// The epoch of the statements that members present for what they hold; they hold nothing that no source announced, unless it is none.
+    pub stated: Option<u64>,
 }
 
 impl Desk {
@@ -69,11 +71,18 @@ impl Desk {
     pub fn restored(config: MembershipConfig, rollouts: u32, restored: Restored) -> Self {
         let membership = Membership::new(config, restored);
         let states = (0..=rollouts).map(|n| state(n, 1)).collect();
-        Self { membership, now: 1_000, states, decisions: Vec::new(), gpus: std::collections::BTreeMap::new() }
+        Self { membership, now: 1_000, states, decisions: Vec::new(), gpus: std::collections::BTreeMap::new(), stated: Some(1) }
     }
 
     pub fn see(&mut self, observation: Observation) -> Vec<Decision> {
-        let decisions = self.membership.step(self.now, observation);
+        let mut decisions = Vec::new();
+        if let (Observation::State(state), Some(epoch)) = (&observation, self.stated) {
+            let refused = state.refused.iter().map(|refused| &refused.held);
+            for HeldVersion { version, manifest } in state.keeps().chain(&state.installed).chain(refused).cloned() {
+                decisions.extend(self.membership.step(self.now, Observation::Proven(Announced { version, epoch, manifest })));
+            }
+        }
+        decisions.extend(self.membership.step(self.now, observation));
         self.decisions.extend(decisions.iter().cloned());
         decisions
     }
@@ -219,6 +228,7 @@ fn state(n: u32, number: u32) -> MemberState {
         returned: None,
         installed: None,
         refused: Vec::new(),
+        statements: Vec::new(),
         engine: rollout.then(|| EngineFacts {
             kind: "vllm".to_owned(),
             server_version: "0".to_owned(),

@@ -1,7 +1,7 @@
 //! What one member says about itself, true or not, changes nothing for the others.
 
 use super::desk::*;
-use crate::membership::{Decision, Observation};
+use crate::membership::{Decision, MemberStanding, MembershipConfig, Observation, Restored};
 use crate::protocol::*;
 
 /// An epoch that no controller wrote.
@@ -70,4 +70,110 @@ fn update_reported_by_a_member_that_leads_nothing_is_ignored() {
     let decisions = desk.wait(5_000, &[0, 1, 2, 3]);
     assert!(!persists(&decisions), "{decisions:?}");
     assert_eq!((desk.epoch(), desk.event(Reason::UpdateRefused), desk.membership.view().update), (1, None, None));
+}
+
+fn other(version: Version) -> HeldVersion {
+    HeldVersion { version, manifest: "poison".to_owned() }
+}
+
+/// A desk whose member 2 says that it holds versions that no source announced.
+fn lied_to(version: Version, policy: UpdatePolicy) -> Desk {
+    let mut desk = Desk::restored(MembershipConfig { policy, ..config() }, 2, Restored::default());
+    desk.form(2);
+    desk.serves(3);
+    desk.stated = None;
+    let decisions = desk.tell(2, |state| (state.installed, state.retained) = (Some(other(version)), Some(other(version))));
+    desk.obey(decisions);
+    let decisions = desk.wait(10_000, &[0, 1, 2]);
+    desk.obey(decisions);
+    desk
+}
+
+#[test]
+fn version_that_no_source_announced_moves_nothing() {
+    let desk = lied_to(99, policy());
+    let view = desk.membership.view();
+    assert_eq!((view.version, view.wanted, view.feeder), (Some(held(3)), Some(held(3)), Some(name(0))));
+    let mut desk = Desk::formed(2);
+    desk.stated = None;
+    desk.tell(2, |state| state.installed = Some(other(99)));
+    assert_eq!(desk.membership.view().version, None, "not even the first");
+}
+
+#[test]
+fn other_weights_of_the_current_version_are_replaced_and_never_fed() {
+    let mut desk = lied_to(3, policy());
+    desk.tell(0, |state| state.retained = None);
+    desk.tell(1, |state| state.installed = None);
+    let decisions = desk.wait(60_000, &[0, 1, 2]);
+    desk.obey(decisions);
+    let view = desk.membership.view();
+    assert_eq!((view.version, view.feeder), (Some(held(3)), Some(name(1))));
+    assert_eq!(desk.member(2).standing, MemberStanding::Behind);
+}
+
+#[test]
+fn target_that_only_unproven_members_keep_is_not_gone_to() {
+    let mut desk = lied_to(2, policy());
+    desk.see(Observation::Configure(Box::new(MembershipConfig { target: Some(2), ..config() })));
+    let view = desk.membership.view();
+    assert_eq!((view.wanted, view.version), (Some(held(3)), Some(held(3))));
+}
+
+#[test]
+fn refusal_of_a_version_that_nobody_announced_is_not_counted() {
+    let canary = Some(CanaryPolicy { prompt: "p".into(), max_tokens: 1, least_log_prob_milli: -4000, greatest_log_prob_milli: 0 });
+    let mut desk = lied_to(3, UpdatePolicy { canary, ..policy() });
+    desk.tell(2, |state| {
+        state.refused = vec![RefusedVersion { held: other(99), measured: "bad".to_owned() }];
+    });
+    assert_eq!(desk.membership.view().refused, Vec::<Version>::new());
+    desk.stated = Some(1);
+    desk.tell(1, |state| state.installed = Some(held(4)));
+    assert_eq!(desk.membership.view().version, Some(held(4)), "the trainer is not locked out");
+}
+
+#[test]
+fn newest_version_in_service_is_one_that_exists() {
+    let desk = lied_to(5, UpdatePolicy { max_skew: Some(2), ..policy() });
+    assert_eq!(desk.membership.view().newest, Some(3));
+}
+
+#[test]
+fn statements_of_rollouts_let_a_new_controller_take_over_without_the_source() {
+    let mut working = Desk::formed(2);
+    working.serves(3);
+    let restored = Restored { term: 2, epoch: working.epoch(), ..Restored::default() };
+    let mut desk = Desk::restored(config(), 0, restored);
+    desk.states.clone_from(&working.states);
+    desk.plan(&[1, 2], Vec::new());
+    desk.announce(1);
+    desk.announce(2);
+    assert_eq!(desk.membership.view().version, Some(held(3)));
+}
+
+#[test]
+fn number_used_again_means_the_weights_of_the_later_statement() {
+    let mut desk =
+        Desk::restored(MembershipConfig { policy: UpdatePolicy { min_ready: 2, ..policy() }, ..config() }, 3, Restored::default());
+    desk.form(3);
+    desk.tell(1, |state| (state.installed, state.retained) = (Some(held(8)), Some(held(8))));
+    assert_eq!(desk.membership.view().version, None, "too few hold it");
+    desk.stated = Some(5);
+    let again = HeldVersion { manifest: "again".to_owned(), ..held(8) };
+    for n in [0, 2, 3] {
+        desk.tell(n, |state| (state.installed, state.retained) = (Some(again.clone()), Some(again.clone())));
+    }
+    desk.stated = Some(1);
+    desk.tell(1, |_| ());
+    assert_eq!(desk.membership.view().version, Some(again));
+    assert_eq!(desk.member(1).standing, MemberStanding::Behind);
+}
+
+#[test]
+fn statement_of_an_epoch_that_nobody_wrote_proves_nothing() {
+    let mut desk = Desk::formed(2);
+    desk.stated = Some((1 << 63) - 2);
+    desk.tell(2, |state| state.installed = Some(other(99)));
+    assert_eq!(desk.membership.view().version, None);
 }

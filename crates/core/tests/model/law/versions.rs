@@ -14,6 +14,8 @@ use crate::world::{World, version_of};
 fn heard(world: &World, view: &MembershipView) -> Vec<(MemberView, MemberState)> {
     let lost = |reason: Reason| matches!(reason, Reason::AgentLost | Reason::AgentSilent | Reason::AgentMissing);
     let rollouts = view.members.iter().filter(|shown| shown.role == Role::Rollout && world.law.planned.contains_key(&shown.name));
+    let lied = |shown: &&MemberView| shown.incarnation.as_ref().is_some_and(|life| world.law.was_lied_to_by(life));
+    let rollouts = rollouts.filter(|shown| !lied(shown));
     let said = rollouts.filter(|shown| !lost(shown.reason)).filter_map(|shown| {
         let state = world.law.told.get(shown.incarnation.as_ref()?)?;
         Some((shown.clone(), state.clone()))
