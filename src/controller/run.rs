@@ -38,8 +38,8 @@ use weightsync_net::https::{Access, AgentClient, Limits, serve_https, serve_plai
 use weightsync_net::identity::{Ca, IdentityError, PeerIdentity};
 use weightsync_net::metrics::Metrics;
 
-/// Lifetime of certificates. Agents renew after a third, so a controller may be away for 16 hours.
-const CERTIFICATES: Duration = Duration::from_secs(24 * 3600);
+/// Lifetime of certificates. Agents renew after a third, so a controller may be away for 40 minutes; a stolen certificate ends soon.
+const CERTIFICATES: Duration = Duration::from_secs(3600);
 /// Lifetime of a token for an ephemeral agent: its image may have to be pulled first.
 const TOKENS: Duration = Duration::from_secs(600);
 /// Looks at objects that run at once.

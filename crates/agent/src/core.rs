@@ -147,6 +147,11 @@ impl Core {
         }
     }
 
+    /// Whether an agent of that pod may speak with this one.
+    pub fn knows(&self, pod_uid: &str) -> bool {
+        lock(&self.group).group.knows(pod_uid)
+    }
+
     pub fn released(&self) -> Option<String> {
         lock(&self.group).group.released().map(str::to_owned)
     }
@@ -387,12 +392,12 @@ fn state(group: &Group, facts: &Facts, statements: &Statements) -> MemberState {
         },
         installed: facts.installed.clone(),
         refused: facts.refused.clone(),
+        statements: facts.versions().into_iter().filter_map(|held| statements.about(held)).take(STATEMENTS).collect(),
         engine: facts.engine.clone(),
         engine_restarts: facts.engine_restarts,
         healthy: facts.healthy,
         wedged: facts.wedged,
         paused_until: facts.paused_until,
-        statements: facts.versions().into_iter().filter_map(|held| statements.about(held)).take(STATEMENTS).collect(),
         reason: facts.reason.clone().or_else(|| group.released().map(str::to_owned)),
     }
 }

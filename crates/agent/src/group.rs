@@ -4,6 +4,7 @@
 //! fenced epoch, for another pod or another life of this one, or in the wrong phase, changes nothing. There is at most one epoch at a
 //! time. Never waits, never sends, and never looks at weights or engines.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use weightsync_core::protocol::{
@@ -170,11 +171,13 @@ pub struct Group {
     standing: Standing,
     over: Option<EpochId>,
     released: Option<String>,
+    /// UIDs of the pods on the latest roster. It stays when its epoch ends: nobody else comes in before the next one.
+    roster: BTreeSet<String>,
 }
 
 impl Group {
     pub fn new(me: Me) -> Self {
-        Self { me, standing: Standing::Idle, over: None, released: None }
+        Self { me, standing: Standing::Idle, over: None, released: None, roster: BTreeSet::new() }
     }
 
     pub fn me(&self) -> &Me {
@@ -183,6 +186,11 @@ impl Group {
 
     pub fn standing(&self) -> &Standing {
         &self.standing
+    }
+
+    /// Whether an agent of that pod may speak with this one: its pod is on the latest roster.
+    pub fn knows(&self, pod_uid: &str) -> bool {
+        self.roster.contains(pod_uid)
     }
 
     /// Why it was released, until the next group asks for it.
@@ -207,6 +215,7 @@ impl Group {
         }
         let ended = self.end();
         self.released = None;
+        self.roster = request.roster.members.iter().flat_map(|member| &member.pods).map(|pod| pod.uid.clone()).collect();
         self.standing = Standing::Prepared(Arc::new(request.clone()));
         Ok(Step::Taken { ended })
     }
@@ -271,6 +280,7 @@ impl Group {
     /// Leaves without a message: no object claims this pod any more.
     pub fn unclaimed(&mut self, reason: String) -> Option<EpochId> {
         self.released = Some(reason);
+        self.roster.clear();
         self.end()
     }
 

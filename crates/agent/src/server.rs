@@ -1,15 +1,17 @@
 //! The control server of one endpoint, over mutual TLS: messages of the coordinator about groups, messages of leaders about updates.
 //!
-//! Decides who may say what: the controller forms and ends groups, the agent of a pod that leads the present epoch leads updates. What a
-//! message does is decided by [`Group`](super::group::Group) and the rollout's machine.
+//! Decides who may say what: nobody but the controller and the pods of the latest roster anything, the controller forms and ends groups, the agent
+//! of a pod that leads the present epoch leads updates. What a message does is decided by [`Group`](super::group::Group) and the rollout's machine.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{Query, State};
+use axum::extract::{Query, Request, State};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::Response;
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use futures::StreamExt;
 use serde::Deserialize;
 use tokio::time::{Instant, timeout};
 
@@ -62,10 +64,21 @@ pub fn router(endpoint: Arc<Endpoint>) -> Router {
         .route("/v1/update/status", get(status))
         .route("/v1/state", get(state))
         .route("/v1/events", get(events))
+        .layer(from_fn_with_state(endpoint.clone(), members_only))
         .with_state(endpoint)
 }
 
 type Here = State<Arc<Endpoint>>;
+
+/// Serves the controller and the pods of the latest roster: a pod that left has a certificate, and no rights.
+async fn members_only(State(endpoint): Here, peer: PeerIdentity, request: Request, next: Next) -> Result<Response, Failed<Refusal>> {
+    match &peer {
+        PeerIdentity::Agent { pod_uid, .. } if !endpoint.core.knows(pod_uid) => {
+            Err(refusal(RefusalCode::Forbidden, format!("{} is no member of the group of this agent", peer.uri())).into())
+        }
+        _ => Ok(next.run(request).await),
+    }
+}
 
 async fn prepare(
     State(endpoint): Here,
@@ -276,6 +289,9 @@ async fn begin_external(
     let limit = Duration::from_millis(epoch.prepared.policy.silence_ms).saturating_mul(2);
     on_its_own(limit, async move {
         let update = request.update.clone();
+        if let Some(statement) = &request.statement {
+            endpoint.core.statements().learn(statement, &request.held, "")?;
+        }
         let status = rollout.begin_external(&epoch, request).await?;
         rollout.is_led(&update, by);
         Ok(Json(status))
@@ -289,9 +305,6 @@ async fn end_external(
     Valid(request): Valid<ExternalEnd>,
 ) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
     let (rollout, _, by) = led(&endpoint, &peer, &request.update.epoch)?;
-        if let Some(statement) = &request.statement {
-            endpoint.core.statements().learn(statement, &request.held, "")?;
-        }
     rollout.check_leader(&request.update, &by)?;
     rollout.end_external(request).map(Json).map_err(Failed)
 }
@@ -327,7 +340,12 @@ async fn state(State(endpoint): Here) -> Json<MemberState> {
 }
 
 async fn events(State(endpoint): Here, peer: PeerIdentity) -> Response {
-    ndjson(endpoint.core.events().stream(peer == PeerIdentity::Controller))
+    let events = endpoint.core.events().stream(peer == PeerIdentity::Controller);
+    match peer {
+        PeerIdentity::Controller => ndjson(events),
+        // Until its pod is off the roster.
+        PeerIdentity::Agent { pod_uid, .. } => ndjson(events.take_while(move |_| std::future::ready(endpoint.core.knows(&pod_uid)))),
+    }
 }
 
 fn by_controller(peer: &PeerIdentity) -> Result<(), Refusal> {

@@ -10,7 +10,7 @@ use super::bed::*;
 use super::trainer::*;
 use weightsync_core::protocol::*;
 use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest, TensorHasher, bucket_digest};
-use weightsync_net::https::CallError;
+use weightsync_net::https::{AgentClient, CallError};
 use weightsync_net::identity::{ClientCertificates, agent_name};
 use weightsync_transport::Transport;
 use weightsync_transport::tcp::{DataTls, TcpOptions, TcpTransport};
@@ -238,4 +238,26 @@ async fn statement_that_a_feeder_signed_itself_is_refused() {
     let answer = bed.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/begin", &begin).await;
     assert_eq!(code(answer), RefusalCode::Forbidden);
     assert_eq!(honest.state().statements, []);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pod_that_left_the_group_is_refused_by_its_members() {
+    let mut bed = Bed::new();
+    let (source, honest, left) = (bed.source(), bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let strangers = bed.get_as::<MemberState>(&left, &honest, "/v1/state").await;
+    assert_eq!(code(strangers), RefusalCode::Forbidden, "there is no group yet");
+    bed.form(&[&source, &honest, &left], None).await;
+    let _: MemberState = bed.get_as(&left, &honest, "/v1/state").await.unwrap();
+    let client = AgentClient::new(bed.identity(&left));
+    let (control, pod) = (&honest.address.control, &honest.address.incarnation.pod_uid);
+    let mut events = client.events::<AgentEvent>(control, pod, "/v1/events", SOON, SOON).await.unwrap();
+    events.next().await.unwrap();
+    bed.form(&[&source, &honest], None).await;
+    assert_eq!(code(bed.get_as::<MemberState>(&left, &honest, "/v1/state").await), RefusalCode::Forbidden);
+    let ended = tokio::time::timeout(SOON, async { while events.next().await.is_ok() {} }).await;
+    assert!(ended.is_ok(), "its open stream ends too");
+    // Not when the epoch is over either.
+    bed.fence(&[&source, &honest]).await;
+    assert_eq!(code(bed.get_as::<MemberState>(&left, &honest, "/v1/state").await), RefusalCode::Forbidden);
+    let _: MemberState = bed.get_as(&source, &honest, "/v1/state").await.unwrap();
 }
