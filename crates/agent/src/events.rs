@@ -69,7 +69,8 @@ impl Events {
         });
     }
 
-    pub fn set_update(&self, view: UpdateView) {
+    pub fn set_update(&self, mut view: UpdateView) {
+        view.shorten();
         self.update.send_replace(Some(Arc::new(view)));
     }
 
@@ -93,7 +94,9 @@ impl Events {
                 return false;
             }
             losses.latest.push_back((peer.clone(), cause.to_owned()));
-            losses.latest.truncate(KEPT_LOSSES);
+            if losses.latest.len() > KEPT_LOSSES {
+                losses.latest.pop_front();
+            }
             losses.count += 1;
             true
         });

@@ -27,9 +27,9 @@ use weightsync_net::https::AgentClient;
 const ANNOUNCEMENTS: usize = 256;
 /// Lines of all agents that wait; a full queue slows the readers down, not this task.
 const LINES: usize = 1024;
-/// Agents of one pod that are listened to at once: a pod with more engines than this is not served, and a pod that invents agents cannot
+/// Lives of one endpoint that are listened to at once: the one that ends, and the one that takes its place. A pod that invents more cannot
 /// exhaust memory.
-const AGENTS_OF_A_POD: usize = 64;
+const LIVES_OF_AN_ENDPOINT: usize = 2;
 
 /// Deadlines of the coordinator's own. Those of members are in [`MembershipConfig`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -277,11 +277,12 @@ impl Coordinator {
             return Vec::new();
         }
         let of_pod = self.agents.keys().filter(|other| other.pod_uid == from.pod_uid && **other != from).count();
-        if of_pod >= AGENTS_OF_A_POD {
+        let most = self.most_lives(&from.pod_uid);
+        if of_pod >= most {
             // Lives that ended leave their address behind; the living ones stay.
             self.agents.retain(|other, agent| other.pod_uid != from.pod_uid || agent.attachment.is_some());
-            if self.agents.keys().filter(|other| other.pod_uid == from.pod_uid).count() >= AGENTS_OF_A_POD {
-                tracing::warn!(pod = %announcement.pod, "more than {AGENTS_OF_A_POD} agents in one pod; not listening to another");
+            if self.agents.keys().filter(|other| other.pod_uid == from.pod_uid && **other != from).count() >= most {
+                tracing::warn!(pod = %announcement.pod, "{most} agents of the pod are listened to; not listening to another");
                 return Vec::new();
             }
         }
@@ -303,6 +304,12 @@ impl Coordinator {
         }
         self.agents.insert(from, Agent { address: announcement.control_address.clone(), attachment, told });
         vec![Observation::Announced(announcement)]
+    }
+
+    /// How many agents of a pod may be listened to at once: by the engines that its pool has in it.
+    fn most_lives(&self, pod_uid: &str) -> usize {
+        let engines = self.context.directory.claim_of(pod_uid).map_or(0, |claimed| claimed.assignment.engines.len());
+        LIVES_OF_AN_ENDPOINT.saturating_mul(engines.max(1))
     }
 
     fn heard(&mut self, line: FromAgent) -> Vec<Observation> {

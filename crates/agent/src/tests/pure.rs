@@ -13,6 +13,46 @@ use weightsync_core::protocol::*;
 use weightsync_core::weights::DigestAlgorithm;
 use weightsync_engine::EngineStart;
 
+#[tokio::test]
+async fn losses_that_are_told_late_are_the_newest() {
+    let core = crate::core::Core::new(me(), crate::core::Facts::default());
+    let id = epoch("w", 1, 0, 1);
+    for number in 0..100 {
+        core.peer_lost(&id, &MemberName(format!("actors/r-{number}")), "gone");
+    }
+    let told: Vec<AgentEvent> = futures::StreamExt::collect(futures::StreamExt::take(core.events().stream(false), 66)).await;
+    let lost = told.iter().filter_map(|event| match event {
+        AgentEvent::PeerLost { peer, .. } => Some(peer.0.clone()),
+        _ => None,
+    });
+    let lost: Vec<String> = lost.collect();
+    assert_eq!((lost.len(), lost.last()), (64, Some(&"actors/r-99".to_owned())));
+}
+
+#[test]
+fn view_of_a_large_update_fits_a_line_of_the_stream() {
+    let member = |number: usize| MemberProgress {
+        member: MemberName(format!("actors/rollout-{number:05}")),
+        bytes: u64::MAX,
+        step: InstallStep::Receiving,
+        reason: Some("ü".repeat(10_000)),
+    };
+    let mut view = UpdateView {
+        id: epoch("w", 1, 0, 1),
+        version: 1,
+        attempt: 1,
+        phase: UpdatePhase::Failed,
+        total_bytes: 1,
+        members: (0..1_500).map(member).collect(),
+        phases_ms: Vec::new(),
+        failure: Some("ü".repeat(100_000)),
+        feeding: false,
+    };
+    view.shorten();
+    let line = serde_json::to_string(&AgentEvent::Update { update: view }).unwrap();
+    assert!(line.len() < LONGEST_EVENT, "{} bytes", line.len());
+}
+
 fn epoch(object: &str, created: u64, term: u64, epoch: u64) -> EpochId {
     EpochId { weightsync: object.into(), created, term, epoch }
 }

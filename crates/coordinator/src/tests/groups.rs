@@ -155,6 +155,23 @@ async fn member_that_lies_about_version_epoch_and_role_changes_nothing() {
 }
 
 #[tokio::test]
+async fn pod_that_invents_agents_is_listened_to_twice_for_each_engine() {
+    let world = World::new().await;
+    let _handle = world.coordinate(0, &PODS);
+    let mut inventions = Vec::new();
+    for instance in ["a", "b", "c", "d", "e"] {
+        let agent = world.agent("actor-0", "uid-0", instance).await;
+        agent.announce(false).await;
+        inventions.push(agent);
+    }
+    let honest = world.agent("actor-1", "uid-1", "a").await;
+    honest.listened_to().await;
+    honest.beat(5).await;
+    let opened = inventions.iter().filter(|agent| *agent.opened().borrow() > 0).count();
+    assert!((1..=2).contains(&opened), "{opened} of them are listened to");
+}
+
+#[tokio::test]
 async fn members_serve_no_agent_of_another_object() {
     let world = World::new().await;
     let handle = world.coordinate(0, &PODS[..2]);

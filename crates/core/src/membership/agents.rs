@@ -3,10 +3,14 @@
 //! Decides who is live, silent or lost, and that a newer life of an endpoint replaces the older one for good. It never decides who is a
 //! member.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::plan::Candidate;
 use crate::protocol::{Announcement, EpochId, Incarnation, MemberPhase, MemberState, Role};
+
+/// Lives of one pod that are remembered: those that ended, and those that a newer one replaced. How many live at once is bounded by who
+/// listens to them.
+const LIVES: usize = 64;
 
 /// How the connection to an agent stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,7 +63,7 @@ impl Agent {
 pub(super) struct Agents {
     all: BTreeMap<Incarnation, Agent>,
     /// Lives that a newer one replaced: they never come back, however late their messages are.
-    replaced: BTreeSet<Incarnation>,
+    replaced: BTreeMap<String, VecDeque<Incarnation>>,
     announced: u64,
 }
 
@@ -77,9 +81,10 @@ impl Agents {
     }
 
     pub(super) fn announce(&mut self, now: u64, announcement: Announcement) {
-        if self.replaced.contains(&announcement.incarnation) {
+        if self.is_replaced(&announcement.incarnation) {
             return;
         }
+        self.make_room(&announcement.incarnation);
         self.announced += 1;
         let order = self.announced;
         let agent = self.all.entry(announcement.incarnation).or_insert_with(|| Agent {
@@ -101,6 +106,22 @@ impl Agents {
             agent.link = Link::Live;
             agent.state = None;
             agent.last_seen = now;
+        }
+    }
+
+    fn is_replaced(&self, life: &Incarnation) -> bool {
+        self.replaced.get(&life.pod_uid).is_some_and(|lives| lives.contains(life))
+    }
+
+    /// A pod announces as many lives as it likes: of those that are lost, the oldest is forgotten.
+    fn make_room(&mut self, life: &Incarnation) {
+        let of_pod = |other: &&Incarnation| other.pod_uid == life.pod_uid;
+        if self.all.contains_key(life) || self.all.keys().filter(of_pod).count() < LIVES {
+            return;
+        }
+        let lost = self.all.iter().filter(|(other, agent)| of_pod(other) && agent.link != Link::Live);
+        if let Some(oldest) = lost.min_by_key(|(_, agent)| agent.order).map(|(other, _)| other.clone()) {
+            self.all.remove(&oldest);
         }
     }
 
@@ -136,7 +157,11 @@ impl Agents {
         let replaced: Vec<Incarnation> = replaced.map(|(other, _)| other.clone()).collect();
         for other in replaced {
             self.all.remove(&other);
-            self.replaced.insert(other);
+            let of_pod = self.replaced.entry(other.pod_uid.clone()).or_default();
+            of_pod.push_back(other);
+            if of_pod.len() > LIVES {
+                of_pod.pop_front();
+            }
         }
         restarted
     }
@@ -203,6 +228,6 @@ impl Agents {
     /// Forgets lost lives that speak for nobody any more.
     pub(super) fn prune(&mut self, pods: &BTreeSet<&str>) {
         self.all.retain(|incarnation, agent| !matches!(agent.link, Link::Lost(_)) || pods.contains(incarnation.pod_uid.as_str()));
-        self.replaced.retain(|incarnation| pods.contains(incarnation.pod_uid.as_str()));
+        self.replaced.retain(|pod_uid, _| pods.contains(pod_uid.as_str()));
     }
 }

@@ -26,14 +26,18 @@ impl Membership {
                 let pods = candidates.chain(left_out).chain(grouped).map(|pod| pod.uid.as_str()).collect();
                 self.agents.prune(&pods);
                 let agents = &self.agents;
-                self.updates.prune(|life| agents.get(life).is_some());
+                let (planned, left_out) = (&self.candidates, &self.left_out);
+                let is_member = |name: &MemberName| {
+                    planned.iter().any(|candidate| &candidate.name == name) || left_out.iter().any(|left| &left.who == name)
+                };
+                self.updates.prune(|life| agents.get(life).is_some(), is_member);
             }
             Observation::Announced(announcement) => self.agents.announce(self.now, announcement),
+            Observation::Proven(announced) => self.note_announced(announced),
             Observation::State(state) => self.note_state(*state),
             Observation::ComingBack { at } => self.others_came_back(at),
             Observation::Alive { from } => self.agents.alive(self.now, &from),
             Observation::AgentLost { from, cause } => self.agents.lost(&from, cause),
-            Observation::Proven(announced) => self.note_announced(announced),
             Observation::Prepared { id, member, response } => self.note_prepared(&id, &member, *response),
             Observation::PrepareFailed { id, member, refusal } => self.note_failed(&id, member, refusal, true),
             Observation::Committed { id, member, from } => self.note_committed(&id, &member, &from),

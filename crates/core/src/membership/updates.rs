@@ -150,8 +150,9 @@ impl Updates {
         }
     }
 
-    /// Forgets leaders that are gone, but not the last view: status shows it.
-    pub(super) fn prune(&mut self, known: impl Fn(&Incarnation) -> bool) {
+    /// Forgets leaders and members that are gone, but not the last view: status shows it.
+    pub(super) fn prune(&mut self, known: impl Fn(&Incarnation) -> bool, is_member: impl Fn(&MemberName) -> bool) {
+        self.misses.retain(|name, _| is_member(name));
         let latest = self.tracks.iter().max_by_key(|(_, track)| track.changed_at).map(|(from, _)| from.clone());
         self.tracks.retain(|from, _| known(from) || Some(from) == latest.as_ref());
     }

@@ -11,6 +11,13 @@ use super::{
     UpdateView, Version,
 };
 
+/// Longest line of an event stream, in bytes: a snapshot with all its statements, or an update of two thousand members. Readers end a stream
+/// with a longer one, so that no agent takes the controller's memory.
+pub const LONGEST_EVENT: usize = 256 << 10;
+
+/// Longest answer to a call between the controller and agents, in bytes.
+pub const LONGEST_ANSWER: usize = 1 << 20;
+
 /// First phase of a group: every member fences what it had and opens what it listens on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -275,6 +282,9 @@ pub struct MemberState {
     /// Versions that its canary refused since it last took one as high, the highest last.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub refused: Vec<RefusedVersion>,
+    /// What sources signed about the versions above. A claim about a version counts for others only where such a statement is known.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub statements: Vec<Statement>,
     /// The engine, where one is beside it and answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineFacts>,
@@ -282,9 +292,6 @@ pub struct MemberState {
     #[serde(default)]
     pub engine_restarts: u32,
     /// Whether the engine passed its probes (source: true).
-    /// What sources signed about the versions above. A claim about a version counts for others only where such a statement is known.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub statements: Vec<Statement>,
     pub healthy: bool,
     /// Whether the engine's front answers while the engine computes nothing: it does not come back by itself.
     #[serde(default)]

@@ -4,6 +4,11 @@ use serde::{Deserialize, Serialize};
 
 use super::{EpochId, MemberName, Version};
 
+/// Bytes of all members' reasons together that a view may carry.
+const REASONS: usize = 64 << 10;
+/// Bytes of the cause of a failed update that a view may carry.
+const FAILURE: usize = 4 << 10;
+
 /// A source's (or feeder's) view of one update; the last one is kept and shown in status.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -26,6 +31,19 @@ pub struct UpdateView {
 }
 
 impl UpdateView {
+    /// Shortens what people read so that the view fits a line of an event stream ([`super::LONGEST_EVENT`]).
+    pub fn shorten(&mut self) {
+        let each = REASONS / self.members.len().max(1);
+        let reasons = self.members.iter_mut().filter_map(|member| member.reason.as_mut()).map(|reason| (reason, each));
+        for (text, most) in reasons.chain(self.failure.as_mut().map(|failure| (failure, FAILURE))) {
+            if text.len() > most {
+                let cut = (0..=most).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+                text.truncate(cut);
+                text.push('…');
+            }
+        }
+    }
+
     /// What it is called in metrics and traces.
     pub fn kind(&self) -> &'static str {
         if self.feeding { "feed" } else { "publish" }

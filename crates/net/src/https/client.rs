@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::stream::EventStream;
 use crate::identity::{Identity, PeerIdentity, agent_name, controller_name};
-use weightsync_core::protocol::{Refusal, Rejection};
+use weightsync_core::protocol::{LONGEST_ANSWER, Refusal, Rejection};
 
 /// Peers whose connections are kept; beyond that all are dropped and opened anew as needed.
 const KEPT_PEERS: usize = 1024;
@@ -23,8 +23,6 @@ const KEPT_PEERS: usize = 1024;
 const IDLE: Duration = Duration::from_secs(8);
 /// Longest wait for a connection to the controller: one lost packet is sent again within this.
 const CONNECT: Duration = Duration::from_millis(1500);
-/// Longest body of an answer in bytes; streams are read line by line instead.
-const MAX_ANSWER: usize = 64 << 20;
 /// Streams that are being opened at once.
 const OPENING: usize = 64;
 /// Longest wait for a turn to open one: 64 dead agents hold it up for one deadline.
@@ -57,11 +55,11 @@ impl AgentClient {
     pub fn new(identity: Identity) -> Self {
         let pool = Pool { identity, clients: Mutex::default(), idle: 4, connect: None };
         Self { pool: Arc::new(pool), opening: Arc::new(Semaphore::new(OPENING)) }
+    }
+
     /// What it shows to peers.
     pub fn identity(&self) -> &Identity {
         &self.pool.identity
-    }
-
     }
 
     /// Posts `body` to the agent of that pod at `address` (`IP:PORT`); the whole call ends within `deadline`.
@@ -259,8 +257,8 @@ async fn look_up(call: &Call<'_>) -> Result<SocketAddr, CallError> {
 async fn read_body(call: &Call<'_>, mut response: reqwest::Response) -> Result<Vec<u8>, CallError> {
     let mut body = Vec::new();
     while let Some(chunk) = response.chunk().await.map_err(|error| call.failed(&error))? {
-        if body.len() + chunk.len() > MAX_ANSWER {
-            return Err(call.bad(format!("it is longer than {MAX_ANSWER} bytes")));
+        if body.len() + chunk.len() > LONGEST_ANSWER {
+            return Err(call.bad(format!("it is longer than {LONGEST_ANSWER} bytes")));
         }
         body.extend_from_slice(&chunk);
     }

@@ -10,9 +10,7 @@ use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 use tokio_util::codec::{FramedRead, LinesCodec, LinesCodecError};
 use tokio_util::io::StreamReader;
-
-/// Longest line in bytes.
-const MAX_LINE: usize = 16 << 20;
+use weightsync_core::protocol::LONGEST_EVENT;
 
 /// How a stream of events ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -36,7 +34,7 @@ pub struct EventStream<T> {
 impl<T: DeserializeOwned> EventStream<T> {
     pub(super) fn new(response: reqwest::Response, silence: Duration) -> Self {
         let bytes = StreamReader::new(response.bytes_stream().map_err(std::io::Error::other));
-        let lines = FramedRead::new(bytes, LinesCodec::new_with_max_length(MAX_LINE));
+        let lines = FramedRead::new(bytes, LinesCodec::new_with_max_length(LONGEST_EVENT));
         Self { lines: Box::pin(lines), silence, events: PhantomData }
     }
 
@@ -45,7 +43,7 @@ impl<T: DeserializeOwned> EventStream<T> {
         match timeout(self.silence, self.lines.next()).await {
             Err(_) => Err(StreamEnd::Silent(self.silence)),
             Ok(None) => Err(StreamEnd::Closed("end of stream".into())),
-            Ok(Some(Err(LinesCodecError::MaxLineLengthExceeded))) => Err(StreamEnd::BadLine(format!("longer than {MAX_LINE} bytes"))),
+            Ok(Some(Err(LinesCodecError::MaxLineLengthExceeded))) => Err(StreamEnd::BadLine(format!("longer than {LONGEST_EVENT} bytes"))),
             Ok(Some(Err(LinesCodecError::Io(error)))) => Err(StreamEnd::Closed(error.to_string())),
             Ok(Some(Ok(line))) => serde_json::from_str(&line).map_err(|cause| StreamEnd::BadLine(cause.to_string())),
         }

@@ -42,6 +42,8 @@ async fn serve(identity: Identity, access: Access, limits: Limits) -> Server {
         .route("/reject", post(|| async { Failed(Rejection { message: "a standby".into(), retryable: true }) }))
         .route("/never", post(std::future::pending::<()>))
         .route("/empty", post(|| async {}))
+        .route("/long", get(|| async { ndjson(futures::stream::iter(["x".repeat(300 << 10)])) }))
+        .route("/large", get(|| async { Json("x".repeat(1200 << 10)) }))
         .route("/three", get(|| async { ndjson(futures::stream::iter([1u64, 2, 3])) }))
         .route("/once", get(|| async { ndjson(futures::stream::once(async { 1u64 }).chain(futures::stream::pending())) }));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -210,6 +212,18 @@ async fn a_stream_tells_its_end_from_silence() {
     let end = tokio::time::timeout(SOON, cut.next()).await.expect("a stopped server cuts its streams");
     assert!(matches!(end, Err(StreamEnd::Closed(_))), "{end:?}");
     tokio::time::timeout(SOON, server.task).await.expect("the server ends").unwrap();
+}
+
+#[tokio::test]
+async fn event_or_answer_beyond_its_limit_is_not_taken() {
+    let ca = Ca::generate().unwrap();
+    let server = pod_server(&ca).await;
+    let client = client(&ca, &PeerIdentity::Controller);
+    let mut stream = client.events::<String>(&server.address, "pod", "/long", SOON, SOON).await.unwrap();
+    let line = stream.next().await;
+    assert!(matches!(line, Err(StreamEnd::BadLine(_))), "{:?}", line.map(|line| line.len()));
+    let answer = client.get_json::<String>(&server.address, "pod", "/large", SOON).await;
+    assert!(matches!(answer, Err(CallError::BadReply { .. })), "{:?}", answer.map(|answer| answer.len()));
 }
 
 #[tokio::test]

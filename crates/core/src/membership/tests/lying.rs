@@ -72,6 +72,19 @@ fn update_reported_by_a_member_that_leads_nothing_is_ignored() {
     assert_eq!((desk.epoch(), desk.event(Reason::UpdateRefused), desk.membership.view().update), (1, None, None));
 }
 
+#[test]
+fn lives_that_one_pod_announces_are_bounded() {
+    let mut desk = Desk::formed(2);
+    for number in 2..2_000 {
+        desk.reborn(2, number);
+        let announcement = desk.announcement(2);
+        desk.see(Observation::Announced(announcement));
+        desk.lose(2);
+    }
+    let lives = desk.membership.agents.iter().count();
+    assert!(lives < 200, "{lives} lives are remembered");
+}
+
 fn other(version: Version) -> HeldVersion {
     HeldVersion { version, manifest: "poison".to_owned() }
 }

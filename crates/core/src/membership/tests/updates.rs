@@ -5,6 +5,22 @@ use crate::membership::{MemberStanding, Observation};
 use crate::protocol::*;
 
 #[test]
+fn misses_of_a_member_that_left_are_forgotten() {
+    let mut desk = Desk::formed(3);
+    desk.serves(1);
+    let steps = [(1, InstallStep::Installed), (2, InstallStep::Refused), (3, InstallStep::Installed)];
+    desk.leads(2, 1, UpdatePhase::Done, &steps);
+    for members in [&[0, 1, 3][..], &[0, 1, 2, 3]] {
+        let decisions = desk.plan(members, Vec::new());
+        desk.obey(decisions);
+        let decisions = desk.wait(15_000, &[0, 1, 2, 3]);
+        desk.obey(decisions);
+    }
+    desk.leads(3, 2, UpdatePhase::Done, &steps);
+    assert_eq!(desk.event(Reason::UpdateRefused), None, "it missed one update since it is here");
+}
+
+#[test]
 fn a_leaders_word_does_not_move_the_version_and_replicas_do() {
     let mut desk = Desk::formed(2);
     desk.leads(1, 1, UpdatePhase::Done, &[(1, InstallStep::Installed), (2, InstallStep::Installed)]);
