@@ -431,14 +431,12 @@ fn may_bring(epoch: &Epoch, by: &LedBy, request: &BeginRequest) -> Result<Option
     }
     let begun = request.manifest_digest.as_ref().filter(|_| request.feeding);
     let named = epoch.current().filter(|current| current.version == request.update.version && Some(&current.manifest) == begun);
-    match named {
-        Some(current) => Ok(Some(current.manifest.clone())),
-        None => {
-            let what = epoch.current().map_or_else(|| "none".to_owned(), |current| format!("{} ({})", current.version, current.manifest));
-            let message = format!("a feeder brings the version that the epoch names ({what}), not version {}", request.update.version);
-            Err(refusal(RefusalCode::Forbidden, message))
-        }
+    if let Some(current) = named {
+        return Ok(Some(current.manifest.clone()));
     }
+    let what = epoch.current().map_or_else(|| "none".to_owned(), |current| format!("{} ({})", current.version, current.manifest));
+    let message = format!("a feeder brings the version that the epoch names ({what}), not version {}", request.update.version);
+    Err(refusal(RefusalCode::Forbidden, message))
 }
 
 fn check_layout(request: &BeginRequest) -> Result<(), Refusal> {

@@ -171,10 +171,14 @@ impl Membership {
         round.settle_at.get_or_insert(settle_at);
     }
 
-    /// Whether a life may report that update: a source may, and of rollouts the one that feeds the group that the update runs in. What is over
-    /// is shown and decides nothing, so it is not looked into.
+    /// Whether a life may report that update: the agent of a source's pod may, and of rollouts the one that feeds the group that the update runs
+    /// in. What is over is shown and decides nothing, so it is not looked into.
     fn leads(&self, from: &Incarnation, update: &UpdateView) -> bool {
-        if self.agents.get(from).is_some_and(|agent| agent.role == Role::Source) {
+        let planned = self.candidates.iter().map(|candidate| (candidate.role, &candidate.pods));
+        let left_out = self.left_out.iter().map(|left| (left.role, &left.pods));
+        let grouped = self.group.iter().flat_map(|group| &group.candidates).map(|candidate| (candidate.role, &candidate.pods));
+        let mut sources = planned.chain(left_out).chain(grouped).filter(|(role, _)| *role == Role::Source);
+        if sources.any(|(_, pods)| pods.iter().any(|pod| pod.uid == from.pod_uid)) {
             return true;
         }
         let (member, feeder) = match (&self.group, &self.forming) {
@@ -187,7 +191,7 @@ impl Membership {
                 Phase::Committing { feeder, .. } => (round.member_of(from), feeder.clone()),
                 Phase::Preparing => return false,
             },
-            _ => return true,
+            _ => return update.id.epoch <= self.over,
         };
         update.feeding && member.is_some() && member == feeder.as_ref()
     }

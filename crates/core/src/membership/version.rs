@@ -67,9 +67,10 @@ impl Membership {
     }
 
     /// Who feeds the others: the source where it retains the version, else a rollout that does: best one that serves it too, and one whose
-    /// own engine holds half an update only when there is no other. (What it keeps is complete all the same.)
+    /// own engine holds half an update only when there is no other. (What it keeps is complete all the same.) Of those that are alike each has its
+    /// turn: one that says that it keeps the version, and feeds nobody, is followed by another.
     pub(super) fn choose_feeder<'a>(&self, members: impl Iterator<Item = (&'a MemberName, &'a Incarnation)>) -> Option<MemberName> {
-        let mut best: Option<(u8, &MemberName)> = None;
+        let (mut best, mut alike) = (0, Vec::new());
         for (name, life) in members {
             let Some(state) = self.agents.get(life).and_then(|agent| agent.state.as_ref()) else { continue };
             let rank = match (self.retains(state), state.role) {
@@ -78,11 +79,15 @@ impl Membership {
                 (true, Role::Rollout) if !self.lacks(state) => 2,
                 (true, Role::Rollout) => u8::from(!state.phase.must_not_serve()),
             };
-            if best.is_none_or(|(best, _)| rank > best) {
-                best = Some((rank, name));
+            if alike.is_empty() || rank > best {
+                (best, alike) = (rank, vec![name]);
+            } else if rank == best {
+                alike.push(name);
             }
         }
-        best.map(|(_, name)| name.clone())
+        let turn = usize::try_from(self.repairs.saturating_sub(1)).unwrap_or_default();
+        let turn = turn.checked_rem(alike.len())?;
+        alike.get(turn).map(|name| (*name).clone())
     }
 }
 

@@ -73,6 +73,46 @@ fn update_reported_by_a_member_that_leads_nothing_is_ignored() {
 }
 
 #[test]
+fn update_of_a_pod_that_only_calls_itself_a_source_is_ignored() {
+    let mut desk = Desk::formed(3);
+    desk.serves(3);
+    let from = Incarnation { pod_uid: "uid-3".to_owned(), instance: "another".to_owned() };
+    let announcement = Announcement { incarnation: from.clone(), role: Role::Source, engine_port: None, ..desk.announcement(3) };
+    desk.see(Observation::Announced(announcement));
+    let id = desk.id();
+    // In the group that is, and in the one that comes next.
+    for (attempt, epoch) in [(1, id.epoch), (2, id.epoch), (3, id.epoch + 1)] {
+        let id = EpochId { epoch, ..id.clone() };
+        let steps = [(1, InstallStep::Refused), (2, InstallStep::Refused), (3, InstallStep::Installed)];
+        let update = Box::new(update(&id, 4, attempt, UpdatePhase::Failed, &steps));
+        desk.see(Observation::Update { from: from.clone(), update });
+    }
+    let decisions = desk.wait(2_500, &[0, 1, 2, 3]);
+    assert!(!persists(&decisions), "{decisions:?}");
+    assert_eq!((desk.event(Reason::UpdateRefused), desk.membership.view().update), (None, None));
+}
+
+#[test]
+fn feeder_that_feeds_nobody_is_followed_by_another() {
+    let mut desk = Desk::formed(3);
+    desk.serves(3);
+    desk.tell(0, |state| state.retained = None);
+    let decisions = desk.tell(3, |state| (state.installed, state.retained) = (None, None));
+    desk.obey(decisions);
+    let mut feeders = Vec::new();
+    for _ in 0..2 {
+        let before = desk.epoch();
+        while desk.epoch() == before {
+            let decisions = desk.wait(500, &[0, 1, 2, 3]);
+            desk.obey(decisions);
+        }
+        feeders.push(desk.membership.view().feeder.unwrap());
+    }
+    feeders.sort();
+    assert_eq!(feeders, [name(1), name(2)]);
+}
+
+#[test]
 fn lives_that_one_pod_announces_are_bounded() {
     let mut desk = Desk::formed(2);
     for number in 2..2_000 {
