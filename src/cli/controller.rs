@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 
 use crate::controller::{self, Settings, Ui};
+use weightsync_net::health;
 use weightsync_net::logs::{self, LogFormat};
 use weightsync_net::shutdown;
 
@@ -38,6 +39,9 @@ pub struct ControllerArgs {
     /// Where /healthz, /readyz, /metrics, /loglevel and /ui are served.
     #[arg(long, default_value = "[::]:8080")]
     status_address: SocketAddr,
+    /// Where probes (/healthz, /readyz) are answered, apart from everything else (default: the port after the status pages')
+    #[arg(long)]
+    probe_address: Option<SocketAddr>,
     /// Who may see the web page /ui: nobody, peers within the pod (forwarded ports), or everybody who reaches the status port.
     #[arg(long, env = "WEIGHTSYNC_UI", value_enum, default_value_t)]
     ui: Ui,
@@ -67,6 +71,7 @@ impl ControllerArgs {
             controller_url,
             enroll_address: self.enroll_address,
             status_address: self.status_address,
+            probe_address: self.probe_address.unwrap_or_else(|| health::beside(self.status_address)),
             ui: self.ui,
             otlp_endpoint: self.otlp_endpoint,
         };

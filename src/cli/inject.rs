@@ -11,7 +11,7 @@ mod wrap;
 use serde_json::{Map, Value};
 
 use crate::api::CONTAINER_ANNOTATION;
-pub use weightsync_agent::command::STATUS_PORT;
+pub use weightsync_agent::command::{PROBE_PORT, STATUS_PORT};
 pub use weightsync_core::plan::ROLE_LABEL;
 
 pub const AGENT_CONTAINER: &str = "weightsync-agent";

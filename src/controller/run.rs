@@ -66,6 +66,8 @@ pub struct Settings {
     pub enroll_address: SocketAddr,
     /// Where health, metrics and the web page are served.
     pub status_address: SocketAddr,
+    /// Where probes are answered, apart from everything else.
+    pub probe_address: SocketAddr,
     pub ui: Ui,
     /// The OpenTelemetry collector that gets traces of updates, as `http://HOST:4318`; none if empty.
     pub otlp_endpoint: String,
@@ -98,7 +100,11 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Co
     without_retries.default_retry = false;
     let lease_client = Client::try_from(without_retries)?;
     // Bound before anything else is done, so that a port that is taken shows at once.
-    let listeners = Listeners { enroll: listen(settings.enroll_address).await?, status: listen(settings.status_address).await? };
+    let listeners = Listeners {
+        enroll: listen(settings.enroll_address).await?,
+        status: listen(settings.status_address).await?,
+        probes: listen(settings.probe_address).await?,
+    };
     let lease = LeaseConfig::new(&settings.name, &settings.pod_name);
     run_with(settings, lease, listeners, client, lease_client, cancel).await
 }
@@ -106,6 +112,7 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Co
 pub(super) struct Listeners {
     pub(super) enroll: TcpListener,
     pub(super) status: TcpListener,
+    pub(super) probes: TcpListener,
 }
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, ControllerError> {
@@ -129,8 +136,9 @@ pub(super) async fn run_with(
     let stop = CancellationToken::new();
     let _servers_end = stop.clone().drop_guard();
     let status_pages = health::router(health.clone(), registry.clone()).merge(page.router());
-    let status_limits = Limits { body_bytes: 1 << 10, connections: 64, ..Limits::default() };
-    let _status = AbortOnDropHandle::new(tokio::spawn(serve_plain(listeners.status, status_pages, status_limits, stop.clone())));
+    let _status = AbortOnDropHandle::new(tokio::spawn(serve_plain(listeners.status, status_pages, Limits::pages(), stop.clone())));
+    let probes = health::probes(health.clone());
+    let _probes = AbortOnDropHandle::new(tokio::spawn(serve_plain(listeners.probes, probes, Limits::probes(), stop.clone())));
 
     let stores = Stores::start(&client, &settings.watch_namespaces, &metrics);
     let synced = Arc::new(AtomicBool::new(false));
@@ -150,8 +158,8 @@ pub(super) async fn run_with(
         directory: directory.clone(),
         lifetime: CERTIFICATES,
     });
-    let limits = Limits { body_bytes: 64 << 10, connections: 4096, ..Limits::default() };
-    let enrolling = serve_https(listeners.enroll, identity.clone(), Access::Open, router(enrollment), limits, stop.clone());
+    let (enrolls, limits) = (router(enrollment), Limits::enrollment());
+    let enrolling = serve_https(listeners.enroll, identity.clone(), Access::Open, enrolls, limits, stop.clone());
     let _enrolling = AbortOnDropHandle::new(tokio::spawn(enrolling));
 
     let watching = synced.clone();

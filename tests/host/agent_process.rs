@@ -218,6 +218,7 @@ impl Agent {
             control_port,
             data_port: 0,
             status,
+            probes: (Ipv4Addr::LOCALHOST, 0).into(),
             controller: operator.address.to_string(),
             ca_pem: operator.ca.certificate_pem().into(),
             places: Places { versions: versions.clone(), versions_in_engine: None, model: None, name: pod_uid.clone() },

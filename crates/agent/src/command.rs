@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::ValueEnum;
 
-pub use agent::{AgentArgs, STATUS_PORT, unproven_routes};
+pub use agent::{AgentArgs, PROBE_PORT, STATUS_PORT, unproven_routes};
 pub use worker::WorkerArgs;
 
 /// How a command prints what it found.

@@ -8,6 +8,7 @@ mod endpoint;
 mod numbers;
 mod pages;
 mod progress;
+mod watchers;
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -46,6 +47,8 @@ pub struct Settings {
     pub data_port: u16,
     /// Where the status pages are; port 0 takes a free one.
     pub status: SocketAddr,
+    /// Where probes are answered, apart from everything else; port 0 takes a free one.
+    pub probes: SocketAddr,
     /// The controller, `HOST:PORT`.
     pub controller: String,
     /// PEM of the operator's CA.
@@ -97,13 +100,11 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Ag
     let stop = cancel.clone().drop_guard();
     let roster = watch::Sender::new(RosterView { epoch: None, version: None, replicas: Vec::new() });
     let pages = Pages::new(settings.role, roster.subscribe());
-    let listener = TcpListener::bind(settings.status).await;
-    let listener = listener.map_err(|source| AgentError::Listen { address: settings.status, source })?;
-    if let Ok(address) = listener.local_addr() {
-        tracing::info!(%address, "status pages");
-    }
+    let listener = listen(settings.status, "status pages").await?;
+    let probes = listen(settings.probes, "probes").await?;
     let mut background = JoinSet::new();
-    background.spawn(serve_plain(listener, pages.router(), Limits::default(), cancel.clone()));
+    background.spawn(serve_plain(listener, pages.router(), Limits::pages(), cancel.clone()));
+    background.spawn(serve_plain(probes, pages.probes(), Limits::probes(), cancel.clone()));
     let queue: Arc<PublishQueue> = Arc::default();
     let source_gpu = watch::Sender::new(Err("the agent is in no group yet".to_owned()));
     let external: Arc<ExternalDesk> = Arc::default();
@@ -120,6 +121,14 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Ag
     drop(stop);
     while background.join_next().await.is_some() {}
     outcome
+}
+
+async fn listen(address: SocketAddr, what: &str) -> Result<TcpListener, AgentError> {
+    let listener = TcpListener::bind(address).await.map_err(|source| AgentError::Listen { address, source })?;
+    if let Ok(address) = listener.local_addr() {
+        tracing::info!(%address, "{what}");
+    }
+    Ok(listener)
 }
 
 /// From one claim to the next, until `cancel`.

@@ -1,6 +1,7 @@
 //! `/healthz`, `/readyz`, `/metrics` and `/loglevel` of a program. Decides nothing by itself: it asks the checks that the program's parts brought.
+//! The two that probes ask have a listener of their own, so that strangers on other ports cannot make a pod look dead.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 
 use axum::Router;
@@ -47,19 +48,33 @@ fn failed(checks: &RwLock<Vec<(&'static str, Check)>>) -> Vec<String> {
     checks.iter().filter_map(|(name, check)| check().err().map(|cause| format!("{name}: {cause}"))).collect()
 }
 
-/// Whether a peer is on the loopback interface: within the pod, or at the other end of a forwarded port.
+/// Whether a peer is within the pod, or at the other end of a forwarded port: 127.0.0.1 or ::1. Other addresses of 127/8 are not: a service
+/// mesh hands in what comes from elsewhere under one of them (Istio: 127.0.0.6).
 pub fn is_local(from: SocketAddr) -> bool {
-    from.ip().to_canonical().is_loopback()
+    let ip = from.ip().to_canonical();
+    ip == Ipv4Addr::LOCALHOST || ip == Ipv6Addr::LOCALHOST
 }
 
 /// The pages, for [`serve_plain`](super::https::serve_plain).
 pub fn router(health: Health, metrics: Metrics) -> Router {
+    let metrics = Router::new()
+        .route("/metrics", get(|State(metrics): State<Metrics>| async move { exposition(&metrics) }))
+        .with_state(metrics);
+    probes(health).merge(metrics).merge(logs::router())
+}
+
+/// `/healthz` and `/readyz` alone, for the listener that only probes use.
+pub fn probes(health: Health) -> Router {
     Router::new()
-        .route("/healthz", get(|State((health, _)): State<(Health, Metrics)>| async move { page(&health.not_live()) }))
-        .route("/readyz", get(|State((health, _)): State<(Health, Metrics)>| async move { page(&health.not_ready()) }))
-        .route("/metrics", get(|State((_, metrics)): State<(Health, Metrics)>| async move { exposition(&metrics) }))
-        .with_state((health, metrics))
-        .merge(logs::router())
+        .route("/healthz", get(|State(health): State<Health>| async move { page(&health.not_live()) }))
+        .route("/readyz", get(|State(health): State<Health>| async move { page(&health.not_ready()) }))
+        .with_state(health)
+}
+
+/// Where probes are answered beside pages at `status`: on the port after theirs, or on a free one where theirs is free.
+pub fn beside(status: SocketAddr) -> SocketAddr {
+    let port = if status.port() == 0 { 0 } else { status.port().checked_add(1).unwrap_or(0) };
+    SocketAddr::new(status.ip(), port)
 }
 
 fn page(failed: &[String]) -> Response {

@@ -5,6 +5,8 @@
 //! retries: whoever calls knows whether that is safe.
 
 mod client;
+mod limits;
+mod places;
 mod replies;
 mod server;
 mod stream;
@@ -12,8 +14,9 @@ mod stream;
 mod tests;
 
 pub use client::{AgentClient, CallError, ControllerClient, with_causes};
+pub use limits::{ENROLLMENT_BODY, ENROLLMENT_STRANGERS, Limits};
 pub use replies::{Failed, Valid, ndjson};
-pub use server::{Access, Limits, serve_https, serve_plain};
+pub use server::{Access, serve_https, serve_plain};
 pub use stream::{EventStream, StreamEnd};
 
 /// reqwest wants a TLS configuration even where only plain HTTP is spoken, and panics when it has to find a provider by itself.

@@ -81,7 +81,7 @@ pub(super) fn env(on_host: bool, wishes: &Wishes<'_>, options: &Options) -> Vec<
 /// Readiness by the agent: its page says whether the engine's present start holds what it should. A "no" counts at once; for an answer a busy
 /// node has three times as long as it takes from one probe to the next, or a late one would take the only replica from its users.
 pub(super) fn readiness_probe() -> Value {
-    json!({"httpGet": {"path": "/readyz", "port": super::STATUS_PORT}, "periodSeconds": 1, "timeoutSeconds": 3, "failureThreshold": 1})
+    json!({"httpGet": {"path": "/readyz", "port": super::PROBE_PORT}, "periodSeconds": 1, "timeoutSeconds": 3, "failureThreshold": 1})
 }
 
 /// The agent's port, so that people find it.

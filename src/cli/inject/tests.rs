@@ -142,7 +142,7 @@ fn a_wrapped_container_keeps_command_and_arguments_and_is_started_by_the_agent()
     let engine = &spec["containers"][1];
     assert_eq!(engine["command"], json!(["/opt/weightsync/weightsync", "run", "--", "vllm", "serve"]));
     assert_eq!(engine["args"], json!(["--model", "$(MODEL)"]));
-    assert_eq!(engine["readinessProbe"]["httpGet"], json!({"path": "/readyz", "port": 8472}));
+    assert_eq!(engine["readinessProbe"]["httpGet"], json!({"path": "/readyz", "port": 8473}));
     let mounts: Vec<_> = engine["volumeMounts"].as_array().unwrap().iter().map(|mount| mount["mountPath"].as_str().unwrap()).collect();
     assert_eq!(mounts, ["/dev/shm", "/var/run/weightsync", "/opt/weightsync"]);
     let init = &spec["initContainers"][0];

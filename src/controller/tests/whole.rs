@@ -1,5 +1,6 @@
 //! A whole controller against an API server in memory, with agents that are fake and TLS that is not.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -37,8 +38,9 @@ impl Controller {
 
     /// One that sends traces to a collector.
     pub(super) async fn start_at(server: &ApiServer, ui: Ui, otlp_endpoint: &str) -> Self {
-        let any = "127.0.0.1:0".parse().unwrap();
-        let listeners = Listeners { enroll: TcpListener::bind(any).await.unwrap(), status: TcpListener::bind(any).await.unwrap() };
+        let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
+        let bind = || async { TcpListener::bind(any).await.unwrap() };
+        let listeners = Listeners { enroll: bind().await, status: bind().await, probes: bind().await };
         let enroll = listeners.enroll.local_addr().unwrap().to_string();
         let status = listeners.status.local_addr().unwrap().to_string();
         let settings = Settings {
@@ -51,6 +53,7 @@ impl Controller {
             controller_url: format!("https://{enroll}"),
             enroll_address: any,
             status_address: any,
+            probe_address: any,
             ui,
             otlp_endpoint: otlp_endpoint.to_owned(),
         };

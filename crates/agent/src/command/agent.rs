@@ -19,11 +19,14 @@ use crate::rollout::Places;
 use crate::space::Cgroups;
 use weightsync_core::protocol::{EngineAssignment, Incarnation, Role};
 use weightsync_engine::{ApiKey, EngineConfig};
+use weightsync_net::health;
 use weightsync_net::logs::{self, LogFormat};
 use weightsync_net::shutdown;
 
 /// Port of the status pages of an agent in a pod.
 pub const STATUS_PORT: u16 = 8472;
+/// Port on which an agent in a pod answers probes.
+pub const PROBE_PORT: u16 = STATUS_PORT + 1;
 
 /// What a pod takes part as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -70,6 +73,9 @@ pub struct AgentArgs {
     /// Where the status pages (/readyz, /healthz, /metrics, /v1/roster) are.
     #[arg(long, env = "WEIGHTSYNC_STATUS_ADDRESS", default_value_t = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), STATUS_PORT))]
     status_address: SocketAddr,
+    /// Where probes (/readyz, /healthz) are answered, apart from everything else (default: the port after the status pages').
+    #[arg(long, env = "WEIGHTSYNC_PROBE_ADDRESS")]
+    probe_address: Option<SocketAddr>,
     /// Directory for versions, on a memory-backed file system that the engine sees.
     #[arg(long, env = "WEIGHTSYNC_VERSION_DIR", default_value = "/dev/shm/weightsync")]
     version_dir: PathBuf,
@@ -149,6 +155,7 @@ impl AgentArgs {
             control_port: self.control_port,
             data_port: self.data_port,
             status: self.status_address,
+            probes: self.probe_address.unwrap_or_else(|| health::beside(self.status_address)),
             controller: controller_address(&self.controller)?,
             ca_pem,
             places,

@@ -1,28 +1,38 @@
-//! The status pages of an agent, over plain HTTP: `/readyz`, `/healthz`, `/metrics`, `/loglevel`, and the roster.
+//! The status pages of an agent, over plain HTTP: `/readyz`, `/healthz`, `/metrics`, `/loglevel`, and the roster. The first two are also
+//! answered by a listener of their own, for the kubelet.
 //!
 //! `/readyz` of a rollout says whether every engine beside it may serve: it is the pod's readiness, with or without a controller. A source is
 //! always ready: nothing of a trainer depends on it. Decides nothing: rollouts say it.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use axum::extract::{Query, State};
+use axum::extract::{ConnectInfo, Query, State};
+use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
+use futures::StreamExt;
 use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::sleep;
 use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 
 use super::numbers::Numbers;
 use super::progress::Progress;
+use super::watchers::{WATCHERS, WATCHERS_OF_ONE, Watchers};
 use crate::core::{Core, lock};
 use crate::rollout::Rollout;
 use weightsync_core::protocol::{Role, RosterView};
 use weightsync_net::health::{self, Health};
 use weightsync_net::https::ndjson;
 use weightsync_net::metrics::Metrics;
+
+/// A watch of the roster ends after this long; the client asks again. So one that is forgotten does not stay for ever.
+const LONGEST_WATCH: Duration = Duration::from_secs(15 * 60);
 
 pub(super) struct Pages {
     health: Health,
@@ -54,8 +64,12 @@ impl Pages {
     }
 
     pub(super) fn router(&self) -> Router {
-        let roster = Router::new().route("/v1/roster", get(show_roster)).with_state(self.roster.clone());
+        let roster = Router::new().route("/v1/roster", get(show_roster)).with_state((self.roster.clone(), Watchers::default()));
         health::router(self.health.clone(), self.metrics.clone()).merge(roster)
+    }
+
+    pub(super) fn probes(&self) -> Router {
+        health::probes(self.health.clone())
     }
 
     pub(super) fn add(&self, rollout: Arc<Rollout>) {
@@ -114,10 +128,21 @@ struct Watch {
     watch: bool,
 }
 
-async fn show_roster(State(roster): State<watch::Receiver<RosterView>>, Query(Watch { watch }): Query<Watch>) -> Response {
-    if watch {
-        return ndjson(WatchStream::new(roster));
+async fn show_roster(
+    State((roster, watchers)): State<(watch::Receiver<RosterView>, Watchers)>,
+    ConnectInfo(from): ConnectInfo<SocketAddr>,
+    Query(Watch { watch }): Query<Watch>,
+) -> Response {
+    if !watch {
+        let now = roster.borrow().clone();
+        return Json(now).into_response();
     }
-    let now = roster.borrow().clone();
-    Json(now).into_response()
+    let Some(watching) = watchers.enter(from.ip()) else {
+        let message = format!("at most {WATCHERS} watch the roster at once, and {WATCHERS_OF_ONE} of one address: ask again later\n");
+        return (StatusCode::SERVICE_UNAVAILABLE, [(header::RETRY_AFTER, "5")], message).into_response();
+    };
+    ndjson(WatchStream::new(roster).take_until(sleep(LONGEST_WATCH)).inspect(move |_| _ = &watching))
 }
+
+#[cfg(test)]
+mod tests;

@@ -110,7 +110,7 @@ impl Group {
         let enrollment =
             Enrollment { ca: ca.clone(), verifier: Arc::new(tokens.clone()), directory: directory.clone(), lifetime: certificates };
         let router = router(Arc::new(enrollment));
-        let serve = serve_https(listener, identity.clone(), Access::Open, router, Limits::default(), over.clone());
+        let serve = serve_https(listener, identity.clone(), Access::Open, router, Limits::enrollment(), over.clone());
         let server = AbortOnDropHandle::new(tokio::spawn(serve));
 
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

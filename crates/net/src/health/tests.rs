@@ -1,4 +1,4 @@
-use super::is_local;
+use super::{beside, is_local};
 
 #[test]
 fn only_the_loopback_interface_is_local() {
@@ -6,10 +6,18 @@ fn only_the_loopback_interface_is_local() {
         ("127.0.0.1:1", true),
         ("[::1]:1", true),
         ("[::ffff:127.0.0.1]:1", true),
+        ("127.0.0.6:1", false),
         ("10.0.0.1:1", false),
         ("[::ffff:10.0.0.1]:1", false),
         ("0.0.0.0:1", false),
     ] {
         assert_eq!(is_local(address.parse().unwrap()), local, "{address}");
+    }
+}
+
+#[test]
+fn probes_are_on_the_port_after_the_pages() {
+    for (status, probes) in [("0.0.0.0:8472", "0.0.0.0:8473"), ("127.0.0.1:0", "127.0.0.1:0"), ("[::]:65535", "[::]:0")] {
+        assert_eq!(beside(status.parse().unwrap()), probes.parse().unwrap(), "{status}");
     }
 }

@@ -1,72 +1,39 @@
-//! Runs a router over TLS or plain TCP. Decides how much and how long a peer may take, and which identities are let in; a refused peer
-//! is told so. It never looks into a request.
+//! Runs a router over TLS or plain TCP. Decides when a peer took too long, and which identities are let in; a refused peer is told so. Who
+//! gets a place is decided by [`super::places`]. It never looks into a request.
 
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Body;
+use axum::body::{Body, HttpBody};
 use axum::extract::{ConnectInfo, DefaultBodyLimit, Request};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use hyper::body::Incoming;
+use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, Interest};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
+use super::limits::Limits;
+use super::places::{Busy, Place, Places};
 use super::replies::Failed;
 use crate::identity::{ClientCertificates, Identity, IdentityError, PeerIdentity};
 use weightsync_core::protocol::{Refusal, RefusalCode};
 
 /// Handshakes at once. Of thousands that were all begun at once each took longer than its client waited, and none ended.
 const HANDSHAKES: usize = 64;
-
-/// How much and how long a peer may take.
-#[derive(Debug, Clone)]
-pub struct Limits {
-    /// Longest TLS handshake.
-    pub handshake: Duration,
-    /// Longest wait for the head of a request; also how long an idle connection is kept.
-    pub head: Duration,
-    /// Longest time until a handler answers; streams may go on after that.
-    pub answer: Duration,
-    /// Bytes sent but not taken by the peer for this long end the connection.
-    pub stalled: Duration,
-    /// How long requests may run on after a stop was asked for.
-    pub drain: Duration,
-    /// Connections at once; more wait to be accepted.
-    pub connections: usize,
-    /// Longest head of a request in bytes, at least 8192.
-    pub head_bytes: usize,
-    /// Longest body of a request in bytes.
-    pub body_bytes: usize,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            handshake: Duration::from_secs(5),
-            head: Duration::from_secs(15),
-            answer: Duration::from_secs(120),
-            stalled: Duration::from_secs(15),
-            drain: Duration::from_secs(2),
-            connections: 512,
-            head_bytes: 16 << 10,
-            // The layout of a model with 100 000 tensors is about 20 MB of JSON.
-            body_bytes: 64 << 20,
-        }
-    }
-}
 
 /// Which peers a TLS server lets in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,14 +61,16 @@ pub async fn serve_https(
     let router = router.layer(DefaultBodyLimit::max(limits.body_bytes));
     let limits = Arc::new(limits);
     let turns = Arc::new(Semaphore::new(HANDSHAKES));
-    accept(listener, limits.clone(), cancel.clone(), move |stream, from| {
+    accept(listener, limits.clone(), cancel.clone(), move |stream, from, place| {
         let (acceptor, router, limits, cancel, identity) =
             (acceptor.clone(), router.clone(), limits.clone(), cancel.clone(), identity.clone());
         let turns = turns.clone();
         async move {
             let handshake = async {
-                // Whoever says nothing takes no turn.
-                stream.ready(Interest::READABLE).await?;
+                // A peer that says nothing takes no turn, and its place is the first to go. Not by `ready`, which may be early.
+                let mut byte = [0; 1];
+                timeout(limits.first, stream.peek(&mut byte)).await.map_err(|_| io::ErrorKind::TimedOut)??;
+                let _busy = place.busy();
                 let _turn = turns.acquire().await;
                 // Whoever waited for its turn for too long is gone: no key is computed for it.
                 if stream.ready(Interest::READABLE).await?.is_read_closed() {
@@ -119,46 +88,60 @@ pub async fn serve_https(
                 Ok(peer) => peer,
                 Err(error) => return tracing::warn!(%from, %error, "peer refused"),
             };
+            if peer.is_some() {
+                place.known();
+            }
             let guard = Guard { access, identity, peer };
-            connection(tls, from, Some(guard), router, &limits, cancel).await;
+            connection(tls, from, place, Some(guard), router, &limits, cancel).await;
         }
     })
     .await;
     Ok(())
 }
 
-/// Serves `router` over plain HTTP until `cancel`: health, metrics and the roster only.
+/// Serves `router` over plain HTTP until `cancel`: probes, metrics and the roster only.
 pub async fn serve_plain(listener: TcpListener, router: Router, limits: Limits, cancel: CancellationToken) {
     let router = router.layer(DefaultBodyLimit::max(limits.body_bytes));
     let limits = Arc::new(limits);
-    accept(listener, limits.clone(), cancel.clone(), move |stream, from| {
+    accept(listener, limits.clone(), cancel.clone(), move |stream, from, place| {
         let (router, limits, cancel) = (router.clone(), limits.clone(), cancel.clone());
-        async move { connection(stream, from, None, router, &limits, cancel).await }
+        async move { connection(stream, from, place, None, router, &limits, cancel).await }
     })
     .await;
 }
 
 async fn accept<F, Fut>(listener: TcpListener, limits: Arc<Limits>, cancel: CancellationToken, serve: F)
 where
-    F: Fn(TcpStream, SocketAddr) -> Fut,
+    F: Fn(TcpStream, SocketAddr, Arc<Place>) -> Fut,
     Fut: Future<Output = ()> + Send + 'static,
 {
-    let places = Arc::new(Semaphore::new(limits.connections));
+    let places = Places::new(&limits);
+    let mut refused = Refused::default();
     let mut running = JoinSet::new();
     loop {
         while running.try_join_next().is_some() {}
-        let next = async {
-            let place = places.clone().acquire_owned().await.ok();
-            (place, listener.accept().await)
-        };
-        let (place, accepted) = tokio::select! {
+        let accepted = tokio::select! {
             () = cancel.cancelled() => break,
-            next = next => next,
+            accepted = listener.accept() => accepted,
         };
         match accepted {
             Ok((stream, from)) => {
+                let place = tokio::select! {
+                    () = cancel.cancelled() => break,
+                    place = places.wait(from.ip()) => place,
+                };
+                let Ok(place) = place.map(Arc::new) else {
+                    refused.count(from);
+                    continue;
+                };
                 set_socket_options(&stream, limits.stalled);
-                running.spawn(hold_place(place, serve(stream, from)));
+                let served = serve(stream, from, place.clone());
+                running.spawn(async move {
+                    tokio::select! {
+                        () = place.evicted() => tracing::debug!(%from, "another connection took the place of this one"),
+                        () = served => {}
+                    }
+                });
             }
             Err(error) => {
                 // Out of file descriptors, or a connection that went away: a loop without a pause would burn a core.
@@ -176,9 +159,21 @@ where
     }
 }
 
-async fn hold_place(place: Option<OwnedSemaphorePermit>, serve: impl Future<Output = ()>) {
-    serve.await;
-    drop(place);
+/// Connections that got no place; the log says so once in a while only.
+#[derive(Default)]
+struct Refused {
+    connections: u64,
+    logged: Option<Instant>,
+}
+
+impl Refused {
+    fn count(&mut self, from: SocketAddr) {
+        self.connections += 1;
+        if self.logged.is_none_or(|logged| logged.elapsed() > Duration::from_secs(10)) {
+            tracing::warn!(%from, connections = self.connections, "too many connections: closed");
+            *self = Self { connections: 0, logged: Some(Instant::now()) };
+        }
+    }
 }
 
 fn set_socket_options(stream: &TcpStream, stalled: Duration) {
@@ -216,25 +211,70 @@ impl Guard {
     }
 }
 
-async fn connection<S>(stream: S, from: SocketAddr, guard: Option<Guard>, router: Router, limits: &Limits, cancel: CancellationToken)
-where
+async fn connection<S>(
+    stream: S,
+    from: SocketAddr,
+    place: Arc<Place>,
+    guard: Option<Guard>,
+    router: Router,
+    limits: &Limits,
+    cancel: CancellationToken,
+) where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let guard = Arc::new(guard);
     let longest = limits.answer;
-    let service = service_fn(move |request| answer(request, from, guard.clone(), router.clone(), longest));
+    let asked = CancellationToken::new();
+    let first = asked.clone();
+    let service = service_fn(move |request| {
+        first.cancel();
+        let busy = place.busy();
+        let answer = answer(request, from, guard.clone(), router.clone(), longest);
+        async move { Ok::<_, Infallible>(answer.await.map(|body| Body::new(Served { body, _busy: busy }))) }
+    });
     let mut http = hyper::server::conn::http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(limits.head).max_buf_size(limits.head_bytes.max(8192));
     let mut serving = std::pin::pin!(http.serve_connection(TokioIo::new(stream), service));
-    let ended = tokio::select! {
-        ended = serving.as_mut() => ended,
-        () = cancel.cancelled() => {
-            serving.as_mut().graceful_shutdown();
-            serving.await
+    let mut late = std::pin::pin!(timeout(limits.first, asked.cancelled()));
+    let mut waits = true;
+    let ended = loop {
+        tokio::select! {
+            ended = serving.as_mut() => break ended,
+            in_time = late.as_mut(), if waits => match in_time {
+                Ok(()) => waits = false,
+                Err(_) => return tracing::debug!(%from, "no request in time"),
+            },
+            () = cancel.cancelled() => {
+                serving.as_mut().graceful_shutdown();
+                break serving.await;
+            }
         }
     };
     if let Err(error) = ended {
         tracing::debug!(%from, %error, "connection ended");
+    }
+}
+
+/// The body of an answer: its connection is in use until all of it was sent.
+struct Served {
+    body: Body,
+    _busy: Busy,
+}
+
+impl HttpBody for Served {
+    type Data = <Body as HttpBody>::Data;
+    type Error = <Body as HttpBody>::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 
@@ -244,12 +284,12 @@ async fn answer(
     guard: Arc<Option<Guard>>,
     router: Router,
     longest: Duration,
-) -> Result<Response, Infallible> {
+) -> Response {
     let mut request: Request = request.map(Body::new);
     if let Some(guard) = guard.as_ref() {
         if let Some(refusal) = guard.refusal() {
             tracing::warn!(%from, message = %refusal.message, "peer refused");
-            return Ok(Failed(refusal).into_response());
+            return Failed(refusal).into_response();
         }
         if let Some(peer) = &guard.peer {
             request.extensions_mut().insert(peer.clone());
@@ -257,7 +297,7 @@ async fn answer(
     }
     request.extensions_mut().insert(ConnectInfo(from));
     match timeout(longest, router.oneshot(request)).await {
-        Ok(answer) => answer,
-        Err(_) => Ok((StatusCode::GATEWAY_TIMEOUT, "no answer in time").into_response()),
+        Ok(answer) => answer.into_response(),
+        Err(_) => (StatusCode::GATEWAY_TIMEOUT, "no answer in time").into_response(),
     }
 }

@@ -260,3 +260,83 @@ async fn a_body_or_head_beyond_the_limit_is_refused() {
     cancel.cancel();
     tokio::time::timeout(SOON, plain).await.expect("the server ends").unwrap();
 }
+
+/// Silent connections from an address of this host, as many as a stranger likes.
+async fn strangers(from: [u8; 4], to: SocketAddr, count: usize) -> Vec<TcpStream> {
+    let mut streams = Vec::new();
+    for _ in 0..count {
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.bind((from, 0).into()).unwrap();
+        streams.push(socket.connect(to).await.unwrap());
+    }
+    streams
+}
+
+/// How many of them the server has not closed.
+async fn open(streams: &[TcpStream]) -> usize {
+    let mut open = 0;
+    for stream in streams {
+        let mut byte = [0; 1];
+        let closed = tokio::time::timeout(Duration::ZERO, stream.peek(&mut byte)).await;
+        open += usize::from(closed.is_err());
+    }
+    open
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn member_is_answered_while_strangers_fill_the_listener() {
+    let ca = Ca::generate().unwrap();
+    let limits = Limits { connections: 64, per_address: 32, strangers: 48, first: HOUR, handshake: HOUR, ..Limits::default() };
+    let server = serve(ca.issue(&agent("ws", "pod"), HOUR).unwrap(), Access::Group, limits).await;
+    let address: SocketAddr = server.address.parse().unwrap();
+    let mut held = Vec::new();
+    for from in [[127, 0, 0, 1], [127, 0, 0, 2], [127, 0, 0, 3], [127, 0, 0, 4]] {
+        held.extend(strangers(from, address, 250).await);
+        let client = client(&ca, &PeerIdentity::Controller);
+        let answer = tokio::time::timeout(Duration::from_secs(1), double(&client, &server)).await;
+        assert_eq!(answer.expect("strangers hold nobody up").unwrap(), Number { number: 42 });
+    }
+    let open = open(&held).await;
+    assert!(open <= 64, "{open} connections are open");
+}
+
+#[tokio::test]
+async fn peer_that_asks_nothing_is_cut_after_the_first_wait() {
+    let ca = Ca::generate().unwrap();
+    let limits = Limits { first: Duration::from_millis(50), handshake: HOUR, head: HOUR, ..Limits::default() };
+    let server = serve(ca.issue(&agent("ws", "pod"), HOUR).unwrap(), Access::Open, limits.clone()).await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let plain = listener.local_addr().unwrap();
+    let cancel = CancellationToken::new();
+    let serving = tokio::spawn(serve_plain(listener, Router::new(), limits, cancel.clone()));
+    for address in [server.address.parse().unwrap(), plain] {
+        let mut mute = TcpStream::connect(address).await.unwrap();
+        let mut rest = Vec::new();
+        tokio::time::timeout(SOON, mute.read_to_end(&mut rest)).await.expect("the mute peer is cut").ok();
+    }
+    let mut slow = TcpStream::connect(plain).await.unwrap();
+    slow.write_all(b"GET / HTTP/1.1\r\n").await.unwrap();
+    tokio::time::timeout(SOON, slow.read_to_end(&mut Vec::new())).await.expect("half a head is none").ok();
+    cancel.cancel();
+    serving.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn enrolment_is_served_among_many_strangers_with_long_bodies() {
+    let ca = Ca::generate().unwrap();
+    let server = serve(ca.issue(&PeerIdentity::Controller, HOUR).unwrap(), Access::Open, Limits::enrollment()).await;
+    let address: SocketAddr = server.address.parse().unwrap();
+    let long: Result<Number, _> = ControllerClient::new(Identity::new(ca.certificate_pem()).unwrap(), server.address.clone())
+        .post_json("/double", &"x".repeat(ENROLLMENT_BODY), SOON)
+        .await;
+    assert!(matches!(long, Err(CallError::Refused { .. })), "{long:?}");
+    let mut held = Vec::new();
+    for last in 1..=8 {
+        held.extend(strangers([127, 0, 1, last], address, 250).await);
+    }
+    let honest = ControllerClient::new(Identity::new(ca.certificate_pem()).unwrap(), server.address.clone());
+    let answer: Number = honest.post_json("/double", &Number { number: 4 }, Duration::from_secs(1)).await.unwrap();
+    assert_eq!(answer, Number { number: 8 });
+    let open = open(&held).await;
+    assert!(open <= ENROLLMENT_STRANGERS, "{open} connections are open");
+}

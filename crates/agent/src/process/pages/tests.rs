@@ -1,0 +1,100 @@
+//! Real listeners on the loopback, and strangers that hold them.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::watch;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use super::{Pages, WATCHERS_OF_ONE};
+use weightsync_core::protocol::{Role, RosterView};
+use weightsync_net::https::{Limits, serve_plain};
+
+struct Listening {
+    status: SocketAddr,
+    probes: SocketAddr,
+    _end: tokio_util::sync::DropGuard,
+    _roster: watch::Sender<RosterView>,
+}
+
+async fn listening() -> Listening {
+    let roster = watch::Sender::new(RosterView { epoch: None, version: None, replicas: Vec::new() });
+    let pages = Pages::new(Role::Source, roster.subscribe());
+    let (status, probes) = (TcpListener::bind("127.0.0.1:0").await.unwrap(), TcpListener::bind("127.0.0.1:0").await.unwrap());
+    let cancel = CancellationToken::new();
+    let listening = Listening {
+        status: status.local_addr().unwrap(),
+        probes: probes.local_addr().unwrap(),
+        _end: cancel.clone().drop_guard(),
+        _roster: roster,
+    };
+    tokio::spawn(serve_plain(status, pages.router(), Limits::pages(), cancel.clone()));
+    tokio::spawn(serve_plain(probes, pages.probes(), Limits::probes(), cancel));
+    listening
+}
+
+async fn connect(last: u8, to: SocketAddr) -> TcpStream {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(([127, 0, 0, last], 0).into()).unwrap();
+    socket.connect(to).await.unwrap()
+}
+
+async fn ask(stream: &mut TcpStream, path: &str) -> String {
+    stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: pod\r\n\r\n").as_bytes()).await.unwrap();
+    let mut head = vec![0; 64];
+    let length = timeout(Duration::from_secs(1), stream.read(&mut head)).await.expect("an answer within a second").unwrap();
+    String::from_utf8_lossy(&head[..length]).into_owned()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn probes_are_answered_under_two_thousand_hostile_watchers() {
+    let listening = listening().await;
+    let mut held = Vec::new();
+    for number in 0..2000_u32 {
+        let mut stream = connect(u8::try_from(2 + number % 100).unwrap(), listening.status).await;
+        // Some of them are closed by then.
+        if number % 2 == 0 {
+            let _ = stream.write_all(b"GET /v1/roster?watch=true HTTP/1.1\r\nHost: pod\r\n\r\n").await;
+        }
+        held.push(stream);
+    }
+    let begun = Instant::now();
+    for path in ["/readyz", "/healthz"] {
+        let answer = ask(&mut connect(1, listening.probes).await, path).await;
+        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+    }
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    let answer = ask(&mut connect(1, listening.status).await, "/readyz").await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "the pages are there as well: {answer}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn probes_are_answered_while_strangers_hold_their_own_port() {
+    let listening = listening().await;
+    let mut held = Vec::new();
+    for number in 0..500_u32 {
+        held.push(connect(u8::try_from(2 + number % 100).unwrap(), listening.probes).await);
+    }
+    let answer = ask(&mut connect(1, listening.probes).await, "/readyz").await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+}
+
+#[tokio::test]
+async fn one_address_watches_the_roster_a_few_times_only() {
+    let listening = listening().await;
+    let mut watching = Vec::new();
+    for _ in 0..WATCHERS_OF_ONE {
+        let mut stream = connect(1, listening.status).await;
+        assert!(ask(&mut stream, "/v1/roster?watch=true").await.starts_with("HTTP/1.1 200"));
+        watching.push(stream);
+    }
+    let refused = ask(&mut connect(1, listening.status).await, "/v1/roster?watch=true").await;
+    assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
+    let other = ask(&mut connect(2, listening.status).await, "/v1/roster?watch=true").await;
+    assert!(other.starts_with("HTTP/1.1 200"), "{other}");
+    let once = ask(&mut connect(1, listening.status).await, "/v1/roster").await;
+    assert!(once.starts_with("HTTP/1.1 200"), "{once}");
+}

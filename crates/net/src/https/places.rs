@@ -1,0 +1,179 @@
+//! Who may hold a connection to a listener. Decides which connection ends when there are too many: of the same address first, and always one
+//! of a peer without a certificate that asks for nothing. So a peer that says nothing never keeps one out that does.
+//!
+//! Counts only; it never reads from a connection.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::time::{Instant, timeout};
+use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
+
+use super::limits::Limits;
+
+/// A stranger that is in the middle of a request or a handshake keeps its place for this long.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// The places of one listener. Clones share them.
+#[derive(Clone)]
+pub(super) struct Places(Arc<Shared>);
+
+struct Shared {
+    limits: Caps,
+    seats: Mutex<Seats>,
+    freed: Notify,
+}
+
+/// Why there is no place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Full {
+    /// That address has all that one address gets.
+    Address,
+    /// All are in use.
+    Listener,
+}
+
+struct Caps {
+    connections: usize,
+    per_address: usize,
+    strangers: usize,
+}
+
+#[derive(Default)]
+struct Seats {
+    next: u64,
+    taken: BTreeMap<u64, Seat>,
+}
+
+struct Seat {
+    from: IpAddr,
+    /// Whether the peer showed a certificate.
+    known: bool,
+    /// In the middle of a handshake, a request or an answer.
+    busy: bool,
+    /// When it became busy or idle.
+    since: Instant,
+    evicted: CancellationToken,
+}
+
+impl Seats {
+    fn count(&self, of: impl Fn(&Seat) -> bool) -> usize {
+        self.taken.values().filter(|seat| of(seat)).count()
+    }
+
+    /// Ends the connection that has been idle for longest among those that `of` names, strangers first; false when all are in use.
+    fn evict(&mut self, now: Instant, of: impl Fn(&Seat) -> bool, members_too: bool) -> bool {
+        let rank = |seat: &Seat| match (seat.known, seat.busy) {
+            (false, false) => Some(0),
+            (false, true) => (now.saturating_duration_since(seat.since) >= PATIENCE).then_some(1),
+            (true, false) => members_too.then_some(2),
+            (true, true) => None,
+        };
+        let candidates = self.taken.iter().filter(|(_, seat)| of(seat));
+        let victim = candidates.filter_map(|(id, seat)| Some((rank(seat)?, seat.since, *id))).min();
+        let Some(seat) = victim.and_then(|(.., id)| self.taken.remove(&id)) else { return false };
+        seat.evicted.cancel();
+        true
+    }
+}
+
+impl Places {
+    pub(super) fn new(limits: &Limits) -> Self {
+        let limits = Caps {
+            connections: limits.connections.max(1),
+            per_address: limits.per_address.max(1),
+            strangers: limits.strangers.min(limits.connections).max(1),
+        };
+        Self(Arc::new(Shared { limits, seats: Mutex::default(), freed: Notify::new() }))
+    }
+
+    /// A place for a connection from that address, at once.
+    pub(super) fn take(&self, from: IpAddr) -> Result<Place, Full> {
+        let (now, from, limits) = (Instant::now(), from.to_canonical(), &self.0.limits);
+        let mut seats = self.0.seats.lock();
+        // A member may crowd out its own connections, but nobody else's.
+        if seats.count(|seat| seat.from == from) >= limits.per_address && !seats.evict(now, |seat| seat.from == from, true) {
+            return Err(Full::Address);
+        }
+        let full = seats.count(|seat| !seat.known) >= limits.strangers || seats.taken.len() >= limits.connections;
+        if full && !seats.evict(now, |_| true, false) {
+            return Err(Full::Listener);
+        }
+        let id = seats.next;
+        seats.next += 1;
+        let evicted = CancellationToken::new();
+        seats.taken.insert(id, Seat { from, known: false, busy: false, since: now, evicted: evicted.clone() });
+        Ok(Place { places: self.clone(), id, evicted })
+    }
+
+    /// A place for a connection from that address; where all are in use, the first that is free within [`PATIENCE`].
+    pub(super) async fn wait(&self, from: IpAddr) -> Result<Place, Full> {
+        let free = async {
+            loop {
+                match self.take(from) {
+                    Err(Full::Listener) => {}
+                    taken => return taken,
+                }
+                // Those in use become old enough to be ended, too.
+                let _ = timeout(PATIENCE / 16, self.0.freed.notified()).await;
+            }
+        };
+        timeout(PATIENCE, free).await.unwrap_or(Err(Full::Listener))
+    }
+}
+
+/// A place of one connection, given back when this is dropped.
+pub(super) struct Place {
+    places: Places,
+    id: u64,
+    evicted: CancellationToken,
+}
+
+impl Place {
+    /// The peer showed a certificate.
+    pub(super) fn known(&self) {
+        if let Some(seat) = self.places.0.seats.lock().taken.get_mut(&self.id) {
+            seat.known = true;
+        }
+    }
+
+    /// The peer is served until what this gives is dropped.
+    pub(super) fn busy(self: &Arc<Self>) -> Busy {
+        self.set(true);
+        Busy(self.clone())
+    }
+
+    /// Ends when another connection gets the place.
+    pub(super) fn evicted(&self) -> WaitForCancellationFuture<'_> {
+        self.evicted.cancelled()
+    }
+
+    fn set(&self, busy: bool) {
+        if let Some(seat) = self.places.0.seats.lock().taken.get_mut(&self.id) {
+            (seat.busy, seat.since) = (busy, Instant::now());
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.places.0.seats.lock().taken.remove(&self.id);
+        self.places.0.freed.notify_one();
+    }
+}
+
+/// A connection that is served; idle again when this is dropped.
+pub(super) struct Busy(Arc<Place>);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.set(false);
+    }
+}
+
+#[cfg(test)]
+mod tests;
