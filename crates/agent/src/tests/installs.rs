@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::bed::*;
 use super::trainer::*;
-use crate::rollout::version_dir::AgentDir;
+use crate::rollout::version_dir::{AgentDir, MARK, MARKER};
 
 fn names(root: &Path) -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -35,8 +35,7 @@ fn what_a_killed_agent_left_is_swept_by_the_next_one_and_a_living_one_is_left_al
     let kept = living.version(1, 1).unwrap();
     // A killed process lets its locks go, and nothing else.
     for name in ["killed", "self"] {
-        std::fs::create_dir_all(root.path().join(name).join("v1-a1.0")).unwrap();
-        std::fs::write(root.path().join(format!("{name}.lock")), b"").unwrap();
+        left_by_a_killed_agent(root.path(), name);
     }
     std::fs::create_dir(root.path().join("not-ours")).unwrap();
     let (agent, swept) = AgentDir::open(root.path(), "self").unwrap();
@@ -46,6 +45,62 @@ fn what_a_killed_agent_left_is_swept_by_the_next_one_and_a_living_one_is_left_al
     assert!(AgentDir::open(root.path(), "self").is_err(), "two agents of one name");
     drop(agent);
     assert_eq!(names(root.path()), ["living", "living.lock", "not-ours"]);
+}
+
+fn left_by_a_killed_agent(root: &Path, name: &str) {
+    std::fs::create_dir_all(root.join(name).join("v1-a1.0")).unwrap();
+    std::fs::write(root.join(name).join(MARKER), MARK).unwrap();
+    std::fs::write(root.join(format!("{name}.lock")), MARK).unwrap();
+}
+
+#[test]
+fn directories_beside_lock_files_of_others_are_left_alone() {
+    let parent = tempfile::tempdir().unwrap();
+    let root = parent.path().join("root");
+    for folder in ["root", "root/data", "root/linked-to", "beside"] {
+        std::fs::create_dir(parent.path().join(folder)).unwrap();
+        std::fs::write(parent.path().join(folder).join("precious"), b"x").unwrap();
+    }
+    // What an attacker, or another program, may have put there.
+    for lock in ["...lock", ".lock", "data.lock", "beside.lock", "a b.lock", "lin.lock"] {
+        std::fs::write(root.join(lock), MARK).unwrap();
+    }
+    std::os::unix::fs::symlink(parent.path().join("beside"), root.join("beside")).unwrap();
+    std::os::unix::fs::symlink(root.join("lin.lock"), root.join("link.lock")).unwrap();
+    left_by_a_killed_agent(&root, "link-target");
+    std::fs::remove_file(root.join("link-target.lock")).unwrap();
+    std::os::unix::fs::symlink(root.join("lin.lock"), root.join("link-target.lock")).unwrap();
+    let (agent, _) = AgentDir::open(&root, "self").unwrap();
+    drop(agent);
+    for kept in ["root/precious", "root/data/precious", "beside/precious", "root/beside/precious", "root/link-target/v1-a1.0"] {
+        assert!(parent.path().join(kept).exists(), "{kept}");
+    }
+}
+
+#[test]
+fn directory_of_its_own_name_that_no_agent_made_is_refused() {
+    let root = tempfile::tempdir().unwrap();
+    std::fs::create_dir(root.path().join("self")).unwrap();
+    std::fs::write(root.path().join("self").join("precious"), b"x").unwrap();
+    let refused = AgentDir::open(root.path(), "self").unwrap_err();
+    assert!(refused.to_string().contains("no agent made it"), "{refused}");
+    assert!(root.path().join("self").join("precious").exists());
+    assert!(AgentDir::open(root.path(), "").is_err(), "a root is nobody's directory");
+    let foreign = root.path().join("other.lock");
+    std::fs::write(&foreign, b"of another program").unwrap();
+    assert!(AgentDir::open(root.path(), "other").is_err());
+    assert_eq!(std::fs::read(foreign).unwrap(), b"of another program");
+}
+
+#[test]
+fn root_directory_of_another_user_is_refused() {
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    std::os::unix::fs::chown(root.path(), Some(4711), Some(4711)).unwrap();
+    let refused = AgentDir::open(root.path(), "self").unwrap_err();
+    assert!(refused.to_string().contains("belongs to user 4711"), "{refused}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
