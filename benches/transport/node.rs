@@ -11,6 +11,7 @@ use bytes::Bytes;
 use clap::Args;
 use weightsync_core::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::bucket_digest;
+use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::tcp::{TcpOptions, TcpTransport};
 use weightsync_transport::{Admission, BucketStore, Transport, digest};
 
@@ -112,7 +113,7 @@ impl BucketStore for Memory {
 struct Anybody(Arc<Memory>);
 
 impl Admission for Anybody {
-    fn admit(&self, _: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal> {
+    fn admit(&self, _: &DataHello, _: Option<&PeerIdentity>) -> Result<Arc<dyn BucketStore>, Refusal> {
         Ok(self.0.clone())
     }
 }
@@ -120,7 +121,7 @@ impl Admission for Anybody {
 struct Nobody;
 
 impl Admission for Nobody {
-    fn admit(&self, _: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal> {
+    fn admit(&self, _: &DataHello, _: Option<&PeerIdentity>) -> Result<Arc<dyn BucketStore>, Refusal> {
         Err(Refusal { code: RefusalCode::WrongPhase, message: "a leader receives nothing".to_owned() })
     }
 }

@@ -3,6 +3,7 @@
 //! Carries out what [`Group`] decides (ends epochs, wakes waiters), puts the facts of the parts together into one [`MemberState`], and
 //! lets data streams in or not. It decides nothing about weights.
 
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
@@ -15,6 +16,7 @@ use weightsync_core::protocol::{
     BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, MemberName, MemberPhase, MemberState,
     PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest, STATEMENTS, UpdateId,
 };
+use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::{Admission, BucketStore, Wants};
 
 /// Facts that the parts of an agent know and that its [`MemberState`] shows.
@@ -275,7 +277,14 @@ impl Core {
 }
 
 impl Admission for Core {
-    fn admit(&self, hello: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal> {
+    fn expects(&self, from: IpAddr) -> bool {
+        let standing = self.standing.borrow();
+        let (Standing::Committing(epoch) | Standing::Committed(epoch)) = &*standing else { return false };
+        let has = |address: &str| address.parse::<SocketAddr>().is_ok_and(|address| address.ip().to_canonical() == from);
+        epoch.commit.addresses.iter().any(|member| has(&member.data) || has(&member.control))
+    }
+
+    fn admit(&self, hello: &DataHello, peer: Option<&PeerIdentity>) -> Result<Arc<dyn BucketStore>, Refusal> {
         let epoch = lock(&self.group).group.carrying(&hello.update.epoch, hello.probe)?;
         if &hello.to != epoch.me() {
             return Err(refusal(RefusalCode::WrongIncarnation, format!("{} was meant, this is {}", hello.to, epoch.me())));
@@ -286,6 +295,9 @@ impl Admission for Core {
         }
         if hello.tls != epoch.prepared.policy.data_tls {
             return Err(refusal(RefusalCode::Forbidden, "the stream and the epoch differ in the use of TLS"));
+        }
+        if hello.tls {
+            check_sender(&epoch, &hello.from, peer)?;
         }
         if hello.probe {
             return Ok(Arc::new(ProbeStore));
@@ -305,6 +317,18 @@ impl Admission for Core {
                 format!("attempt {} of version {} is not open here", hello.update.attempt, hello.update.version),
             )),
         }
+    }
+}
+
+/// The secret is known to all members of the epoch: who sends is what its certificate says.
+fn check_sender(epoch: &Epoch, from: &MemberName, peer: Option<&PeerIdentity>) -> Result<(), Refusal> {
+    let Some(pod) = epoch.address(from).map(|address| &address.incarnation.pod_uid) else {
+        return Err(refusal(RefusalCode::Forbidden, format!("{from} is no member of epoch {}", epoch.id())));
+    };
+    match peer {
+        Some(PeerIdentity::Agent { weightsync, pod_uid }) if *weightsync == epoch.id().weightsync && pod_uid == pod => Ok(()),
+        Some(peer) => Err(refusal(RefusalCode::Forbidden, format!("the stream is {from}'s by its hello and {}'s by its certificate", peer.uri()))),
+        None => Err(refusal(RefusalCode::Forbidden, format!("the certificate of the stream names nobody, and its hello {from}"))),
     }
 }
 

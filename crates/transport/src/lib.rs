@@ -10,6 +10,7 @@ mod intake;
 pub mod nccl;
 pub mod tcp;
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,6 +22,7 @@ use weightsync_core::protocol::worker::Part;
 use weightsync_core::protocol::{BucketHeader, DataHello, MemberName, Refusal, StreamFailure};
 use weightsync_core::weights::DigestPart;
 use weightsync_gpu::worker::{Event, ImportedMemory, Slot, Span, Worker, WorkerError};
+use weightsync_net::identity::PeerIdentity;
 
 pub use digest::{digest, hashes_on_several_cores};
 
@@ -221,8 +223,14 @@ pub trait BucketSink: Send {
 
 /// Decides which incoming streams are let in; implemented by the agent. Called on a task of the runtime: must not block.
 pub trait Admission: Send + Sync {
-    /// Checks epoch, secret, receiver and the use of TLS, and answers where the stream's buckets go. Probes get a store that keeps nothing.
-    fn admit(&self, hello: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal>;
+    /// Checks epoch, secret, receiver, sender and the use of TLS, and answers where the stream's buckets go. Probes get a store that keeps
+    /// nothing. `peer` is whom the certificate of the connection names; none without TLS.
+    fn admit(&self, hello: &DataHello, peer: Option<&PeerIdentity>) -> Result<Arc<dyn BucketStore>, Refusal>;
+
+    /// Whether a member of the group has that address: its connections go before those of strangers.
+    fn expects(&self, _from: IpAddr) -> bool {
+        false
+    }
 }
 
 /// What a store wants of a stream whose payloads travel between GPUs.

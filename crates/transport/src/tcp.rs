@@ -14,6 +14,7 @@ mod pool;
 mod route;
 mod sink;
 mod socket;
+mod strangers;
 mod writer;
 
 use std::net::SocketAddr;
@@ -35,6 +36,7 @@ use lanes::Meeting;
 pub(super) use lanes::default_lanes;
 use sink::Sink;
 use socket::Opening;
+use strangers::Strangers;
 use weightsync_core::protocol::{DataHello, MemberName, StreamFailure};
 
 /// Finds the name that a member's certificate must carry.
@@ -54,10 +56,12 @@ pub struct DataTls {
 pub struct TcpOptions {
     /// None refuses streams that ask for TLS.
     pub tls: Option<DataTls>,
-    /// Connections at once that have not been admitted yet; more are closed.
+    /// Connections at once that have not shown a hello yet, half as many from one address; the oldest makes room for the next.
     pub max_strangers: usize,
     /// Streams at once that were admitted; more are refused.
     pub max_streams: usize,
+    /// A connection must have sent a byte after this long.
+    pub first_byte: Duration,
     /// A connection must have shown its hello after this long.
     pub hello_timeout: Duration,
     /// Length of a receive buffer in bytes.
@@ -76,6 +80,7 @@ impl Default for TcpOptions {
             tls: None,
             max_strangers: 64,
             max_streams: 64,
+            first_byte: Duration::from_secs(2),
             hello_timeout: Duration::from_secs(5),
             receive_buffer: 256 << 10,
             receive_buffers: 16,
@@ -104,7 +109,7 @@ impl TcpTransport {
         let carriers: Arc<OnceLock<Arc<dyn Carriers>>> = Arc::default();
         let server = Server {
             admission,
-            strangers: Arc::new(Semaphore::new(options.max_strangers)),
+            strangers: Strangers::new(options.max_strangers),
             streams: Arc::new(Semaphore::new(options.max_streams)),
             meeting: Meeting::default(),
             options: options.clone(),
@@ -150,7 +155,7 @@ impl Transport for TcpTransport {
 #[derive(Clone)]
 struct Server {
     admission: Arc<dyn Admission>,
-    strangers: Arc<Semaphore>,
+    strangers: Strangers,
     streams: Arc<Semaphore>,
     meeting: Meeting,
     options: Arc<TcpOptions>,
@@ -173,9 +178,9 @@ impl Server {
     }
 
     fn take(&self, stream: TcpStream, peer: SocketAddr) {
-        let Ok(stranger) = self.strangers.clone().try_acquire_owned() else {
-            tracing::warn!(%peer, "too many data connections without a hello: closed");
-            return;
+        let expected = self.admission.expects(peer.ip().to_canonical());
+        let Some(stranger) = self.strangers.enter(peer.ip(), expected) else {
+            return tracing::debug!(%peer, "too many data connections without a hello: closed");
         };
         let server = self.clone();
         tokio::spawn(self.closed.clone().run_until_cancelled_owned(async move {
@@ -184,7 +189,9 @@ impl Server {
                 let opening = socket::read_opening(&mut link).await?;
                 Ok::<_, std::io::Error>((link, opening))
             });
-            let (link, opening) = match opened.await {
+            let opened = stranger.evicted().run_until_cancelled_owned(opened).await;
+            let Some(opened) = opened else { return tracing::debug!(%peer, "data connection made room for another before its hello") };
+            let (link, opening) = match opened {
                 Ok(Ok(opened)) => opened,
                 Ok(Err(error)) => return tracing::debug!(%peer, %error, "data connection closed before its hello"),
                 Err(_) => return tracing::debug!(%peer, "data connection showed no hello in time"),

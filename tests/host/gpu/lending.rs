@@ -10,6 +10,7 @@ use base64::engine::general_purpose::STANDARD;
 use tokio::sync::Notify;
 use weightsync_core::protocol::worker::Part;
 use weightsync_core::protocol::{BucketHeader, CarriedBy, DataHello, EpochId, LentMemory, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::nccl::{Borrowed, Communicator, Joining, NcclTransport, Seat, Staging};
 use weightsync_transport::tcp::{TcpOptions, TcpTransport};
 use weightsync_transport::{
@@ -72,7 +73,7 @@ impl BucketStore for Store {
 struct Door(Mutex<Option<Arc<Store>>>);
 
 impl Admission for Door {
-    fn admit(&self, _: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal> {
+    fn admit(&self, _: &DataHello, _: Option<&PeerIdentity>) -> Result<Arc<dyn BucketStore>, Refusal> {
         let store = self.0.lock().unwrap().clone();
         let closed = || Refusal { code: RefusalCode::WrongPhase, message: "closed".into() };
         store.map(|store| store as Arc<dyn BucketStore>).ok_or_else(closed)

@@ -44,7 +44,8 @@ async fn the_data_port_refuses_foreign_and_ended_certificates_and_whoever_lacks_
         carried: None,
     };
     let secret = bed.commit_request(&members, None).secret;
-    let agent = |weightsync: &str| PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: "pod-x".into(), role: Role::Rollout };
+    let pod_uid = source.address.incarnation.pod_uid.clone();
+    let agent = |weightsync: &str| PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.clone(), role: Role::Source };
     let known = bed.ca.issue(&agent(WEIGHTSYNC), HOUR).unwrap();
     knock(&rollout, &known, hello(secret.clone())).await.unwrap();
     let foreign = Ca::generate().unwrap();
@@ -57,4 +58,41 @@ async fn the_data_port_refuses_foreign_and_ended_certificates_and_whoever_lacks_
         let Err(error) = refused else { panic!("{who} is let in") };
         assert!(error.to_string().contains("the secret is not that of the epoch"), "{error}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stream_whose_sender_is_not_its_certificates_is_refused() {
+    let mut bed = Bed::new();
+    let (source, rollout, other) = (bed.source(), bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let members = [&source, &rollout, &other];
+    let epoch = bed.form(&members, None).await;
+    let hello = |from: &MemberName| DataHello {
+        update: UpdateId { epoch: epoch.clone(), version: 0, attempt: 0 },
+        from: from.clone(),
+        to: rollout.name.clone(),
+        secret: bed.commit_request(&members, None).secret,
+        rest: Vec::new(),
+        tls: true,
+        silence_ms: 3_000,
+        probe: true,
+        carried: None,
+    };
+    let agent = |weightsync: &str, member: &Member| PeerIdentity::Agent {
+        weightsync: weightsync.into(),
+        pod_uid: member.address.incarnation.pod_uid.clone(),
+    };
+    let lies = [
+        (agent(WEIGHTSYNC, &other), source.name.clone()),
+        (agent(WEIGHTSYNC, &rollout), source.name.clone()),
+        (agent("ws-other", &source), source.name.clone()),
+        (PeerIdentity::Controller, source.name.clone()),
+        (agent(WEIGHTSYNC, &other), MemberName("actors/nobody".into())),
+    ];
+    for (who, from) in lies {
+        let shown = bed.ca.issue(&who, HOUR).unwrap();
+        let refused = knock(&rollout, &shown, hello(&from)).await;
+        let refused = matches!(&refused, Err(TransportError::Refused { refusal, .. }) if refusal.code == RefusalCode::Forbidden);
+        assert!(refused, "{who:?} as {from}");
+    }
+    knock(&rollout, &bed.ca.issue(&agent(WEIGHTSYNC, &other), HOUR).unwrap(), hello(&other.name)).await.unwrap();
 }

@@ -54,7 +54,7 @@ impl PeerIdentity {
     }
 
     /// Reads the identity from a certificate that TLS verified already.
-    pub(crate) fn of_certificate(certificate: &CertificateDer<'_>) -> Result<Self, IdentityError> {
+    pub fn of_certificate(certificate: &CertificateDer<'_>) -> Result<Self, IdentityError> {
         let unnamed = |cause: &str| IdentityError::Unnamed(cause.to_owned());
         let (_, parsed) = x509_parser::parse_x509_certificate(certificate).map_err(|_| unnamed("it cannot be parsed"))?;
         let names = parsed.subject_alternative_name().map_err(|_| unnamed("its names cannot be parsed"))?;

@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
 use super::socket::Link;
+use weightsync_net::identity::PeerIdentity;
 
 /// Names one stream on one hop; cannot be guessed.
 pub(super) type StreamId = [u8; 16];
@@ -27,22 +28,24 @@ pub(super) struct Meeting(Arc<Mutex<HashMap<StreamId, Place>>>);
 
 struct Place {
     secured: bool,
+    peer: Option<PeerIdentity>,
     links: mpsc::Sender<(usize, Link)>,
 }
 
 impl Meeting {
-    /// A stream waits for the lanes from 1 up to `lanes`, inside TLS or not as its first connection is.
-    pub(super) fn open(&self, lanes: usize, secured: bool) -> Expected {
+    /// A stream waits for the lanes from 1 up to `lanes`, inside TLS or not and from the same peer as its first connection is.
+    pub(super) fn open(&self, lanes: usize, secured: bool, peer: Option<PeerIdentity>) -> Expected {
         let id = uuid::Uuid::new_v4().into_bytes();
         let (links, coming) = mpsc::channel(lanes.max(1));
-        self.0.lock().insert(id, Place { secured, links });
+        self.0.lock().insert(id, Place { secured, peer, links });
         Expected { id, coming, meeting: self.clone() }
     }
 
     /// Gives a connection to the stream that waits for it; drops it when none does.
     pub(super) fn give(&self, id: &StreamId, lane: usize, link: Link) -> bool {
         let table = self.0.lock();
-        table.get(id).is_some_and(|place| place.secured == link.secured && place.links.try_send((lane, link)).is_ok())
+        let place = table.get(id).filter(|place| (place.secured, &place.peer) == (link.secured, &link.peer));
+        place.is_some_and(|place| place.links.try_send((lane, link)).is_ok())
     }
 }
 

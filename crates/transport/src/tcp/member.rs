@@ -22,6 +22,7 @@ use crate::carrier::{Carried, Carrier, Carriers};
 use crate::intake::Intake;
 use crate::{Admission, BucketStore};
 use weightsync_core::protocol::{DataHello, LentPiece, MemberName, Refusal, RefusalCode, StreamFailure};
+use weightsync_net::identity::PeerIdentity;
 
 /// Bounds of the silence that a hello may ask for.
 const SILENCE: std::ops::RangeInclusive<u64> = 10..=600_000;
@@ -44,12 +45,12 @@ pub(super) async fn serve(
     options: Arc<TcpOptions>,
     room: Option<OwnedSemaphorePermit>,
 ) {
-    let Link { reader, writer, secured } = link;
+    let Link { reader, writer, secured, peer } = link;
     let silence = Duration::from_millis(hello.silence_ms);
     let mut upstream = Upstream { writer: Some(writer), silence };
     let buffers = if lanes == 1 && hello.rest.is_empty() { 1 } else { options.receive_buffers.max(2) };
     let space = Room { buffers, size: options.receive_buffer };
-    let admitted = admit(&hello, secured, doors.admission, room.is_some());
+    let admitted = admit(&hello, (secured, peer.as_ref()), doors.admission, room.is_some());
     match admitted.and_then(|store| Ok((carrier(&hello, doors.carriers, &store)?, store))) {
         Err(refusal) => {
             upstream.say(Frame::Failure(StreamFailure::Refused { peer: hello.to, refusal })).await;
@@ -57,7 +58,7 @@ pub(super) async fn serve(
         }
         Ok((carrier, store)) => {
             let inlet = if lanes > 1 {
-                let expected = doors.meeting.open(lanes, secured);
+                let expected = doors.meeting.open(lanes, secured, peer);
                 upstream.say(Frame::Lanes(u32::try_from(lanes).unwrap_or(u32::MAX), expected.id)).await;
                 Inlet::Many(Many::new(reader, lanes, expected, space, silence))
             } else {
@@ -79,7 +80,12 @@ fn carrier(hello: &DataHello, carriers: Option<&dyn Carriers>, store: &Arc<dyn B
     }
 }
 
-fn admit(hello: &DataHello, secured: bool, admission: &dyn Admission, room: bool) -> Result<Arc<dyn BucketStore>, Refusal> {
+fn admit(
+    hello: &DataHello,
+    (secured, peer): (bool, Option<&PeerIdentity>),
+    admission: &dyn Admission,
+    room: bool,
+) -> Result<Arc<dyn BucketStore>, Refusal> {
     let refuse = |message: String| Err(Refusal { code: RefusalCode::Invalid, message });
     if hello.tls != secured {
         let (said, is) = if secured { ("plain", "inside TLS") } else { ("inside TLS", "plain") };
@@ -91,7 +97,7 @@ fn admit(hello: &DataHello, secured: bool, admission: &dyn Admission, room: bool
     if !room {
         return refuse("too many streams at once".to_owned());
     }
-    admission.admit(hello)
+    admission.admit(hello, peer)
 }
 
 /// What is said to the member before.

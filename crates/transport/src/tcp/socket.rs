@@ -12,12 +12,14 @@ use rustls_pki_types::ServerName;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use super::inlet::{Reader, Writer};
 use super::lanes::StreamId;
 use super::{DataTls, TcpOptions};
 use weightsync_core::protocol::{DATA_MAGIC, DataHello, MAX_HELLO_BYTES, MemberName};
+use weightsync_net::identity::PeerIdentity;
 
 /// First bytes of a further connection of a stream.
 const LANE_MAGIC: [u8; 4] = *b"WSL1";
@@ -27,17 +29,19 @@ pub(super) struct Link {
     pub(super) reader: Reader,
     pub(super) writer: Writer,
     pub(super) secured: bool,
+    /// Who the certificate of the other end names, where this end asked for one.
+    pub(super) peer: Option<PeerIdentity>,
 }
 
 impl Link {
     fn plain(stream: TcpStream) -> Self {
         let (reader, writer) = stream.into_split();
-        Self { reader: Box::new(reader), writer: Box::new(writer), secured: false }
+        Self { reader: Box::new(reader), writer: Box::new(writer), secured: false, peer: None }
     }
 
-    fn secured(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Self {
+    fn secured(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static, peer: Option<PeerIdentity>) -> Self {
         let (reader, writer) = tokio::io::split(stream);
-        Self { reader: Box::new(reader), writer: Box::new(writer), secured: true }
+        Self { reader: Box::new(reader), writer: Box::new(writer), secured: true, peer }
     }
 }
 
@@ -73,7 +77,7 @@ pub(super) async fn connect(to: &MemberName, tls: bool, address: &str, options: 
     }
     let tls = options.tls.as_ref().ok_or_else(|| io::Error::other("this member has no TLS configuration"))?;
     let name = (tls.server_name)(to).ok_or_else(|| io::Error::other("its TLS name is not known here"))?;
-    Ok(Link::secured(TlsConnector::from(tls.client.clone()).connect(name, stream).await?))
+    Ok(Link::secured(TlsConnector::from(tls.client.clone()).connect(name, stream).await?, None))
 }
 
 /// Takes a connection that came in; tells plain from TLS by its first byte.
@@ -81,12 +85,18 @@ pub(super) async fn accept(stream: TcpStream, options: &TcpOptions) -> io::Resul
     stream.set_nodelay(true)?;
     // Sizes of socket buffers are the kernel's: fixed ones were slower on both machines of docs/benchmarks.md.
     let mut first = [0; 1];
-    if stream.peek(&mut first).await? == 0 {
+    if timeout(options.first_byte, stream.peek(&mut first)).await.map_err(|_| io::ErrorKind::TimedOut)?? == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     match (&options.tls, first.first() == DATA_MAGIC.first()) {
         (_, true) => Ok(Link::plain(stream)),
-        (Some(tls), false) => Ok(Link::secured(TlsAcceptor::from(tls.server.clone()).accept(stream).await?)),
+        (Some(tls), false) => {
+            let stream = TlsAcceptor::from(tls.server.clone()).accept(stream).await?;
+            let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+            // One that names nobody proves no sender: the admission refuses what it says.
+            let peer = certificate.and_then(|certificate| PeerIdentity::of_certificate(certificate).ok());
+            Ok(Link::secured(stream, peer))
+        }
         (None, false) => Err(io::Error::new(io::ErrorKind::InvalidData, "not a data connection")),
     }
 }

@@ -14,6 +14,7 @@ use crate::tcp::{TcpOptions, TcpTransport};
 use crate::{Admission, BucketSink, BucketStore, Transport, TransportError};
 use weightsync_core::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::bucket_digest;
+use weightsync_net::identity::PeerIdentity;
 
 /// Nothing in a test takes longer; reaching it is a failure.
 pub const LONG: Duration = Duration::from_secs(20);
@@ -137,7 +138,7 @@ impl Door {
 }
 
 impl Admission for Door {
-    fn admit(&self, hello: &DataHello) -> Result<Arc<dyn BucketStore>, Refusal> {
+    fn admit(&self, hello: &DataHello, _: Option<&PeerIdentity>) -> Result<Arc<dyn BucketStore>, Refusal> {
         self.hellos.lock().push(hello.clone());
         if matches!(self.refuse, Refuse::Admission) || hello.secret != "secret" || hello.to != self.name {
             return Err(Refusal { code: RefusalCode::StaleEpoch, message: "this epoch is over".into() });
