@@ -5,9 +5,12 @@
 //! (as a member does with what it has just read).
 
 use std::hint::black_box;
+use std::sync::Arc;
+use std::time::Instant;
 
 use anyhow::Result;
-use weightsync_core::weights::{BucketHasher, bucket_digest};
+use weightsync_core::weights::{BucketHasher, DigestAlgorithm, Dtype, Layout, TensorSpec, bucket_digest};
+use weightsync_transport::TensorDigests;
 use weightsync_transport::tcp::TcpOptions;
 
 use crate::node::{BUCKET, slots};
@@ -38,7 +41,29 @@ pub fn measure(settings: &OneHop, runs: usize, report: &mut Report) -> Result<()
     let sums = |one: &[f64], other: &[f64]| one.iter().zip(other).map(|(one, other)| one + other).collect::<Vec<_>>();
     let what = "hashing as a part of the processor time of both sides";
     report.compare(what, "ms a GB", ("hashed alone", &sums(&memory, &cache)), ("the hop", &sums(&sender, &receiver)), "for comparison");
+    let (mut blake3, mut xxh3) = (Vec::new(), Vec::new());
+    for _ in 0..runs {
+        blake3.push(gigabytes(bytes) / digest_tensors(DigestAlgorithm::Blake3, bytes)?);
+        xxh3.push(gigabytes(bytes) / digest_tensors(DigestAlgorithm::Xxh3_128, bytes)?);
+    }
+    let what = format!("digests of tensors of {} GiB, by `update.digest`", settings.gib);
+    report.compare(&what, "GB/s", ("Blake3, by the threads of this machine", &blake3), ("Xxh3, by one core", &xxh3), "for comparison");
     Ok(())
+}
+
+/// Seconds until the tensors of so many bytes have their digests, fed in receive buffers as a member does.
+fn digest_tensors(algorithm: DigestAlgorithm, bytes: u64) -> Result<f64> {
+    let tensor = bytes.min(256 << 20);
+    let tensors = (0..bytes / tensor.max(1)).map(|number| TensorSpec::new(format!("w{number}"), Dtype::U8, vec![tensor]));
+    let layout = Arc::new(Layout::new("model", tensors.collect(), 0)?);
+    let buffer = vec![7; TcpOptions::default().receive_buffer];
+    let begun = Instant::now();
+    let mut digests = TensorDigests::new(layout.clone(), algorithm);
+    while let Some(part) = usize::try_from(layout.total_bytes - digests.position()).ok().filter(|left| *left > 0) {
+        digests.update(black_box(buffer.get(..part).unwrap_or(&buffer)))?;
+    }
+    black_box(digests.finish()?);
+    Ok(begun.elapsed().as_secs_f64())
 }
 
 /// Processor time, in seconds, in which one core hashes so many bytes that lie in memory, in the buckets that a leader sends.

@@ -6,7 +6,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
 use super::{
-    BeforeFirstVersion, KvCache, Launch, OrderBy, Pause, PodSelector, Pool, PoolOrder, SelectorOperator, Sizes, Trainer, TrainerOrderBy,
+    BeforeFirstVersion, Digest, KvCache, Launch, OrderBy, Pause, PodSelector, Pool, PoolOrder, SelectorOperator, Sizes, Trainer, TrainerOrderBy,
     WeightSync, WeightSyncSpec,
 };
 use weightsync_core::plan::{GroupSpec, Operator, Order, Parallelism, PoolSpec, Requirement, Selector, TrainerSpec, WeightSyncRef};
@@ -14,8 +14,6 @@ use weightsync_core::protocol::{
     Delivery, EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy,
 };
 
-/// What is kept where nothing else was said: enough for any model that a single host trains, and bounded by free memory anyway.
-const RETAIN_MIB: i64 = 64 * 1024;
 
 fn count(number: i32) -> u32 {
     u32::try_from(number).unwrap_or(0)
@@ -69,10 +67,11 @@ impl WeightSyncSpec {
 
     pub fn update_policy(&self, total: u32) -> UpdatePolicy {
         let tcp = self.transport.tcp.unwrap_or_default();
-        let retain_mib = match (self.update.retain, self.agent.launch) {
-            (Some(retain), _) => retain.host_mib,
+        let retain_bytes = match (self.update.retain, self.agent.launch) {
+            (Some(retain), _) => u64::try_from(retain.host_mib).unwrap_or(0).saturating_mul(1 << 20),
             (None, Launch::Ephemeral) => 0,
-            (None, _) => RETAIN_MIB,
+            // What fits: agents compare with the memory of their pod and node.
+            (None, _) => u64::MAX,
         };
         UpdatePolicy {
             delivery: match self.delivery {
@@ -95,9 +94,13 @@ impl WeightSyncSpec {
             max_skew: self.membership.max_skew.and_then(|most| u64::try_from(most).ok()),
             silence_ms: millis(self.update.silence_seconds),
             update_timeout_ms: millis(self.update.timeout_seconds),
-            retain_bytes: u64::try_from(retain_mib).unwrap_or(0).saturating_mul(1 << 20),
+            retain_bytes,
             keep: count(self.membership.keep),
             bucket_bytes: u64::from(count(tcp.bucket_mib.unwrap_or(0))) << 20,
+            digest: match self.update.digest {
+                Digest::Blake3 => weightsync_core::protocol::Digest::Blake3,
+                Digest::Xxh3 => weightsync_core::protocol::Digest::Xxh3,
+            },
             data_tls: tcp.tls,
             transport: self.transport_policy(),
             health: HealthPolicy {

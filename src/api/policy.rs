@@ -207,15 +207,30 @@ pub struct Update {
     #[schemars(range(min = 1, max = 3600))]
     pub silence_seconds: i32,
 
-    /// What the source keeps to retry and to feed joiners, and every agent to go back (`membership.keep`). If left out: up to 64 GiB, and nothing in an ephemeral container. Free memory
-    /// and the limit of the container are looked at as well.
+    /// What the source keeps to retry and to feed joiners, and every agent to go back (`membership.keep`). If left out: what fits, and nothing
+    /// in an ephemeral container. It must fit in any case: into the limits of the container, its volume, and what is available on the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retain: Option<Retain>,
+
+    /// How tensors are digested where bytes pass through members (the TCP chain, feeding): `Blake3`, by which a member that passes on other
+    /// bytes than it got is found out, or `Xxh3`, which is faster on few cores and trusts all members. Between GPUs it is always gsum64.
+    #[serde(default)]
+    pub digest: Digest,
 
     /// What happens to a pod whose engine is wedged: its front answers, and it computes nothing any more (condition `Degraded`, reason
     /// `EngineWedged`). `Report`, or `RestartPod`: the pod is deleted, so that its owner makes another one.
     #[serde(default)]
     pub on_wedged: OnWedged,
+}
+
+/// How tensors are digested where bytes pass through members.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Digest {
+    /// No member can find other bytes with the same digest.
+    #[default]
+    Blake3,
+    /// All members are trusted.
+    Xxh3,
 }
 
 /// What happens to a pod whose engine is wedged.
@@ -336,6 +351,7 @@ impl Default for Update {
             timeout_seconds: ten_minutes(),
             silence_seconds: ten(),
             retain: None,
+            digest: Digest::default(),
             on_wedged: OnWedged::default(),
         }
     }

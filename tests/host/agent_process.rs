@@ -167,6 +167,7 @@ impl Operator {
             max_skew: None,
             bucket_bytes: 0,
             delivery: weightsync_core::protocol::Delivery::default(),
+            digest: weightsync_core::protocol::Digest::Blake3,
             data_tls: true,
             transport: TransportPolicy::default(),
             health,

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use weightsync_core::protocol::{
-    CommitRequest, CommunicatorPlan, EngineGroups, EpochId, FenceRequest, HeldVersion, Incarnation, MemberAddress, MemberName,
+    CommitRequest, CommunicatorPlan, Digest, EngineGroups, EpochId, FenceRequest, HeldVersion, Incarnation, MemberAddress, MemberName,
     PrepareRequest, Refusal, RefusalCode, ReleaseRequest, Returned, Role, RosterMember,
 };
 use weightsync_core::weights::DigestAlgorithm;
@@ -91,8 +91,15 @@ impl Epoch {
         self.commit.returned.is_some_and(|returned| returned.left(version))
     }
 
+    /// By what the tensors of a version are digested that is published in this epoch.
     pub fn algorithm(&self) -> DigestAlgorithm {
-        if self.communicator().is_some() || self.engines().is_some() { DigestAlgorithm::Gsum64 } else { DigestAlgorithm::Xxh3_128 }
+        if self.communicator().is_some() || self.engines().is_some() {
+            return DigestAlgorithm::Gsum64;
+        }
+        match self.prepared.policy.digest {
+            Digest::Blake3 => DigestAlgorithm::Blake3,
+            Digest::Xxh3 => DigestAlgorithm::Xxh3_128,
+        }
     }
 
     pub fn communicator(&self) -> Option<&CommunicatorPlan> {

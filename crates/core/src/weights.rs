@@ -11,6 +11,7 @@ mod layout;
 mod manifest;
 pub mod safetensors;
 mod section;
+mod tree;
 mod wire;
 
 pub use coverage::{Coverage, CoverageError};
@@ -23,6 +24,7 @@ pub use gsum::{Gsum64, gsum64, gsum64_from};
 pub use layout::{ALIGNMENT, Bucket, Cuts, Encoding, Entry, EntryPart, Layout, LayoutError, TensorSpec, default_bucket_bytes};
 pub use manifest::{DigestAlgorithm, Manifest, ManifestError};
 pub use section::Section;
+pub use tree::{BlockValue, TREE_BLOCK, block_bytes, tree_digest};
 pub use wire::{WireBucket, WireError};
 
 /// A name from outside as it may stand in an error or a log line: no control characters, and not longer than 200 characters.

@@ -1,6 +1,10 @@
-//! The digest of a bucket, by several cores where there are some to spare.
+//! The digest of a bucket, by several cores where there are some to spare; those of tensors in [`tensors`].
 //!
 //! Decides how many cores hash at once; what a digest is, `weights` says.
+
+mod tensors;
+
+pub use tensors::TensorDigests;
 
 use std::ops::Range;
 

@@ -24,7 +24,7 @@ use weightsync_core::weights::DigestPart;
 use weightsync_gpu::worker::{Event, ImportedMemory, Slot, Span, Worker, WorkerError};
 use weightsync_net::identity::PeerIdentity;
 
-pub use digest::{digest, hashes_on_several_cores};
+pub use digest::{TensorDigests, digest, hashes_on_several_cores};
 
 /// The bytes of one bucket, where they lie. Dropping it gives their memory back to whoever lent it.
 #[derive(Clone)]

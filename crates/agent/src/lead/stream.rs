@@ -13,10 +13,10 @@ use tokio::task::spawn_blocking;
 use super::keeping::Keeping;
 use crate::version_source::{SourceError, VersionSource};
 use weightsync_core::protocol::BucketHeader;
-use weightsync_core::weights::{Bucket, BucketHasher, DigestAlgorithm, Layout, TensorHasher, TensorHasherError};
+use weightsync_core::weights::{Bucket, BucketHasher, DigestAlgorithm, Layout, TensorHasherError};
 use weightsync_gpu::worker::WorkerError;
 use weightsync_transport::nccl::Staging;
-use weightsync_transport::{BucketSink, Payload, TransportError, digest, hashes_on_several_cores};
+use weightsync_transport::{BucketSink, Payload, TensorDigests, TransportError, digest, hashes_on_several_cores};
 
 /// Buckets that are read and hashed ahead of the one being sent.
 const AHEAD: usize = 2;
@@ -77,7 +77,7 @@ async fn send(
     let (ready, mut to_send) = mpsc::channel::<(Bucket, Payload, u128)>(AHEAD);
     let hashes = sink.as_ref().is_some_and(|sink| sink.hashes());
     let takes_device = sink.as_ref().is_none_or(|sink| sink.takes_device());
-    let mut hasher = TensorHasher::new(layout.clone(), algorithm);
+    let mut hasher = TensorDigests::new(layout.clone(), algorithm);
     let mut keeping: Option<Keeping> = None;
     let produce = async {
         while let Some((bucket, payload)) = source.next(silence).await? {
@@ -131,16 +131,17 @@ async fn send(
         }
     };
     let (hasher, ()) = tokio::try_join!(produce, consume)?;
-    hasher.finish().map_err(|error| StreamError::Layout(error.to_string()))
+    let digests = spawn_blocking(move || hasher.finish()).await.map_err(|ended| StreamError::Layout(format!("hashing ended early: {ended}")))?;
+    digests.map_err(|error| StreamError::Layout(error.to_string()))
 }
 
 /// Keeps a bucket where that is wanted, and hashes it for its tensors and, where that is wanted, as a bucket (0 else).
 async fn hashed(
-    mut hasher: TensorHasher,
+    mut hasher: TensorDigests,
     bytes: Bytes,
     keep: Option<Arc<dyn Keep>>,
     as_bucket: bool,
-) -> Result<(TensorHasher, Bytes, u128), StreamError> {
+) -> Result<(TensorDigests, Bytes, u128), StreamError> {
     let ended = |ended| StreamError::Layout(format!("hashing ended early: {ended}"));
     let misfit = |error: TensorHasherError| StreamError::Layout(error.to_string());
     let bytes = match keep {
@@ -172,7 +173,7 @@ fn on_gpu(error: WorkerError) -> StreamError {
     StreamError::Source(SourceError::Io { what: "the trainer's memory on the GPU cannot be read".into(), cause: error.to_string() })
 }
 
-fn check(layout: &Layout, hasher: &TensorHasher, bucket: &Bucket, bytes: &Payload) -> Result<(), StreamError> {
+fn check(layout: &Layout, hasher: &TensorDigests, bucket: &Bucket, bytes: &Payload) -> Result<(), StreamError> {
     let expected = layout.bucket(bucket.sequence);
     if expected.as_ref() != Some(bucket) || bytes.len() != bucket.bytes || hasher.position() != bucket.offset {
         return Err(StreamError::Layout(format!("bucket {} has {} bytes at {}", bucket.sequence, bytes.len(), bucket.offset)));

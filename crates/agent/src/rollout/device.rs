@@ -78,7 +78,7 @@ impl DeviceReceiver {
             return Err(format!("the engine did not take all buckets within {:?}", self.silence));
         }
         let Some(arrived) = lock(&self.arriving).take() else { return Err("nothing was received".into()) };
-        let manifest = agree(&self.update, &self.layout, self.algorithm, arrived.hasher, &arrived.coverage, request)?;
+        let manifest = agree(&self.update, &self.layout, self.algorithm, || arrived.hasher.finish(), &arrived.coverage, request)?;
         Ok(HeldVersion { version: self.update.version, manifest: manifest.digest() })
     }
 

@@ -19,10 +19,10 @@ use super::ring::Ring;
 use crate::core::lock;
 use crate::group::refusal;
 use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
-use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, PartHasher, TensorHasher, digest_hex, tensor_digest};
+use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, PartHasher, digest_hex};
 use weightsync_engine::{HostBucket, HostDigest, HostTensor};
 use weightsync_net::memfd::SharedMemory;
-use weightsync_transport::{BucketStore, MOST_AT_ONCE};
+use weightsync_transport::{BucketStore, MOST_AT_ONCE, TensorDigests};
 
 /// What the task that feeds the engine is told, in order.
 enum Order {
@@ -53,7 +53,7 @@ pub struct MemoryReceiver {
 }
 
 struct Arriving {
-    hasher: TensorHasher,
+    hasher: TensorDigests,
     coverage: Coverage,
     memory: SharedMemory,
     ring: Ring,
@@ -132,7 +132,7 @@ impl MemoryReceiver {
             return Err(format!("the engine's workers were not told of all buckets within {:?}", self.silence));
         }
         let Some(arrived) = lock(&self.arriving).take() else { return Err("nothing was received".into()) };
-        let manifest = agree(&self.update, &self.layout, self.algorithm, arrived.hasher, &arrived.coverage, request)?;
+        let manifest = agree(&self.update, &self.layout, self.algorithm, || arrived.hasher.finish(), &arrived.coverage, request)?;
         Ok(HeldVersion { version: self.update.version, manifest: manifest.digest() })
     }
 
@@ -171,29 +171,28 @@ impl MemoryReceiver {
     }
 
     /// The tensors of a bucket as they lie in the ring, compared with what was received.
-    fn tensors(&self, arriving: &Arriving, bucket: &Bucket, start: u64) -> Result<Vec<HostTensor>, String> {
+    fn tensors(&self, arriving: &mut Arriving, bucket: &Bucket, start: u64) -> Result<Vec<HostTensor>, String> {
         let mut tensors = Vec::new();
+        let ended = arriving.hasher.ended().map_err(|error| error.to_string())?;
         for part in self.layout.parts(bucket.offset, bucket.bytes) {
             let offset = start + part.in_range;
             let place = usize::try_from(offset).ok().zip(usize::try_from(offset + part.bytes).ok());
             let bytes = place.and_then(|(first, end)| arriving.memory.bytes(first..end)).ok_or("a bucket lies outside of the ring")?;
             let name = part.entry.tensor.full_name();
-            let known = arriving.hasher.ended().get(part.index).copied().ok_or_else(|| format!("tensor {name} is not whole"))?;
-            let digest = if self.digest == HostDigest::Xxh3_128 && self.algorithm == DigestAlgorithm::Xxh3_128 {
-                digest_hex(known)
-            } else {
-                let found = match self.algorithm {
-                    DigestAlgorithm::Xxh3_128 => tensor_digest(bytes),
-                    DigestAlgorithm::Gsum64 => {
-                        let mut hasher = PartHasher::new(self.algorithm);
-                        hasher.update(bytes);
-                        hasher.take()
-                    }
-                };
-                if found != known {
-                    return Err(format!("tensor {name} is not what was received"));
+            let known = ended.get(part.index).copied().ok_or_else(|| format!("tensor {name} is not whole"))?;
+            let differs = || format!("tensor {name} is not what was received");
+            let digest = match (self.digest, self.algorithm) {
+                (HostDigest::Xxh3_128, DigestAlgorithm::Xxh3_128) => digest_hex(known),
+                (HostDigest::Blake3, DigestAlgorithm::Blake3) => {
+                    let told = self.digest.of(bytes);
+                    // The manifest has the first half of it.
+                    told.starts_with(&digest_hex(known)).then_some(told).ok_or_else(differs)?
                 }
-                self.digest.of(bytes)
+                _ => {
+                    let mut hasher = PartHasher::new(self.algorithm);
+                    hasher.update(bytes);
+                    (hasher.take() == known).then(|| self.digest.of(bytes)).ok_or_else(differs)?
+                }
             };
             tensors.push(HostTensor { spec: part.entry.tensor.clone(), offset, bytes: part.bytes, digest });
         }

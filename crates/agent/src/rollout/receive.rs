@@ -16,8 +16,8 @@ use crate::core::lock;
 use crate::group::refusal;
 use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::safetensors::SafetensorsPlan;
-use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, Manifest, TensorHasher, digest_hex, parse_digest_hex};
-use weightsync_transport::BucketStore;
+use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, Manifest, TensorHasherError, digest_hex, parse_digest_hex};
+use weightsync_transport::{BucketStore, TensorDigests};
 
 /// Who is told how the stream goes.
 pub trait Listener: Send + Sync {
@@ -41,7 +41,7 @@ pub struct Receiver {
 struct Arriving {
     dir: VersionDir,
     files: Vec<File>,
-    hasher: TensorHasher,
+    hasher: TensorDigests,
     coverage: Coverage,
 }
 
@@ -67,7 +67,7 @@ impl Receiver {
         if let Some((name, json)) = &plan.index {
             std::fs::write(dir.path().join(name), json)?;
         }
-        let hasher = TensorHasher::new(layout.clone(), algorithm);
+        let hasher = TensorDigests::new(layout.clone(), algorithm);
         let coverage = Coverage::new(layout.total_bytes);
         let arriving = Mutex::new(Some(Arriving { dir, files, hasher, coverage }));
         Ok(Self { update, layout, algorithm, plan, begun: Instant::now(), listener, arriving })
@@ -81,7 +81,7 @@ impl Receiver {
     /// Compares coverage and digests with what the leader sent; the version if all agree, else why not.
     pub fn conclude(&self, request: &FinishRequest) -> Result<Version, String> {
         let Some(arrived) = lock(&self.arriving).take() else { return Err("nothing was received".into()) };
-        let manifest = agree(&self.update, &self.layout, self.algorithm, arrived.hasher, &arrived.coverage, request)?;
+        let manifest = agree(&self.update, &self.layout, self.algorithm, || arrived.hasher.finish(), &arrived.coverage, request)?;
         let digest = manifest.digest();
         let held = HeldVersion { version: self.update.version, manifest: digest };
         Ok(Version { held, manifest, layout: self.layout.clone(), plan: self.plan.clone(), files: arrived.files, dir: arrived.dir })
@@ -111,12 +111,12 @@ pub(super) fn agree(
     update: &UpdateId,
     layout: &Arc<Layout>,
     algorithm: DigestAlgorithm,
-    hasher: TensorHasher,
+    computed: impl FnOnce() -> Result<Vec<u128>, TensorHasherError>,
     coverage: &Coverage,
     request: &FinishRequest,
 ) -> Result<Manifest, String> {
     coverage.check(layout).map_err(|error| error.to_string())?;
-    let computed = hasher.finish().map_err(|error| error.to_string())?;
+    let computed = computed().map_err(|error| error.to_string())?;
     let manifest = Manifest::new(update.version, Layout::clone(layout), algorithm, &computed).map_err(|error| error.to_string())?;
     let said: Vec<u128> = request.tensor_digests.iter().map(|hex| parse_digest_hex(hex).unwrap_or_default()).collect();
     manifest.compare(&said).map_err(|error| error.to_string())?;

@@ -342,6 +342,7 @@ fn usual_policy() -> UpdatePolicy {
         max_skew: None,
         bucket_bytes: 0,
         delivery: Delivery::default(),
+        digest: weightsync_core::protocol::Digest::Blake3,
         data_tls: true,
         transport: weightsync_core::protocol::TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 3_000, failure_threshold: 3, success_threshold: 1 },

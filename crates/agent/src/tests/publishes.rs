@@ -7,9 +7,11 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 
 use super::bed::*;
+use super::corrupting::twins;
 use super::engine::Fault;
 use super::trainer::*;
 use weightsync_core::protocol::*;
+use weightsync_core::weights::{Dtype, Layout, TensorSpec, bucket_digest};
 
 fn all<'a>(source: &'a Member, rollouts: &'a [Member]) -> Vec<&'a Member> {
     std::iter::once(source).chain(rollouts).collect()
@@ -230,6 +232,52 @@ async fn a_byte_that_flips_on_the_way_is_never_installed() {
     assert_eq!(publishing.outcome().await.unwrap().attempts, 2);
     let (layout, bytes) = weights(1);
     assert!(rollouts.iter().all(|rollout| rollout.engine.serves() == Some(served(&layout, &bytes))));
+}
+
+/// A version of one tensor, of which a member that passes it on can make another one with the same sums.
+fn forgeable() -> TestSource {
+    let [honest, _] = twins();
+    let tensor = TensorSpec::new("w".into(), Dtype::U8, vec![honest.len() as u64]);
+    let layout = Layout::new("model", vec![tensor], 64 << 10).unwrap();
+    TestSource { layout, bytes: honest.into(), ..TestSource::of(1) }
+}
+
+#[test]
+fn twins_differ_by_blake3_and_not_by_xxh3() {
+    let [honest, forged] = twins();
+    assert_ne!(honest, forged);
+    assert_eq!(bucket_digest(&honest), bucket_digest(&forged));
+    assert_ne!(blake3::hash(&honest), blake3::hash(&forged));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bytes_that_a_relay_forged_are_refused_by_their_blake3() {
+    let mut bed = Bed::new();
+    bed.policy.digest = Digest::Blake3;
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    bed.corrupt.store(true, Ordering::SeqCst);
+    let publishing = publish(&source, 1, forgeable());
+    source.until("in the attempt", |state| state.phase == MemberPhase::Updating).await;
+    source.until("out of the attempt", |state| state.phase == MemberPhase::Ready).await;
+    let view = source.core.events().update().unwrap();
+    assert_eq!(view.phase, UpdatePhase::Failed);
+    assert!(view.failure.as_ref().is_some_and(|failure| failure.contains("differs from the manifest")), "{:?}", view.failure);
+    assert!(rollouts.iter().all(|rollout| rollout.engine.get(|inside| inside.installs) == 0));
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    assert_eq!(publishing.outcome().await.unwrap().attempts, 2);
+}
+
+/// What `update.digest: Xxh3` does not protect from, as docs/security.md says.
+#[tokio::test(flavor = "multi_thread")]
+async fn bytes_that_a_relay_forged_pass_where_xxh3_was_chosen() {
+    let mut bed = Bed::new();
+    bed.policy.digest = Digest::Xxh3;
+    let (source, rollouts) = (bed.source(), bed.rollouts(1));
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    bed.corrupt.store(true, Ordering::SeqCst);
+    assert_eq!(publish(&source, 1, forgeable()).outcome().await.unwrap().attempts, 1);
+    assert!(!bed.corrupt.load(Ordering::SeqCst), "the forged bytes were sent");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -84,6 +84,7 @@ fn prepare(id: &EpochId, pod_uid: &str, port: u16, role: Role) -> PrepareRequest
         max_skew: None,
         bucket_bytes: 0,
         delivery: weightsync_core::protocol::Delivery::default(),
+        digest: weightsync_core::protocol::Digest::Blake3,
         data_tls: false,
         transport: TransportPolicy::default(),
         health,

@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use weightsync_core::protocol::{Delivery, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, UpdatePolicy};
+use weightsync_core::protocol::{Delivery, Digest, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, UpdatePolicy};
 
 /// Rules of updates; the words of the resource.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -31,6 +31,8 @@ pub struct UpdateFile {
     /// Size of a bucket in MiB; 0 chooses by the model's size.
     #[serde(rename = "bucketMiB")]
     pub bucket_mib: u32,
+    /// How tensors are digested where bytes pass through members.
+    pub digest: Digest,
     pub tls: bool,
     /// How long a joining replica waits for others before a new group is made.
     pub debounce_milliseconds: u32,
@@ -51,6 +53,7 @@ impl Default for UpdateFile {
             retain_mib: 4096,
             keep: 1,
             bucket_mib: 0,
+            digest: Digest::Blake3,
             tls: false,
             debounce_milliseconds: 200,
             health_period_milliseconds: 1000,
@@ -76,6 +79,7 @@ impl UpdateFile {
             retain_bytes: bytes(self.retain_mib),
             keep: self.keep,
             bucket_bytes: bytes(self.bucket_mib),
+            digest: self.digest,
             data_tls: self.tls,
             transport: TransportPolicy::default(),
             health: HealthPolicy { period_ms: period, timeout_ms: period.max(1000), failure_threshold: 3, success_threshold: 1 },

@@ -79,6 +79,7 @@ pub(super) fn policy() -> UpdatePolicy {
         keep: 1,
         bucket_bytes: 0,
         delivery: weightsync_core::protocol::Delivery::default(),
+        digest: weightsync_core::protocol::Digest::Blake3,
         data_tls: false,
         transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1000, timeout_ms: 500, failure_threshold: 3, success_threshold: 1 },

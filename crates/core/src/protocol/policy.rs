@@ -35,6 +35,10 @@ pub struct UpdatePolicy {
     pub keep: u32,
     /// Length of a bucket in bytes; 0 lets the source choose by the size of the model.
     pub bucket_bytes: u64,
+    /// How tensors of a version are digested where bytes pass through members. A coordinator that does not say means [`Digest::Xxh3`]: what
+    /// its members of earlier releases know.
+    #[serde(default)]
+    pub digest: Digest,
     /// Whether the data path uses TLS; without it, members prove themselves by the epoch's secret.
     pub data_tls: bool,
     #[serde(default)]
@@ -47,6 +51,16 @@ pub struct UpdatePolicy {
 
 fn one() -> u32 {
     1
+}
+
+/// How tensors are digested where bytes pass through members (the TCP chain, feeding). Between GPUs it is gsum64.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Digest {
+    /// blake3: a member that passes on other bytes than it got is found out.
+    Blake3,
+    /// xxh3-128: faster on few cores, and no protection from members.
+    #[default]
+    Xxh3,
 }
 
 /// Who joins the group.

@@ -1,14 +1,15 @@
 //! Digests: of buckets on a wire that passes a CPU, and of every tensor by the algorithm that the manifest names.
 //!
 //! Decides how bytes, or shares that a GPU computed of them, become a digest: in one piece, while they arrive, or block by block on several
-//! cores. It finds corruption, misplacement and loss, not an attacker: who may send is decided by TLS and the epoch's secret. It never keeps
-//! bytes.
+//! cores. Digests of buckets, xxh3-128 and gsum64 find corruption, misplacement and loss, not an attacker: other bytes with the same one can be
+//! made. blake3 withstands a member that passes on other bytes than it got. It never keeps bytes.
 
 use std::sync::Arc;
 
 use twox_hash::XxHash3_128;
 
 use super::gsum::Gsum64;
+use super::tree::first_half;
 use super::{DigestAlgorithm, Layout, shown};
 
 /// Length in bytes of the blocks of which a bucket's digest is made; the last one of a bucket may be shorter.
@@ -160,9 +161,10 @@ impl PartHasher {
     }
 }
 
-/// A digest that is being computed, by either algorithm.
+/// A digest that is being computed, by any of the algorithms.
 #[derive(Clone)]
 enum Running {
+    Blake3(Box<blake3::Hasher>),
     Xxh3(Box<BlockHasher>),
     Gsum(Gsum64),
 }
@@ -170,6 +172,7 @@ enum Running {
 impl Running {
     fn new(algorithm: DigestAlgorithm) -> Self {
         match algorithm {
+            DigestAlgorithm::Blake3 => Self::Blake3(Box::default()),
             DigestAlgorithm::Xxh3_128 => Self::Xxh3(Box::default()),
             DigestAlgorithm::Gsum64 => Self::Gsum(Gsum64::new()),
         }
@@ -177,6 +180,7 @@ impl Running {
 
     fn update(&mut self, part: &[u8]) {
         match self {
+            Self::Blake3(hasher) => drop(hasher.update(part)),
             Self::Xxh3(hasher) => hasher.update(part),
             Self::Gsum(sum) => sum.update(part),
         }
@@ -184,6 +188,11 @@ impl Running {
 
     fn take(&mut self) -> u128 {
         match self {
+            Self::Blake3(hasher) => {
+                let digest = first_half(&hasher.finalize());
+                hasher.reset();
+                digest
+            }
             Self::Xxh3(hasher) => hasher.take(),
             Self::Gsum(sum) => sum.take().into(),
         }
@@ -207,6 +216,8 @@ pub enum TensorHasherError {
     TooLong { extra: u64 },
     #[error("the stream ended in tensor {tensor}, after {position} of {total} bytes")]
     TooShort { tensor: String, position: u64, total: u64 },
+    #[error("the digests were not computed within {within:?}")]
+    Late { within: std::time::Duration },
     #[error("shares of a digest came that no part of the stream asked for: {what}")]
     Shares { what: &'static str },
 }

@@ -9,10 +9,13 @@ use serde::{Deserialize, Serialize};
 
 use super::{Cuts, Encoding, Layout, LayoutError, Section, TensorSpec, digest_hex, parse_digest_hex, shown};
 
-/// How bucket and tensor digests of a version are computed; one for the whole version.
+/// How tensor digests of a version are computed; one for the whole version.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DigestAlgorithm {
-    /// xxh3-128, seed 0: for bytes that pass a CPU.
+    /// The first 128 bits of blake3: for bytes that pass through members. No member can find other bytes with the same digest.
+    #[serde(rename = "blake3-128")]
+    Blake3,
+    /// xxh3-128, seed 0: for bytes that pass a CPU, where all members are trusted. A member can make other bytes with the same digest.
     #[default]
     #[serde(rename = "xxh3-128")]
     Xxh3_128,
@@ -25,6 +28,7 @@ impl DigestAlgorithm {
     /// Its name in a manifest.
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Blake3 => "blake3-128",
             Self::Xxh3_128 => "xxh3-128",
             Self::Gsum64 => "gsum64",
         }

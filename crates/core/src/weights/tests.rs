@@ -9,6 +9,7 @@ mod layout;
 mod manifest;
 mod safetensors;
 mod section;
+mod tree;
 mod wire;
 
 use proptest::prelude::*;

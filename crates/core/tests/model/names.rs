@@ -37,6 +37,7 @@ pub(super) fn config(min_ready: u32) -> MembershipConfig {
         max_skew: None,
         bucket_bytes: 0,
         delivery: weightsync_core::protocol::Delivery::default(),
+        digest: weightsync_core::protocol::Digest::Blake3,
         data_tls: false,
         transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 },

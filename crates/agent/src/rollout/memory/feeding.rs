@@ -17,9 +17,10 @@ use crate::rollout::Rollout;
 use crate::rollout::ring::Ring;
 use crate::rollout::switch::Switch;
 use weightsync_core::protocol::BeginRequest;
-use weightsync_core::weights::{Coverage, Layout, TensorHasher};
+use weightsync_core::weights::{Coverage, Layout};
 use weightsync_engine::{HostInstall, HostMemory, InstallError};
 use weightsync_net::memfd::SharedMemory;
+use weightsync_transport::TensorDigests;
 
 impl Rollout {
     /// Opens an install that takes the version as it comes, for a machine without room for it in files. The engine is only looked at, and
@@ -54,7 +55,7 @@ impl Rollout {
         let install = self.engine.begin_host(&job).await.map_err(|error| error.to_string())?;
         let (orders, inbox) = mpsc::unbounded_channel();
         let arriving = Arriving {
-            hasher: TensorHasher::new(layout.clone(), request.algorithm),
+            hasher: TensorDigests::new(layout.clone(), request.algorithm),
             coverage: Coverage::new(layout.total_bytes),
             memory,
             ring: Ring::new(length as u64),

@@ -17,6 +17,7 @@ pub(super) fn policy() -> UpdatePolicy {
         max_skew: None,
         bucket_bytes: 0,
         delivery: crate::protocol::Delivery::default(),
+        digest: crate::protocol::Digest::Blake3,
         data_tls: false,
         transport: TransportPolicy::default(),
         health: HealthPolicy { period_ms: 1_000, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 },

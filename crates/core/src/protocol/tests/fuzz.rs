@@ -39,7 +39,7 @@ pub(super) fn messages() -> Vec<Message> {
     let roster = json!({"members": [member], "worldSize": 3, "chain": ["rollouts/a"]});
     let policy = json!({
         "delivery": "Agent", "pause": "Keep", "kvCache": "Reset", "minReady": 1, "maxUnavailable": 2, "maxSkew": 3, "silenceMs": 1, "updateTimeoutMs": 2,
-        "retainBytes": 3, "keep": 2, "bucketBytes": 4, "dataTls": true, "transport": {"wish": "nccl", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}},
+        "retainBytes": 3, "keep": 2, "bucketBytes": 4, "digest": "Blake3", "dataTls": true, "transport": {"wish": "nccl", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}},
         "health": {"periodMs": 1, "timeoutMs": 2, "failureThreshold": 3, "successThreshold": 4},
         "canary": {"prompt": "p", "maxTokens": 2, "leastLogProbMilli": -4000, "greatestLogProbMilli": 0},
     });
