@@ -1,18 +1,24 @@
-//! Whether this machine has room for so many bytes more: memory of the control group, and free space of a directory.
+//! Whether this machine has room for so many bytes more: memory of the control group and of the node, and free space of a directory.
 //!
-//! Decides before use, because what agents keep counts against the pod: a write that goes over `memory.max` kills somebody, and it may be
-//! the engine or the trainer. Reads limits of control groups of version 2 and 1 on every level that can be seen. Never allocates.
+//! Decides before use, because what agents keep counts against the pod: a write that goes over `memory.max`, or takes the last memory of the
+//! node, kills somebody, and it may be the engine or the trainer. Room is reserved until it is used, so that two engines of one pod do not
+//! get the same. Reads limits of control groups of version 2 and 1 on every level that can be seen. Never allocates.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
-/// Memory that is never asked for, so that the other processes of the pod have room to breathe: 1/32 of the limit.
+use crate::core::lock;
+
+/// Memory that is never asked for, so that other processes of the pod and node have room to breathe: 1/32 of the limit, or of the node.
 const RESERVE: u64 = 32;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NoSpace {
     #[error("{wanted} bytes of memory are needed, {free} are free under the limit of {limit} in {place}")]
     Memory { wanted: u64, free: u64, limit: u64, place: String },
+    #[error("{wanted} bytes of memory are needed, {free} are available on the node")]
+    Node { wanted: u64, free: u64 },
     #[error("{wanted} bytes are needed in {place}, {free} are free")]
     Directory { wanted: u64, free: u64, place: String },
     #[error("{place} cannot be asked for its free space: {cause}")]
@@ -36,23 +42,72 @@ impl MemoryLimit {
     }
 }
 
-/// Where control groups are mounted, and in which of them this process is.
+/// Where control groups are mounted, in which of them this process is, and what is reserved. Clones share the reservations.
 #[derive(Debug, Clone)]
 pub struct Cgroups {
     root: PathBuf,
     own: String,
+    meminfo: PathBuf,
+    ledger: Arc<Ledger>,
+}
+
+/// Bytes that were promised and are not used yet.
+#[derive(Debug, Default)]
+struct Ledger {
+    memory: Mutex<u64>,
+    disk: Mutex<u64>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    Memory,
+    Disk,
+}
+
+impl Ledger {
+    fn of(&self, kind: Kind) -> &Mutex<u64> {
+        match kind {
+            Kind::Memory => &self.memory,
+            Kind::Disk => &self.disk,
+        }
+    }
+}
+
+/// Room that nobody else gets until it is used or this is dropped.
+#[derive(Debug)]
+pub struct Reservation {
+    ledger: Arc<Ledger>,
+    kind: Kind,
+    left: Mutex<u64>,
+}
+
+impl Reservation {
+    /// So many bytes of it are in use now: the machine counts them itself from here on.
+    pub fn used(&self, bytes: u64) {
+        let mut left = lock(&self.left);
+        let bytes = bytes.min(*left);
+        *left -= bytes;
+        let mut all = lock(self.ledger.of(self.kind));
+        *all = all.saturating_sub(bytes);
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.used(u64::MAX);
+    }
 }
 
 impl Cgroups {
     /// Of this process.
     pub fn of_this_process() -> Self {
-        Self { root: PathBuf::from("/sys/fs/cgroup"), own: fs::read_to_string("/proc/self/cgroup").unwrap_or_default() }
+        Self { root: PathBuf::from("/sys/fs/cgroup"), own: fs::read_to_string("/proc/self/cgroup").unwrap_or_default(), meminfo: "/proc/meminfo".into(), ledger: Arc::default() }
     }
 
-    /// With another mount point and another text of `/proc/self/cgroup`.
+    /// With another mount point, which has the node's `meminfo` as well, and another text of `/proc/self/cgroup`.
     #[cfg(test)]
     pub(crate) fn at(root: PathBuf, own: String) -> Self {
-        Self { root, own }
+        Self { meminfo: root.join("meminfo"), root, own, ledger: Arc::default() }
     }
 
     /// The limit with the least free memory among all levels that can be seen; none when nothing is limited.
@@ -60,13 +115,41 @@ impl Cgroups {
         self.levels().into_iter().filter_map(|(directory, v2)| read_limit(&directory, v2)).min_by_key(MemoryLimit::free)
     }
 
-    pub(crate) fn check(&self, wanted: u64) -> Result<(), NoSpace> {
-        match self.tightest() {
-            Some(limit) if limit.free() < wanted => {
-                Err(NoSpace::Memory { wanted, free: limit.free(), limit: limit.limit, place: limit.place.display().to_string() })
-            }
-            _ => Ok(()),
+    /// Reserves memory; refuses what does not fit into the control groups and the node, beside what is reserved already.
+    pub(crate) fn reserve(&self, wanted: u64) -> Result<Reservation, NoSpace> {
+        let mut reserved = lock(self.ledger.of(Kind::Memory));
+        self.check(wanted, *reserved)?;
+        Ok(self.note(Kind::Memory, &mut reserved, wanted))
+    }
+
+    /// Reserves room for files below a directory; where they are memory, it must fit as [`reserve`](Self::reserve) says, too.
+    pub(crate) fn reserve_in(&self, directory: &Path, wanted: u64) -> Result<Reservation, NoSpace> {
+        let kind = if is_memory(directory) { Kind::Memory } else { Kind::Disk };
+        let mut reserved = lock(self.ledger.of(kind));
+        let free = free_in(directory)?.saturating_sub(*reserved);
+        if free < wanted {
+            return Err(NoSpace::Directory { wanted, free, place: directory.display().to_string() });
         }
+        if matches!(kind, Kind::Memory) {
+            self.check(wanted, *reserved)?;
+        }
+        Ok(self.note(kind, &mut reserved, wanted))
+    }
+
+    fn check(&self, wanted: u64, reserved: u64) -> Result<(), NoSpace> {
+        if let Some(limit) = self.tightest() {
+            let free = limit.free().saturating_sub(reserved);
+            if free < wanted {
+                return Err(NoSpace::Memory { wanted, free, limit: limit.limit, place: limit.place.display().to_string() });
+            }
+        }
+        let free = available(&self.meminfo).map(|free| free.saturating_sub(reserved));
+        free.filter(|free| *free < wanted).map_or(Ok(()), |free| Err(NoSpace::Node { wanted, free }))
+    }
+
+    fn note(&self, kind: Kind, reserved: &mut u64, wanted: u64) -> Reservation {
+        *reserved = reserved.saturating_add(wanted);
+        Reservation { ledger: self.ledger.clone(), kind, left: Mutex::new(wanted) }
     }
 
     /// Directories of this process's groups with all their parents, each with whether it is of version 2.
@@ -110,6 +193,17 @@ fn read_number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
+/// Memory that new processes of the node can get without swapping, less the reserve; none where the node does not say.
+fn available(meminfo: &Path) -> Option<u64> {
+    let text = fs::read_to_string(meminfo).ok()?;
+    let kib = |name: &str| -> Option<u64> {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.trim().strip_suffix("kB")?.trim().parse().ok()
+    };
+    let reserve = kib("MemTotal").unwrap_or_default() / RESERVE;
+    Some(kib("MemAvailable")?.saturating_sub(reserve).saturating_mul(1024))
+}
+
 /// Bytes that may still be written below a directory.
 pub(crate) fn free_in(directory: &Path) -> Result<u64, NoSpace> {
     let found = rustix::fs::statvfs(directory)
@@ -125,13 +219,4 @@ fn is_memory(directory: &Path) -> bool {
         let kind = u64::try_from(found.f_type).unwrap_or_default();
         kind == TMPFS || kind == RAMFS
     })
-}
-
-/// Refuses when `wanted` bytes do not fit into a directory; where its files are memory, the control group is asked as well.
-pub(crate) fn check_directory(directory: &Path, wanted: u64, cgroups: &Cgroups) -> Result<(), NoSpace> {
-    let free = free_in(directory)?;
-    if free < wanted {
-        return Err(NoSpace::Directory { wanted, free, place: directory.display().to_string() });
-    }
-    if is_memory(directory) { cgroups.check(wanted) } else { Ok(()) }
 }

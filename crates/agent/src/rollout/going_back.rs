@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::{Inner, Rollout, Version, same_version};
 use crate::core::lock;
 use crate::group::Epoch;
-use crate::space::{NoSpace, check_directory};
+use crate::space::{NoSpace, Reservation};
 use weightsync_core::protocol::{HeldVersion, UpdatePolicy};
 
 impl Rollout {
@@ -40,10 +40,13 @@ impl Rollout {
         self.with(|inner| inner.going_back = false);
     }
 
-    /// Whether there is room for so many bytes more in its directory; earlier versions give way, the oldest first.
-    pub(super) fn make_room(&self, wanted: u64) -> Result<(), NoSpace> {
+    /// Room for so many bytes more in its directory; earlier versions give way, the oldest first.
+    pub(super) fn make_room(&self, wanted: u64) -> Result<Reservation, NoSpace> {
         loop {
-            let Err(full) = check_directory(self.dir.path(), wanted, &self.cgroups) else { return Ok(()) };
+            let full = match self.cgroups.reserve_in(self.dir.path(), wanted) {
+                Ok(room) => return Ok(room),
+                Err(full) => full,
+            };
             let current = self.core.current();
             let dropped = self.with(|inner| {
                 // The version that the group is at, or goes back to, stays to the last.

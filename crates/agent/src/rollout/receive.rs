@@ -14,6 +14,7 @@ use super::version::Version;
 use super::version_dir::VersionDir;
 use crate::core::lock;
 use crate::group::refusal;
+use crate::space::Reservation;
 use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, Manifest, TensorHasherError, digest_hex, parse_digest_hex};
@@ -43,6 +44,8 @@ struct Arriving {
     files: Vec<File>,
     hasher: TensorDigests,
     coverage: Coverage,
+    /// Room for what did not come yet.
+    room: Option<Reservation>,
 }
 
 impl Receiver {
@@ -69,8 +72,17 @@ impl Receiver {
         }
         let hasher = TensorDigests::new(layout.clone(), algorithm);
         let coverage = Coverage::new(layout.total_bytes);
-        let arriving = Mutex::new(Some(Arriving { dir, files, hasher, coverage }));
+        let arriving = Mutex::new(Some(Arriving { dir, files, hasher, coverage, room: None }));
         Ok(Self { update, layout, algorithm, plan, begun: Instant::now(), listener, arriving })
+    }
+
+    /// Gives the room up bit by bit, as it is used.
+    #[must_use]
+    pub fn within(self, room: Reservation) -> Self {
+        if let Some(arriving) = lock(&self.arriving).as_mut() {
+            arriving.room = Some(room);
+        }
+        self
     }
 
     /// Lets the directory go; nothing is taken any more.
@@ -161,6 +173,9 @@ impl BucketStore for Receiver {
 
     fn complete(&self, header: &BucketHeader, _digest: u128) -> Result<(), Refusal> {
         cut_as_laid_out(&self.layout, header)?;
+        if let Some(room) = lock(&self.arriving).as_ref().and_then(|arriving| arriving.room.as_ref()) {
+            room.used(header.bytes);
+        }
         self.listener.received(&self.update, header.offset.saturating_add(header.bytes));
         Ok(())
     }

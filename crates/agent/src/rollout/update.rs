@@ -266,7 +266,9 @@ impl Rollout {
         tracing::info!(why_not, "the version is put into files and not handed over from GPU memory as it comes");
         let plan = SafetensorsPlan::new(&layout, None).map_err(|error| refusal(RefusalCode::Invalid, error.to_string()))?;
         let wanted = plan.total_bytes().saturating_add(self.companions.bytes());
-        if let Err(error) = self.make_room(wanted) {
+        let room = match self.make_room(wanted) {
+            Ok(room) => room,
+            Err(error) => {
             let out_of_space = |what: String| Err(refusal(RefusalCode::OutOfSpace, what));
             if staged_only {
                 return out_of_space(format!("{error} (version {}); membership.maxUnavailable needs them", request.update.version));
@@ -278,12 +280,13 @@ impl Rollout {
                     out_of_space(what)
                 }
             };
-        }
+            }
+        };
         let dir = self.dir.version(request.update.version, request.update.attempt).map_err(|error| internal(error.to_string()))?;
         let listener = Box::new(Weak::clone(&Arc::downgrade(self)));
         let receiver = Receiver::create(request.update.clone(), layout, request.algorithm, plan, dir, listener)
             .map_err(|error| internal(format!("the files of version {} cannot be made: {error}", request.update.version)))?;
-        Ok(Arriving::Files(Arc::new(receiver)))
+        Ok(Arriving::Files(Arc::new(receiver.within(room))))
     }
 
     /// Whether the engine takes the draft model of a version that comes that way, where the version has one.

@@ -227,7 +227,7 @@ impl Source {
             }
             loop {
                 let reason = match fits(layout.total_bytes, shelf.memory(), limit, spare(), &self.cgroups) {
-                    Ok(()) => return Ok(()),
+                    Ok(room) => return Ok(room),
                     Err(reason) => reason,
                 };
                 let old = if layout.total_bytes > limit { None } else { shelf.make_room() };
@@ -241,7 +241,7 @@ impl Source {
             }
         });
         match fit {
-            Ok(()) => Some(Arc::default()),
+            Ok(room) => Some(Arc::new(Keeper::with(room))),
             Err(reason) => {
                 tracing::info!(version = publish.version, reason, "no copy of this version is kept");
                 None

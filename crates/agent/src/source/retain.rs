@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use crate::core::lock;
 use crate::lead::Keep;
 use crate::shelf::Shelved;
-use crate::space::Cgroups;
+use crate::space::{Cgroups, Reservation};
 use crate::version_source::{SourceError, VersionSource};
 use weightsync_core::protocol::HeldVersion;
 use weightsync_core::weights::{Bucket, DigestAlgorithm, Layout};
@@ -69,7 +69,7 @@ impl Shelved for Retained {
 
 /// Takes a copy of a stream while it is sent, once however many attempts send it.
 #[derive(Default)]
-pub struct Keeper(watch::Sender<Kept>);
+pub struct Keeper(watch::Sender<Kept>, Option<Reservation>);
 
 #[derive(Default)]
 struct Kept {
@@ -81,6 +81,11 @@ struct Kept {
 }
 
 impl Keeper {
+    /// One with room for all that it will keep.
+    pub fn with(room: Reservation) -> Self {
+        Self(watch::Sender::default(), Some(room))
+    }
+
     /// What was kept; the keeper is empty then.
     pub fn empty(&self) -> Vec<Bytes> {
         self.0.send_replace(Kept::default()).buckets
@@ -132,6 +137,9 @@ impl Keeper {
         self.0.send_modify(|kept| {
             if kept.buckets.len() as u64 == u64::from(kept.came) {
                 kept.buckets.push(copy.clone());
+                if let Some(room) = &self.1 {
+                    room.used(copy.len() as u64);
+                }
             }
             kept.came += 1;
         });
@@ -139,13 +147,13 @@ impl Keeper {
     }
 }
 
-/// Whether a copy of `wanted` bytes may be kept in memory beside `kept` bytes that are kept already. `spare` bytes of memory are there for it
-/// and are not taken anew.
-pub fn fits(wanted: u64, kept: u64, limit: u64, spare: u64, cgroups: &Cgroups) -> Result<(), String> {
+/// Room for a copy of `wanted` bytes in memory beside `kept` bytes that are kept already; an error says why there is none. `spare` bytes of
+/// memory are there for it and are not taken anew.
+pub fn fits(wanted: u64, kept: u64, limit: u64, spare: u64, cgroups: &Cgroups) -> Result<Reservation, String> {
     if wanted.saturating_add(kept) > limit {
         return Err(format!("{wanted} bytes and {kept} kept already are more than `retain` allows ({limit})"));
     }
-    cgroups.check(wanted.saturating_sub(spare)).map_err(|error| error.to_string())
+    cgroups.reserve(wanted.saturating_sub(spare)).map_err(|error| error.to_string())
 }
 
 struct MemoryReader {

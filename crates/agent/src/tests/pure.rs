@@ -364,8 +364,8 @@ fn memory_is_counted_on_every_level_of_both_versions_of_control_groups() {
     let v2 = Cgroups::at(root.path().to_owned(), "0::/pod/agent\n".into());
     let tightest = v2.tightest().unwrap();
     assert_eq!((tightest.limit, tightest.used), (1_000_000, 700_000));
-    assert!(v2.check(268_000).is_ok());
-    assert!(v2.check(270_000).unwrap_err().to_string().contains("limit of 1000000"));
+    assert!(v2.reserve(268_000).is_ok());
+    assert!(v2.reserve(270_000).unwrap_err().to_string().contains("limit of 1000000"));
     write("memory/pod/memory.limit_in_bytes", "500000\n");
     write("memory/pod/memory.usage_in_bytes", "400000\n");
     let v1 = Cgroups::at(root.path().to_owned(), "12:cpu,cpuacct:/pod\n8:memory:/pod\n".into());
@@ -375,4 +375,35 @@ fn memory_is_counted_on_every_level_of_both_versions_of_control_groups() {
     assert!(fits(10, 0, 10, 0, &unlimited).is_ok());
     assert!(fits(10, 1, 10, 0, &unlimited).is_err());
     assert!(fits(300_000, 0, u64::MAX, 0, &v2).is_err());
+}
+
+#[test]
+fn memory_that_the_node_lacks_is_refused() {
+    let root = tempfile::tempdir().unwrap();
+    std::fs::write(root.path().join("meminfo"), "MemTotal:       32000 kB\nMemFree:  5 kB\nMemAvailable:    3000 kB\n").unwrap();
+    let node = Cgroups::at(root.path().to_owned(), "0::/\n".into());
+    let refused = node.reserve(2001 << 10).unwrap_err().to_string();
+    assert!(refused.contains("2048000 are available on the node"), "{refused}");
+    assert!(node.reserve(2000 << 10).is_ok());
+    let shm = tempfile::tempdir_in("/dev/shm").unwrap();
+    assert!(node.reserve_in(shm.path(), 2001 << 10).is_err());
+    assert!(node.reserve_in(shm.path(), 2000 << 10).is_ok());
+}
+
+#[test]
+fn room_of_one_engine_is_not_given_to_another() {
+    let root = tempfile::tempdir().unwrap();
+    std::fs::write(root.path().join("meminfo"), "MemTotal: 32 kB\nMemAvailable: 1001 kB\n").unwrap();
+    let first = Cgroups::at(root.path().to_owned(), "0::/\n".into());
+    let second = first.clone();
+    let room = first.reserve(600 << 10).unwrap();
+    assert!(second.reserve(500 << 10).is_err());
+    // What was written is counted by the machine, which this file stands for.
+    room.used(200 << 10);
+    std::fs::write(root.path().join("meminfo"), "MemTotal: 32 kB\nMemAvailable: 801 kB\n").unwrap();
+    assert!(second.reserve(500 << 10).is_err());
+    assert!(second.reserve(400 << 10).is_ok());
+    drop(room);
+    assert!(second.reserve(500 << 10).is_ok());
+    assert!(second.reserve(u64::MAX).is_err());
 }

@@ -42,12 +42,16 @@ impl Rollout {
         }
         let cut = Layout::clone(layout).cut_between_tensors();
         // All of it where that fits, so that the engine serves until the last byte is there.
-        let whole = self.cgroups.check(cut.total_bytes).is_ok().then_some(cut.total_bytes.max(64));
-        let capacity = whole.unwrap_or_else(|| least_ring(layout, &cut));
-        self.cgroups.check(capacity).map_err(|error| error.to_string())?;
+        let (all, least) = (cut.total_bytes.max(64), least_ring(layout, &cut));
+        let reserved = self.cgroups.reserve(all).map(|room| (room, Some(all)));
+        let reserved = reserved.or_else(|_| self.cgroups.reserve(least).map(|room| (room, None)));
+        let (room, whole) = reserved.map_err(|error| error.to_string())?;
+        let capacity = whole.unwrap_or(least);
         let length = usize::try_from(capacity.next_multiple_of(64)).map_err(|error| error.to_string())?;
         let made = tokio::task::spawn_blocking(move || SharedMemory::create_writable("weightsync-feed", length)).await;
         let memory = made.map_err(|ended| ended.to_string())?.map_err(|error| format!("no shared memory can be made: {error}"))?;
+        // All pages are taken by now.
+        drop(room);
         let shared = HostMemory::of(&memory.fd(), length as u64).map_err(|error| format!("the memory cannot be shared: {error}"))?;
         let policy = Self::policy_of(epoch);
         let held = (request.update.version, request.manifest_digest.clone());
