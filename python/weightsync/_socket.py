@@ -13,6 +13,7 @@ import mmap
 import os
 import select
 import socket
+import struct
 import time
 import weakref
 from collections import deque
@@ -24,6 +25,27 @@ from .errors import AgentLost, Failed
 PREFIX = "weightsync/"
 ACCEPTS_CONNECTIONS = 1 << 16
 LONGEST_LINE = 256 << 20
+IMAGE_USER = 65532
+"""User of the agent's own image, which a sidecar runs as."""
+
+
+def peer_user(connected: socket.socket) -> int:
+    """The user that listened, as the kernel says."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
+
+
+def check_user(user: int, environment: Mapping[str, str]) -> None:
+    """Refuses an agent of another user: on a host's network anybody can listen under an abstract name.
+
+    Taken are this process's own user, root, the user of the agent's image, and those in WEIGHTSYNC_AGENT_UIDS (numbers with commas between
+    them, or `any`).
+    """
+    more = [each.strip() for each in environment.get("WEIGHTSYNC_AGENT_UIDS", "").split(",") if each.strip()]
+    if user in (os.geteuid(), 0, IMAGE_USER) or "any" in more or str(user) in more:
+        return
+    found = f"user {user} listens on the agent's socket, and this process is of user {os.geteuid()}"
+    raise AgentLost(f"{found}: if that is the agent, name its user in WEIGHTSYNC_AGENT_UIDS", phase="connect")
 
 
 def find(environment: Mapping[str, str], table_path: str = "/proc/net/unix") -> str:
@@ -60,6 +82,11 @@ class Wire:
         except OSError as error:
             self._socket.close()
             raise AgentLost(f"no agent answers at @{name}: {error}", retryable=True, phase="connect") from error
+        try:
+            check_user(peer_user(self._socket), os.environ)
+        except AgentLost:
+            self._socket.close()
+            raise
         self._socket.setblocking(False)
         self._heard = bytearray()
         self._looked_at = 0

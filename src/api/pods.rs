@@ -1,5 +1,8 @@
 //! Pods as the plan sees them. Reads objects, decides nothing about them.
 
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
 use k8s_openapi::api::core::v1::Pod;
 
 use weightsync_core::plan::{PodFacts, PodPhase};
@@ -28,6 +31,7 @@ pub fn pod_facts(pod: &Pod, unready: Option<String>) -> PodFacts {
         _ => PodPhase::Pending,
     };
     PodFacts {
+        ips: addresses(pod),
         uid: metadata.uid.clone().unwrap_or_default(),
         node: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()),
         containers: pod.spec.iter().flat_map(|spec| &spec.containers).map(|container| container.name.clone()).collect(),
@@ -39,6 +43,15 @@ pub fn pod_facts(pod: &Pod, unready: Option<String>) -> PodFacts {
         name,
         labels,
     }
+}
+
+/// The addresses of a pod; the kubelet says them once its sandbox runs.
+fn addresses(pod: &Pod) -> Vec<IpAddr> {
+    let status = pod.status.as_ref();
+    let several = status.and_then(|status| status.pod_ips.as_ref()).into_iter().flatten().map(|each| each.ip.as_str());
+    let first = status.and_then(|status| status.pod_ip.as_deref());
+    let all: BTreeSet<IpAddr> = several.chain(first).filter_map(|ip| ip.parse().ok()).collect();
+    all.into_iter().collect()
 }
 
 /// Annotation that names the container of the engine or trainer; the same one that steers injection.

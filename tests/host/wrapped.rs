@@ -55,7 +55,7 @@ async fn the_end_of_a_wrapped_engine_is_told_at_once_with_its_cause() {
         newest: None,
         transport: TransportPolicy::default(),
     };
-    let pods = vec![PodRef { name: "w".into(), uid: "uid-w".into(), node: None }];
+    let pods = vec![PodRef { name: "w".into(), uid: "uid-w".into(), node: None, ips: Vec::new() }];
     let candidate = Candidate { name: MemberName("actors/w".into()), role: Role::Rollout, size: 1, pods, port: Some(port) };
     let mut handle = operator.claim_with("object", &["w"], &assignment, Some((vec![candidate], Vec::new())));
     let model = Model::small(1).save(&folder.path().join("model"));

@@ -299,6 +299,11 @@ impl Admission for Core {
         if hello.tls {
             check_sender(&epoch, &hello.from, peer)?;
         }
+        // Who sends must not choose what this member dials.
+        let told = |(name, address): &(MemberName, String)| epoch.address(name).is_some_and(|known| known.data == *address);
+        if let Some((name, address)) = hello.rest.iter().find(|next| !told(next)) {
+            return Err(refusal(RefusalCode::Forbidden, format!("{address} is not where {name} is by epoch {}", epoch.id())));
+        }
         if hello.probe {
             return Ok(Arc::new(ProbeStore));
         }

@@ -5,6 +5,7 @@
 //! time. Never waits, never sends, and never looks at weights or engines.
 
 use std::collections::BTreeSet;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use weightsync_core::protocol::{
@@ -370,7 +371,13 @@ impl Group {
                         ),
                     ));
                 }
-                (Some(_), None) => {}
+                (Some(address), None) => {
+                    let head = member.pods.first();
+                    let own = |at: &str| at.parse::<SocketAddr>().ok().and_then(|at| head?.has(at.ip()));
+                    if let Some(foreign) = [&address.control, &address.data].into_iter().find(|at| own(at) == Some(false)) {
+                        return invalid(format!("{foreign} is not an address of the pod of {}: it is not dialled", member.name));
+                    }
+                }
                 (None, _) => return invalid(format!("epoch {} has no address of {}", request.id, member.name)),
                 (Some(_), Some(_)) => return invalid(format!("epoch {} has two addresses of {}", request.id, member.name)),
             }

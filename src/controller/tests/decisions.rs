@@ -103,7 +103,7 @@ fn member(name: &str, standing: MemberStanding, installed: Option<HeldVersion>) 
     MemberView {
         name: MemberName(format!("actors/{name}")),
         role: Role::Rollout,
-        pods: vec![PodRef { name: name.into(), uid: format!("uid-{name}"), node: None }],
+        pods: vec![PodRef { name: name.into(), uid: format!("uid-{name}"), node: None, ips: Vec::new() }],
         incarnation: None,
         rank_offset: None,
         size: 1,

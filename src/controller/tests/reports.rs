@@ -23,7 +23,7 @@ fn member(name: &str, standing: MemberStanding) -> MemberView {
     MemberView {
         name: MemberName(format!("{}/{name}", if source { "trainer" } else { "actors" })),
         role: if source { Role::Source } else { Role::Rollout },
-        pods: vec![PodRef { name: name.into(), uid: format!("uid-{name}"), node: None }],
+        pods: vec![PodRef { name: name.into(), uid: format!("uid-{name}"), node: None, ips: Vec::new() }],
         incarnation: Some(weightsync_core::protocol::Incarnation { pod_uid: format!("uid-{name}"), instance: "a".into() }),
         rank_offset: Some(0),
         size: 1,

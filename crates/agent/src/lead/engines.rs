@@ -4,7 +4,8 @@
 //! store is made with the first bucket, because that is when the engines make theirs. Whatever ends a group aborts it (never destroys it, which
 //! is a rendezvous), and no engine is asked to join anew before that abort is done: leaving would wait for us otherwise. It never repairs one.
 
-use std::collections::BTreeSet;
+mod admitted;
+
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,12 +16,13 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use self::admitted::addresses_of_group;
 use super::Leader;
 use super::calls::Calls;
 use crate::group::{Epoch, refusal};
 use weightsync_core::protocol::worker::{NcclId, Proof};
 use weightsync_core::protocol::{
-    EngineGroup, EngineJoinRequest, EngineJoinResponse, EpochId, GroupPlace, MemberName, Refusal, RefusalCode, Rendezvous, Role,
+    EngineGroup, EngineJoinRequest, EngineJoinResponse, EpochId, GroupPlace, MemberName, Refusal, RefusalCode, Rendezvous,
 };
 use weightsync_gpu::worker::{Worker, WorkerError};
 use weightsync_net::https::CallError;
@@ -187,13 +189,8 @@ impl Leader {
     async fn store(&self, epoch: &Epoch, name: &str, id: &NcclId, over: &CancellationToken) -> Result<Server, Refusal> {
         let failed = |what: String| refusal(RefusalCode::Internal, format!("the engines' store: {what}"));
         let own: SocketAddr = self.transport.address().parse().map_err(|_| failed("this agent has no address".into()))?;
-        let members = &epoch.prepared.roster.members;
-        let several_pods = members.iter().any(|member| member.role == Role::Rollout && member.pods.len() > 1);
-        let known = epoch.commit.addresses.iter().filter_map(|address| address.control.parse::<SocketAddr>().ok());
-        let known: BTreeSet<IpAddr> = known.map(|address| address.ip()).collect();
-        // Of a replica of several pods only the head's address is known here; its other ranks come from theirs.
-        let admitted = move |from: IpAddr| several_pods || known.contains(&from);
-        let store = Server::bind(SocketAddr::new(own.ip(), 0), admitted, over).await.map_err(|error| failed(error.to_string()))?;
+        let group = addresses_of_group(&epoch.prepared.roster, &epoch.commit.addresses).map_err(failed)?;
+        let store = Server::bind(SocketAddr::new(own.ip(), 0), move |from: IpAddr| group.contains(&from.to_canonical()), over).await.map_err(|error| failed(error.to_string()))?;
         for key in nccl_id_keys(name) {
             store.set(&key, &id.0).map_err(|error| failed(error.to_string()))?;
         }

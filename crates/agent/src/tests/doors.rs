@@ -61,7 +61,7 @@ async fn the_data_port_refuses_foreign_and_ended_certificates_and_whoever_lacks_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn stream_whose_sender_is_not_its_certificates_is_refused() {
+async fn stream_of_a_false_sender_or_to_a_false_address_is_refused() {
     let mut bed = Bed::new();
     let (source, rollout, other) = (bed.source(), bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
     let members = [&source, &rollout, &other];
@@ -94,5 +94,11 @@ async fn stream_whose_sender_is_not_its_certificates_is_refused() {
         let refused = matches!(&refused, Err(TransportError::Refused { refusal, .. }) if refusal.code == RefusalCode::Forbidden);
         assert!(refused, "{who:?} as {from}");
     }
-    knock(&rollout, &bed.ca.issue(&agent(WEIGHTSYNC, &other), HOUR).unwrap(), hello(&other.name)).await.unwrap();
+    let honest = bed.ca.issue(&agent(WEIGHTSYNC, &other), HOUR).unwrap();
+    knock(&rollout, &honest, hello(&other.name)).await.unwrap();
+    for rest in [(source.name.clone(), "127.0.0.1:9".to_owned()), (MemberName("actors/nobody".into()), source.address.data.clone())] {
+        let refused = knock(&rollout, &honest, DataHello { rest: vec![rest.clone()], ..hello(&other.name) }).await;
+        let refused = matches!(&refused, Err(TransportError::Refused { refusal, .. }) if refusal.code == RefusalCode::Forbidden);
+        assert!(refused, "{rest:?} is dialled");
+    }
 }

@@ -68,7 +68,7 @@ fn prepare(id: &EpochId, pod_uid: &str, port: u16, role: Role) -> PrepareRequest
         role,
         rank_offset: 1,
         size: 1,
-        pods: vec![PodRef { name: "a".into(), uid: pod_uid.into(), node: None }],
+        pods: vec![PodRef { name: "a".into(), uid: pod_uid.into(), node: None, ips: Vec::new() }],
         port: Some(port),
     };
     let health = HealthPolicy { period_ms: 1, timeout_ms: 1, failure_threshold: 1, success_threshold: 1 };
@@ -375,6 +375,26 @@ fn memory_is_counted_on_every_level_of_both_versions_of_control_groups() {
     assert!(fits(10, 0, 10, 0, &unlimited).is_ok());
     assert!(fits(10, 1, 10, 0, &unlimited).is_err());
     assert!(fits(300_000, 0, u64::MAX, 0, &v2).is_err());
+}
+
+#[test]
+fn commit_with_an_address_of_another_pod_is_refused() {
+    let id = EpochId { weightsync: "w".into(), created: 1, term: 1, epoch: 1 };
+    for (control, data, taken) in [
+        ("10.0.0.7:1", "10.0.0.7:2", true),
+        ("[::ffff:10.0.0.7]:1", "[fd00::7]:2", true),
+        ("10.0.0.8:1", "10.0.0.7:2", false),
+        ("10.0.0.7:1", "127.0.0.1:2", false),
+    ] {
+        let mut group = Group::new(me());
+        let mut prepared = prepare(&id, "pod", 8000, Role::Rollout);
+        prepared.roster.members[0].pods[0].ips = vec!["10.0.0.7".parse().unwrap(), "fd00::7".parse().unwrap()];
+        group.prepare(&prepared).unwrap();
+        let mut request = commit(&id, "life");
+        (request.addresses[0].control, request.addresses[0].data) = (control.into(), data.into());
+        let answer = group.commit(&request).map(drop);
+        assert_eq!(answer.is_ok(), taken, "{control} {data}: {answer:?}");
+    }
 }
 
 #[test]

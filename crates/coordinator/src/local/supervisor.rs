@@ -231,7 +231,7 @@ impl Supervisor {
                 name: pod.spec.member(),
                 role: pod.spec.role,
                 size: pod.spec.size,
-                pods: vec![PodRef { name: pod.spec.name.clone(), uid, node: None }],
+                pods: vec![PodRef { name: pod.spec.name.clone(), uid, node: None, ips: Vec::new() }],
                 port: pod.spec.engine.as_ref().map(|engine| engine.assignment.port),
             });
         }

@@ -126,7 +126,7 @@ pub(super) fn candidate(pod: &str, uid: &str) -> Candidate {
         name: MemberName(format!("{pool}/{pod}")),
         role,
         size: 1,
-        pods: vec![PodRef { name: pod.into(), uid: uid.into(), node: None }],
+        pods: vec![PodRef { name: pod.into(), uid: uid.into(), node: None, ips: Vec::new() }],
         port: (role == Role::Rollout).then_some(8000),
     }
 }

@@ -4,6 +4,7 @@
 //! probes go, since readiness that drops because of an update is no reason to leave a member out, and by the plan for all the rest.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
@@ -149,6 +150,8 @@ pub struct PodFacts {
     pub uid: String,
     /// Node it runs on, where known.
     pub node: Option<String>,
+    /// Its addresses, where it has some by now.
+    pub ips: Vec<IpAddr>,
     pub labels: BTreeMap<String, String>,
     pub containers: BTreeSet<String>,
     pub phase: PodPhase,
@@ -165,7 +168,7 @@ pub struct PodFacts {
 impl PodFacts {
     /// The pod as a roster names it.
     pub fn to_ref(&self) -> PodRef {
-        PodRef { name: self.name.clone(), uid: self.uid.clone(), node: self.node.clone() }
+        PodRef { name: self.name.clone(), uid: self.uid.clone(), node: self.node.clone(), ips: self.ips.clone() }
     }
 
     /// Whether it runs or will run: neither terminal nor terminating.

@@ -1,5 +1,7 @@
 //! The ordered list of members that a group is made of, with ranks. Filled by `plan`; only carried here.
 
+use std::net::IpAddr;
+
 use serde::{Deserialize, Serialize};
 
 use super::{MemberName, Role};
@@ -15,6 +17,17 @@ pub struct PodRef {
     /// Node it runs on, where known: neighbours on one node stand together in the chain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<String>,
+    /// Its addresses, where known: no other is dialled or let in for it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ips: Vec<IpAddr>,
+}
+
+impl PodRef {
+    /// Whether that address is one of its own; none when its addresses are not known.
+    pub fn has(&self, address: IpAddr) -> Option<bool> {
+        let address = address.to_canonical();
+        (!self.ips.is_empty()).then(|| self.ips.iter().any(|ip| ip.to_canonical() == address))
+    }
 }
 
 /// One member of a group.

@@ -146,7 +146,7 @@ impl World {
     }
 
     pub(super) fn pod(&self, slot: usize) -> PodRef {
-        PodRef { name: format!("pod-{slot}"), uid: format!("uid-{slot}-{}", self.slots[slot].generation), node: None }
+        PodRef { name: format!("pod-{slot}"), uid: format!("uid-{slot}-{}", self.slots[slot].generation), node: None, ips: Vec::new() }
     }
 
     /// Another pod, under the same name.

@@ -47,7 +47,7 @@ pub(super) fn candidate(n: u32) -> Candidate {
         name: name(n),
         role: if n == 0 { Role::Source } else { Role::Rollout },
         size: 1,
-        pods: vec![PodRef { name: format!("pod-{n}"), uid: format!("uid-{n}"), node: None }],
+        pods: vec![PodRef { name: format!("pod-{n}"), uid: format!("uid-{n}"), node: None, ips: Vec::new() }],
         port: (n != 0).then_some(8000),
     }
 }

@@ -22,6 +22,7 @@ pub(super) fn pod(app: &str, index: u32, role: &str) -> PodFacts {
         uid: format!("uid-{name}"),
         name,
         node: Some("node-0".to_owned()),
+        ips: Vec::new(),
         labels: BTreeMap::from([("app".to_owned(), app.to_owned()), (ROLE_LABEL.to_owned(), role.to_owned())]),
         containers: ["engine".to_owned(), "trainer".to_owned()].into(),
         phase: PodPhase::Running,
