@@ -141,6 +141,7 @@ impl Operator {
             current: None,
             returned: None,
             newest: None,
+            suspended: false,
             transport: TransportPolicy::default(),
         };
         self.claim_with(object, pods, &assignment, None)

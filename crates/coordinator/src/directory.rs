@@ -1,14 +1,14 @@
 //! Which object claims which pod, and where its announcements go. Written by whoever plans (controller, `weightsync local`), read by the
 //! enrolment server. Answers "not known yet" until it was filled once, so that a restarted controller sends no agent away.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
-use super::news::News;
+use super::news::{Common, News};
 use weightsync_core::protocol::{Announcement, Assignment, HeldVersion, Rejection, Returned, Version};
 
 /// What an object claims of a pod.
@@ -33,6 +33,8 @@ struct Shared {
 struct Inner {
     settled: bool,
     objects: BTreeMap<String, Object>,
+    /// By the UID of the object that cannot be followed.
+    holds: BTreeMap<String, Hold>,
 }
 
 impl Inner {
@@ -48,7 +50,23 @@ struct Object {
     current: Option<HeldVersion>,
     returned: Option<Returned>,
     newest: Option<Version>,
+    suspended: bool,
     announcements: mpsc::Sender<Announcement>,
+}
+
+/// Pods whose agents keep what they hold, because their object cannot be followed now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Held {
+    /// All pods of a namespace: which of them the object selects cannot be read.
+    Namespace(String),
+    /// The pods of these UIDs.
+    Pods(HashSet<String>),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Hold {
+    held: Held,
+    why: String,
 }
 
 impl Directory {
@@ -66,26 +84,40 @@ impl Directory {
     pub(super) fn add(&self, weightsync: &str, created: u64, announcements: mpsc::Sender<Announcement>) {
         let mut inner = self.0.inner.lock();
         let claims = inner.objects.remove(weightsync).map(|object| object.claims).unwrap_or_default();
-        inner.objects.insert(weightsync.to_owned(), Object { created, claims, current: None, returned: None, newest: None, announcements });
+        inner.holds.remove(weightsync);
+        let object = Object { created, claims, current: None, returned: None, newest: None, suspended: false, announcements };
+        inner.objects.insert(weightsync.to_owned(), object);
     }
 
-    /// Says which version every rollout of the object should hold, and which is the newest in service; it goes out with each assignment.
-    /// Answers what is new in that.
-    pub(super) fn set_current(
-        &self,
-        weightsync: &str,
-        current: Option<&HeldVersion>,
-        returned: Option<Returned>,
-        newest: Option<Version>,
-    ) -> News {
+    /// An object cannot be followed, for the reason `why`: agents of pods that it may claim are asked to come again, and keep what they hold.
+    /// Ends with [`remove`](Self::remove), or once a coordinator follows the object.
+    pub fn hold(&self, weightsync: &str, held: Held, why: String) {
+        self.0.inner.lock().holds.insert(weightsync.to_owned(), Hold { held, why });
+    }
+
+    /// Ends the holds of all objects that are not among these.
+    pub fn hold_only(&self, there: &HashSet<String>) {
+        self.0.inner.lock().holds.retain(|weightsync, _| there.contains(weightsync));
+    }
+
+    /// UID of the object that claims a pod; the older object where two do. None before all objects were looked at.
+    pub fn claimant(&self, pod_uid: &str) -> Option<String> {
+        self.claim_of(pod_uid).ok().map(|claimed| claimed.weightsync)
+    }
+
+    /// Takes what goes out with each assignment of the object from now on. Answers what is new in that.
+    pub(super) fn set_common(&self, weightsync: &str, common: Common<'_>) -> News {
         let mut inner = self.0.inner.lock();
         let Some(object) = inner.objects.get_mut(weightsync) else { return News::Nothing };
-        let news = News::between((object.current.as_ref(), object.returned, object.newest), (current, returned, newest));
-        (object.current, object.returned, object.newest) = (current.cloned(), returned, newest);
+        let Object { current, returned, newest, suspended, .. } = object;
+        let before = Common { current: current.as_ref(), returned: *returned, newest: *newest, suspended: *suspended };
+        let news = News::between(before, common);
+        (*current, *returned, *newest, *suspended) = (common.current.cloned(), common.returned, common.newest, common.suspended);
         news
     }
 
-    /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current`, `returned` and `newest` are filled in here).
+    /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current`, `returned`, `newest` and `suspended` are
+    /// filled in here).
     /// Nothing happens to an unknown object.
     pub fn claim(&self, weightsync: &str, claims: HashMap<String, Assignment>) {
         if let Some(object) = self.0.inner.lock().objects.get_mut(weightsync) {
@@ -95,7 +127,9 @@ impl Directory {
 
     /// Forgets an object: its agents are told that nobody claims them, and stop by themselves.
     pub fn remove(&self, weightsync: &str) {
-        self.0.inner.lock().objects.remove(weightsync);
+        let mut inner = self.0.inner.lock();
+        inner.objects.remove(weightsync);
+        inner.holds.remove(weightsync);
     }
 
     /// From now on a pod without a claim has none: all objects were looked at.
@@ -123,11 +157,31 @@ impl Directory {
         });
         match claims.min_by_key(|(object, uid, _)| (object.created, *uid)) {
             Some((object, uid, assignment)) => {
-                let Object { current, returned, newest, .. } = object;
-                let assignment = Assignment { current: current.clone(), returned: *returned, newest: *newest, ..assignment.clone() };
+                let Object { current, returned, newest, suspended, .. } = object;
+                let assignment = Assignment {
+                    current: current.clone(),
+                    returned: *returned,
+                    newest: *newest,
+                    suspended: *suspended,
+                    ..assignment.clone()
+                };
                 Ok(Claimed { weightsync: uid.clone(), assignment })
             }
             None => Err(Rejection { message: format!("no WeightSync claims the pod with UID {pod_uid}"), retryable: false }),
+        }
+    }
+
+    /// The rejection of a pod that no object claims, for an agent that has an object: it may come again while an object that may claim the
+    /// pod cannot be followed.
+    pub(super) fn unclaimed(&self, namespace: &str, pod_uid: &str, rejection: Rejection) -> Rejection {
+        let inner = self.0.inner.lock();
+        let holds = |hold: &&Hold| match &hold.held {
+            Held::Namespace(held) => held == namespace,
+            Held::Pods(pods) => pods.contains(pod_uid),
+        };
+        match inner.holds.values().find(holds) {
+            Some(hold) => Rejection { message: format!("{}: the agent keeps what it holds", hold.why), retryable: true },
+            None => rejection,
         }
     }
 

@@ -122,7 +122,8 @@ async fn announce(
     if pod_uid != announcement.incarnation.pod_uid {
         return Err(forbidden(format!("the certificate is of pod {pod_uid}, not of {}", announcement.incarnation.pod_uid)).into());
     }
-    let claimed = enrollment.directory.claim_of(&pod_uid)?;
+    let held = |rejection| enrollment.directory.unclaimed(&announcement.namespace, &pod_uid, rejection);
+    let claimed = enrollment.directory.claim_of(&pod_uid).map_err(held)?;
     if claimed.weightsync != weightsync {
         return Err(forbidden(format!("the pod belongs to WeightSync {} now, not to {weightsync}; enrol again", claimed.weightsync)).into());
     }

@@ -18,7 +18,7 @@ mod statements;
 pub(crate) mod tests;
 mod tokens;
 
-pub use directory::Directory;
+pub use directory::{Directory, Held};
 pub use enrollment::{Enrollment, ProvenPod, TokenVerifier, keep_certified, router};
 pub use ports::{CoordinatorEvent, EpochStore, EventSink, PersistError};
 pub use run::{Context, Coordinator, CoordinatorHandle, Ended, Timing, Wanted};

@@ -14,18 +14,28 @@ pub(super) enum News {
     Nothing,
     /// Another version counts. Members of the group know it by the update itself.
     Version,
-    /// Which other versions may serve; nobody hears of that but by the assignment.
+    /// Which other versions may serve, or whether the object is suspended; agents hear of that by the assignment only.
     Service,
 }
 
-/// The version that counts, where the group went back to, and the newest version in service.
-type Said<'a> = (Option<&'a HeldVersion>, Option<Returned>, Option<Version>);
+/// What goes out with each assignment of an object.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Common<'a> {
+    /// The version that counts.
+    pub(super) current: Option<&'a HeldVersion>,
+    /// Where the group went back to.
+    pub(super) returned: Option<Returned>,
+    /// The newest version in service.
+    pub(super) newest: Option<Version>,
+    /// Whether the object's pods are released and serve what they have.
+    pub(super) suspended: bool,
+}
 
 impl News {
-    pub(super) fn between(before: Said<'_>, now: Said<'_>) -> Self {
-        if (before.1, before.2) != (now.1, now.2) {
+    pub(super) fn between(before: Common<'_>, now: Common<'_>) -> Self {
+        if (before.returned, before.newest, before.suspended) != (now.returned, now.newest, now.suspended) {
             Self::Service
-        } else if before.0 != now.0 {
+        } else if before.current != now.current {
             Self::Version
         } else {
             Self::Nothing

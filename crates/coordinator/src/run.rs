@@ -2,7 +2,7 @@
 //! membership decides. It never blocks on an agent; what it owns nobody else touches.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use base64::Engine as _;
@@ -16,6 +16,7 @@ use super::attachment::{Attachment, FromAgent, Heard, Listener};
 use super::calls::{Calls, Target};
 use super::clock::Clock;
 use super::directory::Directory;
+use super::news::Common;
 use super::ports::{CoordinatorEvent, EpochStore, EventSink};
 use super::statements::Statements;
 use weightsync_core::membership::{Decision, LeftOut, Membership, MembershipConfig, MembershipView, Observation, Restored};
@@ -85,6 +86,7 @@ pub struct CoordinatorHandle {
     /// What status needs.
     pub view: watch::Receiver<MembershipView>,
     wanted: watch::Sender<Wanted>,
+    stepped_down: Arc<OnceLock<String>>,
     task: AbortOnDropHandle<Ended>,
 }
 
@@ -110,6 +112,11 @@ impl CoordinatorHandle {
         !self.task.is_finished()
     }
 
+    /// Why it stopped deciding, for a person; none while it runs, and when it was told to stop.
+    pub fn stepped_down(&self) -> Option<&str> {
+        self.stepped_down.get().map(String::as_str)
+    }
+
     /// Waits until it ended.
     pub async fn ended(self) -> Ended {
         self.task.await.unwrap_or_else(|error| Ended::SteppedDown(format!("the coordinator failed: {error}")))
@@ -133,6 +140,7 @@ pub struct Coordinator {
     secret: Option<(EpochId, String)>,
     attached: u64,
     clock: Clock,
+    stepped_down: Arc<OnceLock<String>>,
     cancel: CancellationToken,
 }
 
@@ -158,6 +166,7 @@ impl Coordinator {
         let wanted_sender = watch::Sender::new(wanted);
         let mut wanted = wanted_sender.subscribe();
         wanted.mark_changed();
+        let stepped_down = Arc::<OnceLock<String>>::default();
         let mut coordinator = Self {
             membership,
             term,
@@ -174,10 +183,16 @@ impl Coordinator {
             secret: None,
             attached: 0,
             clock: Clock::new(),
+            stepped_down: stepped_down.clone(),
             cancel,
         };
         coordinator.publish();
-        CoordinatorHandle { view: view.subscribe(), wanted: wanted_sender, task: AbortOnDropHandle::new(tokio::spawn(coordinator.run())) }
+        CoordinatorHandle {
+            view: view.subscribe(),
+            wanted: wanted_sender,
+            stepped_down,
+            task: AbortOnDropHandle::new(tokio::spawn(coordinator.run())),
+        }
     }
 
     async fn run(mut self) -> Ended {
@@ -224,7 +239,8 @@ impl Coordinator {
         // Readiness follows once enough replicas went back: until then those that have not serve on.
         let returned = view.returned.filter(|_| view.wanted == view.version);
         let current = view.wanted.as_ref().or(view.version.as_ref());
-        let news = self.context.directory.set_current(&self.applied.config.weightsync, current, returned, view.newest);
+        let common = Common { current, returned, newest: view.newest, suspended: self.wanted.borrow().suspend };
+        let news = self.context.directory.set_common(&self.applied.config.weightsync, common);
         // Whoever is not listened to announces itself anyway.
         let listening = self.agents.iter().filter(|(_, agent)| agent.attachment.is_some()).map(|(incarnation, _)| incarnation);
         let told = news.concerns(&view, listening).into_iter().map(|agent| self.target(agent)).collect();
@@ -364,7 +380,10 @@ impl Coordinator {
             Decision::Event { reason, message, member, warning } => {
                 self.context.events.publish(CoordinatorEvent { reason, message, member, warning });
             }
-            Decision::StepDown { message } => return Some(Ended::SteppedDown(message)),
+            Decision::StepDown { message } => {
+                self.stepped_down.get_or_init(|| message.clone());
+                return Some(Ended::SteppedDown(message));
+            }
         }
         None
     }

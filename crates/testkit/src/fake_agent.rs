@@ -215,9 +215,14 @@ impl FakeAgent {
 
     /// Announces itself once, as one that is listened to or not.
     pub async fn announce(&self, attached: bool) {
+        self.try_announce(attached).await.unwrap();
+    }
+
+    /// The same, with the controller's answer.
+    pub async fn try_announce(&self, attached: bool) -> Result<AnnounceResponse, CallError> {
         let client = ControllerClient::new(self.identity.clone(), self.shared.controller.borrow().clone());
         let announcement = Announcement { attached, ..self.announcement.clone() };
-        client.post_json::<_, AnnounceResponse>("/v1/agents/announce", &announcement, SOON).await.unwrap();
+        client.post_json("/v1/agents/announce", &announcement, SOON).await
     }
 
     /// Like SIGSTOP: connections stay open, nothing comes.

@@ -36,6 +36,7 @@ async fn an_agent_that_is_told_that_its_assignment_changed_asks_for_it_at_once()
         current: None,
         returned: None,
         newest: None,
+        suspended: false,
         transport: TransportPolicy::default(),
     };
     let wanted = watch::Sender::new(nothing.clone());

@@ -225,7 +225,16 @@ impl Supervisor {
             let (role, current, transport) = (pod.spec.role, self.current.clone(), self.spec.policy.transport.clone());
             claims.insert(
                 uid.clone(),
-                Assignment { role, engines, serve_before_first_version: true, current, returned: None, newest: None, transport },
+                Assignment {
+                    role,
+                    engines,
+                    serve_before_first_version: true,
+                    current,
+                    returned: None,
+                    newest: None,
+                    suspended: false,
+                    transport,
+                },
             );
             candidates.push(Candidate {
                 name: pod.spec.member(),

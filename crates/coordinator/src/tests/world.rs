@@ -111,6 +111,7 @@ pub(super) fn assignment(role: Role) -> Assignment {
         current: None,
         returned: None,
         newest: None,
+        suspended: false,
         transport: TransportPolicy::default(),
     }
 }

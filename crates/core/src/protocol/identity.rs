@@ -62,6 +62,9 @@ pub struct Assignment {
     /// The newest version in service, where the object limits how far versions may be apart.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub newest: Option<Version>,
+    /// Whether the object is suspended: its pods are released and serve what they have, whatever `current` says.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub suspended: bool,
     /// How bytes are to travel, so that GPU workers start with the settings that groups will want: told only when a group forms, they are
     /// started twice, which is most of a second after the loss of a source.
     #[serde(default)]
