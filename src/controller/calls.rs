@@ -1,6 +1,9 @@
 //! Calls to the API server. Each ends within a deadline; kube itself has no read timeout, so a hung call would hang the reconcile of its
 //! object for ever. Requests are counted below, by [`counted`](super::counted).
 
+#[cfg(test)]
+mod tests;
+
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
@@ -39,9 +42,21 @@ impl ApiError {
     /// The object is not there, or is another one under the same name (a UID in a patch that does not fit answers 409 or 422).
     pub(super) fn is_gone(&self) -> bool {
         self.status().is_some_and(|status| {
-            status.is_not_found() || ((status.is_conflict() || status.is_invalid()) && status.message.to_ascii_lowercase().contains("uid"))
+            status.is_not_found()
+                || (status.is_conflict() && names_another_uid(&status.message))
+                || (status.is_invalid() && changes_uid(status))
         })
     }
+}
+
+/// Words that no object's name can hold: names have neither spaces nor capital letters.
+fn names_another_uid(message: &str) -> bool {
+    message.contains("UID in precondition") || message.contains("UID in the precondition")
+}
+
+fn changes_uid(status: &kube::core::Status) -> bool {
+    let causes = status.details.iter().flat_map(|details| &details.causes);
+    causes.into_iter().any(|cause| cause.field == "metadata.uid") || status.message.contains(": metadata.uid: ")
 }
 
 #[derive(Clone, Copy, Default)]

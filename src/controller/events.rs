@@ -1,14 +1,20 @@
-//! Tells people by Events, best effort: a full queue or an API server that is away loses an Event, never a reconcile.
+//! Publishes Events, best effort: an API server that is away loses Events, never a reconcile. A full queue drops the oldest: the newest loss
+//! is the one that people look for.
 
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::Client;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
-use tokio::sync::mpsc;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
 use tokio::time::timeout;
-use tokio_stream::wrappers::ReceiverStream;
 
 use super::metrics::ControllerMetrics;
 use weightsync_coordinator::{CoordinatorEvent, EventSink};
@@ -32,17 +38,73 @@ struct Told {
 /// Where Events go. Clones share the queue.
 #[derive(Clone)]
 pub(super) struct Events {
-    queue: mpsc::Sender<Told>,
+    queue: Arc<Queue>,
+    /// Tells the publisher that the last clone is gone.
+    _open: Arc<Open>,
     metrics: ControllerMetrics,
+}
+
+/// Events that wait, at most [`QUEUE`].
+#[derive(Default)]
+struct Queue {
+    waiting: Mutex<Waiting>,
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct Waiting {
+    events: VecDeque<Told>,
+    closed: bool,
+}
+
+struct Open(Arc<Queue>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.waiting.lock().closed = true;
+        self.0.changed.notify_one();
+    }
+}
+
+impl Queue {
+    /// Adds an Event; false when the oldest one made room for it.
+    fn push(&self, event: Told) -> bool {
+        let mut waiting = self.waiting.lock();
+        let fits = waiting.events.len() < QUEUE;
+        if !fits {
+            waiting.events.pop_front();
+        }
+        waiting.events.push_back(event);
+        self.changed.notify_one();
+        fits
+    }
+
+    /// The oldest Event; none once the queue is closed and empty.
+    async fn next(&self) -> Option<Told> {
+        loop {
+            let changed = self.changed.notified();
+            {
+                let mut waiting = self.waiting.lock();
+                if let Some(event) = waiting.events.pop_front() {
+                    return Some(event);
+                }
+                if waiting.closed {
+                    return None;
+                }
+            }
+            changed.await;
+        }
+    }
 }
 
 impl Events {
     /// Starts publishing; ends when the last clone is dropped.
     pub(super) fn start(client: Client, instance: String, metrics: ControllerMetrics) -> Self {
-        let (queue, told) = mpsc::channel::<Told>(QUEUE);
+        let queue = Arc::<Queue>::default();
         let lost = metrics.events_lost.clone();
         let recorder = Recorder::new(client, Reporter { controller: REPORTER.to_owned(), instance: Some(instance) });
-        let publishing = ReceiverStream::new(told).for_each_concurrent(AT_ONCE, move |told| {
+        let waiting = futures::stream::unfold(queue.clone(), |queue| async move { Some((queue.next().await?, queue)) });
+        let publishing = waiting.for_each_concurrent(AT_ONCE, move |told| {
             let (recorder, lost) = (recorder.clone(), lost.clone());
             async move {
                 if !publish(&recorder, told).await {
@@ -51,7 +113,7 @@ impl Events {
             }
         });
         tokio::spawn(publishing);
-        Self { queue, metrics }
+        Self { _open: Arc::new(Open(queue.clone())), queue, metrics }
     }
 
     pub(super) fn of(&self, regarding: ObjectReference) -> ObjectEvents {
@@ -108,9 +170,9 @@ impl ObjectEvents {
         );
         self.events.metrics.count_event(event.reason, event.warning);
         let told = Told { regarding: self.regarding.clone(), related: pod, event };
-        if self.events.queue.try_send(told).is_err() {
+        if !self.events.queue.push(told) {
             self.events.metrics.events_lost.inc();
-            tracing::warn!("too many Events wait; one was dropped");
+            tracing::warn!("too many Events wait; the oldest was dropped");
         }
     }
 }
