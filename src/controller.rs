@@ -23,6 +23,7 @@ mod hold;
 mod launch;
 mod lease;
 mod metrics;
+mod object;
 mod objects;
 mod pods;
 mod readiness;

@@ -2,7 +2,7 @@
 //!
 //! Pure: objects and pods in, a decision out. Asks nobody and writes nothing; two equal inputs give equal decisions.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
@@ -20,6 +20,8 @@ pub(super) struct Decided {
     pub(super) config: MembershipConfig,
     /// Who could take part and who could not.
     pub(super) members: (Vec<Candidate>, Vec<LeftOut>),
+    /// UIDs of the pods that it selects, whether it claims them or not.
+    pub(super) selected: HashSet<String>,
     /// UIDs of pods whose agents belong to it, with what is wanted of them.
     pub(super) claims: HashMap<String, Assignment>,
     pub(super) suspend: bool,
@@ -81,6 +83,7 @@ pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod])
     let misfits = planned.left_out.iter().filter(|left_out| left_out.code.is_refusal());
     Decided {
         config: config(object, replicas),
+        selected: facts.iter().map(|pod| pod.uid.clone()).collect(),
         claims: if refused.is_some() { HashMap::new() } else { claims(object, &facts) },
         suspend: object.spec.suspend,
         misfits: misfits.map(|left_out| (left_out.code.reason(), left_out.message.clone())).collect(),
@@ -163,6 +166,7 @@ fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment>
         current: None,
         returned: None,
         newest: None,
+        suspended: false,
         transport: object.spec.transport_policy(),
     };
     let mut claims = HashMap::new();

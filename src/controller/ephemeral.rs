@@ -75,7 +75,7 @@ pub(super) fn need(pod: &Pod, target: &str, now: Timestamp) -> Need {
     if up.and_then(|status| status.state.as_ref()).is_none_or(|state| state.running.is_none()) {
         return Need::Nothing;
     }
-    let launched = spec.ephemeral_containers.iter().flatten().filter(|container| container.name.starts_with(PREFIX)).count();
+    let launched = launches(pod);
     let mut statuses = status.ephemeral_container_statuses.iter().flatten().filter(|status| status.name.starts_with(PREFIX));
     let ended: Vec<&ContainerStatus> = statuses.clone().filter(|status| is_ended(status)).collect();
     if ended.len() < launched {
@@ -91,6 +91,12 @@ pub(super) fn need(pod: &Pod, target: &str, now: Timestamp) -> Need {
         return Need::Wait(wait);
     }
     Need::Launch(format!("{PREFIX}{}", launched + 1))
+}
+
+/// Ephemeral agents that were added to the pod in its life.
+pub(super) fn launches(pod: &Pod) -> usize {
+    let containers = pod.spec.iter().flat_map(|spec| spec.ephemeral_containers.iter().flatten());
+    containers.filter(|container| container.name.starts_with(PREFIX)).count()
 }
 
 fn is_ended(status: &ContainerStatus) -> bool {

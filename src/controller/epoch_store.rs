@@ -1,8 +1,9 @@
 //! Writes `status.epoch` by compare-and-swap, before any agent hears of it. Decides from what the API server says now, never from a cache,
-//! whether somebody else leads this object.
+//! whether another controller wrote this object since.
 
+use std::cmp::Ordering;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -27,7 +28,7 @@ pub(super) struct KubeEpochStore {
     pub(super) calls: Calls,
     pub(super) leadership: Leadership,
     pub(super) name: String,
-    /// Highest epoch seen in the object, for whoever starts anew.
+    /// Highest epoch seen in the object, for the coordinator that follows this one.
     pub(super) seen: Arc<AtomicU64>,
 }
 
@@ -42,15 +43,18 @@ pub(super) enum Found {
     Conflict(String),
 }
 
+/// Compares what is stored with what this controller wants to write, in the order in which agents compare epochs. A higher term with a lower
+/// epoch is no conflict: it is left from an installation whose Lease is gone. Who leads now is the Lease's word, not the object's.
 pub(super) fn judge(found_epoch: u64, found_term: u64, id: &EpochId) -> Found {
-    if found_term > id.term {
-        return Found::Conflict(format!("term {found_term} wrote epoch {found_epoch}; this is term {}", id.term));
+    match (found_epoch, found_term).cmp(&(id.epoch, id.term)) {
+        Ordering::Less => Found::Write,
+        Ordering::Equal => Found::WrittenAlready,
+        Ordering::Greater => Found::Conflict(format!(
+            "another controller (term {found_term}) wrote epoch {found_epoch} of this object; this one (term {}) wanted to write {}. If this \
+             repeats, two installations watch the namespace: remove one",
+            id.term, id.epoch
+        )),
     }
-    if found_epoch > id.epoch {
-        return Found::Conflict(format!("epoch {found_epoch} is there already, {} was to be written", id.epoch));
-    }
-    // An earlier leader may have written the same number late; a higher term supersedes it.
-    if (found_epoch, found_term) == (id.epoch, id.term) { Found::WrittenAlready } else { Found::Write }
 }
 
 fn number(object: &DynamicObject, field: &str) -> u64 {
@@ -71,7 +75,7 @@ impl KubeEpochStore {
         let found = found.items.into_iter().find(|object| object.metadata.uid.as_deref() == Some(&id.weightsync));
         let object = found.ok_or_else(|| other("the object is gone"))?;
         let (epoch, term) = (number(&object, "epoch"), number(&object, "term"));
-        self.seen.fetch_max(epoch, Ordering::SeqCst);
+        self.seen.fetch_max(epoch, SeqCst);
         match judge(epoch, term, id) {
             Found::WrittenAlready => return Ok(true),
             Found::Conflict(message) => return Err(PersistError::Conflict(message)),
@@ -90,7 +94,7 @@ impl KubeEpochStore {
         let what = format!("write epoch {} of WeightSync {}", id.epoch, self.name);
         match self.calls.run(what, self.api.patch_status(&self.name, &params, &Patch::Apply(patch))).await {
             Ok(_) => {
-                self.seen.fetch_max(id.epoch, Ordering::SeqCst);
+                self.seen.fetch_max(id.epoch, SeqCst);
                 Ok(true)
             }
             Err(error) if error.is_conflict() => Ok(false),

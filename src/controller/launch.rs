@@ -1,16 +1,19 @@
 //! Puts agents into running pods as ephemeral containers, where the object asks for it, and tells of pods that should have been wrapped.
 //! `ephemeral` decides; this carries out and tells.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::jiff::Timestamp;
 use kube::ResourceExt;
+use parking_lot::Mutex;
+use tokio::time::Instant;
 
 use super::calls::ApiError;
 use super::decide::{Decided, target_container};
-use super::ephemeral::{Need, Recipe, container, need, unwrapped};
+use super::ephemeral::{Need, Recipe, container, launches, need, unwrapped};
 use super::events::ObjectEvents;
 use super::pods::Pods;
 use crate::api::{Launch, SecretKey, WeightSync};
@@ -25,6 +28,30 @@ pub(super) struct Launcher {
     pub(super) controller_url: String,
     pub(super) controller_ca: String,
     pub(super) tokens: SingleUseTokens,
+    pub(super) recent: Recent,
+}
+
+/// How long the cache of pods may lag before what it shows counts again.
+const LAG: Duration = Duration::from_secs(60);
+
+/// How many agents were added to a pod that the cache does not show yet. A container can be added once under its name, so a second try from a
+/// stale cache only fails.
+#[derive(Default)]
+pub(super) struct Recent(Mutex<HashMap<String, (usize, Instant)>>);
+
+impl Recent {
+    fn note(&self, pod: &Pod) {
+        let mut recent = self.0.lock();
+        recent.retain(|_, (_, at)| at.elapsed() < LAG);
+        recent.insert(pod.uid().unwrap_or_default(), (launches(pod) + 1, Instant::now()));
+    }
+
+    /// Whether the cache shows every agent that was added to the pod.
+    fn is_shown(&self, pod: &Pod) -> bool {
+        let recent = self.0.lock();
+        let known = pod.uid().and_then(|uid| recent.get(&uid).copied());
+        known.is_none_or(|(count, at)| launches(pod) >= count || at.elapsed() >= LAG)
+    }
 }
 
 #[derive(Debug, Default)]
@@ -68,6 +95,9 @@ impl Launcher {
             }
             let Some(pod) = pods.iter().find(|pod| pod.uid().as_deref() == Some(&head.uid)) else { continue };
             let Some(target) = target_container(object, pod) else { continue };
+            if !self.recent.is_shown(pod) {
+                continue;
+            }
             match need(pod, &target, Timestamp::now()) {
                 Need::Nothing => {}
                 Need::Wait(wait) => launched.again = Some(launched.again.map_or(wait, |again| again.min(wait))),
@@ -77,7 +107,10 @@ impl Launcher {
                     let recipe = self.recipe(object, candidate, pod, &target, name);
                     let message = format!("added {} beside container {target}", recipe.name);
                     match writes.add_ephemeral(pod, &container(pod, recipe)).await {
-                        Ok(()) => tell(events, Reason::AgentLaunched, &candidate.name, message, false),
+                        Ok(()) => {
+                            self.recent.note(pod);
+                            tell(events, Reason::AgentLaunched, &candidate.name, message, false);
+                        }
                         Err(error) => {
                             tell(events, Reason::AgentLaunchFailed, &candidate.name, error.to_string(), true);
                             launched.problems.push((Reason::AgentLaunchFailed, error.to_string()));

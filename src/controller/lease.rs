@@ -47,7 +47,7 @@ pub struct Claim {
     pub holder: String,
     /// Until when, if it is not renewed.
     pub expiry: Instant,
-    /// Transitions of the lease: every new leader has a higher one.
+    /// Transitions of the lease: every new leader has a higher one than each leader before it.
     pub term: u64,
 }
 
@@ -106,6 +106,9 @@ impl Leadership {
     }
 }
 
+/// The highest term that a Lease can store.
+const TERMS: u64 = (1 << 31) - 1;
+
 /// Takes the lease, keeps it, and gives it back.
 pub struct LeaseManager {
     api: Api<Lease>,
@@ -116,6 +119,7 @@ pub struct LeaseManager {
     /// When a renewal was sent whose answer did not come.
     unanswered: Option<Instant>,
     renew_failures: Box<dyn Fn() + Send + Sync>,
+    floor: Box<dyn Fn() -> Option<u64> + Send + Sync>,
 }
 
 enum CallFailed {
@@ -127,7 +131,23 @@ enum CallFailed {
 impl LeaseManager {
     /// `api` must come from a client without hidden retries (`kube::Config::default_retry = false`): each call here has its own deadline.
     pub fn new(api: Api<Lease>, config: LeaseConfig) -> Self {
-        Self { api, config, claim: watch::Sender::new(None), seen: None, unanswered: None, renew_failures: Box::new(|| {}) }
+        Self {
+            api,
+            config,
+            claim: watch::Sender::new(None),
+            seen: None,
+            unanswered: None,
+            renew_failures: Box::new(|| {}),
+            floor: Box::new(|| None),
+        }
+    }
+
+    /// Asks `highest` for the highest term that an earlier leader is known to have had, whenever the lease is taken. The new term is above it,
+    /// also where the Lease was deleted, belongs to another release, or was made again.
+    #[must_use]
+    pub fn above(mut self, highest: impl Fn() -> Option<u64> + Send + Sync + 'static) -> Self {
+        self.floor = Box::new(highest);
+        self
     }
 
     /// Calls `count` for each call that failed while the lease was held.
@@ -207,7 +227,7 @@ impl LeaseManager {
             Err(CallFailed::NotFound) => {
                 let fresh = Lease {
                     metadata: ObjectMeta { name: Some(self.config.name.clone()), ..ObjectMeta::default() },
-                    spec: Some(self.spec(0, now())),
+                    spec: Some(self.spec(self.next_term(None), now())),
                 };
                 return match self.create(&fresh).await {
                     Ok(created) => Ok(Some(self.claimed(created, before))),
@@ -229,7 +249,7 @@ impl LeaseManager {
         }
         // Also when the name is ours: an earlier process of this pod may have begun things in its term.
         let mut taken = lease;
-        taken.spec = Some(self.spec(term_of(&taken) + 1, now()));
+        taken.spec = Some(self.spec(self.next_term(Some(term_of(&taken))), now()));
         let before = Instant::now();
         match self.write(&taken).await {
             Ok(written) => Ok(Some(self.claimed(written, before))),
@@ -288,6 +308,13 @@ impl LeaseManager {
             }
             Err(failed) => Err(failed),
         }
+    }
+
+    /// A term above that of the Lease and above every other that is known; 0 where there is none.
+    fn next_term(&self, of_lease: Option<u64>) -> u64 {
+        // The Lease stores 31 bits: a number that no controller wrote must not use them up.
+        let known = (self.floor)().filter(|term| *term < TERMS / 2);
+        of_lease.into_iter().chain(known).max().map_or(0, |term| term.saturating_add(1).min(TERMS))
     }
 
     fn spec(&self, term: u64, at: Timestamp) -> LeaseSpec {

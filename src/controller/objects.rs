@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{ObjectReference, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::jiff::Timestamp;
 use kube::runtime::reflector::ObjectRef;
 use kube::{Client, Resource, ResourceExt};
@@ -23,14 +24,15 @@ use super::events::{Events, ObjectEvents};
 use super::history::{Attempt, History};
 use super::hold::HOLD;
 use super::metrics::ControllerMetrics;
+use super::object::{Object, Unreadable};
 use super::pods::Pods;
 use super::readiness::{Verdict, is_gated};
-use super::stores::{Object, Scope};
+use super::stores::Scope;
 use super::traces::{Traces, Trail};
 use super::triggers::Triggers;
 use crate::api::{WeightSync, WeightSyncStatus};
 use crate::controller::lease::Leadership;
-use weightsync_coordinator::{Context, Coordinator, CoordinatorHandle, Directory, Timing, Wanted};
+use weightsync_coordinator::{Context, Coordinator, CoordinatorHandle, Directory, Held, Timing, Wanted};
 use weightsync_core::membership::{Membership, MembershipView, Restored};
 use weightsync_core::protocol::{HeldVersion, Reason};
 use weightsync_net::backoff::Backoff;
@@ -67,14 +69,43 @@ struct Entry {
     handle: CoordinatorHandle,
     seen_epoch: Arc<AtomicU64>,
     /// The status as it was last written, to write only what differs.
-    written: Option<WeightSyncStatus>,
+    written: Option<Written>,
     /// Since when a change of it waits for more.
     held_since: Option<Instant>,
     history: Arc<Mutex<History>>,
     restarts: Backoff,
     restart_at: Option<Instant>,
+    /// Why an earlier coordinator of it stopped deciding, until a group was formed since.
+    stepped_down: Option<String>,
     _forward: AbortOnDropHandle<()>,
     _record: AbortOnDropHandle<()>,
+}
+
+/// What outlives a coordinator of an object.
+struct Kept {
+    restarts: Backoff,
+    history: Arc<Mutex<History>>,
+    stepped_down: Option<String>,
+}
+
+/// A status as this controller wrote it.
+#[derive(Clone)]
+pub(super) struct Written {
+    pub(super) status: WeightSyncStatus,
+    /// The object's resourceVersion by that.
+    pub(super) at: Option<String>,
+}
+
+impl Written {
+    /// Whether a cached object is older than this write.
+    pub(super) fn is_newer_than(&self, cached: &WeightSync) -> bool {
+        let number = |version: Option<&String>| version.and_then(|version| version.parse::<u64>().ok());
+        // Versions of one resource grow; where they are no numbers, the write counts.
+        match (number(self.at.as_ref()), number(cached.metadata.resource_version.as_ref())) {
+            (Some(written), Some(cached)) => cached < written,
+            _ => true,
+        }
+    }
 }
 
 /// One object as metrics and the web page show it.
@@ -111,6 +142,10 @@ impl Objects {
             && entry.handle.is_running()
         {
             entry.object = object.clone();
+            if entry.handle.view.borrow().committed {
+                entry.stepped_down = None;
+                entry.restarts.succeeded();
+            }
             // A working group is not dissolved by an edit that makes no sense.
             if !invalid {
                 self.world.directory.claim(&uid, decided.claims.clone());
@@ -122,13 +157,20 @@ impl Objects {
         let history = earlier.as_ref().map(|entry| entry.history.clone()).unwrap_or_default();
         let restored = restored(object, term, earlier.as_ref());
         let idle = |restored| Membership::new(decided.config.clone(), restored).view();
-        if invalid || (earlier.is_none() && decided.refused.is_some()) {
+        if let Some((Reason::InvalidSpec, message)) = &decided.refused {
+            let pods = decided.selected.clone();
+            self.hold_agents(object.meta(), Held::Pods(pods), message);
             return idle(restored);
         }
+        if earlier.is_none() && decided.refused.is_some() {
+            return idle(restored);
+        }
+        let stepped_down = earlier.as_ref().and_then(|entry| entry.handle.stepped_down().map(str::to_owned));
         let mut restarts =
             earlier.as_ref().map_or_else(|| Backoff::new(Duration::from_secs(1), Duration::from_secs(60)), |entry| entry.restarts.clone());
         if let Some(mut entry) = earlier {
-            // It stepped down. If another controller leads, this one ends soon; otherwise start anew, but not in a loop.
+            entry.stepped_down = stepped_down.clone().or(entry.stepped_down);
+            // If another controller leads, this one ends soon; otherwise start again, but not in a loop.
             let at = *entry.restart_at.get_or_insert_with(|| Instant::now() + restarts.failed());
             entry.restarts = restarts.clone();
             if Instant::now() < at {
@@ -137,22 +179,15 @@ impl Objects {
                 return view;
             }
         }
-        let entry = self.start(object, decided, restored, restarts, history, scope);
+        let entry = self.start(object, decided, restored, Kept { restarts, history, stepped_down }, scope);
         self.world.directory.claim(&uid, decided.claims.clone());
         let view = entry.handle.view.borrow().clone();
         entries.insert(uid, entry);
         view
     }
 
-    fn start(
-        &self,
-        object: &Arc<WeightSync>,
-        decided: &Decided,
-        restored: Restored,
-        restarts: Backoff,
-        history: Arc<Mutex<History>>,
-        scope: &Scope,
-    ) -> Entry {
+    fn start(&self, object: &Arc<WeightSync>, decided: &Decided, restored: Restored, kept: Kept, scope: &Scope) -> Entry {
+        let Kept { restarts, history, stepped_down } = kept;
         let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
         tracing::info!(namespace, name, epoch = restored.epoch, term = restored.term, "following a WeightSync");
         let world = &self.world;
@@ -189,9 +224,42 @@ impl Objects {
             history,
             restarts,
             restart_at: None,
+            stepped_down,
             _forward: AbortOnDropHandle::new(tokio::spawn(forward)),
             _record: AbortOnDropHandle::new(tokio::spawn(record)),
         }
+    }
+
+    /// Holds the agents of an object that no coordinator follows: it cannot be read, or makes no sense.
+    fn hold_agents(&self, object: &ObjectMeta, held: Held, why: &str) {
+        let (namespace, name) = (object.namespace.as_deref().unwrap_or_default(), object.name.as_deref().unwrap_or_default());
+        let why = format!("WeightSync {namespace}/{name} cannot be followed: {why}");
+        self.world.directory.hold(object.uid.as_deref().unwrap_or_default(), held, why);
+    }
+
+    /// Holds the agents of an object that cannot be read, unless a coordinator follows it as it was read last.
+    pub(super) fn hold_unreadable(&self, object: &Unreadable) {
+        if !self.runs(object.metadata.uid.as_deref().unwrap_or_default()) {
+            let namespace = object.metadata.namespace.clone().unwrap_or_default();
+            self.hold_agents(&object.metadata, Held::Namespace(namespace), &object.error);
+        }
+    }
+
+    /// Whether a coordinator follows the object.
+    pub(super) fn runs(&self, uid: &str) -> bool {
+        self.entries.lock().get(uid).is_some_and(|entry| entry.handle.is_running())
+    }
+
+    /// Why its coordinator stopped deciding, while no group was formed since.
+    pub(super) fn stepped_down(&self, uid: &str) -> Option<String> {
+        let entries = self.entries.lock();
+        let entry = entries.get(uid).filter(|entry| !entry.handle.view.borrow().committed || !entry.handle.is_running())?;
+        entry.handle.stepped_down().map(str::to_owned).or_else(|| entry.stepped_down.clone())
+    }
+
+    /// Whether the object's word on a pod counts: no older object claims it.
+    pub(super) fn claims(&self, uid: &str, pod: &Pod) -> bool {
+        pod.uid().and_then(|pod| self.world.directory.claimant(&pod)).as_deref() == Some(uid)
     }
 
     /// How long until a coordinator that stepped down starts again.
@@ -202,7 +270,7 @@ impl Objects {
         Some(at.saturating_duration_since(Instant::now()))
     }
 
-    pub(super) fn written(&self, uid: &str) -> Option<WeightSyncStatus> {
+    pub(super) fn written(&self, uid: &str) -> Option<Written> {
         self.entries.lock().get(uid).and_then(|entry| entry.written.clone())
     }
 
@@ -220,11 +288,10 @@ impl Objects {
         }
     }
 
-    pub(super) fn set_written(&self, uid: &str, status: WeightSyncStatus) {
+    pub(super) fn set_written(&self, uid: &str, written: Written) {
         if let Some(entry) = self.entries.lock().get_mut(uid) {
-            entry.written = Some(status);
+            entry.written = Some(written);
             entry.held_since = None;
-            entry.restarts.succeeded();
         }
     }
 
@@ -234,7 +301,7 @@ impl Objects {
             namespace: entry.object.namespace().unwrap_or_default(),
             name: entry.object.name_any(),
             suspended: entry.object.spec.suspend,
-            status: entry.written.clone().or_else(|| entry.object.status.clone()),
+            status: entry.written.as_ref().map(|written| written.status.clone()).or_else(|| entry.object.status.clone()),
             view: entry.handle.view.borrow().clone(),
             history: entry.history.lock().latest(),
         };
@@ -254,6 +321,7 @@ impl Objects {
             let uids: Vec<String> = entries.keys().filter(|uid| !there.contains(*uid)).cloned().collect();
             uids.iter().filter_map(|uid| entries.remove(uid)).collect()
         };
+        self.world.directory.hold_only(&there);
         for entry in gone {
             let pods = scopes.iter().flat_map(|scope| scope.pods_in(&entry.object.namespace().unwrap_or_default())).collect();
             let objects = self.clone();
@@ -276,7 +344,8 @@ impl Objects {
         self.world.directory.remove(&uid);
         let writes = Pods::new(self.world.client.clone(), self.world.calls, &namespace);
         let verdict = Verdict::serve(Reason::Released, "the WeightSync was deleted: the pod serves what it has");
-        for pod in pods.iter().filter(|pod| is_gated(pod) && target_container(&object, pod).is_some()) {
+        let others = |pod: &Pod| pod.uid().and_then(|pod| self.world.directory.claimant(&pod)).is_some();
+        for pod in pods.iter().filter(|pod| is_gated(pod) && target_container(&object, pod).is_some() && !others(pod)) {
             if let Err(error) = writes.set_readiness(pod, &verdict).await {
                 tracing::warn!(%error, "a pod of a deleted WeightSync may stay unready");
             }

@@ -10,7 +10,8 @@ use kube::ResourceExt;
 use super::decide::target_container;
 use crate::api::WeightSync;
 use weightsync_core::membership::{GroupStage, MemberView, MembershipView};
-use weightsync_core::protocol::{Reason, Role};
+use weightsync_core::plan::{ROLE_LABEL, ROLE_TRAINER};
+use weightsync_core::protocol::Reason;
 
 /// The readiness gate, and the type of the condition that opens it.
 pub(super) const GATE: &str = "weightsync.dev/ready";
@@ -44,29 +45,46 @@ pub(super) fn present(pod: &Pod) -> Option<bool> {
 /// What the conditions of the object's gated pods should say; pods about which nothing is known are left out.
 pub(super) fn verdicts(object: &WeightSync, view: &MembershipView, pods: &[&Pod]) -> BTreeMap<String, Verdict> {
     let gated = pods.iter().filter(|pod| is_gated(pod) && target_container(object, pod).is_some());
-    gated.filter_map(|pod| Some((pod.uid()?, verdict(object, view, &pod.uid()?)?))).collect()
+    gated.filter_map(|pod| Some((pod.uid()?, verdict(object, view, pod, &pod.uid()?)?))).collect()
 }
 
-fn verdict(object: &WeightSync, view: &MembershipView, uid: &str) -> Option<Verdict> {
+fn verdict(object: &WeightSync, view: &MembershipView, pod: &Pod, uid: &str) -> Option<Verdict> {
     if object.spec.suspend {
         return Some(Verdict::serve(Reason::Suspended, "the WeightSync is suspended: the pod serves what it has"));
+    }
+    if is_trainers(pod) {
+        return Some(Verdict::serve(Reason::AsWanted, "a trainer's pod is ready as it is"));
     }
     if view.stage == GroupStage::Adopting {
         return None;
     }
     let members: Vec<&MemberView> = view.members.iter().filter(|member| member.pods.iter().any(|pod| pod.uid == uid)).collect();
-    if members.is_empty() || members.iter().any(|member| member.role == Role::Source) {
-        let serves = members.first().map_or(object.spec.serve_before_first_version(), |_| true);
-        let message = if serves { "the pod is no replica that could be wrong" } else { "the pod is in no group yet" };
-        return Some(Verdict {
-            ready: serves,
-            reason: if serves { Reason::AsWanted } else { Reason::NotCandidate },
-            message: message.into(),
+    if members.is_empty() {
+        // A look may come before the group knows of a new pod: then only what holds for every pod is said.
+        return Some(match view.wanted.as_ref().or(view.version.as_ref()) {
+            Some(current) => Verdict {
+                ready: false,
+                reason: Reason::NotCandidate,
+                message: format!("the pod is no member yet, and is not known to serve version {}", current.version),
+            },
+            None => before_first_version(object),
         });
     }
     // A pod with several engines is as ready as the least ready of them.
     let judged = members.iter().map(|member| replica(object, view, member));
     judged.min_by_key(|verdict| verdict.ready)
+}
+
+fn is_trainers(pod: &Pod) -> bool {
+    pod.labels().get(ROLE_LABEL).is_some_and(|role| role == ROLE_TRAINER)
+}
+
+fn before_first_version(object: &WeightSync) -> Verdict {
+    if object.spec.serve_before_first_version() {
+        return Verdict::serve(Reason::NoVersion, "no version was published yet");
+    }
+    let message = "no version was published yet, and beforeFirstVersion is Hold".into();
+    Verdict { ready: false, reason: Reason::NoVersion, message }
 }
 
 fn replica(object: &WeightSync, view: &MembershipView, member: &MemberView) -> Verdict {
@@ -75,17 +93,7 @@ fn replica(object: &WeightSync, view: &MembershipView, member: &MemberView) -> V
     if member.dirty {
         return not(format!("an install did not end well: {}", member.message));
     }
-    let Some(current) = &view.version else {
-        return if object.spec.serve_before_first_version() {
-            Verdict::serve(Reason::NoVersion, "no version was published yet")
-        } else {
-            Verdict {
-                ready: false,
-                reason: Reason::NoVersion,
-                message: "no version was published yet, and beforeFirstVersion is Hold".into(),
-            }
-        };
-    };
+    let Some(current) = &view.version else { return before_first_version(object) };
     match &member.installed {
         // The engine confirmed it since its present start.
         Some(held) => match view.may_serve(held) {

@@ -14,7 +14,7 @@ use kube::runtime::controller::Action;
 use kube::{Api, Resource, ResourceExt};
 use parking_lot::Mutex;
 use serde::Serialize;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use tokio::time::Instant;
 
 use super::calls::{ApiError, Calls};
@@ -22,11 +22,12 @@ use super::decide::{Decided, decide};
 use super::hold::may_wait;
 use super::launch::{Launched, Launcher};
 use super::metrics::{Cause, ControllerMetrics, Outcome};
-use super::objects::Objects;
+use super::object::{Object, Unreadable};
+use super::objects::{Objects, Written};
 use super::pods::Pods;
 use super::readiness::{present, verdicts};
 use super::report::{self, Facts};
-use super::stores::{Object, Scope};
+use super::stores::Scope;
 use super::wedged::{Wedged, wedged};
 use crate::api::{WeightSync, WeightSyncStatus};
 use crate::controller::lease::Leadership;
@@ -79,7 +80,7 @@ async fn observed(object: Arc<Object>, context: Arc<ScopeContext>) -> Result<Act
     shared.metrics.in_flight.inc();
     let outcome = match &object.0 {
         Ok(readable) => context.look(&Arc::new(readable.clone()), term).await,
-        Err(invalid) => context.unreadable(&object, &invalid.error).await,
+        Err(unreadable) => context.unreadable(unreadable).await,
     };
     shared.metrics.in_flight.dec();
     shared.metrics.reconcile_duration.observe(begun.elapsed().as_secs_f64());
@@ -136,7 +137,8 @@ impl ScopeContext {
         let (replaced, wedged) = self.replace_wedged(object, &view, &pods, &writes).await;
         let mut problems = launched.as_ref().map_or_else(|_| Vec::new(), |launched| launched.problems.clone());
         problems.extend(wedged);
-        let facts = Facts { object, decided: &decided, view: &view, problems: &problems };
+        let stepped_down = shared.objects.stepped_down(&uid);
+        let facts = Facts { object, decided: &decided, view: &view, problems: &problems, stepped_down: stepped_down.as_deref() };
         let written = self.write_status(object, &uid, &facts).await;
 
         let Launched { again, .. } = launched?;
@@ -148,8 +150,10 @@ impl ScopeContext {
     }
 
     async fn open_gates(&self, object: &WeightSync, view: &MembershipView, pods: &[Arc<Pod>], writes: &Pods) -> Result<(), ApiError> {
-        let known: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
-        let verdicts = verdicts(object, view, &known);
+        // Two objects that both wrote one pod's gate would answer each other's patch for ever.
+        let uid = object.uid().unwrap_or_default();
+        let claimed: Vec<&Pod> = pods.iter().map(AsRef::as_ref).filter(|pod| self.shared.objects.claims(&uid, pod)).collect();
+        let verdicts = verdicts(object, view, &claimed);
         let mut written = Vec::new();
         for pod in pods {
             if let Some(verdict) = pod.uid().and_then(|uid| verdicts.get(&uid)).filter(|verdict| present(pod) != Some(verdict.ready)) {
@@ -182,12 +186,21 @@ impl ScopeContext {
         (Ok(()), problems)
     }
 
-    /// Writes the status where it differs from what was written; how long that may wait still, if so.
+    /// Writes the status where it differs from what is stored; how long that may wait still, if so.
     async fn write_status(&self, object: &WeightSync, uid: &str, facts: &Facts<'_>) -> Result<Option<Duration>, ApiError> {
         let stored = || object.status.clone().map(|status| WeightSyncStatus { epoch: None, term: None, ..status });
-        let before = self.shared.objects.written(uid).or_else(stored);
-        let conditions = before.as_ref().map_or(&[][..], |status| status.conditions.as_slice());
-        let status = report::status(facts, conditions, Timestamp::now());
+        // A cache that has seen the last write shows what others changed since.
+        let written = self.shared.objects.written(uid).filter(|written| written.is_newer_than(object));
+        let before = written.map(|written| written.status).or_else(stored);
+        let status = match (&facts.decided.refused, &before) {
+            (Some((Reason::InvalidSpec, message)), Some(before)) if !self.shared.objects.runs(uid) => {
+                report::not_followed(message, object.metadata.generation, before, Timestamp::now())
+            }
+            _ => {
+                let conditions = before.as_ref().map_or(&[][..], |status| status.conditions.as_slice());
+                report::status(facts, conditions, Timestamp::now())
+            }
+        };
         if before.as_ref() == Some(&status) {
             self.shared.objects.hold_no_more(uid);
             return Ok(None);
@@ -197,24 +210,26 @@ impl ScopeContext {
         {
             return Ok(Some(left));
         }
-        self.apply_status(object.meta(), &status).await?;
-        self.shared.objects.set_written(uid, status);
+        let at = self.apply_status(object.meta(), &status).await?;
+        self.shared.objects.set_written(uid, Written { status, at });
         Ok(None)
     }
 
-    /// Tells in the status of an object that cannot be read what is wrong with it; nothing else is done about it.
-    async fn unreadable(&self, object: &Object, error: &str) -> Result<Action, ReconcileError> {
-        #[derive(Serialize)]
-        struct Conditions {
-            conditions: Vec<k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition>,
+    /// Says in the status of an object that cannot be read what is wrong with it. All else in the status stays as it was, and so do its group
+    /// and its agents.
+    async fn unreadable(&self, object: &Unreadable) -> Result<Action, ReconcileError> {
+        self.shared.objects.hold_unreadable(object);
+        let status = report::unreadable(object, Timestamp::now());
+        if status != object.status {
+            // Another manager's.
+            let ours: Map<String, Value> = status.into_iter().filter(|(field, _)| field != "epoch" && field != "term").collect();
+            self.apply_status(&object.metadata, &ours).await?;
         }
-        let meta = object.meta();
-        let conditions = report::unreadable(error, meta.generation, &[], Timestamp::now());
-        self.apply_status(meta, &Conditions { conditions }).await?;
         Ok(Action::await_change())
     }
 
-    async fn apply_status(&self, meta: &kube::core::ObjectMeta, status: &(impl Serialize + Sync)) -> Result<(), ApiError> {
+    /// Applies the status; answers the object's resourceVersion by that, and nothing where the object is gone.
+    async fn apply_status(&self, meta: &kube::core::ObjectMeta, status: &(impl Serialize + Sync)) -> Result<Option<String>, ApiError> {
         let (name, namespace) = (meta.name.clone().unwrap_or_default(), meta.namespace.clone().unwrap_or_default());
         let api: Api<DynamicObject> = Api::namespaced_with(self.shared.client.clone(), &namespace, &ApiResource::erase::<WeightSync>(&()));
         let patch = Patch::Apply(json!({
@@ -226,8 +241,8 @@ impl ScopeContext {
         let params = PatchParams::apply(MANAGER).force();
         let what = format!("write the status of {namespace}/{name}");
         match self.shared.calls.run(what, api.patch_status(&name, &params, &patch)).await {
-            Err(error) if error.is_gone() => Ok(()),
-            outcome => outcome.map(drop),
+            Err(error) if error.is_gone() => Ok(None),
+            outcome => outcome.map(|object| object.metadata.resource_version),
         }
     }
 }

@@ -3,9 +3,11 @@
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use k8s_openapi::jiff::Timestamp;
+use serde_json::{Map, Value, json};
 
 use super::decide::Decided;
 use super::events::cut;
+use super::object::Unreadable;
 use crate::api::{
     ConditionType, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus, PhaseTime, ReplicaCount, TrainerStatus, TransportStatus,
     WeightSync, WeightSyncStatus,
@@ -34,6 +36,20 @@ pub(super) struct Facts<'a> {
     pub(super) view: &'a MembershipView,
     /// What a person must do about agents.
     pub(super) problems: &'a [(Reason, String)],
+    /// Why the object's coordinator stopped deciding, while no group was formed since.
+    pub(super) stepped_down: Option<&'a str>,
+}
+
+impl Facts<'_> {
+    /// What keeps every group from forming, whatever its members say.
+    fn obstacle(&self) -> Option<(Reason, String)> {
+        let stepped_down = self.stepped_down.map(|message| (Reason::PersistConflict, message.to_owned()));
+        let unwritten = || {
+            let found = self.view.degraded.iter().find(|degradation| degradation.reason == Reason::PersistFailed)?;
+            Some((Reason::PersistFailed, found.message.clone()))
+        };
+        stepped_down.or_else(unwritten).filter(|_| !self.view.committed || self.stepped_down.is_some())
+    }
 }
 
 /// The status; `epoch` and `term` are another writer's, and left out.
@@ -65,10 +81,37 @@ pub(super) fn status(facts: &Facts<'_>, before: &[Condition], now: Timestamp) ->
     }
 }
 
-pub(super) fn unreadable(error: &str, generation: Option<i64>, before: &[Condition], now: Timestamp) -> Vec<Condition> {
-    let message = format!("the object cannot be read: {error}");
-    let judgement = || Judgement(Some(false), Reason::InvalidSpec, message.clone());
-    [ConditionType::Ready, ConditionType::Accepted].map(|kind| condition(kind, judgement(), before, generation, now)).into()
+/// The status of an object that makes no sense and that no coordinator follows: as it was, but for what is wrong.
+pub(super) fn not_followed(message: &str, generation: Option<i64>, before: &WeightSyncStatus, now: Timestamp) -> WeightSyncStatus {
+    WeightSyncStatus {
+        observed_generation: generation,
+        conditions: refused(message, generation, &before.conditions, now),
+        ..before.clone()
+    }
+}
+
+/// The same for an object that cannot be read.
+pub(super) fn unreadable(object: &Unreadable, now: Timestamp) -> Map<String, Value> {
+    let before = object.status.get("conditions").cloned().unwrap_or_default();
+    let before: Vec<Condition> = serde_json::from_value(before).unwrap_or_default();
+    let message = format!("the object cannot be read: {}", object.error);
+    let mut status = object.status.clone();
+    status.insert("conditions".to_owned(), json!(refused(&message, object.metadata.generation, &before, now)));
+    status
+}
+
+/// Conditions as they were, but for those that a spec makes false that nobody can follow.
+fn refused(message: &str, generation: Option<i64>, before: &[Condition], now: Timestamp) -> Vec<Condition> {
+    let false_now = [ConditionType::Ready, ConditionType::Accepted];
+    let fresh = false_now.map(|kind| {
+        let judgement = Judgement(Some(false), Reason::InvalidSpec, message.to_owned());
+        condition(kind, judgement, before, generation, now)
+    });
+    let others = before.iter().filter(|known| false_now.iter().all(|kind| kind.as_str() != known.type_)).cloned();
+    let mut all: Vec<Condition> = fresh.into_iter().chain(others).collect();
+    // The order in which status shows them: equal facts give equal bytes.
+    all.sort_by_key(|known| ConditionType::ALL.iter().position(|kind| kind.as_str() == known.type_));
+    all
 }
 
 fn signed(number: u32) -> i32 {
@@ -103,16 +146,16 @@ fn whole_seconds(now: Timestamp) -> Timestamp {
 }
 
 fn judge(kind: ConditionType, facts: &Facts<'_>) -> Judgement {
-    let Facts { object, decided, view, problems } = facts;
+    let Facts { object, decided, view, .. } = facts;
     match kind {
         ConditionType::Accepted => accepted(decided),
         _ if object.spec.suspend => suspended(kind, view),
-        ConditionType::Ready => ready(decided, view),
+        ConditionType::Ready => ready(facts),
         ConditionType::Progressing => progressing(view),
-        ConditionType::AgentsReady => agents_ready(view, problems),
-        ConditionType::GroupReady => group_ready(decided, view),
+        ConditionType::AgentsReady => agents_ready(facts),
+        ConditionType::GroupReady => group_ready(facts),
         ConditionType::Synced => synced(view),
-        ConditionType::Degraded => degraded(decided, view, problems),
+        ConditionType::Degraded => degraded(facts),
     }
 }
 
@@ -129,12 +172,16 @@ fn suspended(kind: ConditionType, view: &MembershipView) -> Judgement {
     Judgement(Some(kind == ConditionType::Progressing && !view.released), reason, message.into())
 }
 
-fn ready(decided: &Decided, view: &MembershipView) -> Judgement {
+fn ready(facts: &Facts<'_>) -> Judgement {
+    let Facts { decided, view, .. } = facts;
     if let Some((reason, message)) = &decided.refused {
         return Judgement(Some(false), *reason, message.clone());
     }
     if let Some(message) = &decided.no_source {
         return Judgement(Some(false), Reason::NoSource, message.clone());
+    }
+    if let Some((reason, message)) = facts.obstacle() {
+        return Judgement(Some(false), reason, message);
     }
     let counts = format!("{} of {} replicas serve the current version, {} must", view.ready, decided.replicas, view.min_ready);
     if view.ready >= view.min_ready && view.committed {
@@ -202,7 +249,8 @@ fn progressing(view: &MembershipView) -> Judgement {
     }
 }
 
-fn agents_ready(view: &MembershipView, problems: &[(Reason, String)]) -> Judgement {
+fn agents_ready(facts: &Facts<'_>) -> Judgement {
+    let Facts { view, problems, .. } = facts;
     if let Some((reason, message)) = problems.first() {
         return Judgement(Some(false), *reason, message.clone());
     }
@@ -210,6 +258,13 @@ fn agents_ready(view: &MembershipView, problems: &[(Reason, String)]) -> Judgeme
     let missing: Vec<String> = view.members.iter().filter(mute).map(|member| member.name.to_string()).collect();
     if missing.is_empty() {
         return Judgement(Some(true), Reason::AgentsReachable, format!("{} agents can be reached", view.members.len()));
+    }
+    // They announce themselves to this coordinator first: until then nothing is known of them.
+    if let Some(message) = facts.stepped_down {
+        return Judgement(None, Reason::PersistConflict, format!("not known until a group is formed: {message}"));
+    }
+    if view.stage == GroupStage::Adopting {
+        return Judgement(None, Reason::Adopting, format!("this controller started and waits for agents of {}", listed(&missing)));
     }
     Judgement(Some(false), Reason::AgentMissing, format!("no agent can be reached of {}", listed(&missing)))
 }
@@ -222,7 +277,13 @@ fn listed(names: &[String]) -> String {
     }
 }
 
-fn group_ready(decided: &Decided, view: &MembershipView) -> Judgement {
+fn group_ready(facts: &Facts<'_>) -> Judgement {
+    let Facts { decided, view, .. } = facts;
+    if decided.refused.is_none()
+        && let Some((reason, message)) = facts.obstacle()
+    {
+        return Judgement(Some(false), reason, message);
+    }
     if view.committed {
         return Judgement(Some(true), Reason::GroupFormed, format!("epoch {} with {} ranks", view.epoch, view.world_size));
     }
@@ -254,10 +315,12 @@ fn synced(view: &MembershipView) -> Judgement {
     Judgement(Some(false), reason, format!("{} do not serve version {}", listed(&behind), held.version))
 }
 
-fn degraded(decided: &Decided, view: &MembershipView, problems: &[(Reason, String)]) -> Judgement {
+fn degraded(facts: &Facts<'_>) -> Judgement {
+    let Facts { decided, view, problems, .. } = facts;
     let of_view =
         view.degraded.iter().map(|degradation| (degradation.reason, name_first(degradation.member.as_ref(), &degradation.message)));
-    let all: Vec<(Reason, String)> = problems.iter().cloned().chain(of_view).chain(decided.misfits.iter().cloned()).collect();
+    let of_group = facts.obstacle().into_iter().chain(problems.iter().cloned());
+    let all: Vec<(Reason, String)> = of_group.chain(of_view).chain(decided.misfits.iter().cloned()).collect();
     match all.first() {
         None => Judgement(Some(false), Reason::AsWanted, "everything is as it should be".into()),
         Some((reason, _)) => {

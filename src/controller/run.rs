@@ -22,7 +22,7 @@ use super::calls::Calls;
 use super::census::Census;
 use super::counted::counted;
 use super::events::Events;
-use super::launch::Launcher;
+use super::launch::{Launcher, Recent};
 use super::metrics::ControllerMetrics;
 use super::objects::{Objects, World};
 use super::reconcile::{ScopeContext, Shared, after_failure, reconcile};
@@ -174,7 +174,7 @@ pub(super) async fn run_with(
 
     let failures = metrics.lease_failures.clone();
     let leases: Api<Lease> = Api::namespaced(lease_client, &settings.namespace);
-    let manager = LeaseManager::new(leases, lease).count_failures(move || {
+    let manager = LeaseManager::new(leases, lease).above(stores.highest_term()).count_failures(move || {
         failures.inc();
     });
     let mut leadership = manager.leadership();
@@ -213,6 +213,7 @@ pub(super) async fn run_with(
                 controller_url: settings.controller_url,
                 controller_ca: ca.certificate_pem().to_owned(),
                 tokens,
+                recent: Recent::default(),
             },
             leadership: leadership.clone(),
             metrics: metrics.clone(),
@@ -306,9 +307,14 @@ async fn lead(
 fn adopt(contexts: &[Arc<ScopeContext>], directory: &Directory) {
     for context in contexts {
         for object in context.scope.objects.state() {
-            let (Ok(readable), Some(term)) = (&object.0, context.shared.leadership.term()) else { continue };
-            let (decided, _) = context.decide(readable);
-            context.shared.objects.follow(&Arc::new(readable.clone()), &decided, term, &context.scope);
+            let Some(term) = context.shared.leadership.term() else { continue };
+            match &object.0 {
+                Ok(readable) => {
+                    let (decided, _) = context.decide(readable);
+                    context.shared.objects.follow(&Arc::new(readable.clone()), &decided, term, &context.scope);
+                }
+                Err(unreadable) => context.shared.objects.hold_unreadable(unreadable),
+            }
             context.scope.triggers.push(kube::runtime::reflector::ObjectRef::from_obj(&*object));
         }
     }

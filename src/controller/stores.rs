@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::Pod;
-use kube::core::DeserializeGuard;
 use kube::runtime::reflector::{ObjectRef, Store};
 use kube::runtime::watcher::{self, Event};
 use kube::runtime::{WatchStreamExt, reflector};
@@ -16,12 +15,9 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::decide::Selection;
 use super::metrics::{Broken, ControllerMetrics, Kind, Watched};
+use super::object::Object;
 use super::triggers::Triggers;
-use crate::api::WeightSync;
 use weightsync_core::plan::{ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER};
-
-/// A `WeightSync`, or what is known of one that cannot be read.
-pub(super) type Object = DeserializeGuard<WeightSync>;
 
 /// Objects and pods of one namespace, or of all.
 #[derive(Clone)]
@@ -120,6 +116,12 @@ impl Stores {
             }
         };
         self.watches.push(AbortOnDropHandle::new(tokio::spawn(task)));
+    }
+
+    /// The highest term that any object's status names: leaders of an earlier Lease had it.
+    pub(super) fn highest_term(&self) -> impl Fn() -> Option<u64> + Send + Sync + 'static {
+        let stores: Vec<Store<Object>> = self.scopes.iter().map(|scope| scope.objects.clone()).collect();
+        move || stores.iter().flat_map(|store| store.state()).filter_map(|object| object.term()).max()
     }
 
     /// Waits until everything was listed once.

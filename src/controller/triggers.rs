@@ -8,7 +8,7 @@ use kube::runtime::reflector::ObjectRef;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::stores::Object;
+use super::object::Object;
 
 /// Objects to look at. Clones share them.
 #[derive(Clone, Default)]

@@ -255,3 +255,16 @@ async fn of_two_candidates_that_read_the_same_free_lease_one_leads() {
     assert!(matches!(one.write(&stale).await, Err(CallFailed::Conflict)));
     assert_eq!(one.leadership().term(), None);
 }
+
+#[tokio::test(start_paused = true)]
+async fn lease_taken_or_made_again_is_above_every_known_term() {
+    let server = ApiServer::new();
+    let mut fresh = manager(&server, "first").above(|| Some(9));
+    assert_eq!(fresh.try_acquire().await.unwrap(), Some(10));
+    let mut again = manager(&server, "first").above(|| Some(4));
+    assert_eq!(again.try_acquire().await.unwrap(), Some(11), "the Lease knows a higher one");
+    let mut moved = manager(&server, "first").above(|| Some(40));
+    assert_eq!(moved.try_acquire().await.unwrap(), Some(41));
+    let mut odd = manager(&server, "first").above(|| Some(u64::MAX));
+    assert_eq!(odd.try_acquire().await.unwrap(), Some(42), "no controller wrote that term");
+}

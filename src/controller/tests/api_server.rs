@@ -1,9 +1,10 @@
-//! An API server in memory: objects, watches, optimistic concurrency, UIDs, and as much of server-side apply as one writer a field needs.
-//! It can answer 500, or nothing at all. It asserts that each right it is asked for is one that the chart grants.
+//! An API server in memory: objects, watches, optimistic concurrency, UIDs, deletion, and server-side apply: what a manager applied before and
+//! does not repeat is removed. It can answer 500, or nothing at all, and hold its watches back. It asserts that each right it is asked for is
+//! one that the chart grants.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use axum::body::Body as Answer;
 use futures::StreamExt;
@@ -22,25 +23,36 @@ pub(crate) enum Mode {
     Fails,
 }
 
-/// What the chart's roles grant (charts/weightsync/templates/rbac.yaml): verb and resource.
-const GRANTED: [(&str, &str); 16] = [
-    ("create", "tokenreviews"),
-    ("list", "pods"),
-    ("watch", "pods"),
-    ("patch", "pods/ephemeralcontainers"),
-    ("patch", "pods/status"),
-    ("create", "events"),
-    ("patch", "events"),
-    ("list", "weightsyncs"),
-    ("watch", "weightsyncs"),
-    ("patch", "weightsyncs/status"),
-    ("create", "leases"),
-    ("get", "leases"),
-    ("update", "leases"),
-    ("get", "secrets"),
-    ("update", "secrets"),
-    ("patch", "configmaps"),
-];
+/// One right: verb, resource, and the names that it is held to; any name where there are none.
+type Right = (String, String, Vec<String>);
+
+/// What the chart's roles grant the controller, as rendered in `deploy/install.yaml`.
+fn granted() -> &'static [Right] {
+    static GRANTED: OnceLock<Vec<Right>> = OnceLock::new();
+    GRANTED.get_or_init(|| {
+        let text = include_str!("../../../deploy/install.yaml");
+        let documents: Vec<Value> = serde_saphyr::from_multiple(text).unwrap();
+        let ours = |role: &&Value| {
+            let kind = role["kind"].as_str().unwrap_or_default();
+            let name = role["metadata"]["name"].as_str().unwrap_or_default();
+            (kind, name) == ("ClusterRole", "weightsync") || (kind, name) == ("Role", "weightsync-own")
+        };
+        let words = |rule: &Value, field: &str| -> Vec<String> {
+            rule[field].as_array().into_iter().flatten().map(|word| word.as_str().unwrap().to_owned()).collect()
+        };
+        let mut rights = Vec::new();
+        for rule in documents.iter().filter(ours).flat_map(|role| role["rules"].as_array().unwrap()) {
+            for resource in words(rule, "resources") {
+                rights.extend(words(rule, "verbs").into_iter().map(|verb| (verb, resource.clone(), words(rule, "resourceNames"))));
+            }
+        }
+        rights
+    })
+}
+
+fn is_granted(verb: &str, resource: &str, name: &str) -> bool {
+    granted().iter().any(|(may, of, names)| may == verb && of == resource && (names.is_empty() || names.iter().any(|one| one == name)))
+}
 
 type Key = (String, String, String);
 
@@ -53,6 +65,10 @@ struct Store {
     race: u32,
     /// All changes, for watches: version, resource, event.
     log: Vec<(u64, String, Value)>,
+    /// What each manager applied last to each object: what it does not repeat is removed.
+    applied: BTreeMap<(Key, String), Value>,
+    /// The last version that watches bring: what comes after it leaves caches stale.
+    frozen: Option<u64>,
 }
 
 /// The server. Clones are the same one.
@@ -71,6 +87,8 @@ struct Call {
     name: Option<String>,
     /// Version from which a watch goes on.
     since: u64,
+    /// Who applies, where this is a server-side apply.
+    manager: Option<String>,
 }
 
 fn failure(code: u16, reason: &str, message: &str) -> (u16, Value) {
@@ -79,7 +97,15 @@ fn failure(code: u16, reason: &str, message: &str) -> (u16, Value) {
 
 impl ApiServer {
     pub(crate) fn new() -> Self {
-        let store = Store { version: 1, objects: BTreeMap::new(), calls: Vec::new(), race: 0, log: Vec::new() };
+        let store = Store {
+            version: 1,
+            objects: BTreeMap::new(),
+            calls: Vec::new(),
+            race: 0,
+            log: Vec::new(),
+            applied: BTreeMap::new(),
+            frozen: None,
+        };
         Self { store: Arc::new(Mutex::new(store)), changed: watch::Sender::new(0), mode: watch::Sender::new(Mode::Works) }
     }
 
@@ -110,11 +136,14 @@ impl ApiServer {
 
     pub(crate) fn delete(&self, resource: &str, namespace: &str, name: &str) {
         let mut store = self.store.lock();
-        let mut gone = store.objects.remove(&(resource.to_owned(), namespace.to_owned(), name.to_owned())).unwrap();
-        store.stamp(&mut gone);
-        let version = store.version;
-        store.log.push((version, resource.to_owned(), json!({"type": "DELETED", "object": gone})));
-        self.changed.send_replace(version);
+        store.remove(&(resource.to_owned(), namespace.to_owned(), name.to_owned()));
+        self.changed.send_replace(store.version);
+    }
+
+    /// Watches bring nothing more from now on: caches stay as they are.
+    pub(crate) fn freeze_watches(&self) {
+        let mut store = self.store.lock();
+        store.frozen = Some(store.version);
     }
 
     pub(crate) fn get(&self, resource: &str, namespace: &str, name: &str) -> Option<Value> {
@@ -141,13 +170,16 @@ impl ApiServer {
     }
 
     async fn serve(self, request: Request<Body>) -> Result<Response<Answer>, Infallible> {
-        let call = Call::parse(request.method(), request.uri());
+        let applies = request.headers().get("content-type").is_some_and(|kind| kind.as_bytes().starts_with(b"application/apply-patch"));
+        let mut call = Call::parse(request.method(), request.uri());
+        call.manager = call.manager.filter(|_| applies);
         let full = match &call.subresource {
             Some(subresource) => format!("{}/{subresource}", call.resource),
             None => call.resource.clone(),
         };
-        assert!(GRANTED.contains(&(call.verb, full.as_str())), "the chart does not grant: {} {full}", call.verb);
-        self.store.lock().calls.push((call.verb.to_owned(), full, call.name.clone().unwrap_or_default()));
+        let name = call.name.clone().unwrap_or_default();
+        assert!(is_granted(call.verb, &full, &name), "the chart does not grant: {} {full} {name}", call.verb);
+        self.store.lock().calls.push((call.verb.to_owned(), full, name));
         let body = request.into_body().collect().await.unwrap().to_bytes();
         if *self.mode.borrow() == Mode::Fails {
             return Ok(answer(failure(500, "InternalError", "down")));
@@ -172,7 +204,11 @@ impl ApiServer {
         let lines = futures::stream::unfold(state, |(store, mut changed, resource, since)| async move {
             loop {
                 changed.mark_unchanged();
-                let next = store.lock().log.iter().find(|(version, of, _)| *version > since && *of == resource).cloned();
+                let next = {
+                    let store = store.lock();
+                    let shown = |version: u64| version > since && store.frozen.is_none_or(|frozen| version <= frozen);
+                    store.log.iter().find(|(version, of, _)| shown(*version) && *of == resource).cloned()
+                };
                 if let Some((version, _, event)) = next {
                     let line = Ok::<_, Infallible>(format!("{event}\n"));
                     return Some((line, (store, changed, resource, version)));
@@ -200,6 +236,7 @@ impl Call {
         let query = uri.query().unwrap_or_default();
         let by_name = query.split('&').find_map(|pair| pair.strip_prefix("fieldSelector=metadata.name%3D")).map(str::to_owned);
         let since = query.split('&').find_map(|pair| pair.strip_prefix("resourceVersion=")).and_then(|version| version.parse().ok());
+        let manager = query.split('&').find_map(|pair| pair.strip_prefix("fieldManager=")).map(str::to_owned);
         let name = parts.get(1).map(|name| (*name).to_owned());
         let verb = match (method.as_str(), &name) {
             ("GET", None) if query.contains("watch=true") => "watch",
@@ -208,6 +245,7 @@ impl Call {
             ("POST", _) => "create",
             ("PUT", _) => "update",
             ("PATCH", _) => "patch",
+            ("DELETE", Some(_)) => "delete",
             other => panic!("{other:?} is not used"),
         };
         let key = (parts[0].to_owned(), namespace, name.clone().unwrap_or_default());
@@ -218,6 +256,7 @@ impl Call {
             key,
             name: name.or(by_name),
             since: since.unwrap_or(0),
+            manager,
         }
     }
 }
@@ -240,6 +279,7 @@ impl Store {
             "get" => self.objects.get(&call.key).map_or_else(|| failure(404, "NotFound", "no such object"), |found| (200, found.clone())),
             "create" if call.resource == "tokenreviews" => review(body),
             "create" => self.create(call, body),
+            "delete" => self.delete(call, &body),
             _ => self.write(call, body),
         }
     }
@@ -267,6 +307,22 @@ impl Store {
         (201, body)
     }
 
+    fn remove(&mut self, key: &Key) {
+        let mut gone = self.objects.remove(key).unwrap();
+        self.stamp(&mut gone);
+        self.applied.retain(|(of, _), _| of != key);
+        self.log.push((self.version, key.0.clone(), json!({"type": "DELETED", "object": gone})));
+    }
+
+    fn delete(&mut self, call: &Call, options: &Value) -> (u16, Value) {
+        let Some(found) = self.objects.get(&call.key) else { return failure(404, "NotFound", "no such object") };
+        if options["preconditions"]["uid"].as_str().is_some_and(|uid| found["metadata"]["uid"] != *uid) {
+            return failure(409, "Conflict", "Precondition failed: UID in precondition: other, UID in object meta: this");
+        }
+        self.remove(&call.key);
+        (200, json!({"kind": "Status", "apiVersion": "v1", "status": "Success"}))
+    }
+
     fn write(&mut self, call: &Call, body: Value) -> (u16, Value) {
         let Some(found) = self.objects.get(&call.key).cloned() else { return failure(404, "NotFound", "no such object") };
         if call.subresource.as_deref() == Some("status") && self.race > 0 {
@@ -279,14 +335,35 @@ impl Store {
             return failure(409, "Conflict", "the object has been modified");
         }
         if said("uid").is_some_and(|uid| found["metadata"]["uid"] != *uid) {
-            return failure(409, "Conflict", "Precondition failed: UID in precondition differs");
+            return failure(409, "Conflict", "Precondition failed: UID in precondition: other, UID in object meta: this");
         }
         let mut written = found.clone();
-        match (call.verb, call.subresource.as_deref()) {
-            ("update", _) => written = body,
-            (_, Some("status")) => merge(&mut written["status"], &body["status"]),
-            (_, Some("ephemeralcontainers")) => merge(&mut written["spec"], &body["spec"]),
-            _ => merge(&mut written, &body),
+        let part = match call.subresource.as_deref() {
+            Some("status") => "status",
+            Some("ephemeralcontainers") => "spec",
+            _ => "",
+        };
+        match (call.verb, part, &call.manager) {
+            ("update", _, _) => written = body,
+            (_, "", None) => merge(&mut written, &body),
+            (_, part, None) => {
+                let names = |object: &Value| object["spec"]["ephemeralContainers"].as_array().cloned().unwrap_or_default();
+                let before = names(&found);
+                let rewrites = |new: &Value| before.iter().any(|known| known["name"] == new["name"] && known != new);
+                if part == "spec" && names(&body).iter().any(rewrites) {
+                    return failure(422, "Invalid", "existing ephemeral containers may not be changed");
+                }
+                merge(&mut written[part], &body[part]);
+            }
+            (_, part, Some(manager)) => {
+                let mut fields = body.clone();
+                fields.as_object_mut().unwrap().remove("metadata");
+                let before = self.applied.insert((call.key.clone(), manager.clone()), fields.clone()).unwrap_or_default();
+                let others = self.applied.iter().filter(|((of, by), _)| *of == call.key && by != manager);
+                let kept: Vec<&Value> = others.map(|(_, value)| value).chain([&fields]).collect();
+                strip(&mut written, &before, &kept);
+                if part.is_empty() { merge(&mut written, &body) } else { merge(&mut written[part], &body[part]) }
+            }
         }
         if written == found {
             return (200, found);
@@ -296,22 +373,64 @@ impl Store {
     }
 }
 
-/// Fields of one writer replace what was there; lists of entries with a type or name are merged by it, as the schema says.
+/// What tells entries of a list from each other, where the schema makes a map of it.
+fn key(entry: &Value) -> Option<&Value> {
+    entry.get("type").or_else(|| entry.get("name"))
+}
+
+/// Removes from an object what a manager applied before, and neither it nor another manager applies now.
+fn strip(object: &mut Value, before: &Value, kept: &[&Value]) {
+    match (object, before) {
+        (Value::Object(object), Value::Object(before)) => {
+            for (field, value) in before {
+                let kept: Vec<&Value> = kept.iter().filter_map(|kept| kept.get(field)).collect();
+                match object.get_mut(field) {
+                    Some(_) if kept.is_empty() => _ = object.remove(field),
+                    Some(inner) => strip(inner, value, &kept),
+                    None => {}
+                }
+            }
+        }
+        (Value::Array(object), Value::Array(before)) => {
+            for entry in before.iter().filter(|entry| key(entry).is_some()) {
+                let same = |other: &&Value| key(other) == key(entry);
+                let kept: Vec<&Value> = kept.iter().filter_map(|kept| kept.as_array()?.iter().find(same)).collect();
+                match object.iter().position(|known| key(known) == key(entry)) {
+                    Some(at) if kept.is_empty() => _ = object.remove(at),
+                    Some(at) => strip(&mut object[at], entry, &kept),
+                    None => {}
+                }
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Fields replace what was there, and `null` removes it; lists of entries with a type or name are merged by it, as the schema says, and others
+/// are replaced.
 fn merge(into: &mut Value, from: &Value) {
     match (into, from) {
         (Value::Object(into), Value::Object(from)) => {
             for (field, value) in from {
-                merge(into.entry(field.clone()).or_insert(Value::Null), value);
+                if value.is_null() {
+                    into.remove(field);
+                } else {
+                    merge(into.entry(field.clone()).or_insert(Value::Null), value);
+                }
             }
         }
-        (Value::Array(into), Value::Array(from)) => {
-            let key = |entry: &Value| entry.get("type").or_else(|| entry.get("name")).cloned();
+        (Value::Array(into), Value::Array(from)) if from.iter().all(|entry| key(entry).is_some()) => {
             for entry in from {
-                match into.iter_mut().find(|known| key(known).is_some() && key(known) == key(entry)) {
-                    Some(known) => *known = entry.clone(),
+                match into.iter_mut().find(|known| key(known) == key(entry)) {
+                    Some(known) => merge(known, entry),
                     None => into.push(entry.clone()),
                 }
             }
+        }
+        // As a server stores it: without fields that say nothing.
+        (into @ Value::Null, Value::Object(_)) => {
+            *into = json!({});
+            merge(into, from);
         }
         (into, from) => *into = from.clone(),
     }

@@ -191,6 +191,17 @@ fn a_pod_with_half_an_update_serves_in_no_standing_and_at_no_version() {
 }
 
 #[test]
+fn unknown_pod_with_a_version_is_not_ready() {
+    let of_others = |version| view(GroupStage::Committed, version, vec![member("actor-9", MemberStanding::Ready, None)]);
+    let unknown = verdict_of(&of_others(Some(held(2))), false).unwrap();
+    assert!(!unknown.ready && unknown.message.contains("version 2"), "{unknown:?}");
+    assert!(verdict_of(&of_others(None), false).unwrap().ready, "beforeFirstVersion is Serve");
+    assert!(!verdict_of(&of_others(None), true).unwrap().ready, "and here Hold");
+    let trainer = pod("trainer-1", |pod| pod["spec"]["readinessGates"] = json!([{"conditionType": GATE}]));
+    assert!(verdicts(&object("ws", 0), &of_others(Some(held(2))), &[&trainer])["uid-trainer-1"].ready, "a trainer serves no version");
+}
+
+#[test]
 fn a_controller_that_just_started_says_nothing_about_pods() {
     let adopting = view(GroupStage::Adopting, Some(held(2)), vec![member("actor-0", MemberStanding::Out, None)]);
     assert_eq!(verdict_of(&adopting, false), None);

@@ -3,7 +3,6 @@
 use std::time::Instant;
 
 use k8s_openapi::api::core::v1::Pod;
-use kube::core::DeserializeGuard;
 use kube::runtime::reflector;
 use kube::runtime::watcher::Event;
 use serde_json::{Value, json};
@@ -14,7 +13,8 @@ use super::whole::{Controller, all_agents, cluster, is_ready};
 use crate::api::{WeightSync, WeightSyncStatus};
 use crate::controller::decide::decide;
 use crate::controller::hold::{HOLD, may_wait};
-use crate::controller::stores::{Object, concerned};
+use crate::controller::object::Object;
+use crate::controller::stores::concerned;
 use weightsync_core::membership::MembershipView;
 use weightsync_core::protocol::{EpochId, HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, UpdatePhase, UpdateView};
 
@@ -35,7 +35,7 @@ fn a_change_of_a_pod_concerns_the_objects_that_select_it_or_did_before() {
     let (store, mut writer) = reflector::store::<Object>();
     let elsewhere = changed("elsewhere", 0, |object| object["metadata"]["namespace"] = json!("elsewhere"));
     for object in [object("one", 0), other("two"), elsewhere] {
-        writer.apply_watcher_event(&Event::Apply(DeserializeGuard(Ok(object))));
+        writer.apply_watcher_event(&Event::Apply(Object(Ok(object))));
     }
     let names = |pod: &Pod, before: Option<&Pod>| {
         let mut names: Vec<String> =
@@ -115,7 +115,7 @@ fn only_what_a_running_update_moves_waits_for_more() {
     }
 }
 
-async fn looks(controller: &Controller) -> u64 {
+pub(super) async fn looks(controller: &Controller) -> u64 {
     let metrics = controller.page("/metrics").await.1;
     let line = metrics.lines().find_map(|line| line.strip_prefix("weightsync_reconcile_total{outcome=\"success\"} ").map(str::to_owned));
     line.and_then(|count| count.parse().ok()).unwrap_or(0)

@@ -6,6 +6,7 @@ use serde_json::json;
 use super::fixtures::{changed, idle, object, plain};
 use crate::api::{ConditionType, MAX_MEMBERS, WeightSync, WeightSyncStatus};
 use crate::controller::decide::{Decided, decide};
+use crate::controller::object::Unreadable;
 use crate::controller::report::{Facts, status, unreadable};
 use weightsync_core::membership::{Degradation, GroupStage, MemberStanding, MemberView, MembershipView};
 use weightsync_core::protocol::{HeldVersion, MemberName, PodRef, Reason, Returned, Role, TransportChoice};
@@ -62,7 +63,7 @@ fn working(object: &WeightSync) -> MembershipView {
 fn report(object: &WeightSync, view: &MembershipView, before: Option<&WeightSyncStatus>, now: Timestamp) -> WeightSyncStatus {
     let decided = decided(object);
     let before = before.map_or(&[][..], |status| status.conditions.as_slice());
-    status(&Facts { object, decided: &decided, view, problems: &[] }, before, now)
+    status(&Facts { object, decided: &decided, view, problems: &[], stepped_down: None }, before, now)
 }
 
 fn says(status: &WeightSyncStatus, kind: ConditionType) -> (String, String, String) {
@@ -194,7 +195,52 @@ fn a_thousand_members_fit_into_status() {
 }
 
 #[test]
-fn an_object_that_cannot_be_read_is_told_so() {
-    let conditions = unreadable("missing field `trainer`", Some(3), &[], at(0));
-    assert!(conditions.iter().all(|condition| condition.status == "False" && condition.message.contains("trainer")));
+fn unreadable_object_keeps_all_else_of_its_status() {
+    let object = object("ws", 0);
+    let before = serde_json::to_value(report(&object, &working(&object), None, at(0))).unwrap();
+    let mut unread = Unreadable {
+        metadata: object.metadata.clone(),
+        error: "missing field `trainer`".into(),
+        status: before.as_object().cloned().unwrap(),
+    };
+    let after = unreadable(&unread, at(60));
+    let typed: WeightSyncStatus = serde_json::from_value(after.clone().into()).unwrap();
+    for kind in [ConditionType::Ready, ConditionType::Accepted] {
+        let (is, reason, message) = says(&typed, kind);
+        assert_eq!((is.as_str(), reason.as_str()), ("False", "InvalidSpec"));
+        assert!(message.contains("trainer"), "{message}");
+    }
+    assert_eq!(says(&typed, ConditionType::GroupReady).0, "True", "as it was");
+    assert_eq!((after["version"].clone(), after["members"].clone()), (before["version"].clone(), before["members"].clone()));
+    unread.status = after.clone();
+    assert_eq!(unreadable(&unread, at(120)), after, "nothing to write");
+}
+
+#[test]
+fn group_that_cannot_form_names_what_keeps_it_from_forming() {
+    let object = object("ws", 0);
+    let decided = decided(&object);
+    let mut view = idle(&object);
+    view.members = working(&object).members;
+    view.members[0].incarnation = None;
+    let why = "another controller (term 9) wrote epoch 7";
+    let facts = Facts { object: &object, decided: &decided, view: &view, problems: &[], stepped_down: Some(why) };
+    let says_why = |kind| says(&status(&facts, &[], at(0)), kind);
+    for kind in [ConditionType::Ready, ConditionType::GroupReady, ConditionType::Degraded] {
+        let (_, reason, message) = says_why(kind);
+        assert_eq!(reason, "PersistConflict", "{kind:?}");
+        assert!(message.contains(why), "{kind:?}: {message}");
+    }
+    assert_eq!(says_why(ConditionType::AgentsReady).0, "Unknown", "agents come back to this coordinator first");
+
+    view.degraded = vec![
+        Degradation { reason: Reason::AgentMissing, member: Some(MemberName("actors/actor-9".into())), message: "none".into() },
+        Degradation { reason: Reason::PersistFailed, member: None, message: "epoch 8 cannot be written: forbidden".into() },
+    ];
+    let facts = Facts { object: &object, decided: &decided, view: &view, problems: &[], stepped_down: None };
+    for kind in [ConditionType::Ready, ConditionType::GroupReady, ConditionType::Degraded] {
+        let (_, reason, message) = says(&status(&facts, &[], at(0)), kind);
+        assert_eq!(reason, "PersistFailed", "{kind:?}");
+        assert!(message.contains("forbidden"), "{kind:?}: {message}");
+    }
 }

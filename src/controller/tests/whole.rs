@@ -21,7 +21,7 @@ use weightsync_testkit::fake_agent::{FakeAgent, Pod};
 pub(super) const SOON: Duration = Duration::from_secs(10);
 
 pub(super) struct Controller {
-    enroll: String,
+    pub(super) enroll: String,
     pub(super) status: String,
     cancel: CancellationToken,
     task: JoinHandle<Result<(), ControllerError>>,
@@ -101,7 +101,7 @@ async fn agent(server: &ApiServer, controller: &Controller, name: &str, instance
     agent_with(server, controller, name, instance, token).await
 }
 
-async fn agent_with(server: &ApiServer, controller: &Controller, name: &str, instance: &str, token: String) -> FakeAgent {
+pub(super) async fn agent_with(server: &ApiServer, controller: &Controller, name: &str, instance: &str, token: String) -> FakeAgent {
     let published =
         |server: &ApiServer| server.get("configmaps", "system", "weightsync-ca").unwrap()["data"]["ca.crt"].as_str().map(str::to_owned);
     server.until("the authority is published", |server| published(server).is_some()).await;
@@ -118,12 +118,17 @@ pub(super) async fn all_agents(server: &ApiServer, controller: &Controller) -> V
     agents
 }
 
-fn status(server: &ApiServer) -> Value {
+pub(super) fn status(server: &ApiServer) -> Value {
     server.get("weightsyncs", "default", "ws").map(|object| object["status"].clone()).unwrap_or_default()
 }
 
-fn condition(server: &ApiServer, kind: &str) -> (String, String) {
-    let status = status(server);
+/// Status and reason of a condition of the object.
+pub(super) fn condition(server: &ApiServer, kind: &str) -> (String, String) {
+    condition_of(server, "ws", kind)
+}
+
+pub(super) fn condition_of(server: &ApiServer, name: &str, kind: &str) -> (String, String) {
+    let status = server.get("weightsyncs", "default", name).map(|object| object["status"].clone()).unwrap_or_default();
     let found =
         status["conditions"].as_array().into_iter().flatten().find(|condition| condition["type"] == kind).cloned().unwrap_or_default();
     let text = |field: &str| found[field].as_str().unwrap_or_default().to_owned();
@@ -247,8 +252,10 @@ async fn a_suspended_object_releases_its_pods_and_takes_them_up_again() {
     suspend(true);
     server.until("released", |server| condition(server, "Ready") == ("False".into(), "Released".into())).await;
     agents[1].until("released", |state| state.epoch.is_none()).await;
+    assert!(agents[1].try_announce(false).await.unwrap().assignment.suspended, "a pod that starts now hears of it");
     suspend(false);
     server.until("ready", is_ready).await;
+    assert!(!agents[1].try_announce(false).await.unwrap().assignment.suspended);
     controller.stop().await;
 }
 
