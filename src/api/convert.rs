@@ -66,7 +66,7 @@ impl WeightSyncSpec {
     }
 
     pub fn update_policy(&self, total: u32) -> UpdatePolicy {
-        let tcp = self.transport.tcp.unwrap_or_default();
+        let tcp = self.transport.as_ref().and_then(|transport| transport.tcp).unwrap_or_default();
         let retain_bytes = match (self.update.retain, self.agent.launch) {
             (Some(retain), _) => u64::try_from(retain.host_mib).unwrap_or(0).saturating_mul(1 << 20),
             (None, Launch::Ephemeral) => 0,
@@ -115,12 +115,13 @@ impl WeightSyncSpec {
 
     /// How bytes are to travel, as agents are told.
     pub fn transport_policy(&self) -> TransportPolicy {
-        let wish = match (&self.transport.nccl, self.transport.tcp) {
+        let (nccl, tcp) = self.transport.as_ref().map_or((None, None), |transport| (transport.nccl.as_ref(), transport.tcp));
+        let wish = match (nccl, tcp) {
             (Some(_), _) => TransportWish::Nccl,
             (None, Some(_)) => TransportWish::Tcp,
             (None, None) => TransportWish::Auto,
         };
-        let nccl = self.transport.nccl.clone().unwrap_or_default();
+        let nccl = nccl.cloned().unwrap_or_default();
         let policy = TransportPolicy {
             wish,
             slot_bytes: u64::from(count(nccl.bucket_mib.unwrap_or(0))) << 20,

@@ -312,12 +312,6 @@ pub enum BeforeFirstVersion {
     Hold,
 }
 
-impl Default for Transport {
-    fn default() -> Self {
-        Self { auto: Some(Auto {}), tcp: None, nccl: None }
-    }
-}
-
 impl Default for Tcp {
     fn default() -> Self {
         Self { tls: true, bucket_mib: None }

@@ -90,7 +90,7 @@ use super::{PodSelector, WeightSyncStatus};
     .message("an engine that the trainer feeds or pauses by itself is not asked by a canary: remove canary, or set delivery and update.pause to something else than External"))]
 #[x_kube(validation = Rule::new("!has(self.canary) || self.membership.keep >= 2")
     .message("a canary needs an earlier version to go back to: set membership.keep to 2 or more"))]
-#[x_kube(validation = Rule::new("self.delivery != 'Engine' || !has(self.transport.tcp)")
+#[x_kube(validation = Rule::new("self.delivery != 'Engine' || !has(self.transport) || !has(self.transport.tcp)")
     .message("delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent"))]
 #[x_kube(validation = Rule::new("(self.update.pause == 'Abort' && self.update.kvCache == 'Reset') || !self.rollouts.exists(p, has(p.engine.fastdeploy))")
     .message("FastDeploy's pause ends requests and empties caches, and it runs by itself behind an update: set update.pause to Abort and update.kvCache to Reset"))]
@@ -129,9 +129,9 @@ pub struct WeightSyncSpec {
     #[serde(default)]
     pub delivery: Delivery,
 
-    /// How bytes travel.
-    #[serde(default)]
-    pub transport: Transport,
+    /// How bytes travel. If left out: as `auto`. No default is stored, so that another transport may be given later.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transport: Option<Transport>,
 
     /// When an engine counts as unhealthy, and as healthy again.
     #[serde(default)]

@@ -28,7 +28,7 @@ pub struct WeightSyncStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub epoch: Option<i64>,
 
-    /// Transitions of the controller's lease when the epoch was written.
+    /// Term of the leader that wrote the epoch: above the term of every leader before it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub term: Option<i64>,
 

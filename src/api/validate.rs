@@ -9,7 +9,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::{
     Delivery, KvCache, Launch, NCCL_ENV, Nccl, OrderBy, Pause, PodSelector, Pool, SelectorOperator, Sizes, TrainerOrder, TrainerOrderBy,
-    WeightSyncSpec,
+    Transport, WeightSyncSpec,
 };
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -163,21 +163,22 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
         "spec.update.pause",
         "FastDeploy's pause ends requests and empties caches, and it runs by itself behind an update: set update.pause to Abort and update.kvCache to Reset",
     );
-    let transport = &spec.transport;
+    let tcp = spec.transport.as_ref().and_then(|transport| transport.tcp);
     problems.expect(
-        spec.delivery != Delivery::Engine || transport.tcp.is_none(),
+        spec.delivery != Delivery::Engine || tcp.is_none(),
         "spec.delivery",
         "delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent",
     );
+    let given = |transport: &Transport| [transport.auto.is_some(), transport.tcp.is_some(), transport.nccl.is_some()];
     problems.expect(
-        [transport.auto.is_some(), transport.tcp.is_some(), transport.nccl.is_some()].into_iter().filter(|given| *given).count() == 1,
+        spec.transport.as_ref().is_none_or(|transport| given(transport).into_iter().filter(|given| *given).count() == 1),
         "spec.transport",
         "exactly one transport must be given: auto, tcp or nccl",
     );
-    if let Some(nccl) = &transport.nccl {
+    if let Some(nccl) = spec.transport.as_ref().and_then(|transport| transport.nccl.as_ref()) {
         check_nccl(problems, nccl);
     }
-    if let Some(mib) = transport.tcp.and_then(|tcp| tcp.bucket_mib) {
+    if let Some(mib) = tcp.and_then(|tcp| tcp.bucket_mib) {
         problems.range("spec.transport.tcp.bucketMiB", mib.into(), 1, 1024);
     }
     let health = spec.health;

@@ -52,6 +52,25 @@ async fn objects_that_make_no_sense_are_refused_with_what_to_change() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn transport_added_later_is_accepted_by_both_kinds_of_apply() {
+    Cluster::run("transports", |cluster| async move {
+        let mut object = weightsync("later");
+        object["spec"].as_object_mut().unwrap().remove("transport");
+        cluster.apply(&object).await.unwrap();
+        for transport in [json!({"tcp": {}}), json!({"nccl": {}}), json!({"auto": {}})] {
+            object["spec"]["transport"] = transport;
+            cluster.apply(&object).await.unwrap();
+        }
+        object["spec"].as_object_mut().unwrap().remove("transport");
+        cluster.apply(&object).await.unwrap();
+        // What `kubectl apply` sends without `--server-side`: a merge of what the user changed.
+        cluster.patch_weightsync("later", &json!({"spec": {"transport": {"tcp": {}}}})).await.unwrap();
+        cluster.patch_weightsync("later", &json!({"spec": {"transport": {"tcp": null, "nccl": {}}}})).await.unwrap();
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_the_api_server_cannot_know_is_named_in_a_condition() {
     Cluster::run("named", |cluster| async move {
         let condition = |kind: &'static str, words: &'static [&'static str]| {

@@ -71,7 +71,7 @@ prop_compose! {
     fn spec()(
         trainer in trainer(),
         rollouts in prop::collection::vec(pool(), 0..3),
-        transport in transport(),
+        transport in of(transport()),
         suspend in any::<bool>(),
         [period_seconds, timeout_seconds, failure_threshold, success_threshold] in [1..99, 1..99, 1..99, 1..99],
         min_ready in prop_oneof![(1..9).prop_map(IntOrString::Int), TEXT.prop_map(IntOrString::String)],

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use kube::core::cel::{ErrorKind, Validator};
+use kube::core::cel::{ErrorKind, Validator, apply_defaults};
 use serde_json::{Value, json};
 
 use super::least;
 use crate::api::{WeightSync, schema, validate};
+use weightsync_core::protocol::TransportWish;
 
 /// Sets the value at a JSON pointer, making objects on the way.
 fn set(object: &mut Value, pointer: &str, value: Value) {
@@ -376,4 +377,46 @@ fn limits_of_single_fields_hold_in_code_too() {
     let pool = twins.pointer(POOL).cloned().unwrap();
     twins["spec"]["rollouts"].as_array_mut().unwrap().push(pool);
     assert_eq!(code(&twins), ["two pools have this name"]);
+}
+
+/// What an API server stores of an object, and what `kubectl apply` of `next` makes of it: both kinds of apply keep fields that the user did not
+/// write, and the server fills in defaults again.
+fn applied_over(before: &Value, next: &Value) -> Value {
+    fn merge(into: &mut Value, from: &Value) {
+        match (into, from) {
+            (Value::Object(into), Value::Object(from)) => {
+                for (field, value) in from {
+                    merge(into.entry(field.clone()).or_insert(Value::Null), value);
+                }
+            }
+            (into, from) => *into = from.clone(),
+        }
+    }
+    let mut stored = apply_defaults(&schema().unwrap(), before);
+    // A list of pools is given whole; the pools are the same in both.
+    merge(&mut stored["spec"]["transport"], &next["spec"]["transport"]);
+    if stored["spec"]["transport"].is_null() {
+        stored["spec"].as_object_mut().unwrap().remove("transport");
+    }
+    apply_defaults(&schema().unwrap(), &stored)
+}
+
+#[test]
+fn transport_that_is_added_later_is_accepted() {
+    let without = least();
+    for transport in [json!({"tcp": {}}), json!({"nccl": {}}), json!({"auto": {}})] {
+        let with = with(&[("/spec/transport", transport.clone())]);
+        let stored = applied_over(&without, &with);
+        assert_eq!(cel(&stored), Vec::<String>::new(), "{transport}");
+        assert_eq!(code(&stored), Vec::<String>::new(), "{transport}");
+    }
+}
+
+#[test]
+fn object_without_a_transport_is_automatic() {
+    let stored = applied_over(&least(), &least());
+    let object: WeightSync = serde_json::from_value(stored.clone()).unwrap();
+    assert_eq!(object.spec.transport_policy().wish, TransportWish::Auto);
+    let engine = with(&[("/spec/delivery", json!("Engine"))]);
+    assert_eq!((cel(&engine), code(&engine)), (Vec::new(), Vec::new()), "a rule about a field that is not there");
 }
