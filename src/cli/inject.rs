@@ -8,6 +8,9 @@ mod lines;
 mod sidecar;
 mod wrap;
 
+use std::collections::BTreeMap;
+
+use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::api::CONTAINER_ANNOTATION;
@@ -35,8 +38,19 @@ pub struct Options {
     pub controller_url: String,
     /// PEM of the CA that the controller's certificate is checked with.
     pub controller_ca: String,
-    /// CPU and memory that a container of ours requests.
-    pub requests: (String, String),
+    /// What a container of ours requests, and its limits.
+    pub resources: Resources,
+    /// Limit of the volume at /dev/shm that a pod gets.
+    pub shared_memory: Option<String>,
+}
+
+/// Amounts by the names of their resources, as a container has them.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Resources {
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub requests: BTreeMap<String, String>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub limits: BTreeMap<String, String>,
 }
 
 /// What the pod itself says by labels and annotations.

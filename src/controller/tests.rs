@@ -2,6 +2,7 @@
 
 mod api_server;
 mod browser;
+mod chart;
 mod decisions;
 mod ephemerals;
 mod fixtures;

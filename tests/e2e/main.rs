@@ -10,6 +10,7 @@ mod asks;
 mod cluster;
 mod external;
 mod faults;
+mod fence;
 mod fixtures;
 mod going_back;
 mod http;

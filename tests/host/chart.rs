@@ -238,6 +238,39 @@ fn people_may_see_objects_with_view_and_change_them_with_edit_and_nobody_writes_
     assert_eq!(edit["rules"][0]["resources"], json!(["weightsyncs"]));
 }
 
+/// Expressions of the policies that put agents into pods.
+fn injections(objects: &[Value]) -> String {
+    let policies = of(objects, "MutatingAdmissionPolicy");
+    assert_eq!(policies.len(), 2, "sidecar and wrap");
+    policies.iter().map(|policy| policy["spec"]["mutations"].to_string()).collect()
+}
+
+#[test]
+fn resources_of_injected_containers_are_rendered_whole() {
+    let text = injections(&render(&json!({"injection": {
+        "resources": {"requests": {"cpu": 1, "memory": null, "ephemeral-storage": "1Gi"}, "limits": {"memory": "8Gi"}},
+        "sharedMemory": {"sizeLimit": "16Gi"},
+    }})));
+    let resources = r#"initContainers.resources{requests: {\"cpu\":\"1\",\"ephemeral-storage\":\"1Gi\"}, limits: {\"memory\":\"8Gi\"}}"#;
+    assert_eq!(text.matches(resources).count(), 2, "{text}");
+    assert_eq!(text.matches(r#"emptyDir{medium: \"Memory\", sizeLimit: \"16Gi\"}"#).count(), 2, "{text}");
+    let without = injections(&render(&json!({"injection": {"resources": {"requests": null}}})));
+    assert!(!without.contains("resources{") && !without.contains("sizeLimit"), "{without}");
+}
+
+#[test]
+fn image_is_pinned_by_digest_wherever_it_is_named() {
+    let digest = format!("sha256:{}", "a".repeat(64));
+    let objects = render(&json!({"image": {"repository": "mirror/ws", "tag": "1", "digest": digest}}));
+    let image = format!("mirror/ws@{digest}");
+    let container = &named(&objects, "Deployment", "ws-weightsync")["spec"]["template"]["spec"]["containers"][0];
+    assert_eq!(container["image"], image.as_str());
+    let agents = container["env"].as_array().unwrap().iter().find(|entry| entry["name"] == "WEIGHTSYNC_AGENT_IMAGE").unwrap();
+    assert_eq!(agents["value"], image.as_str());
+    assert_eq!(injections(&objects).matches(&image).count(), 2);
+    assert!(named(&objects, "ValidatingAdmissionPolicy", "ws-weightsync-fence").to_string().contains(&image), "the fence knows it");
+}
+
 #[test]
 fn values_that_make_no_sense_are_refused_by_name() {
     for (values, part) in [
@@ -247,6 +280,10 @@ fn values_that_make_no_sense_are_refused_by_name() {
         (json!({"watchNamespaces": ["Not A Name"]}), "watchNamespaces"),
         (json!({"networkPolicy": {"metricsFrom": [{}]}}), "metricsFrom"),
         (json!({"networkPolicy": {"apiServerPorts": [0]}}), "apiServerPorts"),
+        (json!({"injection": {"resources": {"claims": []}}}), "claims"),
+        (json!({"injection": {"resources": {"limits": {"memory": "much"}}}}), "memory"),
+        (json!({"injection": {"sharedMemory": {"sizeLimit": "8 GiB"}}}), "sizeLimit"),
+        (json!({"image": {"digest": "latest"}}), "digest"),
     ] {
         let message = refused(&values);
         assert!(message.contains(part), "{part} is not in {message}");

@@ -7,7 +7,11 @@
 {{- end -}}
 
 {{- define "weightsync.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
 {{- end -}}
 
 {{- define "weightsync.labels" -}}
@@ -107,9 +111,22 @@ object.metadata.?annotations[?'weightsync.dev/inject'].orValue('sidecar')
 {{- define "weightsync.injection.volumes" -}}
 (has(object.spec.initContainers) ? [] : [JSONPatch{op: "add", path: "/spec/initContainers", value: []}]) +
 (has(object.spec.volumes) ? [] : [JSONPatch{op: "add", path: "/spec/volumes", value: []}]) +
-(variables.shm.size() > 0 ? [] : [JSONPatch{op: "add", path: "/spec/volumes/-", value: Object.spec.volumes{name: "weightsync-shm", emptyDir: Object.spec.volumes.emptyDir{medium: "Memory"}}}]) +
+(variables.shm.size() > 0 ? [] : [JSONPatch{op: "add", path: "/spec/volumes/-", value: Object.spec.volumes{name: "weightsync-shm", emptyDir: Object.spec.volumes.emptyDir{medium: "Memory"{{ with .Values.injection.sharedMemory.sizeLimit }}, sizeLimit: {{ toString . | quote }}{{ end }}}}}]) +
 [JSONPatch{op: "add", path: "/spec/volumes/-", value: Object.spec.volumes{name: "weightsync-token", projected: Object.spec.volumes.projected{sources: [
    Object.spec.volumes.projected.sources{serviceAccountToken: Object.spec.volumes.projected.sources.serviceAccountToken{audience: "weightsync.dev", expirationSeconds: 3600, path: "token"}}]}}}]
+{{- end -}}
+
+{{/* CEL: what a container of ours may use; empty where nothing is set. */}}
+{{- define "weightsync.injection.resources" -}}
+{{- $all := list -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- with index $.Values.injection.resources $kind -}}
+{{- $amounts := dict -}}
+{{- range $name, $amount := . -}}{{- $_ := set $amounts $name (toString $amount) -}}{{- end -}}
+{{- $all = append $all (printf "%s: %s" $kind (toJson $amounts)) -}}
+{{- end -}}
+{{- end -}}
+{{- with $all -}}resources: Object.spec.initContainers.resources{ {{- join ", " . -}} },{{- end -}}
 {{- end -}}
 
 {{/* CEL: what no container of ours needs. */}}

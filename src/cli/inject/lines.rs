@@ -4,7 +4,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Options, Wishes};
+use super::{Options, Resources, Wishes};
 
 const TOKEN_DIR: &str = "/var/run/weightsync";
 
@@ -16,13 +16,17 @@ pub(super) struct Volumes {
 }
 
 /// Adds the volumes; an error names the field at fault.
-pub(super) fn volumes(spec: &mut Map<String, Value>, target: &str) -> Result<Volumes, &'static str> {
+pub(super) fn volumes(spec: &mut Map<String, Value>, target: &str, options: &Options) -> Result<Volumes, &'static str> {
     let existing = shm_volume(spec, target);
     let existed = existing.is_some();
     let shm = existing.unwrap_or_else(|| "weightsync-shm".to_owned());
     let volumes = array(spec, "volumes").ok_or("spec.volumes")?;
     if !existed {
-        volumes.push(json!({"name": shm, "emptyDir": {"medium": "Memory"}}));
+        let mut volume = json!({"name": shm, "emptyDir": {"medium": "Memory"}});
+        if let Some(limit) = &options.shared_memory {
+            volume["emptyDir"]["sizeLimit"] = json!(limit);
+        }
+        volumes.push(volume);
     }
     let token = json!({"serviceAccountToken": {"audience": "weightsync.dev", "expirationSeconds": 3600, "path": "token"}});
     volumes.push(json!({"name": "weightsync-token", "projected": {"sources": [token]}}));
@@ -91,10 +95,11 @@ pub(super) fn port() -> Value {
 
 /// What a container of ours needs and may do.
 pub(super) fn confine(container: &mut Value, options: &Options) {
-    let (cpu, memory) = &options.requests;
     container["image"] = json!(options.image);
     container["imagePullPolicy"] = json!(options.image_pull_policy);
-    container["resources"] = json!({"requests": {"cpu": cpu, "memory": memory}});
+    if options.resources != Resources::default() {
+        container["resources"] = json!(options.resources);
+    }
     container["securityContext"] = json!({
         "allowPrivilegeEscalation": false,
         "readOnlyRootFilesystem": true,

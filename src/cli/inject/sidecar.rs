@@ -7,7 +7,7 @@ use super::{AGENT_CONTAINER, Options, Wishes};
 
 /// Adds the sidecar to a pod's spec; on an error nothing useful was added, and the name of the field at fault is returned.
 pub(super) fn add(spec: &mut Map<String, Value>, target: &str, wishes: &Wishes<'_>, options: &Options) -> Result<(), &'static str> {
-    let volumes = lines::volumes(spec, target)?;
+    let volumes = lines::volumes(spec, target, options)?;
     if !volumes.existed {
         let container = lines::target_container(spec, target)?;
         array(container, "volumeMounts").ok_or("volumeMounts")?.push(lines::shm_mount(&volumes.shm));

@@ -1,8 +1,10 @@
 //! Injection by table: which documents change, what is added, what is refused.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Value, json};
 
-use super::{InjectError, Options, inject};
+use super::{InjectError, Options, Resources, inject};
 
 fn options() -> Options {
     Options {
@@ -10,7 +12,32 @@ fn options() -> Options {
         image_pull_policy: "Never".into(),
         controller_url: "https://weightsync.ws.svc:8443".into(),
         controller_ca: "PEM".into(),
-        requests: ("100m".into(), "64Mi".into()),
+        resources: Resources { requests: amounts(&[("cpu", "100m"), ("memory", "64Mi")]), ..Resources::default() },
+        shared_memory: None,
+    }
+}
+
+fn amounts(of: &[(&str, &str)]) -> BTreeMap<String, String> {
+    of.iter().map(|(name, amount)| ((*name).to_owned(), (*amount).to_owned())).collect()
+}
+
+#[test]
+fn limits_and_the_size_of_shared_memory_are_written() {
+    let limited = Options {
+        resources: Resources { requests: amounts(&[("cpu", "1")]), limits: amounts(&[("memory", "8Gi")]) },
+        shared_memory: Some("16Gi".into()),
+        ..options()
+    };
+    let mut sidecar = rollout();
+    inject(&mut sidecar, &limited).unwrap();
+    let mut wrapped = rollout();
+    wrapped["metadata"]["annotations"] = json!({"weightsync.dev/inject": "wrap"});
+    wrapped["spec"]["containers"][0]["command"] = json!(["serve"]);
+    inject(&mut wrapped, &limited).unwrap();
+    for document in [sidecar, wrapped] {
+        let ours = &document["spec"]["initContainers"][0];
+        assert_eq!(ours["resources"], json!({"requests": {"cpu": "1"}, "limits": {"memory": "8Gi"}}));
+        assert_eq!(document["spec"]["volumes"][0]["emptyDir"], json!({"medium": "Memory", "sizeLimit": "16Gi"}));
     }
 }
 

@@ -33,7 +33,7 @@ pub(super) fn add(spec: &mut Map<String, Value>, target: &str, wishes: &Wishes<'
     if command.is_empty() {
         return Err(WrapError::NoCommand);
     }
-    let volumes = lines::volumes(spec, target)?;
+    let volumes = lines::volumes(spec, target, options)?;
     let program = |read_only: bool| {
         if read_only {
             json!({"name": PROGRAM_CONTAINER, "mountPath": PROGRAM_DIR, "readOnly": true})

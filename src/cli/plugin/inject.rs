@@ -16,7 +16,7 @@ use kube::api::ListParams;
 use kube::{Api, Client};
 use serde_json::Value;
 
-use crate::cli::inject::{Options, inject};
+use crate::cli::inject::{Options, Resources, inject};
 
 const DEADLINE: Duration = Duration::from_secs(15);
 
@@ -43,6 +43,15 @@ pub struct InjectArgs {
     /// Memory that it requests, besides the shared memory that holds weights.
     #[arg(long, default_value = "64Mi")]
     memory: String,
+    /// Limit of its CPU; none if it is missing.
+    #[arg(long)]
+    cpu_limit: Option<String>,
+    /// Limit of its memory; none if it is missing. It must have room for the versions that the agent keeps.
+    #[arg(long)]
+    memory_limit: Option<String>,
+    /// Limit of the volume that a pod gets at /dev/shm where it mounts none of its own; none if it is missing.
+    #[arg(long)]
+    shm_limit: Option<String>,
 }
 
 impl InjectArgs {
@@ -72,11 +81,25 @@ impl InjectArgs {
     }
 
     fn options(&self) -> anyhow::Result<Options> {
-        let requests = (self.cpu.clone(), self.memory.clone());
+        let amount = |name: &str, amount: &String| (name.to_owned(), amount.clone());
+        let limits =
+            [self.cpu_limit.as_ref().map(|most| amount("cpu", most)), self.memory_limit.as_ref().map(|most| amount("memory", most))];
+        let resources = Resources {
+            requests: [amount("cpu", &self.cpu), amount("memory", &self.memory)].into(),
+            limits: limits.into_iter().flatten().collect(),
+        };
+        let shared_memory = self.shm_limit.clone();
         let image_pull_policy = self.image_pull_policy.clone();
         if let (Some(image), Some(url), Some(file)) = (&self.image, &self.controller_url, &self.ca_file) {
             let controller_ca = std::fs::read_to_string(file).with_context(|| format!("{} cannot be read", file.display()))?;
-            return Ok(Options { image: image.clone(), image_pull_policy, controller_url: url.clone(), controller_ca, requests });
+            return Ok(Options {
+                image: image.clone(),
+                image_pull_policy,
+                controller_url: url.clone(),
+                controller_ca,
+                resources,
+                shared_memory,
+            });
         }
         let found = crate::cli::block_on(async {
             tokio::time::timeout(DEADLINE, installation()).await.context("the cluster gave no answer within 15 s")?
@@ -87,7 +110,8 @@ impl InjectArgs {
             image_pull_policy,
             controller_url: self.controller_url.clone().unwrap_or(found.controller_url),
             controller_ca: found.controller_ca,
-            requests,
+            resources,
+            shared_memory,
         })
     }
 }

@@ -132,6 +132,9 @@ impl AgentArgs {
             self.controller_ca.clone()
         } else {
             let path = self.controller_ca.trim();
+            if path.is_empty() {
+                bail!("WEIGHTSYNC_CONTROLLER_CA is empty: the operator had no CA when this pod was made; create the pod again");
+            }
             std::fs::read_to_string(path).with_context(|| format!("the operator's CA cannot be read from {path}"))?
         };
         let token = self.token().await?;
