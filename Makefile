@@ -61,6 +61,7 @@ doc:
 .PHONY: deny
 deny:
 	$$(tests/tools/cargo-deny.sh) --locked check bans licenses sources
+	tests/tools/advisories.sh
 
 .PHONY: scripts-lint
 scripts-lint:

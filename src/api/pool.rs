@@ -76,7 +76,8 @@ pub struct Vllm {
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub ports: Vec<i32>,
 
-    /// Key of a Secret in the same namespace that holds the server's API key.
+    /// Key of a Secret in the same namespace that holds the server's API key. Each pod must name it by its annotation
+    /// `weightsync.dev/api-key-secret: SECRET/KEY`; else no agent is put into it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_secret_ref: Option<SecretKey>,
 }
@@ -91,7 +92,8 @@ pub struct Sglang {
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub ports: Vec<i32>,
 
-    /// Key of a Secret in the same namespace that holds the server's API key.
+    /// Key of a Secret in the same namespace that holds the server's API key. Each pod must name it by its annotation
+    /// `weightsync.dev/api-key-secret: SECRET/KEY`; else no agent is put into it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_secret_ref: Option<SecretKey>,
 }
@@ -106,7 +108,8 @@ pub struct Lmdeploy {
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub ports: Vec<i32>,
 
-    /// Key of a Secret in the same namespace that holds the server's API key.
+    /// Key of a Secret in the same namespace that holds the server's API key. Each pod must name it by its annotation
+    /// `weightsync.dev/api-key-secret: SECRET/KEY`; else no agent is put into it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_secret_ref: Option<SecretKey>,
 }
@@ -121,7 +124,8 @@ pub struct Fastdeploy {
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub ports: Vec<i32>,
 
-    /// Key of a Secret in the same namespace that holds the server's API key.
+    /// Key of a Secret in the same namespace that holds the server's API key. Each pod must name it by its annotation
+    /// `weightsync.dev/api-key-secret: SECRET/KEY`; else no agent is put into it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_secret_ref: Option<SecretKey>,
 }

@@ -23,6 +23,8 @@ const INJECTED: [&str; 2] = ["weightsync-agent", WRAPPED];
 const WRAPPED: &str = "weightsync-program";
 /// Annotation that says how the agent comes into a pod.
 const INJECT: &str = "weightsync.dev/inject";
+/// Annotation that names the Secret and key that the pod's agent may use, as SECRET/KEY.
+const API_KEY: &str = "weightsync.dev/api-key-secret";
 /// What the kubelet (1.36) says of a container that was made and could not be started.
 const NOT_STARTED: &str = "RunContainerError";
 const BASE: Duration = Duration::from_secs(2);
@@ -129,6 +131,21 @@ fn back_off(ended: &[&ContainerStatus], now: Timestamp) -> Option<Duration> {
     let wait = BASE.saturating_mul(2u32.saturating_pow(doublings)).min(CAP);
     let passed = Duration::try_from(now.duration_since(last)).unwrap_or_default();
     wait.checked_sub(passed).filter(|left| !left.is_zero())
+}
+
+/// Why the pod's agent must not have this key; none when it may. Whoever may write objects may not read Secrets by that: the pod itself names
+/// the one that it lets its agent use.
+pub(super) fn key_not_allowed(pod: &Pod, key: Option<&SecretKey>) -> Option<String> {
+    let wanted = key.map(|key| format!("{}/{}", key.name, key.key))?;
+    let allowed = pod.metadata.annotations.as_ref().and_then(|annotations| annotations.get(API_KEY));
+    if allowed == Some(&wanted) {
+        return None;
+    }
+    let name = pod.metadata.name.as_deref().unwrap_or_default();
+    Some(format!(
+        "the object names the API key {wanted} for pod {name}, and the pod does not allow that: put the annotation {API_KEY}: {wanted} on the \
+         pod, and into its template"
+    ))
 }
 
 /// What the container is made of, beside the pod itself.

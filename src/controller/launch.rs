@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::calls::ApiError;
 use super::decide::{Decided, target_container};
-use super::ephemeral::{Need, Recipe, container, launches, need, unwrapped};
+use super::ephemeral::{Need, Recipe, container, key_not_allowed, launches, need, unwrapped};
 use super::events::ObjectEvents;
 use super::pods::Pods;
 use crate::api::{Launch, SecretKey, WeightSync};
@@ -37,18 +37,34 @@ const LAG: Duration = Duration::from_secs(60);
 /// How many agents were added to a pod that the cache does not show yet. A container can be added once under its name, so a second try from a
 /// stale cache only fails.
 #[derive(Default)]
-pub(super) struct Recent(Mutex<HashMap<String, (usize, Instant)>>);
+pub(super) struct Recent {
+    launches: Mutex<HashMap<String, (usize, Instant)>>,
+    /// By the UID of a pod: the refusal that an Event told of.
+    refusals: Mutex<HashMap<String, String>>,
+}
+
+/// Pods whose refusals are remembered; beyond that an Event may come again.
+const REFUSALS: usize = 4096;
 
 impl Recent {
     fn note(&self, pod: &Pod) {
-        let mut recent = self.0.lock();
+        let mut recent = self.launches.lock();
         recent.retain(|_, (_, at)| at.elapsed() < LAG);
         recent.insert(pod.uid().unwrap_or_default(), (launches(pod) + 1, Instant::now()));
     }
 
+    /// Whether no Event told of this refusal yet.
+    fn is_first_refusal(&self, pod: &Pod, message: &str) -> bool {
+        let mut refusals = self.refusals.lock();
+        if refusals.len() >= REFUSALS {
+            refusals.clear();
+        }
+        refusals.insert(pod.uid().unwrap_or_default(), message.to_owned()).as_deref() != Some(message)
+    }
+
     /// Whether the cache shows every agent that was added to the pod.
     fn is_shown(&self, pod: &Pod) -> bool {
-        let recent = self.0.lock();
+        let recent = self.launches.lock();
         let known = pod.uid().and_then(|uid| recent.get(&uid).copied());
         known.is_none_or(|(count, at)| launches(pod) >= count || at.elapsed() >= LAG)
     }
@@ -104,6 +120,13 @@ impl Launcher {
                 Need::Exhausted(message) => launched.problems.push((Reason::AgentLaunchesExhausted, message)),
                 Need::Stuck(message) => launched.problems.push((Reason::AgentLaunchFailed, format!("pod {}: {message}", head.name))),
                 Need::Launch(name) => {
+                    if let Some(message) = key_not_allowed(pod, api_key(object, &candidate.name)) {
+                        if self.recent.is_first_refusal(pod, &message) {
+                            tell(events, Reason::ApiKeyNotAllowed, &candidate.name, message.clone(), true);
+                        }
+                        launched.problems.push((Reason::ApiKeyNotAllowed, message));
+                        continue;
+                    }
                     let recipe = self.recipe(object, candidate, pod, &target, name);
                     let message = format!("added {} beside container {target}", recipe.name);
                     match writes.add_ephemeral(pod, &container(pod, recipe)).await {

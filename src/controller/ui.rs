@@ -17,7 +17,7 @@ use axum::routing::get;
 use axum::{Json, Router};
 
 use super::objects::Objects;
-use weightsync_net::health::is_local;
+use weightsync_net::health::{asks_for_localhost, is_local};
 
 /// Who may see the web page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -103,14 +103,7 @@ fn refusal(from: SocketAddr, headers: &HeaderMap) -> Option<&'static str> {
     if !is_local(from) {
         return Some("the page is shown to this pod only: kubectl port-forward, or ui.access=Open in the chart\n");
     }
-    // A web site whose name was made to lead to this machine is asked for under that name (DNS rebinding).
-    let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
-    let name = match host.strip_prefix('[') {
-        Some(rest) => rest.split(']').next().unwrap_or_default(),
-        None => host.split(':').next().unwrap_or_default(),
-    };
-    let local = name == "localhost" || name.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback());
-    (!local).then_some("the page is asked for as localhost\n")
+    (!asks_for_localhost(headers)).then_some("the page is asked for as localhost\n")
 }
 
 #[cfg(test)]

@@ -1,12 +1,12 @@
 //! `/healthz`, `/readyz`, `/metrics` and `/loglevel` of a program. Decides nothing by itself: it asks the checks that the program's parts brought.
 //! The two that probes ask have a listener of their own, so that strangers on other ports cannot make a pod look dead.
 
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use parking_lot::RwLock;
@@ -48,11 +48,21 @@ fn failed(checks: &RwLock<Vec<(&'static str, Check)>>) -> Vec<String> {
     checks.iter().filter_map(|(name, check)| check().err().map(|cause| format!("{name}: {cause}"))).collect()
 }
 
-/// Whether a peer is within the pod, or at the other end of a forwarded port: 127.0.0.1 or ::1. Other addresses of 127/8 are not: a service
-/// mesh hands in what comes from elsewhere under one of them (Istio: 127.0.0.6).
+/// Whether a peer is within the pod, or at the other end of a forwarded port: 127.0.0.1 or ::1. Other addresses of the loopback network belong to
+/// a mesh's proxy, which passes on what came from elsewhere (Istio: 127.0.0.6).
 pub fn is_local(from: SocketAddr) -> bool {
     let ip = from.ip().to_canonical();
     ip == Ipv4Addr::LOCALHOST || ip == Ipv6Addr::LOCALHOST
+}
+
+/// Whether a request names this machine. A web site whose name was made to lead here is asked for under that name (DNS rebinding).
+pub fn asks_for_localhost(headers: &HeaderMap) -> bool {
+    let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
+    let name = match host.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or_default(),
+        None => host.split(':').next().unwrap_or_default(),
+    };
+    name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
 /// The pages, for [`serve_plain`](super::https::serve_plain).

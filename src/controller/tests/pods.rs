@@ -89,3 +89,29 @@ async fn wedged_pod_is_deleted_where_the_object_asks_for_that() {
     server.until("told", |server| server.all("events").iter().any(|event| event["reason"] == "PodReplaced")).await;
     controller.stop().await;
 }
+
+#[tokio::test]
+async fn secret_that_the_pod_does_not_name_is_given_to_no_agent() {
+    let server = cluster();
+    let keyed = fixtures::changed("ws", 1, |object| {
+        object["spec"]["agent"] = json!({"launch": "Ephemeral"});
+        object["spec"]["rollouts"][0]["engine"] = json!({"vllm": {"apiKeySecretRef": {"name": "prod-database", "key": "password"}}});
+    });
+    server.put("weightsyncs", serde_json::to_value(keyed).unwrap());
+    let allow =
+        |secret: &'static str| move |pod: &mut Value| pod["metadata"]["annotations"] = json!({"weightsync.dev/api-key-secret": secret});
+    server.put("pods", serde_json::to_value(fixtures::pod("actor-0", allow("prod-database/password"))).unwrap());
+    server.put("pods", serde_json::to_value(fixtures::pod("actor-1", allow("keys/vllm"))).unwrap());
+    let controller = Controller::start(&server).await;
+    let agents = |server: &ApiServer, pod: &str| server.get("pods", "default", pod).unwrap()["spec"]["ephemeralContainers"].clone();
+    server.until("the pod that allows it has an agent", |server| agents(server, "actor-0").is_array()).await;
+    server.until("the other one is named", |server| condition_of(server, "ws", "Degraded").1 == "ApiKeyNotAllowed").await;
+    server.until("an Event tells", |server| server.all("events").iter().any(|event| event["reason"] == "ApiKeyNotAllowed")).await;
+    assert!(agents(&server, "actor-1").is_null());
+    let key =
+        agents(&server, "actor-0")[0]["env"].as_array().unwrap().iter().find(|entry| entry["name"] == "WEIGHTSYNC_ENGINE_API_KEY").cloned();
+    assert_eq!(key.unwrap()["valueFrom"]["secretKeyRef"], json!({"name": "prod-database", "key": "password"}));
+    server.put("pods", serde_json::to_value(fixtures::pod("actor-1", allow("prod-database/password"))).unwrap());
+    server.until("allowed by now", |server| agents(server, "actor-1").is_array()).await;
+    controller.stop().await;
+}

@@ -15,5 +15,6 @@ fn the_page_is_for_loopback_peers_that_ask_for_localhost() {
         assert!(!asked("127.0.0.1:5", host), "{host}");
     }
     assert!(!asked("10.0.0.7:5", "localhost:8080"));
+    assert!(!asked("127.0.0.6:5", "localhost:8080"), "a mesh passes on what came from elsewhere");
     assert!(refusal("127.0.0.1:5".parse().unwrap(), &HeaderMap::new()).is_some());
 }

@@ -186,6 +186,9 @@ reasons! {
     AgentLaunched,
     /// An agent could not be put into a running pod; the message says why.
     AgentLaunchFailed,
+    /// The object names a Secret for its engines' API key that the pod's annotation `weightsync.dev/api-key-secret` does not name: no agent is
+    /// put into the pod.
+    ApiKeyNotAllowed,
     /// The pod had as many ephemeral agents as it may have in its life: it needs a new pod, or the sidecar.
     AgentLaunchesExhausted,
     /// The object wants engines and trainer to run below their agents, and the pod was made without that.

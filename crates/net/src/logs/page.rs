@@ -1,18 +1,18 @@
 //! `/loglevel` of a status port: `GET` says what is logged, `PUT` changes it (an empty body brings the start's filter back).
 //!
-//! Answers peers on the loopback interface only: whoever may forward a port of the pod, and the pod's own containers.
+//! Answers peers on the loopback interface that ask for localhost only: whoever may forward a port of the pod, and the pod's own containers.
 
 use std::net::SocketAddr;
 
 use axum::extract::{ConnectInfo, DefaultBodyLimit};
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
 use serde_json::json;
 
 use super::{LogsError, change, filters};
-use crate::health::is_local;
+use crate::health::{asks_for_localhost, is_local};
 
 /// Longest filter in bytes.
 const LONGEST: usize = 4096;
@@ -21,8 +21,8 @@ pub fn router() -> Router {
     Router::new().route("/loglevel", get(show).put(replace)).layer(DefaultBodyLimit::max(LONGEST))
 }
 
-async fn show(ConnectInfo(from): ConnectInfo<SocketAddr>) -> Response {
-    if !is_local(from) {
+async fn show(ConnectInfo(from): ConnectInfo<SocketAddr>, headers: HeaderMap) -> Response {
+    if !(is_local(from) && asks_for_localhost(&headers)) {
         return refused();
     }
     match filters() {
@@ -31,8 +31,8 @@ async fn show(ConnectInfo(from): ConnectInfo<SocketAddr>) -> Response {
     }
 }
 
-async fn replace(ConnectInfo(from): ConnectInfo<SocketAddr>, wanted: String) -> Response {
-    if !is_local(from) {
+async fn replace(ConnectInfo(from): ConnectInfo<SocketAddr>, headers: HeaderMap, wanted: String) -> Response {
+    if !(is_local(from) && asks_for_localhost(&headers)) {
         return refused();
     }
     match change(&wanted) {
