@@ -67,7 +67,11 @@ impl Controller {
         command.envs([("POD_NAME", "controller-0"), ("POD_NAMESPACE", SYSTEM), ("WEIGHTSYNC_NAME", NAME)]);
         command.envs([("WEIGHTSYNC_AGENT_IMAGE", "none"), ("WEIGHTSYNC_LOG_FORMAT", "json")]);
         command.env("WEIGHTSYNC_CONTROLLER_URL", format!("https://{}", ports.enroll));
-        command.args([format!("--enroll-address={}", ports.enroll), format!("--status-address={}", ports.status), "--probe-address=127.0.0.1:0".to_owned()]);
+        command.args([
+            format!("--enroll-address={}", ports.enroll),
+            format!("--status-address={}", ports.status),
+            "--probe-address=127.0.0.1:0".to_owned(),
+        ]);
         let process = spawn(&mut command, &plane.dir.path().join(format!("controller-{life}.log")))?;
         Ok(Self { process, ports, started: Instant::now() })
     }

@@ -6,14 +6,13 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
 use super::{
-    BeforeFirstVersion, Digest, KvCache, Launch, OrderBy, Pause, PodSelector, Pool, PoolOrder, SelectorOperator, Sizes, Trainer, TrainerOrderBy,
-    WeightSync, WeightSyncSpec,
+    BeforeFirstVersion, Digest, KvCache, Launch, OrderBy, Pause, PodSelector, Pool, PoolOrder, SelectorOperator, Sizes, Trainer,
+    TrainerOrderBy, WeightSync, WeightSyncSpec,
 };
 use weightsync_core::plan::{GroupSpec, Operator, Order, Parallelism, PoolSpec, Requirement, Selector, TrainerSpec, WeightSyncRef};
 use weightsync_core::protocol::{
     Delivery, EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy,
 };
-
 
 fn count(number: i32) -> u32 {
     u32::try_from(number).unwrap_or(0)

@@ -331,8 +331,10 @@ fn check_sender(epoch: &Epoch, from: &MemberName, peer: Option<&PeerIdentity>) -
         return Err(refusal(RefusalCode::Forbidden, format!("{from} is no member of epoch {}", epoch.id())));
     };
     match peer {
-        Some(PeerIdentity::Agent { weightsync, pod_uid }) if *weightsync == epoch.id().weightsync && pod_uid == pod => Ok(()),
-        Some(peer) => Err(refusal(RefusalCode::Forbidden, format!("the stream is {from}'s by its hello and {}'s by its certificate", peer.uri()))),
+        Some(PeerIdentity::Agent { weightsync, pod_uid, .. }) if *weightsync == epoch.id().weightsync && pod_uid == pod => Ok(()),
+        Some(peer) => {
+            Err(refusal(RefusalCode::Forbidden, format!("the stream is {from}'s by its hello and {}'s by its certificate", peer.uri())))
+        }
         None => Err(refusal(RefusalCode::Forbidden, format!("the certificate of the stream names nobody, and its hello {from}"))),
     }
 }

@@ -101,7 +101,12 @@ impl Drop for Reservation {
 impl Cgroups {
     /// Of this process.
     pub fn of_this_process() -> Self {
-        Self { root: PathBuf::from("/sys/fs/cgroup"), own: fs::read_to_string("/proc/self/cgroup").unwrap_or_default(), meminfo: "/proc/meminfo".into(), ledger: Arc::default() }
+        Self {
+            root: PathBuf::from("/sys/fs/cgroup"),
+            own: fs::read_to_string("/proc/self/cgroup").unwrap_or_default(),
+            meminfo: "/proc/meminfo".into(),
+            ledger: Arc::default(),
+        }
     }
 
     /// With another mount point, which has the node's `meminfo` as well, and another text of `/proc/self/cgroup`.

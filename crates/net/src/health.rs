@@ -67,9 +67,8 @@ pub fn asks_for_localhost(headers: &HeaderMap) -> bool {
 
 /// The pages, for [`serve_plain`](super::https::serve_plain).
 pub fn router(health: Health, metrics: Metrics) -> Router {
-    let metrics = Router::new()
-        .route("/metrics", get(|State(metrics): State<Metrics>| async move { exposition(&metrics) }))
-        .with_state(metrics);
+    let metrics =
+        Router::new().route("/metrics", get(|State(metrics): State<Metrics>| async move { exposition(&metrics) })).with_state(metrics);
     probes(health).merge(metrics).merge(logs::router())
 }
 

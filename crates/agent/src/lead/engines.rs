@@ -190,7 +190,9 @@ impl Leader {
         let failed = |what: String| refusal(RefusalCode::Internal, format!("the engines' store: {what}"));
         let own: SocketAddr = self.transport.address().parse().map_err(|_| failed("this agent has no address".into()))?;
         let group = addresses_of_group(&epoch.prepared.roster, &epoch.commit.addresses).map_err(failed)?;
-        let store = Server::bind(SocketAddr::new(own.ip(), 0), move |from: IpAddr| group.contains(&from.to_canonical()), over).await.map_err(|error| failed(error.to_string()))?;
+        let store = Server::bind(SocketAddr::new(own.ip(), 0), move |from: IpAddr| group.contains(&from.to_canonical()), over)
+            .await
+            .map_err(|error| failed(error.to_string()))?;
         for key in nccl_id_keys(name) {
             store.set(&key, &id.0).map_err(|error| failed(error.to_string()))?;
         }

@@ -131,7 +131,8 @@ async fn send(
         }
     };
     let (hasher, ()) = tokio::try_join!(produce, consume)?;
-    let digests = spawn_blocking(move || hasher.finish()).await.map_err(|ended| StreamError::Layout(format!("hashing ended early: {ended}")))?;
+    let digests =
+        spawn_blocking(move || hasher.finish()).await.map_err(|ended| StreamError::Layout(format!("hashing ended early: {ended}")))?;
     digests.map_err(|error| StreamError::Layout(error.to_string()))
 }
 

@@ -269,17 +269,17 @@ impl Rollout {
         let room = match self.make_room(wanted) {
             Ok(room) => room,
             Err(error) => {
-            let out_of_space = |what: String| Err(refusal(RefusalCode::OutOfSpace, what));
-            if staged_only {
-                return out_of_space(format!("{error} (version {}); membership.maxUnavailable needs them", request.update.version));
-            }
-            return match self.open_memory(epoch, request, &layout).await {
-                Ok(receiver) => Ok(Arriving::Memory(receiver)),
-                Err(why) => {
-                    let what = format!("{error} (version {}); and not without files: {why}", request.update.version);
-                    out_of_space(what)
+                let out_of_space = |what: String| Err(refusal(RefusalCode::OutOfSpace, what));
+                if staged_only {
+                    return out_of_space(format!("{error} (version {}); membership.maxUnavailable needs them", request.update.version));
                 }
-            };
+                return match self.open_memory(epoch, request, &layout).await {
+                    Ok(receiver) => Ok(Arriving::Memory(receiver)),
+                    Err(why) => {
+                        let what = format!("{error} (version {}); and not without files: {why}", request.update.version);
+                        out_of_space(what)
+                    }
+                };
             }
         };
         let dir = self.dir.version(request.update.version, request.update.attempt).map_err(|error| internal(error.to_string()))?;

@@ -195,7 +195,12 @@ impl Bed {
                     role: member.role,
                     rank_offset: offset - 1,
                     size: 1,
-                    pods: vec![PodRef { name: member.name.0.clone(), uid: member.address.incarnation.pod_uid.clone(), node: None, ips: Vec::new() }],
+                    pods: vec![PodRef {
+                        name: member.name.0.clone(),
+                        uid: member.address.incarnation.pod_uid.clone(),
+                        node: None,
+                        ips: Vec::new(),
+                    }],
                     port: None,
                 }
             })

@@ -80,6 +80,7 @@ async fn stream_of_a_false_sender_or_to_a_false_address_is_refused() {
     let agent = |weightsync: &str, member: &Member| PeerIdentity::Agent {
         weightsync: weightsync.into(),
         pod_uid: member.address.incarnation.pod_uid.clone(),
+        role: Role::Source,
     };
     let lies = [
         (agent(WEIGHTSYNC, &other), source.name.clone()),

@@ -7,7 +7,8 @@ use crate::weights::{BlockValue, DigestAlgorithm, Dtype, Layout, TREE_BLOCK, Ten
 
 #[test]
 fn digest_of_blocks_is_the_blake3_of_the_whole() {
-    let lengths = [0, 1, 1024, TREE_BLOCK - 1, TREE_BLOCK, TREE_BLOCK + 1, 2 * TREE_BLOCK, 3 * TREE_BLOCK + 5, 7 * TREE_BLOCK, 8 * TREE_BLOCK + 1];
+    let lengths =
+        [0, 1, 1024, TREE_BLOCK - 1, TREE_BLOCK, TREE_BLOCK + 1, 2 * TREE_BLOCK, 3 * TREE_BLOCK + 5, 7 * TREE_BLOCK, 8 * TREE_BLOCK + 1];
     for length in lengths {
         let tensor = bytes(length);
         let count = length.div_ceil(TREE_BLOCK).max(1) as u64;
