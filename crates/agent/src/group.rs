@@ -179,7 +179,7 @@ pub struct Group {
     standing: Standing,
     over: Option<EpochId>,
     released: Option<String>,
-    /// UIDs of the pods on the latest roster. It stays when its epoch ends: nobody else comes in before the next one.
+    /// UIDs of the pods on the latest roster. It stays when its epoch ends, until the next prepare.
     roster: BTreeSet<String>,
 }
 

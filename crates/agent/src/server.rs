@@ -1,7 +1,7 @@
 //! The control server of one endpoint, over mutual TLS: messages of the coordinator about groups, messages of leaders about updates.
 //!
-//! Decides who may say what: nobody but the controller and the pods of the latest roster anything, the controller forms and ends groups, the agent
-//! of a pod that leads the present epoch leads updates. What a message does is decided by [`Group`](super::group::Group) and the rollout's machine.
+//! Decides who may call: the controller, and the pods of the latest roster. The controller alone forms and ends groups; the agent of a pod that
+//! leads the present epoch leads updates. What a message does is decided by [`Group`](super::group::Group) and the rollout's machine.
 
 use std::sync::Arc;
 use std::time::Duration;

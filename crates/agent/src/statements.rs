@@ -24,7 +24,7 @@ impl Statements {
         let _ = self.identity.set(identity.clone());
     }
 
-    /// A source announces a version: what it signed about it, now or before. None when it cannot sign: the version counts for nobody then.
+    /// A source announces a version: what it signed about it, now or before. None when it cannot sign: the version does not count then.
     pub fn announce(&self, held: &HeldVersion, layout: &str, epoch: u64) -> Option<Statement> {
         let known = self.about(held);
         if known.is_some() {

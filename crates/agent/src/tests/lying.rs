@@ -204,7 +204,7 @@ async fn statement_travels_with_a_version_from_source_to_joiner() {
     assert_eq!(state.statements, first.state().statements, "the feeder passes it on");
 }
 
-/// The trainer's pod is made anew, and uses a number again that too few took.
+/// Another pod of the trainer uses a number again that too few replicas took.
 #[tokio::test(flavor = "multi_thread")]
 async fn number_that_a_new_source_uses_again_is_installed_everywhere() {
     let mut bed = Bed::new();

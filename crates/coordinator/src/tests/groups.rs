@@ -128,7 +128,7 @@ async fn a_stale_life_of_an_agent_is_not_listened_to() {
 }
 
 #[tokio::test]
-async fn member_that_lies_about_version_epoch_and_role_changes_nothing() {
+async fn member_that_lies_about_version_and_role_changes_nothing() {
     let world = World::new().await;
     let handle = world.coordinate(0, &PODS);
     let trainer = world.agent("trainer-0", "uid-t", "a").await;

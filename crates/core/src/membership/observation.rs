@@ -21,7 +21,7 @@ pub enum Observation {
     },
     /// An agent announced itself. It counts once its state is known, which proves that it can be reached.
     Announced(Announcement),
-    /// A source announced a version, by a statement that was checked. Told before the state of a member that presents it.
+    /// A source announced a version, by a statement that was checked. It comes before the state of the member that presents it.
     Proven(Announced),
     /// Everything an agent knows of itself, from its event stream.
     State(Box<MemberState>),

@@ -1,6 +1,6 @@
 //! Which versions exist: those that a source announced, and the one that status holds. Nothing follows from a claim about any other.
 //!
-//! Of two statements about one number the one of the later epoch counts: a source that was made anew may use a number again that never counted.
+//! Of two statements about one number the one of the later epoch counts: a new source may use a number again that never counted.
 //! Whether a statement is genuine is the coordinator's to check.
 
 use std::collections::BTreeMap;

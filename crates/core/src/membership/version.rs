@@ -68,7 +68,7 @@ impl Membership {
 
     /// Who feeds the others: the source where it retains the version, else a rollout that does: best one that serves it too, and one whose
     /// own engine holds half an update only when there is no other. (What it keeps is complete all the same.) Of those that are alike each has its
-    /// turn: one that says that it keeps the version, and feeds nobody, is followed by another.
+    /// turn, so that one that keeps nothing does not block the others.
     pub(super) fn choose_feeder<'a>(&self, members: impl Iterator<Item = (&'a MemberName, &'a Incarnation)>) -> Option<MemberName> {
         let (mut best, mut alike) = (0, Vec::new());
         for (name, life) in members {

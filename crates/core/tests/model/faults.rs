@@ -34,7 +34,7 @@ pub(super) enum Fault {
     BadInstall(usize, u32),
     /// Other agents cannot reach it for some ms.
     CutOff(usize, u64),
-    /// For some ms it says that it is a source, holds a version that nobody announced, refuses another, and is in an epoch that nobody wrote.
+    /// For some ms it says that it is a source, holds a version that no source announced, refuses another, and is in an epoch that no controller wrote.
     Lies(usize, u64),
     /// The message of this step does not arrive.
     Lost,

@@ -121,7 +121,7 @@ fn statement_of_an_ended_certificate_proves_what_was_announced() {
 }
 
 #[test]
-fn statement_of_a_rollout_a_controller_or_a_stranger_proves_nothing() {
+fn statement_of_a_rollout_or_a_stranger_proves_nothing() {
     let (ca, foreign) = (Ca::generate().unwrap(), Ca::generate().unwrap());
     let (now, reader) = (OffsetDateTime::now_utc(), Identity::new(ca.certificate_pem()).unwrap());
     let rollout = source(&ca, "ws-1", Role::Rollout, now).state(&held(), "l", 3).unwrap();

@@ -93,7 +93,7 @@ fn update_of_a_pod_that_only_calls_itself_a_source_is_ignored() {
 }
 
 #[test]
-fn feeder_that_feeds_nobody_is_followed_by_another() {
+fn feeder_that_feeds_no_member_is_followed_by_another() {
     let mut desk = Desk::formed(3);
     desk.serves(3);
     desk.tell(0, |state| state.retained = None);
@@ -154,7 +154,7 @@ fn version_that_no_source_announced_moves_nothing() {
 }
 
 #[test]
-fn other_weights_of_the_current_version_are_replaced_and_never_fed() {
+fn other_weights_of_the_current_version_are_never_fed() {
     let mut desk = lied_to(3, policy());
     desk.tell(0, |state| state.retained = None);
     desk.tell(1, |state| state.installed = None);
@@ -174,7 +174,7 @@ fn target_that_only_unproven_members_keep_is_not_gone_to() {
 }
 
 #[test]
-fn refusal_of_a_version_that_nobody_announced_is_not_counted() {
+fn refusal_of_an_unannounced_version_is_not_counted() {
     let canary = Some(CanaryPolicy { prompt: "p".into(), max_tokens: 1, least_log_prob_milli: -4000, greatest_log_prob_milli: 0 });
     let mut desk = lied_to(3, UpdatePolicy { canary, ..policy() });
     desk.tell(2, |state| {
@@ -193,7 +193,7 @@ fn newest_version_in_service_is_one_that_exists() {
 }
 
 #[test]
-fn statements_of_rollouts_let_a_new_controller_take_over_without_the_source() {
+fn statements_let_a_new_controller_take_over_without_a_source() {
     let mut working = Desk::formed(2);
     working.serves(3);
     let restored = Restored { term: 2, epoch: working.epoch(), ..Restored::default() };
@@ -224,7 +224,7 @@ fn number_used_again_means_the_weights_of_the_later_statement() {
 }
 
 #[test]
-fn statement_of_an_epoch_that_nobody_wrote_proves_nothing() {
+fn statement_of_an_unwritten_epoch_proves_nothing() {
     let mut desk = Desk::formed(2);
     desk.stated = Some((1 << 63) - 2);
     desk.tell(2, |state| state.installed = Some(other(99)));
