@@ -34,7 +34,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Run the operator in a cluster.
-    Controller(controller::ControllerArgs),
+    Controller(Box<controller::ControllerArgs>),
     /// Run the agent of one pod.
     Agent(Box<AgentArgs>),
     /// Write what is made from the program's own types: CRDs, API reference, shell completion.

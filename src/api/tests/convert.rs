@@ -29,7 +29,8 @@ fn what_is_left_out_has_the_defaults_that_the_schema_states() {
     let policy = spec.update_policy(4);
     assert_eq!((policy.pause, policy.kv_cache), (PausePolicy::Keep, KvCachePolicy::Reset));
     assert_eq!((policy.min_ready, policy.silence_ms, policy.update_timeout_ms), (1, 10_000, 600_000));
-    assert_eq!((policy.retain_bytes, policy.bucket_bytes, policy.data_tls), (64 << 30, 0, true));
+    assert_eq!((policy.retain_bytes, policy.bucket_bytes, policy.data_tls), (u64::MAX, 0, true));
+    assert_eq!(policy.digest, weightsync_core::protocol::Digest::Blake3);
     assert_eq!((policy.health.period_ms, policy.health.timeout_ms), (2000, 5000));
     assert_eq!((policy.health.failure_threshold, policy.health.success_threshold), (3, 1));
     assert_eq!(spec.debounce_ms(), 1000);
@@ -71,7 +72,7 @@ fn how_far_versions_may_be_apart_is_carried_over_and_no_limit_without_it() {
 fn policies_are_carried_over_in_the_agents_units() {
     let spec = object(json!({
         "transport": {"tcp": {"tls": false, "bucketMiB": 32}},
-        "update": {"pause": "Abort", "kvCache": "Keep", "timeoutSeconds": 60, "silenceSeconds": 3, "retain": {"hostMiB": 5}},
+        "update": {"pause": "Abort", "kvCache": "Keep", "timeoutSeconds": 60, "silenceSeconds": 3, "retain": {"hostMiB": 5}, "digest": "Xxh3"},
         "membership": {"minReady": "50%", "debounceSeconds": 7},
         "readiness": {"beforeFirstVersion": "Hold"},
     }))
@@ -80,6 +81,7 @@ fn policies_are_carried_over_in_the_agents_units() {
     assert_eq!((policy.pause, policy.kv_cache, policy.min_ready), (PausePolicy::Abort, KvCachePolicy::Keep, 3));
     assert_eq!((policy.update_timeout_ms, policy.silence_ms, policy.retain_bytes), (60_000, 3000, 5 << 20));
     assert_eq!((policy.bucket_bytes, policy.data_tls), (32 << 20, false));
+    assert_eq!(policy.digest, weightsync_core::protocol::Digest::Xxh3);
     assert_eq!(spec.debounce_ms(), 7000);
     assert!(!spec.serve_before_first_version());
 }

@@ -60,9 +60,10 @@ impl BucketSink for CorruptingSink {
         let mut data = data.to_vec();
         if self.armed.swap(false, std::sync::atomic::Ordering::SeqCst) {
             let [honest, forged] = twins();
-            match data == honest {
-                true => data = forged,
-                false => data[0] ^= 1,
+            if data == honest {
+                data = forged;
+            } else {
+                data[0] ^= 1;
             }
         }
         self.inner.send(header, Bytes::from(data).into(), digest).await
