@@ -3,6 +3,7 @@
 //! Pure. Ephemeral containers cannot be changed, removed or restarted, share the pod's memory, and die with the first process of their
 //! target (all tried on Kubernetes 1.36), so they are added late, seldom, and at most [`MAX_LAUNCHES`] times in a pod's life.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
@@ -72,6 +73,10 @@ pub(super) fn need(pod: &Pod, target: &str, now: Timestamp) -> Need {
     if pod.metadata.deletion_timestamp.is_some() || has(spec, &INJECTED) {
         return Need::Nothing;
     }
+    // Its token is taken from the pod's address only.
+    if addresses(pod).is_empty() {
+        return Need::Nothing;
+    }
     // Beside an engine that is not up, the agent would die with the first restart of it.
     let up = status.container_statuses.iter().flatten().find(|status| status.name == target);
     if up.and_then(|status| status.state.as_ref()).is_none_or(|state| state.running.is_none()) {
@@ -93,6 +98,14 @@ pub(super) fn need(pod: &Pod, target: &str, now: Timestamp) -> Need {
         return Need::Wait(wait);
     }
     Need::Launch(format!("{PREFIX}{}", launched + 1))
+}
+
+/// Addresses of the pod, as the kubelet reports them.
+pub(super) fn addresses(pod: &Pod) -> Vec<IpAddr> {
+    let status = pod.status.as_ref();
+    let all = status.and_then(|status| status.pod_ips.as_ref()).into_iter().flatten().map(|ip| ip.ip.as_str());
+    let first = status.and_then(|status| status.pod_ip.as_deref());
+    all.chain(first).filter_map(|ip| ip.parse().ok()).collect()
 }
 
 /// Ephemeral agents that were added to the pod in its life.
@@ -157,7 +170,7 @@ pub(super) struct Recipe<'a> {
     pub(super) role: &'a str,
     pub(super) controller_url: &'a str,
     pub(super) controller_ca: &'a str,
-    /// Works once, so that the target, which can read this environment, cannot use it.
+    /// Belongs to the first key that shows it from the pod's address: it stands where whoever may read pods sees it.
     pub(super) token: String,
     pub(super) api_key: Option<&'a SecretKey>,
 }

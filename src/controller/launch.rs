@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::calls::ApiError;
 use super::decide::{Decided, target_container};
-use super::ephemeral::{Need, Recipe, container, key_not_allowed, launches, need, unwrapped};
+use super::ephemeral::{Need, Recipe, addresses, container, key_not_allowed, launches, need, unwrapped};
 use super::events::ObjectEvents;
 use super::pods::Pods;
 use crate::api::{Launch, SecretKey, WeightSync};
@@ -157,7 +157,7 @@ impl Launcher {
             role: if candidate.role == Role::Source { "trainer" } else { "rollout" },
             controller_url: &self.controller_url,
             controller_ca: &self.controller_ca,
-            token: self.tokens.mint(proven),
+            token: self.tokens.mint(proven, addresses(pod)),
             api_key: api_key(object, &candidate.name),
         }
     }

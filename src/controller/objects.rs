@@ -32,7 +32,9 @@ use super::traces::{Traces, Trail};
 use super::triggers::Triggers;
 use crate::api::{WeightSync, WeightSyncStatus};
 use crate::controller::lease::Leadership;
-use weightsync_coordinator::{Context, Coordinator, CoordinatorHandle, Directory, Held, Timing, Wanted};
+use weightsync_coordinator::{
+    Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, EventSink, Held, ProvenPod, Timing, Wanted,
+};
 use weightsync_core::membership::{Membership, MembershipView, Restored};
 use weightsync_core::protocol::{HeldVersion, Reason};
 use weightsync_net::backoff::Backoff;
@@ -260,6 +262,20 @@ impl Objects {
     /// Whether the object's word on a pod counts: no older object claims it.
     pub(super) fn claims(&self, uid: &str, pod: &Pod) -> bool {
         pod.uid().and_then(|pod| self.world.directory.claimant(&pod)).as_deref() == Some(uid)
+    }
+
+    /// Says by an Event that a pod's single-use token was shown with two keys.
+    pub(super) fn token_stolen(&self, pod: &ProvenPod) {
+        tracing::warn!(namespace = pod.namespace, pod = pod.pod, pod_uid = pod.pod_uid, "a single-use token was shown with two keys");
+        let Some(uid) = self.world.directory.claimant(&pod.pod_uid) else { return };
+        let object = self.entries.lock().get(&uid).map(|entry| entry.object.clone());
+        let Some(object) = object else { return };
+        let message = format!(
+            "the single-use token of an agent in pod {} was shown with two keys: both are refused, and the pod gets a new agent; look who may \
+             read pods there, and what runs in it",
+            pod.pod
+        );
+        self.events_of(&object).publish(CoordinatorEvent { reason: Reason::TokenStolen, message, member: None, warning: true });
     }
 
     /// How long until a coordinator that stepped down starts again.

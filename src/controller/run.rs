@@ -201,6 +201,12 @@ pub(super) async fn run_with(
             cancel: stop.clone(),
         };
         let objects = Arc::new(Objects::new(world));
+        let stolen = Arc::downgrade(&objects);
+        tokens.on_theft(move |pod| {
+            if let Some(objects) = stolen.upgrade() {
+                objects.token_stolen(pod);
+            }
+        });
         registry.collect(Census(objects.clone()));
         page.lead(&objects);
         let shared = Arc::new(Shared {

@@ -121,7 +121,7 @@ impl Stores {
     /// The highest term that any object's status names: leaders of an earlier Lease had it.
     pub(super) fn highest_term(&self) -> impl Fn() -> Option<u64> + Send + Sync + 'static {
         let stores: Vec<Store<Object>> = self.scopes.iter().map(|scope| scope.objects.clone()).collect();
-        move || stores.iter().flat_map(|store| store.state()).filter_map(|object| object.term()).max()
+        move || stores.iter().flat_map(Store::state).filter_map(|object| object.term()).max()
     }
 
     /// Waits until everything was listed once.

@@ -3,14 +3,18 @@
 use std::collections::BTreeMap;
 
 use async_trait::async_trait;
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus};
 use kube::api::PostParams;
 use kube::{Api, Client};
+use serde_json::Value;
 use tokio::sync::Semaphore;
 
 use super::calls::Calls;
-use weightsync_coordinator::{ProvenPod, SingleUseTokens, TokenVerifier};
+use weightsync_coordinator::{Presented, ProvenPod, SingleUseTokens, TokenVerifier};
 use weightsync_core::protocol::Rejection;
+use weightsync_net::identity::KeyDigest;
 
 /// Audience of agents' projected tokens: a token for another audience proves nothing here.
 pub(super) const AUDIENCE: &str = "weightsync.dev";
@@ -34,10 +38,12 @@ impl Tokens {
 
 #[async_trait]
 impl TokenVerifier for Tokens {
-    async fn verify(&self, token: &str) -> Result<ProvenPod, Rejection> {
+    async fn verify(&self, presented: &Presented<'_>) -> Result<ProvenPod, Rejection> {
+        let token = presented.token;
         if SingleUseTokens::is_one(token) {
-            return self.minted.verify(token).await;
+            return self.minted.verify(presented).await;
         }
+        says_so_itself(token, presented.pod_uid).map_err(|message| Rejection { message, retryable: false })?;
         let later = |message: String| Rejection { message: format!("the token cannot be checked now: {message}"), retryable: true };
         let _turn = self.turns.acquire().await.map_err(|error| later(error.to_string()))?;
         let spec = TokenReviewSpec { token: Some(token.to_owned()), audiences: Some(vec![AUDIENCE.to_owned()]) };
@@ -46,6 +52,32 @@ impl TokenVerifier for Tokens {
         let review = answer.map_err(|error| later(error.to_string()))?;
         proven(&review.status.unwrap_or_default()).map_err(|message| Rejection { message, retryable: false })
     }
+
+    fn is_revoked(&self, key: &KeyDigest) -> bool {
+        self.minted.is_revoked(key)
+    }
+}
+
+/// Whether a token itself says that it is for us and of that pod. Nothing is proven by that; but one that says something else proves nothing
+/// either, and is not worth a call to the API server.
+pub(super) fn says_so_itself(token: &str, pod_uid: &str) -> Result<(), String> {
+    let not_one = || "the token is no projected token of a service account".to_owned();
+    let mut parts = token.split('.');
+    let (Some(_), Some(claims), Some(_), None) = (parts.next(), parts.next(), parts.next(), parts.next()) else { return Err(not_one()) };
+    let claims = URL_SAFE_NO_PAD.decode(claims).map_err(|_| not_one())?;
+    let claims: Value = serde_json::from_slice(&claims).map_err(|_| not_one())?;
+    let audiences = claims.get("aud").map(|audience| match audience {
+        Value::Array(all) => all.iter().any(|one| one == AUDIENCE),
+        one => one == AUDIENCE,
+    });
+    if audiences != Some(true) {
+        return Err(format!("the token is not for the audience {AUDIENCE}"));
+    }
+    let of = claims.pointer("/kubernetes.io/pod/uid").and_then(Value::as_str);
+    if of != Some(pod_uid) {
+        return Err(format!("the token is not of the pod with UID {pod_uid}"));
+    }
+    Ok(())
 }
 
 /// Reads a review. An API server that knows no audiences leaves them out of its answer, and then the token proves nothing.

@@ -18,8 +18,8 @@ use weightsync_agent::process::{AgentError, Settings, run};
 use weightsync_agent::rollout::Places;
 use weightsync_agent::space::Cgroups;
 use weightsync_coordinator::{
-    Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, Enrollment, EpochStore, EventSink, PersistError, ProvenPod,
-    Timing, TokenVerifier, Wanted, router,
+    Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, Enrollment, EpochStore, EventSink, PersistError, Presented,
+    ProvenPod, Timing, TokenVerifier, Wanted, router,
 };
 use weightsync_core::membership::{LeftOut, MembershipConfig, Restored};
 use weightsync_core::plan::Candidate;
@@ -78,7 +78,8 @@ struct Anybody;
 
 #[async_trait]
 impl TokenVerifier for Anybody {
-    async fn verify(&self, token: &str) -> Result<ProvenPod, Rejection> {
+    async fn verify(&self, presented: &Presented<'_>) -> Result<ProvenPod, Rejection> {
+        let token = presented.token;
         Ok(ProvenPod { namespace: "ns".into(), pod: token.into(), pod_uid: format!("uid-{token}") })
     }
 }

@@ -1,6 +1,6 @@
 //! How an agent becomes known: it asks for a certificate, renews it, and announces its endpoints while no coordinator listens to them.
 //!
-//! Decides when to ask again; never gives up while its object may still be made, and never shows its token to anything but the server
+//! Decides when to ask again; never gives up while its object may still be made and its token may still count, and never shows its token to anything but the server
 //! whose certificate the given authority signed. The update path does not need any of this: an agent works on while the controller is away.
 
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ const MAX_TOKEN: u64 = 64 << 10;
 pub enum TokenSource {
     /// A file that is read anew each time: a projected token is rotated.
     File(PathBuf),
-    /// A single-use token, useless once it was shown.
+    /// A token for this process alone: of no use to another once it was shown.
     Given(String),
 }
 
@@ -59,6 +59,9 @@ pub enum EnrollmentError {
     Identity(#[from] IdentityError),
     #[error("the token cannot be read from {path}: {cause}")]
     Token { path: String, cause: String },
+    /// The token that this process was started with counts no more, and there is no other.
+    #[error("the controller refuses this agent for good: {0}. Its token works once; the pod needs a new agent with a new token")]
+    Refused(String),
     #[error("cancelled")]
     Cancelled,
 }
@@ -72,7 +75,8 @@ pub struct Enrolled {
     pub renew_at: Instant,
 }
 
-/// Asks for a certificate until it gets one; each refusal is logged once per cause.
+/// Asks for a certificate until it gets one; each refusal is logged once per cause. Ends with [`EnrollmentError::Refused`] where the token was
+/// given to this process and is refused for good.
 pub async fn enroll(
     client: &ControllerClient,
     identity: &Identity,
@@ -108,6 +112,10 @@ pub async fn enroll(
                 let renew_at = Instant::now() + Duration::from_millis(response.renew_after_ms);
                 tracing::info!(weightsync = %response.weightsync, "enrolled");
                 return Ok(Enrolled { weightsync: response.weightsync, assignment: response.assignment, renew_at });
+            }
+            // Another process with another token may enrol: this one only stands in its way.
+            Err(CallError::Rejected { rejection, .. }) if !rejection.retryable && matches!(applicant.token, TokenSource::Given(_)) => {
+                return Err(EnrollmentError::Refused(rejection.message));
             }
             Err(error) => {
                 let error = error.to_string();

@@ -211,6 +211,7 @@ async fn attend(session: &Session, mut enrolled: Enrolled, running: &Running, ca
                     Ok(fresh) if fresh.weightsync != enrolled.weightsync => return Ended::Unclaimed("another object claims this pod".into()),
                     Ok(fresh) => enrolled = fresh,
                     Err(EnrollmentError::Cancelled) => return Ended::Cancelled,
+                    Err(error @ EnrollmentError::Refused(_)) => return Ended::Unclaimed(error.to_string()),
                     Err(error) => {
                         tracing::warn!(%error, "the certificate cannot be renewed");
                         enrolled.renew_at = tokio::time::Instant::now() + Duration::from_secs(10);

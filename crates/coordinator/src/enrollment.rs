@@ -14,7 +14,7 @@ use tokio::time::{sleep, timeout};
 use super::directory::Directory;
 use weightsync_core::protocol::{AnnounceResponse, Announcement, EnrollRequest, EnrollResponse, Rejection};
 use weightsync_net::https::{Failed, Valid};
-use weightsync_net::identity::{Ca, Identity, PeerIdentity};
+use weightsync_net::identity::{Ca, Identity, KeyDigest, PeerIdentity};
 
 /// Longest check of a token.
 const VERIFY: Duration = Duration::from_secs(10);
@@ -29,11 +29,29 @@ pub struct ProvenPod {
     pub pod_uid: String,
 }
 
+/// A token as it was shown.
+#[derive(Clone, Copy)]
+pub struct Presented<'a> {
+    /// Secret.
+    pub token: &'a str,
+    /// UID of the pod that it should prove.
+    pub pod_uid: &'a str,
+    /// Where the call came from.
+    pub from: Option<IpAddr>,
+    /// The key that a certificate is asked for.
+    pub key: KeyDigest,
+}
+
 /// Says which pod a token proves.
 #[async_trait]
 pub trait TokenVerifier: Send + Sync {
     /// Ends with a [`Rejection`] for a token that proves nothing (not retryable) or cannot be checked now (retryable).
-    async fn verify(&self, token: &str) -> Result<ProvenPod, Rejection>;
+    async fn verify(&self, presented: &Presented<'_>) -> Result<ProvenPod, Rejection>;
+
+    /// Whether certificates of this key count no more; a verifier that revokes none need not say so.
+    fn is_revoked(&self, _key: &KeyDigest) -> bool {
+        false
+    }
 }
 
 /// What the enrolment server works with.
@@ -69,15 +87,23 @@ fn forbidden(message: impl Into<String>) -> Rejection {
 async fn enroll(
     State(enrollment): State<Arc<Enrollment>>,
     peer: Option<Extension<PeerIdentity>>,
+    key: Option<Extension<KeyDigest>>,
+    from: Option<Extension<ConnectInfo<SocketAddr>>>,
     Valid(request): Valid<EnrollRequest>,
 ) -> Result<Json<EnrollResponse>, Failed<Rejection>> {
     let peer = peer.map(|Extension(peer)| peer);
-    // Before its token is looked at: a review costs the API server a call, and a single-use token would be spent for nothing.
+    // Before its token is looked at: a review costs the API server a call.
     enrollment.directory.settled()?;
-    prove(enrollment.verifier.as_ref(), peer, &request).await?;
     let pod_uid = &request.incarnation.pod_uid;
     // A pod may be labelled before its object is made: its agent asks again.
     let claimed = enrollment.directory.claim_of(pod_uid).map_err(|rejection| Rejection { retryable: true, ..rejection })?;
+    let asked_for = KeyDigest::of_request(&request.csr_pem);
+    let asked_for = asked_for.map_err(|error| forbidden(format!("the signing request cannot be served: {error}")))?;
+    for shown in key.map(|Extension(key)| key).into_iter().chain([asked_for]) {
+        refuse_revoked(enrollment.verifier.as_ref(), &shown)?;
+    }
+    let from = from.map(|Extension(ConnectInfo(from))| from.ip());
+    prove(enrollment.verifier.as_ref(), peer, &request, Presented { token: &request.token, pod_uid, from, key: asked_for }).await?;
     let who = PeerIdentity::Agent { weightsync: claimed.weightsync.clone(), pod_uid: pod_uid.clone(), role: claimed.assignment.role };
     let signed = enrollment.ca.sign(&request.csr_pem, &who, enrollment.lifetime);
     let certificate_pem = signed.map_err(|error| forbidden(format!("the signing request cannot be served: {error}")))?;
@@ -91,14 +117,26 @@ async fn enroll(
     }))
 }
 
+fn refuse_revoked(verifier: &dyn TokenVerifier, key: &KeyDigest) -> Result<(), Rejection> {
+    if verifier.is_revoked(key) {
+        return Err(forbidden("the token that this certificate was given for was shown with another key too: the pod needs a new agent"));
+    }
+    Ok(())
+}
+
 /// A certificate of the same pod proves as much as the token did that it was given for, and a single-use token is used by now.
-async fn prove(verifier: &dyn TokenVerifier, peer: Option<PeerIdentity>, request: &EnrollRequest) -> Result<(), Rejection> {
+async fn prove(
+    verifier: &dyn TokenVerifier,
+    peer: Option<PeerIdentity>,
+    request: &EnrollRequest,
+    presented: Presented<'_>,
+) -> Result<(), Rejection> {
     let asked = &request.incarnation.pod_uid;
     if let Some(PeerIdentity::Agent { pod_uid, .. }) = &peer {
         let same = pod_uid == asked;
         return if same { Ok(()) } else { Err(forbidden(format!("the certificate is of pod {pod_uid}, not of {asked}"))) };
     }
-    let checked = timeout(VERIFY, verifier.verify(&request.token)).await;
+    let checked = timeout(VERIFY, verifier.verify(&presented)).await;
     let late = Rejection { message: "the token could not be checked in time".into(), retryable: true };
     let proven = checked.unwrap_or(Err(late))?;
     if &proven.pod_uid == asked && proven.pod == request.pod && proven.namespace == request.namespace {
@@ -113,6 +151,7 @@ async fn prove(verifier: &dyn TokenVerifier, peer: Option<PeerIdentity>, request
 async fn announce(
     State(enrollment): State<Arc<Enrollment>>,
     peer: Option<Extension<PeerIdentity>>,
+    key: Option<Extension<KeyDigest>>,
     from: Option<Extension<ConnectInfo<SocketAddr>>>,
     Valid(announcement): Valid<Announcement>,
 ) -> Result<Json<AnnounceResponse>, Failed<Rejection>> {
@@ -121,6 +160,9 @@ async fn announce(
     };
     if pod_uid != announcement.incarnation.pod_uid {
         return Err(forbidden(format!("the certificate is of pod {pod_uid}, not of {}", announcement.incarnation.pod_uid)).into());
+    }
+    if let Some(Extension(key)) = key {
+        refuse_revoked(enrollment.verifier.as_ref(), &key)?;
     }
     let held = |rejection| enrollment.directory.unclaimed(&announcement.namespace, &pod_uid, rejection);
     let claimed = enrollment.directory.claim_of(&pod_uid).map_err(held)?;

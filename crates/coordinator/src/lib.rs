@@ -19,7 +19,7 @@ pub(crate) mod tests;
 mod tokens;
 
 pub use directory::{Directory, Held};
-pub use enrollment::{Enrollment, ProvenPod, TokenVerifier, keep_certified, router};
+pub use enrollment::{Enrollment, Presented, ProvenPod, TokenVerifier, keep_certified, router};
 pub use ports::{CoordinatorEvent, EpochStore, EventSink, PersistError};
 pub use run::{Context, Coordinator, CoordinatorHandle, Ended, Timing, Wanted};
 pub use tokens::SingleUseTokens;

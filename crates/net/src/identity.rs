@@ -6,6 +6,7 @@
 mod ca;
 #[cfg(any(test, feature = "testing"))]
 mod forged;
+mod key;
 mod peer;
 mod statement;
 #[cfg(test)]
@@ -27,6 +28,7 @@ use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
 
 pub use ca::Ca;
+pub use key::KeyDigest;
 pub(crate) use peer::controller_name;
 pub use peer::{PeerIdentity, agent_name};
 pub use statement::StatementError;

@@ -22,11 +22,11 @@ pub(super) fn volumes(spec: &mut Map<String, Value>, target: &str, options: &Opt
     let shm = existing.unwrap_or_else(|| "weightsync-shm".to_owned());
     let volumes = array(spec, "volumes").ok_or("spec.volumes")?;
     if !existed {
-        let mut volume = json!({"name": shm, "emptyDir": {"medium": "Memory"}});
-        if let Some(limit) = &options.shared_memory {
-            volume["emptyDir"]["sizeLimit"] = json!(limit);
-        }
-        volumes.push(volume);
+        let memory = match &options.shared_memory {
+            Some(limit) => json!({"medium": "Memory", "sizeLimit": limit}),
+            None => json!({"medium": "Memory"}),
+        };
+        volumes.push(json!({"name": shm, "emptyDir": memory}));
     }
     let token = json!({"serviceAccountToken": {"audience": "weightsync.dev", "expirationSeconds": 3600, "path": "token"}});
     volumes.push(json!({"name": "weightsync-token", "projected": {"sources": [token]}}));

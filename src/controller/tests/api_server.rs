@@ -7,6 +7,8 @@ use std::convert::Infallible;
 use std::sync::{Arc, OnceLock};
 
 use axum::body::Body as Answer;
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use futures::StreamExt;
 use http::{Method, Request, Response};
 use http_body_util::BodyExt;
@@ -436,10 +438,18 @@ fn merge(into: &mut Value, from: &Value) {
     }
 }
 
-/// Tokens read `POD/UID`.
+/// A token as the kubelet projects it, without a signature.
+pub(crate) fn projected_token(pod: &str, uid: &str) -> String {
+    let claims = json!({"aud": ["weightsync.dev"], "kubernetes.io": {"pod": {"name": pod, "uid": uid}}});
+    format!("head.{}.signature", URL_SAFE_NO_PAD.encode(claims.to_string()))
+}
+
 fn review(mut body: Value) -> (u16, Value) {
     let token = body["spec"]["token"].as_str().unwrap_or_default().to_owned();
-    body["status"] = match token.split_once('/') {
+    let claims = token.split('.').nth(1).and_then(|claims| URL_SAFE_NO_PAD.decode(claims).ok());
+    let claims: Value = claims.and_then(|claims| serde_json::from_slice(&claims).ok()).unwrap_or_default();
+    let of = &claims["kubernetes.io"]["pod"];
+    body["status"] = match of["name"].as_str().zip(of["uid"].as_str()) {
         Some((pod, uid)) => json!({
             "authenticated": true,
             "audiences": body["spec"]["audiences"],

@@ -175,7 +175,9 @@ fn pod_with_an_empty_ca_is_refused_until_there_is_one() {
     let of_ca = |list: &str, value: Option<&str>| {
         let mut pod = json!({"metadata": {"name": "a"}, "spec": {"containers": [{"name": "engine"}]}});
         let mut entry = json!({"name": "WEIGHTSYNC_CONTROLLER_CA"});
-        value.into_iter().for_each(|value| entry["value"] = json!(value));
+        if let Some(value) = value {
+            entry["value"] = json!(value);
+        }
         pod["spec"][list] = json!([{"name": "engine", "env": [{"name": "OTHER"}, entry]}]);
         refusals("weightsync-wrap", "", &Value::Null, &pod)
     };

@@ -44,6 +44,7 @@ pub(crate) fn pod(name: &str, change: impl Fn(&mut Value)) -> Pod {
         "spec": {"containers": [{"name": container, "image": "any"}]},
         "status": {
             "phase": "Running",
+            "podIP": "127.0.0.1",
             "containerStatuses": [{
                 "name": container, "image": "any", "imageID": "", "ready": true, "restartCount": 0,
                 "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}},

@@ -1,9 +1,12 @@
 //! Which tokens prove which pod, and who may write the epoch.
 
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use serde_json::{Value, json};
 
+use super::api_server::projected_token;
 use crate::controller::epoch_store::{Found, judge};
-use crate::controller::token_review::proven;
+use crate::controller::token_review::{proven, says_so_itself};
 use weightsync_core::protocol::EpochId;
 
 fn review(change: impl Fn(&mut Value)) -> Result<(String, String, String), String> {
@@ -40,6 +43,22 @@ fn a_token_that_is_invalid_for_others_unbound_or_of_no_pod_proves_nothing() {
     ];
     for change in refused {
         assert!(review(change).is_err());
+    }
+}
+
+#[test]
+fn token_that_names_another_pod_costs_no_review() {
+    assert_eq!(says_so_itself(&projected_token("actor-0", "uid-0"), "uid-0"), Ok(()));
+    assert!(says_so_itself(&projected_token("actor-0", "uid-0"), "uid-1").unwrap_err().contains("uid-1"));
+    let of = |claims: Value| says_so_itself(&format!("head.{}.signature", URL_SAFE_NO_PAD.encode(claims.to_string())), "uid-0");
+    let pod = json!({"pod": {"name": "actor-0", "uid": "uid-0"}});
+    assert_eq!(of(json!({"aud": "weightsync.dev", "kubernetes.io": pod})), Ok(()));
+    for audience in [json!(["https://kubernetes.default.svc"]), json!("weightsync"), json!(7), Value::Null] {
+        assert!(of(json!({"aud": audience, "kubernetes.io": pod})).unwrap_err().contains("audience"), "{audience}");
+    }
+    assert!(of(json!({"aud": ["weightsync.dev"]})).is_err(), "of no pod");
+    for garbage in ["", "a.b", "a.b.c", "a.b.c.d", "wst2-none", "head.e30.signature"] {
+        assert!(says_so_itself(garbage, "uid-0").is_err(), "{garbage}");
     }
 }
 

@@ -9,14 +9,15 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::api_server::{ApiServer, Mode};
+use super::api_server::{ApiServer, Mode, projected_token};
 use super::fixtures;
 use crate::controller::Ui;
 use crate::controller::lease::{LeaseConfig, LeaseLost};
 use crate::controller::readiness::GATE;
 use crate::controller::run::{ControllerError, Listeners, Settings, run_with};
 use weightsync_core::protocol::{MemberPhase, Role};
-use weightsync_testkit::fake_agent::{FakeAgent, Pod};
+use weightsync_net::identity::Identity;
+use weightsync_testkit::fake_agent::{FakeAgent, Pod, enroll};
 
 pub(super) const SOON: Duration = Duration::from_secs(10);
 
@@ -97,7 +98,7 @@ pub(super) fn cluster() -> ApiServer {
 }
 
 async fn agent(server: &ApiServer, controller: &Controller, name: &str, instance: &str) -> FakeAgent {
-    let token = format!("{name}/uid-{name}");
+    let token = projected_token(name, &format!("uid-{name}"));
     agent_with(server, controller, name, instance, token).await
 }
 
@@ -305,9 +306,17 @@ async fn a_running_pod_gets_an_ephemeral_agent_whose_token_works_once() {
     assert_eq!((container["image"].as_str(), container["name"].as_str()), (Some("ours:1"), Some("weightsync-agent-1")));
     let env = container["env"].as_array().unwrap().clone();
     let token = env.iter().find(|entry| entry["name"] == "WEIGHTSYNC_TOKEN").unwrap()["value"].as_str().unwrap().to_owned();
+    let seen = token.clone();
     let agent = agent_with(&server, &controller, "actor-0", "a", token).await;
     agent.listened_to().await;
     server.until("told", |server| server.all("events").iter().any(|event| event["reason"] == "AgentLaunched")).await;
     assert_eq!(server.calls("patch", "pods/ephemeralcontainers"), 3, "one for each pod, and no second one");
+
+    // Whoever may read the pod sees the token.
+    let authority = server.get("configmaps", "system", "weightsync-ca").unwrap()["data"]["ca.crt"].as_str().unwrap().to_owned();
+    let thief = Identity::new(&authority).unwrap();
+    let pod = Pod { namespace: "default".into(), name: "actor-0".into(), uid: "uid-actor-0".into(), role: Role::Rollout, token: seen };
+    assert!(enroll(&thief, &controller.enroll, &pod, "b").await.is_err());
+    server.until("an Event tells", |server| server.all("events").iter().any(|event| event["reason"] == "TokenStolen")).await;
     controller.stop().await;
 }

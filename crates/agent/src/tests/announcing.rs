@@ -11,14 +11,56 @@ use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::enrollment::{Announcer, AnnouncingEnded};
-use weightsync_core::protocol::{AnnounceResponse, Announcement, Assignment, HeldVersion, Incarnation, Protocols, Role, TransportPolicy};
-use weightsync_net::https::{Access, ControllerClient, Limits, serve_https};
-use weightsync_net::identity::{Ca, PeerIdentity};
+use crate::enrollment::{Announcer, AnnouncingEnded, Applicant, TokenSource, enroll};
+use weightsync_core::protocol::{
+    AnnounceResponse, Announcement, Assignment, HeldVersion, Incarnation, Protocols, Rejection, Role, TransportPolicy,
+};
+use weightsync_net::https::{Access, ControllerClient, Failed, Limits, serve_https};
+use weightsync_net::identity::{Ca, Identity, PeerIdentity};
 
 /// Shorter than the time between two announcements of an agent that is listened to.
 const SOON: Duration = Duration::from_secs(5);
 const HOUR: Duration = Duration::from_secs(3600);
+
+/// A controller that answers every enrolment with this rejection.
+async fn refusing(rejection: Rejection) -> (Ca, String, AbortOnDropHandle<()>) {
+    let ca = Ca::generate().unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let identity = ca.issue(&PeerIdentity::Controller, HOUR).unwrap();
+    let refuse = move || {
+        let rejection = rejection.clone();
+        async move { Err::<(), _>(Failed(rejection)) }
+    };
+    let routes = Router::new().route("/v1/agents/enroll", post(refuse));
+    let serving = serve_https(listener, identity, Access::Open, routes, Limits::default(), CancellationToken::new());
+    (ca, address, AbortOnDropHandle::new(tokio::spawn(async move { serving.await.unwrap() })))
+}
+
+#[tokio::test]
+async fn agent_whose_given_token_is_refused_for_good_ends() {
+    let rejection = Rejection { message: "the token is unknown".into(), retryable: false };
+    let (ca, address, _server) = refusing(rejection).await;
+    let identity = Identity::new(ca.certificate_pem()).unwrap();
+    let applicant = Applicant {
+        namespace: "default".into(),
+        pod: "actor-0".into(),
+        incarnation: Incarnation { pod_uid: "uid-0".into(), instance: "a".into() },
+        token: TokenSource::Given("wst1-none".into()),
+    };
+    let client = ControllerClient::new(identity.clone(), address);
+    let cancel = CancellationToken::new();
+    let asked = tokio::time::timeout(SOON, enroll(&client, &identity, &applicant, &cancel)).await.expect("it ends");
+    let message = asked.unwrap_err().to_string();
+    assert!(message.contains("the token is unknown") && message.contains("new agent"), "{message}");
+
+    // A projected token is rotated: the next one may count.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "projected").unwrap();
+    let patient = Applicant { token: TokenSource::File(file.path().to_owned()), ..applicant };
+    let asking = enroll(&client, &identity, &patient, &cancel);
+    assert!(tokio::time::timeout(Duration::from_millis(500), asking).await.is_err(), "it asks again");
+}
 
 async fn answer(State(assignment): State<watch::Sender<Assignment>>) -> Json<AnnounceResponse> {
     Json(AnnounceResponse { assignment: assignment.borrow().clone() })

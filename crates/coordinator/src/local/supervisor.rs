@@ -286,7 +286,7 @@ impl Supervisor {
     fn agent(&self, pod: &Pod) -> Child {
         let uid = self.uid(pod);
         let proven = ProvenPod { namespace: "local".into(), pod: pod.spec.name.clone(), pod_uid: uid.clone() };
-        let token = self.tokens.mint(proven);
+        let token = self.tokens.mint(proven, Vec::new());
         let role = if pod.spec.role == Role::Source { "trainer" } else { "rollout" };
         let environment = [
             ("WEIGHTSYNC_ROLE", role.to_owned()),

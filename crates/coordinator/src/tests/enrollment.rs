@@ -2,8 +2,10 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
 use super::world::{OBJECT, World, assignment};
@@ -80,15 +82,53 @@ fn f16_a_loopback_address_is_refused_across_pods() {
 }
 
 #[tokio::test]
-async fn a_token_works_once_and_a_certificate_renews_itself() {
+async fn token_of_one_key_works_again_for_that_key_only() {
+    let (world, _announcements) = claimed_world().await;
+    let stolen = Arc::new(Mutex::new(Vec::new()));
+    let seen = stolen.clone();
+    world.tokens.on_theft(move |pod| seen.lock().push(pod.pod_uid.clone()));
+    let pod = world.pod("actor-0", "uid-0");
+    let first = Identity::new(world.ca.certificate_pem()).unwrap();
+    enroll(&first, &world.controller, &pod, "a").await.unwrap();
+    // The answer of the first try was lost.
+    let same_key = Pod { token: pod.token.clone(), ..world.pod("actor-0", "uid-0") };
+    enroll(&first, &world.controller, &same_key, "a").await.unwrap();
+    assert!(stolen.lock().is_empty());
+
+    let second = Identity::new(world.ca.certificate_pem()).unwrap();
+    let rejection = rejected(enroll(&second, &world.controller, &pod, "a").await);
+    assert!(!rejection.retryable && rejection.message.contains("another key"), "{rejection:?}");
+    assert_eq!(*stolen.lock(), ["uid-0"]);
+    // Nobody knows which of the two is the agent.
+    for refused in [rejected(announce(&world, &first, "uid-0").await), rejected(enroll(&first, &world.controller, &pod, "a").await)] {
+        assert!(!refused.retryable && refused.message.contains("new agent"), "{refused:?}");
+    }
+    // The next agent of the pod has a token and a key of its own.
+    let next = Identity::new(world.ca.certificate_pem()).unwrap();
+    enroll(&next, &world.controller, &world.pod("actor-0", "uid-0"), "b").await.unwrap();
+    announce(&world, &next, "uid-0").await.unwrap();
+}
+
+#[tokio::test]
+async fn token_is_taken_from_the_pods_own_address_only() {
+    let (world, _announcements) = claimed_world().await;
+    let proven = || ProvenPod { namespace: "local".into(), pod: "actor-0".into(), pod_uid: "uid-0".into() };
+    let at = |address: &str| Pod { token: world.tokens.mint(proven(), vec![address.parse().unwrap()]), ..world.pod("actor-0", "uid-0") };
+    let identity = Identity::new(world.ca.certificate_pem()).unwrap();
+    let rejection = rejected(enroll(&identity, &world.controller, &at("10.0.0.7"), "a").await);
+    assert!(!rejection.retryable && rejection.message.contains("10.0.0.7"), "{rejection:?}");
+    enroll(&identity, &world.controller, &at("127.0.0.1"), "a").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_certificate_renews_itself_and_speaks_for_its_own_pod_only() {
     let (world, _announcements) = claimed_world().await;
     let pod = world.pod("actor-0", "uid-0");
     let identity = Identity::new(world.ca.certificate_pem()).unwrap();
     enroll(&identity, &world.controller, &pod, "a").await.unwrap();
-    let thief = Identity::new(world.ca.certificate_pem()).unwrap();
-    assert!(!rejected(enroll(&thief, &world.controller, &pod, "a").await).retryable);
     let renewal = Pod { token: String::new(), ..pod };
     enroll(&identity, &world.controller, &renewal, "a").await.unwrap();
+    world.directory.claim(OBJECT, ["uid-0", "uid-1"].map(|uid| (uid.to_owned(), assignment(Role::Rollout))).into());
     let other = Pod { uid: "uid-1".into(), ..renewal };
     assert!(!rejected(enroll(&identity, &world.controller, &other, "a").await).retryable, "a certificate speaks for its own pod only");
 }
@@ -97,7 +137,7 @@ async fn a_token_works_once_and_a_certificate_renews_itself() {
 async fn a_token_of_another_pod_proves_nothing() {
     let (world, _announcements) = claimed_world().await;
     let elsewhere = ProvenPod { namespace: "local".into(), pod: "actor-1".into(), pod_uid: "uid-1".into() };
-    let pod = Pod { token: world.tokens.mint(elsewhere), ..world.pod("actor-0", "uid-0") };
+    let pod = Pod { token: world.tokens.mint(elsewhere, Vec::new()), ..world.pod("actor-0", "uid-0") };
     let identity = Identity::new(world.ca.certificate_pem()).unwrap();
     let rejection = rejected(enroll(&identity, &world.controller, &pod, "a").await);
     assert!(!rejection.retryable && rejection.message.contains("uid-1"), "{rejection:?}");

@@ -181,7 +181,13 @@ impl World {
 
     pub(super) fn pod(&self, name: &str, uid: &str) -> Pod {
         let proven = ProvenPod { namespace: "local".into(), pod: name.into(), pod_uid: uid.into() };
-        Pod { namespace: "local".into(), name: name.into(), uid: uid.into(), role: role_of(name), token: self.tokens.mint(proven) }
+        Pod {
+            namespace: "local".into(),
+            name: name.into(),
+            uid: uid.into(),
+            role: role_of(name),
+            token: self.tokens.mint(proven, Vec::new()),
+        }
     }
 
     pub(super) async fn agent(&self, name: &str, uid: &str, instance: &str) -> FakeAgent {

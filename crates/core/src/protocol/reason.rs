@@ -189,6 +189,8 @@ reasons! {
     /// The object names a Secret for its engines' API key that the pod's annotation `weightsync.dev/api-key-secret` does not name: no agent is
     /// put into the pod.
     ApiKeyNotAllowed,
+    /// The single-use token of an ephemeral agent was shown with two keys: both are refused, and the pod gets a new agent.
+    TokenStolen,
     /// The pod had as many ephemeral agents as it may have in its life: it needs a new pod, or the sidecar.
     AgentLaunchesExhausted,
     /// The object wants engines and trainer to run below their agents, and the pod was made without that.

@@ -29,7 +29,7 @@ use tower::ServiceExt;
 use super::limits::Limits;
 use super::places::{Busy, Place, Places};
 use super::replies::Failed;
-use crate::identity::{ClientCertificates, Identity, IdentityError, PeerIdentity};
+use crate::identity::{ClientCertificates, Identity, IdentityError, KeyDigest, PeerIdentity};
 use weightsync_core::protocol::{Refusal, RefusalCode};
 
 /// Handshakes at once. Of thousands that were all begun at once each took longer than its client waited, and none ended.
@@ -44,7 +44,7 @@ pub enum Access {
     Open,
 }
 
-/// Serves `router` over TLS until `cancel`; handlers find the [`PeerIdentity`] and `ConnectInfo<SocketAddr>` in the extensions.
+/// Serves `router` over TLS until `cancel`; handlers find the [`PeerIdentity`], the [`KeyDigest`] and `ConnectInfo<SocketAddr>` in the extensions.
 pub async fn serve_https(
     listener: TcpListener,
     identity: Identity,
@@ -91,7 +91,8 @@ pub async fn serve_https(
             if peer.is_some() {
                 place.known();
             }
-            let guard = Guard { access, identity, peer };
+            let key = certificate.and_then(|certificate| KeyDigest::of_certificate(certificate).ok());
+            let guard = Guard { access, identity, peer, key };
             connection(tls, from, place, Some(guard), router, &limits, cancel).await;
         }
     })
@@ -194,6 +195,7 @@ struct Guard {
     access: Access,
     identity: Identity,
     peer: Option<PeerIdentity>,
+    key: Option<KeyDigest>,
 }
 
 impl Guard {
@@ -293,6 +295,9 @@ async fn answer(
         }
         if let Some(peer) = &guard.peer {
             request.extensions_mut().insert(peer.clone());
+        }
+        if let Some(key) = guard.key {
+            request.extensions_mut().insert(key);
         }
     }
     request.extensions_mut().insert(ConnectInfo(from));
