@@ -7,6 +7,7 @@ import socket
 import uuid
 
 import pytest
+
 from weightsync import _socket
 from weightsync.errors import AgentLost
 
