@@ -54,9 +54,10 @@ async fn engine_that_reports_another_version_is_fed_again() {
         inside.holding = Some(HeldVersion { version: 9, manifest: "f".repeat(64) });
         inside.serves = None;
     });
-    rollout.until("not at version 1", |state| state.installed.is_none()).await;
-    rollout.until_installed(1).await;
-    assert_eq!((rollout.engine.serves(), rollout.engine.get(|inside| inside.installs)), (serves, 2));
+    let engine = rollout.engine.clone();
+    let again = move || engine.get(|inside| inside.installs) == 2;
+    rollout.until("fed again", |state| again() && state.installed.as_ref().is_some_and(|held| held.version == 1)).await;
+    assert_eq!(rollout.engine.serves(), serves);
 }
 
 #[tokio::test(flavor = "multi_thread")]
