@@ -34,7 +34,7 @@ async fn ask(cluster: &Cluster, pod: &str, port: u16, method: &str, path: &str, 
     let request = Request::builder()
         .method(method)
         .uri(path)
-        .header("host", pod)
+        .header("host", "localhost")
         .header("content-type", "application/json")
         .header("connection", "close");
     let bytes = body.map_or_else(Bytes::new, |body| Bytes::from(body.to_string()));

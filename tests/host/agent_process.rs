@@ -25,7 +25,9 @@ use weightsync_core::membership::{LeftOut, MembershipConfig, Restored};
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::*;
 use weightsync_core::weights::TensorSpec;
-use weightsync_engine::{Engine, EngineError, EngineStart, Health, Holding, InstallError, InstallJob, InstallReport, Settled, Settling};
+use weightsync_engine::{
+    Engine, EngineError, EngineStart, Fit, Health, Holding, InstallError, InstallJob, InstallReport, Settled, Settling,
+};
 use weightsync_net::https::{Access, AgentClient, Limits, serve_https};
 use weightsync_net::identity::{Ca, PeerIdentity};
 
@@ -48,14 +50,15 @@ impl Engine for Idle {
             url: "http://engine".into(),
             delivery: "none".into(),
             answer_version: "none".into(),
+            unchecked: None,
             groups: None,
         })
     }
     fn accepts(&self, _pause: PausePolicy, _kv_cache: KvCachePolicy) -> Result<(), EngineError> {
         Ok(())
     }
-    fn fits(&self, _tensors: &[TensorSpec]) -> Result<(), EngineError> {
-        Ok(())
+    fn fits(&self, _tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
+        Ok(Fit::Whole)
     }
     async fn health(&self, _deadline: Duration) -> Result<Health, EngineError> {
         Ok(Health { start: EngineStart("1".into()), holding: Some(Holding::Startup) })

@@ -54,6 +54,7 @@ use weightsync_core::protocol::{
     CanaryPolicy, Delivery, EpochId, HeldVersion, PrepareRequest, Refusal, RefusalCode, RefusedVersion, UpdateId, UpdatePolicy,
     UpdateStatus,
 };
+use weightsync_core::weights::Layout;
 use weightsync_engine::{Engine, EngineStart};
 use weightsync_net::deadline::ProgressDeadline;
 
@@ -124,6 +125,10 @@ struct Inner {
     staged: Option<Arc<Version>>,
     /// What the engine is being switched to, or holds half of: its files must stay until it is switched again or put back.
     touched: Option<Arc<Version>>,
+    /// Tensors of the version that is on its way, by its number.
+    offered: Option<(u64, Arc<Layout>)>,
+    /// Tensors of the version that this start of the engine took last.
+    took: Option<(EngineStart, HeldVersion, Arc<Layout>)>,
     /// The files of what the engine may hold, after an install that ended without proof.
     to_prove: Option<Arc<Version>>,
     engine: Probed,

@@ -13,6 +13,7 @@ mod feeding;
 mod going_back;
 mod installs;
 mod keeping;
+mod lasting;
 mod lying;
 mod machine;
 mod memory;

@@ -28,7 +28,9 @@ use tokio::sync::{Mutex, OwnedMutexGuard};
 use self::last_group::LastGroup;
 use self::proof::Proven;
 use super::draft::DraftWay;
+use super::fit::Fit;
 use super::http::Until;
+use super::served;
 use super::server::Server;
 use super::start::StartWatch;
 use super::{
@@ -45,7 +47,9 @@ struct Inner<S> {
     server: S,
     /// The checkpoint that the server was started with, as this process sees it: as we were told, or else the path that the server
     /// names, if there is one here.
-    served_model: parking_lot::Mutex<Option<PathBuf>>,
+    served_model: parking_lot::Mutex<Result<PathBuf, String>>,
+    /// Where processes are seen.
+    processes: PathBuf,
     start: StartWatch,
     /// Held by whoever changes the engine: two installs, or an install and a resume, must not meet.
     turn: Arc<Mutex<()>>,
@@ -57,11 +61,12 @@ struct Inner<S> {
 
 impl<S: Server> Adapter<S> {
     /// `record` is the place of its record; what else is kept beside it.
-    pub(super) fn new(server: S, served_model: Option<PathBuf>, record: Option<&Path>) -> Self {
-        let served_model = parking_lot::Mutex::new(served_model);
+    pub(super) fn new(server: S, served_model: Option<PathBuf>, record: Option<&Path>, processes: PathBuf) -> Self {
+        let served_model = served_model.ok_or_else(|| "the engine was not asked for its checkpoint yet".to_owned());
         let inner = Inner {
             server,
-            served_model,
+            served_model: parking_lot::Mutex::new(served_model),
+            processes,
             start: StartWatch::default(),
             turn: Arc::default(),
             group: LastGroup::new(record.map(|record| record.with_extension("group"))),
@@ -74,22 +79,22 @@ impl<S: Server> Adapter<S> {
 
 impl<S: Server> Inner<S> {
     fn served_model(&self) -> Option<PathBuf> {
-        self.served_model.lock().clone()
+        self.served_model.lock().clone().ok()
     }
 
-    /// On one host, the path that the server names is ours too. A name of a hub, or a path of another container, decides nothing.
+    /// Finds the server's checkpoint by its own word for it; else why versions cannot be compared with it.
     async fn find_served_model(&self, until: Until) {
-        if let Ok(path) = self.server.startup_checkpoint(until).await.map(PathBuf::from)
-            && path.is_absolute()
-            && path.is_dir()
-        {
-            *self.served_model.lock() = Some(path);
-        }
+        let named = self.server.startup_checkpoint(until).await;
+        let found = named.map_err(|error| format!("the engine does not name its checkpoint: {error}"));
+        *self.served_model.lock() = found.and_then(|name| served::find(&name, &self.processes));
     }
 
     /// Whether these tensors are a whole replacement for what the server was started with.
-    fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError> {
-        let Some(served) = self.served_model() else { return Ok(()) };
+    fn fits(&self, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
+        let served = match self.served_model.lock().clone() {
+            Ok(served) => served,
+            Err(why) => return Ok(Fit::Unchecked(why)),
+        };
         let model: Vec<_> = tensors.iter().filter(|tensor| tensor.section == Section::Model).cloned().collect();
         self.server.fits(&served, &model)
     }
@@ -188,9 +193,12 @@ impl<S: Server> Engine for Adapter<S> {
 
     async fn probe(&self, deadline: Duration) -> Result<EngineFacts, EngineError> {
         let until = Until::new(deadline);
-        let facts = self.0.server.facts(until).await;
-        if facts.is_ok() && self.0.served_model().is_none() {
-            self.0.find_served_model(until).await;
+        let mut facts = self.0.server.facts(until).await;
+        if let Ok(facts) = &mut facts {
+            if self.0.served_model().is_none() {
+                self.0.find_served_model(until).await;
+            }
+            facts.unchecked = self.0.served_model.lock().clone().err();
         }
         facts.inspect_err(|error| self.0.start.failed(error))
     }
@@ -207,7 +215,7 @@ impl<S: Server> Engine for Adapter<S> {
         self.0.server.takes_draft(way, draft, Until::new(deadline)).await
     }
 
-    fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError> {
+    fn fits(&self, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
         self.0.fits(tensors)
     }
 

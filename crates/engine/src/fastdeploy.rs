@@ -25,11 +25,12 @@ use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
 use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
+use super::fit::{self, Fit};
 use super::http::{EngineHttp, Reply, Until};
 use super::process::{self, EngineProcess};
 use super::record::{Record, UNKNOWN};
 use super::server::Server;
-use super::{Engine, EngineConfig, EngineError, Holding, fit};
+use super::{Engine, EngineConfig, EngineError, Holding};
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::TensorSpec;
 
@@ -44,11 +45,11 @@ pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineErr
     let server = Fastdeploy {
         http: Arc::new(EngineHttp::new(&config)?),
         record: Record::new(config.record),
-        processes: config.processes,
+        processes: config.processes.clone(),
         model_directory: Mutex::new(config.served_model.clone()),
         seen: Mutex::default(),
     };
-    Ok(Arc::new(Adapter::new(server, config.served_model, None)))
+    Ok(Arc::new(Adapter::new(server, config.served_model, None, config.processes)))
 }
 
 struct Fastdeploy {
@@ -238,6 +239,7 @@ impl Server for Fastdeploy {
             url: self.http.url().to_owned(),
             delivery: delivery.to_owned(),
             answer_version: "none".to_owned(),
+            unchecked: None,
             groups: None,
         })
     }
@@ -274,7 +276,7 @@ impl Server for Fastdeploy {
         self.control("/v1/resume", until).await
     }
 
-    fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<(), EngineError> {
+    fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
         if matches!(self.strategy(), Strategy::AsyncIpc { .. }) {
             return fit::check(served, tensors);
         }
@@ -286,7 +288,7 @@ impl Server for Fastdeploy {
                 format!("{} comes as {:?}, and FastDeploy converts nothing", tensor.name, tensor.dtype),
                 "publish each tensor in the element type of the server's parameter",
             )),
-            None => Ok(()),
+            None => Ok(Fit::Whole),
         }
     }
 

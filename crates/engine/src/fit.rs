@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::EngineError;
+use weightsync_core::protocol::Version;
 use weightsync_core::weights::TensorSpec;
 use weightsync_core::weights::safetensors::Checkpoint;
 
@@ -16,15 +17,34 @@ const TIED: &str = "lm_head.weight";
 /// Names that an error shows.
 const NAMED: usize = 3;
 
-/// Compares `tensors` with the safetensors checkpoint at `served`. A checkpoint that cannot be read from here decides nothing.
-pub(super) fn check(served: &Path, tensors: &[TensorSpec]) -> Result<(), EngineError> {
+/// What a version was compared with before its engine is touched.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fit {
+    /// It replaces every tensor of the checkpoint that the engine was started with.
+    Whole,
+    /// There is nothing to compare it with, and why.
+    Unchecked(String),
+}
+
+/// Compares `tensors` with the safetensors checkpoint at `served`.
+pub(super) fn check(served: &Path, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
     match Checkpoint::open(served) {
-        Ok(checkpoint) => compare(&checkpoint.specs(), tensors, is_tied(served)),
-        Err(cause) => {
-            tracing::debug!(%cause, "the checkpoint that the engine was started with cannot be compared with versions");
-            Ok(())
-        }
+        Ok(checkpoint) => compare(&checkpoint.specs(), tensors, is_tied(served)).map(|()| Fit::Whole),
+        Err(cause) => Ok(Fit::Unchecked(format!("the engine's checkpoint {} cannot be read: {cause}", served.display()))),
     }
+}
+
+/// Compares the tensors of a version with those of the version that the same start of an engine took before. A tensor more is no fault: the one
+/// before may have lacked it.
+///
+/// # Errors
+/// What it lacks, or brings in another shape.
+pub fn same_tensors(before: &[TensorSpec], version: Version, offered: &[TensorSpec]) -> Result<(), EngineError> {
+    let faults = Faults::of(before, offered, true);
+    faults.none_but_unknown().map_err(|what| EngineError::Unsupported {
+        what: format!("the version has not all tensors of version {version}, which the engine took before: it {what}"),
+        next_step: "publish all tensors, or restart the engine where the version before was wrong".into(),
+    })
 }
 
 /// `tie_word_embeddings` of the model's `config.json`; untied where it is not said.
@@ -35,29 +55,48 @@ fn is_tied(served: &Path) -> bool {
 }
 
 pub(super) fn compare(served: &[TensorSpec], version: &[TensorSpec], tied: bool) -> Result<(), EngineError> {
-    let offered: BTreeMap<&str, &[u64]> = version.iter().map(|tensor| (tensor.name.as_str(), tensor.shape.as_slice())).collect();
-    let needed: BTreeMap<&str, &[u64]> = served.iter().map(|tensor| (tensor.name.as_str(), tensor.shape.as_slice())).collect();
-    let free = |name: &str| tied && name == TIED;
-    let missing: Vec<_> = needed.keys().filter(|name| !offered.contains_key(*name) && !free(name)).map(|name| (*name).to_owned()).collect();
-    let unknown: Vec<_> = offered.keys().filter(|name| !needed.contains_key(*name) && !free(name)).map(|name| (*name).to_owned()).collect();
-    let reshaped: Vec<_> = needed
-        .iter()
-        .filter_map(|(name, shape)| {
-            offered.get(name).filter(|other| *other != shape).map(|other| format!("{name} ({other:?}, not {shape:?})"))
-        })
-        .collect();
-    let faults: Vec<_> = [("lacks", missing), ("brings the unknown", unknown), ("brings in another shape", reshaped)]
-        .into_iter()
-        .filter(|(_, names)| !names.is_empty())
-        .map(|(what, names)| format!("{what} {}", first(&names)))
-        .collect();
-    if faults.is_empty() {
-        return Ok(());
-    }
-    Err(EngineError::Unsupported {
-        what: format!("the version does not fit the checkpoint that the engine was started with: it {}", faults.join(", and ")),
+    Faults::of(served, version, tied).none().map_err(|what| EngineError::Unsupported {
+        what: format!("the version does not fit the checkpoint that the engine was started with: it {what}"),
         next_step: "publish all tensors under their checkpoint names, or start the engine from a checkpoint of the same model".into(),
     })
+}
+
+/// How one set of tensors differs from another.
+struct Faults {
+    missing: Vec<String>,
+    unknown: Vec<String>,
+    reshaped: Vec<String>,
+}
+
+impl Faults {
+    fn of(needed: &[TensorSpec], offered: &[TensorSpec], tied: bool) -> Self {
+        let by_name = |tensors: &'_ [TensorSpec]| -> BTreeMap<String, Vec<u64>> {
+            tensors.iter().map(|tensor| (tensor.full_name().into_owned(), tensor.shape.clone())).collect()
+        };
+        let (needed, offered) = (by_name(needed), by_name(offered));
+        let free = |name: &str| tied && name == TIED;
+        let reshaped = needed.iter().filter_map(|(name, shape)| {
+            offered.get(name).filter(|other| *other != shape).map(|other| format!("{name} ({other:?}, not {shape:?})"))
+        });
+        Self {
+            missing: needed.keys().filter(|name| !offered.contains_key(*name) && !free(name)).cloned().collect(),
+            unknown: offered.keys().filter(|name| !needed.contains_key(*name) && !free(name)).cloned().collect(),
+            reshaped: reshaped.collect(),
+        }
+    }
+
+    fn none_but_unknown(self) -> Result<(), String> {
+        Self { unknown: Vec::new(), ..self }.none()
+    }
+
+    fn none(self) -> Result<(), String> {
+        let faults: Vec<_> = [("lacks", self.missing), ("brings the unknown", self.unknown), ("brings in another shape", self.reshaped)]
+            .into_iter()
+            .filter(|(_, names)| !names.is_empty())
+            .map(|(what, names)| format!("{what} {}", first(&names)))
+            .collect();
+        if faults.is_empty() { Ok(()) } else { Err(faults.join(", and ")) }
+    }
 }
 
 fn first(names: &[String]) -> String {

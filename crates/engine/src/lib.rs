@@ -28,6 +28,7 @@ mod lmdeploy;
 mod process;
 mod record;
 mod secret;
+mod served;
 mod server;
 mod sglang;
 mod start;
@@ -44,6 +45,7 @@ use tokio_util::sync::CancellationToken;
 pub use device::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, DeviceRoute, Released};
 pub use draft::DraftWay;
 pub use external::{External, ExternalMark, ExternalProof};
+pub use fit::{Fit, same_tensors};
 pub use group::no_groups;
 pub use group::{EngineGroup, GroupJoin, GroupJoined};
 pub use host::{HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTensor};
@@ -172,6 +174,24 @@ impl InstallError {
     pub fn is_dirty(&self) -> bool {
         self.left == Left::Mixture
     }
+
+    /// Whether the same weights would fail here again: the engine read them and said no, and not for want of memory.
+    pub fn repeats(&self) -> bool {
+        let said_no = |body: &str| !body.to_ascii_lowercase().replace(' ', "").contains("outofmemory");
+        match &self.source {
+            EngineError::CanaryRefused { .. } | EngineError::Unsupported { .. } => true,
+            EngineError::Status { status, body, .. } => matches!(status, 400 | 409 | 422 | 500) && self.step != "pause" && said_no(body),
+            EngineError::NotSuccess { body: what, .. } | EngineError::BadReply { what, .. } => {
+                matches!(self.step, "load" | "probe" | "canary") && said_no(what)
+            }
+            EngineError::Unreachable { .. }
+            | EngineError::Timeout { .. }
+            | EngineError::Restarted
+            | EngineError::Asleep { .. }
+            | EngineError::HalfAnUpdate { .. }
+            | EngineError::Cancelled => false,
+        }
+    }
 }
 
 /// How an engine is asked what it holds.
@@ -225,7 +245,7 @@ pub trait Engine: Send + Sync {
 
     /// Whether a version of these tensors would replace all that the server was started with, as far as that can be seen from here
     /// ([`EngineConfig::served_model`]); asked before a byte moves. Reads file headers only. Tensors of a draft model are passed over.
-    fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError>;
+    fn fits(&self, tensors: &[TensorSpec]) -> Result<Fit, EngineError>;
 
     /// Whether it lives and answers, which start of it, and what it says that it holds. A pause of ours is not ill health.
     async fn health(&self, deadline: Duration) -> Result<Health, EngineError>;

@@ -43,12 +43,12 @@ pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineErr
     let server = Lmdeploy {
         http,
         record: Record::new(config.record.clone()),
-        processes: config.processes,
+        processes: config.processes.clone(),
         seen: Mutex::default(),
         probed: Mutex::default(),
         token: Mutex::new(None),
     };
-    Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref())))
+    Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref(), config.processes)))
 }
 
 struct Lmdeploy {
@@ -186,6 +186,7 @@ impl Server for Lmdeploy {
             url: self.http.url().to_owned(),
             delivery: "GPU memory: update_weights, or checkpoint-engine while it sleeps".to_owned(),
             answer_version: "none".to_owned(),
+            unchecked: None,
             groups: None,
         })
     }

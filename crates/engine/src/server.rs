@@ -12,11 +12,12 @@ use super::canary::LogProbs;
 use super::device::DeviceRoute;
 use super::draft::{DraftWay, untaken};
 use super::feed::{Feed, FeedJob};
+use super::fit::{self, Fit};
 use super::group::GroupServer;
 use super::host::HostJob;
 use super::host_feed::HostFeed;
 use super::http::Until;
-use super::{EngineError, Holding, fit};
+use super::{EngineError, Holding};
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::TensorSpec;
 
@@ -68,7 +69,7 @@ pub(super) trait Server: Send + Sync + 'static {
     async fn unpause(&self, until: Until) -> Result<(), EngineError>;
 
     /// Whether tensors are a whole replacement for the checkpoint at `served`, which this process sees.
-    fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<(), EngineError> {
+    fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
         fit::check(served, tensors)
     }
 

@@ -35,7 +35,7 @@ const CACHE_RETRY: Duration = Duration::from_millis(50);
 
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let server = Sglang { http: Arc::new(EngineHttp::new(&config)?), unproven_routes: config.unproven_routes };
-    Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref())))
+    Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref(), config.processes)))
 }
 
 struct Sglang {
@@ -120,6 +120,7 @@ impl Server for Sglang {
             delivery: "update_weights_from_disk".to_owned(),
             // `meta_info.weight_version` spans of each answer.
             answer_version: "token".to_owned(),
+            unchecked: None,
             groups: None,
         })
     }

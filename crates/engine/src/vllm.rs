@@ -56,7 +56,7 @@ pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineErr
         late: Mutex::default(),
         computed: Mutex::default(),
     };
-    Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref())))
+    Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref(), config.processes)))
 }
 
 struct Vllm {
@@ -201,6 +201,7 @@ impl Server for Vllm {
             delivery: delivery.to_owned(),
             // `weight_versions` spans on /inference/v1/generate.
             answer_version: "token".to_owned(),
+            unchecked: None,
             groups: None,
         })
     }

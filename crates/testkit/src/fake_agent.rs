@@ -67,6 +67,7 @@ pub fn engine() -> EngineFacts {
         url: "http://127.0.0.1:1".into(),
         delivery: "none".into(),
         answer_version: "none".into(),
+        unchecked: None,
         groups: None,
     }
 }

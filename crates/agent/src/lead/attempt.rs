@@ -82,8 +82,14 @@ impl Leader {
         let over = self.core.over(plan.epoch.id());
         let limit = Duration::from_millis(plan.epoch.prepared.policy.update_timeout_ms);
         let mut attempt = Attempt::new(self, Begun::of(&plan));
-        let phase_of =
-            |attempt: &Attempt<'_>, code, message: String, again| Failure { code, message, phase: attempt.view.phase, member: None, again };
+        let phase_of = |attempt: &Attempt<'_>, code, message: String, again| Failure {
+            code,
+            message,
+            phase: attempt.view.phase,
+            member: None,
+            again,
+            lasting: false,
+        };
         let outcome = tokio::select! {
             biased;
             () = over.cancelled() => None,
@@ -273,7 +279,7 @@ impl<'a> Attempt<'a> {
     }
 
     pub(super) fn failure(&self, code: PublishErrorCode, message: String, member: Option<MemberName>, again: bool) -> Failure {
-        Failure { code, message, phase: self.view.phase, member, again }
+        Failure { code, message, phase: self.view.phase, member, again, lasting: false }
     }
 
     pub(super) fn enter(&mut self, phase: UpdatePhase, stage: &mut dyn Stage) {

@@ -167,6 +167,7 @@ impl Attempt<'_> {
                     phase: UpdatePhase::Transfer,
                     member: Some(member),
                     again: true,
+                    lasting: false,
                 }
             };
             tokio::select! {

@@ -17,6 +17,8 @@ pub struct Failure {
     pub member: Option<MemberName>,
     /// Whether another epoch may do better. False when the version, its source or its trainer is at fault.
     pub again: bool,
+    /// Whether the same weights would fail whenever they are published.
+    pub lasting: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,6 +53,7 @@ struct Row {
     refusal: Option<RefusalCode>,
     lost: bool,
     canary: bool,
+    repeats: bool,
     told: bool,
     /// Whether its part is over because it was lost, and not by its own word.
     unheard: bool,
@@ -74,6 +77,7 @@ impl Table {
             refusal: None,
             lost: false,
             canary: false,
+            repeats: false,
             told: false,
             unheard: false,
         };
@@ -89,6 +93,7 @@ impl Table {
         row.bytes = row.bytes.max(status.bytes);
         row.reason.clone_from(&status.reason);
         row.canary = status.refused;
+        row.repeats = status.repeats;
     }
 
     pub fn refused(&mut self, member: &MemberName, refusal: &Refusal) {
@@ -199,6 +204,7 @@ impl Table {
                 phase: UpdatePhase::Begin,
                 member: Some(row.name.clone()),
                 again: false,
+                lasting: true,
             });
         }
         self.verdict(UpdatePhase::Begin, |row| row.step.is_some(), |row| row.step.is_some() && !row.out())
@@ -246,6 +252,7 @@ impl Table {
             },
             // The weights are what they are.
             again: false,
+            lasting: true,
         }
     }
 
@@ -262,13 +269,20 @@ impl Table {
             UpdatePhase::Verify => "verified it",
             _ => "installed it",
         };
+        // Who says no for good says it in the next epoch as well; who is lost or busy may be replaced or ready by then.
+        let lasting = match phase {
+            UpdatePhase::Begin => out.iter().all(|row| !row.may_change()),
+            _ => good == 0 && out.len() == self.rows.len() && out.iter().all(|row| row.repeats || !row.may_change()),
+        };
+        // The weights are at fault, and not their number or the room for them.
+        let unfit = out.iter().any(|row| row.repeats || row.refusal == Some(RefusalCode::Invalid));
         Failure {
-            code: PublishErrorCode::NotEnoughReplicas,
+            code: if lasting && unfit { PublishErrorCode::Invalid } else { PublishErrorCode::NotEnoughReplicas },
             message: format!("{good} of {} replicas {did}, {} are needed ({})", self.rows.len(), self.min_ready, causes.join("; ")),
             phase,
             member,
-            // Who says no for good says it in the next epoch as well; who is lost or busy may be replaced or ready by then.
-            again: phase != UpdatePhase::Begin || out.iter().any(|row| row.may_change()),
+            again: !lasting,
+            lasting,
         }
     }
 

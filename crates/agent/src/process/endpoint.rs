@@ -234,6 +234,7 @@ impl Running {
             rollout.assign(Assigned {
                 known: true,
                 serve_before_first_version: assignment.serve_before_first_version,
+                suspended: assignment.suspended,
                 current: assignment.current.clone(),
                 returned: assignment.returned,
                 newest: assignment.newest,

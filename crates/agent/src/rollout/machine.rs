@@ -148,6 +148,7 @@ impl Machine {
             reason: attempt.reason.clone(),
             dirty: attempt.dirty,
             refused: attempt.refused,
+            repeats: attempt.repeats,
             steps_ms: attempt.steps_ms.clone(),
         })
     }
@@ -209,6 +210,7 @@ impl Machine {
             reason: None,
             dirty: false,
             refused: false,
+            repeats: false,
             fed: false,
             steps_ms: Vec::new(),
         });
@@ -336,6 +338,13 @@ impl Machine {
     pub fn refused_by_canary(&mut self) {
         if let Some(attempt) = self.attempt.as_mut().filter(|attempt| matches!(attempt.stage, Stage::Installing(_))) {
             attempt.refused = true;
+        }
+    }
+
+    /// The same weights would fail here again; [`install_failed`](Self::install_failed) follows.
+    pub fn would_repeat(&mut self) {
+        if let Some(attempt) = self.attempt.as_mut().filter(|attempt| matches!(attempt.stage, Stage::Installing(_))) {
+            attempt.repeats = true;
         }
     }
 

@@ -13,6 +13,8 @@ use weightsync_engine::EngineStart;
 pub struct Assigned {
     pub known: bool,
     pub serve_before_first_version: bool,
+    /// Whether the object is suspended: its pods serve what they have.
+    pub suspended: bool,
     /// The version that every rollout should hold.
     pub current: Option<HeldVersion>,
     /// Set once the group went back to an earlier version.
@@ -55,14 +57,14 @@ pub fn ready(seen: &Seen<'_>) -> Result<(), String> {
     if let Some(reason) = seen.unproven {
         return Err(format!("it is not known what the engine holds ({reason}); its agent asks it"));
     }
-    if seen.released {
-        return Ok(());
-    }
     if !seen.certain {
         return Err("the engine's process is gone or was replaced since it answered: what it serves is not known".into());
     }
     if seen.unhealthy && !seen.switching {
         return Err("the engine does not pass its health probes".into());
+    }
+    if seen.released || seen.assigned.suspended {
+        return Ok(());
     }
     match (seen.installed, seen.current) {
         (Some(installed), _) if seen.start != Some(&installed.start) => Err("the engine started anew and holds no version yet".into()),

@@ -129,11 +129,15 @@ impl Rollout {
             inner.paused_until = None;
             // A new start of the engine cleans it as well; its files are let go with the next switch.
             let touched = inner.touched.take();
-            let (reason, left) = match outcome {
+            let (reason, left, repeats) = match outcome {
                 Ok(Ok(report)) => {
                     tracing::info!(version = held.version, steps = ?report.steps_ms, "the engine confirmed");
                     inner.took(held);
                     inner.engine.started(report.start.clone());
+                    let offered = inner.offered.clone().filter(|(version, _)| *version == held.version).map(|(_, layout)| layout);
+                    if let Some(layout) = files.map(|files| files.layout.clone()).or(offered) {
+                        inner.took = Some((report.start.clone(), held.clone(), layout));
+                    }
                     inner.machine.install_confirmed(held.clone(), report.start, report.steps_ms);
                     inner.last = Some(held.clone());
                     inner.shelve(files);
@@ -146,11 +150,11 @@ impl Rollout {
                     if let EngineError::CanaryRefused { measured } = &error.source {
                         inner.refuse(held, measured);
                     }
-                    (failed(error.to_string()), error.left)
+                    (failed(error.to_string()), error.left, error.repeats())
                 }
                 Err(()) => {
                     tracing::warn!(version = held.version, ?limit, "an install did not end");
-                    (failed(format!("no end after {limit:?}")), Left::Mixture)
+                    (failed(format!("no end after {limit:?}")), Left::Mixture, false)
                 }
             };
             if left == Left::Unknown {
@@ -160,6 +164,9 @@ impl Rollout {
             if left != Left::AsBefore {
                 inner.touched = touched;
                 inner.paused_until = Some(ms_since_1970(limit));
+            }
+            if repeats {
+                inner.machine.would_repeat();
             }
             inner.machine.install_failed(reason, left, Some(held), switch.start);
             inner.stop_receiving("it could not be installed");

@@ -18,7 +18,7 @@ use weightsync_core::protocol::{
 };
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Layout, Section, TensorSpec};
-use weightsync_engine::{DraftWay, Left, draft};
+use weightsync_engine::{DraftWay, Fit, Left, draft, same_tensors};
 use weightsync_net::deadline::ProgressDeadline;
 use weightsync_net::identity::PeerIdentity;
 
@@ -230,14 +230,12 @@ impl Rollout {
     async fn open(self: &Arc<Self>, epoch: &Epoch, request: &BeginRequest) -> Result<Arriving, Refusal> {
         let health = Duration::from_millis(epoch.prepared.policy.health.timeout_ms);
         self.ask_engine(health).await?;
-        let (engine, tensors) = (self.engine.clone(), request.layout.tensors().cloned().collect::<Vec<_>>());
-        let fits = tokio::task::spawn_blocking(move || engine.fits(&tensors)).await;
-        let fits = fits.map_err(|ended| refusal(RefusalCode::Internal, ended.to_string()))?;
-        fits.map_err(|error| refusal(RefusalCode::Invalid, error.to_string()))?;
+        self.check_tensors(request).await?;
         // What waits to be installed waits no more: its room is needed. What the engine was switched to stays, to feed others.
         self.with(|inner| inner.staged = None);
         let internal = |what: String| refusal(RefusalCode::Internal, what);
         let layout = Arc::new(request.layout.clone());
+        self.with(|inner| inner.offered = Some((request.update.version, layout.clone())));
         // Taken as it comes, a version pauses the engine while it travels; the object counts on it being paused for the switch only.
         let staged_only = epoch.prepared.policy.max_unavailable > 0 && self.with(|inner| inner.machine.installed().is_some());
         if staged_only && let Err(error) = self.takes_files() {
@@ -287,6 +285,22 @@ impl Rollout {
         let receiver = Receiver::create(request.update.clone(), layout, request.algorithm, plan, dir, listener)
             .map_err(|error| internal(format!("the files of version {} cannot be made: {error}", request.update.version)))?;
         Ok(Arriving::Files(Arc::new(receiver.within(room))))
+    }
+
+    /// Compares the tensors of a version with the engine's checkpoint, or where that cannot be read with the version that this start of the engine
+    /// took before.
+    async fn check_tensors(&self, request: &BeginRequest) -> Result<(), Refusal> {
+        let (engine, tensors) = (self.engine.clone(), request.layout.tensors().cloned().collect::<Vec<_>>());
+        let before = self.with(|inner| inner.took.clone().filter(|(start, ..)| inner.engine.start() == Some(start)));
+        let compared = tokio::task::spawn_blocking(move || match (engine.fits(&tensors)?, before) {
+            (Fit::Unchecked(_), Some((_, held, before))) => {
+                let before: Vec<_> = before.tensors().cloned().collect();
+                same_tensors(&before, held.version, &tensors)
+            }
+            (Fit::Whole | Fit::Unchecked(_), _) => Ok(()),
+        });
+        let compared = compared.await.map_err(|ended| refusal(RefusalCode::Internal, ended.to_string()))?;
+        compared.map_err(|error| refusal(RefusalCode::Invalid, error.to_string()))
     }
 
     /// Whether the engine takes the draft model of a version that comes that way, where the version has one.

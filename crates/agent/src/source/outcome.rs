@@ -6,11 +6,12 @@ use crate::lead::table::Failure;
 use weightsync_core::protocol::{EpochId, PublishError, PublishErrorCode, Version};
 
 pub(super) fn publish_error(failure: Failure) -> PublishError {
-    let Failure { code, message, phase, member, .. } = failure;
-    let retryable = matches!(
-        code,
-        PublishErrorCode::NotEnoughReplicas | PublishErrorCode::Timeout | PublishErrorCode::Cancelled | PublishErrorCode::Fenced
-    );
+    let Failure { code, message, phase, member, lasting, .. } = failure;
+    let retryable = !lasting
+        && matches!(
+            code,
+            PublishErrorCode::NotEnoughReplicas | PublishErrorCode::Timeout | PublishErrorCode::Cancelled | PublishErrorCode::Fenced
+        );
     PublishError { code, message, retryable, phase: Some(phase), member }
 }
 

@@ -338,7 +338,8 @@ impl Stage for PublishStage<'_> {
         if self.activation == Activation::Auto {
             return Ok(());
         }
-        let failure = |code, message: String| Failure { code, message, phase: UpdatePhase::Staged, member: None, again: false };
+        let failure =
+            |code, message: String| Failure { code, message, phase: UpdatePhase::Staged, member: None, again: false, lasting: false };
         self.reporter.staged(self.deadline).await.map_err(|error| match error {
             NotActivated::TimedOut => failure(PublishErrorCode::Timeout, error.to_string()),
             NotActivated::Gone => failure(PublishErrorCode::Cancelled, error.to_string()),

@@ -348,7 +348,14 @@ impl Start {
                     }
                 };
                 let rollout = tokio::time::timeout(SOON, started).await.expect("its directory is free");
-                rollout.assign(Assigned { known: true, serve_before_first_version: true, current: None, returned: None, newest: None });
+                rollout.assign(Assigned {
+                    known: true,
+                    serve_before_first_version: true,
+                    suspended: false,
+                    current: None,
+                    returned: None,
+                    newest: None,
+                });
                 tokio::spawn(rollout.clone().supervise(cancel.clone()));
                 let feeder = Feeder::new(leader.clone(), rollout.clone(), Arc::<Attempts>::default());
                 tokio::spawn(async move { feeder.run().await });

@@ -178,7 +178,10 @@ fn table(steps: &str, min_ready: u32) -> Table {
         let epoch = EpochId { weightsync: "w".into(), created: 1, term: 0, epoch: 1 };
         let update = UpdateId { epoch, version: 2, attempt: 1 };
         let reason = Some("measured".to_owned());
-        table.observe(member, &UpdateStatus { update, sequence: 1, step, bytes: 1, reason, dirty: refused, refused, steps_ms: Vec::new() });
+        table.observe(
+            member,
+            &UpdateStatus { update, sequence: 1, step, bytes: 1, reason, dirty: refused, refused, repeats: refused, steps_ms: Vec::new() },
+        );
     }
     table
 }

@@ -12,8 +12,8 @@ use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCacheP
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{TensorSpec, digest_hex, tensor_digest};
 use weightsync_engine::{
-    Engine, EngineError, EngineStart, Health, Holding, HostDigest, HostInstall, HostJob, InstallError, InstallJob, InstallReport, Left,
-    Settled, Settling,
+    Engine, EngineError, EngineStart, Fit, Health, Holding, HostDigest, HostInstall, HostJob, InstallError, InstallJob, InstallReport,
+    Left, Settled, Settling,
 };
 
 /// What the engine does wrong.
@@ -25,6 +25,8 @@ pub enum Fault {
     Down,
     /// Fails in the middle of a load.
     FailsInLoad,
+    /// Reads the weights, and knows no tensor of that name.
+    KnowsNoSuchTensor,
     /// Says no before it is touched.
     FailsBeforeLoad,
     /// Never ends a load.
@@ -136,6 +138,7 @@ impl Engine for TestEngine {
             url: "http://engine".into(),
             delivery: "files".into(),
             answer_version: "none".into(),
+            unchecked: None,
             groups: None,
         })
     }
@@ -144,12 +147,12 @@ impl Engine for TestEngine {
         Ok(())
     }
 
-    fn fits(&self, tensors: &[TensorSpec]) -> Result<(), EngineError> {
+    fn fits(&self, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
         match self.get(|inside| inside.needs.clone()) {
             Some(needed) if !tensors.iter().any(|tensor| tensor.name == needed) => {
                 Err(EngineError::Unsupported { what: format!("tensor {needed} is missing"), next_step: "publish all tensors".into() })
             }
-            _ => Ok(()),
+            _ => Ok(Fit::Unchecked("its start-up weights are nowhere".into())),
         }
     }
 
@@ -185,6 +188,9 @@ impl Engine for TestEngine {
         }
         if fault == Fault::FailsInLoad {
             return Err(failed("load", Left::Mixture, "out of memory"));
+        }
+        if fault == Fault::KnowsNoSuchTensor {
+            return Err(failed("load", Left::Mixture, "there is no module or parameter named 'other'"));
         }
         let read = digest_of(&job.directory).map_err(|error| failed("load", Left::Mixture, &error))?;
         if self.get(|inside| inside.start != start) {

@@ -137,8 +137,14 @@ async fn one_that_was_not_taken_back_serves_until_enough_were_and_not_longer() {
     bed.policy.keep = 2;
     let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
     let [one, _] = at_two(&mut bed, &source, std::slice::from_ref(&rollout)).await;
-    let assigned =
-        |returned| Assigned { known: true, serve_before_first_version: true, current: Some(one.clone()), returned, newest: None };
+    let assigned = |returned| Assigned {
+        known: true,
+        serve_before_first_version: true,
+        suspended: false,
+        current: Some(one.clone()),
+        returned,
+        newest: None,
+    };
     rollout.rollout().assign(assigned(None));
     assert_eq!(rollout.rollout().ready(), Ok(()));
     rollout.rollout().assign(assigned(Some(Returned { to: 1, from: 2, pinned: true })));

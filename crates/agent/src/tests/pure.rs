@@ -210,7 +210,7 @@ fn name(number: usize) -> MemberName {
 
 fn status(step: InstallStep) -> UpdateStatus {
     let update = UpdateId { epoch: epoch("o", 1, 0, 1), version: 1, attempt: 1 };
-    UpdateStatus { update, sequence: 1, step, bytes: 10, reason: None, dirty: false, refused: false, steps_ms: Vec::new() }
+    UpdateStatus { update, sequence: 1, step, bytes: 10, reason: None, dirty: false, refused: false, repeats: false, steps_ms: Vec::new() }
 }
 
 #[test]
@@ -280,8 +280,9 @@ fn numbers_grow_and_a_failed_one_comes_back_with_its_own_manifest_only() {
 
 #[test]
 fn readiness_is_a_table() {
-    let known = Assigned { known: true, serve_before_first_version: true, current: None, returned: None, newest: None };
+    let known = Assigned { known: true, serve_before_first_version: true, suspended: false, current: None, returned: None, newest: None };
     let hold = Assigned { serve_before_first_version: false, ..known.clone() };
+    let suspended = Assigned { suspended: true, ..known.clone() };
     let unknown = Assigned::default();
     let (one, two) = (EngineStart("1".into()), EngineStart("2".into()));
     let held = |version| HeldVersion { version, manifest: "m".into() };
@@ -319,6 +320,8 @@ fn readiness_is_a_table() {
         ("installed, only the number known", Seen { installed: Some(&installed), current: Some(&only_number), ..base }, true),
         ("installed, newer than the group", Seen { installed: Some(&installed), current: Some(&v1), ..base }, true),
         ("behind", Seen { installed: Some(&installed), current: Some(&v3), ..base }, false),
+        ("behind, and suspended", Seen { assigned: &suspended, current: Some(&v3), ..base }, true),
+        ("suspended, and its engine is ill", Seen { assigned: &suspended, unhealthy: true, ..base }, false),
         ("behind, and its turn to switch comes", Seen { installed: Some(&installed), current: Some(&v3), awaits: Some(&v3), ..base }, true),
         (
             "behind, and another version lies here",
@@ -340,7 +343,8 @@ fn readiness_is_a_table() {
         ("unhealthy", Seen { installed: Some(&installed), unhealthy: true, ..base }, false),
         ("paused by us", Seen { installed: Some(&installed), unhealthy: true, switching: true, ..base }, true),
         ("dirty", Seen { installed: Some(&installed), dirty: Some("load"), ..base }, false),
-        ("released", Seen { released: true, current: Some(&v3), unhealthy: true, ..base }, true),
+        ("released", Seen { released: true, current: Some(&v3), ..base }, true),
+        ("released, and its engine is ill", Seen { released: true, unhealthy: true, ..base }, false),
         ("released but dirty", Seen { released: true, dirty: Some("load"), ..base }, false),
     ];
     for (what, seen, expected) in cases {

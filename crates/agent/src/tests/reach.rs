@@ -24,6 +24,7 @@ fn status(step: InstallStep) -> UpdateStatus {
         reason: None,
         dirty: false,
         refused: false,
+        repeats: false,
         steps_ms: Vec::new(),
     }
 }

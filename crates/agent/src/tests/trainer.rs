@@ -64,7 +64,20 @@ pub struct TestSource {
 
 impl TestSource {
     pub fn of(seed: u8) -> Self {
+        Self::laid_out(weights(seed))
+    }
+
+    /// The same without its last tensor.
+    pub fn without_last(seed: u8) -> Self {
         let (layout, bytes) = weights(seed);
+        let mut tensors: Vec<_> = layout.tensors().cloned().collect();
+        tensors.pop();
+        let layout = Layout::new("model", tensors, 64 << 10).unwrap();
+        let length = usize::try_from(layout.total_bytes).unwrap();
+        Self::laid_out((layout, bytes[..length].to_vec()))
+    }
+
+    fn laid_out((layout, bytes): (Layout, Vec<u8>)) -> Self {
         Self { layout, bytes: bytes.into(), next: 0, repeatable: true, gate: None, restarts: Arc::default(), released: Arc::default() }
     }
 }

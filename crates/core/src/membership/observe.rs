@@ -93,6 +93,11 @@ impl Membership {
         if of_ours && self.agents.get(&life).is_some_and(|agent| agent.state.is_none()) {
             self.one_came_back();
         }
+        let unchecked = |state: &MemberState| state.engine.as_ref().and_then(|engine| engine.unchecked.clone());
+        let known = self.agents.get(&life).and_then(|agent| agent.state.as_ref()).and_then(unchecked);
+        if let Some(why) = unchecked(&state).filter(|why| name.is_some() && known.as_ref() != Some(why)) {
+            self.event(Reason::CheckpointUnread, why, name.clone(), false);
+        }
         if self.agents.state(self.now, state) {
             let what = "its engine started anew: it serves again once it holds the current version";
             self.event(Reason::EngineRestarted, what.to_owned(), name, true);

@@ -215,6 +215,9 @@ pub struct EngineFacts {
     pub delivery: String,
     /// How an answer can be told its version: `token`, `request` or `none`.
     pub answer_version: String,
+    /// Why versions cannot be compared with the checkpoint that it was started with; none where they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unchecked: Option<String>,
     /// What it says about joining a group by itself; none before an object asked for that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub groups: Option<GroupFacts>,

@@ -104,6 +104,8 @@ reasons! {
     InstallFailed,
     /// The last change of the engine ended without proof of what it holds or that it runs. Its agent asks it, and then it is proven or fed.
     EngineUnproven,
+    /// The first version of the engine cannot be compared with the checkpoint that it was started with; the message says why.
+    CheckpointUnread,
     /// The engine's worker ranks are not what the spec says.
     SizeMismatch,
     /// The member did not prepare within its deadline.

@@ -99,6 +99,9 @@ pub struct UpdateStatus {
     /// Whether it failed because the engine loaded the version and the canary refused what it answers.
     #[serde(default)]
     pub refused: bool,
+    /// Whether the same weights would fail here again: the engine read them and said no.
+    #[serde(default)]
+    pub repeats: bool,
     /// Times of finished steps in ms, e.g. `receive`, `verify`, `pause`, `load`, `check`, `resume`.
     pub steps_ms: Vec<(String, u64)>,
 }

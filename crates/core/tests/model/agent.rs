@@ -179,6 +179,7 @@ impl Agent {
             url: String::new(),
             delivery: String::new(),
             answer_version: String::new(),
+            unchecked: None,
             groups: None,
         });
         MemberState {

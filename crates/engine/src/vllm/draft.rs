@@ -32,5 +32,5 @@ pub(super) async fn check(http: &EngineHttp, way: DraftWay, draft: Vec<TensorSpe
         return Ok(());
     }
     let compared = tokio::task::spawn_blocking(move || fit::check(&path, &draft)).await;
-    compared.map_err(|_| EngineError::Cancelled)?
+    compared.map_err(|_| EngineError::Cancelled)?.map(drop)
 }

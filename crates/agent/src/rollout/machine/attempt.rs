@@ -32,6 +32,8 @@ pub(super) struct Attempt {
     pub(super) dirty: bool,
     /// Whether the canary refused what the engine answers.
     pub(super) refused: bool,
+    /// Whether the same weights would fail here again.
+    pub(super) repeats: bool,
     /// Whether the engine takes buckets while they come.
     pub(super) fed: bool,
     pub(super) steps_ms: Vec<(String, u64)>,

@@ -46,6 +46,7 @@ impl Machine {
             reason: None,
             dirty: false,
             refused: false,
+            repeats: false,
             fed: false,
             steps_ms: Vec::new(),
         });

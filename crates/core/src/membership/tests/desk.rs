@@ -237,6 +237,7 @@ fn state(n: u32, number: u32) -> MemberState {
             url: format!("http://10.0.0.{n}:8000"),
             delivery: "file".to_owned(),
             answer_version: "none".to_owned(),
+            unchecked: None,
             groups: None,
         }),
         healthy: true,

@@ -1,0 +1,53 @@
+//! Versions that would fail whenever they are published: said at once, not tried until the time is over.
+
+use std::time::Duration;
+
+use super::bed::*;
+use super::engine::Fault;
+use super::trainer::*;
+use weightsync_core::protocol::PublishErrorCode;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn version_that_every_engine_refuses_is_tried_once() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    for rollout in &rollouts {
+        rollout.engine.set(|inside| inside.fault = Fault::KnowsNoSuchTensor);
+    }
+    let begun = std::time::Instant::now();
+    let error = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap_err();
+    assert_eq!((error.code, error.retryable), (PublishErrorCode::Invalid, false), "{}", error.message);
+    assert!(error.message.contains("'other'"), "it names the tensor: {}", error.message);
+    assert!(begun.elapsed() < Duration::from_millis(bed.policy.update_timeout_ms) / 2, "{:?}", begun.elapsed());
+
+    for rollout in &rollouts {
+        rollout.engine.set(|inside| inside.fault = Fault::None);
+    }
+    publish(&source, 3, TestSource::of(3)).outcome().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn version_that_one_engine_refuses_is_served_by_the_other() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    rollouts[0].engine.set(|inside| inside.fault = Fault::KnowsNoSuchTensor);
+    let result = publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    assert_eq!(result.installed, [rollouts[1].name.clone()]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn version_that_lacks_a_tensor_of_the_one_before_is_refused() {
+    let mut bed = Bed::new();
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &rollout], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    rollout.until_installed(1).await;
+    let error = publish(&source, 2, TestSource::without_last(2)).outcome().await.unwrap_err();
+    assert_eq!((error.code, error.retryable), (PublishErrorCode::Invalid, false), "{}", error.message);
+    assert!(error.message.contains("it lacks"), "{}", error.message);
+    assert_eq!(rollout.engine.get(|inside| inside.installs), 1, "no engine was touched");
+    publish(&source, 3, TestSource::of(3)).outcome().await.unwrap();
+}

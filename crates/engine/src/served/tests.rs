@@ -1,0 +1,29 @@
+use super::*;
+
+#[test]
+fn hub_name_leads_to_the_snapshot_of_its_main_branch() {
+    let cache = tempfile::tempdir().unwrap();
+    let model = cache.path().join("models--org--small");
+    std::fs::create_dir_all(model.join("snapshots/abc123")).unwrap();
+    std::fs::create_dir_all(model.join("refs")).unwrap();
+    std::fs::write(model.join("refs/main"), "abc123\n").unwrap();
+    assert_eq!(in_hub(cache.path(), "org/small"), Some(model.join("snapshots/abc123")));
+    for name in ["org/other", "../small", "org/small/more", "/org/small", ""] {
+        assert_eq!(in_hub(cache.path(), name), None, "{name}");
+    }
+    std::fs::write(model.join("refs/main"), "../../etc").unwrap();
+    assert_eq!(in_hub(cache.path(), "org/small"), None, "a commit is a name");
+}
+
+#[test]
+fn relative_path_is_found_in_the_working_directory_of_its_process() {
+    let here = tempfile::tempdir().unwrap();
+    let name = format!("m{}", std::process::id());
+    std::fs::create_dir(here.path().join(&name)).unwrap();
+    let mut child = std::process::Command::new("tail").args(["-f", "/dev/null", &name]).current_dir(here.path()).spawn().unwrap();
+    let found = find(&name, Path::new("/proc"));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(found.unwrap().canonicalize().unwrap(), here.path().join(&name).canonicalize().unwrap());
+    assert!(find(&name, Path::new("/proc")).unwrap_err().contains("WEIGHTSYNC_MODEL_DIR"));
+}
