@@ -18,3 +18,4 @@ mod real;
 mod script;
 mod shape;
 mod store;
+mod wrong;

@@ -129,6 +129,10 @@ struct Inner {
     offered: Option<(u64, Arc<Layout>)>,
     /// Tensors of the version that this start of the engine took last.
     took: Option<(EngineStart, HeldVersion, Arc<Layout>)>,
+    /// A version that the engine read and refused, and its start: where it refuses another one too, its loader may be broken.
+    load_refused: Option<(Option<EngineStart>, HeldVersion)>,
+    /// Whether its start-up weights are to be put back at once: they show whether it loads anything.
+    suspect: bool,
     /// The files of what the engine may hold, after an install that ended without proof.
     to_prove: Option<Arc<Version>>,
     engine: Probed,
@@ -351,7 +355,7 @@ impl Inner {
         facts.engine_restarts = self.engine.restarts;
         facts.engine.clone_from(&self.engine.facts);
         facts.healthy = !self.engine.unhealthy();
-        facts.wedged = self.engine.wedged && self.engine.unhealthy() && !self.engine.gone();
+        facts.wedged = self.engine.is_wedged();
         facts.paused_until = self.paused_until;
         facts.updating = self.machine.live().is_some() || self.going_back;
         facts.dirty = self.machine.dirty().is_some();

@@ -33,6 +33,8 @@ pub(super) struct Probed {
     unreachable: bool,
     /// Its front answers and it computes nothing.
     pub(super) wedged: bool,
+    /// Why this start of it takes no weights any more, not even those that it started with.
+    broken: Option<String>,
     /// Its process ended, by the word of its parent: no answer of whatever listens there now counts.
     ended: bool,
     /// Whether this start was asked what it is and can do.
@@ -53,6 +55,9 @@ impl Probed {
         let slept = self.start.as_ref().is_some_and(|before| before.is_same_process(&start));
         // One that slept is what it was, and can what it could.
         self.probed &= slept;
+        if !slept {
+            self.broken = None;
+        }
         if self.start.replace(start).is_some() && !slept {
             self.restarts = self.restarts.saturating_add(1);
             tracing::warn!(restarts = self.restarts, "the engine started anew");
@@ -60,7 +65,18 @@ impl Probed {
     }
 
     pub(super) fn unhealthy(&self) -> bool {
-        !self.healthy || self.ended
+        !self.healthy || self.ended || self.broken.is_some()
+    }
+
+    /// Whether only another start of it helps.
+    pub(super) fn is_wedged(&self) -> bool {
+        (self.wedged && self.unhealthy() || self.broken.is_some()) && !self.ended
+    }
+
+    /// This start takes no weights any more.
+    pub(super) fn breaks(&mut self, why: String) {
+        self.reason = Some(why.clone());
+        self.broken = Some(why);
     }
 
     /// Whether its process ended, as its parent saw.
@@ -88,7 +104,7 @@ impl Probed {
         // The first answer of a start that was never seen counts by itself: there is nothing to recover from.
         if self.start.is_none() || self.successes >= policy.success_threshold {
             self.healthy = true;
-            self.reason = None;
+            self.reason.clone_from(&self.broken);
         }
     }
 
@@ -291,7 +307,8 @@ impl Rollout {
                 && inner.machine.installed().is_none()
                 && !inner.machine.must_not_serve()
                 && inner.machine.live().is_none();
-            let overdue = inner.dirty_since.is_some_and(|since| since.elapsed() >= limit) && inner.machine.live().is_none();
+            let due = inner.suspect || inner.dirty_since.is_some_and(|since| since.elapsed() >= limit);
+            let overdue = due && inner.engine.broken.is_none() && inner.machine.live().is_none();
             (lacks, overdue)
         });
         if lacks && self.core.released().is_none() {

@@ -133,6 +133,7 @@ impl Rollout {
                 Ok(Ok(report)) => {
                     tracing::info!(version = held.version, steps = ?report.steps_ms, "the engine confirmed");
                     inner.took(held);
+                    (inner.load_refused, inner.suspect) = (None, false);
                     inner.engine.started(report.start.clone());
                     let offered = inner.offered.clone().filter(|(version, _)| *version == held.version).map(|(_, layout)| layout);
                     if let Some(layout) = files.map(|files| files.layout.clone()).or(offered) {
@@ -167,6 +168,11 @@ impl Rollout {
             }
             if repeats {
                 inner.machine.would_repeat();
+                // One version may be wrong. Where a second one is refused too, the loader may be: the start-up weights show which.
+                let refused = (inner.engine.start().cloned(), held.clone());
+                inner.suspect |= left == Left::Mixture
+                    && inner.load_refused.as_ref().is_some_and(|(start, before)| *start == refused.0 && *before != refused.1);
+                inner.load_refused = Some(refused);
             }
             inner.machine.install_failed(reason, left, Some(held), switch.start);
             inner.stop_receiving("it could not be installed");
@@ -211,11 +217,22 @@ impl Rollout {
                 tracing::warn!("the engine was not fed in time: its start-up weights are back, it holds no version");
                 self.with(|inner| {
                     inner.machine.put_back();
+                    (inner.load_refused, inner.suspect) = (None, false);
                     inner.touched = None;
                     inner.paused_until = None;
                 });
             }
-            Ok(Err(error)) => tracing::error!(%error, "the start-up weights cannot be put back"),
+            Ok(Err(error)) => {
+                tracing::error!(%error, "the start-up weights cannot be put back");
+                self.with(|inner| {
+                    inner.suspect = false;
+                    if matches!(error, EngineError::Status { .. } | EngineError::NotSuccess { .. }) {
+                        let why =
+                            format!("the engine takes no weights any more, not even those that it started with: restart it ({error})");
+                        inner.engine.breaks(why);
+                    }
+                });
+            }
             Err(_) => tracing::error!(?limit, "the start-up weights were not put back in time"),
         }
         // Whether or not it worked, the next try is a whole deadline away.

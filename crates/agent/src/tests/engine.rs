@@ -27,6 +27,8 @@ pub enum Fault {
     FailsInLoad,
     /// Reads the weights, and knows no tensor of that name.
     KnowsNoSuchTensor,
+    /// Loads nothing any more until it starts anew.
+    LoaderBroken,
     /// Says no before it is touched.
     FailsBeforeLoad,
     /// Never ends a load.
@@ -189,7 +191,7 @@ impl Engine for TestEngine {
         if fault == Fault::FailsInLoad {
             return Err(failed("load", Left::Mixture, "out of memory"));
         }
-        if fault == Fault::KnowsNoSuchTensor {
+        if matches!(fault, Fault::KnowsNoSuchTensor | Fault::LoaderBroken) {
             return Err(failed("load", Left::Mixture, "there is no module or parameter named 'other'"));
         }
         let read = digest_of(&job.directory).map_err(|error| failed("load", Left::Mixture, &error))?;
@@ -254,6 +256,9 @@ impl Engine for TestEngine {
 
     async fn put_back(&self, _deadline: Duration) -> Result<(), EngineError> {
         self.answer()?;
+        if self.get(|inside| inside.fault == Fault::LoaderBroken) {
+            return Err(EngineError::Status { url: "http://engine".into(), status: 500, body: "exceeds dimension size".into() });
+        }
         if self.get(|inside| inside.lost_start_up) {
             return Err(EngineError::BadReply { url: "http://engine".into(), what: "no such directory".into() });
         }

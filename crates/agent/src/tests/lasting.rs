@@ -51,3 +51,19 @@ async fn version_that_lacks_a_tensor_of_the_one_before_is_refused() {
     assert_eq!(rollout.engine.get(|inside| inside.installs), 1, "no engine was touched");
     publish(&source, 3, TestSource::of(3)).outcome().await.unwrap();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn engine_whose_loader_stays_broken_is_named_until_it_restarts() {
+    let mut bed = Bed::new();
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &rollout], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    rollout.engine.set(|inside| inside.fault = Fault::LoaderBroken);
+    publish(&source, 2, TestSource::of(2)).outcome().await.unwrap_err();
+    let state = rollout.until("known to be broken", |state| state.wedged).await;
+    assert!(!state.healthy && state.reason.as_ref().is_some_and(|reason| reason.contains("restart it")), "{state:?}");
+
+    rollout.engine.restart();
+    rollout.until_installed(1).await;
+    assert!(!rollout.state().wedged);
+}

@@ -242,7 +242,7 @@ impl Core {
                         Leftover::Nothing
                     }
                 }
-                Err(LoadError::Halfway(_)) => Leftover::Halfway,
+                Err(LoadError::Halfway(_) | LoadError::Unknown(_)) => Leftover::Halfway,
                 Err(LoadError::Misfit(_)) => Leftover::Poisoned,
             };
         });

@@ -39,6 +39,9 @@ pub(super) enum LoadError {
     /// As `Halfway`, and the engine has kept a tensor that does not fit.
     #[error("{0}")]
     Misfit(String),
+    /// A tensor that the model does not have. vLLM 0.32 takes the next whole load all the same (run).
+    #[error("{0}")]
+    Unknown(String),
 }
 
 impl Served {
@@ -72,7 +75,7 @@ impl Served {
             let name = &tensor.spec.name;
             let Some(parameter) = self.0.get_mut(name) else {
                 if unknown_is_error {
-                    return Err(LoadError::Misfit(format!("There is no module or parameter named '{name}'")));
+                    return Err(LoadError::Unknown(format!("There is no module or parameter named '{name}' in Qwen3Model")));
                 }
                 continue;
             };

@@ -176,7 +176,7 @@ async fn update_weights_from_disk(State(front): State<Arc<Front>>, body: Bytes) 
     let Ok(turn) = front.core.turn().await else { return gone(&front).await };
     let loaded = match front.core.load(path.clone()).await {
         Err(LoadError::Unreadable(cause)) => Err(format!("Failed to get weights iterator: {cause}.")),
-        Err(LoadError::Halfway(cause) | LoadError::Misfit(cause)) => match front.core.load(path).await {
+        Err(LoadError::Halfway(cause) | LoadError::Misfit(cause) | LoadError::Unknown(cause)) => match front.core.load(path).await {
             Ok(()) => Err(format!("Failed to update weights: {cause}.\nRolling back to original weights.")),
             Err(_) => return gone(&front).await,
         },
