@@ -96,7 +96,7 @@ test-previous: programs ## Replace agents of an earlier build by those of this o
 	WEIGHTSYNC_PREVIOUS=$$(tests/tools/previous.sh $(PREVIOUS)) && export WEIGHTSYNC_PREVIOUS && cargo test --locked --workspace --test host upgrade::
 
 .PHONY: chaos-test
-chaos-test: programs ## Play 100 faults on processes of this machine, each kind in each phase at least once (a few minutes; as root)
+chaos-test: programs ## Play about 110 faults on processes of this machine, each kind in each phase at least once (a few minutes; as root)
 	$(CLUSTER)/packages.sh
 	WEIGHTSYNC_CHAOS_SEED=$${WEIGHTSYNC_CHAOS_SEED:-13} cargo test --locked --workspace --test chaos
 

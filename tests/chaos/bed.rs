@@ -20,11 +20,12 @@ use weightsync_core::membership::{GroupStage, MemberStanding, MembershipView};
 use weightsync_core::protocol::{EngineAssignment, Reason, Role, TransportPolicy, TransportWish};
 use weightsync_testkit::simulator::{Simulator, SimulatorOptions};
 
-use crate::checks::Watcher;
+use crate::checks::{COMPLETIONS, Watcher, is_ready};
 use crate::model::Model;
-use crate::net::{ENGINE, HERE, Link, must};
+use crate::net::{ENGINE, HERE, Link, STATUS, must};
 use crate::plan::{ROLLOUTS, TENSORS};
 use crate::trainer::{Outcome, Trainer};
+use crate::truth::{Holds, Truth};
 use crate::{clock, processes};
 
 /// The program under test.
@@ -33,6 +34,8 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_weightsync");
 const KINDS: [&str; ROLLOUTS] = ["vllm", "sglang", "vllm"];
 /// The longest update, by the rules of the group.
 pub const UPDATE: Duration = Duration::from_secs(15);
+/// Time between two probes of an engine, in ms.
+pub const HEALTH_PERIOD: u64 = 200;
 /// A process that was killed runs again within this.
 const AGAIN: Duration = Duration::from_secs(40);
 /// Every engine takes this long to load, so that an install has a middle.
@@ -61,7 +64,6 @@ pub struct Bed {
     pub http: reqwest::Client,
     name: String,
     folder: TempDir,
-    models: BTreeMap<u64, Value>,
     last: u64,
 }
 
@@ -101,7 +103,7 @@ impl Bed {
         let update = UpdateFile {
             silence_seconds: 3,
             timeout_seconds: u32::try_from(UPDATE.as_secs()).unwrap(),
-            health_period_milliseconds: 200,
+            health_period_milliseconds: u32::try_from(HEALTH_PERIOD).unwrap(),
             retain_mib: 64,
             debounce_milliseconds: 100,
             ..UpdateFile::default()
@@ -127,7 +129,7 @@ impl Bed {
         let trainer = Trainer::start(&links[0], &format!("@weightsync/{name}-trainer"), &folder.path().join("trainer.log")).await;
         let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(2)).build().unwrap();
         let watcher = Watcher::new();
-        let mut bed = Self { group, links, trainer, told, watcher, http, name, folder, models: BTreeMap::new(), last: 0 };
+        let mut bed = Self { group, links, trainer, told, watcher, http, name, folder, last: 0 };
         bed.add(0).await;
         bed.watcher.start(&bed.group, &bed.links, &bed.http);
         bed.until("the group to form", Duration::from_secs(60), |view| view.ready as usize == ROLLOUTS).await?;
@@ -177,7 +179,6 @@ impl Bed {
         let folder = self.folder.path().join(if version == 0 { "start".to_owned() } else { format!("v{version}") });
         let model = model(version);
         model.save(&folder);
-        self.models.insert(version, model.digests());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let reference = Simulator::start(SimulatorOptions::new("vllm", folder), listener).await.unwrap();
         let answers = async {
@@ -187,7 +188,7 @@ impl Bed {
                 }
             }
         };
-        self.watcher.knows(timeout(AGAIN, answers).await.expect("a reference engine answers"), version);
+        self.watcher.knows(timeout(AGAIN, answers).await.expect("a reference engine answers"), version, model.digests());
         reference.stop().await;
     }
 
@@ -211,7 +212,8 @@ impl Bed {
         Err(format!("waited {deadline:?} for {what}: stage {:?}, version {:?}, {}", view.stage, view.version, rows.join("; ")))
     }
 
-    /// Waits until everybody is in the group and serves the current version, and asks the engines themselves.
+    /// Waits until everybody is in the group and serves the current version. The engines themselves are asked, and must compute a token; the pods
+    /// must be ready, and the roster of the trainer's agent must say the same.
     pub async fn whole(&self, deadline: Duration) -> Result<(), String> {
         let until = Instant::now() + deadline;
         loop {
@@ -219,10 +221,20 @@ impl Bed {
             let view = self.until("everybody to be ready", left, is_whole).await?;
             let version = view.version.as_ref().map_or(0, |held| held.version);
             let mut wrong = Vec::new();
+            let roster = self.roster().await;
             for number in 1..=ROLLOUTS {
-                match self.serves(number).await {
-                    Some(found) if found == version => {}
-                    found => wrong.push(format!("{} serves {found:?}", pod(number))),
+                let host = self.host(number);
+                let (truth, answered) = self.watcher.truth(&self.http, number, &host).await;
+                if truth.holds != Holds::Version(version) || !truth.runs || answered != Some(version) {
+                    wrong.push(format!("{} is {truth:?} and answers with {answered:?}", pod(number)));
+                }
+                if !is_ready(&self.http, &host).await {
+                    wrong.push(format!("{} is not ready", pod(number)));
+                }
+                let rows = roster["replicas"].as_array().into_iter().flatten();
+                let row = rows.into_iter().find(|row| row["name"] == member(number)).cloned().unwrap_or_default();
+                if row["state"] != "ready" || row["version"] != version {
+                    wrong.push(format!("the roster of the trainer's agent says of {}: {row}", pod(number)));
                 }
             }
             // A view is older than an answer: only what stays wrong is wrong.
@@ -236,15 +248,28 @@ impl Bed {
         }
     }
 
-    /// The version whose every tensor an engine serves, byte for byte; none for any mixture, and when it does not answer.
+    fn host(&self, number: usize) -> String {
+        format!("http://{}", self.links[number].address)
+    }
+
+    /// The roster as the trainer's agent shows it; null when it shows none.
+    async fn roster(&self) -> Value {
+        let page = async { self.http.get(format!("{}:{STATUS}/v1/roster", self.host(0))).send().await.ok()?.json().await.ok() };
+        page.await.unwrap_or_default()
+    }
+
+    /// The version whose every tensor an engine holds, byte for byte, and computes with; none for any mixture, and when it does not answer.
     pub async fn serves(&self, number: usize) -> Option<u64> {
-        let url = format!("http://{}:{ENGINE}/simulator/digest", self.links[number].address);
-        let digest: Value = self.http.get(url).send().await.ok()?.json().await.ok()?;
-        self.models.iter().find(|(_, tensors)| digest["tensors"] == **tensors).map(|(version, _)| *version)
+        match self.watcher.truth(&self.http, number, &self.host(number)).await {
+            (Truth { holds: Holds::Version(version), .. }, answered) => answered.filter(|answered| *answered == version),
+            _ => None,
+        }
     }
 
     /// Replaces what goes wrong in an engine; nothing happens to one that is gone.
     pub async fn spoil(&self, number: usize, faults: &Value) {
+        let mutes = |rule: &Value| rule["path"] == COMPLETIONS;
+        self.watcher.mute(number, faults["rules"].as_array().into_iter().flatten().any(mutes));
         let url = format!("http://{}:{ENGINE}/simulator/faults", self.links[number].address);
         let _ = self.http.post(url).json(faults).send().await;
     }
@@ -354,7 +379,7 @@ fn agent_program(folder: &Path, shim: &Path, links: &[Link]) -> PathBuf {
          export LD_PRELOAD={} WEIGHTSYNC_TEST_CLOCK={}/$POD_NAME.clock\n\
          exec nsenter --net=$namespace {PROGRAM} \"$@\"\n",
         cases.collect::<String>(),
-        crate::net::STATUS,
+        STATUS,
         shim.display(),
         folder.display(),
     );

@@ -1,6 +1,7 @@
 //! How each fault is played, and how it ends. Decides nothing about when.
 
 use std::io::Write;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
@@ -8,15 +9,20 @@ use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
 
 use crate::bed::{Bed, pod, usual};
+use crate::checks::COMPLETIONS;
 use crate::clock;
 use crate::net::Charge;
 use crate::plan::{Fault, Strike};
 use crate::processes::signal;
+use crate::strangers::{self, Strangers};
+use crate::truth::STEADY;
 
 /// A fault that is ready to happen: whatever takes time was done.
 pub struct Armed {
     process: Option<Pid>,
     charge: Option<Charge>,
+    ports: Vec<SocketAddr>,
+    strangers: Option<Strangers>,
 }
 
 /// Name of the file that takes the room of others.
@@ -43,11 +49,21 @@ pub async fn arm(bed: &Bed, strike: &Strike) -> Result<Armed, String> {
         Fault::Reset => Some(link.reset()),
         _ => None,
     };
-    Ok(Armed { process, charge })
+    let ports = match strike.fault {
+        Fault::Strangers => strangers::ports(link, bed.agent(strike.victim).await?)?,
+        _ => Vec::new(),
+    };
+    Ok(Armed { process, charge, ports, strangers: None })
 }
 
-/// Plays it, and says what was done.
-pub async fn strike(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<String, String> {
+/// Plays it. What goes wrong from now on is named with what was done.
+pub async fn strike(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<(), String> {
+    let done = strike_now(bed, strike, armed).await?;
+    bed.watcher.fault(format!("{} in {}: {done}", strike.fault.name(), strike.phase.name()));
+    Ok(())
+}
+
+async fn strike_now(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<String, String> {
     let name = pod(strike.victim);
     if let Some(charge) = armed.charge.take() {
         charge.fire();
@@ -100,11 +116,20 @@ pub async fn strike(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<Str
             bed.spoil(strike.victim, &faults).await;
             format!("engine of {name}: {what}")
         }
+        fault if fault.is_step() => {
+            let (faults, what) = step(fault, strike.variant);
+            bed.spoil(strike.victim, &faults).await;
+            format!("engine of {name}: {what}")
+        }
+        _ => {
+            armed.strangers = Some(Strangers::come(&armed.ports));
+            format!("strangers hold the ports of {name} and of the coordinator")
+        }
     })
 }
 
 /// Ends it. What is killed is started again by the group itself.
-pub async fn heal(bed: &Bed, strike: &Strike, armed: &Armed) -> Result<(), String> {
+pub async fn heal(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<(), String> {
     match strike.fault {
         Fault::KillAgent | Fault::KillSource | Fault::KillEngine | Fault::Reset => {}
         Fault::StopAgent | Fault::StopSource => armed.process.map_or(Ok(()), |pid| signal(pid, Signal::CONT))?,
@@ -119,7 +144,8 @@ pub async fn heal(bed: &Bed, strike: &Strike, armed: &Armed) -> Result<(), Strin
         Fault::FullDisk => remove(&bed.state()),
         Fault::FullMemory => remove(&bed.memory(strike.victim)),
         Fault::ClockJump => clock::set(&bed.folder().join(format!("{}.clock", pod(strike.victim))), 0),
-        Fault::SlowEngine | Fault::LyingEngine => {
+        Fault::Strangers => armed.strangers = None,
+        _ => {
             if let Some(pid) = armed.process {
                 // It may have been started again meanwhile.
                 let _ = signal(pid, Signal::CONT);
@@ -153,6 +179,36 @@ fn lie(variant: u64) -> (Value, &'static str) {
             "answers 200 with an error inside",
         ),
     }
+}
+
+/// One of the last steps of an install, refused or delayed.
+fn step(fault: Fault, variant: u64) -> (Value, String) {
+    if fault == Fault::HalfLoad {
+        let how = if variant.is_multiple_of(2) { "failHalfway" } else { "failHalfwayOnce" };
+        return (json!({"loadMs": 250, "load": how}), format!("its load: {how}"));
+    }
+    let paths = match fault {
+        Fault::PauseStep => ["/pause", "/pause_generation"],
+        Fault::VersionStep => ["/update_weight_version"; 2],
+        Fault::ResumeStep => ["/resume", "/continue_generation"],
+        _ => [COMPLETIONS, "/generate"],
+    };
+    let (happens, what) = match variant % 4 {
+        0 => (json!({"kind": "answer", "status": 500, "body": {"error": "it does not work"}}), "is refused"),
+        1 => (json!({"kind": "hang"}), "never ends"),
+        2 => (json!({"kind": "loseReply"}), "is done and not confirmed"),
+        _ => (json!({"kind": "slow", "ms": 1_500}), "takes 1.5 s"),
+    };
+    // The text is written before a load as well, as a mark: where one call passes, the mark is taken and the version's text is not.
+    let after = if fault == Fault::VersionStep { variant / 8 % 2 } else { 0 };
+    let rules: Vec<Value> = paths.iter().map(|path| json!({"path": path, "after": after, "fault": happens})).collect();
+    (json!({"loadMs": 250, "rules": rules}), format!("{} {what}, after {after} calls", paths.join(", ")))
+}
+
+/// How long an engine refuses a step: some seconds, or longer than any difference outside of an update may last.
+pub fn held(strike: &Strike) -> Option<Duration> {
+    let longer = STEADY + Duration::from_secs(2);
+    strike.fault.is_step().then(|| if (strike.variant / 4).is_multiple_of(2) { Duration::from_secs(2) } else { longer })
 }
 
 /// How long a fault is left alone before the others must have noticed it, where they must: three heartbeats, and what follows.

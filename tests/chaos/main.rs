@@ -18,7 +18,9 @@ mod play;
 mod processes;
 mod report;
 mod run;
+mod strangers;
 mod trainer;
+mod truth;
 
 use std::process::Command;
 

@@ -4,7 +4,7 @@
 //! for the test whatever a link does. All of it goes with this process's own network namespace.
 
 use std::io::Write;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
@@ -14,6 +14,15 @@ pub const HERE: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
 pub const ENGINE: u16 = 8000;
 /// Port of every agent's status pages.
 pub const STATUS: u16 = 9000;
+/// Port of every agent's probes.
+pub const PROBES: u16 = STATUS + 1;
+/// Where strangers connect from; more than one, because one address alone gets few places.
+pub const STRANGERS: [Ipv4Addr; 6] = {
+    const fn of(last: u8) -> Ipv4Addr {
+        Ipv4Addr::new(10, 77, 251, last)
+    }
+    [of(1), of(2), of(3), of(4), of(5), of(6)]
+};
 
 /// Runs a command that must work.
 pub fn must(words: &[&str]) {
@@ -27,6 +36,9 @@ pub fn set_up() {
     must(&["mount", "-t", "tmpfs", "tmpfs", "/run"]);
     must(&["ip", "link", "set", "lo", "up"]);
     must(&["ip", "address", "add", &format!("{HERE}/32"), "dev", "lo"]);
+    for stranger in STRANGERS {
+        must(&["ip", "address", "add", &format!("{stranger}/32"), "dev", "lo"]);
+    }
     std::fs::write("/proc/sys/net/ipv4/ip_forward", "1").unwrap();
     // What a dead link still carries: what the test itself asks of engines and status pages.
     let rules = format!(
@@ -34,8 +46,8 @@ pub fn set_up() {
          add set inet chaos dead {{ type ifname; }}
          add chain inet chaos from {{ type filter hook prerouting priority 0; }}
          add chain inet chaos to {{ type filter hook postrouting priority 0; }}
-         add rule inet chaos from tcp sport {{ {ENGINE}, {STATUS} }} accept
-         add rule inet chaos to tcp dport {{ {ENGINE}, {STATUS} }} accept
+         add rule inet chaos from tcp sport {{ {ENGINE}, {STATUS}, {PROBES} }} accept
+         add rule inet chaos to tcp dport {{ {ENGINE}, {STATUS}, {PROBES} }} accept
          add rule inet chaos from iifname @dead drop
          add rule inet chaos to oifname @dead drop"
     );
@@ -123,6 +135,14 @@ impl Link {
         PathBuf::from("/run/netns").join(&self.namespace)
     }
 
+    /// Where the pod's agent listens.
+    pub fn listening(&self) -> Vec<SocketAddr> {
+        let output = Command::new("ip").args(["netns", "exec", &self.namespace, "ss", "-ltnH"]).stdin(Stdio::null()).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let local = text.lines().filter_map(|line| line.split_whitespace().nth(3)?.rsplit(':').next()?.parse::<u16>().ok());
+        local.filter(|port| *port != ENGINE).map(|port| SocketAddr::new(self.address.into(), port)).collect()
+    }
+
     /// Loses everything, in both directions, from when it is fired.
     pub fn cut(&self) -> Charge {
         Charge::new(vec![Waiting::start(&["nft", "-f", "-"], &format!("add element inet chaos dead {{ {} }}", self.interface))])
@@ -158,7 +178,7 @@ impl Link {
 
     /// Resets every connection of the pod but those to engines and status pages, when it is fired.
     pub fn reset(&self) -> Charge {
-        let filter = format!("( dst 10.77.0.0/16 and sport != :{ENGINE} and sport != :{STATUS} )");
+        let filter = format!("( dst 10.77.0.0/16 and sport != :{ENGINE} and sport != :{STATUS} and sport != :{PROBES} )");
         let shell = format!("read -r go && exec ss --kill --tcp --no-header '{filter}' >/dev/null");
         Charge::new(vec![Waiting::start(&["ip", "netns", "exec", &self.namespace, "sh", "-c", &shell], "go")])
     }

@@ -33,10 +33,22 @@ pub enum Fault {
     SlowEngine,
     /// An engine says that it did what it did not do.
     LyingEngine,
+    /// An engine does not pause, or says so late or never.
+    PauseStep,
+    /// A load fails half way: once, or each time.
+    HalfLoad,
+    /// An engine does not take the text of its version, or says so late or never.
+    VersionStep,
+    /// An engine does not run again, or says so late or never.
+    ResumeStep,
+    /// An engine computes no token, or does so late.
+    TokenStep,
+    /// Strangers hold silent connections to every port of an agent and of the coordinator.
+    Strangers,
 }
 
 impl Fault {
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 20] = [
         Self::KillAgent,
         Self::KillSource,
         Self::KillEngine,
@@ -51,7 +63,18 @@ impl Fault {
         Self::ClockJump,
         Self::SlowEngine,
         Self::LyingEngine,
+        Self::PauseStep,
+        Self::HalfLoad,
+        Self::VersionStep,
+        Self::ResumeStep,
+        Self::TokenStep,
+        Self::Strangers,
     ];
+
+    /// A step of an install that an engine refuses or delays.
+    pub fn is_step(self) -> bool {
+        matches!(self, Self::PauseStep | Self::HalfLoad | Self::VersionStep | Self::ResumeStep | Self::TokenStep)
+    }
 
     /// In the table.
     pub fn name(self) -> &'static str {
@@ -70,6 +93,12 @@ impl Fault {
             Self::ClockJump => "clock jump",
             Self::SlowEngine => "slow engine",
             Self::LyingEngine => "lying engine",
+            Self::PauseStep => "pause refused or late",
+            Self::HalfLoad => "load fails half way",
+            Self::VersionStep => "version's text refused or late",
+            Self::ResumeStep => "resume refused or late",
+            Self::TokenStep => "token refused or late",
+            Self::Strangers => "silent strangers on every port",
         }
     }
 
@@ -77,7 +106,7 @@ impl Fault {
     fn victims(self) -> (bool, bool) {
         match self {
             Self::KillSource | Self::StopSource => (true, false),
-            Self::Reset | Self::HalfOpen | Self::Blackhole | Self::SlowLink | Self::ClockJump => (true, true),
+            Self::Reset | Self::HalfOpen | Self::Blackhole | Self::SlowLink | Self::ClockJump | Self::Strangers => (true, true),
             _ => (false, true),
         }
     }
@@ -119,7 +148,9 @@ impl Phase {
 /// Why a fault cannot happen in a phase.
 pub fn impossible(fault: Fault, phase: Phase) -> Option<&'static str> {
     match (fault, phase) {
-        (Fault::LyingEngine, Phase::Prepare | Phase::Commit) => Some("no engine is asked to do anything while a group forms"),
+        (fault, Phase::Prepare | Phase::Commit) if fault == Fault::LyingEngine || fault.is_step() => {
+            Some("no engine is asked to do anything while a group forms")
+        }
         (Fault::FullMemory, Phase::Prepare | Phase::Commit) => Some("nothing is put into memory while a group forms"),
         _ => None,
     }

@@ -51,6 +51,7 @@ struct Struck {
 pub async fn play(bed: &mut Bed, strike: &Strike) -> Result<Record, String> {
     let before = bed.version();
     bed.watcher.floor(before);
+    bed.watcher.fault(format!("none yet; {} in {} is next", strike.fault.name(), strike.phase.name()));
     let told = bed.told.lock().unwrap().len();
     let life = life_of(&bed.view(), strike.victim);
     let mut armed = fault::arm(bed, strike).await?;
@@ -66,7 +67,7 @@ pub async fn play(bed: &mut Bed, strike: &Strike) -> Result<Record, String> {
         served = matches!(struck.outcome, Some(Outcome::Published { .. })).then(|| struck.at.elapsed());
     }
     live_with(bed, strike, &mut struck).await?;
-    fault::heal(bed, strike, &armed).await?;
+    fault::heal(bed, strike, &mut armed).await?;
     let healed = Instant::now();
     if matches!(strike.fault, Fault::KillAgent | Fault::KillSource | Fault::HalfOpen) {
         // What looks whole before anybody noticed is not.
@@ -233,6 +234,14 @@ async fn live_with(bed: &mut Bed, strike: &Strike, struck: &mut Struck) -> Resul
         }
         Fault::SlowLink | Fault::FullMemory | Fault::SlowEngine | Fault::LyingEngine | Fault::ClockJump if struck.version.is_none() => {
             others_go_on(bed, strike, struck).await?;
+        }
+        Fault::Strangers if struck.version.is_none() => others_go_on(bed, strike, struck).await?,
+        fault if fault.is_step() => {
+            if struck.version.is_none() {
+                others_go_on(bed, strike, struck).await?;
+            }
+            let held = fault::held(strike).unwrap_or_default();
+            sleep(held.saturating_sub(struck.at.elapsed())).await;
         }
         _ => {}
     }

@@ -21,7 +21,7 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use super::core::Core;
+use super::core::{Core, Pause};
 use super::faults::{Fault, Faults};
 use super::served::Served;
 use weightsync_core::weights::digest_hex;
@@ -118,6 +118,7 @@ async fn digest(State(front): State<Arc<Front>>) -> Json<Value> {
         "tensors": tensors,
         "version": state.version,
         "requests": state.requests(),
+        "paused": state.pause != Pause::Running,
     }))
 }
 
