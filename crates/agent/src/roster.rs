@@ -50,7 +50,7 @@ pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeM
         replicas.push(RosterReplica {
             name: member.name.clone(),
             url: epoch.and_then(|epoch| epoch.address(&member.name)).and_then(|address| address.engine_url.clone()),
-            state: word(state.filter(|_| !lost), current, going_back, limit).to_owned(),
+            state: word(state.filter(|_| !lost), epoch, current, going_back.is_some(), limit).to_owned(),
             version: state.and_then(|state| state.installed.as_ref()).map(|installed| installed.version),
             rank_offset: member.rank_offset,
             size: member.size,
@@ -67,8 +67,15 @@ struct Limit {
     newest: Version,
 }
 
-fn word(state: Option<&MemberState>, current: Option<&HeldVersion>, going_back: Option<&Epoch>, limit: Option<Limit>) -> &'static str {
+fn word(
+    state: Option<&MemberState>,
+    epoch: Option<&Epoch>,
+    current: Option<&HeldVersion>,
+    going_back: bool,
+    limit: Option<Limit>,
+) -> &'static str {
     let Some(state) = state else { return "out" };
+    let left = |installed: &HeldVersion| epoch.is_some_and(|epoch| epoch.left(installed.version));
     match (state.phase, &state.installed, current) {
         (MemberPhase::Dirty, ..) => "dirty",
         (MemberPhase::Unknown, ..) => "unknown",
@@ -77,10 +84,12 @@ fn word(state: Option<&MemberState>, current: Option<&HeldVersion>, going_back: 
         (MemberPhase::Ready, _, _) if !state.healthy => "out",
         (MemberPhase::Ready, _, None) => "ready",
         (MemberPhase::Ready, Some(installed), Some(current)) if same_version(installed, current) => "ready",
-        (MemberPhase::Ready, Some(installed), _) if going_back.is_some_and(|epoch| epoch.left(installed.version)) => "ready",
+        (MemberPhase::Ready, Some(installed), _) if going_back && left(installed) => "ready",
         (MemberPhase::Ready, Some(installed), Some(current)) if installed.version != current.version => {
             let within = |Limit { most, counts, newest }| skew(most, counts, newest, installed.version) == Skew::Within;
-            if limit.is_some_and(within) { "ready" } else { "behind" }
+            // A version may have come since this agent heard of one: its readiness and the controller count it as well.
+            let newer = limit.is_none() && installed.version > current.version && !left(installed);
+            if newer || limit.is_some_and(within) { "ready" } else { "behind" }
         }
         (MemberPhase::Ready, ..) => "behind",
     }

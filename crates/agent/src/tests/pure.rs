@@ -352,6 +352,29 @@ fn readiness_is_a_table() {
     }
 }
 
+/// A version whose publisher died is installed all the same: the source's next agent heard of the one before.
+#[test]
+fn replica_newer_than_the_known_version_is_ready_in_the_roster() {
+    let (id, held) = (epoch("o", 1, 0, 1), |version| HeldVersion { version, manifest: "m".into() });
+    let shown = |installed: u64, returned: Option<Returned>, max_skew: Option<u64>| {
+        let core = crate::core::Core::new(me(), crate::core::Facts::default());
+        let mut prepared = prepare(&id, "pod", 8000, Role::Rollout);
+        prepared.policy.max_skew = max_skew;
+        core.prepare(&prepared).unwrap();
+        let (_, epoch) = core.commit(&CommitRequest { returned, ..commit(&id, "life") }).unwrap();
+        let state = MemberState::clone(&core.events().states().borrow());
+        let state = MemberState { phase: MemberPhase::Ready, healthy: true, installed: Some(held(installed)), ..state };
+        let roster = crate::roster::view(Some(&epoch), Some(&held(4)), &std::collections::BTreeMap::new(), &state);
+        roster.replicas[0].state.clone()
+    };
+    assert_eq!(shown(5, None, None), "ready");
+    assert_eq!(shown(4, None, None), "ready");
+    assert_eq!(shown(3, None, None), "behind");
+    assert_eq!(shown(5, None, Some(0)), "behind", "it serves once its version counts");
+    let left = Returned { to: 4, from: 5, pinned: false };
+    assert_eq!(shown(6, Some(left), None), "ready");
+}
+
 #[test]
 fn memory_is_counted_on_every_level_of_both_versions_of_control_groups() {
     let root = tempfile::tempdir().unwrap();
