@@ -134,7 +134,7 @@ async fn forming(bed: &mut Bed, strike: &Strike, armed: &mut Armed) -> Result<St
     let struck = match &reached {
         Ok(view) => {
             let passed = passes(bed.group.view(), view.epoch, stage);
-            fault::strike(bed, strike, armed).await.map(|_| passed)
+            fault::strike(bed, strike, armed).await.map(|()| passed)
         }
         Err(error) => Err(error.clone()),
     };
