@@ -3,6 +3,7 @@
 //! Reads the files itself and hands the bytes over in shared memory, so the agent needs no volume with them; with `--on-agent` the agent
 //! reads them. Decides what is shown and which exit code an outcome gets; it never decides about versions.
 
+mod lines;
 mod show;
 
 use std::path::PathBuf;
@@ -61,7 +62,7 @@ enum Queue {
 impl PublishArgs {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let progress = match self.output {
-            Output::Human => Progress::visible(),
+            Output::Human => Progress::visible(self.number),
             Output::Json => Progress::hidden(),
         };
         let outcome = self.publish(&progress);

@@ -35,6 +35,8 @@ pub(crate) enum Report {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Progress {
+    /// From 1.
+    pub attempt: u32,
     pub phase: UpdatePhase,
     /// Bytes that the slowest member received.
     pub bytes: u64,
@@ -54,6 +56,7 @@ pub struct Reporter {
     reports: mpsc::UnboundedSender<Report>,
     progress: watch::Sender<Option<Progress>>,
     activated: watch::Receiver<bool>,
+    attempt: u32,
     over: bool,
 }
 
@@ -69,13 +72,21 @@ pub(crate) fn reporting() -> (Reporter, Reports) {
     let (to_reports, reports) = mpsc::unbounded_channel();
     let (to_progress, progress) = watch::channel(None);
     let (activate, activated) = watch::channel(false);
-    (Reporter { reports: to_reports, progress: to_progress, activated, over: false }, Reports { reports, progress, activated: activate })
+    (
+        Reporter { reports: to_reports, progress: to_progress, activated, attempt: 1, over: false },
+        Reports { reports, progress, activated: activate },
+    )
 }
 
 impl Reporter {
+    /// Progress that follows is that of this attempt, counted from 1.
+    pub fn begins(&mut self, attempt: u32) {
+        self.attempt = attempt;
+    }
+
     /// Shows progress; only the latest is kept, so it may be called for every bucket.
     pub fn progress(&self, phase: UpdatePhase, bytes: u64) {
-        self.progress.send_replace(Some(Progress { phase, bytes }));
+        self.progress.send_replace(Some(Progress { attempt: self.attempt, phase, bytes }));
     }
 
     /// Says that the version is staged and waits for the trainer to activate it, at most until `deadline`.

@@ -1,53 +1,81 @@
-//! How a publish looks: a bar while it runs, one line and the replicas that lack it when it ended.
+//! How a publish looks: a bar while it runs, or lines where standard error is no terminal; one line and the replicas that lack it when it
+//! ended.
 
+use std::cell::RefCell;
 use std::fmt::Write;
-use std::time::Duration;
+use std::io::{IsTerminal, Write as _};
+use std::time::{Duration, Instant};
 
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
-use weightsync_core::protocol::{ClientReply, PublishError, PublishResult, UpdatePhase};
+use super::lines::Lines;
+use weightsync_core::protocol::{ClientReply, PublishError, PublishResult, UpdatePhase, Version};
 
-/// A bar of the bytes that the slowest replica has; not drawn when standard error is no terminal.
-pub(super) struct Progress(ProgressBar);
+/// What is shown while a publish runs, on standard error.
+pub(super) enum Progress {
+    /// A bar of the bytes that the slowest replica has.
+    Bar(ProgressBar),
+    Lines(RefCell<Lines>),
+    Hidden,
+}
 
 impl Progress {
-    pub(super) fn visible() -> Self {
+    /// A bar on a terminal, lines elsewhere.
+    pub(super) fn visible(version: Version) -> Self {
+        if !std::io::stderr().is_terminal() {
+            return Self::Lines(RefCell::new(Lines::new(version, Instant::now())));
+        }
         let bar = ProgressBar::no_length().with_message("waiting for the agent");
         let look = "{spinner} {msg:24} {bar:40} {binary_bytes:>12} of {binary_total_bytes:<12} {binary_bytes_per_sec}";
         if let Ok(style) = ProgressStyle::with_template(look) {
             bar.set_style(style);
         }
         bar.enable_steady_tick(Duration::from_millis(100));
-        Self(bar)
+        Self::Bar(bar)
     }
 
     pub(super) fn hidden() -> Self {
-        Self(ProgressBar::hidden())
+        Self::Hidden
     }
 
     pub(super) fn heard(&self, reply: &ClientReply) {
-        match reply {
-            ClientReply::Accepted { .. } => self.0.set_message("waiting for its turn"),
-            ClientReply::Ring { layout, .. } => self.0.set_length(layout.total_bytes),
-            ClientReply::Again { attempt, reason } => {
-                self.0.set_position(0);
-                self.0.suspend(|| eprintln!("attempt {attempt}: {reason}"));
+        match self {
+            Self::Bar(bar) => move_bar(bar, reply),
+            Self::Lines(lines) => {
+                if let Some(line) = lines.borrow_mut().heard(reply, Instant::now()) {
+                    // A reader that went away must not end the publish.
+                    let _ = writeln!(std::io::stderr(), "{line}");
+                }
             }
-            ClientReply::Progress { phase, bytes, total_bytes, .. } => {
-                self.0.set_length(*total_bytes);
-                self.0.set_position(*bytes);
-                self.0.set_message(doing(*phase));
-            }
-            _ => {}
+            Self::Hidden => {}
         }
     }
 
     pub(super) fn clear(&self) {
-        self.0.finish_and_clear();
+        if let Self::Bar(bar) = self {
+            bar.finish_and_clear();
+        }
     }
 }
 
-fn doing(phase: UpdatePhase) -> &'static str {
+fn move_bar(bar: &ProgressBar, reply: &ClientReply) {
+    match reply {
+        ClientReply::Accepted { .. } => bar.set_message("waiting for its turn"),
+        ClientReply::Ring { layout, .. } => bar.set_length(layout.total_bytes),
+        ClientReply::Again { attempt, reason } => {
+            bar.set_position(0);
+            bar.suspend(|| eprintln!("attempt {attempt}: {reason}"));
+        }
+        ClientReply::Progress { phase, bytes, total_bytes, .. } => {
+            bar.set_length(*total_bytes);
+            bar.set_position(*bytes);
+            bar.set_message(doing(*phase));
+        }
+        _ => {}
+    }
+}
+
+pub(super) fn doing(phase: UpdatePhase) -> &'static str {
     match phase {
         UpdatePhase::Begin => "asking replicas",
         UpdatePhase::Transfer => "sending",

@@ -163,7 +163,7 @@ impl Running {
         let progress = self.progress.filter(|progress| self.passed_on != Some(*progress))?;
         self.passed_on = Some(progress);
         let (version, total_bytes) = (self.turn.version, self.turn.total_bytes());
-        Some(ClientReply::Progress { version, phase: progress.phase, bytes: progress.bytes, total_bytes })
+        Some(ClientReply::Progress { version, attempt: progress.attempt, phase: progress.phase, bytes: progress.bytes, total_bytes })
     }
 
     pub(super) fn opened(&self, ring: u64, events: Vec<String>) {

@@ -134,6 +134,7 @@ impl Source {
                 }
             }
             publish.attempts += 1;
+            reporter.begins(publish.attempts);
             match self.attempt(&epoch, publish, reporter).await {
                 Ok(brought) => return Ok(self.reached(&epoch, publish, brought)),
                 Err(failure) if failure.again => publish.failed = Some((epoch.id().clone(), failure)),

@@ -208,6 +208,9 @@ pub enum ClientReply {
     /// How far the update is; at most ten a second.
     Progress {
         version: Version,
+        /// Attempt, from 1; 0 where the agent does not say.
+        #[serde(default)]
+        attempt: u32,
         phase: UpdatePhase,
         /// Bytes that the slowest member received.
         bytes: u64,

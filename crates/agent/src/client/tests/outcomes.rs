@@ -33,7 +33,11 @@ async fn progress_staging_and_the_result_reach_the_trainer_in_order() {
     let mut job = agent.job().await;
     job.reporter.progress(UpdatePhase::Transfer, 4096);
     let total_bytes = job.source.layout().total_bytes;
-    assert_eq!(raw.hear().await, Some(ClientReply::Progress { version: 2, phase: UpdatePhase::Transfer, bytes: 4096, total_bytes }));
+    let phase = UpdatePhase::Transfer;
+    assert_eq!(raw.hear().await, Some(ClientReply::Progress { version: 2, attempt: 1, phase, bytes: 4096, total_bytes }));
+    job.reporter.begins(2);
+    job.reporter.progress(phase, 4096);
+    assert_eq!(raw.hear().await, Some(ClientReply::Progress { version: 2, attempt: 2, phase, bytes: 4096, total_bytes }));
     let staging = tokio::spawn(async move {
         job.reporter.staged(Instant::now() + LIMIT).await.unwrap();
         job.reporter.done(PublishResult { behind: vec![(MemberName("actors/b".into()), "dead".into())], ..result(2) });

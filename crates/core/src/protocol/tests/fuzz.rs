@@ -145,7 +145,7 @@ pub(super) fn messages() -> Vec<Message> {
             json!({
                 "event": "ring", "memfd": true, "layout": layout, "slots": 4, "slotBytes": 64, "attempt": 1, "cuts": [0], "gpu": ring, "hostBecause": "h",
             }),
-            json!({"event": "progress", "version": 9, "phase": "Transfer", "bytes": 1, "totalBytes": 2}),
+            json!({"event": "progress", "version": 9, "attempt": 2, "phase": "Transfer", "bytes": 1, "totalBytes": 2}),
             json!({"event": "done", "result": result}), json!({"event": "error", "error": failed}),
             json!({"event": "roster", "roster": shown}), json!({"event": "epoch", "topology": topology}),
             json!({"event": "again", "attempt": 2, "reason": "r"});
