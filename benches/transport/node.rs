@@ -13,7 +13,7 @@ use weightsync_core::protocol::{BucketHeader, DataHello, EpochId, MemberName, Re
 use weightsync_core::weights::bucket_digest;
 use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::tcp::{TcpOptions, TcpTransport};
-use weightsync_transport::{Admission, BucketStore, Transport, digest};
+use weightsync_transport::{Admission, BucketStore, Fault, Transport, digest};
 
 use crate::processes::processor;
 use crate::tls;
@@ -105,8 +105,8 @@ impl BucketStore for Memory {
         Ok(())
     }
 
-    fn broken(&self, peer: Option<&MemberName>, cause: &str) {
-        eprintln!("stream broke: {peer:?}: {cause}");
+    fn broken(&self, fault: Fault<'_>, cause: &str) {
+        eprintln!("stream broke: {fault:?}: {cause}");
     }
 }
 

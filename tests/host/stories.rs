@@ -2,6 +2,7 @@
 //! stories; each name says what must happen instead. Stories that plain functions can show are beside those functions (`grep 'fn f[0-9]'`).
 
 mod canary;
+mod cancelled;
 mod going_back;
 mod left_out;
 mod membership;

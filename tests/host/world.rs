@@ -250,6 +250,17 @@ impl World {
         Published { code: output.status.code().unwrap_or_else(|| output.status.signal().unwrap()), outcome }
     }
 
+    /// Runs `weightsync publish` on a checkpoint, and kills it once its progress says so.
+    pub async fn publish_and_kill(&self, checkpoint: &Path, version: u64, says: &str) {
+        let mut command = Command::new(PROGRAM);
+        command.arg("publish").arg(checkpoint).args(["--version", &version.to_string(), "--socket", &self.socket]);
+        let mut trainer = command.stdin(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true).spawn().unwrap();
+        let mut lines = BufReader::new(trainer.stderr.take().unwrap()).lines();
+        let said = async { while !lines.next_line().await.unwrap().expect("it goes on").contains(says) {} };
+        tokio::time::timeout(SOON, said).await.unwrap_or_else(|_| panic!("waited for {says}"));
+        trainer.kill().await.unwrap();
+    }
+
     /// What an engine's simulator says at a path of its own, `digest`, `calls` or `faults`.
     pub async fn simulator(&self, number: usize, path: &str) -> Value {
         self.get(number, &format!("/simulator/{path}")).await

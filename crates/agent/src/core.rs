@@ -17,7 +17,7 @@ use weightsync_core::protocol::{
     PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest, STATEMENTS, UpdateId,
 };
 use weightsync_net::identity::PeerIdentity;
-use weightsync_transport::{Admission, BucketStore, Wants};
+use weightsync_transport::{Admission, BucketStore, Fault, Wants};
 
 /// Facts that the parts of an agent know and that its [`MemberState`] shows.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -362,7 +362,7 @@ impl BucketStore for PassingStore {
         Ok(())
     }
 
-    fn broken(&self, _peer: Option<&MemberName>, _cause: &str) {}
+    fn broken(&self, _fault: Fault<'_>, _cause: &str) {}
 }
 
 /// Longest probe in bytes.
@@ -382,7 +382,7 @@ impl BucketStore for ProbeStore {
         Ok(())
     }
 
-    fn broken(&self, _peer: Option<&MemberName>, _cause: &str) {}
+    fn broken(&self, _fault: Fault<'_>, _cause: &str) {}
 }
 
 fn state(group: &Group, facts: &Facts, statements: &Statements) -> MemberState {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use futures::future::BoxFuture;
 
-use super::{BucketStore, DeviceBucket};
+use super::{BucketStore, DeviceBucket, Fault};
 use weightsync_core::protocol::{BucketHeader, MemberName, Refusal, RefusalCode, StreamFailure};
 use weightsync_core::weights::BucketHasher;
 
@@ -165,8 +165,8 @@ impl Intake {
     pub(super) fn broken(&mut self, failure: &StreamFailure) {
         if self.state == State::Running {
             self.state = State::Over;
-            let (peer, cause) = blame(failure);
-            self.store.broken(peer, &cause);
+            let (fault, cause) = blame(failure);
+            self.store.broken(fault, &cause);
         }
     }
 
@@ -201,14 +201,14 @@ fn sound(header: &BucketHeader) -> bool {
 }
 
 /// Who is at fault and what happened, for a store.
-fn blame(failure: &StreamFailure) -> (Option<&MemberName>, String) {
+fn blame(failure: &StreamFailure) -> (Fault<'_>, String) {
     match failure {
-        StreamFailure::Unreachable { peer, cause } => (Some(peer), format!("cannot be reached: {cause}")),
-        StreamFailure::Refused { peer, refusal } => (Some(peer), format!("refused: {}", refusal.message)),
-        StreamFailure::Lost { peer, cause } => (Some(peer), format!("lost in the middle: {cause}")),
-        StreamFailure::Silent { peer, silence_ms } => (Some(peer), format!("no sign of life for {silence_ms} ms")),
-        StreamFailure::Corrupt { peer, sequence } => (Some(peer), format!("received bucket {sequence} with a wrong digest")),
-        StreamFailure::Communicator { cause } => (None, format!("the communicator failed: {cause}")),
-        StreamFailure::Cancelled => (None, "the leader gave the stream up".to_owned()),
+        StreamFailure::Unreachable { peer, cause } => (Fault::Lost(peer), format!("cannot be reached: {cause}")),
+        StreamFailure::Refused { peer, refusal } => (Fault::Refused(peer), format!("refused: {}", refusal.message)),
+        StreamFailure::Lost { peer, cause } => (Fault::Lost(peer), format!("lost in the middle: {cause}")),
+        StreamFailure::Silent { peer, silence_ms } => (Fault::Lost(peer), format!("no sign of life for {silence_ms} ms")),
+        StreamFailure::Corrupt { peer, sequence } => (Fault::Lost(peer), format!("received bucket {sequence} with a wrong digest")),
+        StreamFailure::Communicator { cause } => (Fault::Nobody, format!("the communicator failed: {cause}")),
+        StreamFailure::Cancelled => (Fault::Nobody, "the leader gave the stream up".to_owned()),
     }
 }

@@ -294,8 +294,29 @@ pub trait BucketStore: Send + Sync {
     /// The stream ended as it should. What becomes of members further down the chain is the leader's matter.
     fn end(&self) -> Result<(), Refusal>;
 
-    /// The stream broke; `peer` is who is at fault, as far as can be told; none when the leader gave it up.
-    fn broken(&self, peer: Option<&MemberName>, cause: &str);
+    /// The stream broke.
+    fn broken(&self, fault: Fault<'_>, cause: &str);
+}
+
+/// Who ended a stream that broke, as far as this member can tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault<'a> {
+    /// No member: the leader gave the stream up, or a communicator failed.
+    Nobody,
+    /// This member refused the stream or a part of it. It lives.
+    Refused(&'a MemberName),
+    /// This member could not be reached, closed its connection, was silent, or got other bytes than were sent.
+    Lost(&'a MemberName),
+}
+
+impl<'a> Fault<'a> {
+    /// The member, where it is one.
+    pub fn peer(self) -> Option<&'a MemberName> {
+        match self {
+            Self::Nobody => None,
+            Self::Refused(peer) | Self::Lost(peer) => Some(peer),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::nccl::{Borrowed, Communicator, Joining, NcclTransport, Seat, Staging};
 use weightsync_transport::tcp::{TcpOptions, TcpTransport};
 use weightsync_transport::{
-    Admission, BucketSink, BucketStore, DeviceBucket, DeviceMemory, DevicePayload, Payload, Transport, TransportError, Wants,
+    Admission, BucketSink, BucketStore, DeviceBucket, DeviceMemory, DevicePayload, Fault, Payload, Transport, TransportError, Wants,
 };
 
 use super::bed::{Machine, Member, SLOT, gsum64, pattern};
@@ -63,7 +63,7 @@ impl BucketStore for Store {
         Ok(())
     }
 
-    fn broken(&self, _peer: Option<&MemberName>, cause: &str) {
+    fn broken(&self, _fault: Fault<'_>, cause: &str) {
         *self.broken.lock().unwrap() = Some(cause.to_owned());
     }
 }

@@ -16,11 +16,11 @@ use super::{Inner, Rollout};
 use crate::core::lock;
 use crate::group::{Epoch, refusal};
 use crate::hand_over::HandOver;
-use weightsync_core::protocol::{BeginRequest, BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_core::protocol::{BeginRequest, BucketHeader, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::{Bucket, Coverage, Cuts, DigestAlgorithm, DigestPart, Layout, TensorHasher};
 use weightsync_engine::{InstallError, Left};
 use weightsync_gpu::worker::Slot;
-use weightsync_transport::{BucketStore, DeviceBucket, Wants};
+use weightsync_transport::{BucketStore, DeviceBucket, Fault, Wants};
 
 /// What the task that feeds the engine is told, in order.
 pub(super) enum Order {
@@ -137,8 +137,8 @@ impl BucketStore for DeviceReceiver {
         self.listener.streamed(&self.update, took_ms)
     }
 
-    fn broken(&self, peer: Option<&MemberName>, cause: &str) {
-        self.listener.broken(&self.update, peer, cause);
+    fn broken(&self, fault: Fault<'_>, cause: &str) {
+        self.listener.broken(&self.update, fault, cause);
     }
 }
 

@@ -100,7 +100,9 @@ impl Rollout {
                     watched.tell(Order::Prove(engine_version));
                 }
             }
-            ExternalOutcome::Failed { reason } => self.end_attempt(&update, &format!("the trainer's data plane failed: {reason}")),
+            ExternalOutcome::Failed { reason } => {
+                self.end_attempt(&update, &format!("the trainer's data plane failed: {reason}"));
+            }
             ExternalOutcome::Untouched { reason } => {
                 watched.tell(Order::GiveUp { reason: reason.clone(), touched: false });
                 self.end_attempt(&update, &reason);

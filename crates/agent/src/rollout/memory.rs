@@ -18,11 +18,11 @@ use super::receive::{Listener, agree, cut_as_laid_out};
 use super::ring::Ring;
 use crate::core::lock;
 use crate::group::refusal;
-use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, PartHasher, digest_hex};
 use weightsync_engine::{HostBucket, HostDigest, HostTensor};
 use weightsync_net::memfd::SharedMemory;
-use weightsync_transport::{BucketStore, MOST_AT_ONCE, TensorDigests};
+use weightsync_transport::{BucketStore, Fault, MOST_AT_ONCE, TensorDigests};
 
 /// What the task that feeds the engine is told, in order.
 enum Order {
@@ -254,7 +254,7 @@ impl BucketStore for MemoryReceiver {
         self.listener.streamed(&self.update, took_ms)
     }
 
-    fn broken(&self, peer: Option<&MemberName>, cause: &str) {
-        self.listener.broken(&self.update, peer, cause);
+    fn broken(&self, fault: Fault<'_>, cause: &str) {
+        self.listener.broken(&self.update, fault, cause);
     }
 }

@@ -15,10 +15,10 @@ use super::version_dir::VersionDir;
 use crate::core::lock;
 use crate::group::refusal;
 use crate::space::Reservation;
-use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, Manifest, TensorHasherError, digest_hex, parse_digest_hex};
-use weightsync_transport::{BucketStore, TensorDigests};
+use weightsync_transport::{BucketStore, Fault, TensorDigests};
 
 /// Who is told how the stream goes.
 pub trait Listener: Send + Sync {
@@ -26,7 +26,7 @@ pub trait Listener: Send + Sync {
     /// So many bytes were received and checked.
     fn received(&self, update: &UpdateId, bytes: u64);
     fn streamed(&self, update: &UpdateId, took_ms: u64) -> Result<(), Refusal>;
-    fn broken(&self, update: &UpdateId, peer: Option<&MemberName>, cause: &str);
+    fn broken(&self, update: &UpdateId, fault: Fault<'_>, cause: &str);
 }
 
 pub struct Receiver {
@@ -185,8 +185,8 @@ impl BucketStore for Receiver {
         self.listener.streamed(&self.update, took_ms)
     }
 
-    fn broken(&self, peer: Option<&MemberName>, cause: &str) {
-        self.listener.broken(&self.update, peer, cause);
+    fn broken(&self, fault: Fault<'_>, cause: &str) {
+        self.listener.broken(&self.update, fault, cause);
     }
 }
 

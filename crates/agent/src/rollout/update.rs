@@ -13,14 +13,15 @@ use super::receive::{Listener, Receiver};
 use super::{Arriving, Inner, Led, Receiving, Rollout, Version};
 use crate::group::{Epoch, LedBy, refusal};
 use weightsync_core::protocol::{
-    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, MemberName, Refusal, RefusalCode, Role,
-    Statement, UpdateId, UpdateStatus,
+    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, Refusal, RefusalCode, Role, Statement, UpdateId,
+    UpdateStatus,
 };
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Layout, Section, TensorSpec};
 use weightsync_engine::{DraftWay, Fit, Left, draft, same_tensors};
 use weightsync_net::deadline::ProgressDeadline;
 use weightsync_net::identity::PeerIdentity;
+use weightsync_transport::Fault;
 
 /// Longest wait of a status request for news.
 pub const LONG_POLL: Duration = Duration::from_secs(1);
@@ -353,7 +354,8 @@ impl Rollout {
         });
     }
 
-    pub(super) fn end_attempt(&self, update: &UpdateId, reason: &str) {
+    /// Gives an attempt up here; false when it was over already.
+    pub(super) fn end_attempt(&self, update: &UpdateId, reason: &str) -> bool {
         let ended = self.with(|inner| {
             let ended = inner.machine.abort(update, reason);
             if ended {
@@ -365,6 +367,7 @@ impl Rollout {
             tracing::info!(version = update.version, attempt = update.attempt, reason, "an attempt ended");
         }
         self.core.expect_no_more(update);
+        ended
     }
 
     pub(super) fn heard_leader(&self, update: &UpdateId) {
@@ -424,15 +427,16 @@ impl Listener for Weak<Rollout> {
         rollout.with(|inner| inner.machine.streamed(update, took_ms))
     }
 
-    fn broken(&self, update: &UpdateId, peer: Option<&MemberName>, cause: &str) {
+    fn broken(&self, update: &UpdateId, fault: Fault<'_>, cause: &str) {
         let Some(rollout) = self.upgrade() else { return };
-        let reason = match peer {
+        let reason = match fault.peer() {
             Some(peer) => format!("the stream broke at {peer}: {cause}"),
             None => format!("the stream broke: {cause}"),
         };
-        rollout.end_attempt(update, &reason);
-        // Whoever leads is told by its own transport; this is for the case that it was the leader that broke.
-        if let Some(peer) = peer
+        // The leader sees a loss by its own transport; this is for the loss of the leader. A stream breaks as well once its attempt was given
+        // up, at this member or at the next one, which refuses the rest: then both live.
+        if rollout.end_attempt(update, &reason)
+            && let Fault::Lost(peer) = fault
             && rollout.core.epoch().is_some_and(|epoch| *epoch.id() == update.epoch && epoch.me() != peer)
         {
             rollout.core.peer_lost(&update.epoch, peer, cause);

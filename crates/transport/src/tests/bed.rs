@@ -11,7 +11,7 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use crate::tcp::{TcpOptions, TcpTransport};
-use crate::{Admission, BucketSink, BucketStore, Transport, TransportError};
+use crate::{Admission, BucketSink, BucketStore, Fault, Transport, TransportError};
 use weightsync_core::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::bucket_digest;
 use weightsync_net::identity::PeerIdentity;
@@ -114,8 +114,8 @@ impl BucketStore for Record {
         Ok(())
     }
 
-    fn broken(&self, peer: Option<&MemberName>, cause: &str) {
-        self.note(|seen| seen.broken = Some((peer.map(ToString::to_string), cause.to_owned())));
+    fn broken(&self, fault: Fault<'_>, cause: &str) {
+        self.note(|seen| seen.broken = Some((fault.peer().map(ToString::to_string), cause.to_owned())));
     }
 }
 

@@ -18,7 +18,7 @@ impl Listener for Ends {
     fn streamed(&self, _: &UpdateId, _: u64) -> Result<(), Refusal> {
         Ok(())
     }
-    fn broken(&self, _: &UpdateId, _: Option<&MemberName>, _: &str) {}
+    fn broken(&self, _: &UpdateId, _: Fault<'_>, _: &str) {}
 }
 
 fn write_and_end(done: &Sender<[Result<(), RefusalCode>; 2]>) {
