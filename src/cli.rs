@@ -9,6 +9,7 @@
 mod controller;
 mod doctor;
 mod generate;
+mod guard;
 mod inject;
 mod install;
 mod local;
@@ -54,6 +55,9 @@ pub enum Command {
     /// Have one GPU: everything that touches the driver and NCCL. Started by the agent.
     #[command(hide = true)]
     Worker(WorkerArgs),
+    /// End the processes of a local group once the program that started them is gone. Started by that program.
+    #[command(hide = true)]
+    Guard,
     /// Copy this program into a directory that another container of the pod mounts.
     Install(install::InstallArgs),
 }
@@ -70,6 +74,7 @@ impl Cli {
             Command::Publish(args) => args.run(),
             Command::Run(args) => args.run(),
             Command::Worker(args) => args.run(),
+            Command::Guard => guard::run(),
             Command::Install(args) => args.run(),
         }
     }

@@ -251,5 +251,6 @@ fn spec(wanted: &Wanted<'_>, name: &str, folder: &Path, versions: &Path, ports: 
         policy: update.policy(),
         debounce: wanted.debounce,
         program: PathBuf::from(PROGRAM),
+        guard: PathBuf::from(PROGRAM),
     }
 }

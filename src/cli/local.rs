@@ -8,7 +8,6 @@ use std::process::ExitCode;
 use anyhow::{Context, anyhow};
 use clap::Args;
 use serde_json::json;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::broadcast::error::RecvError;
 
 use super::Output;
@@ -17,7 +16,7 @@ use weightsync_coordinator::CoordinatorEvent;
 use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec};
 use weightsync_core::protocol::{EngineAssignment, Role};
 use weightsync_net::logs::{self, LogFormat};
-use weightsync_net::shutdown;
+use weightsync_net::shutdown::{self, Hangup, Hangups};
 
 #[derive(Debug, Args)]
 pub struct LocalArgs {
@@ -59,7 +58,7 @@ impl LocalArgs {
     }
 
     async fn supervise(&self, spec: GroupSpec, file: &LocalFile) -> anyhow::Result<ExitCode> {
-        let mut hangup = signal(SignalKind::hangup()).context("signals cannot be awaited")?;
+        let mut hangups = Hangups::new().context("signals cannot be awaited")?;
         let stop = shutdown::on_signals().context("signals cannot be awaited")?;
         let socket = spec.pods.first().map(|trainer| format!("@weightsync/{}-{}", spec.name, trainer.name)).unwrap_or_default();
         let logs = spec.directory.display().to_string();
@@ -71,7 +70,10 @@ impl LocalArgs {
         loop {
             tokio::select! {
                 () = stop.cancelled() => break,
-                Some(()) = hangup.recv() => self.reload(&group, file).await,
+                hangup = hangups.next() => match hangup {
+                    Hangup::Closed => break,
+                    Hangup::Reread => self.reload(&group, file).await,
+                },
                 event = events.recv() => match event {
                     Ok(event) => self.tell(&as_json(&event), || as_line(&event)),
                     Err(RecvError::Lagged(_)) => {}
@@ -125,6 +127,7 @@ fn group_spec(file: &LocalFile, base: &Path) -> anyhow::Result<GroupSpec> {
             environment: rollout.engine.environment.clone(),
         }),
     });
+    let program = std::env::current_exe().context("this program's own path is unknown")?;
     Ok(GroupSpec {
         name: file.name.clone(),
         address: Ipv4Addr::LOCALHOST.into(),
@@ -134,6 +137,7 @@ fn group_spec(file: &LocalFile, base: &Path) -> anyhow::Result<GroupSpec> {
         policy: file.policy(),
         target: file.target_version,
         debounce: std::time::Duration::from_millis(u64::from(file.update.debounce_milliseconds)),
-        program: std::env::current_exe().context("this program's own path is unknown")?,
+        guard: program.clone(),
+        program,
     })
 }

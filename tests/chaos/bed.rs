@@ -121,6 +121,7 @@ impl Bed {
             debounce: Duration::from_millis(u64::from(update.debounce_milliseconds)),
             target: None,
             program: agent_program(folder.path(), shim, &links),
+            guard: PathBuf::from(PROGRAM),
         };
         let group = Group::start(spec).await.map_err(|error| error.to_string())?;
         let told = Told::default();

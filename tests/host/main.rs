@@ -15,6 +15,7 @@ mod gpu;
 mod layout;
 mod model;
 mod operate;
+mod orphans;
 mod plugin;
 mod rotation;
 mod stories;

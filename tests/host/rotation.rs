@@ -41,6 +41,7 @@ fn spec(name: &str, folder: &Path, ports: &[u16]) -> GroupSpec {
         debounce: Duration::from_millis(200),
         target: None,
         program: PathBuf::from(PROGRAM),
+        guard: PathBuf::from(PROGRAM),
     }
 }
 

@@ -163,28 +163,25 @@ impl World {
         file["update"] = update;
         std::fs::write(folder.path().join("group.yaml"), file.to_string()).unwrap();
         let environment = machine.map(Machine::environment).unwrap_or_default();
-        let mut local = Command::new(program)
-            .args(["local", "--output", "json", "--filename"])
-            .arg(folder.path().join("group.yaml"))
-            .envs(environment.clone())
-            .stdout(Stdio::piped())
-            .stderr(std::fs::File::create(folder.path().join("local.log")).unwrap())
-            .kill_on_drop(true)
-            .spawn()
-            .unwrap();
-        let mut lines = BufReader::new(local.stdout.take().unwrap()).lines();
-        let (tell, events) = watch::channel(Vec::new());
-        tokio::spawn(async move {
-            while let Ok(Some(line)) = lines.next_line().await {
-                tell.send_modify(|events: &mut Vec<Value>| events.push(serde_json::from_str(&line).unwrap()));
-            }
-        });
+        let (local, events) = start_local(program, folder.path(), &environment);
         let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(5)).build().unwrap();
         let socket = format!("@weightsync/{name}-trainer");
         let mut world = Self { folder, local, environment, socket, events, actors, ports, late: Vec::new(), http };
         world.event("the group to start", |event| event["event"] == "started").await;
         world
+    }
+
+    /// Kills the program that started the group, and nothing else.
+    pub fn kill(&self) {
+        kill_process(Pid::from_raw(i32::try_from(self.local.id().unwrap()).unwrap()).unwrap(), Signal::KILL).unwrap();
+    }
+
+    /// Starts the group again from its file, after it was killed.
+    pub async fn restart(&mut self) {
+        self.local.wait().await.unwrap();
+        (self.local, self.events) = start_local(Path::new(PROGRAM), self.folder.path(), &self.environment);
+        self.event("the group to start", |event| event["event"] == "started").await;
     }
 
     /// Folder for files of the test.
@@ -362,6 +359,27 @@ impl World {
     pub async fn signal(&self, pod: &str, signal: Signal) {
         kill_process(self.agent(pod).await, signal).unwrap();
     }
+}
+
+/// Starts `weightsync local` on the file in the folder; answers what it prints, too.
+fn start_local(program: &Path, folder: &Path, environment: &[(&'static str, String)]) -> (Child, watch::Receiver<Vec<Value>>) {
+    let mut local = Command::new(program)
+        .args(["local", "--output", "json", "--filename"])
+        .arg(folder.join("group.yaml"))
+        .envs(environment.iter().cloned())
+        .stdout(Stdio::piped())
+        .stderr(std::fs::File::options().create(true).append(true).open(folder.join("local.log")).unwrap())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(local.stdout.take().unwrap()).lines();
+    let (tell, events) = watch::channel(Vec::new());
+    tokio::spawn(async move {
+        while let Ok(Some(line)) = lines.next_line().await {
+            tell.send_modify(|events: &mut Vec<Value>| events.push(serde_json::from_str(&line).unwrap()));
+        }
+    });
+    (local, events)
 }
 
 impl Drop for World {

@@ -5,6 +5,7 @@
 //! is decided by `membership`, as everywhere. It never touches a weight.
 
 mod group;
+pub mod guard;
 mod pod;
 mod port;
 mod process;

@@ -1,30 +1,129 @@
 //! Ends a program when it is told to: the first SIGTERM or SIGINT asks all parts to stop, the second ends the process at once.
+//!
+//! Decides too what a SIGHUP means: a closed terminal, or somebody who wants files to be read again. A program that was started with `nohup`
+//! never ends by it.
+
+use std::future::pending;
+use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
 /// Exit status after the second signal.
 const ABORTED: i32 = 130;
 
+/// Between SIGHUP and the moment from which on a program has no terminal any more.
+const DETACHED: Duration = Duration::from_millis(250);
+const LOOK: Duration = Duration::from_millis(25);
+
 /// Returns a token that the first SIGTERM or SIGINT cancels. Must be called within a runtime.
 pub fn on_signals() -> std::io::Result<CancellationToken> {
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    Ok(stop_on(Signals::new()?))
+}
+
+/// As [`on_signals`], and SIGHUP counts as SIGTERM does, unless the program was started with `nohup`.
+pub fn on_signals_and_hangup() -> std::io::Result<CancellationToken> {
+    let hangup = if hangup_is_ignored() { None } else { Some(signal(SignalKind::hangup())?) };
+    Ok(stop_on(Signals { hangup, ..Signals::new()? }))
+}
+
+fn stop_on(mut signals: Signals) -> CancellationToken {
     let cancel = CancellationToken::new();
     let told = cancel.clone();
     tokio::spawn(async move {
-        either(&mut terminate, &mut interrupt).await;
+        signals.any().await;
         tracing::info!("asked to stop");
         told.cancel();
-        either(&mut terminate, &mut interrupt).await;
+        // A closed terminal may send several.
+        signals.hangup = None;
+        signals.any().await;
         tracing::warn!("asked to stop again: ending at once");
         std::process::exit(ABORTED);
     });
-    Ok(cancel)
+    cancel
 }
 
-async fn either(terminate: &mut Signal, interrupt: &mut Signal) {
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    hangup: Option<Signal>,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())?, hangup: None })
     }
+
+    async fn any(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+            () = next(self.hangup.as_mut()) => {}
+        }
+    }
+}
+
+/// Waits for the signal; for ever where there is none.
+async fn next(signal: Option<&mut Signal>) {
+    let received = match signal {
+        Some(signal) => signal.recv().await,
+        None => None,
+    };
+    if received.is_none() {
+        pending().await
+    }
+}
+
+/// What a SIGHUP means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hangup {
+    /// The terminal that the program was started in is closed.
+    Closed,
+    /// Files are to be read again.
+    Reread,
+}
+
+/// The SIGHUPs of this process.
+#[derive(Debug)]
+pub struct Hangups {
+    signal: Signal,
+    /// Whether the program ends with a terminal.
+    attached: bool,
+}
+
+impl Hangups {
+    /// From now on SIGHUP does not end the process by itself. Must be called within a runtime.
+    pub fn new() -> std::io::Result<Self> {
+        let attached = !hangup_is_ignored() && has_terminal();
+        Ok(Self { signal: signal(SignalKind::hangup())?, attached })
+    }
+
+    /// Waits for the next one and says what it means.
+    pub async fn next(&mut self) -> Hangup {
+        next(Some(&mut self.signal)).await;
+        let mut waited = Duration::ZERO;
+        // The kernel may take the terminal away just after it sent the signal.
+        while self.attached && waited <= DETACHED {
+            if !has_terminal() {
+                return Hangup::Closed;
+            }
+            sleep(LOOK).await;
+            waited += LOOK;
+        }
+        Hangup::Reread
+    }
+}
+
+/// Whether this process has a controlling terminal.
+fn has_terminal() -> bool {
+    std::fs::File::open("/dev/tty").is_ok()
+}
+
+/// Whether SIGHUP is ignored, as `nohup` has it.
+fn hangup_is_ignored() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).map(str::trim);
+    // SIGHUP is signal 1, which is the lowest bit.
+    ignored.and_then(|mask| u64::from_str_radix(mask, 16).ok()).is_some_and(|mask| mask & 1 == 1)
 }

@@ -1,10 +1,11 @@
 //! The command line of `weightsync-dev`, one file a command.
 //!
-//! It has the two commands of the product that the demo starts as processes, `agent` and `worker`, so that the demo needs no second
+//! It has the commands of the product that the demo starts as processes, `agent`, `worker` and `guard`, so that the demo needs no second
 //! program. It never touches a cluster.
 
 pub mod conformance;
 pub mod feed;
+mod guard;
 pub mod simulate_engine;
 
 use std::process::ExitCode;
@@ -39,6 +40,9 @@ pub enum Command {
     /// Have one GPU, as `weightsync worker` does. Started by an agent.
     #[command(hide = true)]
     Worker(WorkerArgs),
+    /// End the processes of the demo once it is gone, as `weightsync guard` does.
+    #[command(hide = true)]
+    Guard,
 }
 
 impl Cli {
@@ -50,6 +54,7 @@ impl Cli {
             Command::SimulateEngine(args) => args.run(),
             Command::Agent(args) => args.run(),
             Command::Worker(args) => args.run(),
+            Command::Guard => guard::run(),
         }
     }
 }

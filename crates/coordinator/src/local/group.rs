@@ -11,6 +11,7 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::guard::Guard;
 use super::pod::PodSpec;
 use super::store::FileStore;
 use super::supervisor::{Order, Supervisor};
@@ -49,6 +50,8 @@ pub struct GroupSpec {
     pub target: Option<Version>,
     /// The program that is started as an agent: this one.
     pub program: PathBuf,
+    /// The program whose command `guard` ends the processes of the group if this one is killed: this one.
+    pub guard: PathBuf,
 }
 
 /// Why a group cannot be started.
@@ -133,10 +136,12 @@ impl Group {
         let coordinator = Coordinator::start(wanted, restored, context, over.clone());
         let view = coordinator.view.clone();
 
+        let guard =
+            Guard::start(&spec.guard, &spec.directory.join("guard.log")).map_err(io("the guard of the processes cannot be started"))?;
         let (orders, inbox) = mpsc::channel(64);
         let controller = format!("https://{address}");
         let (over, weak) = (over.drop_guard(), orders.downgrade());
-        let supervisor = Supervisor::new(spec, weightsync, controller, ca, tokens, directory, coordinator, over, weak);
+        let supervisor = Supervisor::new(spec, weightsync, controller, ca, tokens, directory, coordinator, over, weak, guard);
         let supervisor = AbortOnDropHandle::new(tokio::spawn(supervisor.run(inbox, cancel.clone())));
         Ok(Self { orders, view, events, cancel, _supervisor: supervisor, _server: server, _certified: certified })
     }

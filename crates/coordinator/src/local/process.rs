@@ -4,12 +4,15 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 use tokio::task::JoinHandle;
+
+use super::guard::Guard;
 
 /// How long a process that is killed may take to end.
 const KILLED: Duration = Duration::from_secs(5);
@@ -18,7 +21,7 @@ const KILLED: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(super) struct Process {
     pid: Pid,
-    group: bool,
+    whole: Whole,
     waiter: JoinHandle<()>,
 }
 
@@ -30,8 +33,21 @@ pub(super) struct Start<'a> {
     pub log: &'a Path,
     /// Written to its standard input, which then stays open until we end: a secret stands neither in a command line nor in an environment.
     pub input: Option<String>,
-    /// Whether what it starts is ended with it, as a whole (engines start workers of their own).
-    pub group: bool,
+    /// What a signal is for.
+    pub whole: Whole,
+    /// How long it may take to end after SIGTERM before SIGKILL.
+    pub grace: Duration,
+    /// Ends it when this program dies.
+    pub guard: Arc<Guard>,
+}
+
+/// What ends with a child.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Whole {
+    /// The child alone.
+    Process,
+    /// Its process group too: engines start workers of their own.
+    Group,
 }
 
 impl Process {
@@ -45,7 +61,8 @@ impl Process {
         let mut child = command.spawn()?;
         let pid = child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| io::Error::other("the process ended at once"))?;
-        let input = start.input;
+        let (input, guard) = (start.input, start.guard);
+        guard.started(pid, start.whole, start.grace);
         let waiter = tokio::spawn(async move {
             let mut stdin = child.stdin.take();
             if let (Some(stdin), Some(input)) = (stdin.as_mut(), input) {
@@ -55,9 +72,10 @@ impl Process {
             }
             let how = child.wait().await;
             drop(stdin);
+            guard.ended(pid);
             exited(describe(how));
         });
-        Ok(Self { pid, group: start.group, waiter })
+        Ok(Self { pid, whole: start.whole, waiter })
     }
 
     pub(super) fn id(&self) -> i32 {
@@ -67,7 +85,10 @@ impl Process {
     /// Sends a signal; nothing happens when it ended. The child is reaped by our own task only, so the pid is ours until then.
     pub(super) fn signal(&self, signal: Signal) {
         if !self.waiter.is_finished() {
-            let _ = if self.group { kill_process_group(self.pid, signal) } else { kill_process(self.pid, signal) };
+            let _ = match self.whole {
+                Whole::Process => kill_process(self.pid, signal),
+                Whole::Group => kill_process_group(self.pid, signal),
+            };
         }
     }
 

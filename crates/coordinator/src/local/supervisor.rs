@@ -11,8 +11,9 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::group::GroupSpec;
+use super::guard::Guard;
 use super::pod::{EngineProgram, PodSpec};
-use super::process::{Process, Start, tail};
+use super::process::{Process, Start, Whole, tail};
 use super::restarts::Restarts;
 use crate::{CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
 use weightsync_core::membership::{GroupStage, MemberView, MembershipView};
@@ -66,6 +67,11 @@ impl Pod {
         self.alive && self.spec.engine.as_ref().is_some_and(|engine| engine.command.is_empty())
     }
 
+    /// How long a part of it may take to end after SIGTERM before SIGKILL.
+    fn grace(&self, part: Part) -> Duration {
+        if part == Part::Agent && self.goes_on() { RESTORE } else { GRACE }
+    }
+
     fn restarts(&mut self, part: Part) -> &mut Restarts {
         if part == Part::Agent { &mut self.agent_restarts } else { &mut self.engine_restarts }
     }
@@ -82,6 +88,7 @@ pub(super) struct Supervisor {
     /// Ends the coordinator and its server, also when this ends early.
     _over: DropGuard,
     orders: mpsc::WeakSender<Order>,
+    guard: Arc<Guard>,
     pods: Vec<Pod>,
     /// The version that agents are told every rollout should hold.
     current: Option<HeldVersion>,
@@ -114,6 +121,7 @@ impl Supervisor {
         coordinator: CoordinatorHandle,
         over: DropGuard,
         orders: mpsc::WeakSender<Order>,
+        guard: Guard,
     ) -> Self {
         let pod = |spec: &PodSpec| Pod {
             spec: spec.clone(),
@@ -125,7 +133,20 @@ impl Supervisor {
             engine_restarts: Restarts::new(),
         };
         let pods = spec.pods.iter().map(pod).collect();
-        Self { spec, weightsync, controller, ca, tokens, directory, coordinator, _over: over, orders, pods, current: None }
+        Self {
+            spec,
+            weightsync,
+            controller,
+            ca,
+            tokens,
+            directory,
+            coordinator,
+            _over: over,
+            orders,
+            guard: Arc::new(guard),
+            pods,
+            current: None,
+        }
     }
 
     pub(super) async fn run(mut self, mut inbox: mpsc::Receiver<Order>, cancel: CancellationToken) {
@@ -203,7 +224,7 @@ impl Supervisor {
     async fn stop(self) {
         let (mut agents, mut engines) = (Vec::new(), Vec::new());
         for pod in self.pods {
-            let grace = if pod.goes_on() { RESTORE } else { GRACE };
+            let grace = pod.grace(Part::Agent);
             agents.extend(pod.agent.map(|agent| agent.stop(grace)));
             engines.extend(pod.engine.map(|engine| engine.stop(GRACE)));
         }
@@ -255,7 +276,7 @@ impl Supervisor {
 
     fn start(&mut self, index: usize, part: Part) {
         let Some(pod) = self.pods.get(index) else { return };
-        let (log, life) = (self.log(pod, part), pod.life);
+        let (log, life, grace) = (self.log(pod, part), pod.life, pod.grace(part));
         let child = match part {
             Part::Agent => Some(self.agent(pod)),
             Part::Engine => pod.spec.engine.as_ref().and_then(engine),
@@ -267,7 +288,9 @@ impl Supervisor {
                 tokio::spawn(async move { orders.send(Order::Exited { pod: index, part, life, how }).await });
             }
         };
-        let start = Start { program: &program, arguments: &arguments, environment, log: &log, input, group: part == Part::Engine };
+        let whole = if part == Part::Engine { Whole::Group } else { Whole::Process };
+        let guard = self.guard.clone();
+        let start = Start { program: &program, arguments: &arguments, environment, log: &log, input, whole, grace, guard };
         let started = Process::start(start, exited);
         let Some(pod) = self.pods.get_mut(index) else { return };
         match started {

@@ -1,5 +1,7 @@
 //! What the demo shows: lines and a bar for people while it runs, one JSON object for programs at its end.
 
+use std::fmt::Display;
+use std::io::Write;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -8,6 +10,11 @@ use serde::Serialize;
 use super::DemoFault;
 use weightsync_agent::command::Output;
 use weightsync_core::protocol::{ClientReply, MemberName, PublishResult};
+
+/// A terminal that is closed takes no line: the demo ends all the same, and leaves nothing behind.
+fn print(line: &dyn Display) {
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
 
 /// Whole milliseconds.
 pub fn ms(duration: Duration) -> u64 {
@@ -29,7 +36,7 @@ impl Screen {
 
     pub fn say(&self, line: &str) {
         if self.output == Output::Human {
-            println!("{line}");
+            print(&line);
         }
     }
 
@@ -160,11 +167,11 @@ impl Outcome {
 
     pub fn print(&self, output: Output) {
         match output {
-            Output::Json => println!("{}", serde_json::to_string(self).unwrap_or_else(|error| format!("{{\"error\":\"{error}\"}}"))),
-            Output::Human if self.verified => println!("verified: {}", self.proof),
+            Output::Json => print(&serde_json::to_string(self).unwrap_or_else(|error| format!("{{\"error\":\"{error}\"}}"))),
+            Output::Human if self.verified => print(&format_args!("verified: {}", self.proof)),
             Output::Human => {
                 for disagreement in &self.disagreements {
-                    println!("NOT VERIFIED: {disagreement}");
+                    print(&format_args!("NOT VERIFIED: {disagreement}"));
                 }
             }
         }

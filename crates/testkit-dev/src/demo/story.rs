@@ -54,7 +54,7 @@ pub async fn tell(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let versions = PathBuf::from(format!("/dev/shm/weightsync-demo-{}", std::process::id()));
     let (keep, output) = (args.keep, args.output);
     // Engines lead process groups of their own: a Ctrl-C at a terminal reaches this process alone.
-    let stop = shutdown::on_signals().context("signals cannot be awaited")?;
+    let stop = shutdown::on_signals_and_hangup().context("signals cannot be awaited")?;
     let told = run(args, &folder, &versions, &stop).await;
     let _ = std::fs::remove_dir_all(&versions);
     let failed = !matches!(&told, Ok(outcome) if outcome.verified);
@@ -361,6 +361,7 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
         policy,
         target: None,
         debounce: Duration::from_millis(u64::from(update.debounce_milliseconds)),
+        guard: program.clone(),
         program,
     })
 }

@@ -1,0 +1,194 @@
+//! A process that outlives this one, to end what this one started: SIGKILL and a closed terminal leave a program no time to do so.
+//!
+//! This side names the processes that run, line by line, on the guard's standard input. The other side, [`run`], acts when that input ends.
+//! It ends exactly the processes that were named and did not end since: a process id that was given to another process is left alone.
+
+use std::fmt::{self, Display};
+use std::io::{self, BufRead};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::Stdio;
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use tokio::process::{Child, Command};
+
+use super::process::Whole;
+
+/// How often it is looked whether processes ended.
+const LOOK: Duration = Duration::from_millis(20);
+/// Longest wait for processes to end after SIGKILL.
+const KILLED: Duration = Duration::from_secs(5);
+/// Processes that are guarded at most; a group has two for each pod.
+const MOST: usize = 4096;
+
+/// The guard of the processes of one group. When it is dropped, and when this process dies, the guard ends those that still run.
+#[derive(Debug)]
+pub(super) struct Guard {
+    input: OwnedFd,
+    _child: Child,
+}
+
+impl Guard {
+    /// Starts `program guard` with a log of its own.
+    pub(super) fn start(program: &Path, log: &Path) -> io::Result<Self> {
+        let log = std::fs::OpenOptions::new().create(true).append(true).open(log)?;
+        let mut command = Command::new(program);
+        command.arg("guard").stdin(Stdio::piped()).stdout(Stdio::null()).stderr(log);
+        // What a terminal sends to our process group must not end it before us.
+        command.process_group(0);
+        let mut child = command.spawn()?;
+        let input = child.stdin.take().ok_or_else(|| io::Error::other("the guard has no standard input"))?;
+        // Never waited for: tokio reaps it when it ended.
+        Ok(Self { input: input.into_owned_fd()?, _child: child })
+    }
+
+    pub(super) fn started(&self, pid: Pid, whole: Whole, grace: Duration) {
+        self.say(&Line::Started(Ward { pid, whole, grace }));
+    }
+
+    pub(super) fn ended(&self, pid: Pid) {
+        self.say(&Line::Ended(pid));
+    }
+
+    /// The pipe does not block: a line is shorter than what a pipe takes at once.
+    fn say(&self, line: &Line) {
+        if let Err(error) = rustix::io::write(&self.input, format!("{line}\n").as_bytes()) {
+            tracing::warn!(%error, "the guard cannot be told of a process: it may outlive this program if that is killed");
+        }
+    }
+}
+
+/// A process to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Ward {
+    pid: Pid,
+    whole: Whole,
+    /// Between SIGTERM and SIGKILL.
+    grace: Duration,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Line {
+    Started(Ward),
+    Ended(Pid),
+}
+
+impl Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Started(Ward { pid, whole, grace }) => {
+                let word = match whole {
+                    Whole::Process => "process",
+                    Whole::Group => "group",
+                };
+                write!(f, "started {} {word} {}", pid.as_raw_nonzero(), grace.as_millis())
+            }
+            Self::Ended(pid) => write!(f, "ended {}", pid.as_raw_nonzero()),
+        }
+    }
+}
+
+impl FromStr for Line {
+    type Err = ();
+
+    fn from_str(line: &str) -> Result<Self, ()> {
+        // 0, 1 and negative numbers mean more than one process.
+        let pid = |word: &str| word.parse().ok().filter(|pid| *pid > 1).and_then(Pid::from_raw).ok_or(());
+        match line.split_whitespace().collect::<Vec<_>>().as_slice() {
+            ["started", of, word, grace] => {
+                let whole = match *word {
+                    "process" => Whole::Process,
+                    "group" => Whole::Group,
+                    _ => return Err(()),
+                };
+                Ok(Self::Started(Ward { pid: pid(of)?, whole, grace: Duration::from_millis(grace.parse().map_err(|_| ())?) }))
+            }
+            ["ended", of] => Ok(Self::Ended(pid(of)?)),
+            _ => Err(()),
+        }
+    }
+}
+
+/// A process that was named, and when it began.
+struct Guarded {
+    ward: Ward,
+    began: u64,
+}
+
+impl Guarded {
+    fn runs(&self) -> bool {
+        began(self.ward.pid) == Some(self.began)
+    }
+
+    fn signal(&self, signal: Signal) {
+        // An error means that it ended.
+        let _ = match self.ward.whole {
+            Whole::Process => kill_process(self.ward.pid, signal),
+            Whole::Group => kill_process_group(self.ward.pid, signal),
+        };
+    }
+}
+
+/// Notes the processes that `input` names, and ends those that still run when it ends.
+///
+/// # Errors
+///
+/// A line makes no sense, or more processes are named than a group can have; what was named before is ended all the same.
+pub fn run(input: impl BufRead) -> io::Result<()> {
+    let mut guarded = Vec::new();
+    let read = follow(input, &mut guarded);
+    // Agents first: they resume what they paused while their engine still answers, and end what they do with it.
+    let (agents, engines): (Vec<Guarded>, Vec<Guarded>) = guarded.into_iter().partition(|guarded| guarded.ward.whole == Whole::Process);
+    end(&agents);
+    end(&engines);
+    read
+}
+
+fn follow(input: impl BufRead, guarded: &mut Vec<Guarded>) -> io::Result<()> {
+    for line in input.lines() {
+        let line = line?;
+        let nonsense = || io::Error::new(io::ErrorKind::InvalidData, format!("{line:?} names no process"));
+        match line.parse().map_err(|()| nonsense())? {
+            Line::Started(_) if guarded.len() >= MOST => return Err(io::Error::other(format!("more than {MOST} processes"))),
+            Line::Started(ward) => guarded.extend(began(ward.pid).map(|began| Guarded { ward, began })),
+            Line::Ended(pid) => guarded.retain(|guarded| guarded.ward.pid != pid),
+        }
+    }
+    Ok(())
+}
+
+fn end(guarded: &[Guarded]) {
+    let running = || guarded.iter().filter(|guarded| guarded.runs());
+    let begun = Instant::now();
+    for guarded in running() {
+        eprintln!("the program that started process {} is gone: it is asked to end", guarded.ward.pid.as_raw_nonzero());
+        guarded.signal(Signal::TERM);
+        // One that was stopped must be able to.
+        guarded.signal(Signal::CONT);
+    }
+    while running().any(|guarded| begun.elapsed() < guarded.ward.grace) {
+        std::thread::sleep(LOOK);
+    }
+    for guarded in running() {
+        eprintln!("process {} did not end in time: it is killed", guarded.ward.pid.as_raw_nonzero());
+        guarded.signal(Signal::KILL);
+    }
+    let killed = Instant::now();
+    while running().next().is_some() && killed.elapsed() < KILLED {
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// When a process began, in ticks since the machine did; none where it ended.
+fn began(pid: Pid) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?;
+    // The name of a process may hold anything; behind its last parenthesis stand its state and, twenty words later, when it began.
+    let mut words = stat.rsplit(')').next()?.split_whitespace();
+    let state = words.next()?;
+    words.nth(18).filter(|_| !matches!(state, "Z" | "X"))?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests;

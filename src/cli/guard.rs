@@ -1,0 +1,11 @@
+//! `weightsync guard`: ends the processes of a local group once the program that started them is gone. Started by that program.
+
+use std::process::ExitCode;
+
+use anyhow::Context;
+
+/// Carries the command out.
+pub fn run() -> anyhow::Result<ExitCode> {
+    weightsync_coordinator::local::guard::run(std::io::stdin().lock()).context("standard input names no processes")?;
+    Ok(ExitCode::SUCCESS)
+}
