@@ -168,6 +168,7 @@ fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment>
         newest: None,
         suspended: false,
         transport: object.spec.transport_policy(),
+        hindrance: None,
     };
     let mut claims = HashMap::new();
     let mut seen = BTreeSet::new();

@@ -146,6 +146,7 @@ impl Operator {
             returned: None,
             newest: None,
             suspended: false,
+            hindrance: None,
             transport: TransportPolicy::default(),
         };
         self.claim_with(object, pods, &assignment, None)

@@ -3,6 +3,7 @@
 
 mod canary;
 mod cancelled;
+mod causes;
 mod going_back;
 mod left_out;
 mod membership;

@@ -54,6 +54,7 @@ async fn the_end_of_a_wrapped_engine_is_told_at_once_with_its_cause() {
         returned: None,
         newest: None,
         suspended: false,
+        hindrance: None,
         transport: TransportPolicy::default(),
     };
     let pods = vec![PodRef { name: "w".into(), uid: "uid-w".into(), node: None, ips: Vec::new() }];

@@ -13,8 +13,8 @@ use super::events::Events;
 use super::group::{Epoch, Group, Me, Standing, Step, refusal};
 use super::statements::Statements;
 use weightsync_core::protocol::{
-    BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, MemberName, MemberPhase, MemberState,
-    PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest, STATEMENTS, UpdateId,
+    BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, Hindrance, MemberName, MemberPhase,
+    MemberState, PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest, STATEMENTS, UpdateId,
 };
 use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::{Admission, BucketStore, Fault, Wants};
@@ -73,6 +73,7 @@ pub struct Core {
     events: Events,
     expected: Mutex<Option<Expected>>,
     current: watch::Sender<Option<HeldVersion>>,
+    hindrance: Mutex<Option<Hindrance>>,
     why_over: Mutex<String>,
     statements: Statements,
 }
@@ -102,6 +103,7 @@ impl Core {
             events,
             expected: Mutex::new(None),
             current: watch::Sender::new(None),
+            hindrance: Mutex::default(),
             why_over: Mutex::default(),
             statements,
         })
@@ -147,6 +149,16 @@ impl Core {
                 changed
             });
         }
+    }
+
+    /// Notes why no group can take what is published, as the controller sees it.
+    pub fn learn_hindrance(&self, hindrance: Option<Hindrance>) {
+        *lock(&self.hindrance) = hindrance;
+    }
+
+    /// Why no group can take what is published, by the last word of the controller.
+    pub fn hindrance(&self) -> Option<Hindrance> {
+        lock(&self.hindrance).clone()
     }
 
     /// Whether an agent of that pod may speak with this one.

@@ -202,7 +202,7 @@ impl Rollout {
         let policy = &request.policy;
         self.with(|inner| inner.policy = Some(policy.clone()));
         if policy.delivery != Delivery::External {
-            self.engine.accepts(policy.pause, policy.kv_cache).map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
+            self.engine.accepts(policy.pause, policy.kv_cache).map_err(|error| refusal(RefusalCode::Unsupported, error.to_string()))?;
         }
         if let Some(reason) = self.with(|inner| inner.engine.known_ill().filter(|_| !inner.switching)) {
             return Err(refusal(RefusalCode::EngineRefused, reason));

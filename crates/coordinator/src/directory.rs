@@ -9,7 +9,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
 use super::news::{Common, News};
-use weightsync_core::protocol::{Announcement, Assignment, HeldVersion, Rejection, Returned, Version};
+use weightsync_core::protocol::{Announcement, Assignment, HeldVersion, Hindrance, Rejection, Returned, Role, Version};
 
 /// What an object claims of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,6 +51,7 @@ struct Object {
     returned: Option<Returned>,
     newest: Option<Version>,
     suspended: bool,
+    hindrance: Option<Hindrance>,
     announcements: mpsc::Sender<Announcement>,
 }
 
@@ -85,7 +86,8 @@ impl Directory {
         let mut inner = self.0.inner.lock();
         let claims = inner.objects.remove(weightsync).map(|object| object.claims).unwrap_or_default();
         inner.holds.remove(weightsync);
-        let object = Object { created, claims, current: None, returned: None, newest: None, suspended: false, announcements };
+        let (current, returned, newest, hindrance) = (None, None, None, None);
+        let object = Object { created, claims, current, returned, newest, suspended: false, hindrance, announcements };
         inner.objects.insert(weightsync.to_owned(), object);
     }
 
@@ -109,15 +111,22 @@ impl Directory {
     pub(super) fn set_common(&self, weightsync: &str, common: Common<'_>) -> News {
         let mut inner = self.0.inner.lock();
         let Some(object) = inner.objects.get_mut(weightsync) else { return News::Nothing };
-        let Object { current, returned, newest, suspended, .. } = object;
-        let before = Common { current: current.as_ref(), returned: *returned, newest: *newest, suspended: *suspended };
+        let Object { current, returned, newest, suspended, hindrance, .. } = object;
+        let before = Common {
+            current: current.as_ref(),
+            returned: *returned,
+            newest: *newest,
+            suspended: *suspended,
+            hindrance: hindrance.as_ref(),
+        };
         let news = News::between(before, common);
         (*current, *returned, *newest, *suspended) = (common.current.cloned(), common.returned, common.newest, common.suspended);
+        *hindrance = common.hindrance.cloned();
         news
     }
 
-    /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current`, `returned`, `newest` and `suspended` are
-    /// filled in here).
+    /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current`, `returned`, `newest`, `suspended` and
+    /// `hindrance` are filled in here).
     /// Nothing happens to an unknown object.
     pub fn claim(&self, weightsync: &str, claims: HashMap<String, Assignment>) {
         if let Some(object) = self.0.inner.lock().objects.get_mut(weightsync) {
@@ -157,12 +166,13 @@ impl Directory {
         });
         match claims.min_by_key(|(object, uid, _)| (object.created, *uid)) {
             Some((object, uid, assignment)) => {
-                let Object { current, returned, newest, suspended, .. } = object;
+                let Object { current, returned, newest, suspended, hindrance, .. } = object;
                 let assignment = Assignment {
                     current: current.clone(),
                     returned: *returned,
                     newest: *newest,
                     suspended: *suspended,
+                    hindrance: hindrance.clone().filter(|_| assignment.role == Role::Source),
                     ..assignment.clone()
                 };
                 Ok(Claimed { weightsync: uid.clone(), assignment })

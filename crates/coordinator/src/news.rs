@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 
 use weightsync_core::membership::{MemberStanding, MembershipView};
-use weightsync_core::protocol::{HeldVersion, Incarnation, Returned, Version};
+use weightsync_core::protocol::{HeldVersion, Hindrance, Incarnation, Returned, Role, Version};
 
 /// What is new in what goes out with each assignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +14,8 @@ pub(super) enum News {
     Nothing,
     /// Another version counts. Members of the group know it by the update itself.
     Version,
+    /// Why trainers wait for a group.
+    Hindrance,
     /// Which other versions may serve, or whether the object is suspended; agents hear of that by the assignment only.
     Service,
 }
@@ -29,6 +31,8 @@ pub(super) struct Common<'a> {
     pub(super) newest: Option<Version>,
     /// Whether the object's pods are released and serve what they have.
     pub(super) suspended: bool,
+    /// Why no group can take what is published.
+    pub(super) hindrance: Option<&'a Hindrance>,
 }
 
 impl News {
@@ -37,6 +41,8 @@ impl News {
             Self::Service
         } else if before.current != now.current {
             Self::Version
+        } else if before.hindrance != now.hindrance {
+            Self::Hindrance
         } else {
             Self::Nothing
         }
@@ -44,15 +50,19 @@ impl News {
 
     /// Which of these agents are told.
     pub(super) fn concerns<'a>(self, view: &MembershipView, agents: impl Iterator<Item = &'a Incarnation>) -> Vec<Incarnation> {
-        let inside: HashSet<&Incarnation> = match self {
+        let untold: HashSet<&Incarnation> = match self {
             Self::Nothing => return Vec::new(),
+            Self::Hindrance => {
+                let members = view.members.iter().filter(|member| member.role != Role::Source);
+                members.filter_map(|member| member.incarnation.as_ref()).collect()
+            }
             Self::Service => HashSet::new(),
             Self::Version => {
                 let members = view.members.iter().filter(|member| in_group(member.standing));
                 members.filter_map(|member| member.incarnation.as_ref()).collect()
             }
         };
-        agents.filter(|agent| !inside.contains(agent)).cloned().collect()
+        agents.filter(|agent| !untold.contains(agent)).cloned().collect()
     }
 }
 

@@ -239,7 +239,8 @@ impl Coordinator {
         // Readiness follows once enough replicas went back: until then those that have not serve on.
         let returned = view.returned.filter(|_| view.wanted == view.version);
         let current = view.wanted.as_ref().or(view.version.as_ref());
-        let common = Common { current, returned, newest: view.newest, suspended: self.wanted.borrow().suspend };
+        let hindrance = view.hindrance.as_ref();
+        let common = Common { current, returned, newest: view.newest, suspended: self.wanted.borrow().suspend, hindrance };
         let news = self.context.directory.set_common(&self.applied.config.weightsync, common);
         // Whoever is not listened to announces itself anyway.
         let listening = self.agents.iter().filter(|(_, agent)| agent.attachment.is_some()).map(|(incarnation, _)| incarnation);

@@ -23,6 +23,7 @@ mod decision;
 mod ending;
 mod forming;
 mod group;
+mod hindrance;
 mod need;
 mod observation;
 mod observe;

@@ -228,8 +228,11 @@ impl Running {
         self.assignment.subscribe()
     }
 
-    /// Passes on what the object wants of rollouts that run already.
+    /// Passes on what the object wants of endpoints that run already.
     pub(super) fn assign(&self, assignment: &Assignment) {
+        for endpoint in &self.endpoints {
+            endpoint.core.learn_hindrance(assignment.hindrance.clone());
+        }
         for rollout in self.rollouts() {
             rollout.assign(Assigned {
                 known: true,

@@ -3,7 +3,7 @@
 //! Decides nothing about attempts; every text names the cause and, where there is one, the next step.
 
 use crate::lead::table::Failure;
-use weightsync_core::protocol::{EpochId, PublishError, PublishErrorCode, Version};
+use weightsync_core::protocol::{EpochId, Hindrance, PublishError, PublishErrorCode, Version};
 
 pub(super) fn publish_error(failure: Failure) -> PublishError {
     let Failure { code, message, phase, member, lasting, .. } = failure;
@@ -43,7 +43,10 @@ pub(super) fn cancelled() -> PublishError {
     PublishError { code: PublishErrorCode::Cancelled, message, retryable: true, phase: None, member: None }
 }
 
-pub(super) fn timed_out(attempts: u32, failed: Option<&(EpochId, Failure)>) -> PublishError {
+/// The time is over. Where there was no attempt, `hindrance` is why no group could take the version.
+pub(super) fn timed_out(attempts: u32, failed: Option<&(EpochId, Failure)>, hindrance: Option<Hindrance>) -> PublishError {
+    let hindrance = hindrance.filter(|_| attempts == 0 && failed.is_none());
+    let retryable = hindrance.as_ref().is_none_or(|hindrance| !hindrance.permanent);
     let (code, message) = match failed {
         Some((id, failure)) => (
             PublishErrorCode::Timeout,
@@ -51,7 +54,10 @@ pub(super) fn timed_out(attempts: u32, failed: Option<&(EpochId, Failure)>) -> P
         ),
         None if attempts == 0 => (
             PublishErrorCode::NotEnoughReplicas,
-            "no group with enough replicas was formed in time: see the conditions of the WeightSync".into(),
+            match hindrance {
+                Some(hindrance) => format!("no group with enough replicas was formed in time: {}", hindrance.message),
+                None => "no group with enough replicas was formed in time, and the controller named no cause".to_owned(),
+            },
         ),
         None => (PublishErrorCode::Timeout, "the update did not end in time".into()),
     };
@@ -59,7 +65,7 @@ pub(super) fn timed_out(attempts: u32, failed: Option<&(EpochId, Failure)>) -> P
     PublishError {
         code,
         message,
-        retryable: true,
+        retryable,
         phase: failure.map(|failure| failure.phase),
         member: failure.and_then(|failure| failure.member.clone()),
     }

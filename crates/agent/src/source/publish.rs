@@ -80,7 +80,7 @@ impl Source {
         };
         let outcome = match outcome {
             None => Err(cancelled()),
-            Some(Err(_)) => Err(timed_out(publish.attempts, publish.failed.as_ref())),
+            Some(Err(_)) => Err(timed_out(publish.attempts, publish.failed.as_ref(), self.core.hindrance())),
             Some(Ok(outcome)) => outcome,
         };
         publish.source.released().await;

@@ -79,6 +79,7 @@ async fn an_agent_that_is_told_that_its_assignment_changed_asks_for_it_at_once()
         returned: None,
         newest: None,
         suspended: false,
+        hindrance: None,
         transport: TransportPolicy::default(),
     };
     let wanted = watch::Sender::new(nothing.clone());

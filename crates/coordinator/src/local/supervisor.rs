@@ -255,6 +255,7 @@ impl Supervisor {
                     newest: None,
                     suspended: false,
                     transport,
+                    hindrance: None,
                 },
             );
             candidates.push(Candidate {

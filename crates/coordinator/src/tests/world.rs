@@ -113,6 +113,7 @@ pub(super) fn assignment(role: Role) -> Assignment {
         newest: None,
         suspended: false,
         transport: TransportPolicy::default(),
+        hindrance: None,
     }
 }
 

@@ -94,4 +94,9 @@ impl Backoff {
         });
         next
     }
+
+    /// The last failure of a member with these pods that was not forgiven.
+    pub(super) fn last(&self, member: &MemberName, pods: &BTreeSet<String>) -> Option<&Strike> {
+        self.members.get(member).filter(|strike| !strike.is_of_others(pods))
+    }
 }

@@ -166,6 +166,7 @@ impl Membership {
         let reason = match (prepare, late) {
             (true, true) => Reason::PrepareTimeout,
             (true, false) if refusal.code == RefusalCode::CanaryUnavailable => Reason::CanaryUnavailable,
+            (true, false) if refusal.code == RefusalCode::Unsupported => Reason::Unsupported,
             (true, false) => Reason::PrepareRefused,
             (false, true) => Reason::CommitTimeout,
             (false, false) => Reason::CommitRefused,

@@ -25,6 +25,7 @@ impl Membership {
         let (ready, total) = (count(ready.count()), count(rollouts.filter(counted).count()));
         let roster = self.roster();
         let members_in = self.group.as_ref().map(|group| group.lives.iter());
+        let hindrance = self.hindrance(&members);
         MembershipView {
             stage: self.stage(),
             epoch: self.epoch,
@@ -47,6 +48,7 @@ impl Membership {
             ready,
             min_ready: self.config.policy.min_ready,
             degraded: self.degradations(assessment, &members, ready),
+            hindrance,
             released: self.is_released(),
             members,
         }

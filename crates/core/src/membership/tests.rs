@@ -8,6 +8,7 @@ mod ending;
 mod feeding;
 mod forming;
 mod going_back;
+mod hindrance;
 mod joining;
 mod leaving;
 mod lying;

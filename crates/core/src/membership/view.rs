@@ -1,7 +1,7 @@
 //! What status shows of membership. Holds values only; `report.rs` fills them.
 
 use crate::protocol::{
-    EpochId, HeldVersion, Incarnation, MemberName, PodRef, Reason, Returned, Role, TransportChoice, UpdateView, Version,
+    EpochId, HeldVersion, Hindrance, Incarnation, MemberName, PodRef, Reason, Returned, Role, TransportChoice, UpdateView, Version,
 };
 
 /// Where the group stands.
@@ -109,6 +109,7 @@ impl MembershipView {
             ready: 0,
             min_ready: 0,
             degraded: Vec::new(),
+            hindrance: None,
             released: false,
         }
     }
@@ -153,6 +154,8 @@ pub struct MembershipView {
     pub min_ready: u32,
     /// What is not as it should be, sorted.
     pub degraded: Vec<Degradation>,
+    /// Why no group can take what a trainer publishes; none while one can.
+    pub hindrance: Option<Hindrance>,
     /// Whether no reachable agent is in an epoch of this object any more: a suspended or deleted object is done with its pods.
     pub released: bool,
 }

@@ -174,6 +174,8 @@ pub enum RefusalCode {
     WrongPhase,
     /// The engine cannot be reached or says no.
     EngineRefused,
+    /// The engine cannot do what the object asks of it, whenever it is asked.
+    Unsupported,
     /// The engine cannot be asked what the object's canary asks.
     CanaryUnavailable,
     SizeMismatch,

@@ -69,6 +69,19 @@ pub struct Assignment {
     /// started twice, which is most of a second after the loss of a source.
     #[serde(default)]
     pub transport: TransportPolicy,
+    /// Why no group can take what is published; for a source, and none while one can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hindrance: Option<Hindrance>,
+}
+
+/// Why no group can take what a trainer publishes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Hindrance {
+    /// The members that are out, each with its cause, for a person.
+    pub message: String,
+    /// Whether it stays so until a person changes the object, its pods or their images.
+    pub permanent: bool,
 }
 
 /// One engine server beside an agent.

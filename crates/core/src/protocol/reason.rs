@@ -112,6 +112,8 @@ reasons! {
     PrepareTimeout,
     /// The member refused to prepare.
     PrepareRefused,
+    /// The engine cannot do what the spec asks of it; the message says what, and what to change.
+    Unsupported,
     /// The member did not commit within its deadline.
     CommitTimeout,
     /// The member refused to commit.

@@ -1,0 +1,65 @@
+//! What a trainer hears of a group that cannot take its version.
+
+use super::desk::*;
+use crate::membership::{Decision, Observation, Restored};
+use crate::plan::{LeftOut, LeftOutCode};
+use crate::protocol::*;
+
+fn hindrance(desk: &Desk) -> Hindrance {
+    desk.membership.latest().hindrance.clone().expect("no group can take a version")
+}
+
+/// Forms a group of a source and two rollouts, of which the second refuses so.
+fn refused(min_ready: u32, code: RefusalCode) -> Desk {
+    let mut config = config();
+    config.policy.min_ready = min_ready;
+    let mut desk = Desk::restored(config, 2, Restored::default());
+    let mut decisions = desk.plan(&[0, 1, 2], Vec::new());
+    for n in 0..=2 {
+        decisions.extend(desk.announce(n));
+    }
+    let persisted = desk.see(Observation::EpochPersisted { epoch: 1 });
+    let id = persisted.iter().find_map(|decision| match decision {
+        Decision::Prepare { request, .. } => Some(request.id.clone()),
+        _ => None,
+    });
+    let refusal = Refusal { code, message: "SGLang 0.5.23 has no pause that lets running requests end".to_owned() };
+    desk.see(Observation::PrepareFailed { id: id.unwrap(), member: name(2), refusal });
+    desk.wait(1_000, &[0, 1, 2]);
+    desk
+}
+
+#[test]
+fn hindrance_names_what_the_engine_lacks_and_is_permanent() {
+    let Hindrance { message, permanent } = hindrance(&refused(2, RefusalCode::Unsupported));
+    assert!(message.contains("actors/r2: Unsupported: SGLang 0.5.23 has no pause"), "{message}");
+    assert!(permanent);
+}
+
+#[test]
+fn hindrance_that_time_or_another_rollout_can_end_is_not_permanent() {
+    assert!(!hindrance(&refused(2, RefusalCode::EngineRefused)).permanent);
+    // One of the two is enough, and it is only not in a group yet.
+    assert!(!hindrance(&refused(1, RefusalCode::Unsupported)).permanent);
+}
+
+#[test]
+fn hindrance_names_missing_agents_and_rollouts() {
+    let mut desk = Desk::new(1);
+    desk.plan(&[0, 1], Vec::new());
+    desk.announce(0);
+    let Hindrance { message, permanent } = hindrance(&desk);
+    assert!(message.contains("actors/r1: AgentMissing: no agent has announced itself from pod pod-1"), "{message}");
+    assert!(!permanent);
+    desk.plan(&[0], Vec::new());
+    assert!(hindrance(&desk).message.contains("there are 0 rollouts, 1 are needed"), "{}", hindrance(&desk).message);
+}
+
+#[test]
+fn hindrance_of_many_members_stays_short() {
+    let mut desk = Desk::new(40);
+    let left = |n| LeftOut { who: name(n), role: Role::Rollout, pods: Vec::new(), code: LeftOutCode::NotReady, message: "m".repeat(5_000) };
+    desk.plan(&[0], (1..=40).map(left).collect());
+    let message = hindrance(&desk).message;
+    assert!(message.len() < 4_000 && message.contains(" more"), "{} bytes", message.len());
+}
