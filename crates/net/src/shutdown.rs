@@ -71,7 +71,7 @@ async fn next(signal: Option<&mut Signal>) {
         None => None,
     };
     if received.is_none() {
-        pending().await
+        pending::<()>().await;
     }
 }
 

@@ -12,7 +12,7 @@ fn child(words: &[&str]) -> (Child, Pid) {
 }
 
 fn lines(lines: &[Line]) -> String {
-    lines.iter().map(|line| format!("{line}\n")).collect()
+    lines.iter().map(|line| line.to_string() + "\n").collect()
 }
 
 #[test]
