@@ -323,5 +323,7 @@ fn named(bed: &Bed, strike: &Strike, struck: &Struck, told: usize) -> Result<Vec
 /// [`play`], with an end: what takes longer than everything in it together hangs.
 pub async fn play_bounded(bed: &mut Bed, strike: &Strike) -> Result<Record, String> {
     const HANGS: Duration = Duration::from_secs(240);
-    timeout(HANGS, play(bed, strike)).await.unwrap_or_else(|_| Err(format!("it hangs: no end within {HANGS:?}")))
+    let played = timeout(HANGS, play(bed, strike)).await.unwrap_or_else(|_| Err(format!("it hangs: no end within {HANGS:?}")));
+    // What was seen meanwhile may be the cause.
+    played.map_err(|error| bed.watcher.violations().into_iter().fold(error, |error, seen| format!("{error}; {seen}")))
 }
