@@ -1,4 +1,4 @@
-//! The pickles as Python reads them: by the real torch where `WEIGHTSYNC_VENV` has one, else by Python's own reader with stand-ins for the
+//! The pickles as Python reads them: by the real torch of `WEIGHTSYNC_VENV` where it is set (`make engine-test`), else by Python's own reader with stand-ins for the
 //! classes that are named.
 
 use std::path::PathBuf;
@@ -16,8 +16,10 @@ use weightsync_core::weights::Dtype;
 fn read(values: &[Value]) -> Vec<Json> {
     use std::io::Write;
     let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/engine/read_pickle.py");
-    let python = std::env::var_os("WEIGHTSYNC_VENV").map_or_else(|| "python3".into(), |venv| PathBuf::from(venv).join("bin/python"));
-    let mut child = Command::new(python).arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let venv = std::env::var_os("WEIGHTSYNC_VENV").map(PathBuf::from);
+    let mut command = Command::new(venv.as_ref().map_or_else(|| "python3".into(), |venv| venv.join("bin/python")));
+    command.arg(script).args(venv.map(|_| "--torch"));
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let hex = |value: &Value| value.pickle().iter().fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"));
     let lines: String = values.iter().map(|value| hex(value) + "\n").collect();
     child.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
