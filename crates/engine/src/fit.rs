@@ -40,7 +40,7 @@ pub(super) fn check(served: &Path, tensors: &[TensorSpec]) -> Result<Fit, Engine
 /// # Errors
 /// What it lacks, or brings in another shape.
 pub fn same_tensors(before: &[TensorSpec], version: Version, offered: &[TensorSpec]) -> Result<(), EngineError> {
-    let faults = Faults::of(before, offered, true);
+    let faults = Faults::of(before, offered, true, |tensor| tensor.full_name().into_owned());
     faults.none_but_unknown().map_err(|what| EngineError::Unsupported {
         what: format!("the version has not all tensors of version {version}, which the engine took before: it {what}"),
         next_step: "publish all tensors, or restart the engine where the version before was wrong".into(),
@@ -55,7 +55,7 @@ fn is_tied(served: &Path) -> bool {
 }
 
 pub(super) fn compare(served: &[TensorSpec], version: &[TensorSpec], tied: bool) -> Result<(), EngineError> {
-    Faults::of(served, version, tied).none().map_err(|what| EngineError::Unsupported {
+    Faults::of(served, version, tied, |tensor| tensor.name.clone()).none().map_err(|what| EngineError::Unsupported {
         what: format!("the version does not fit the checkpoint that the engine was started with: it {what}"),
         next_step: "publish all tensors under their checkpoint names, or start the engine from a checkpoint of the same model".into(),
     })
@@ -69,9 +69,9 @@ struct Faults {
 }
 
 impl Faults {
-    fn of(needed: &[TensorSpec], offered: &[TensorSpec], tied: bool) -> Self {
+    fn of(needed: &[TensorSpec], offered: &[TensorSpec], tied: bool, name: impl Fn(&TensorSpec) -> String) -> Self {
         let by_name = |tensors: &'_ [TensorSpec]| -> BTreeMap<String, Vec<u64>> {
-            tensors.iter().map(|tensor| (tensor.full_name().into_owned(), tensor.shape.clone())).collect()
+            tensors.iter().map(|tensor| (name(tensor), tensor.shape.clone())).collect()
         };
         let (needed, offered) = (by_name(needed), by_name(offered));
         let free = |name: &str| tied && name == TIED;

@@ -129,7 +129,7 @@ impl Rollout {
             inner.paused_until = None;
             // A new start of the engine cleans it as well; its files are let go with the next switch.
             let touched = inner.touched.take();
-            let (reason, left, repeats) = match outcome {
+            let (reason, left, refused) = match outcome {
                 Ok(Ok(report)) => {
                     tracing::info!(version = held.version, steps = ?report.steps_ms, "the engine confirmed");
                     inner.took(held);
@@ -151,11 +151,12 @@ impl Rollout {
                     if let EngineError::CanaryRefused { measured } = &error.source {
                         inner.refuse(held, measured);
                     }
-                    (failed(error.to_string()), error.left, error.repeats())
+                    let refused = error.repeats().then_some(error.step);
+                    (failed(error.to_string()), error.left, refused)
                 }
                 Err(()) => {
                     tracing::warn!(version = held.version, ?limit, "an install did not end");
-                    (failed(format!("no end after {limit:?}")), Left::Mixture, false)
+                    (failed(format!("no end after {limit:?}")), Left::Mixture, None)
                 }
             };
             if left == Left::Unknown {
@@ -166,8 +167,10 @@ impl Rollout {
                 inner.touched = touched;
                 inner.paused_until = Some(ms_since_1970(limit));
             }
-            if repeats {
+            if refused.is_some() {
                 inner.machine.would_repeat();
+            }
+            if refused == Some("load") {
                 // One version may be wrong. Where a second one is refused too, the loader may be: the start-up weights show which.
                 let refused = (inner.engine.start().cloned(), held.clone());
                 inner.suspect |= left == Left::Mixture

@@ -85,6 +85,8 @@ async fn a_released_rollout_is_ready_and_forgets_its_group() {
     let _: MemberState = bed.post(&rollout, "/v1/release", &release).await.unwrap();
     let state = rollout.until("released", |state| state.epoch.is_none()).await;
     assert!(state.reason.is_some_and(|reason| reason.contains("deleted")));
+    // It started anew: it is asked once more before its pod serves.
+    rollout.until("asked again", |state| state.engine_restarts == 1).await;
     assert_eq!(rollout.rollout().ready(), Ok(()));
 }
 

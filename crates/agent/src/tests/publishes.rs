@@ -305,7 +305,7 @@ async fn f48_a_version_that_lacks_a_tensor_of_the_engine_is_refused_before_a_byt
     rollouts[0].engine.set(|inside| inside.needs = Some("layer.1.w".into()));
     bed.form(&all(&source, &rollouts), Some(&source)).await;
     let error = publish(&source, 1, TestSource::of(1)).outcome().await.unwrap_err();
-    assert_eq!((error.code, error.phase), (PublishErrorCode::NotEnoughReplicas, Some(UpdatePhase::Begin)));
+    assert_eq!((error.code, error.retryable, error.phase), (PublishErrorCode::Invalid, false, Some(UpdatePhase::Begin)));
     assert!(error.message.contains("layer.1.w") && error.message.contains("actors/r-0"), "{}", error.message);
     assert_eq!(rollouts[0].engine.get(|inside| inside.installs), 0);
 }

@@ -101,7 +101,7 @@ pub(super) fn messages() -> Vec<Message> {
         FinishRequest: json!({"update": update, "tensorDigests": ["00"], "manifestDigest": "ab"});
         ActivateRequest: json!({"update": update});
         AbortRequest: json!({"update": update, "reason": "r"});
-        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "refused": true, "stepsMs": [["a", 1]]});
+        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "refused": true, "repeats": true, "stepsMs": [["a", 1]]});
         ExternalBegin: json!({"update": update, "held": held, "timeoutMs": 5});
         ExternalEnd: json!({"update": update, "outcome": {"kind": "delivered", "engineVersion": "v"}}),
             json!({"update": update, "outcome": {"kind": "untouched", "reason": "r"}});
