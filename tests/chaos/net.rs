@@ -4,7 +4,7 @@
 //! for the test whatever a link does. All of it goes with this process's own network namespace.
 
 use std::io::Write;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
@@ -174,6 +174,12 @@ impl Link {
         let words = "rate 64kbit burst 1600 latency 2000ms";
         let add = ["tc", "qdisc", "replace", "dev", &self.interface, "root", "tbf"];
         must(&[&add[..], &words.split(' ').collect::<Vec<_>>()].concat());
+        // A short message fits into the first burst: this fills the queue for half a second, and nobody reads it.
+        let filler = UdpSocket::bind((HERE, 0)).unwrap();
+        for _ in 0..4 {
+            // One that finds no room is not needed.
+            let _ = filler.send_to(&[0; 1_400], (self.address, 9));
+        }
     }
 
     /// Resets every connection of the pod but those to engines and status pages, when it is fired.
