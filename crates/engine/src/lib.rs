@@ -85,6 +85,25 @@ pub enum EngineError {
     Cancelled,
 }
 
+impl EngineError {
+    /// Whether the engine answered that it does not do it, and not for want of memory.
+    pub fn is_refusal(&self) -> bool {
+        let said_no = |body: &str| !body.to_ascii_lowercase().replace(' ', "").contains("outofmemory");
+        match self {
+            Self::Status { status, body, .. } => matches!(status, 400 | 409 | 422 | 500) && said_no(body),
+            Self::NotSuccess { body: what, .. } | Self::BadReply { what, .. } => said_no(what),
+            Self::Unreachable { .. }
+            | Self::Timeout { .. }
+            | Self::Unsupported { .. }
+            | Self::Restarted
+            | Self::Asleep { .. }
+            | Self::HalfAnUpdate { .. }
+            | Self::CanaryRefused { .. }
+            | Self::Cancelled => false,
+        }
+    }
+}
+
 /// Identifies one start of an engine's process, from one sleep to the next: differs after a restart, however fast it was.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct EngineStart(pub String);
@@ -177,19 +196,9 @@ impl InstallError {
 
     /// Whether the same weights would fail here again: the engine read them and said no, and not for want of memory.
     pub fn repeats(&self) -> bool {
-        let said_no = |body: &str| !body.to_ascii_lowercase().replace(' ', "").contains("outofmemory");
         match &self.source {
             EngineError::CanaryRefused { .. } | EngineError::Unsupported { .. } => true,
-            EngineError::Status { status, body, .. } => matches!(status, 400 | 409 | 422 | 500) && self.step != "pause" && said_no(body),
-            EngineError::NotSuccess { body: what, .. } | EngineError::BadReply { what, .. } => {
-                matches!(self.step, "load" | "probe" | "canary") && said_no(what)
-            }
-            EngineError::Unreachable { .. }
-            | EngineError::Timeout { .. }
-            | EngineError::Restarted
-            | EngineError::Asleep { .. }
-            | EngineError::HalfAnUpdate { .. }
-            | EngineError::Cancelled => false,
+            source => matches!(self.step, "load" | "probe" | "canary") && source.is_refusal(),
         }
     }
 }

@@ -56,7 +56,7 @@ async fn f47_an_error_inside_an_answer_200_leaves_the_version_as_it_was() {
     let error = world.publish(&second, 2, &["--timeout", "4"]).await.failed();
     let message = error["message"].as_str().unwrap();
     assert!(message.contains("rollouts/actor-0") && message.contains("rollouts/actor-1"), "{message}");
-    assert_eq!(error["retryable"], true);
+    assert_eq!(error["retryable"], false);
     assert_eq!(world.roster("trainer").await["version"], 1);
     for (number, _) in LOADS {
         assert!(!world.serves(number, &two).await);

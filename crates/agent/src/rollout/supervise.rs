@@ -73,6 +73,13 @@ impl Probed {
         (self.wedged && self.unhealthy() || self.broken.is_some()) && !self.ended
     }
 
+    /// It loaded its start-up weights after all.
+    pub(super) fn mended(&mut self) {
+        if self.broken.take().is_some() {
+            self.reason = None;
+        }
+    }
+
     /// This start takes no weights any more.
     pub(super) fn breaks(&mut self, why: String) {
         self.reason = Some(why.clone());
@@ -308,7 +315,7 @@ impl Rollout {
                 && !inner.machine.must_not_serve()
                 && inner.machine.live().is_none();
             let due = inner.suspect || inner.dirty_since.is_some_and(|since| since.elapsed() >= limit);
-            let overdue = due && inner.engine.broken.is_none() && inner.machine.live().is_none();
+            let overdue = due && inner.machine.live().is_none();
             (lacks, overdue)
         });
         if lacks && self.core.released().is_none() {

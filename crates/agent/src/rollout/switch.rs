@@ -221,6 +221,7 @@ impl Rollout {
                 self.with(|inner| {
                     inner.machine.put_back();
                     (inner.load_refused, inner.suspect) = (None, false);
+                    inner.engine.mended();
                     inner.touched = None;
                     inner.paused_until = None;
                 });
@@ -228,8 +229,8 @@ impl Rollout {
             Ok(Err(error)) => {
                 tracing::error!(%error, "the start-up weights cannot be put back");
                 self.with(|inner| {
-                    inner.suspect = false;
-                    if matches!(error, EngineError::Status { .. } | EngineError::NotSuccess { .. }) {
+                    // Seen with vLLM alone, whose loader keeps a tensor that does not fit and answers 500 from then on.
+                    if std::mem::take(&mut inner.suspect) && error.is_refusal() && matches!(error, EngineError::Status { .. }) {
                         let why =
                             format!("the engine takes no weights any more, not even those that it started with: restart it ({error})");
                         inner.engine.breaks(why);
