@@ -43,6 +43,7 @@ impl Agent {
             url: format!("http://{}:8000", place.ip),
             delivery: "reload_weights from a directory".into(),
             answer_version: "none".into(),
+            unchecked: None,
             groups: None,
         };
         let state = MemberState {

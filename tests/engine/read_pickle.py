@@ -1,6 +1,7 @@
 """Reads pickles (one a line, in hex) that our own tests wrote, and prints what is in each as a line of JSON.
 
-With torch it is torch that is found in them; without, stand-ins that remember their names. `--torch` demands torch. For tests only: a pickle of
+With torch it is torch that is found in them; without, stand-ins that remember their names. `--torch` demands torch.
+For tests only: a pickle of
 somebody else is never read.
 """
 
