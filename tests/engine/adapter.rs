@@ -12,9 +12,9 @@ use super::models::Models;
 use super::real::{Server, adapter, venv};
 
 /// Long enough for any call that works, on a busy machine too.
-const SOON: Duration = Duration::from_secs(60);
+pub const SOON: Duration = Duration::from_secs(60);
 
-fn job(models: &Models, name: &str, version: u64) -> InstallJob {
+pub fn job(models: &Models, name: &str, version: u64) -> InstallJob {
     InstallJob {
         version: HeldVersion { version, manifest: blake3::hash(name.as_bytes()).to_hex().to_string() },
         directory: models.path(name),

@@ -1,30 +1,11 @@
 //! Versions that no engine can serve: what the server says of each, and that it takes the next right one. The agent compares tensors before it
 //! touches an engine; here nothing is compared, as where the engine's checkpoint cannot be read and no version came before.
 
-use std::time::Duration;
-
-use tokio_util::sync::CancellationToken;
-use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
-use weightsync_engine::InstallJob;
-
+use super::adapter::{SOON, job};
 use super::models::Models;
 use super::real::{Server, adapter, venv};
 
-const SOON: Duration = Duration::from_secs(60);
 const PROMPT: &str = "The trainer sends its weights to every rollout.";
-
-fn job(models: &Models, name: &str, version: u64) -> InstallJob {
-    InstallJob {
-        version: HeldVersion { version, manifest: blake3::hash(name.as_bytes()).to_hex().to_string() },
-        directory: models.path(name),
-        local_directory: models.path(name),
-        pause: PausePolicy::Keep,
-        kv_cache: KvCachePolicy::Reset,
-        canary: None,
-        timeout: 2 * SOON,
-        cancel: CancellationToken::new(),
-    }
-}
 
 async fn play(mut server: Server, models: &Models) {
     let client = server.ready().await;

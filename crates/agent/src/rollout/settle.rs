@@ -23,14 +23,6 @@ pub const RESTORE: Duration = Duration::from_secs(60);
 const AGAIN: Duration = Duration::from_secs(1);
 
 impl Rollout {
-    /// Asks the engine what it holds, where that is not known. The caller has the lock of switches.
-    pub(super) async fn prove_unknown(&self, policy: &UpdatePolicy) {
-        if self.with(|inner| inner.machine.unproven().is_some()) {
-            // What did not work was logged, and is tried at the next look.
-            let _unknown = self.ask_what_it_holds(policy, true).await;
-        }
-    }
-
     /// Undoes a pause of ours, unless the engine may hold half an update. The adapter asks the engine itself.
     pub(super) async fn resume_if_safe(&self, policy: &UpdatePolicy) -> Result<(), EngineError> {
         if self.with(|inner| inner.machine.dirty().is_some()) {
@@ -40,7 +32,8 @@ impl Rollout {
         self.ask_what_it_holds(policy, unproven).await
     }
 
-    async fn ask_what_it_holds(&self, policy: &UpdatePolicy, unproven: bool) -> Result<(), EngineError> {
+    /// Asks the engine what it holds, and takes in the answer.
+    pub(super) async fn ask_what_it_holds(&self, policy: &UpdatePolicy, unproven: bool) -> Result<(), EngineError> {
         let how = Settling { pause: policy.pause, canary: policy.canary.clone(), unproven };
         match self.engine.settle(&how, ASK).await {
             Ok(settled) => {

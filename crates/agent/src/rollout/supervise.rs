@@ -303,10 +303,10 @@ impl Rollout {
     /// Brings a kept version into an engine that lacks it, and ends a pause that took too long.
     async fn heal(self: &Arc<Self>, policy: &UpdatePolicy) {
         let limit = Duration::from_millis(policy.update_timeout_ms);
-        if let Ok(_switching) = self.switching.try_lock()
-            && self.with(|inner| inner.engine.healthy && inner.machine.live().is_none())
-        {
-            self.prove_unknown(policy).await;
+        let asks = self.with(|inner| inner.machine.unproven().is_some() && inner.engine.healthy && inner.machine.live().is_none());
+        if asks && let Ok(_switching) = self.switching.try_lock() {
+            // What did not work was logged, and is tried at the next look.
+            let _unknown = self.ask_what_it_holds(policy, true).await;
         }
         let (lacks, overdue) = self.with(|inner| {
             let lacks = inner.engine.healthy

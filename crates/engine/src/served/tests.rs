@@ -16,7 +16,7 @@ fn hub_name_leads_to_the_snapshot_of_its_main_branch() {
 }
 
 #[test]
-fn relative_path_is_found_in_the_working_directory_of_its_process() {
+fn relative_path_is_found_where_its_process_works() {
     let here = tempfile::tempdir().unwrap();
     let name = format!("m{}", std::process::id());
     std::fs::create_dir(here.path().join(&name)).unwrap();

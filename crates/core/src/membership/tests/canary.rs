@@ -234,19 +234,8 @@ fn a_target_that_names_a_refused_version_is_not_followed_and_says_why() {
 
 #[test]
 fn an_engine_that_cannot_be_asked_is_left_out_with_a_reason_of_its_own() {
-    let mut desk = Desk::restored(rules(1), 2, Restored::default());
-    let mut decisions = desk.plan(&[0, 1, 2], Vec::new());
-    for n in 0..=2 {
-        decisions.extend(desk.announce(n));
-    }
-    let persisted = desk.see(Observation::EpochPersisted { epoch: 1 });
-    let id = persisted.iter().find_map(|decision| match decision {
-        Decision::Prepare { request, .. } => Some(request.id.clone()),
-        _ => None,
-    });
     let refusal = Refusal { code: RefusalCode::CanaryUnavailable, message: "it gives no log-probs".to_owned() };
-    desk.see(Observation::PrepareFailed { id: id.unwrap(), member: name(2), refusal });
-    desk.wait(1_000, &[0, 1, 2]);
+    let desk = Desk::refused_by_second(rules(1), refusal);
     let (member, message) = desk.event(Reason::CanaryUnavailable).unwrap();
     assert_eq!(member, Some(name(2)));
     assert!(message.contains("no log-probs"), "{message}");

@@ -69,6 +69,23 @@ impl Desk {
         Self::restored(config(), rollouts, Restored::default())
     }
 
+    /// A source and two rollouts, of which the second refused the first prepare so.
+    pub fn refused_by_second(config: MembershipConfig, refusal: Refusal) -> Self {
+        let mut desk = Self::restored(config, 2, Restored::default());
+        desk.plan(&[0, 1, 2], Vec::new());
+        for n in 0..=2 {
+            desk.announce(n);
+        }
+        let persisted = desk.see(Observation::EpochPersisted { epoch: 1 });
+        let id = persisted.iter().find_map(|decision| match decision {
+            Decision::Prepare { request, .. } => Some(request.id.clone()),
+            _ => None,
+        });
+        desk.see(Observation::PrepareFailed { id: id.unwrap(), member: name(2), refusal });
+        desk.wait(1_000, &[0, 1, 2]);
+        desk
+    }
+
     pub fn restored(config: MembershipConfig, rollouts: u32, restored: Restored) -> Self {
         let membership = Membership::new(config, restored);
         let states = (0..=rollouts).map(|n| state(n, 1)).collect();

@@ -1,7 +1,6 @@
 //! What a trainer hears of a group that cannot take its version.
 
 use super::desk::*;
-use crate::membership::{Decision, Observation, Restored};
 use crate::plan::{LeftOut, LeftOutCode};
 use crate::protocol::*;
 
@@ -13,20 +12,8 @@ fn hindrance(desk: &Desk) -> Hindrance {
 fn refused(min_ready: u32, code: RefusalCode) -> Desk {
     let mut config = config();
     config.policy.min_ready = min_ready;
-    let mut desk = Desk::restored(config, 2, Restored::default());
-    let mut decisions = desk.plan(&[0, 1, 2], Vec::new());
-    for n in 0..=2 {
-        decisions.extend(desk.announce(n));
-    }
-    let persisted = desk.see(Observation::EpochPersisted { epoch: 1 });
-    let id = persisted.iter().find_map(|decision| match decision {
-        Decision::Prepare { request, .. } => Some(request.id.clone()),
-        _ => None,
-    });
-    let refusal = Refusal { code, message: "SGLang 0.5.23 has no pause that lets running requests end".to_owned() };
-    desk.see(Observation::PrepareFailed { id: id.unwrap(), member: name(2), refusal });
-    desk.wait(1_000, &[0, 1, 2]);
-    desk
+    let message = "SGLang 0.5.23 has no pause that lets running requests end".to_owned();
+    Desk::refused_by_second(config, Refusal { code, message })
 }
 
 #[test]
@@ -37,7 +24,7 @@ fn hindrance_names_what_the_engine_lacks_and_is_permanent() {
 }
 
 #[test]
-fn hindrance_that_time_or_another_rollout_can_end_is_not_permanent() {
+fn hindrance_that_time_or_others_can_end_is_not_permanent() {
     assert!(!hindrance(&refused(2, RefusalCode::EngineRefused)).permanent);
     // One of the two is enough, and it is only not in a group yet.
     assert!(!hindrance(&refused(1, RefusalCode::Unsupported)).permanent);
