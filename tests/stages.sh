@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # stages.sh TARGET...: run `make TARGET` for each, stop at the first that fails, and say at the end how long each took.
+# A stage that does not end in time fails.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# The longest stage takes about 15 minutes on two cores.
+LIMIT=${STAGE_LIMIT:-40m}
 
 times=()
 report() {
@@ -13,9 +17,12 @@ trap report EXIT
 for stage in "$@"; do
   printf '\n=== %s\n' "$stage"
   started=$SECONDS
-  if make --no-print-directory "$stage"; then
+  # In the foreground, so that Ctrl-C reaches it.
+  if timeout --foreground --kill-after=1m "$LIMIT" make --no-print-directory "$stage"; then
     times+=("$(printf '%8d  %s' $((SECONDS - started)) "$stage")")
   else
+    status=$?
+    ((status != 124)) || echo "the stage $stage did not end within $LIMIT" >&2
     times+=("$(printf '%8d  %s FAILED' $((SECONDS - started)) "$stage")")
     exit 1
   fi

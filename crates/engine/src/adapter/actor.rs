@@ -7,6 +7,7 @@ use async_trait::async_trait;
 use tokio::sync::{mpsc, oneshot};
 
 use super::session::{LeftNow, Session};
+use crate::http::Until;
 use crate::server::Server;
 use crate::{EngineError, InstallError, InstallReport, Left};
 use weightsync_core::protocol::HeldVersion;
@@ -47,6 +48,9 @@ enum Command<B, R> {
 pub(super) struct Handle<B, R> {
     commands: mpsc::Sender<Command<B, R>>,
     left: LeftNow,
+    url: String,
+    /// The end of the install's time.
+    until: Until,
 }
 
 impl<B: Send, R: Send> Handle<B, R> {
@@ -68,25 +72,34 @@ impl<B: Send, R: Send> Handle<B, R> {
 
     pub(super) async fn abandon(&self, reason: &str) -> Left {
         let (answer, answered) = oneshot::channel();
-        let _over = self.commands.send(Command::Abandon(reason.to_owned(), answer)).await;
+        self.tell(Command::Abandon(reason.to_owned(), answer)).await;
         answered.await.unwrap_or_else(|_| *self.left.lock())
+    }
+
+    /// Sends a command. A command that the ended task does not take is dropped here, and its answer with it: who waits for that learns of the end.
+    async fn tell(&self, command: Command<B, R>) {
+        drop(self.commands.send(command).await);
     }
 
     async fn ask<T>(&self, command: impl FnOnce(Answer<T>) -> Command<B, R>) -> Result<T, InstallError> {
         let (answer, answered) = oneshot::channel();
-        let _over = self.commands.send(command(answer)).await;
+        self.tell(command(answer)).await;
         // The task may have ended before this was asked.
-        let over = || InstallError { step: "load", left: *self.left.lock(), source: EngineError::Cancelled };
-        answered.await.unwrap_or_else(|_| Err(over()))
+        let source = || if self.until.left().is_zero() { self.late() } else { EngineError::Cancelled };
+        answered.await.unwrap_or_else(|_| Err(InstallError { step: "load", left: *self.left.lock(), source: source() }))
+    }
+
+    fn late(&self) -> EngineError {
+        EngineError::Timeout { url: self.url.clone(), deadline: self.until.total() }
     }
 }
 
 /// Starts the task.
 pub(super) fn start<S: Server, W: Way<S>>(session: Session<S>, way: W) -> Handle<W::Bucket, W::Receipt> {
     let (commands, inbox) = mpsc::channel(1);
-    let left = session.left_now();
+    let (left, url, until) = (session.left_now(), session.inner.server.url().to_owned(), session.until);
     tokio::spawn(run(session, way, inbox));
-    Handle { commands, left }
+    Handle { commands, left, url, until }
 }
 
 async fn run<S: Server, W: Way<S>>(mut session: Session<S>, mut way: W, mut inbox: mpsc::Receiver<Command<W::Bucket, W::Receipt>>) {

@@ -81,6 +81,25 @@ async fn nothing_is_changed_before_the_first_bucket() {
     }
 }
 
+/// The task of an install ends by itself; whoever asks it afterwards is answered all the same.
+#[tokio::test]
+async fn install_asked_after_its_end_is_answered() {
+    for way in WAYS {
+        let on = bench(way).await;
+        let job = on.job(2);
+        let mut install = on.engine.begin_device(&job).await.unwrap();
+        job.cancel.cancel();
+        // Takes the turn to change the engine, which the ended task gave back.
+        on.engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap();
+        let asked = tokio::time::timeout(SOON, install.open()).await.expect("an answer");
+        let error = asked.unwrap_err();
+        assert!(matches!(error.source, EngineError::Cancelled), "{way:?}: {error}");
+        assert_eq!(error.left, Left::AsBefore, "{way:?}");
+        let left = tokio::time::timeout(SOON, install.abandon("nobody waits")).await.expect("an answer");
+        assert_eq!(left, Left::AsBefore, "{way:?}");
+    }
+}
+
 #[tokio::test]
 async fn a_stream_that_breaks_in_the_middle_leaves_the_engine_held_and_marked_until_it_is_fed() {
     for way in WAYS {

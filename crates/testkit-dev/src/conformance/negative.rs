@@ -20,6 +20,8 @@ const AT_ONCE: usize = 8;
 const GROUPS_AT_ONCE: usize = 5;
 /// A server that computes no token for so long is stuck.
 const STUCK: Duration = Duration::from_secs(5);
+/// Longest time of one case, in waits for an answer: each of its steps waits for a few.
+const CASE_WAITS: u32 = 10;
 const EXPECTED: &str = "no lie, and the version goes in afterwards";
 
 /// What a server serves with each version.
@@ -112,6 +114,12 @@ async fn attempt(bed: &Bed, engine: &dyn weightsync_engine::Engine, within: Dura
 
 async fn case(bed: &Bed, part: &str, number: usize, call: &str, spoil: Spoil, references: &References) -> Result<Row, ConformanceError> {
     let step = format!("{} call {} ({call})", spoil.name(), number + 1);
+    let limit = bed.patience * CASE_WAITS;
+    let played = tokio::time::timeout(limit, play(bed, part, number, step.clone(), spoil, references)).await;
+    played.unwrap_or_else(|_| Ok(Row::new(part, step, EXPECTED, Err(format!("the case did not end within {limit:?}")))))
+}
+
+async fn play(bed: &Bed, part: &str, number: usize, step: String, spoil: Spoil, references: &References) -> Result<Row, ConformanceError> {
     let direct = bed.adapter(&bed.url)?;
     if !bed.is_simulated()
         && let Err(error) = bed.install(direct.as_ref(), 1, bed.patience).await
