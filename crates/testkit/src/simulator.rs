@@ -130,6 +130,7 @@ pub enum SimulatorError {
 /// A running simulator; dropping it ends it at once, as a crash would.
 pub struct Simulator {
     address: SocketAddr,
+    core: Arc<Core>,
     stop: CancellationToken,
     served: Option<JoinHandle<()>>,
 }
@@ -175,8 +176,9 @@ impl Simulator {
         let served = opened.map_err(|error| error.to_string()).and_then(|opened| opened);
         let (served, draft) = served.map_err(|cause| SimulatorError::Model { cause })?;
         let stop = CancellationToken::new();
+        let core = Arc::new(Core::new(kind, served, draft, options.faults));
         let front = Arc::new(Front {
-            core: Arc::new(Core::new(kind, served, draft, options.faults)),
+            core: core.clone(),
             model: options.served_model_name,
             model_directory: options.model.to_string_lossy().into_owned(),
             max_model_len: options.max_model_len,
@@ -201,7 +203,7 @@ impl Simulator {
             Kind::Lmdeploy => lmdeploy::routes(gpus, TorchGroups::new(ranks)),
         };
         let served = tokio::spawn(front::serve(listener, front::around(routes, &front), stop.clone()));
-        Ok(Self { address, stop, served: Some(served) })
+        Ok(Self { address, core, stop, served: Some(served) })
     }
 
     pub fn address(&self) -> SocketAddr {
@@ -211,6 +213,16 @@ impl Simulator {
     /// `http://HOST:PORT`.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
+    }
+
+    /// Ends it at once, as a crash would.
+    pub fn kill(&self) {
+        self.stop.cancel();
+    }
+
+    /// Whether it was ended, or ends by itself because its core broke. It may take connections for a moment more.
+    pub fn is_over(&self) -> bool {
+        self.stop.is_cancelled() || self.core.state().dead
     }
 
     /// Ends it at once, connections included, and waits until its port is free.

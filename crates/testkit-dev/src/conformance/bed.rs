@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio_util::sync::CancellationToken;
 
 use super::client::Client;
@@ -33,11 +33,24 @@ const SMALL_BUCKET: u64 = 256;
 const GROUP_BUCKET: u64 = 512;
 const LIVE_BUCKET: u64 = 64 << 20;
 const KEY: &str = "conformance-key";
+/// Connections that wait to be accepted.
+const BACKLOG: u32 = 64;
+
+/// A socket at an address that it shares with others that ask to share it: two of one test bed.
+fn bind(address: SocketAddr) -> std::io::Result<TcpSocket> {
+    let socket = TcpSocket::new_v4()?;
+    socket.set_reuseaddr(true)?;
+    socket.set_reuseport(true)?;
+    socket.bind(address)?;
+    Ok(socket)
+}
 
 /// What is simulated, and where it runs now.
 struct Simulated {
     options: SimulatorOptions,
     address: SocketAddr,
+    /// Keeps the port between two starts: no other server of this machine is taken for this one.
+    _port: TcpSocket,
     running: Arc<Mutex<Option<Simulator>>>,
     /// Time of its start, as its process shows it.
     started: AtomicU64,
@@ -123,8 +136,8 @@ impl Bed {
             "ipc".clone_into(&mut options.fastdeploy.load_strategy);
             options.fastdeploy.async_ipc = Some(format!("ipc://{}", at("fd").display()));
         }
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
-        let simulator = Simulator::start(options.clone(), listener).await?;
+        let port = bind(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0))?;
+        let simulator = Simulator::start(options.clone(), bind(port.local_addr()?)?.listen(BACKLOG)?).await?;
         let (address, url) = (simulator.address(), simulator.url());
         let bed = Self {
             engine: of.engine.clone(),
@@ -143,6 +156,7 @@ impl Bed {
             simulated: Some(Simulated {
                 options,
                 address,
+                _port: port,
                 running: Arc::new(Mutex::new(Some(simulator))),
                 started: AtomicU64::new(1000),
                 memory: Memory::new(at("memory"), vec![gpu]),
@@ -223,9 +237,7 @@ impl Bed {
     pub(super) fn killer(&self) -> Box<dyn Fn() + Send + Sync> {
         let running = self.simulated.as_ref().map(|simulated| simulated.running.clone());
         Box::new(move || {
-            if let Some(running) = &running {
-                drop(running.lock().take());
-            }
+            running.iter().for_each(|running| running.lock().iter().for_each(Simulator::kill));
         })
     }
 
@@ -237,11 +249,7 @@ impl Bed {
 
     /// Ends a simulated server whatever it is at, and starts another in its place; says whether it could.
     pub(super) async fn restart(&self) -> Result<bool, ConformanceError> {
-        let Some(simulated) = &self.simulated else { return Ok(false) };
-        let left = simulated.running.lock().take();
-        if let Some(left) = left {
-            left.stop().await;
-        }
+        self.simulated.iter().for_each(|simulated| simulated.running.lock().iter().for_each(Simulator::kill));
         self.revive().await
     }
 
@@ -253,23 +261,10 @@ impl Bed {
     /// Starts a server that was killed or ended by itself; says whether it was gone.
     pub(super) async fn revive(&self) -> Result<bool, ConformanceError> {
         let Some(simulated) = &self.simulated else { return Ok(false) };
-        if self.client.call("GET /simulator/digest", None, false).await.is_ok() {
-            return Ok(false);
-        }
-        let left = simulated.running.lock().take();
-        if let Some(left) = left {
-            left.stop().await;
-        }
-        let bind = async {
-            loop {
-                match TcpListener::bind(simulated.address).await {
-                    Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => tokio::time::sleep(Duration::from_millis(5)).await,
-                    bound => return bound,
-                }
-            }
-        };
-        let bound = tokio::time::timeout(self.patience, bind).await;
-        let listener = bound.map_err(|_| std::io::Error::from(std::io::ErrorKind::AddrInUse))??;
+        let over = simulated.running.lock().take_if(|running| running.is_over());
+        let Some(over) = over else { return Ok(false) };
+        over.stop().await;
+        let listener = bind(simulated.address)?.listen(BACKLOG)?;
         let started = Simulator::start(simulated.options.clone(), listener).await?;
         *simulated.running.lock() = Some(started);
         simulated.started.fetch_add(1, Ordering::AcqRel);
