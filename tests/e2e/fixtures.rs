@@ -116,6 +116,17 @@ pub fn without_sidecar(mut pod: Value, user: i64) -> Value {
     pod
 }
 
+/// A rollout that lies (`crates/testkit/examples/liar.rs`), with the settings and the token that a sidecar would have.
+pub fn liar(name: &str, sidecar: &Value) -> Value {
+    let container = json!({"name": "liar", "image": ENGINE_IMAGE, "command": ["/host/share/e2e/liar"], "env": sidecar["env"]});
+    let mut pod = without_sidecar(pod(name, Some("rollout"), container), 0);
+    let token = json!({"serviceAccountToken": {"audience": "weightsync.dev", "path": "token", "expirationSeconds": 3600}});
+    pod["spec"]["volumes"].as_array_mut().unwrap().push(json!({"name": "token", "projected": {"sources": [token]}}));
+    let mounts = pod["spec"]["containers"][0]["volumeMounts"].as_array_mut().unwrap();
+    mounts.push(json!({"name": "token", "mountPath": "/var/run/weightsync", "readOnly": true}));
+    pod
+}
+
 /// The same pod, asking that its container's command be started by the agent.
 pub fn wrapped(mut pod: Value) -> Value {
     pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "wrap"});

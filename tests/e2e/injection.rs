@@ -20,7 +20,7 @@ async fn ask(cluster: &Cluster, pod: &Value) -> Result<Pod, kube::Error> {
 }
 
 /// What the API server would make of a pod.
-async fn would_be(cluster: &Cluster, pod: &Value) -> Value {
+pub async fn would_be(cluster: &Cluster, pod: &Value) -> Value {
     let made = ask(cluster, pod).await.expect("the pod is accepted");
     serde_json::to_value(made.spec).unwrap()
 }

@@ -16,6 +16,7 @@ mod going_back;
 mod http;
 mod injection;
 mod invalid;
+mod liar;
 mod node;
 mod operate;
 mod operator;

@@ -18,6 +18,8 @@ venv=$("$here/vllm-venv.sh" --print)
 mkdir -p "$WEIGHTSYNC_SHARE/models" "$WEIGHTSYNC_SHARE/e2e"
 "$venv/bin/python" "$root/tests/engine/make_checkpoint.py" "$WEIGHTSYNC_SHARE/models/base" --seed 1
 cp "$root"/tests/e2e/*.py "$WEIGHTSYNC_SHARE/e2e/"
+# Makes a new file: the old one may still run.
+install "$(dirname "$binary")/examples/liar" "$WEIGHTSYNC_SHARE/e2e/"
 rm -rf "$WEIGHTSYNC_SHARE/python"
 mkdir "$WEIGHTSYNC_SHARE/python"
 cp -r "$root/python/weightsync" "$WEIGHTSYNC_SHARE/python/"

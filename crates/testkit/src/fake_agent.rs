@@ -1,6 +1,7 @@
 //! An agent that answers as the protocol says and moves no bytes. It enrols, announces itself while nobody listens, and can be killed or
 //! struck dumb.
 
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -33,7 +34,8 @@ struct Shared {
     /// What it says of the update that it leads.
     update: watch::Sender<Option<UpdateView>>,
     fenced: watch::Sender<Option<EpochId>>,
-    secret: watch::Sender<Option<String>>,
+    /// The last commit: its secret and the addresses of all members.
+    commit: watch::Sender<Option<CommitRequest>>,
     controller: watch::Sender<String>,
     /// Listeners of the event stream.
     listeners: watch::Sender<usize>,
@@ -42,6 +44,8 @@ struct Shared {
     /// Set: prepares are never answered; all else is.
     hangs: watch::Sender<bool>,
     prepared: Arc<AtomicUsize>,
+    /// Where it says that it takes bytes.
+    data_address: watch::Sender<String>,
     /// How often it was told to announce itself.
     called: watch::Sender<usize>,
     /// Event streams that were opened.
@@ -97,8 +101,13 @@ pub async fn enroll(identity: &Identity, controller: &str, pod: &Pod, instance: 
 }
 
 impl FakeAgent {
-    /// Starts one life of the agent of `pod`.
+    /// Starts one life of the agent of `pod` on this machine.
     pub async fn start(ca_pem: &str, controller: &str, pod: &Pod, instance: &str) -> Self {
+        Self::start_at(Ipv4Addr::LOCALHOST.into(), ca_pem, controller, pod, instance).await
+    }
+
+    /// The same, at an address of its own.
+    pub async fn start_at(ip: IpAddr, ca_pem: &str, controller: &str, pod: &Pod, instance: &str) -> Self {
         let identity = Identity::new(ca_pem).unwrap();
         // The object may not be known yet; agents ask again.
         let enrolled = async {
@@ -107,7 +116,7 @@ impl FakeAgent {
             }
         };
         tokio::time::timeout(SOON * 2, enrolled).await.expect("enrolment");
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let listener = TcpListener::bind((ip, 0)).await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let incarnation = Incarnation { pod_uid: pod.uid.clone(), instance: instance.into() };
         let state = MemberState {
@@ -135,12 +144,13 @@ impl FakeAgent {
             state: watch::Sender::new(state),
             update: watch::Sender::new(None),
             fenced: watch::Sender::new(None),
-            secret: watch::Sender::new(None),
+            commit: watch::Sender::new(None),
             controller: watch::Sender::new(controller.to_owned()),
             listeners: watch::Sender::new(0),
             dumb: watch::Sender::new(false),
             hangs: watch::Sender::new(false),
             prepared: Arc::default(),
+            data_address: watch::Sender::new(SocketAddr::new(ip, 9).to_string()),
             called: watch::Sender::new(0),
             opened: watch::Sender::new(0),
             beats: watch::Sender::new(0),
@@ -192,11 +202,25 @@ impl FakeAgent {
     }
 
     pub fn secret(&self) -> Option<String> {
-        self.shared.secret.borrow().clone()
+        self.commit().map(|commit| commit.secret)
+    }
+
+    /// The last commit that it took.
+    pub fn commit(&self) -> Option<CommitRequest> {
+        self.shared.commit.borrow().clone()
+    }
+
+    pub fn identity(&self) -> &Identity {
+        &self.identity
     }
 
     pub fn prepares(&self) -> usize {
         self.shared.prepared.load(Ordering::SeqCst)
+    }
+
+    /// Says from now on that it takes bytes there.
+    pub fn take_bytes_at(&self, address: &str) {
+        self.shared.data_address.send_replace(address.to_owned());
     }
 
     pub fn calls(&self) -> watch::Receiver<usize> {
@@ -318,7 +342,7 @@ async fn prepare(State(shared): State<Shared>, Valid(request): Valid<PrepareRequ
         state.roster_digest = Some(request.roster.digest());
     });
     let state = shared.state.borrow().clone();
-    Ok(Json(PrepareResponse { incarnation, data_address: "127.0.0.1:9".into(), gpus: GpuReport::default(), state }))
+    Ok(Json(PrepareResponse { incarnation, data_address: shared.data_address.borrow().clone(), gpus: GpuReport::default(), state }))
 }
 
 async fn commit(State(shared): State<Shared>, Valid(request): Valid<CommitRequest>) -> Result<(), Failed<Refusal>> {
@@ -327,7 +351,7 @@ async fn commit(State(shared): State<Shared>, Valid(request): Valid<CommitReques
     if shared.state.borrow().epoch.as_ref() != Some(&request.id) {
         return Err(Refusal { code: RefusalCode::WrongPhase, message: "another epoch was prepared".into() }.into());
     }
-    shared.secret.send_replace(Some(request.secret));
+    shared.commit.send_replace(Some(request));
     shared.state.send_modify(|state| state.phase = MemberPhase::Ready);
     Ok(())
 }

@@ -2,8 +2,10 @@
 //!
 //! Whatever is about another epoch than the one in work, or comes from another life than the one that was asked, changes nothing.
 
+use std::net::SocketAddr;
+
 use crate::protocol::{
-    EpochId, Incarnation, MemberName, MemberPhase, MemberState, PrepareResponse, Reason, Refusal, RefusalCode, Role, UpdateView,
+    EpochId, Incarnation, MemberName, MemberPhase, MemberState, PodRef, PrepareResponse, Reason, Refusal, RefusalCode, Role, UpdateView,
 };
 
 use super::backoff::Weight;
@@ -137,6 +139,13 @@ impl Membership {
         if !matches!(round.phase, Phase::Preparing) || round.life(member) != Some(&response.incarnation) {
             return;
         }
+        // The others refuse a commit that names such an address: one member would keep all of them from forming.
+        let head = round.roster.member(member).and_then(|member| member.pods.first());
+        if own_address(head, &response.data_address) == Some(false) {
+            let message = format!("its data address {} is not an address of its pod", response.data_address);
+            self.note_failed(id, member.clone(), Refusal { code: RefusalCode::Invalid, message }, true);
+            return;
+        }
         // The state in the answer is not taken: the event stream keeps the order of states, and an answer that was overtaken by it would
         // show an engine as holding what it has lost since.
         let groups = response.state.engine.and_then(|engine| engine.groups);
@@ -244,4 +253,10 @@ impl Membership {
             _ => {}
         }
     }
+}
+
+/// Whether an address (`IP:PORT`) is one of the pod's own; none when the pod's addresses are not known.
+fn own_address(pod: Option<&PodRef>, address: &str) -> Option<bool> {
+    let ip = address.parse::<SocketAddr>().map(|address| address.ip());
+    ip.map_or(Some(false), |ip| pod?.has(ip))
 }

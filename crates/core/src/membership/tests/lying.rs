@@ -230,3 +230,26 @@ fn statement_of_an_unwritten_epoch_proves_nothing() {
     desk.tell(2, |state| state.installed = Some(other(99)));
     assert_eq!(desk.membership.view().version, None);
 }
+
+#[test]
+fn member_with_a_foreign_data_address_is_refused_alone() {
+    let mut desk = Desk::new(3);
+    let candidates = (0..=3u8).map(|n| {
+        let mut candidate = candidate(n.into());
+        // The third one answers from 10.0.0.3.
+        let last = if n == 3 { 9 } else { n };
+        candidate.pods[0].ips = vec![[10, 0, 0, last].into()];
+        candidate
+    });
+    let mut decisions = desk.see(Observation::Candidates { candidates: candidates.collect(), left_out: Vec::new() });
+    for n in 0..=3 {
+        decisions.extend(desk.announce(n));
+    }
+    decisions.extend(desk.wait(1_000, &[0, 1, 2, 3]));
+    desk.obey(decisions);
+    let decisions = desk.wait(3_000, &[0, 1, 2, 3]);
+    desk.obey(decisions);
+    assert!(desk.membership.view().committed, "{:?}", desk.membership.view());
+    assert_eq!((desk.member(1).rank_offset, desk.member(2).rank_offset, desk.member(3).rank_offset), (Some(1), Some(2), None));
+    assert!(desk.event(Reason::PrepareRefused).is_some_and(|(_, message)| message.contains("10.0.0.3:2")), "{:?}", desk.member(3));
+}
