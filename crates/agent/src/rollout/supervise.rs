@@ -136,13 +136,13 @@ impl Probed {
 impl Rollout {
     pub async fn supervise(self: Arc<Self>, cancel: CancellationToken) {
         let begun = Instant::now();
-        let mut settled = false;
+        let mut knows = false;
         loop {
             let policy = self.policy();
             if self.switching.try_lock().is_ok() {
                 let asked = self.ask_engine(Duration::from_millis(policy.health.timeout_ms)).await;
                 match asked {
-                    Ok(()) if !settled => settled = self.settle(begun, &policy).await,
+                    Ok(()) if !knows => knows = self.learn_what_was_left(begun, &policy).await,
                     Ok(()) => {}
                     Err(_) => self.look_for_wedge(&policy.health).await,
                 }
@@ -270,7 +270,7 @@ impl Rollout {
     }
 
     /// Finds out what an earlier life of this agent left in the engine; true when there is nothing left to find out.
-    async fn settle(&self, begun: Instant, policy: &UpdatePolicy) -> bool {
+    async fn learn_what_was_left(&self, begun: Instant, policy: &UpdatePolicy) -> bool {
         match self.engine.holding(Duration::from_secs(5)).await {
             Ok(Holding::HalfAnUpdate(held)) => {
                 self.with(|inner| {
