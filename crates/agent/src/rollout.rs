@@ -16,6 +16,7 @@ mod memory;
 mod owed;
 pub(crate) mod readiness;
 mod receive;
+mod receiver;
 pub(super) mod ring;
 mod settle;
 mod supervise;
@@ -125,8 +126,6 @@ struct Inner {
     staged: Option<Arc<Version>>,
     /// What the engine is being switched to, or holds half of: its files must stay until it is switched again or put back.
     touched: Option<Arc<Version>>,
-    /// Tensors of the version that is on its way, by its number.
-    offered: Option<(u64, Arc<Layout>)>,
     /// Tensors of the version that this start of the engine took last.
     took: Option<(EngineStart, HeldVersion, Arc<Layout>)>,
     /// A version that the engine read and refused, and its start: where it refuses another one too, its loader may be broken.

@@ -148,7 +148,7 @@ impl Rollout {
         let switch = self.with(|inner| {
             // Not judged by its probes from here on: the data plane may pause it, and a collective keeps it busy.
             inner.switching = true;
-            Switch { start: inner.engine.start().cloned() }
+            Switch { start: inner.engine.start().cloned(), layout: None }
         });
         let mark = match engine.mark(&request.held, SHORT).await {
             Ok(mark) => mark,

@@ -7,52 +7,39 @@
 mod feeding;
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::Arc;
 
 use futures::future::BoxFuture;
-use tokio::sync::{Notify, mpsc, oneshot};
-use tokio::time::{Instant, timeout};
+use tokio::sync::Notify;
 
-use super::receive::{Listener, agree, cut_as_laid_out};
+use super::receive::{cut_as_laid_out, in_order, invalid};
+use super::receiver::EngineReceiver;
 use super::ring::Ring;
 use crate::core::lock;
 use crate::group::refusal;
-use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId};
+use weightsync_core::protocol::{BucketHeader, Refusal, RefusalCode};
 use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, PartHasher, digest_hex};
-use weightsync_engine::{HostBucket, HostDigest, HostTensor};
+use weightsync_engine::{HostBucket, HostDigest, HostInstall, HostTensor};
 use weightsync_net::memfd::SharedMemory;
 use weightsync_transport::{BucketStore, Fault, MOST_AT_ONCE, TensorDigests};
 
-/// What the task that feeds the engine is told, in order.
-enum Order {
+pub(super) type MemoryReceiver = EngineReceiver<FromMemory>;
+
+/// An install whose workers read the ring.
+pub(super) struct FromMemory(Box<dyn HostInstall>);
+
+pub(super) enum Order {
     /// The workers may read this.
     Bucket(HostBucket),
     /// The ring is full: the engine must take more than so many.
     Room(u32),
-    /// Say when all before this was told.
-    Settle(oneshot::Sender<()>),
-    /// The version is what its manifest says: the engine takes its last step.
-    Finish(HeldVersion),
-    GiveUp(String),
 }
 
-pub struct MemoryReceiver {
-    update: UpdateId,
-    layout: Arc<Layout>,
-    algorithm: DigestAlgorithm,
+pub(super) struct Arrived {
+    /// How the workers want digests.
     digest: HostDigest,
-    begun: Instant,
-    silence: Duration,
-    listener: Box<dyn Listener>,
-    arriving: Mutex<Option<Arriving>>,
-    freed: Notify,
-    /// Why the engine took no more.
-    failed: Mutex<Option<String>>,
-    orders: mpsc::UnboundedSender<Order>,
-}
-
-struct Arriving {
+    /// Wakes a stream that waits for room.
+    freed: Arc<Notify>,
     hasher: TensorDigests,
     coverage: Coverage,
     memory: SharedMemory,
@@ -76,7 +63,7 @@ fn least_ring(wire: &Layout, cut: &Layout) -> u64 {
     wire.largest_bucket().saturating_add(MOST_AT_ONCE).saturating_add(regions).min(cut.total_bytes).max(64)
 }
 
-impl Arriving {
+impl Arrived {
     /// Gives places to buckets as far as the next write may go; false when there is no room.
     fn make_room(&mut self) -> bool {
         let wanted = self.hasher.position().saturating_add(MOST_AT_ONCE);
@@ -107,91 +94,55 @@ impl Arriving {
 }
 
 impl MemoryReceiver {
-    /// Nothing is taken any more, and the engine's install is given up.
-    pub(super) fn discard(&self, reason: &str) {
-        lock(&self.arriving).take();
-        self.freed.notify_one();
-        // The task is gone when the engine failed before, or finished.
-        let _gone = self.orders.send(Order::GiveUp(reason.to_owned()));
-    }
-
-    /// Has the engine take its last step. False when there is nobody to do so any more.
-    pub(super) fn finish(&self, held: HeldVersion) -> bool {
-        self.orders.send(Order::Finish(held)).is_ok()
-    }
-
-    /// Waits until the workers were told of every bucket, and compares coverage and digests with what the leader sent.
-    pub(super) async fn conclude(&self, request: &FinishRequest) -> Result<HeldVersion, String> {
-        let (done, settled) = oneshot::channel();
-        let sent = self.orders.send(Order::Settle(done)).is_ok();
-        let settled = sent && timeout(self.silence, settled).await.is_ok_and(|settled| settled.is_ok());
-        if let Some(reason) = lock(&self.failed).clone() {
-            return Err(reason);
-        }
-        if !settled {
-            return Err(format!("the engine's workers were not told of all buckets within {:?}", self.silence));
-        }
-        let Some(arrived) = lock(&self.arriving).take() else { return Err("nothing was received".into()) };
-        let manifest = agree(&self.update, &self.layout, self.algorithm, || arrived.hasher.finish(), &arrived.coverage, request)?;
-        Ok(HeldVersion { version: self.update.version, manifest: manifest.digest() })
-    }
-
     fn take(&self, offset: u64, part: &[u8]) -> Result<(), Refusal> {
-        let mut arriving = lock(&self.arriving);
-        let Some(arriving) = arriving.as_mut() else {
-            let why = lock(&self.failed).clone();
+        let mut arrived = lock(&self.arrived);
+        let Some(arrived) = arrived.as_mut() else {
             let over = || refusal(RefusalCode::WrongPhase, "the attempt is over here");
-            return Err(why.map_or_else(over, |why| refusal(RefusalCode::EngineRefused, why)));
+            return Err(self.failed().map_or_else(over, |why| refusal(RefusalCode::EngineRefused, why)));
         };
-        let invalid = |what: String| refusal(RefusalCode::Invalid, what);
-        if offset != arriving.hasher.position() {
-            let expected = arriving.hasher.position();
-            return Err(invalid(format!("bytes from {offset} on came, those from {expected} on were expected")));
-        }
-        let room = arriving.make_room();
-        arriving.coverage.record(offset, part.len() as u64).map_err(|error| invalid(error.to_string()))?;
-        arriving.hasher.update(part).map_err(|error| invalid(error.to_string()))?;
-        let copied = arriving.copy(offset, part).filter(|()| room || part.len() as u64 <= MOST_AT_ONCE);
+        in_order(&mut arrived.coverage, arrived.hasher.position(), offset, part.len() as u64)?;
+        let room = arrived.make_room();
+        arrived.hasher.update(part).map_err(invalid)?;
+        let copied = arrived.copy(offset, part).filter(|()| room || part.len() as u64 <= MOST_AT_ONCE);
         copied.ok_or_else(|| refusal(RefusalCode::Internal, "more bytes came than there was room for"))
     }
 
     /// Tells of the buckets that are proven up to that byte.
     fn proven(&self, until: u64) -> Result<(), Refusal> {
-        let mut arriving = lock(&self.arriving);
-        let Some(arriving) = arriving.as_mut() else { return Ok(()) };
-        while let Some((bucket, start)) = arriving.open.front().copied().filter(|(bucket, _)| bucket.offset + bucket.bytes <= until) {
-            let tensors = self.tensors(arriving, &bucket, start).map_err(|what| refusal(RefusalCode::Internal, what))?;
-            arriving.open.pop_front();
-            let told = HostBucket { sequence: arriving.told, copy: arriving.goes_round, tensors };
-            arriving.told += 1;
-            // A task that is gone said why; the next part finds nothing arriving.
-            let _gone = self.orders.send(Order::Bucket(told));
+        let mut arrived = lock(&self.arrived);
+        let Some(arrived) = arrived.as_mut() else { return Ok(()) };
+        while let Some((bucket, start)) = arrived.open.front().copied().filter(|(bucket, _)| bucket.offset + bucket.bytes <= until) {
+            let tensors = self.tensors(arrived, &bucket, start).map_err(|what| refusal(RefusalCode::Internal, what))?;
+            arrived.open.pop_front();
+            let told = HostBucket { sequence: arrived.told, copy: arrived.goes_round, tensors };
+            arrived.told += 1;
+            self.order(Order::Bucket(told));
         }
         Ok(())
     }
 
     /// The tensors of a bucket as they lie in the ring, compared with what was received.
-    fn tensors(&self, arriving: &mut Arriving, bucket: &Bucket, start: u64) -> Result<Vec<HostTensor>, String> {
+    fn tensors(&self, arrived: &mut Arrived, bucket: &Bucket, start: u64) -> Result<Vec<HostTensor>, String> {
         let mut tensors = Vec::new();
-        let ended = arriving.hasher.ended().map_err(|error| error.to_string())?;
+        let ended = arrived.hasher.ended().map_err(|error| error.to_string())?;
         for part in self.layout.parts(bucket.offset, bucket.bytes) {
             let offset = start + part.in_range;
             let place = usize::try_from(offset).ok().zip(usize::try_from(offset + part.bytes).ok());
-            let bytes = place.and_then(|(first, end)| arriving.memory.bytes(first..end)).ok_or("a bucket lies outside of the ring")?;
+            let bytes = place.and_then(|(first, end)| arrived.memory.bytes(first..end)).ok_or("a bucket lies outside of the ring")?;
             let name = part.entry.tensor.full_name();
             let known = ended.get(part.index).copied().ok_or_else(|| format!("tensor {name} is not whole"))?;
             let differs = || format!("tensor {name} is not what was received");
-            let digest = match (self.digest, self.algorithm) {
+            let digest = match (arrived.digest, self.algorithm) {
                 (HostDigest::Xxh3_128, DigestAlgorithm::Xxh3_128) => digest_hex(known),
                 (HostDigest::Blake3, DigestAlgorithm::Blake3) => {
-                    let told = self.digest.of(bytes);
+                    let told = arrived.digest.of(bytes);
                     // The manifest has the first half of it.
                     told.starts_with(&digest_hex(known)).then_some(told).ok_or_else(differs)?
                 }
                 _ => {
                     let mut hasher = PartHasher::new(self.algorithm);
                     hasher.update(bytes);
-                    (hasher.take() == known).then(|| self.digest.of(bytes)).ok_or_else(differs)?
+                    (hasher.take() == known).then(|| arrived.digest.of(bytes)).ok_or_else(differs)?
                 }
             };
             tensors.push(HostTensor { spec: part.entry.tensor.clone(), offset, bytes: part.bytes, digest });
@@ -201,28 +152,32 @@ impl MemoryReceiver {
 
     /// So many buckets were taken by the engine: their places are free.
     fn taken(&self, buckets: u32) {
-        if let Some(arriving) = lock(&self.arriving).as_mut() {
-            while arriving.taken < buckets.min(arriving.told) {
-                arriving.ring.give_back();
-                arriving.taken += 1;
+        let freed = lock(&self.arrived).as_mut().map(|arrived| {
+            while arrived.taken < buckets.min(arrived.told) {
+                arrived.ring.give_back();
+                arrived.taken += 1;
             }
-            arriving.asked = false;
-        }
+            arrived.asked = false;
+            arrived.freed.clone()
+        });
         // The stream waited for the engine, not the leader for us.
         self.listener.moving();
-        self.freed.notify_one();
+        if let Some(freed) = freed {
+            freed.notify_one();
+        }
     }
 
-    /// Whether there is room, or nobody needs it any more; asks the engine to take more when there is not.
-    fn has_room(&self) -> bool {
-        let mut arriving = lock(&self.arriving);
-        let Some(arriving) = arriving.as_mut() else { return true };
-        let room = arriving.make_room();
-        if !room && !arriving.asked {
-            arriving.asked = true;
-            let _gone = self.orders.send(Order::Room(arriving.taken));
+    /// What to wait for where there is no room, which the engine is asked for; none where there is, or the attempt is over.
+    fn lacks_room(&self) -> Option<Arc<Notify>> {
+        let mut arrived = lock(&self.arrived);
+        let arrived = arrived.as_mut()?;
+        if arrived.make_room() {
+            return None;
         }
-        room
+        if !std::mem::replace(&mut arrived.asked, true) {
+            self.order(Order::Room(arrived.taken));
+        }
+        Some(arrived.freed.clone())
     }
 }
 
@@ -235,8 +190,8 @@ impl BucketStore for MemoryReceiver {
 
     fn room(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            while !self.has_room() {
-                self.freed.notified().await;
+            while let Some(freed) = self.lacks_room() {
+                freed.notified().await;
             }
         })
     }
@@ -250,8 +205,7 @@ impl BucketStore for MemoryReceiver {
     }
 
     fn end(&self) -> Result<(), Refusal> {
-        let took_ms = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.listener.streamed(&self.update, took_ms)
+        self.streamed()
     }
 
     fn broken(&self, fault: Fault<'_>, cause: &str) {

@@ -118,6 +118,18 @@ pub(super) fn cut_as_laid_out(layout: &Layout, header: &BucketHeader) -> Result<
     known.ok_or_else(|| refusal(RefusalCode::LayoutMismatch, format!("bucket {} is not cut as the layout says", header.sequence)))
 }
 
+/// Notes bytes that came; refuses those that do not follow the ones before, which end at `position`.
+pub(super) fn in_order(coverage: &mut Coverage, position: u64, offset: u64, bytes: u64) -> Result<(), Refusal> {
+    if offset != position {
+        return Err(invalid(format!("bytes from {offset} on came, those from {position} on were expected")));
+    }
+    coverage.record(offset, bytes).map_err(invalid)
+}
+
+pub(super) fn invalid(error: impl std::fmt::Display) -> Refusal {
+    refusal(RefusalCode::Invalid, error.to_string())
+}
+
 /// The manifest of what arrived, if coverage and digests are what the leader says; else why not.
 pub(super) fn agree(
     update: &UpdateId,
@@ -148,13 +160,8 @@ impl Receiver {
         let Some(arriving) = arriving.as_mut() else {
             return Err(refusal(RefusalCode::WrongPhase, "the attempt is over here"));
         };
-        let invalid = |what: String| refusal(RefusalCode::Invalid, what);
-        if offset != arriving.hasher.position() {
-            let expected = arriving.hasher.position();
-            return Err(invalid(format!("bytes from {offset} on came, those from {expected} on were expected")));
-        }
-        arriving.coverage.record(offset, part.len() as u64).map_err(|error| invalid(error.to_string()))?;
-        arriving.hasher.update(part).map_err(|error| invalid(error.to_string()))?;
+        in_order(&mut arriving.coverage, arriving.hasher.position(), offset, part.len() as u64)?;
+        arriving.hasher.update(part).map_err(invalid)?;
         self.write_segments(arriving, offset, part).map_err(|error| {
             let full = matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded);
             let code = if full { RefusalCode::OutOfSpace } else { RefusalCode::Internal };

@@ -11,16 +11,19 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Rollout, Version, same_version};
 use weightsync_core::protocol::{HeldVersion, PausePolicy, UpdatePolicy};
+use weightsync_core::weights::Layout;
 use weightsync_engine::{DraftWay, EngineError, EngineStart, InstallError, InstallJob, InstallReport, Left, draft};
 
 /// What an adapter may take beyond the time that it was given.
-const GRACE: Duration = Duration::from_secs(10);
+pub(super) const GRACE: Duration = Duration::from_secs(10);
 
 /// A change of the engine that began.
 #[derive(Debug, Default)]
 pub(super) struct Switch {
     /// The start that is touched, where it is known.
     pub(super) start: Option<EngineStart>,
+    /// Tensors of the version that it is given, where they are known.
+    pub(super) layout: Option<Arc<Layout>>,
 }
 
 impl Rollout {
@@ -72,7 +75,7 @@ impl Rollout {
             timeout: limit,
             cancel: CancellationToken::new(),
         };
-        let switch = self.begin_switch(limit);
+        let switch = self.begin_switch(limit, version.layout.clone());
         self.with(|inner| inner.touched = Some(version.clone()));
         let route = self.memory_route().await;
         tracing::info!(version = version.held.version, directory = %job.directory.display(), route, "the engine is being switched");
@@ -104,12 +107,12 @@ impl Rollout {
     }
 
     /// The engine is being changed by us from now on, at most so long.
-    pub(super) fn begin_switch(&self, limit: Duration) -> Switch {
+    pub(super) fn begin_switch(&self, limit: Duration, layout: Arc<Layout>) -> Switch {
         self.with(|inner| {
             inner.switching = true;
             let external = inner.policy.as_ref().is_some_and(|policy| policy.pause == PausePolicy::External);
             inner.paused_until = (!external).then(|| ms_since_1970(limit));
-            Switch { start: inner.engine.start().cloned() }
+            Switch { start: inner.engine.start().cloned(), layout: Some(layout) }
         })
     }
 
@@ -135,8 +138,7 @@ impl Rollout {
                     inner.took(held);
                     (inner.load_refused, inner.suspect) = (None, false);
                     inner.engine.started(report.start.clone());
-                    let offered = inner.offered.clone().filter(|(version, _)| *version == held.version).map(|(_, layout)| layout);
-                    if let Some(layout) = files.map(|files| files.layout.clone()).or(offered) {
+                    if let Some(layout) = switch.layout {
                         inner.took = Some((report.start.clone(), held.clone(), layout));
                     }
                     inner.machine.install_confirmed(held.clone(), report.start, report.steps_ms);

@@ -93,7 +93,7 @@ impl Rollout {
             let outcome = match receiver {
                 Arriving::Files(receiver) => self.conclude_files(receiver, request).await.map(Ok),
                 Arriving::Device(receiver) => receiver.conclude(&request).await.map(Err),
-                Arriving::Group(receiver) => receiver.conclude(&request).map(Err),
+                Arriving::Group(receiver) => receiver.conclude(&request).await.map(Err),
                 Arriving::External(..) => Err("its bytes travel in the trainer's own data plane".into()),
                 Arriving::Memory(receiver) => receiver.conclude(&request).await.map(Err),
             };
@@ -236,7 +236,6 @@ impl Rollout {
         self.with(|inner| inner.staged = None);
         let internal = |what: String| refusal(RefusalCode::Internal, what);
         let layout = Arc::new(request.layout.clone());
-        self.with(|inner| inner.offered = Some((request.update.version, layout.clone())));
         // Taken as it comes, a version pauses the engine while it travels; the object counts on it being paused for the switch only.
         let staged_only = epoch.prepared.policy.max_unavailable > 0 && self.with(|inner| inner.machine.installed().is_some());
         if staged_only && let Err(error) = self.takes_files() {

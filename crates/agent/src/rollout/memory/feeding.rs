@@ -1,24 +1,22 @@
-//! Opens an install into which a stream goes through a ring of shared memory, and feeds the engine's workers in the order of what came.
+//! Opens an install into which a stream goes through a ring of shared memory, and hands the engine's workers what came.
 //!
-//! Decides how large the ring is (all of the version where that fits, so that the engine serves until the last byte is there), when the engine
-//! counts as being switched (from the moment that it loads), and what an end of it means for the machine.
+//! Decides how large the ring is (all of the version where that fits, so that the engine serves until the last byte is there), and that the
+//! engine counts as being changed from the moment that it loads.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
+use std::sync::Arc;
 
-use tokio::sync::{Notify, mpsc};
-use tokio::time::Instant;
+use async_trait::async_trait;
 
-use super::{Arriving, MemoryReceiver, Order, least_ring};
-use crate::core::lock;
+use super::{Arrived, FromMemory, MemoryReceiver, Order, least_ring};
 use crate::group::Epoch;
 use crate::rollout::Rollout;
+use crate::rollout::receive::agree;
+use crate::rollout::receiver::{Limits, Undone, Way};
 use crate::rollout::ring::Ring;
-use crate::rollout::switch::Switch;
-use weightsync_core::protocol::BeginRequest;
-use weightsync_core::weights::{Coverage, Layout};
-use weightsync_engine::{HostInstall, HostMemory, InstallError};
+use weightsync_core::protocol::{BeginRequest, FinishRequest, HeldVersion};
+use weightsync_core::weights::{Coverage, Layout, Manifest};
+use weightsync_engine::{HostMemory, InstallError, InstallReport, Left};
 use weightsync_net::memfd::SharedMemory;
 use weightsync_transport::TensorDigests;
 
@@ -57,8 +55,9 @@ impl Rollout {
         let held = (request.update.version, request.manifest_digest.clone());
         let job = Self::host_job(held, layout.clone(), shared, &policy);
         let install = self.engine.begin_host(&job).await.map_err(|error| error.to_string())?;
-        let (orders, inbox) = mpsc::unbounded_channel();
-        let arriving = Arriving {
+        let arrived = Arrived {
+            digest: install.digest(),
+            freed: Arc::default(),
             hasher: TensorDigests::new(layout.clone(), request.algorithm),
             coverage: Coverage::new(layout.total_bytes),
             memory,
@@ -75,102 +74,43 @@ impl Rollout {
             bytes = length,
             "the version goes into the engine through a ring of shared memory"
         );
-        let receiver = Arc::new(MemoryReceiver {
-            update: request.update.clone(),
-            layout: layout.clone(),
-            algorithm: request.algorithm,
-            digest: install.digest(),
-            begun: Instant::now(),
-            silence: job.silence,
-            listener: Box::new(Arc::downgrade(self)),
-            arriving: Mutex::new(Some(arriving)),
-            freed: Notify::new(),
-            failed: Mutex::new(None),
-            orders,
-        });
-        tokio::spawn(self.clone().feed_workers(Arc::downgrade(&receiver), install, inbox, job.timeout));
-        Ok(receiver)
+        let limits = Limits { timeout: job.timeout, silence: job.silence };
+        Ok(self.receive_by(request, layout, limits, arrived, FromMemory(install)))
+    }
+}
+
+#[async_trait]
+impl Way for FromMemory {
+    type Arrived = Arrived;
+    type Order = Order;
+    const FAILED: &'static str = "the engine did not take a bucket";
+    const UNSETTLED: &'static str = "the engine's workers were not told of all buckets";
+
+    fn changes(order: &Order) -> bool {
+        matches!(order, Order::Room(_))
     }
 
-    /// Feeds the engine in the order of what it is told, until the end of the attempt.
-    async fn feed_workers(
-        self: Arc<Self>,
-        receiver: Weak<MemoryReceiver>,
-        mut install: Box<dyn HostInstall>,
-        mut orders: mpsc::UnboundedReceiver<Order>,
-        limit: Duration,
-    ) {
-        // Held from the first load on: nobody else changes the engine, and it is not judged by its health.
-        let mut switching = None;
-        let mut begun = None;
-        while let Some(order) = orders.recv().await {
-            let failed = match order {
-                Order::Bucket(bucket) => install.bucket(bucket).await.err(),
-                Order::Room(more_than) => {
-                    if switching.is_none() {
-                        switching = Some(self.switching.lock().await);
-                        begun = Some(self.begin_switch(limit));
-                    }
-                    match install.taken(more_than).await {
-                        Ok(buckets) => {
-                            if let Some(receiver) = receiver.upgrade() {
-                                receiver.taken(buckets);
-                            }
-                            None
-                        }
-                        Err(error) => Some(error),
-                    }
-                }
-                Order::Settle(done) => {
-                    let _gone = done.send(());
-                    None
-                }
-                Order::Finish(held) => {
-                    if switching.is_none() {
-                        switching = Some(self.switching.lock().await);
-                    }
-                    let switch = begun.unwrap_or_else(|| self.begin_switch(limit));
-                    let outcome = install.finish(held.clone()).await;
-                    self.end_switch(&held, None, Ok(outcome), switch, limit);
-                    self.probe_now.notify_one();
-                    drop(switching);
-                    return;
-                }
-                Order::GiveUp(reason) => {
-                    let left = install.abandon(&reason).await;
-                    self.given_up(&reason, left, begun);
-                    return;
-                }
-            };
-            if let Some(error) = failed {
-                self.memory_failed(&receiver, &error, begun);
-                return;
-            }
+    async fn carry_out(&mut self, receiver: &MemoryReceiver, order: Order) -> Result<(), Undone> {
+        match order {
+            Order::Bucket(bucket) => self.0.bucket(bucket).await?,
+            Order::Room(more_than) => receiver.taken(self.0.taken(more_than).await?),
         }
-        let reason = "the attempt was dropped";
-        let left = install.abandon(reason).await;
-        self.given_up(reason, left, begun);
+        Ok(())
     }
 
-    /// The engine or a worker of it refused a bucket, or failed with it.
-    fn memory_failed(&self, receiver: &Weak<MemoryReceiver>, error: &InstallError, switch: Option<Switch>) {
-        let reason = format!("the engine did not take a bucket: {error}");
-        tracing::warn!(left = ?error.left, %error, "the engine did not take a bucket");
-        let receiver = receiver.upgrade();
-        if let Some(receiver) = &receiver {
-            *lock(&receiver.failed) = Some(reason.clone());
-            lock(&receiver.arriving).take();
-            receiver.freed.notify_one();
-        }
-        self.with(|inner| {
-            if let Some(receiver) = &receiver {
-                inner.machine.abort(&receiver.update, &reason);
-            }
-            // One that was never begun changed nothing.
-            if let Some(switch) = switch {
-                inner.spoiled(reason, error.left, switch);
-            }
-        });
-        self.probe_now.notify_one();
+    fn compare(receiver: &MemoryReceiver, Arrived { hasher, coverage, .. }: Arrived, request: &FinishRequest) -> Result<Manifest, String> {
+        agree(&receiver.update, &receiver.layout, receiver.algorithm, || hasher.finish(), &coverage, request)
+    }
+
+    fn close(arrived: Arrived) {
+        arrived.freed.notify_one();
+    }
+
+    async fn finish(self, version: HeldVersion) -> Result<InstallReport, InstallError> {
+        self.0.finish(version).await
+    }
+
+    async fn abandon(self, reason: &str) -> Left {
+        self.0.abandon(reason).await
     }
 }
