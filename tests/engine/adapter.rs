@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use weightsync_core::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
-use weightsync_engine::{EngineError, Holding, InstallJob, Settling};
+use weightsync_engine::{EngineError, Holding, InstallJob, InstallTerms, Settling};
 
 use super::client::KEPT;
 use super::models::Models;
@@ -16,15 +16,22 @@ pub const SOON: Duration = Duration::from_secs(60);
 
 pub fn job(models: &Models, name: &str, version: u64) -> InstallJob {
     InstallJob {
-        version: HeldVersion { version, manifest: blake3::hash(name.as_bytes()).to_hex().to_string() },
+        terms: InstallTerms {
+            version: HeldVersion { version, manifest: blake3::hash(name.as_bytes()).to_hex().to_string() },
+            pause: PausePolicy::Keep,
+            kv_cache: KvCachePolicy::Reset,
+            canary: None,
+            timeout: 2 * SOON,
+            cancel: CancellationToken::new(),
+        },
         directory: models.path(name),
         local_directory: models.path(name),
-        pause: PausePolicy::Keep,
-        kv_cache: KvCachePolicy::Reset,
-        canary: None,
-        timeout: 2 * SOON,
-        cancel: CancellationToken::new(),
     }
+}
+
+fn paused(pause: PausePolicy, mut job: InstallJob) -> InstallJob {
+    job.terms.pause = pause;
+    job
 }
 
 /// Longer than a block of the prefix cache (128 tokens on CPU), so that a stale cache would be used.
@@ -57,11 +64,11 @@ async fn an_installed_version_answers_as_a_fresh_server_on_its_checkpoint() {
     let first = client.complete_with_cache(&prompt(), 16).await;
     assert_ne!(first, expected);
     for pause in [PausePolicy::Keep, PausePolicy::Drain, PausePolicy::Abort, PausePolicy::External] {
-        let report = engine.install(&InstallJob { pause, ..job(&models, "2", 2) }).await.unwrap();
+        let report = engine.install(&paused(pause, job(&models, "2", 2))).await.unwrap();
         assert_eq!(report.start, engine.health(SOON).await.unwrap().start);
         assert_eq!(client.complete_with_cache(&prompt(), 16).await, expected, "{pause:?}");
-        assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Version(job(&models, "2", 2).version));
-        engine.install(&InstallJob { pause, ..job(&models, "1", 3) }).await.unwrap();
+        assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Version(job(&models, "2", 2).terms.version));
+        engine.install(&paused(pause, job(&models, "1", 3))).await.unwrap();
         assert_eq!(client.complete_with_cache(&prompt(), 16).await, first, "{pause:?}");
     }
 
@@ -99,7 +106,11 @@ async fn a_canary_lets_a_version_pass_or_holds_the_engine_with_what_was_measured
     let engine = adapter(&server, Some(models.path("1")));
     // One token, which is the server's first work, and whatever log-prob a model can give.
     let canary = CanaryPolicy { prompt: "a".into(), max_tokens: 3, least_log_prob_milli: -20_000, greatest_log_prob_milli: 0 };
-    let with = |canary: &CanaryPolicy, name, version| InstallJob { canary: Some(canary.clone()), ..job(&models, name, version) };
+    let with = |canary: &CanaryPolicy, name, version| {
+        let mut job = job(&models, name, version);
+        job.terms.canary = Some(canary.clone());
+        job
+    };
     assert!(engine.answers(&canary, SOON).await.unwrap());
     let report = engine.install(&with(&canary, "2", 2)).await.unwrap();
     assert_eq!(report.steps_ms.last().map(|(step, _)| step.as_str()), Some("canary"));
@@ -111,7 +122,10 @@ async fn a_canary_lets_a_version_pass_or_holds_the_engine_with_what_was_measured
     assert!(refused.is_dirty() && refused.step == "canary", "{refused}");
     assert!(matches!(refused.source, EngineError::CanaryRefused { .. }), "{refused}");
     assert!(refused.to_string().contains("of 3 is -") && refused.to_string().contains("expected is -0.001 to 0"), "{refused}");
-    assert_eq!(engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding, Holding::HalfAnUpdate(job(&models, "1", 3).version));
+    assert_eq!(
+        engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding,
+        Holding::HalfAnUpdate(job(&models, "1", 3).terms.version)
+    );
 
     // A tensor of NaN: the server answers with an error of its own, and the version before makes it serve again.
     let poisoned = engine.install(&with(&canary, "nan", 4)).await.unwrap_err();
@@ -136,10 +150,10 @@ async fn half_an_update_stays_paused_until_it_is_fed_or_put_back() {
     let half = |held: HeldVersion| Holding::HalfAnUpdate(held);
     let failed = engine.install(&cut_short).await.unwrap_err();
     assert!(failed.is_dirty() && failed.step == "load", "{failed}");
-    assert_eq!(engine.holding(SOON).await.unwrap(), half(cut_short.version.clone()));
+    assert_eq!(engine.holding(SOON).await.unwrap(), half(cut_short.terms.version.clone()));
     assert_eq!(
         adapter(&server, None).settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding,
-        Holding::HalfAnUpdate(cut_short.version.clone())
+        Holding::HalfAnUpdate(cut_short.terms.version.clone())
     );
 
     // Another life of the agent feeds it in full.

@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{Bucket, Layout};
-use weightsync_engine::{Engine, HostBucket, HostInstall, HostJob, HostMemory, HostTensor, InstallError, InstallReport};
+use weightsync_engine::{Engine, HostBucket, HostInstall, HostJob, HostMemory, HostTensor, InstallError, InstallReport, InstallTerms};
 
 /// How much memory is shared.
 #[derive(Debug, Clone, Copy)]
@@ -75,16 +75,17 @@ impl Feeder {
         let memory = tempfile::tempfile().unwrap();
         memory.set_len(bytes).unwrap();
         let job = HostJob {
-            version: held.version,
-            manifest: Some(held.manifest.clone()),
+            terms: InstallTerms {
+                version: held.clone(),
+                pause: PausePolicy::Keep,
+                kv_cache: KvCachePolicy::Reset,
+                canary: None,
+                timeout: 2 * within,
+                cancel: CancellationToken::new(),
+            },
             layout: Arc::new(layout),
             memory: Arc::new(HostMemory::of(&memory, bytes).unwrap()),
-            pause: PausePolicy::Keep,
-            kv_cache: KvCachePolicy::Reset,
-            canary: None,
-            timeout: 2 * within,
             silence: within,
-            cancel: CancellationToken::new(),
         };
         let install = engine.begin_host(&job).await?;
         Ok(Self { checkpoint, cut, memory, slot, slots, whole, install, held, told: 0, taken: 0 })

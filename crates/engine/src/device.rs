@@ -9,11 +9,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tokio_util::sync::CancellationToken;
 
-use super::{EngineError, InstallError, InstallReport, Left};
+use super::{EngineError, InstallError, InstallReport, InstallTerms, Left};
+use weightsync_core::protocol::HeldVersion;
 use weightsync_core::protocol::worker::IpcHandle;
-use weightsync_core::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::{Bucket, Layout};
 
 /// How a server can be fed from GPU memory.
@@ -35,20 +34,11 @@ pub struct DeviceRoute {
 #[derive(Debug, Clone)]
 #[allow(missing_docs)]
 pub struct DeviceJob {
-    pub version: u64,
-    /// Digest of its manifest, where it is known before the bytes are.
-    pub manifest: Option<String>,
+    pub terms: InstallTerms,
     /// Its tensors and buckets; cut between tensors.
     pub layout: Arc<Layout>,
-    pub pause: PausePolicy,
-    pub kv_cache: KvCachePolicy,
-    /// What it is asked behind the switch; one token without it.
-    pub canary: Option<CanaryPolicy>,
-    pub timeout: Duration,
     /// One bucket, and the engine's last step, must not take longer.
     pub silence: Duration,
-    /// Gives the install up: dirty from the first bucket on.
-    pub cancel: CancellationToken,
     /// Directory for sockets, shared with the engine's process; made when it is not there.
     pub sockets: PathBuf,
     /// The same directory as the engine sees it.

@@ -10,10 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tokio_util::sync::CancellationToken;
 
-use super::{InstallError, InstallReport, Left};
-use weightsync_core::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
+use super::{InstallError, InstallReport, InstallTerms, Left};
+use weightsync_core::protocol::HeldVersion;
 use weightsync_core::weights::{BlockHasher, Layout, Section, TensorSpec, digest_hex};
 
 /// Memory that the agent shares with the workers of an engine. Workers map it privately: they never change it.
@@ -93,20 +92,11 @@ impl HostHasher {
 #[derive(Debug, Clone)]
 #[allow(missing_docs)]
 pub struct HostJob {
-    pub version: u64,
-    /// Digest of its manifest, where it is known before the bytes are.
-    pub manifest: Option<String>,
+    pub terms: InstallTerms,
     pub layout: Arc<Layout>,
     pub memory: Arc<HostMemory>,
-    pub pause: PausePolicy,
-    pub kv_cache: KvCachePolicy,
-    /// What it is asked behind the switch; one token without it.
-    pub canary: Option<CanaryPolicy>,
-    pub timeout: Duration,
     /// One bucket, and the engine's last step, must not take longer.
     pub silence: Duration,
-    /// Gives the install up: dirty from the moment that the engine began to load.
-    pub cancel: CancellationToken,
 }
 
 /// A whole tensor in the shared memory.

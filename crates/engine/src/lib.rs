@@ -128,24 +128,38 @@ pub struct Health {
     pub holding: Option<Holding>,
 }
 
-/// What to install, how, and how long it may take.
+/// What an install is about, whichever way the weights come.
 #[derive(Debug, Clone)]
 #[allow(missing_docs)]
-pub struct InstallJob {
+pub struct InstallTerms {
+    /// Written into the engine as its mark before its weights are touched; see [`mark`](Self::mark).
     pub version: HeldVersion,
-    /// Directory with `model.safetensors` (or shards and an index), config and tokenizer links, *as the engine sees it*.
-    pub directory: PathBuf,
-    /// The same directory as this process sees it: the adapter watches from here that the engine really opens every weight file.
-    pub local_directory: PathBuf,
     pub pause: PausePolicy,
     pub kv_cache: KvCachePolicy,
     /// What it is asked behind the switch; one token without it. Asked only where the engine is not left as paused as a trainer has it.
     pub canary: Option<CanaryPolicy>,
     /// The whole install ends, and the engine is not paused any more by us (unless it holds half an update), after this long.
     pub timeout: Duration,
-    /// Ends the install early, as long as the engine has not begun to load: after that it is carried to its end, because an engine that
-    /// was left in the middle helps nobody.
+    /// Ends the install early. One from a directory is carried to its end once the engine began to load; the others leave a mixture then.
     pub cancel: CancellationToken,
+}
+
+impl InstallTerms {
+    /// The version of an install whose manifest may not be known before the bytes are: no version of that text exists then.
+    pub fn mark(version: u64, manifest: Option<String>) -> HeldVersion {
+        HeldVersion { version, manifest: manifest.unwrap_or_else(|| "0".repeat(64)) }
+    }
+}
+
+/// A version that lies complete in a directory.
+#[derive(Debug, Clone)]
+#[allow(missing_docs)]
+pub struct InstallJob {
+    pub terms: InstallTerms,
+    /// Directory with `model.safetensors` (or shards and an index), config and tokenizer links, *as the engine sees it*.
+    pub directory: PathBuf,
+    /// The same directory as this process sees it: the adapter watches from here that the engine really opens every weight file.
+    pub local_directory: PathBuf,
 }
 
 /// An install that the engine confirmed.

@@ -287,7 +287,7 @@ impl Server for Sglang {
             let ranks = world_size(&self.server_info(until).await?)?;
             return Ok(Box::new(tensors::Tensors::new(self.http.clone(), job.job.layout.clone(), job.gpus, ranks)?));
         }
-        let (http, whole) = (self.http.clone(), Until::new(job.job.timeout));
+        let (http, whole) = (self.http.clone(), Until::new(job.job.terms.timeout));
         let call = move |handles| -> Call {
             Box::pin(async move {
                 let body = json!({"zmq_handles": Value::Object(handles), "flush_cache": false, "weight_version": null});

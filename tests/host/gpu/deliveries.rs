@@ -14,7 +14,7 @@ use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{Dtype, Layout, digest_hex, tensor_digest};
 use weightsync_dev::conformance::Sources;
-use weightsync_engine::{DeviceJob, Engine, EngineConfig, InstallJob, connect};
+use weightsync_engine::{DeviceJob, Engine, EngineConfig, InstallJob, InstallTerms, connect};
 use weightsync_gpu::worker::{Ring, WorkerStart};
 use weightsync_testkit::simulator::{GroupOptions, Simulator, SimulatorOptions, WeightTransfer};
 
@@ -169,14 +169,16 @@ impl Bench {
             return fed.map(drop).map_err(|error| error.to_string());
         }
         let job = InstallJob {
-            version: held(),
+            terms: InstallTerms {
+                version: held(),
+                pause: PausePolicy::Keep,
+                kv_cache: KvCachePolicy::Reset,
+                canary: None,
+                timeout: SOON,
+                cancel: CancellationToken::new(),
+            },
             directory: next.to_owned(),
             local_directory: next.to_owned(),
-            pause: PausePolicy::Keep,
-            kv_cache: KvCachePolicy::Reset,
-            canary: None,
-            timeout: SOON,
-            cancel: CancellationToken::new(),
         };
         engine.install(&job).await.map(drop).map_err(|error| error.to_string())
     }
@@ -202,15 +204,16 @@ fn adapter(kind: &str, simulator: &Simulator, start: &Path) -> Arc<dyn Engine> {
 fn job(made: &Made, checkpoint: &Path, folder: &Path) -> DeviceJob {
     let specs = Checkpoint::open(checkpoint).unwrap().specs();
     DeviceJob {
-        version: 2,
-        manifest: None,
+        terms: InstallTerms {
+            version: InstallTerms::mark(2, None),
+            pause: PausePolicy::Abort,
+            kv_cache: KvCachePolicy::Reset,
+            canary: None,
+            timeout: SOON,
+            cancel: CancellationToken::new(),
+        },
         layout: Arc::new(Layout::new("model", specs, made.bucket).unwrap().cut_between_tensors()),
-        pause: PausePolicy::Abort,
-        kv_cache: KvCachePolicy::Reset,
-        canary: None,
-        timeout: SOON,
         silence: SOON,
-        cancel: CancellationToken::new(),
         sockets: folder.join("s"),
         sockets_in_engine: folder.join("s"),
     }

@@ -14,7 +14,7 @@ use crate::rollout::ring::Ring;
 use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{Bucket, Layout};
-use weightsync_engine::{Engine, HostBucket, HostDigest, HostJob, HostMemory, HostTensor, InstallReport};
+use weightsync_engine::{Engine, HostBucket, HostDigest, HostJob, HostMemory, HostTensor, InstallReport, InstallTerms};
 use weightsync_net::memfd::SharedMemory;
 
 #[derive(Debug, Clone)]
@@ -47,16 +47,17 @@ pub async fn feed_memory(
     let mut memory = made.map_err(|ended| failed(ended.to_string()))?.map_err(|error| failed(format!("no memory: {error}")))?;
     let shared = HostMemory::of(&memory.fd(), bytes).map_err(|error| failed(format!("the memory cannot be shared: {error}")))?;
     let job = HostJob {
-        version: feed.version.version,
-        manifest: Some(feed.version.manifest.clone()),
+        terms: InstallTerms {
+            version: feed.version.clone(),
+            pause: feed.pause,
+            kv_cache: feed.kv_cache,
+            canary: None,
+            timeout: feed.timeout,
+            cancel: CancellationToken::new(),
+        },
         layout: layout.clone(),
         memory: Arc::new(shared),
-        pause: feed.pause,
-        kv_cache: feed.kv_cache,
-        canary: None,
-        timeout: feed.timeout,
         silence: feed.timeout,
-        cancel: CancellationToken::new(),
     };
     let mut install = engine.begin_host(&job).await?;
     let digest = install.digest();

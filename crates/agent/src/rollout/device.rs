@@ -9,6 +9,7 @@ use async_trait::async_trait;
 
 use super::receive::{agree, cut_as_laid_out, in_order, invalid};
 use super::receiver::{EngineReceiver, Limits, Undone, Way};
+use super::update::mark;
 use super::{Inner, Rollout};
 use crate::core::lock;
 use crate::group::{Epoch, refusal};
@@ -154,12 +155,12 @@ impl Rollout {
         layout: &Arc<Layout>,
     ) -> Result<Arc<DeviceReceiver>, Refusal> {
         let policy = Self::policy_of(epoch);
-        let job = self.device_job(request.update.version, request.manifest_digest.clone(), layout.clone(), &policy);
+        let job = self.device_job(mark(request), layout.clone(), &policy);
         let over = HandOver::begin(self.engine.as_ref(), &job).await;
         let over = over.map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
         let holds = over.holds();
         let arrived = Arrived { hasher: TensorHasher::new(layout.clone(), request.algorithm), coverage: Coverage::new(layout.total_bytes) };
-        let limits = Limits { timeout: job.timeout, silence: job.silence };
+        let limits = Limits { timeout: job.terms.timeout, silence: job.silence };
         let receiver = self.receive_by(request, layout, limits, arrived, over);
         if holds && let Err(refused) = receiver.ask(Order::Open).await {
             return Err(receiver.failed().map_or(refused, |why| refusal(RefusalCode::EngineRefused, why)));

@@ -12,6 +12,7 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::receiver::{EngineReceiver, Limits, Undone, Way};
+use super::update::mark;
 use super::{Arriving, Rollout};
 use crate::core::lock;
 use crate::group::{Epoch, refusal};
@@ -157,11 +158,11 @@ impl Rollout {
             return Err(refused("an engine that receives by itself cannot stage a version: publish without `activation: manual`, or set spec.delivery to Agent".into()));
         }
         let policy = Self::policy_of(epoch);
-        let job = self.device_job(request.update.version, request.manifest_digest.clone(), layout.clone(), &policy);
+        let job = self.device_job(mark(request), layout.clone(), &policy);
         let group = self.engine.group().ok_or_else(|| refused(no_groups(self.engine.kind()).to_string()))?;
         let asked = watch::Sender::new(None);
         let install = group.begin(&job, asked.subscribe()).await.map_err(|error| refused(error.to_string()))?;
-        let limits = Limits { timeout: job.timeout, silence: job.silence };
+        let limits = Limits { timeout: job.terms.timeout, silence: job.silence };
         Ok(self.receive_by(request, layout, limits, Arrived { asked, taken: 0 }, FromGroup { install, taken: 0 }))
     }
 

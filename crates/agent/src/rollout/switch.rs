@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Rollout, Version, same_version};
 use weightsync_core::protocol::{HeldVersion, PausePolicy, UpdatePolicy};
 use weightsync_core::weights::Layout;
-use weightsync_engine::{DraftWay, EngineError, EngineStart, InstallError, InstallJob, InstallReport, Left, draft};
+use weightsync_engine::{DraftWay, EngineError, EngineStart, InstallError, InstallJob, InstallReport, InstallTerms, Left, draft};
 
 /// What an adapter may take beyond the time that it was given.
 pub(super) const GRACE: Duration = Duration::from_secs(10);
@@ -66,14 +66,9 @@ impl Rollout {
     pub(super) async fn switch_locked(self: &Arc<Self>, version: Arc<Version>, policy: &UpdatePolicy) {
         let limit = Duration::from_millis(policy.update_timeout_ms);
         let job = InstallJob {
-            version: version.held.clone(),
+            terms: terms(version.held.clone(), policy),
             directory: self.in_engine(version.dir().path()),
             local_directory: version.dir().path().to_owned(),
-            pause: policy.pause,
-            kv_cache: policy.kv_cache,
-            canary: policy.canary.clone(),
-            timeout: limit,
-            cancel: CancellationToken::new(),
         };
         let switch = self.begin_switch(limit, version.layout.clone());
         self.with(|inner| inner.touched = Some(version.clone()));
@@ -243,6 +238,18 @@ impl Rollout {
         }
         // Whether or not it worked, the next try is a whole deadline away.
         self.with(|inner| inner.dirty_since = inner.dirty_since.map(|_| tokio::time::Instant::now()));
+    }
+}
+
+/// What the group's rules say of an install.
+pub(super) fn terms(version: HeldVersion, policy: &UpdatePolicy) -> InstallTerms {
+    InstallTerms {
+        version,
+        pause: policy.pause,
+        kv_cache: policy.kv_cache,
+        canary: policy.canary.clone(),
+        timeout: Duration::from_millis(policy.update_timeout_ms),
+        cancel: CancellationToken::new(),
     }
 }
 

@@ -7,8 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio_util::sync::CancellationToken;
-
+use super::switch::terms;
 use super::{Rollout, Version};
 use crate::gpu::Gpus;
 use crate::hand_over::feed_checkpoint;
@@ -40,18 +39,12 @@ impl Rollout {
         })
     }
 
-    pub(super) fn device_job(&self, version: u64, manifest: Option<String>, layout: Arc<Layout>, policy: &UpdatePolicy) -> DeviceJob {
+    pub(super) fn device_job(&self, version: HeldVersion, layout: Arc<Layout>, policy: &UpdatePolicy) -> DeviceJob {
         let sockets: PathBuf = self.dir.path().join(SOCKETS);
         DeviceJob {
-            version,
-            manifest,
+            terms: terms(version, policy),
             layout,
-            pause: policy.pause,
-            kv_cache: policy.kv_cache,
-            canary: policy.canary.clone(),
-            timeout: Duration::from_millis(policy.update_timeout_ms),
             silence: Duration::from_millis(policy.silence_ms),
-            cancel: CancellationToken::new(),
             sockets_in_engine: self.in_engine(&sockets),
             sockets,
         }
@@ -67,8 +60,7 @@ impl Rollout {
         let opened = tokio::task::spawn_blocking(move || Checkpoint::open(&directory)).await;
         let checkpoint = opened.map_err(|ended| cannot(ended.to_string()))?.map_err(|error| cannot(error.to_string()))?;
         let layout = Layout::new("model", checkpoint.specs(), BUCKET).map_err(|error| cannot(error.to_string()))?.cut_between_tensors();
-        let HeldVersion { version: number, manifest } = version.held.clone();
-        let job = self.device_job(number, Some(manifest), Arc::new(layout), policy);
+        let job = self.device_job(version.held.clone(), Arc::new(layout), policy);
         let rings = self.rings(&job).await.map_err(cannot)?;
         let fed = feed_checkpoint(self.engine.as_ref(), &job, version.held.clone(), Arc::new(checkpoint), &rings, false).await;
         fed.map(|(report, _)| report).map_err(|error| error.into_install(Left::AsBefore))

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::spawn_blocking;
-use tokio_util::sync::CancellationToken;
 
+use super::switch::terms;
 use super::{Rollout, Version};
 use weightsync_core::protocol::{HeldVersion, UpdatePolicy};
 use weightsync_core::weights::Layout;
@@ -31,20 +31,8 @@ impl Rollout {
         }
     }
 
-    pub(super) fn host_job(held: (u64, Option<String>), layout: Arc<Layout>, memory: HostMemory, policy: &UpdatePolicy) -> HostJob {
-        let (version, manifest) = held;
-        HostJob {
-            version,
-            manifest,
-            layout,
-            memory: Arc::new(memory),
-            pause: policy.pause,
-            kv_cache: policy.kv_cache,
-            canary: policy.canary.clone(),
-            timeout: Duration::from_millis(policy.update_timeout_ms),
-            silence: Duration::from_millis(policy.silence_ms),
-            cancel: CancellationToken::new(),
-        }
+    pub(super) fn host_job(version: HeldVersion, layout: Arc<Layout>, memory: HostMemory, policy: &UpdatePolicy) -> HostJob {
+        HostJob { terms: terms(version, policy), layout, memory: Arc::new(memory), silence: Duration::from_millis(policy.silence_ms) }
     }
 
     pub(super) async fn install_through_memory(
@@ -58,8 +46,7 @@ impl Rollout {
             source: EngineError::Unsupported { what, next_step: "it is fed from a directory".into() },
         };
         let memory = version.memory().map_err(|what| cannot(Left::AsBefore, what))?;
-        let HeldVersion { version: number, manifest } = version.held.clone();
-        let job = Self::host_job((number, Some(manifest)), version.layout.clone(), memory, policy);
+        let job = Self::host_job(version.held.clone(), version.layout.clone(), memory, policy);
         let mut install = self.engine.begin_host(&job).await?;
         let digest = install.digest();
         let cut = Arc::new(Layout::clone(&version.layout).cut_between_tensors());

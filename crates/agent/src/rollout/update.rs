@@ -18,7 +18,7 @@ use weightsync_core::protocol::{
 };
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Layout, Section, TensorSpec};
-use weightsync_engine::{DraftWay, Fit, Left, draft, same_tensors};
+use weightsync_engine::{DraftWay, Fit, InstallTerms, Left, draft, same_tensors};
 use weightsync_net::deadline::ProgressDeadline;
 use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::Fault;
@@ -457,6 +457,11 @@ fn may_bring(epoch: &Epoch, by: &LedBy, request: &BeginRequest) -> Result<Option
     let what = epoch.current().map_or_else(|| "none".to_owned(), |current| format!("{} ({})", current.version, current.manifest));
     let message = format!("a feeder brings the version that the epoch names ({what}), not version {}", request.update.version);
     Err(refusal(RefusalCode::Forbidden, message))
+}
+
+/// What an engine is marked with that takes the bytes as they come.
+pub(super) fn mark(request: &BeginRequest) -> HeldVersion {
+    InstallTerms::mark(request.update.version, request.manifest_digest.clone())
 }
 
 fn check_layout(request: &BeginRequest) -> Result<(), Refusal> {

@@ -180,7 +180,7 @@ impl Engine for TestEngine {
         }
         self.set(|inside| {
             inside.paused = true;
-            inside.half = Some(job.version.clone());
+            inside.half = Some(job.terms.version.clone());
             inside.serves = None;
             inside.installs += 1;
         });
@@ -198,14 +198,14 @@ impl Engine for TestEngine {
         if self.get(|inside| inside.start != start) {
             return Err(InstallError { step: "load", left: Left::Unknown, source: EngineError::Restarted });
         }
-        if job.canary.is_some() && self.get(|inside| inside.refuses.contains(&job.version.version)) {
+        if job.terms.canary.is_some() && self.get(|inside| inside.refuses.contains(&job.terms.version.version)) {
             let source = EngineError::CanaryRefused { measured: "the log-prob of token 1 of 1 is no number".into() };
             return Err(InstallError { step: "canary", left: Left::Mixture, source });
         }
         let stays_paused = fault == Fault::StaysPaused;
         self.set(|inside| {
             inside.serves = Some(read);
-            inside.holding = Some(job.version.clone());
+            inside.holding = Some(job.terms.version.clone());
             inside.half = None;
             inside.paused = stays_paused;
             inside.directory = Some(job.directory.clone());

@@ -30,7 +30,7 @@ pub struct Workers {
 
 impl Workers {
     pub fn begin(engine: &TestEngine, job: &HostJob, digest: HostDigest) -> Self {
-        let held = HeldVersion { version: job.version, manifest: job.manifest.clone().unwrap_or_default() };
+        let held = job.terms.version.clone();
         let start = engine.get(|inside| inside.start);
         engine.set(|inside| inside.shared.push(job.memory.bytes));
         let (told, copied, views) = (Vec::new(), Vec::new(), Vec::new());

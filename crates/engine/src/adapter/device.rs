@@ -10,7 +10,7 @@ use async_trait::async_trait;
 
 use super::Inner;
 use super::actor::{self, Handle, Way};
-use super::session::{Session, Terms, at, mark};
+use super::session::{Session, at};
 use crate::device::{DeviceBucket, DeviceInstall, DeviceJob, DeviceRoute, Released};
 use crate::feed::{Feed, FeedJob};
 use crate::group::{FromGroup, OfGroup};
@@ -37,20 +37,12 @@ pub(super) async fn begin<S: Server>(
             next_step: "cut its layout between tensors".into(),
         }));
     }
-    let terms = Terms {
-        marked: mark(job.version, job.manifest.as_ref()),
-        pause: job.pause,
-        kv_cache: job.kv_cache,
-        canary: job.canary.clone(),
-        timeout: job.timeout,
-        cancel: job.cancel.clone(),
-    };
     let tensors: Vec<_> = job.layout.tensors().cloned().collect();
     let served = inner.served_model();
-    let mut session = Session::open(inner, terms, &tensors).await?;
+    let mut session = Session::open(inner, job.terms.clone(), &tensors).await?;
     let server = &session.inner.server;
     let route = match &group {
-        None => server.device_route(job.pause, job.kv_cache, served.as_deref(), session.until).await,
+        None => server.device_route(job.terms.pause, job.terms.kv_cache, served.as_deref(), session.until).await,
         Some(of) => Ok(DeviceRoute { name: "group", gpus: Vec::new(), gated: of.server.pauses(), why_not_faster: None }),
     };
     let route = match route {
@@ -58,7 +50,7 @@ pub(super) async fn begin<S: Server>(
         Err(source) => return Err(session.fail(at("start")(source)).await),
     };
     // Where the route lets the engine serve on, only an engine that is already held is held.
-    session.pauses = session.was_half() || (route.gated && job.pause != PausePolicy::External);
+    session.pauses = session.was_half() || (route.gated && job.terms.pause != PausePolicy::External);
     let holds = session.pauses && !route.gpus.is_empty();
     let handle = actor::start(session, FromDevice { job, route, group, feed: None, next: 0 });
     Ok(Box::new(Owner { handle, holds }))
@@ -120,7 +112,7 @@ impl FromDevice {
             session.loading();
         }
         self.feed = Some(feed);
-        if !session.pauses && self.job.pause == PausePolicy::Abort {
+        if !session.pauses && self.job.terms.pause == PausePolicy::Abort {
             session.inner.server.abort_all(until).await?;
         }
         Ok(())
@@ -147,7 +139,7 @@ impl FromDevice {
         let closed = feed.close(session.until.at_most(self.job.silence)).await;
         drop(busy);
         closed?;
-        if !session.pauses && self.job.pause == PausePolicy::Abort {
+        if !session.pauses && self.job.terms.pause == PausePolicy::Abort {
             // What began while buckets went in was computed with a mixture.
             session.inner.server.abort_all(session.until).await?;
         }
@@ -210,7 +202,12 @@ impl<S: Server> Way<S> for FromDevice {
 
     async fn give_up(&mut self, session: &mut Session<S>, reason: &str) -> Left {
         if self.feed.is_some() {
-            tracing::warn!(engine = session.inner.server.url(), version = self.job.version, reason, "an install was given up");
+            tracing::warn!(
+                engine = session.inner.server.url(),
+                version = self.job.terms.version.version,
+                reason,
+                "an install was given up"
+            );
         }
         self.fail(session, "load", EngineError::Cancelled).await.left
     }

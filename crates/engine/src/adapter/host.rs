@@ -9,7 +9,7 @@ use async_trait::async_trait;
 
 use super::Inner;
 use super::actor::{self, Handle, Way};
-use super::session::{Busy, Session, Terms, at, mark};
+use super::session::{Busy, Session, at};
 use crate::host::{HostBucket, HostDigest, HostInstall, HostJob};
 use crate::host_feed::HostFeed;
 use crate::server::Server;
@@ -23,16 +23,8 @@ struct Owner {
 
 /// Looks at the server, waits for the turn to change it, and has its workers connect.
 pub(super) async fn begin<S: Server>(inner: Arc<Inner<S>>, job: HostJob) -> Result<Box<dyn HostInstall>, InstallError> {
-    let terms = Terms {
-        marked: mark(job.version, job.manifest.as_ref()),
-        pause: job.pause,
-        kv_cache: job.kv_cache,
-        canary: job.canary.clone(),
-        timeout: job.timeout,
-        cancel: job.cancel.clone(),
-    };
     let tensors: Vec<_> = job.layout.tensors().cloned().collect();
-    let mut session = Session::open(inner, terms, &tensors).await?;
+    let mut session = Session::open(inner, job.terms.clone(), &tensors).await?;
     let feed = match session.inner.server.open_host_feed(&job, session.until).await {
         Ok(feed) => feed,
         Err(source) => return Err(session.fail(at("start")(source)).await),
@@ -137,7 +129,7 @@ impl<S: Server> Way<S> for FromHost<S> {
     async fn give_up(&mut self, session: &mut Session<S>, reason: &str) -> Left {
         tracing::warn!(
             engine = session.inner.server.url(),
-            version = self.job.version,
+            version = self.job.terms.version.version,
             reason,
             "an install from shared memory was given up"
         );

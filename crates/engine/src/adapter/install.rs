@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::Inner;
-use super::session::{Session, Terms, at};
+use super::session::{Session, at};
 use crate::evidence::Evidence;
 use crate::http::Until;
 use crate::server::Server;
@@ -22,18 +22,10 @@ impl<S: Server> Inner<S> {
                 next_step: "write the version to a directory that this process and the engine both see".into(),
             })
         });
-        let terms = Terms {
-            marked: job.version.clone(),
-            pause: job.pause,
-            kv_cache: job.kv_cache,
-            canary: job.canary.clone(),
-            timeout: job.timeout,
-            cancel: job.cancel.clone(),
-        };
-        let mut session = Session::open(self.clone(), terms, &offered?.specs()).await?;
+        let mut session = Session::open(self.clone(), job.terms.clone(), &offered?.specs()).await?;
         let staged = tokio::select! {
             biased;
-            () = job.cancel.cancelled() => Err(EngineError::Cancelled),
+            () = job.terms.cancel.cancelled() => Err(EngineError::Cancelled),
             staged = self.server.stage(&job.local_directory, session.until) => staged,
         };
         let staged = match staged {
@@ -54,7 +46,7 @@ impl<S: Server> Inner<S> {
                 return Err(session.fail(at("load")(source)).await);
             }
         }
-        session.conclude(job.version.clone(), None).await
+        session.conclude(job.terms.version.clone(), None).await
     }
 
     /// Loads; a load that failed is repeated once from the same complete directory, the engine still paused.

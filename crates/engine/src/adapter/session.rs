@@ -18,8 +18,8 @@ use crate::lifeline::Lifeline;
 use crate::record::UNKNOWN;
 use crate::server::Server;
 use crate::start::Look;
-use crate::{EngineError, EngineStart, Holding, InstallError, InstallReport, Left};
-use weightsync_core::protocol::{CanaryPolicy, HeldVersion, KvCachePolicy, PausePolicy};
+use crate::{EngineError, EngineStart, Holding, InstallError, InstallReport, InstallTerms, Left};
+use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::TensorSpec;
 
 /// Longest time kept back for undoing.
@@ -39,23 +39,6 @@ impl Failed {
 
 pub(super) fn at(step: &'static str) -> impl FnOnce(EngineError) -> Failed {
     move |source| Failed { step, source }
-}
-
-/// What an install is about, whichever way the weights come.
-#[derive(Debug, Clone)]
-pub(super) struct Terms {
-    /// Written into the engine before its weights are touched.
-    pub(super) marked: HeldVersion,
-    pub(super) pause: PausePolicy,
-    pub(super) kv_cache: KvCachePolicy,
-    pub(super) canary: Option<CanaryPolicy>,
-    pub(super) timeout: Duration,
-    pub(super) cancel: CancellationToken,
-}
-
-/// The mark of a version whose manifest is not known before its bytes are: no version of that text exists.
-pub(super) fn mark(version: u64, manifest: Option<&String>) -> HeldVersion {
-    HeldVersion { version, manifest: manifest.cloned().unwrap_or_else(|| "0".repeat(64)) }
 }
 
 pub(super) struct Before {
@@ -107,7 +90,7 @@ pub(super) type LeftNow = Arc<Mutex<Left>>;
 /// One install. It has the turn to change the engine for as long as it lives.
 pub(super) struct Session<S: Server> {
     pub(super) inner: Arc<Inner<S>>,
-    pub(super) terms: Terms,
+    pub(super) terms: InstallTerms,
     pub(super) steps: Steps,
     /// The end of the whole, and of what may be done before a failure is undone.
     pub(super) whole: Until,
@@ -122,7 +105,7 @@ pub(super) struct Session<S: Server> {
 
 impl<S: Server> Session<S> {
     /// Waits for the turn to change the engine, and looks at it; `offered` must replace all that it was started with.
-    pub(super) async fn open(inner: Arc<Inner<S>>, terms: Terms, offered: &[TensorSpec]) -> Result<Self, InstallError> {
+    pub(super) async fn open(inner: Arc<Inner<S>>, terms: InstallTerms, offered: &[TensorSpec]) -> Result<Self, InstallError> {
         let whole = Until::new(terms.timeout);
         let until = whole.keeping(MOST_RESERVE.min(terms.timeout / 5));
         let cancel = terms.cancel.clone();
@@ -164,7 +147,7 @@ impl<S: Server> Session<S> {
             if self.pauses {
                 self.inner.pause(&self.terms, self.until).await?;
             }
-            self.inner.write(Holding::HalfAnUpdate(self.terms.marked.clone()), self.until).await.map_err(at("pause"))
+            self.inner.write(Holding::HalfAnUpdate(self.terms.version.clone()), self.until).await.map_err(at("pause"))
         });
         let held = held.await;
         // A pause or a mark that failed may have taken effect.
@@ -214,7 +197,7 @@ impl<S: Server> Session<S> {
         let owes_answer = may_owe && way.is_some_and(|way| self.inner.proven.may_owe(&start, way));
         if asks && !owes_answer {
             let canary = self.terms.canary.as_ref();
-            let step = self.inner.see_an_answer(canary, &self.terms.marked, self.until, self.whole).await?;
+            let step = self.inner.see_an_answer(canary, &self.terms.version, self.until, self.whole).await?;
             self.steps.done(step);
             if let Some(way) = way {
                 self.inner.proven.answered(&start, way);
@@ -273,7 +256,7 @@ impl<S: Server> Session<S> {
         let fingerprint = self.inner.server.fingerprint(until).await?;
         let holding = self.inner.server.holding(until).await?;
         self.inner.start.answered(look, &fingerprint, &holding);
-        Ok(fingerprint == self.before.fingerprint && holding == Holding::HalfAnUpdate(self.terms.marked.clone()))
+        Ok(fingerprint == self.before.fingerprint && holding == Holding::HalfAnUpdate(self.terms.version.clone()))
     }
 
     /// Empties caches, sees that it is still the same start, and gives the engine the version's text as the very last word.
@@ -334,7 +317,7 @@ impl<S: Server> Inner<S> {
         Ok((Before { fingerprint, holding, look }, start))
     }
 
-    async fn pause(&self, terms: &Terms, until: Until) -> Result<(), Failed> {
+    async fn pause(&self, terms: &InstallTerms, until: Until) -> Result<(), Failed> {
         self.server.pause(terms.pause, terms.kv_cache, until).await.map_err(at("pause"))?;
         if self.server.is_paused(until).await.map_err(at("pause"))? {
             return Ok(());

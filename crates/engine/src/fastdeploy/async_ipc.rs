@@ -70,7 +70,7 @@ impl AsyncIpc {
         let mut socket = ReqSocket::new();
         let bound = tokio::time::timeout(until.left(), socket.bind(address)).await;
         bound.map_err(|_| cannot("it took too long".into()))?.map_err(|error| cannot(error.to_string()))?;
-        let whole = Until::new(feed.job.timeout);
+        let whole = Until::new(feed.job.terms.timeout);
         Ok(Self { http, layout: feed.job.layout.clone(), gpu: gpu.clone(), device, socket, call: None, touched: false, whole })
     }
 

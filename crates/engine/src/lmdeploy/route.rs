@@ -117,7 +117,7 @@ impl Lmdeploy {
             return Ok(Box::new(Tensors::new(self.http.clone(), job.layout.clone(), route.gpus.clone())));
         }
         self.ready(until).await?;
-        let (http, whole) = (self.http.clone(), Until::new(job.timeout));
+        let (http, whole) = (self.http.clone(), Until::new(job.terms.timeout));
         let call = move |handles| -> Call {
             Box::pin(async move {
                 let body = json!({ "zmq_handles": Value::Object(handles) });

@@ -14,8 +14,14 @@ fn canary() -> CanaryPolicy {
     CanaryPolicy { prompt: "the same prompt".into(), max_tokens: 4, least_log_prob_milli: -4000, greatest_log_prob_milli: 0 }
 }
 
+fn asking(bench: &Bench, version: u64, canary: CanaryPolicy) -> InstallJob {
+    let mut job = bench.job(version);
+    job.terms.canary = Some(canary);
+    job
+}
+
 fn job(bench: &Bench, version: u64) -> InstallJob {
-    InstallJob { canary: Some(canary()), ..bench.job(version) }
+    asking(bench, version, canary())
 }
 
 /// Makes one tensor of a version's checkpoint nothing but NaN.
@@ -94,7 +100,7 @@ async fn an_answer_outside_of_the_range_is_refused_with_what_was_measured() {
     for kind in KINDS {
         let bench = Bench::start(kind).await;
         let narrow = CanaryPolicy { least_log_prob_milli: -1, max_tokens: 16, ..canary() };
-        let error = bench.engine.install(&InstallJob { canary: Some(narrow), ..bench.job(2) }).await.unwrap_err();
+        let error = bench.engine.install(&asking(&bench, 2, narrow)).await.unwrap_err();
         let EngineError::CanaryRefused { measured } = &error.source else { panic!("{kind}: {error}") };
         assert!(measured.contains("of 16 is -") && measured.contains("expected is -0.001 to 0"), "{kind}: {measured}");
     }
@@ -137,6 +143,8 @@ async fn an_answer_that_was_cut_off_says_nothing_of_the_weights_and_the_engine_i
 #[tokio::test]
 async fn an_engine_that_its_trainer_pauses_is_not_asked() {
     let bench = Bench::start("vllm").await;
-    let report = bench.engine.install(&InstallJob { pause: PausePolicy::External, ..job(&bench, 2) }).await.unwrap();
+    let mut external = job(&bench, 2);
+    external.terms.pause = PausePolicy::External;
+    let report = bench.engine.install(&external).await.unwrap();
     assert!(report.steps_ms.iter().all(|(step, _)| step != "canary" && step != "resume"), "{:?}", report.steps_ms);
 }

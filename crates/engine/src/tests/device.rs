@@ -88,7 +88,7 @@ async fn install_asked_after_its_end_is_answered() {
         let on = bench(way).await;
         let job = on.job(2);
         let mut install = on.engine.begin_device(&job).await.unwrap();
-        job.cancel.cancel();
+        job.terms.cancel.cancel();
         // Takes the turn to change the engine, which the ended task gave back.
         on.engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap();
         let asked = tokio::time::timeout(SOON, install.open()).await.expect("an answer");
@@ -179,7 +179,7 @@ async fn an_engine_that_hangs_ends_the_install_with_its_deadline() {
         let on = bench(way).await;
         let mut job = on.job(2);
         job.silence = Duration::from_millis(300);
-        job.timeout = SOON / 2;
+        job.terms.timeout = SOON / 2;
         on.bench.set_faults(Faults { load_ms: 60_000, ..Faults::default() }).await;
         let begun = Instant::now();
         let error = on.version(2).feed(on.engine.as_ref(), &job).await.unwrap_err();

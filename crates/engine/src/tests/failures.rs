@@ -39,7 +39,7 @@ fn rules(rules: Vec<FaultRule>) -> Faults {
 async fn install_with(bench: &Bench, faults: Faults, timeout: Duration) -> InstallError {
     bench.set_faults(faults).await;
     let mut job = bench.job(2);
-    job.timeout = timeout;
+    job.terms.timeout = timeout;
     let begun = Instant::now();
     let error = bench.engine.install(&job).await.unwrap_err();
     assert!(begun.elapsed() < timeout + Duration::from_secs(1), "ended {:?} after a deadline of {timeout:?}", begun.elapsed());
@@ -303,7 +303,7 @@ async fn a_cancelled_install_ends_before_the_load_and_not_in_it() {
         let job = bench.job(2);
         let (installed, ()) = tokio::join!(bench.engine.install(&job), async {
             until("the pause", || async { bench.calls().await.iter().any(|call| call.ends_with(calls.pause)) }).await;
-            job.cancel.cancel();
+            job.terms.cancel.cancel();
         });
         let error = installed.unwrap_err();
         assert!(matches!(error.source, EngineError::Cancelled) && !error.is_dirty(), "{error}");
@@ -314,7 +314,7 @@ async fn a_cancelled_install_ends_before_the_load_and_not_in_it() {
         let before = bench.calls().await.len();
         let (installed, ()) = tokio::join!(bench.engine.install(&job), async {
             until("the load", || async { bench.calls().await[before..].iter().any(|call| call.ends_with(calls.load)) }).await;
-            job.cancel.cancel();
+            job.terms.cancel.cancel();
         });
         installed.unwrap();
         assert_eq!(bench.digest().await, bench.fresh_digest(2).await);
@@ -331,7 +331,7 @@ async fn an_install_goes_on_when_its_caller_goes_away() {
     }
     // The next to change the engine waits for it.
     bench.engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap();
-    assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(job.version));
+    assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(job.terms.version));
     assert!(!bench.is_paused().await);
 }
 
@@ -340,7 +340,7 @@ async fn a_failed_load_under_external_pause_is_paused_by_us() {
     let bench = Bench::start("vllm").await;
     bench.set_faults(Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }).await;
     let mut job = bench.job(2);
-    job.pause = PausePolicy::External;
+    job.terms.pause = PausePolicy::External;
     assert!(bench.engine.install(&job).await.unwrap_err().is_dirty());
     assert_dirty_until_fed(&bench, "a mixture must not serve, whoever pauses otherwise").await;
 }

@@ -10,7 +10,6 @@ use tokio::time::Instant;
 
 use super::support::{Bench, SOON};
 use crate::Settling;
-use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults};
 
 /// The paths that the adapters call, and all of them at once.
@@ -105,7 +104,8 @@ proptest! {
             let _ = bench.engine.probe(limit).await;
             let _ = bench.engine.health(limit).await;
             let _ = bench.engine.holding(limit).await;
-            let job = crate::InstallJob { timeout: limit, pause: PausePolicy::Keep, kv_cache: KvCachePolicy::Reset, ..bench.job(2) };
+            let mut job = bench.job(2);
+            job.terms.timeout = limit;
             let installed = bench.engine.install(&job).await;
             let _ = bench.engine.settle(&Settling::LEFT_PAUSED, limit).await;
             let took = begun.elapsed();

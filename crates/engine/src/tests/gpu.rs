@@ -12,7 +12,9 @@ use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 
 use super::support::{Bench, SOON, held};
-use crate::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, Engine, EngineConfig, InstallError, InstallReport, Released, connect};
+use crate::{
+    DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, Engine, EngineConfig, InstallError, InstallReport, InstallTerms, Released, connect,
+};
 use weightsync_core::protocol::worker::Opaque;
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_core::weights::safetensors::Checkpoint;
@@ -106,7 +108,7 @@ impl<'a> Version<'a> {
             assert_eq!(released, Released::Now);
             self.gpus.fill(u64::from(bucket.sequence) % 2, &[0xdd; 512]);
         }
-        install.finish(held(job.version)).await
+        install.finish(held(job.terms.version.version)).await
     }
 
     pub(super) async fn feed_some(&self, engine: &dyn Engine, job: &DeviceJob, count: usize) -> Box<dyn DeviceInstall> {
@@ -173,15 +175,16 @@ impl GpuBench {
 
     pub(super) fn job(&self, version: u64) -> DeviceJob {
         DeviceJob {
-            version,
-            manifest: None,
+            terms: InstallTerms {
+                version: InstallTerms::mark(version, None),
+                pause: PausePolicy::Abort,
+                kv_cache: KvCachePolicy::Reset,
+                canary: None,
+                timeout: SOON,
+                cancel: CancellationToken::new(),
+            },
             layout: self.version(version).layout,
-            pause: PausePolicy::Abort,
-            kv_cache: KvCachePolicy::Reset,
-            canary: None,
-            timeout: SOON,
             silence: Duration::from_secs(2),
-            cancel: CancellationToken::new(),
             sockets: self.bench.folder.path().join("s"),
             sockets_in_engine: self.bench.folder.path().join("s"),
         }

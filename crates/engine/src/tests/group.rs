@@ -16,7 +16,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::support::{SOON, adapter, held, recorded};
-use crate::{DeviceBucket, DeviceInstall, DeviceJob, Engine, GroupJoin, InstallError, InstallReport, Left};
+use crate::{DeviceBucket, DeviceInstall, DeviceJob, Engine, GroupJoin, InstallError, InstallReport, InstallTerms, Left};
 use weightsync_core::protocol::worker::Opaque;
 use weightsync_core::protocol::{GroupPlace, KvCachePolicy, PausePolicy, Rendezvous};
 use weightsync_core::weights::{Dtype, Layout, TensorSpec};
@@ -180,15 +180,16 @@ fn job() -> DeviceJob {
     let tensor = |name: &str, dtype, shape: &[u64]| TensorSpec::new(name.into(), dtype, shape.to_vec());
     let tensors = vec![tensor("a", Dtype::BF16, &[3, 5]), tensor("scale", Dtype::F32, &[1]), tensor("b", Dtype::BF16, &[64])];
     DeviceJob {
-        version: 4,
-        manifest: None,
+        terms: InstallTerms {
+            version: InstallTerms::mark(4, None),
+            pause: PausePolicy::Abort,
+            kv_cache: KvCachePolicy::Reset,
+            canary: None,
+            timeout: SOON,
+            cancel: CancellationToken::new(),
+        },
         layout: Arc::new(Layout::new("model", tensors, 128).unwrap().cut_between_tensors()),
-        pause: PausePolicy::Abort,
-        kv_cache: KvCachePolicy::Reset,
-        canary: None,
-        timeout: SOON,
         silence: SOON,
-        cancel: CancellationToken::new(),
         sockets: "/nowhere".into(),
         sockets_in_engine: "/nowhere".into(),
     }

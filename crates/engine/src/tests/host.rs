@@ -8,7 +8,9 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::support::{Bench, SOON, adapter, held};
-use crate::{EngineError, Holding, HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTensor, InstallError, InstallReport};
+use crate::{
+    EngineError, Holding, HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTensor, InstallError, InstallReport, InstallTerms,
+};
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_core::weights::Layout;
 use weightsync_core::weights::safetensors::Checkpoint;
@@ -36,16 +38,17 @@ impl Version {
 
     pub(super) fn job(&self) -> HostJob {
         HostJob {
-            version: self.number,
-            manifest: Some(held(self.number).manifest),
+            terms: InstallTerms {
+                version: held(self.number),
+                pause: PausePolicy::Keep,
+                kv_cache: KvCachePolicy::Reset,
+                canary: None,
+                timeout: SOON,
+                cancel: CancellationToken::new(),
+            },
             layout: self.layout.clone(),
             memory: Arc::new(HostMemory::of(&self.memory, self.layout.total_bytes).unwrap()),
-            pause: PausePolicy::Keep,
-            kv_cache: KvCachePolicy::Reset,
-            canary: None,
-            timeout: SOON,
             silence: SOON,
-            cancel: CancellationToken::new(),
         }
     }
 
@@ -210,7 +213,8 @@ async fn a_reply_that_is_no_success_is_none_in_any_step() {
             let rule = FaultRule { path: path.to_owned(), after: 0, times: None, fault };
             bench.set_faults(Faults { rules: vec![rule], ..Faults::default() }).await;
             let version = Version::of(&bench, 2);
-            let job = HostJob { timeout: Duration::from_secs(3), ..version.job() };
+            let mut job = version.job();
+            job.terms.timeout = Duration::from_secs(3);
             let outcome = match engine.begin_host(&job).await {
                 Ok(mut install) => match version.tell(&mut install).await {
                     Ok(()) => install.finish(held(2)).await.map(drop),

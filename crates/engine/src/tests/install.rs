@@ -96,7 +96,7 @@ async fn requests_that_are_kept_go_on_with_the_new_weights_and_those_that_are_ab
         let (answer, installed) = tokio::join!(bench.complete("a long prompt", 30), async {
             until("the request", || async { bench.get("/simulator/digest").await["requests"] == json!(1) }).await;
             let mut job = bench.job(2);
-            job.pause = pause;
+            job.terms.pause = pause;
             bench.engine.install(&job).await
         });
         installed.unwrap();
@@ -112,7 +112,7 @@ async fn a_cache_of_old_weights_is_emptied_unless_the_policy_keeps_it() {
         for (version, kv_cache, fresh) in [(2, KvCachePolicy::Reset, true), (3, KvCachePolicy::Keep, false)] {
             bench.complete("a shared prefix", 4).await;
             let mut job = bench.job(version);
-            job.kv_cache = kv_cache;
+            job.terms.kv_cache = kv_cache;
             bench.engine.install(&job).await.unwrap();
             let shared = bench.complete("a shared prefix", 4).await;
             let other = Bench::start(kind).await;
@@ -139,7 +139,7 @@ async fn with_external_pause_the_engine_is_neither_paused_nor_resumed() {
     for kind in KINDS {
         let bench = Bench::start(kind).await;
         let mut job = bench.job(2);
-        job.pause = PausePolicy::External;
+        job.terms.pause = PausePolicy::External;
         bench.engine.install(&job).await.unwrap();
         let calls = bench.calls().await;
         let touched = |call: &String| ["/pause", "/resume", "_generation"].iter().any(|path| call.contains(path));
@@ -226,7 +226,7 @@ async fn sglang_says_before_a_byte_moves_that_it_cannot_drain() {
     let refusal = bench.engine.accepts(PausePolicy::Drain, KvCachePolicy::Reset).unwrap_err().to_string();
     assert!(refusal.contains("spec.update.pause"), "{refusal}");
     let mut job = bench.job(2);
-    job.pause = PausePolicy::Drain;
+    job.terms.pause = PausePolicy::Drain;
     let error = bench.engine.install(&job).await.unwrap_err();
     assert!(!error.is_dirty() && !bench.is_paused().await, "{error}");
 }

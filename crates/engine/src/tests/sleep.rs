@@ -27,7 +27,7 @@ async fn f55_an_engine_that_slept_holds_nothing_any_more_although_its_label_says
         assert!(bench.is_paused().await, "nobody but its owner wakes it");
 
         call(&bench, "/wake_up").await;
-        assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(bench.job(2).version), "its label did not change");
+        assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(bench.job(2).terms.version), "its label did not change");
         assert_eq!(bench.engine.health(SOON).await.unwrap().start, asleep, "the sleep is not counted twice");
         assert!(bench.engine.asleep().is_none());
         assert_eq!(bench.digest().await == bench.fresh_digest(2).await, level == 1);

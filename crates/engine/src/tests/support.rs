@@ -8,7 +8,7 @@ use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::{ApiKey, Engine, EngineConfig, InstallJob, connect};
+use crate::{ApiKey, Engine, EngineConfig, InstallJob, InstallTerms, connect};
 use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_testkit::simulator::{Faults, Simulator, SimulatorOptions};
 pub(crate) use weightsync_testkit::support::{SOON, TENSORS, client, get, post, until, write_checkpoint};
@@ -66,19 +66,23 @@ impl Bench {
     }
 
     pub(crate) fn job_with(&self, version: u64, pause: PausePolicy) -> InstallJob {
-        InstallJob { pause, ..self.job(version) }
+        let mut job = self.job(version);
+        job.terms.pause = pause;
+        job
     }
 
     pub(crate) fn job(&self, version: u64) -> InstallJob {
         InstallJob {
-            version: held(version),
+            terms: InstallTerms {
+                version: held(version),
+                pause: PausePolicy::Keep,
+                kv_cache: KvCachePolicy::Reset,
+                canary: None,
+                timeout: SOON,
+                cancel: CancellationToken::new(),
+            },
             directory: self.directory(version),
             local_directory: self.directory(version),
-            pause: PausePolicy::Keep,
-            kv_cache: KvCachePolicy::Reset,
-            canary: None,
-            timeout: SOON,
-            cancel: CancellationToken::new(),
         }
     }
 

@@ -31,7 +31,7 @@ impl Backend {
         let (listening, token) = init(&http, ranks, until).await?;
         let rules = Rules { token: token.clone(), draft: job.layout.has_draft(), silence: job.silence };
         let (workers, digest) = listening.with_memory(&rules, &job.memory, until.at_most(job.silence.min(CONNECT))).await?;
-        Ok(Self { session: Session::new(http, workers, token, job.timeout), digest, draft_from: None, told: 0 })
+        Ok(Self { session: Session::new(http, workers, token, job.terms.timeout), digest, draft_from: None, told: 0 })
     }
 
     async fn finish(&mut self, until: Until) -> Result<(), EngineError> {

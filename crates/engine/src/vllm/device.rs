@@ -66,7 +66,7 @@ pub(super) async fn open(server: &Vllm, job: FeedJob<'_>, until: Until) -> Resul
             Ok(Box::new(buckets::Buckets::new(server.http.clone(), job.job.layout.clone())))
         }
         _ => {
-            let (http, whole) = (server.http.clone(), Until::new(job.job.timeout));
+            let (http, whole) = (server.http.clone(), Until::new(job.job.terms.timeout));
             let call = move |handles| -> Call {
                 Box::pin(async move { of_all_workers(&http, &json!({"method": EXTENSION, "args": [Value::Object(handles)]}), whole).await })
             };

@@ -32,7 +32,7 @@ impl Gpus {
         let (listening, token) = init(&http, ranks, until).await?;
         let rules = Rules { token: token.clone(), draft: job.layout.has_draft(), silence: job.silence };
         let workers = listening.on_gpus(&rules, until.at_most(job.silence.min(CONNECT))).await?;
-        Ok(Self { session: Session::new(http, workers, token, job.timeout), layout: job.layout.clone(), told: 0 })
+        Ok(Self { session: Session::new(http, workers, token, job.terms.timeout), layout: job.layout.clone(), told: 0 })
     }
 
     /// The line for a worker on that GPU.

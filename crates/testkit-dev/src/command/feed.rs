@@ -18,7 +18,7 @@ use weightsync_agent::hand_over::{MemoryFeed, feed_checkpoint, feed_memory};
 use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest, TensorHasher};
-use weightsync_engine::{ApiKey, DeviceJob, Engine, EngineConfig, EngineError, InstallJob, connect};
+use weightsync_engine::{ApiKey, DeviceJob, Engine, EngineConfig, EngineError, InstallJob, InstallTerms, connect};
 use weightsync_gpu::worker::{Ring, Worker, WorkerStart};
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -140,15 +140,16 @@ impl FeedArgs {
         let digests = digests(&checkpoint, &layout)?;
         for version in self.number..self.number.saturating_add(self.repeat) {
             let job = DeviceJob {
-                version,
-                manifest: None,
+                terms: InstallTerms {
+                    version: InstallTerms::mark(version, None),
+                    pause,
+                    kv_cache,
+                    canary: None,
+                    timeout: within,
+                    cancel: CancellationToken::new(),
+                },
                 layout: layout.clone(),
-                pause,
-                kv_cache,
-                canary: None,
-                timeout: within,
                 silence: within,
-                cancel: CancellationToken::new(),
                 sockets: sockets.clone(),
                 sockets_in_engine: sockets.clone(),
             };
@@ -205,7 +206,8 @@ impl FeedArgs {
             } else {
                 let cancel = CancellationToken::new();
                 let (directory, local_directory) = (directory.clone(), directory.clone());
-                let job = InstallJob { version, directory, local_directory, pause, kv_cache, canary: None, timeout: within, cancel };
+                let terms = InstallTerms { version, pause, kv_cache, canary: None, timeout: within, cancel };
+                let job = InstallJob { terms, directory, local_directory };
                 let begun = Instant::now();
                 let report = engine.install(&job).await.with_context(|| format!("version {number} is not installed"))?;
                 ("directory", layout.total_bytes, report, begun.elapsed())

@@ -23,7 +23,7 @@ use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::safetensors::{Checkpoint, SINGLE_FILE};
 use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest};
 use weightsync_engine::{
-    ApiKey, DeviceJob, DeviceRoute, Engine, EngineConfig, EngineError, InstallError, InstallJob, InstallReport, connect,
+    ApiKey, DeviceJob, DeviceRoute, Engine, EngineConfig, EngineError, InstallError, InstallJob, InstallReport, InstallTerms, connect,
 };
 use weightsync_testkit::simulator::{Simulator, SimulatorOptions};
 
@@ -354,20 +354,15 @@ impl Bed {
         let cancel = CancellationToken::new();
         if directory_way {
             let local_directory = directory.clone();
-            let job = InstallJob { version: held, directory, local_directory, pause, kv_cache, canary: None, timeout: within, cancel };
+            let terms = InstallTerms { version: held, pause, kv_cache, canary: None, timeout: within, cancel };
+            let job = InstallJob { terms, directory, local_directory };
             return engine.install(&job).await;
         }
         let sockets = self.folder.0.join("s");
         let job = DeviceJob {
-            version,
-            manifest: None,
+            terms: InstallTerms { version: InstallTerms::mark(version, None), pause, kv_cache, canary: None, timeout: within, cancel },
             layout: Arc::new(layout),
-            pause,
-            kv_cache,
-            canary: None,
-            timeout: within,
             silence: within,
-            cancel,
             sockets_in_engine: sockets.clone(),
             sockets,
         };

@@ -136,10 +136,10 @@ pub(super) async fn from_gpus(
     gpus: &[String],
 ) -> Result<InstallReport, InstallError> {
     let clean = InstallError::before_start;
-    let route = engine.device_route(job.pause, job.kv_cache, job.timeout).await.map_err(clean)?;
+    let route = engine.device_route(job.terms.pause, job.terms.kv_cache, job.terms.timeout).await.map_err(clean)?;
     let wanted = if route.gpus.is_empty() { gpus.to_vec() } else { route.gpus };
     let own = |what: String| clean(EngineError::Unsupported { what, next_step: "give the suite a GPU of the engine (--gpu)".into() });
-    let rings = rings(&wanted, &job.layout, job.timeout).await.map_err(own)?;
+    let rings = rings(&wanted, &job.layout, job.terms.timeout).await.map_err(own)?;
     let fed = feed_checkpoint(engine, &job, held, Arc::new(checkpoint), &rings, false).await;
     let (report, _) = fed.map_err(|error| error.into_install(Left::Mixture))?;
     Ok(report)

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use weightsync_core::protocol::worker::{NcclId, Proof};
 use weightsync_core::protocol::{GroupPlace, HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::Layout;
-use weightsync_engine::{DeviceBucket, DeviceJob, Engine, EngineConfig, GroupJoin, InstallError, connect};
+use weightsync_engine::{DeviceBucket, DeviceJob, Engine, EngineConfig, GroupJoin, InstallError, InstallTerms, connect};
 use weightsync_torch::store::nccl_id_keys;
 
 use super::{A_WHILE, Bed, model};
@@ -32,15 +32,16 @@ fn engine(bed: &Bed, kind: &str) -> Arc<dyn Engine> {
 /// Two buckets of two tensors.
 fn job(bed: &Bed, model: &Model, silence: Duration) -> DeviceJob {
     DeviceJob {
-        version: 7,
-        manifest: None,
+        terms: InstallTerms {
+            version: InstallTerms::mark(7, None),
+            pause: PausePolicy::Abort,
+            kv_cache: KvCachePolicy::Reset,
+            canary: None,
+            timeout: SOON,
+            cancel: CancellationToken::new(),
+        },
         layout: Arc::new(Layout::new("model", model.specs(), 128 << 10).unwrap().cut_between_tensors()),
-        pause: PausePolicy::Abort,
-        kv_cache: KvCachePolicy::Reset,
-        canary: None,
-        timeout: SOON,
         silence,
-        cancel: CancellationToken::new(),
         sockets: bed.checkpoint.path().join("s"),
         sockets_in_engine: bed.checkpoint.path().join("s"),
     }

@@ -14,6 +14,7 @@ use crate::rollout::Rollout;
 use crate::rollout::receive::agree;
 use crate::rollout::receiver::{Limits, Undone, Way};
 use crate::rollout::ring::Ring;
+use crate::rollout::update::mark;
 use weightsync_core::protocol::{BeginRequest, FinishRequest, HeldVersion};
 use weightsync_core::weights::{Coverage, Layout, Manifest};
 use weightsync_engine::{HostMemory, InstallError, InstallReport, Left};
@@ -52,8 +53,7 @@ impl Rollout {
         drop(room);
         let shared = HostMemory::of(&memory.fd(), length as u64).map_err(|error| format!("the memory cannot be shared: {error}"))?;
         let policy = Self::policy_of(epoch);
-        let held = (request.update.version, request.manifest_digest.clone());
-        let job = Self::host_job(held, layout.clone(), shared, &policy);
+        let job = Self::host_job(mark(request), layout.clone(), shared, &policy);
         let install = self.engine.begin_host(&job).await.map_err(|error| error.to_string())?;
         let arrived = Arrived {
             digest: install.digest(),
@@ -74,7 +74,7 @@ impl Rollout {
             bytes = length,
             "the version goes into the engine through a ring of shared memory"
         );
-        let limits = Limits { timeout: job.timeout, silence: job.silence };
+        let limits = Limits { timeout: job.terms.timeout, silence: job.silence };
         Ok(self.receive_by(request, layout, limits, arrived, FromMemory(install)))
     }
 }
