@@ -281,6 +281,7 @@ async fn take(mut job: PublishJob, args: &Args, gpu: Option<&Gpu>) -> anyhow::Re
         installed: vec![MemberName("actors/a".into())],
         behind: vec![(MemberName("actors/b".into()), "engine does not answer".into())],
         phases_ms: vec![("transfer".into(), 1)],
+        mixed: Vec::new(),
     });
     Ok(true)
 }
@@ -311,6 +312,7 @@ fn view(version: Option<u64>) -> RosterView {
         version,
         rank_offset,
         size: 1,
+        mixed: Vec::new(),
     };
     let replicas = vec![replica("actors/a", "ready", version, 1), replica("actors/b", "out", None, 2)];
     RosterView { epoch: Some(1), version, replicas }

@@ -65,6 +65,7 @@ impl Agent {
             healthy: true,
             wedged: false,
             paused_until: None,
+            mixed: Vec::new(),
             reason: None,
         };
         let data_address = SocketAddr::new(place.ip, DATA_PORT).to_string();

@@ -24,7 +24,7 @@ from .errors import (
     WeightSyncError,
 )
 from .publisher import Publisher, PublishHandle
-from .result import Progress, Replica, Result, Roster
+from .result import MixedWindow, Progress, Replica, Result, Roster
 from .sources import fsdp2, module, sharded, state_dict, stream, with_draft
 from .topology import Topology
 
@@ -37,6 +37,7 @@ __all__ = [
     "Fenced",
     "ManifestChanged",
     "Meta",
+    "MixedWindow",
     "NotAllowed",
     "NotEnoughReplicas",
     "OutcomeUnknown",

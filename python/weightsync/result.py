@@ -24,6 +24,35 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class MixedWindow:
+    """A time in which an engine answered requests while a version was loaded into it.
+
+    An answer that was under way at any moment of it comes from a mixture of two versions: drop it. Times are those of the replica's clock.
+    """
+
+    version: int
+    """The version that was loaded."""
+    begin_ms: int
+    """Milliseconds since 1970."""
+    end_ms: int | None
+    """Milliseconds since 1970; None while the engine may serve a mixture still."""
+
+    @staticmethod
+    def of(message: Mapping[str, Any]) -> MixedWindow:
+        """From the agent's message."""
+        end = message.get("endMs")
+        return MixedWindow(int(message["version"]), int(message["beginMs"]), None if end is None else int(end))
+
+    def touches(self, begin_ms: int, end_ms: int) -> bool:
+        """Whether an answer that was under way from `begin_ms` to `end_ms` (milliseconds since 1970) may come from a mixture."""
+        return end_ms >= self.begin_ms and (self.end_ms is None or begin_ms <= self.end_ms)
+
+
+def _windows(messages: Any) -> tuple[MixedWindow, ...]:
+    return tuple(MixedWindow.of(message) for message in messages)
+
+
+@dataclass(frozen=True)
 class Result:
     """A version that enough replicas serve, or (`staged`) that waits to be activated."""
 
@@ -38,6 +67,8 @@ class Result:
     manifest: str | None = None
     """blake3 of names, types, shapes and digests of all tensors."""
     phases_ms: Mapping[str, int] = field(default_factory=dict)
+    mixed: Mapping[str, tuple[MixedWindow, ...]] = field(default_factory=dict)
+    """Replicas whose engine answered requests while this version was loaded, and when. Replicas that paused are absent."""
     staged: bool = False
     memory: str = "host"
     """Where the tensors were written: `gpu UUID`, `host`, or `host: ` and why not on the GPU that they lie on."""
@@ -54,17 +85,21 @@ class Result:
             bytes=int(message["bytes"]),
             manifest=str(message["manifest"]),
             phases_ms=dict(message["phasesMs"]),
+            mixed={name: _windows(windows) for name, windows in message.get("mixed", ())},
             memory=memory,
         )
 
     def plain(self) -> dict[str, Any]:
         """As JSON, for the other ranks of a group."""
-        return {**self.__dict__, "installed": list(self.installed), "behind": dict(self.behind), "phases_ms": dict(self.phases_ms)}
+        mixed = {name: [dict(window.__dict__) for window in windows] for name, windows in self.mixed.items()}
+        lists = {"installed": list(self.installed), "behind": dict(self.behind), "phases_ms": dict(self.phases_ms), "mixed": mixed}
+        return {**self.__dict__, **lists}
 
     @staticmethod
     def of_plain(plain: Mapping[str, Any]) -> Result:
         """The inverse of `plain`."""
-        return Result(**{**plain, "installed": tuple(plain["installed"])})
+        mixed = {name: tuple(MixedWindow(**window) for window in windows) for name, windows in plain["mixed"].items()}
+        return Result(**{**plain, "installed": tuple(plain["installed"]), "mixed": mixed})
 
 
 @dataclass(frozen=True)
@@ -79,6 +114,8 @@ class Replica:
     """What its engine serves, as far as known."""
     rank_offset: int
     size: int
+    mixed: tuple[MixedWindow, ...] = ()
+    """When its engine answered requests while a version was loaded: the last few times."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +138,7 @@ class Roster:
                 version=replica.get("version"),
                 rank_offset=int(replica["rankOffset"]),
                 size=int(replica["size"]),
+                mixed=_windows(replica.get("mixed", ())),
             )
             for replica in message["replicas"]
         )

@@ -14,7 +14,7 @@ use super::group::{Epoch, Group, Me, Standing, Step, refusal};
 use super::statements::Statements;
 use weightsync_core::protocol::{
     BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, Hindrance, MemberName, MemberPhase,
-    MemberState, PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest, STATEMENTS, UpdateId,
+    MemberState, MixedWindow, PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest, STATEMENTS, UpdateId,
 };
 use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::{Admission, BucketStore, Fault, Wants};
@@ -39,6 +39,8 @@ pub struct Facts {
     pub wedged: bool,
     /// Until when the engine may be paused by us, in ms since 1970.
     pub paused_until: Option<u64>,
+    /// When the engine answered requests while a version was loaded, the oldest first.
+    pub mixed: Vec<MixedWindow>,
     pub updating: bool,
     /// Whether the engine may hold a mixture.
     pub dirty: bool,
@@ -441,6 +443,7 @@ fn state(group: &Group, facts: &Facts, statements: &Statements) -> MemberState {
         healthy: facts.healthy,
         wedged: facts.wedged,
         paused_until: facts.paused_until,
+        mixed: facts.mixed.clone(),
         reason: facts.reason.clone().or_else(|| group.released().map(str::to_owned)),
     }
 }

@@ -279,7 +279,11 @@ impl Rollout {
 
     /// Where the last attempt stands; none before the first.
     pub fn last_attempt(&self) -> Option<UpdateStatus> {
-        lock(&self.inner).machine.status()
+        let mut status = lock(&self.inner).machine.status();
+        if let Some(status) = &mut status {
+            status.mixed = self.engine.mixed_windows().into_iter().filter(|window| window.version == status.update.version).collect();
+        }
+        status
     }
 
     /// A number that grows whenever [`last_attempt`](Self::last_attempt) changes.
@@ -311,7 +315,10 @@ impl Rollout {
         let outcome = change(&mut inner);
         inner.note_dirt();
         let current = self.core.current();
-        self.core.set_facts(|facts| inner.show(facts, current.as_ref()));
+        self.core.set_facts(|facts| {
+            inner.show(facts, current.as_ref());
+            facts.mixed = self.engine.mixed_windows();
+        });
         let sequence = inner.machine.sequence();
         drop(inner);
         self.changed.send_if_modified(|known| std::mem::replace(known, sequence) != sequence);

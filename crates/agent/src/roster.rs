@@ -54,6 +54,7 @@ pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeM
             version: state.and_then(|state| state.installed.as_ref()).map(|installed| installed.version),
             rank_offset: member.rank_offset,
             size: member.size,
+            mixed: state.map_or_else(Vec::new, |state| state.mixed.clone()),
         });
     }
     RosterView { epoch: epoch.map(|epoch| epoch.id().epoch), version: current.map(|current| current.version), replicas }

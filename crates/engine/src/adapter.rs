@@ -30,6 +30,7 @@ use self::proof::Proven;
 use super::draft::DraftWay;
 use super::fit::Fit;
 use super::http::Until;
+use super::mixed::Mixed;
 use super::served;
 use super::server::Server;
 use super::start::StartWatch;
@@ -37,7 +38,7 @@ use super::{
     DeviceInstall, DeviceJob, DeviceRoute, Engine, EngineError, EngineGroup, EngineStart, External, Health, Holding, HostInstall, HostJob,
     InstallError, InstallJob, InstallReport, Left, Settled, Settling,
 };
-use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, MixedWindow, PausePolicy};
 use weightsync_core::weights::{Section, TensorSpec};
 
 /// An engine behind its [`Server`] calls. Clones share it.
@@ -55,6 +56,7 @@ struct Inner<S> {
     turn: Arc<Mutex<()>>,
     group: LastGroup,
     proven: Proven,
+    mixed: Mixed,
     /// True while the engine core may be too busy to answer because of us.
     loading: AtomicBool,
 }
@@ -71,6 +73,7 @@ impl<S: Server> Adapter<S> {
             turn: Arc::default(),
             group: LastGroup::new(record.map(|record| record.with_extension("group"))),
             proven: Proven::default(),
+            mixed: Mixed::default(),
             loading: AtomicBool::new(false),
         };
         Self(Arc::new(inner))
@@ -253,6 +256,10 @@ impl<S: Server> Engine for Adapter<S> {
         // A task of its own: an agent that drops this future (a select, a fenced epoch) must not leave the engine paused in the middle.
         let installed = tokio::spawn(async move { inner.install(&job).await }).await;
         installed.unwrap_or(Err(InstallError { step: "start", left: Left::Mixture, source: EngineError::Cancelled }))
+    }
+
+    fn mixed_windows(&self) -> Vec<MixedWindow> {
+        self.0.mixed.windows()
     }
 
     async fn see_owed_answer(&self, version: &HeldVersion, deadline: Duration) -> Result<(), InstallError> {

@@ -25,6 +25,7 @@ mod http;
 mod label;
 mod lifeline;
 mod lmdeploy;
+mod mixed;
 mod process;
 mod record;
 mod secret;
@@ -52,7 +53,7 @@ pub use host::{HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTen
 pub use label::Holding;
 pub use secret::ApiKey;
 
-use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, MixedWindow, PausePolicy};
 use weightsync_core::weights::TensorSpec;
 
 /// Why an engine call failed. Bodies of replies are cut to 512 bytes; API keys never appear.
@@ -308,6 +309,12 @@ pub trait Engine: Send + Sync {
     /// paused as the trainer left it); see [`InstallError::left`] otherwise. The install goes on when the returned future is dropped.
     /// The directory must stay as it is until the install ended; when it ended dirty, until the next install or `put_back` ended.
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError>;
+
+    /// When it answered requests while its weights were a mixture, the oldest first; the last few. Empty for an engine that is paused by every
+    /// install, or that its trainer had paused.
+    fn mixed_windows(&self) -> Vec<MixedWindow> {
+        Vec::new()
+    }
 
     /// Asks for the token that an install of this version left owing ([`InstallReport::owes_answer`]). An engine that fails to compute is
     /// held and marked as by an install, unless something else changed it meanwhile; one that is merely busy, or gone, is not.

@@ -14,6 +14,7 @@ mod half;
 mod host;
 mod install;
 mod lmdeploy;
+mod mixed;
 mod parts;
 mod sleep;
 pub(crate) mod support;

@@ -138,6 +138,7 @@ impl FakeAgent {
             wedged: false,
             engine_restarts: 0,
             paused_until: None,
+            mixed: Vec::new(),
             reason: None,
         };
         let shared = Shared {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
 use super::lines::Lines;
-use weightsync_core::protocol::{ClientReply, PublishError, PublishResult, UpdatePhase, Version};
+use weightsync_core::protocol::{ClientReply, MixedWindow, PublishError, PublishResult, UpdatePhase, Version};
 
 /// What is shown while a publish runs, on standard error.
 pub(super) enum Progress {
@@ -89,7 +89,7 @@ pub(super) fn doing(phase: UpdatePhase) -> &'static str {
 
 /// What became of a version, and which replicas lack it.
 pub(super) fn result(result: &PublishResult) -> String {
-    let PublishResult { version, epoch, attempts, bytes, manifest, installed, behind, phases_ms } = result;
+    let PublishResult { version, epoch, attempts, bytes, manifest, installed, behind, phases_ms, mixed } = result;
     let replicas = if installed.len() == 1 { "replica serves" } else { "replicas serve" };
     let mut text = format!("version {version}: {} {replicas} it (epoch {epoch}, {}", installed.len(), HumanBytes(*bytes));
     if *attempts > 1 {
@@ -101,6 +101,12 @@ pub(super) fn result(result: &PublishResult) -> String {
     }
     for (member, reason) in behind {
         let _ = writeln!(text, "  behind: {member}: {reason}");
+    }
+    for (member, windows) in mixed {
+        for MixedWindow { begin_ms, end_ms, .. } in windows {
+            let end = end_ms.map_or_else(|| "now on".to_owned(), |end| end.to_string());
+            let _ = writeln!(text, "  served while it loaded: {member}: from {begin_ms} to {end} (ms since 1970)");
+        }
     }
     text
 }

@@ -20,7 +20,7 @@ use crate::core::Core;
 use crate::group::Epoch;
 use crate::version_source::VersionSource;
 use weightsync_core::protocol::{
-    FinishRequest, HeldVersion, MemberName, PublishErrorCode, Role, Statement, UpdateId, UpdatePhase, UpdateView,
+    FinishRequest, HeldVersion, MemberName, MixedWindow, PublishErrorCode, Role, Statement, UpdateId, UpdatePhase, UpdateView,
 };
 use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest};
 
@@ -73,6 +73,7 @@ pub struct Brought {
     pub bytes: u64,
     pub installed: Vec<MemberName>,
     pub behind: Vec<(MemberName, String)>,
+    pub mixed: Vec<(MemberName, Vec<MixedWindow>)>,
     pub phases_ms: Vec<(String, u64)>,
 }
 
@@ -248,6 +249,7 @@ impl<'a> Attempt<'a> {
             bytes: layout.total_bytes,
             installed: self.table.installed(),
             behind: self.table.behind(),
+            mixed: self.table.mixed(),
             phases_ms: self.view.phases_ms.clone(),
         })
     }

@@ -122,6 +122,7 @@ impl Attempt<'_> {
             bytes: 0,
             installed: self.table.installed(),
             behind: self.table.behind(),
+            mixed: self.table.mixed(),
             phases_ms: self.view.phases_ms.clone(),
         })
     }

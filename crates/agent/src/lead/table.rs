@@ -4,7 +4,8 @@
 //! delivered or installed that did not say so itself.
 
 use weightsync_core::protocol::{
-    InstallStep, MemberName, MemberProgress, PublishErrorCode, Refusal, RefusalCode, UpdatePhase, UpdateStatus, is_refused_by_most,
+    InstallStep, MemberName, MemberProgress, MixedWindow, PublishErrorCode, Refusal, RefusalCode, UpdatePhase, UpdateStatus,
+    is_refused_by_most,
 };
 
 /// Why an attempt ended without its aim.
@@ -54,6 +55,7 @@ struct Row {
     lost: bool,
     canary: bool,
     repeats: bool,
+    mixed: Vec<MixedWindow>,
     told: bool,
     /// Whether its part is over because it was lost, and not by its own word.
     unheard: bool,
@@ -78,6 +80,7 @@ impl Table {
             lost: false,
             canary: false,
             repeats: false,
+            mixed: Vec::new(),
             told: false,
             unheard: false,
         };
@@ -94,6 +97,7 @@ impl Table {
         row.reason.clone_from(&status.reason);
         row.canary = status.refused;
         row.repeats = status.repeats;
+        row.mixed.clone_from(&status.mixed);
     }
 
     pub fn refused(&mut self, member: &MemberName, refusal: &Refusal) {
@@ -161,6 +165,11 @@ impl Table {
     pub fn behind(&self) -> Vec<(MemberName, String)> {
         let rows = self.rows.iter().filter(|row| row.step != Some(InstallStep::Installed));
         rows.map(|row| (row.name.clone(), row.reason.clone().unwrap_or_else(|| "has not confirmed it yet".into()))).collect()
+    }
+
+    /// Members whose engines answered requests while they loaded, and when.
+    pub fn mixed(&self) -> Vec<(MemberName, Vec<MixedWindow>)> {
+        self.rows.iter().filter(|row| !row.mixed.is_empty()).map(|row| (row.name.clone(), row.mixed.clone())).collect()
     }
 
     /// One that refused, failed or is lost, with the reason.

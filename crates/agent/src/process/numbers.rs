@@ -31,6 +31,13 @@ const HEALTHY: Definition = Definition::gauge("agent_engine_healthy", "1 when th
 const PAUSED: Definition = Definition::gauge("agent_engine_paused", "1 while the engine may be paused by this agent").by(PORT);
 const DIRTY: Definition =
     Definition::gauge("agent_engine_dirty", "1 while the engine may hold half an update, and does not serve").by(PORT);
+const MIXED_BEGIN: Definition = Definition::gauge(
+    "agent_mixed_begin_milliseconds",
+    "Unix time at which the engine last began to answer requests while a version was loaded, 0 for never",
+)
+.by(PORT);
+const MIXED_END: Definition =
+    Definition::gauge("agent_mixed_end_milliseconds", "Unix time at which that load was over, 0 for never or while it goes on").by(PORT);
 const CHANGES: Definition = Definition::counter("agent_state_changes", "Changes of the endpoint's state").by(PORT);
 const TRANSFERS: Definition = Definition::times("agent_transfer_duration", "Time in which a version's bytes travelled")
     .by(&[("transport", "as `status.transport.name`"), ("role", "`source` (or whoever feeds) or `rollout`")]);
@@ -55,6 +62,8 @@ pub const DEFINITIONS: &[Definition] = &[
     HEALTHY,
     PAUSED,
     DIRTY,
+    MIXED_BEGIN,
+    MIXED_END,
     CHANGES,
     TRANSFERS,
     BYTES,
@@ -109,6 +118,8 @@ pub(super) struct Numbers {
     healthy: Gauges,
     paused: Gauges,
     dirty: Gauges,
+    mixed_begin: Gauges,
+    mixed_end: Gauges,
     changes: Family<OfEngine, Counter<u64, AtomicU64>>,
     transfers: Times<Carried>,
     bytes: Family<Carried, Counter>,
@@ -127,6 +138,8 @@ impl Numbers {
             healthy: metrics.register(&HEALTHY, Family::default()),
             paused: metrics.register(&PAUSED, Family::default()),
             dirty: metrics.register(&DIRTY, Family::default()),
+            mixed_begin: metrics.register(&MIXED_BEGIN, Family::default()),
+            mixed_end: metrics.register(&MIXED_END, Family::default()),
             changes: metrics.register(&CHANGES, Family::default()),
             transfers: metrics.register(&TRANSFERS, Family::new_with_constructor(histogram)),
             bytes: metrics.register(&BYTES, Family::default()),
@@ -171,6 +184,9 @@ impl Numbers {
         self.healthy.get_or_create(labels).set(i64::from(state.healthy));
         self.paused.get_or_create(labels).set(i64::from(state.paused_until.is_some()));
         self.dirty.get_or_create(labels).set(i64::from(state.phase == weightsync_core::protocol::MemberPhase::Dirty));
+        let mixed = state.mixed.last();
+        self.mixed_begin.get_or_create(labels).set(number(mixed.map(|window| window.begin_ms)));
+        self.mixed_end.get_or_create(labels).set(number(mixed.and_then(|window| window.end_ms)));
         self.changes.get_or_create(labels).inc();
     }
 

@@ -150,6 +150,7 @@ impl Machine {
             refused: attempt.refused,
             repeats: attempt.repeats,
             steps_ms: attempt.steps_ms.clone(),
+            mixed: Vec::new(),
         })
     }
 

@@ -219,7 +219,7 @@ impl Rollout {
             // Time over or not: what is known now is the answer.
             let _ = timeout_at(Instant::now() + LONG_POLL, changed.wait_for(|sequence| *sequence > after)).await;
         }
-        let status = self.with(|inner| inner.machine.status());
+        let status = self.last_attempt();
         let status = status.ok_or_else(|| refusal(RefusalCode::WrongPhase, "no update was begun here yet"))?;
         let leads = |led: &Led| matches!(peer, PeerIdentity::Agent { pod_uid, .. } if *pod_uid == led.pod_uid);
         if crate::core::lock(&self.inner).led.as_ref().is_some_and(|led| led.update == status.update && leads(led)) {
@@ -377,7 +377,7 @@ impl Rollout {
     }
 
     pub(super) fn answer(&self, update: &UpdateId) -> Result<UpdateStatus, Refusal> {
-        let status = self.with(|inner| inner.machine.status()).filter(|status| status.update == *update);
+        let status = self.last_attempt().filter(|status| status.update == *update);
         status.ok_or_else(|| refusal(RefusalCode::WrongPhase, format!("attempt {} was replaced by another", update.attempt)))
     }
 }

@@ -98,6 +98,7 @@ impl Source {
                     installed: brought.installed,
                     behind: brought.behind,
                     phases_ms: brought.phases_ms,
+                    mixed: brought.mixed,
                 };
                 self.in_roster(&result, deadline).await;
                 tell.end(Ok(result));

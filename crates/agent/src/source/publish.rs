@@ -267,6 +267,7 @@ impl Source {
             installed: brought.installed,
             behind: brought.behind,
             phases_ms: brought.phases_ms,
+            mixed: brought.mixed,
         }
     }
 

@@ -180,7 +180,18 @@ fn table(steps: &str, min_ready: u32) -> Table {
         let reason = Some("measured".to_owned());
         table.observe(
             member,
-            &UpdateStatus { update, sequence: 1, step, bytes: 1, reason, dirty: refused, refused, repeats: refused, steps_ms: Vec::new() },
+            &UpdateStatus {
+                update,
+                sequence: 1,
+                step,
+                bytes: 1,
+                reason,
+                dirty: refused,
+                refused,
+                repeats: refused,
+                steps_ms: Vec::new(),
+                mixed: Vec::new(),
+            },
         );
     }
     table

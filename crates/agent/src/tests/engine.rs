@@ -8,7 +8,7 @@ use async_trait::async_trait;
 
 use super::workers::Workers;
 use crate::core::lock;
-use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, PausePolicy, Version};
+use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, MixedWindow, PausePolicy, Version};
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{TensorSpec, digest_hex, tensor_digest};
 use weightsync_engine::{
@@ -56,6 +56,8 @@ pub struct Inside {
     pub lost_start_up: bool,
     /// It is asked for its one token behind an install.
     pub owes: bool,
+    /// When it served while it loaded.
+    pub mixed: Vec<MixedWindow>,
     /// The version that it does not compute with.
     pub spoiled: Option<Version>,
     /// Versions that a canary refuses.
@@ -218,6 +220,10 @@ impl Engine for TestEngine {
             steps_ms: vec![("load".into(), 1)],
             owes_answer: self.get(|inside| inside.owes),
         })
+    }
+
+    fn mixed_windows(&self) -> Vec<MixedWindow> {
+        self.get(|inside| inside.mixed.clone())
     }
 
     async fn see_owed_answer(&self, version: &HeldVersion, _deadline: Duration) -> Result<(), InstallError> {

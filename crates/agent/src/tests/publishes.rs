@@ -36,6 +36,22 @@ async fn a_publish_reaches_three_rollouts_and_every_engine_serves_its_bytes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn windows_of_an_engine_that_serves_reach_the_trainer() {
+    let mut bed = Bed::new();
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.policy.min_ready = 2;
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    let window = |version| MixedWindow { version, begin_ms: version * 10, end_ms: Some(version * 10 + 5) };
+    rollouts[0].engine.set(|inside| inside.mixed = vec![window(1), window(2)]);
+    let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
+    assert_eq!(result.mixed, [(rollouts[0].name.clone(), vec![window(2)])], "of this version, and of who served");
+    assert_eq!(rollouts[0].state().mixed, [window(1), window(2)]);
+    assert_eq!(rollouts[1].state().mixed, []);
+    let text = serde_json::to_string(&rollouts[1].state()).unwrap();
+    assert!(!text.contains("mixed"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn f53_versions_5_and_7_follow_each_other_and_6_is_refused_after_7() {
     let mut bed = Bed::new();
     let (source, rollouts) = (bed.source(), bed.rollouts(1));

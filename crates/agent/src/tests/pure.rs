@@ -210,7 +210,18 @@ fn name(number: usize) -> MemberName {
 
 fn status(step: InstallStep) -> UpdateStatus {
     let update = UpdateId { epoch: epoch("o", 1, 0, 1), version: 1, attempt: 1 };
-    UpdateStatus { update, sequence: 1, step, bytes: 10, reason: None, dirty: false, refused: false, repeats: false, steps_ms: Vec::new() }
+    UpdateStatus {
+        update,
+        sequence: 1,
+        step,
+        bytes: 10,
+        reason: None,
+        dirty: false,
+        refused: false,
+        repeats: false,
+        steps_ms: Vec::new(),
+        mixed: Vec::new(),
+    }
 }
 
 #[test]

@@ -26,6 +26,7 @@ fn status(step: InstallStep) -> UpdateStatus {
         refused: false,
         repeats: false,
         steps_ms: Vec::new(),
+        mixed: Vec::new(),
     }
 }
 

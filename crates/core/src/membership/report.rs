@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::plan::{Candidate, LeftOut};
-use crate::protocol::{MemberName, MemberPhase, Reason, Role, Skew, TransportChoice};
+use crate::protocol::{MemberName, MemberPhase, MemberState, Reason, Role, Skew, TransportChoice};
 
 use super::assess::Assessment;
 use super::group::{Forming, Group, Phase};
@@ -149,6 +149,7 @@ impl Membership {
         let state = bound.and_then(|(_, agent)| agent.state.as_ref());
         let (standing, reason, message) = self.standing(candidate, assessment);
         let dirty = state.is_some_and(|state| state.phase.must_not_serve());
+        let message = state.and_then(mixed).map_or(message.clone(), |mixed| format!("{message}; {mixed}"));
         MemberView {
             name: name.clone(),
             role: candidate.role,
@@ -346,5 +347,19 @@ impl Membership {
         }
         found.sort();
         found
+    }
+}
+
+/// What a replica's engine answered while it loaded what it holds now: such answers are of no version.
+fn mixed(state: &MemberState) -> Option<String> {
+    let last = state.mixed.last()?;
+    let holds = state.installed.as_ref().is_some_and(|installed| installed.version == last.version);
+    match last.end_ms {
+        None => Some(format!("its engine may answer with a mixture of versions since {} (ms since 1970)", last.begin_ms)),
+        Some(end) if holds || state.phase.must_not_serve() => Some(format!(
+            "its engine answered with a mixture while version {} was loaded, from {} to {end} (ms since 1970)",
+            last.version, last.begin_ms
+        )),
+        Some(_) => None,
     }
 }

@@ -12,7 +12,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{GpuOffer, GpuRing, MemberName, ReplicaReport, RosterView, Topology, UpdatePhase, Version};
+use super::{GpuOffer, GpuRing, MemberName, MixedWindow, ReplicaReport, RosterView, Topology, UpdatePhase, Version};
 use crate::weights::{Layout, TensorSpec};
 
 /// Number of this protocol; a client of another number is refused with both numbers.
@@ -263,6 +263,9 @@ pub struct PublishResult {
     pub behind: Vec<(MemberName, String)>,
     /// Wall time of each phase in ms.
     pub phases_ms: Vec<(String, u64)>,
+    /// Replicas whose engine answered requests while this version was loaded, and when: drop those answers. Replicas that paused are absent.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mixed: Vec<(MemberName, Vec<MixedWindow>)>,
 }
 
 /// A publish that failed.

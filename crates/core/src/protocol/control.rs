@@ -7,8 +7,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    EpochId, GpuReport, GroupFacts, Incarnation, MemberName, RefusedVersion, Role, Roster, Statement, TransportChoice, UpdatePolicy,
-    UpdateView, Version,
+    EpochId, GpuReport, GroupFacts, Incarnation, MemberName, MixedWindow, RefusedVersion, Role, Roster, Statement, TransportChoice,
+    UpdatePolicy, UpdateView, Version,
 };
 
 /// Longest line of an event stream, in bytes: a snapshot with all its statements, or an update of two thousand members. Readers end a stream
@@ -304,6 +304,9 @@ pub struct MemberState {
     /// Whether the engine is paused by us, and until when at most, in ms since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paused_until: Option<u64>,
+    /// When its engine answered requests while a version was loaded, the oldest first; the last few.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mixed: Vec<MixedWindow>,
     /// Why it is dirty, unknown, unhealthy or idle, for a person.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,

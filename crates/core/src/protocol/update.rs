@@ -104,6 +104,24 @@ pub struct UpdateStatus {
     pub repeats: bool,
     /// Times of finished steps in ms, e.g. `receive`, `verify`, `pause`, `load`, `check`, `resume`.
     pub steps_ms: Vec<(String, u64)>,
+    /// When its engine answered requests while this version was loaded, over all attempts, the oldest first. Empty for an engine that was
+    /// paused.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mixed: Vec<MixedWindow>,
+}
+
+/// A time in which an engine served while its weights were a mixture of two versions. An answer that was under way at any moment of it is
+/// of no version. The clock is that of the agent beside the engine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MixedWindow {
+    /// The version that was loaded.
+    pub version: Version,
+    /// Before the first byte, in ms since 1970.
+    pub begin_ms: u64,
+    /// After the last byte, in ms since 1970; none while the engine may serve a mixture still.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub end_ms: Option<u64>,
 }
 
 /// One line of `GET /v1/roster` on an agent's status port (plain HTTP, watchable with `?watch=true`): for routers and trainers.
@@ -136,4 +154,7 @@ pub struct RosterReplica {
     pub rank_offset: u32,
     /// Ranks.
     pub size: u32,
+    /// When its engine answered requests while a version was loaded, the oldest first; the last few.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mixed: Vec<MixedWindow>,
 }

@@ -203,6 +203,7 @@ impl Agent {
             wedged: false,
             engine_restarts: 0,
             paused_until: None,
+            mixed: Vec::new(),
             reason: None,
         }
     }

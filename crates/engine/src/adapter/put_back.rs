@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::Inner;
 use super::session::Busy;
 use crate::http::Until;
+use crate::mixed::now_ms;
 use crate::server::Server;
 use crate::{EngineError, Holding};
 use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
@@ -38,6 +39,7 @@ impl<S: Server> Inner<S> {
         if !self.server.is_paused(until).await? {
             self.server.pause(PausePolicy::Keep, KvCachePolicy::Reset, until).await?;
         }
+        self.mixed.close(now_ms());
         let checkpoint = self.server.startup_checkpoint(until).await?;
         self.server.stage(Path::new(&checkpoint), until).await?;
         self.write(Holding::HalfAnUpdate(version), until).await?;

@@ -3,7 +3,8 @@
 //! Decides what an engine is left with after each ending. Until the load nothing of the engine's weights was touched, and a failure undoes the
 //! pause. From the load to the version's text the engine may hold a mixture, and a failure leaves it paused with the mark on it. After that its
 //! weights are whole, and a failure leaves open whether it runs. A part of the deadline is kept for what a failure has to undo. It never says
-//! that an engine holds a version unless the engine ran with it and answered.
+//! that an engine holds a version unless the engine ran with it and answered. An engine that is not paused serves while it loads: when, is kept
+//! ([`crate::mixed`]).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use super::Inner;
 use crate::http::Until;
 use crate::lifeline::Lifeline;
+use crate::mixed::now_ms;
 use crate::record::UNKNOWN;
 use crate::server::Server;
 use crate::start::Look;
@@ -97,6 +99,10 @@ pub(super) struct Session<S: Server> {
     pub(super) until: Until,
     /// Whether the engine is paused by this install.
     pub(super) pauses: bool,
+    /// Whether its trainer had paused it before the load.
+    quiet: bool,
+    /// Since when an engine that this install does not pause may serve a mixture, in ms since 1970; none where it cannot.
+    serves_since: Option<u64>,
     before: Before,
     stage: Stage,
     left: LeftNow,
@@ -116,12 +122,18 @@ impl<S: Server> Session<S> {
         });
         let (turn, before) = opened.await.map_err(|failed| inner.seen(failed).left(Left::AsBefore))?;
         let half = before.is_half();
+        if !half {
+            // Another start, or weights that are whole.
+            inner.mixed.close(now_ms());
+        }
         Ok(Self {
             steps: Steps::new(),
             whole,
             until,
             // A half-updated engine is paused by us whatever the policy: it must not serve before it is whole.
             pauses: half || terms.pause != PausePolicy::External,
+            quiet: false,
+            serves_since: None,
             stage: Stage::Opened,
             left: Arc::new(Mutex::new(if half { Left::Mixture } else { Left::AsBefore })),
             inner,
@@ -153,20 +165,50 @@ impl<S: Server> Session<S> {
         // A pause or a mark that failed may have taken effect.
         self.stage = Stage::Held;
         match held {
-            Ok(()) => Ok(()),
+            Ok(()) if self.pauses => {
+                self.inner.mixed.close(now_ms());
+                Ok(())
+            }
+            Ok(()) => {
+                self.serves_since = Some(now_ms());
+                // Its trainer may have paused it.
+                self.quiet = self.terms.pause == PausePolicy::External && self.is_quiet(self.until).await;
+                Ok(())
+            }
             Err(failed) => Err(self.fail(failed).await),
         }
     }
 
     /// From here on the engine may hold a mixture.
     pub(super) fn loading(&mut self) {
+        if self.stage != Stage::Loading
+            && let Some(since) = self.serves_since.filter(|_| !self.quiet)
+        {
+            self.inner.mixed.open(self.terms.marked.version, since);
+        }
         self.stage = Stage::Loading;
         *self.left.lock() = Left::Mixture;
+    }
+
+    async fn is_quiet(&self, until: Until) -> bool {
+        matches!(self.inner.server.is_paused(until).await, Ok(true))
+    }
+
+    /// Keeps the window of an engine that its trainer had paused, where it was let run before the load was over.
+    async fn see_whether_it_stayed_quiet(&self, until: Until) {
+        if let Some(since) = self.serves_since.filter(|_| self.quiet)
+            && !self.is_quiet(until).await
+        {
+            self.inner.mixed.open(self.terms.marked.version, since);
+        }
     }
 
     /// What was feared did not happen: the engine never took the first bytes.
     pub(super) fn never_loaded(&mut self) {
         self.stage = Stage::Held;
+        if self.serves_since.is_some() {
+            self.inner.mixed.withdraw();
+        }
         *self.left.lock() = if self.was_half() { Left::Mixture } else { Left::AsBefore };
     }
 
@@ -179,6 +221,8 @@ impl<S: Server> Session<S> {
     /// engine that was never stopped may answer later.
     pub(super) async fn conclude(&mut self, version: HeldVersion, way: Option<&'static str>) -> Result<InstallReport, InstallError> {
         self.steps.done("load");
+        self.see_whether_it_stayed_quiet(self.until).await;
+        self.inner.mixed.close(now_ms());
         let start = match self.check(&version).await {
             Ok(start) => start,
             Err(failed) => return Err(self.fail(failed).await),
@@ -214,13 +258,22 @@ impl<S: Server> Session<S> {
     /// The same, where the engine may answer nothing for as long as others wait for this end.
     pub(super) async fn fail_within(&mut self, failed: Failed, undo: Until) -> InstallError {
         let failed = self.inner.seen(failed);
+        if self.stage == Stage::Loading {
+            self.see_whether_it_stayed_quiet(undo).await;
+        }
         let error = match self.stage {
             Stage::Opened => failed.left(if self.was_half() { Left::Mixture } else { Left::AsBefore }),
             Stage::Held => self.undo(failed, undo).await,
-            Stage::Loading if matches!(failed.source, EngineError::Restarted) => failed.left(Left::Unknown),
+            Stage::Loading if matches!(failed.source, EngineError::Restarted) => {
+                self.inner.mixed.close(now_ms());
+                failed.left(Left::Unknown)
+            }
             // One that started anew in the middle holds no half update.
             Stage::Loading => match self.carries_the_mark(undo).await {
-                Ok(false) => Failed { step: failed.step, source: EngineError::Restarted }.left(Left::Unknown),
+                Ok(false) => {
+                    self.inner.mixed.close(now_ms());
+                    Failed { step: failed.step, source: EngineError::Restarted }.left(Left::Unknown)
+                }
                 Ok(true) | Err(_) => self.inner.hold_mixture(failed, undo).await,
             },
             Stage::Whole => failed.left(Left::Unknown),
@@ -334,8 +387,9 @@ impl<S: Server> Inner<S> {
             // The trainer keeps the pausing to itself, or it was just resumed.
             Ok(false) | Err(_) => self.server.pause(PausePolicy::Keep, KvCachePolicy::Keep, whole).await,
         };
-        if let Err(error) = held {
-            tracing::warn!(engine = self.server.url(), %error, "an engine that may hold half an update cannot be paused");
+        match held {
+            Ok(()) => self.mixed.close(now_ms()),
+            Err(error) => tracing::warn!(engine = self.server.url(), %error, "an engine that may hold half an update cannot be paused"),
         }
         failed.left(Left::Mixture)
     }

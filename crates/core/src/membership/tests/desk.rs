@@ -261,6 +261,7 @@ fn state(n: u32, number: u32) -> MemberState {
         wedged: false,
         engine_restarts: 0,
         paused_until: None,
+        mixed: Vec::new(),
         reason: None,
     }
 }

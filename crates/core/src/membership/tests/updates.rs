@@ -1,7 +1,7 @@
 //! What leaders say of updates, and what may follow from it.
 
 use super::desk::*;
-use crate::membership::{MemberStanding, Observation};
+use crate::membership::{MemberStanding, Observation, Restored};
 use crate::protocol::*;
 
 #[test]
@@ -138,4 +138,20 @@ fn a_doubled_or_late_word_about_an_update_changes_nothing() {
     }
     desk.wait(20_000, &[0, 1]);
     assert_eq!(desk.epoch(), before);
+}
+
+#[test]
+fn replica_that_served_while_it_loaded_is_named_with_times() {
+    let mut desk = Desk::restored(config(), 2, Restored::default());
+    desk.form(2);
+    desk.serves(1);
+    let window = |version, end_ms| MixedWindow { version, begin_ms: version * 10, end_ms };
+    desk.tell(1, |state| state.mixed = vec![window(1, Some(15))]);
+    let message = desk.member(1).message;
+    assert!(message.contains("while version 1 was loaded, from 10 to 15"), "{message}");
+    assert!(!desk.member(2).message.contains("mixture"));
+    desk.tell(1, |state| state.mixed.push(window(2, None)));
+    assert!(desk.member(1).message.contains("since 20"), "{}", desk.member(1).message);
+    desk.tell(1, |state| state.mixed = vec![window(7, Some(75))]);
+    assert!(!desk.member(1).message.contains("mixture"), "a load of other weights than it holds: {}", desk.member(1).message);
 }

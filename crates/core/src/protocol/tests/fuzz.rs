@@ -34,6 +34,7 @@ pub(super) fn messages() -> Vec<Message> {
     let update = json!({"epoch": id, "version": 9, "attempt": 1});
     let life = json!({"podUid": "u", "instance": "i"});
     let held = json!({"version": 9, "manifest": "ab"});
+    let mixed = json!({"version": 9, "beginMs": 1, "endMs": 2});
     let returned = json!({"to": 8, "from": 9, "pinned": true});
     let member = json!({"name": "rollouts/a", "role": "rollout", "rankOffset": 1, "size": 2, "pods": [{"name": "a", "uid": "u", "node": "n"}], "port": 8000});
     let roster = json!({"members": [member], "worldSize": 3, "chain": ["rollouts/a"]});
@@ -52,7 +53,7 @@ pub(super) fn messages() -> Vec<Message> {
     });
     let state = json!({
         "member": "rollouts/a", "incarnation": life, "role": "rollout", "phase": "Ready", "epoch": id, "rosterDigest": "d", "transport": choice,
-        "retained": held, "earlier": [held], "returned": returned, "installed": held, "refused": [{"held": held, "measured": "m"}], "engine": engine, "engineRestarts": 2, "healthy": true, "wedged": false, "pausedUntil": 5, "reason": "r",
+        "retained": held, "earlier": [held], "returned": returned, "installed": held, "refused": [{"held": held, "measured": "m"}], "engine": engine, "engineRestarts": 2, "healthy": true, "wedged": false, "pausedUntil": 5, "mixed": [mixed], "reason": "r",
     });
     let row = json!({"member": "rollouts/a", "bytes": 5, "step": "Receiving", "reason": "r"});
     let view = json!({
@@ -69,7 +70,7 @@ pub(super) fn messages() -> Vec<Message> {
         json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "serveBeforeFirstVersion": true, "current": held, "returned": returned, "newest": 9, "transport": {"wish": "auto", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}}}),
         json!({"code": "Timeout", "message": "m", "retryable": true, "phase": "Verify", "member": "rollouts/a"}),
     );
-    let shown = json!({"epoch": 3, "version": 9, "replicas": [{"name": "rollouts/a", "url": "u", "state": "ready", "version": 9, "rankOffset": 1, "size": 2}]});
+    let shown = json!({"epoch": 3, "version": 9, "replicas": [{"name": "rollouts/a", "url": "u", "state": "ready", "version": 9, "rankOffset": 1, "size": 2, "mixed": [mixed]}]});
     let topology = json!({
         "epoch": 3, "group": "g", "worldSize": 3, "address": "a", "port": 1, "timeoutMs": 2, "minReady": 1, "version": 9,
         "replicas": [{"name": "rollouts/a", "url": "u", "rankOffset": 1, "size": 2, "version": 9}],
@@ -101,7 +102,7 @@ pub(super) fn messages() -> Vec<Message> {
         FinishRequest: json!({"update": update, "tensorDigests": ["00"], "manifestDigest": "ab"});
         ActivateRequest: json!({"update": update});
         AbortRequest: json!({"update": update, "reason": "r"});
-        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "refused": true, "repeats": true, "stepsMs": [["a", 1]]});
+        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "refused": true, "repeats": true, "stepsMs": [["a", 1]], "mixed": [mixed]});
         ExternalBegin: json!({"update": update, "held": held, "timeoutMs": 5});
         ExternalEnd: json!({"update": update, "outcome": {"kind": "delivered", "engineVersion": "v"}}),
             json!({"update": update, "outcome": {"kind": "untouched", "reason": "r"}});
