@@ -153,6 +153,14 @@ impl Core {
         }
     }
 
+    /// The same for a source: it leads updates, so it may know of a later version than the controller when that answered. Going back comes with
+    /// an epoch only.
+    pub fn learn_later(&self, current: Option<&HeldVersion>) {
+        let left = |current: &HeldVersion| self.epoch().is_some_and(|epoch| epoch.left(current.version));
+        let later = |current: &HeldVersion| self.current().is_none_or(|known| current.version > known.version);
+        self.learn_current(current.filter(|current| later(current) && !left(current)));
+    }
+
     /// Notes why no group can take what is published, as the controller sees it.
     pub fn learn_hindrance(&self, hindrance: Option<Hindrance>) {
         *lock(&self.hindrance) = hindrance;

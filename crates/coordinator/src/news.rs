@@ -5,14 +5,14 @@
 
 use std::collections::HashSet;
 
-use weightsync_core::membership::{MemberStanding, MembershipView};
+use weightsync_core::membership::{MemberStanding, MemberView, MembershipView};
 use weightsync_core::protocol::{HeldVersion, Hindrance, Incarnation, Returned, Role, Version};
 
 /// What is new in what goes out with each assignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum News {
     Nothing,
-    /// Another version counts. Members of the group know it by the update itself.
+    /// Another version counts. Members of the group know it by the update itself, unless the source that led it ended before it did.
     Version,
     /// Why trainers wait for a group.
     Hindrance,
@@ -58,7 +58,10 @@ impl News {
             }
             Self::Service => HashSet::new(),
             Self::Version => {
-                let members = view.members.iter().filter(|member| in_group(member.standing));
+                let current = view.wanted.as_ref().or(view.version.as_ref());
+                // A source that led the update to its end says so itself; one that took its place knows only what it is told.
+                let knows = |member: &MemberView| member.role != Role::Source || member.installed.as_ref() == current;
+                let members = view.members.iter().filter(|member| in_group(member.standing) && knows(member));
                 members.filter_map(|member| member.incarnation.as_ref()).collect()
             }
         };

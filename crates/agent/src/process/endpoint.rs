@@ -232,6 +232,9 @@ impl Running {
     pub(super) fn assign(&self, assignment: &Assignment) {
         for endpoint in &self.endpoints {
             endpoint.core.learn_hindrance(assignment.hindrance.clone());
+            if matches!(endpoint.part, Part::Source(_)) {
+                endpoint.core.learn_later(assignment.current.as_ref());
+            }
         }
         for rollout in self.rollouts() {
             rollout.assign(Assigned {

@@ -106,6 +106,22 @@ async fn the_roster_says_who_serves_what() {
     assert!(seen.is_ok(), "{:?}", source.roster.borrow());
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn roster_of_a_source_follows_what_counts_without_it() {
+    let mut bed = Bed::new();
+    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &rollout], Some(&source)).await;
+    publish(&source, 4, TestSource::of(4)).outcome().await.unwrap();
+    let held = |version| HeldVersion { version, manifest: "m".into() };
+    // An answer that the controller gave before it heard of the publish.
+    source.core.learn_later(Some(&held(3)));
+    assert_eq!(source.core.current().map(|current| current.version), Some(4));
+    source.core.learn_later(Some(&held(5)));
+    let mut roster = source.roster.clone();
+    let seen = tokio::time::timeout(std::time::Duration::from_secs(10), roster.wait_for(|view| view.version == Some(5))).await;
+    assert!(seen.is_ok(), "{:?}", source.roster.borrow());
+}
+
 /// lightseekorg/tokenspeed#546, vllm-project/vllm#31943: the two sides cut the stream differently (a packed flag, a bucket size from local
 /// memory), and one reads what the other did not write.
 #[tokio::test(flavor = "multi_thread")]

@@ -154,6 +154,35 @@ async fn member_that_lies_about_version_and_role_changes_nothing() {
     assert!(view.epoch < 100 && *world.store.epoch.lock() < 100, "{}", view.epoch);
 }
 
+/// The version counts by its replicas' word; nobody but the controller can say so to the agent that took the place of the one that led.
+#[tokio::test]
+async fn source_that_missed_a_switch_hears_what_counts() {
+    let world = World::new().await;
+    let handle = world.coordinate(0, &PODS);
+    let trainer = world.agent("trainer-0", "uid-t", "a").await;
+    let actors = [world.agent("actor-0", "uid-0", "a").await, world.agent("actor-1", "uid-1", "a").await];
+    let held = HeldVersion { version: 5, manifest: "m".into() };
+    let before = until(&handle, "a group of three", committed(3)).await;
+    trainer.change(|state| state.retained = Some(held.clone()));
+    let keeps = |view: &MembershipView| view.members.iter().any(|member| member.keeps.contains(&held));
+    until(&handle, "the announced version", keeps).await;
+    drop(trainer);
+    let trainer = world.agent("trainer-0", "uid-t", "b").await;
+    until(&handle, "a group of three again", |view| committed(3)(view) && view.epoch > before.epoch).await;
+    // What the new group had to say is over.
+    trainer.beat(3).await;
+    let mut calls = trainer.calls();
+    let heard = *calls.borrow_and_update();
+    for actor in &actors {
+        actor.change(|state| state.installed = Some(held.clone()));
+    }
+    until(&handle, "at version 5", |view| view.version.as_ref() == Some(&held)).await;
+    tokio::time::timeout(SOON, calls.wait_for(|calls| *calls > heard)).await.expect("it is told").unwrap();
+    let answer = trainer.try_announce(true).await.unwrap();
+    assert_eq!(answer.assignment.current, Some(held));
+    assert!(actors.iter().all(|actor| *actor.calls().borrow() == 0), "they took it themselves");
+}
+
 #[tokio::test]
 async fn pod_that_invents_agents_is_listened_to_twice_for_each_engine() {
     let world = World::new().await;
