@@ -75,7 +75,7 @@ def test_every_block_of_python_runs_as_written(code: str, names: dict[str, Any],
 def test_there_are_as_many_blocks_as_the_page_has() -> None:
     fences = re.findall(r"^```(\w*)$", TEXT, re.MULTILINE)
     # Each block has two fences; the closing one names no language.
-    assert fences[::2] == ["python", "", "python", "python", "python", "python", "python", "python", "python", "console"]
+    assert fences[::2] == ["python", "", "python", "python", "python", "python", "python", "python", "python", "python", "console"]
 
 
 def test_what_a_publish_gives_and_what_the_command_prints_are_as_shown(programs: Path, tmp_path: Path) -> None:
