@@ -18,6 +18,7 @@ mod decide;
 mod ephemeral;
 mod epoch_store;
 mod events;
+mod failures;
 mod history;
 mod hold;
 mod launch;

@@ -327,17 +327,15 @@ impl Objects {
     }
 
     /// Ends what belongs to objects that are not there any more, also those whose deletion no watch told of.
-    pub(super) fn sweep(self: &Arc<Self>, scopes: &[Scope]) {
-        let mut there: HashSet<String> = HashSet::new();
-        for scope in scopes {
-            there.extend(scope.objects.state().iter().filter_map(|object| object.meta().uid.clone()));
-        }
+    ///
+    /// `there` holds the UIDs of all objects that the watches know.
+    pub(super) fn sweep(self: &Arc<Self>, there: &HashSet<String>, scopes: &[Scope]) {
         let gone: Vec<Entry> = {
             let mut entries = self.entries.lock();
             let uids: Vec<String> = entries.keys().filter(|uid| !there.contains(*uid)).cloned().collect();
             uids.iter().filter_map(|uid| entries.remove(uid)).collect()
         };
-        self.world.directory.hold_only(&there);
+        self.world.directory.hold_only(there);
         for entry in gone {
             let pods = scopes.iter().flat_map(|scope| scope.pods_in(&entry.object.namespace().unwrap_or_default())).collect();
             let objects = self.clone();

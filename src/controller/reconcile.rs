@@ -1,7 +1,6 @@
 //! One look at one object: decide, have the coordinator want it, do to pods what is needed, write status. Safe to repeat at any time, and
 //! disturbs nothing that is as it should be.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,13 +11,13 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::{ApiResource, DynamicObject, Patch, PatchParams};
 use kube::runtime::controller::Action;
 use kube::{Api, Resource, ResourceExt};
-use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use tokio::time::Instant;
 
 use super::calls::{ApiError, Calls};
 use super::decide::{Decided, decide};
+use super::failures::Failures;
 use super::hold::may_wait;
 use super::launch::{Launched, Launcher};
 use super::metrics::{Cause, ControllerMetrics, Outcome};
@@ -34,7 +33,6 @@ use crate::controller::lease::Leadership;
 use weightsync_coordinator::{CoordinatorEvent, EventSink};
 use weightsync_core::membership::MembershipView;
 use weightsync_core::protocol::Reason;
-use weightsync_net::backoff::Backoff;
 
 /// Manager of the status but `epoch` and `term`.
 const MANAGER: &str = "weightsync-controller";
@@ -56,7 +54,7 @@ pub(super) struct Shared {
     pub(super) launcher: Launcher,
     pub(super) leadership: Leadership,
     pub(super) metrics: ControllerMetrics,
-    pub(super) failures: Mutex<HashMap<String, Backoff>>,
+    pub(super) failures: Failures,
 }
 
 pub(super) struct ScopeContext {
@@ -87,7 +85,7 @@ async fn observed(object: Arc<Object>, context: Arc<ScopeContext>) -> Result<Act
     let word = if outcome.is_ok() { "success" } else { "error" };
     shared.metrics.reconciles.get_or_create(&Outcome { outcome: word }).inc();
     if outcome.is_ok() {
-        shared.failures.lock().remove(&uid_of(&object));
+        shared.failures.succeeded(&uid_of(&object));
     }
     outcome
 }
@@ -103,9 +101,7 @@ pub(super) fn after_failure(object: Arc<Object>, error: &ReconcileError, context
         "unreachable"
     };
     context.shared.metrics.reconcile_errors.get_or_create(&Cause { reason }).inc();
-    let mut failures = context.shared.failures.lock();
-    let backoff = failures.entry(uid_of(&object)).or_insert_with(|| Backoff::new(Duration::from_millis(500), Duration::from_secs(60)));
-    let wait = backoff.failed();
+    let wait = context.shared.failures.failed(&uid_of(&object));
     tracing::warn!(namespace = object.meta().namespace, name = object.meta().name, %error, ?wait, "will look at the object again");
     Action::requeue(wait)
 }

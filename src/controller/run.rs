@@ -1,7 +1,6 @@
 //! Puts the controller together and takes it apart: clients, authority, watches, enrolment server, lease, and the loop over objects.
 //! Only the holder of the lease acts; without it the process ends, so that nothing half-led goes on.
 
-use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,11 +21,12 @@ use super::calls::Calls;
 use super::census::Census;
 use super::counted::counted;
 use super::events::Events;
+use super::failures::Failures;
 use super::launch::{Launcher, Recent};
 use super::metrics::ControllerMetrics;
 use super::objects::{Objects, World};
 use super::reconcile::{ScopeContext, Shared, after_failure, reconcile};
-use super::stores::{Scope, Stores};
+use super::stores::{Scope, Stores, known_objects};
 use super::token_review::Tokens;
 use super::traces::{Traces, TracesError};
 use super::ui::{Page, Ui};
@@ -223,7 +223,7 @@ pub(super) async fn run_with(
             },
             leadership: leadership.clone(),
             metrics: metrics.clone(),
-            failures: parking_lot::Mutex::new(HashMap::new()),
+            failures: Failures::default(),
         });
         ended_by_itself = lead(&shared, &stores.scopes, &directory, leadership, &cancel).await;
         metrics.leader.set(0);
@@ -345,6 +345,8 @@ async fn sweep(shared: &Arc<Shared>, scopes: &[Scope]) {
     let mut ticks = interval(SWEEP);
     loop {
         ticks.tick().await;
-        shared.objects.sweep(scopes);
+        let there = known_objects(scopes);
+        shared.objects.sweep(&there, scopes);
+        shared.failures.forget_gone(&there);
     }
 }

@@ -1,6 +1,7 @@
 //! What is so: all objects and all opted-in pods of the watched namespaces, kept up to date by watches. Decides only which objects are to
 //! be looked at when something changed. One undecodable object is kept as such and stops nobody else.
 
+use std::collections::HashSet;
 use std::fmt::Debug;
 use std::sync::Arc;
 
@@ -25,6 +26,11 @@ pub(super) struct Scope {
     pub(super) objects: Store<Object>,
     pub(super) pods: Store<Pod>,
     pub(super) triggers: Triggers,
+}
+
+/// UIDs of all objects that the watches know.
+pub(super) fn known_objects(scopes: &[Scope]) -> HashSet<String> {
+    scopes.iter().flat_map(|scope| scope.objects.state()).filter_map(|object| object.meta().uid.clone()).collect()
 }
 
 /// All scopes, kept up to date while this lives.
