@@ -3,6 +3,7 @@
 //! Pure: objects and pods in, a decision out. Asks nobody and writes nothing; two equal inputs give equal decisions.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
@@ -24,6 +25,8 @@ pub(super) struct Decided {
     pub(super) selected: HashSet<String>,
     /// UIDs of pods whose agents belong to it, with what is wanted of them.
     pub(super) claims: HashMap<String, Assignment>,
+    /// Addresses of the selected pods, by UID, as the API server knows them.
+    pub(super) addresses: HashMap<String, Vec<IpAddr>>,
     pub(super) suspend: bool,
     /// Why the spec cannot be followed, if so.
     pub(super) refused: Option<(Reason, String)>,
@@ -85,6 +88,7 @@ pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod])
         config: config(object, replicas),
         selected: facts.iter().map(|pod| pod.uid.clone()).collect(),
         claims: if refused.is_some() { HashMap::new() } else { claims(object, &facts) },
+        addresses: facts.iter().map(|pod| (pod.uid.clone(), pod.ips.clone())).collect(),
         suspend: object.spec.suspend,
         misfits: misfits.map(|left_out| (left_out.code.reason(), left_out.message.clone())).collect(),
         members: (planned.candidates, planned.left_out),

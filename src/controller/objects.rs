@@ -33,7 +33,7 @@ use super::triggers::Triggers;
 use crate::api::{WeightSync, WeightSyncStatus};
 use crate::controller::lease::Leadership;
 use weightsync_coordinator::{
-    Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, EventSink, Held, ProvenPod, Timing, Wanted,
+    Addresses, Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, EventSink, Held, ProvenPod, Timing, Wanted,
 };
 use weightsync_core::membership::{Membership, MembershipView, Restored};
 use weightsync_core::protocol::{HeldVersion, Reason};
@@ -150,7 +150,7 @@ impl Objects {
             }
             // A working group is not dissolved by an edit that makes no sense.
             if !invalid {
-                self.world.directory.claim(&uid, decided.claims.clone());
+                self.world.directory.claim(&uid, decided.claims.clone(), Addresses::Known(decided.addresses.clone()));
                 entry.handle.want(wanted(decided));
             }
             return entry.handle.view.borrow().clone();
@@ -182,7 +182,7 @@ impl Objects {
             }
         }
         let entry = self.start(object, decided, restored, Kept { restarts, history, stepped_down }, scope);
-        self.world.directory.claim(&uid, decided.claims.clone());
+        self.world.directory.claim(&uid, decided.claims.clone(), Addresses::Known(decided.addresses.clone()));
         let view = entry.handle.view.borrow().clone();
         entries.insert(uid, entry);
         view

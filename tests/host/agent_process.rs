@@ -18,8 +18,8 @@ use weightsync_agent::process::{AgentError, Settings, run};
 use weightsync_agent::rollout::Places;
 use weightsync_agent::space::Cgroups;
 use weightsync_coordinator::{
-    Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, Enrollment, EpochStore, EventSink, PersistError, Presented,
-    ProvenPod, Timing, TokenVerifier, Wanted, router,
+    Addresses, Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, Enrollment, EpochStore, EventSink, PersistError,
+    Presented, ProvenPod, Timing, TokenVerifier, Wanted, router,
 };
 use weightsync_core::membership::{LeftOut, MembershipConfig, Restored};
 use weightsync_core::plan::Candidate;
@@ -189,7 +189,7 @@ impl Operator {
         };
         let handle = Coordinator::start(wanted, Restored::default(), context, self.cancel.child_token());
         let claims: HashMap<String, Assignment> = pods.iter().map(|pod| (format!("uid-{pod}"), assignment.clone())).collect();
-        self.directory.claim(object, claims);
+        self.directory.claim(object, claims, Addresses::Callers);
         handle
     }
 }

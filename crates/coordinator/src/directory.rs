@@ -2,12 +2,14 @@
 //! enrolment server. Answers "not known yet" until it was filled once, so that a restarted controller sends no agent away.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
+use super::addresses::{AddressProblem, Addresses};
 use super::news::{Common, News};
 use weightsync_core::protocol::{Announcement, Assignment, HeldVersion, Hindrance, Rejection, Returned, Role, Version};
 
@@ -47,12 +49,22 @@ impl Inner {
 struct Object {
     created: u64,
     claims: HashMap<String, Assignment>,
+    addresses: Addresses,
     current: Option<HeldVersion>,
     returned: Option<Returned>,
     newest: Option<Version>,
     suspended: bool,
     hindrance: Option<Hindrance>,
-    announcements: mpsc::Sender<Announcement>,
+    announcements: mpsc::Sender<Arrival>,
+}
+
+/// An announcement as its object's coordinator gets it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Arrival {
+    /// The coordinator may connect to its address.
+    Accepted(Announcement),
+    /// Its address is not the pod's: it must not be used.
+    Refused(Announcement, AddressProblem),
 }
 
 /// Pods whose agents keep what they hold, because their object cannot be followed now.
@@ -82,12 +94,12 @@ impl Directory {
     }
 
     /// Makes an object known; `created` is its creation time in ms since 1970.
-    pub(super) fn add(&self, weightsync: &str, created: u64, announcements: mpsc::Sender<Announcement>) {
+    pub(super) fn add(&self, weightsync: &str, created: u64, announcements: mpsc::Sender<Arrival>) {
         let mut inner = self.0.inner.lock();
-        let claims = inner.objects.remove(weightsync).map(|object| object.claims).unwrap_or_default();
+        let (claims, addresses) = inner.objects.remove(weightsync).map(|object| (object.claims, object.addresses)).unwrap_or_default();
         inner.holds.remove(weightsync);
         let (current, returned, newest, hindrance) = (None, None, None, None);
-        let object = Object { created, claims, current, returned, newest, suspended: false, hindrance, announcements };
+        let object = Object { created, claims, addresses, current, returned, newest, suspended: false, hindrance, announcements };
         inner.objects.insert(weightsync.to_owned(), object);
     }
 
@@ -126,11 +138,11 @@ impl Directory {
     }
 
     /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current`, `returned`, `newest`, `suspended` and
-    /// `hindrance` are filled in here).
+    /// `hindrance` are filled in here), and where its agent may be connected to.
     /// Nothing happens to an unknown object.
-    pub fn claim(&self, weightsync: &str, claims: HashMap<String, Assignment>) {
+    pub fn claim(&self, weightsync: &str, claims: HashMap<String, Assignment>, addresses: Addresses) {
         if let Some(object) = self.0.inner.lock().objects.get_mut(weightsync) {
-            object.claims = claims;
+            (object.claims, object.addresses) = (claims, addresses);
         }
     }
 
@@ -195,11 +207,21 @@ impl Directory {
         }
     }
 
-    /// Passes an announcement on to its object's coordinator.
-    pub(super) fn announce(&self, weightsync: &str, announcement: Announcement) -> Result<(), Rejection> {
-        let announcements = self.0.inner.lock().objects.get(weightsync).map(|object| object.announcements.clone());
+    /// Passes an announcement on to its object's coordinator, with what is wrong with its address, which the agent gets as answer too. `from` is
+    /// where it calls from, where that is known.
+    pub(super) fn announce(&self, weightsync: &str, from: Option<IpAddr>, announcement: Announcement) -> Result<(), Rejection> {
+        let found = self.0.inner.lock().objects.get(weightsync).map(|object| {
+            let checked = object.addresses.check(&announcement.incarnation.pod_uid, from, &announcement.control_address);
+            (object.announcements.clone(), checked)
+        });
         let later = |message: &str| Rejection { message: message.into(), retryable: true };
-        let announcements = announcements.ok_or_else(|| later("the object's coordinator does not run yet"))?;
-        announcements.try_send(announcement).map_err(|_| later("the object's coordinator is busy"))
+        let (announcements, checked) = found.ok_or_else(|| later("the object's coordinator does not run yet"))?;
+        let (arrival, answer) = match checked {
+            Ok(()) => (Arrival::Accepted(announcement), Ok(())),
+            Err(problem) if problem.passes() => return Err(problem.into()),
+            Err(problem) => (Arrival::Refused(announcement, problem.clone()), Err(problem.into())),
+        };
+        announcements.try_send(arrival).map_err(|_| later("the object's coordinator is busy"))?;
+        answer
     }
 }

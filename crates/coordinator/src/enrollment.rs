@@ -169,26 +169,7 @@ async fn announce(
     if claimed.weightsync != weightsync {
         return Err(forbidden(format!("the pod belongs to WeightSync {} now, not to {weightsync}; enrol again", claimed.weightsync)).into());
     }
-    if let Some(Extension(ConnectInfo(from))) = from {
-        reachable(from.ip(), &announcement.control_address)?;
-    }
-    enrollment.directory.announce(&weightsync, announcement)?;
+    let from = from.map(|Extension(ConnectInfo(from))| from.ip());
+    enrollment.directory.announce(&weightsync, from, announcement)?;
     Ok(Json(AnnounceResponse { assignment: claimed.assignment }))
-}
-
-/// Refuses an address at which only the agent's own host finds it, when it is on another: whoever called it would call itself.
-pub(super) fn reachable(from: IpAddr, announced: &str) -> Result<(), Rejection> {
-    let Ok(address) = announced.parse::<SocketAddr>() else {
-        return Err(forbidden(format!("the agent announces {announced}, which is no address (IP:PORT)")));
-    };
-    // A v4 address as a dual-stack listener shows it.
-    let (from, own) = (from.to_canonical(), address.ip().to_canonical());
-    if own.is_unspecified() || own.is_loopback() && !from.is_loopback() {
-        let message = format!(
-            "the agent announces {announced} and calls from {from}: other pods do not find it there; give it the pod's address (POD_IP from \
-             status.podIP)"
-        );
-        return Err(Rejection { message, retryable: true });
-    }
-    Ok(())
 }

@@ -4,6 +4,7 @@
 //! and all members of a step at once. [`Enrollment`] gives agents their certificates and takes their announcements. It never decides who
 //! is in a group, and no lock is held while anything is awaited.
 
+mod addresses;
 mod attachment;
 mod calls;
 mod clock;
@@ -18,6 +19,7 @@ mod statements;
 pub(crate) mod tests;
 mod tokens;
 
+pub use addresses::Addresses;
 pub use directory::{Directory, Held};
 pub use enrollment::{Enrollment, Presented, ProvenPod, TokenVerifier, keep_certified, router};
 pub use ports::{CoordinatorEvent, EpochStore, EventSink, PersistError};

@@ -15,7 +15,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::attachment::{Attachment, FromAgent, Heard, Listener};
 use super::calls::{Calls, Target};
 use super::clock::Clock;
-use super::directory::Directory;
+use super::directory::{Arrival, Directory};
 use super::news::Common;
 use super::ports::{CoordinatorEvent, EpochStore, EventSink};
 use super::statements::Statements;
@@ -129,7 +129,7 @@ pub struct Coordinator {
     term: u64,
     wanted: watch::Receiver<Wanted>,
     applied: Wanted,
-    announcements: mpsc::Receiver<Announcement>,
+    announcements: mpsc::Receiver<Arrival>,
     lines: mpsc::Receiver<FromAgent>,
     line_sender: mpsc::Sender<FromAgent>,
     agents: HashMap<Incarnation, Agent>,
@@ -204,7 +204,7 @@ impl Coordinator {
                     Ok(()) => self.wishes(),
                     Err(_) => return Ended::Cancelled,
                 },
-                Some(announcement) = self.announcements.recv() => self.announced(announcement),
+                Some(arrival) = self.announcements.recv() => self.arrived(arrival),
                 Some(line) = self.lines.recv() => self.heard(line),
                 outcome = self.calls.next() => outcome.into_iter().collect(),
                 () = at(wakeup) => vec![Observation::Tick],
@@ -280,6 +280,16 @@ impl Coordinator {
     fn forget_gone(&mut self, candidates: &[Candidate]) {
         let pods: HashSet<&str> = candidates.iter().flat_map(|candidate| &candidate.pods).map(|pod| pod.uid.as_str()).collect();
         self.agents.retain(|incarnation, agent| agent.attachment.is_some() || pods.contains(incarnation.pod_uid.as_str()));
+    }
+
+    fn arrived(&mut self, arrival: Arrival) -> Vec<Observation> {
+        match arrival {
+            Arrival::Accepted(announcement) => self.announced(announcement),
+            Arrival::Refused(announcement, problem) => {
+                tracing::warn!(pod = %announcement.pod, %problem, "not connecting to an agent");
+                vec![Observation::AddressRefused { announcement, why: problem.to_string() }]
+            }
+        }
     }
 
     fn announced(&mut self, announcement: Announcement) -> Vec<Observation> {

@@ -320,3 +320,25 @@ async fn a_running_pod_gets_an_ephemeral_agent_whose_token_works_once() {
     server.until("an Event tells", |server| server.all("events").iter().any(|event| event["reason"] == "TokenStolen")).await;
     controller.stop().await;
 }
+
+#[tokio::test]
+async fn agent_at_a_foreign_address_is_named_in_status() {
+    let server = cluster();
+    let mut foreign = server.get("pods", "default", "actor-1").unwrap();
+    foreign["status"]["podIP"] = json!("10.9.9.9");
+    server.put("pods", foreign);
+    let controller = Controller::start(&server).await;
+    // They announce 127.0.0.1, which is the address of the two others only.
+    let _agents = all_agents(&server, &controller).await;
+    let named = |server: &ApiServer| {
+        let status = status(server);
+        let members = status["members"].as_array().cloned().unwrap_or_default();
+        members.iter().any(|member| {
+            let message = member["message"].as_str().unwrap_or_default();
+            member["reason"] == "AddressRefused" && message.contains("10.9.9.9") && message.contains("127.0.0.1")
+        })
+    };
+    server.until("the member is named with the cause", named).await;
+    server.until("the others form a group", |server| status(server)["worldSize"] == 2).await;
+    controller.stop().await;
+}

@@ -15,7 +15,7 @@ use super::guard::Guard;
 use super::pod::{EngineProgram, PodSpec};
 use super::process::{Process, Start, Whole, tail};
 use super::restarts::Restarts;
-use crate::{CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
+use crate::{Addresses, CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
 use weightsync_core::membership::{GroupStage, MemberView, MembershipView};
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::{Assignment, HeldVersion, MemberName, PodRef, Role, Version};
@@ -266,7 +266,7 @@ impl Supervisor {
                 port: pod.spec.engine.as_ref().map(|engine| engine.assignment.port),
             });
         }
-        self.directory.claim(&self.weightsync, claims);
+        self.directory.claim(&self.weightsync, claims, Addresses::Callers);
         self.coordinator.change(|wanted| wanted.members = Some((candidates, Vec::new())));
     }
 

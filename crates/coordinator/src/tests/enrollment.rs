@@ -9,8 +9,10 @@ use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
 use super::world::{OBJECT, World, assignment};
+use crate::Addresses;
 use crate::ProvenPod;
-use crate::enrollment::reachable;
+use crate::addresses::AddressProblem;
+use crate::directory::Arrival;
 use weightsync_core::protocol::{AnnounceResponse, Announcement, Incarnation, Rejection, Role};
 use weightsync_net::https::{CallError, ControllerClient};
 use weightsync_net::identity::{Identity, PeerIdentity};
@@ -18,11 +20,16 @@ use weightsync_testkit::fake_agent::{Pod, enroll};
 
 const SOON: Duration = Duration::from_secs(5);
 
-async fn claimed_world() -> (World, mpsc::Receiver<Announcement>) {
+async fn claimed_world() -> (World, mpsc::Receiver<Arrival>) {
+    claimed_world_with(1).await
+}
+
+/// With room for so many announcements.
+async fn claimed_world_with(room: usize) -> (World, mpsc::Receiver<Arrival>) {
     let world = World::new().await;
-    let (sender, announcements) = mpsc::channel(1);
+    let (sender, announcements) = mpsc::channel(room);
     world.directory.add(OBJECT, 1, sender);
-    world.directory.claim(OBJECT, HashMap::from([("uid-0".to_owned(), assignment(Role::Rollout))]));
+    world.directory.claim(OBJECT, HashMap::from([("uid-0".to_owned(), assignment(Role::Rollout))]), Addresses::Callers);
     world.directory.settle();
     (world, announcements)
 }
@@ -61,24 +68,37 @@ async fn a_claimed_pod_with_a_token_enrols_and_announces_itself() {
     assert_eq!(response.assignment, assignment(Role::Rollout));
     assert_eq!(identity.own(), Some(PeerIdentity::Agent { weightsync: OBJECT.into(), pod_uid: "uid-0".into(), role: Role::Rollout }));
     assert_eq!(announce(&world, &identity, "uid-0").await.unwrap().assignment, assignment(Role::Rollout));
-    assert_eq!(announcements.recv().await.unwrap(), announcement("uid-0"));
+    assert_eq!(announcements.recv().await.unwrap(), Arrival::Accepted(announcement("uid-0")));
 }
 
 /// PrimeIntellect-ai/prime-rl#3060: an address of the loopback is told to other hosts, which then wait for themselves.
 #[test]
 fn f16_a_loopback_address_is_refused_across_pods() {
     let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+    let pod = Addresses::Known(HashMap::from([("uid-0".to_owned(), vec![ip("10.0.0.7"), ip("10.1.0.7"), ip("::ffff:10.2.0.7")])]));
+    let check = |from: &str, announced: &str| pod.check("uid-0", Some(ip(from)), announced);
     for announced in ["127.0.0.1:8470", "127.1.2.3:1", "[::1]:8470", "[::ffff:127.0.0.1]:8470", "0.0.0.0:8470", "[::]:1"] {
-        let refused = reachable(ip("10.0.0.7"), announced).unwrap_err();
+        let refused = Rejection::from(check("10.0.0.7", announced).unwrap_err());
         assert!(refused.message.contains(announced) && refused.message.contains("POD_IP"), "{refused:?}");
         assert!(refused.retryable, "the pod stays claimed: its engine serves on");
     }
-    for (from, announced) in
-        [("10.0.0.7", "10.0.0.7:8470"), ("10.0.0.7", "10.1.0.7:1"), ("127.0.0.1", "127.0.0.1:8470"), ("::1", "127.0.0.1:1")]
-    {
-        assert_eq!(reachable(ip(from), announced), Ok(()), "{from} {announced}: one host, or a pod's own address");
+    for announced in ["10.0.0.7:8470", "10.1.0.7:1", "[::ffff:10.0.0.7]:8470", "10.2.0.7:1"] {
+        assert_eq!(check("10.9.0.7", announced), Ok(()), "{announced}: a pod's own address, wherever it calls from");
     }
-    assert!(!reachable(ip("10.0.0.7"), "actor-0:8470").unwrap_err().retryable);
+    for (from, announced) in [("127.0.0.1", "127.0.0.1:8470"), ("::1", "127.0.0.1:1"), ("10.77.1.10", "10.77.1.10:1")] {
+        assert_eq!(Addresses::Callers.check("uid-0", Some(ip(from)), announced), Ok(()), "{from} {announced}: one host");
+    }
+    assert!(!Rejection::from(check("10.0.0.7", "actor-0:8470").unwrap_err()).retryable);
+}
+
+#[test]
+fn pod_whose_addresses_are_unknown_is_asked_to_come_again() {
+    let check = |addresses: Addresses, from: Option<&str>| addresses.check("uid-0", from.map(|from| from.parse().unwrap()), "10.0.0.7:1");
+    for addresses in [Addresses::default(), Addresses::Known(HashMap::from([("uid-0".to_owned(), Vec::new())]))] {
+        let problem = check(addresses, Some("10.0.0.7")).unwrap_err();
+        assert!(problem.passes() && Rejection::from(problem).retryable);
+    }
+    assert_eq!(check(Addresses::Callers, None), Err(AddressProblem::NotKnown));
 }
 
 #[tokio::test]
@@ -128,7 +148,7 @@ async fn a_certificate_renews_itself_and_speaks_for_its_own_pod_only() {
     enroll(&identity, &world.controller, &pod, "a").await.unwrap();
     let renewal = Pod { token: String::new(), ..pod };
     enroll(&identity, &world.controller, &renewal, "a").await.unwrap();
-    world.directory.claim(OBJECT, ["uid-0", "uid-1"].map(|uid| (uid.to_owned(), assignment(Role::Rollout))).into());
+    world.directory.claim(OBJECT, ["uid-0", "uid-1"].map(|uid| (uid.to_owned(), assignment(Role::Rollout))).into(), Addresses::Callers);
     let other = Pod { uid: "uid-1".into(), ..renewal };
     assert!(!rejected(enroll(&identity, &world.controller, &other, "a").await).retryable, "a certificate speaks for its own pod only");
 }
@@ -149,7 +169,7 @@ async fn a_pod_that_nobody_claims_may_ask_again_to_enrol_but_not_to_announce() {
     let identity = Identity::new(world.ca.certificate_pem()).unwrap();
     assert!(rejected(enroll(&identity, &world.controller, &world.pod("actor-9", "uid-9"), "a").await).retryable);
     enroll(&identity, &world.controller, &world.pod("actor-0", "uid-0"), "a").await.unwrap();
-    world.directory.claim(OBJECT, HashMap::new());
+    world.directory.claim(OBJECT, HashMap::new(), Addresses::Callers);
     let rejection = rejected(announce(&world, &identity, "uid-0").await);
     assert!(!rejection.retryable, "{rejection:?}");
 }
@@ -171,7 +191,7 @@ async fn a_controller_that_does_not_lead_spends_no_token() {
     assert!(rejected(enroll(&identity, &world.controller, &pod, "a").await).retryable);
     let (sender, _announcements) = mpsc::channel(1);
     world.directory.add(OBJECT, 1, sender);
-    world.directory.claim(OBJECT, HashMap::from([("uid-0".to_owned(), assignment(Role::Rollout))]));
+    world.directory.claim(OBJECT, HashMap::from([("uid-0".to_owned(), assignment(Role::Rollout))]), Addresses::Callers);
     world.directory.settle();
     enroll(&identity, &world.controller, &pod, "a").await.unwrap();
 }
@@ -203,4 +223,24 @@ async fn an_announcement_that_does_not_fit_may_come_again() {
     enroll(&identity, &world.controller, &world.pod("actor-0", "uid-0"), "a").await.unwrap();
     announce(&world, &identity, "uid-0").await.unwrap();
     assert!(rejected(announce(&world, &identity, "uid-0").await).retryable);
+}
+
+#[tokio::test]
+async fn address_that_is_not_the_pods_own_is_refused() {
+    let (world, mut announcements) = claimed_world_with(4).await;
+    let identity = Identity::new(world.ca.certificate_pem()).unwrap();
+    enroll(&identity, &world.controller, &world.pod("actor-0", "uid-0"), "a").await.unwrap();
+    let client = ControllerClient::new(identity.clone(), world.controller.clone());
+    let at = async |address: &str| {
+        let announcement = Announcement { control_address: address.into(), ..announcement("uid-0") };
+        client.post_json::<_, AnnounceResponse>("/v1/agents/announce", &announcement, SOON).await
+    };
+    for foreign in ["169.254.169.254:80", "10.0.0.1:443", "[fd00::1]:6443"] {
+        let rejection = rejected(at(foreign).await);
+        assert!(rejection.retryable, "its engine serves on: {rejection:?}");
+        assert!(rejection.message.contains(foreign), "{rejection:?}");
+    }
+    while let Ok(arrival) = announcements.try_recv() {
+        assert!(matches!(arrival, Arrival::Refused(_, AddressProblem::Foreign { .. })), "the coordinator would connect to it: {arrival:?}");
+    }
 }

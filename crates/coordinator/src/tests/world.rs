@@ -11,8 +11,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::{
-    Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, Enrollment, EpochStore, EventSink, PersistError, ProvenPod,
-    SingleUseTokens, Timing, Wanted, router,
+    Addresses, Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, Enrollment, EpochStore, EventSink, PersistError,
+    ProvenPod, SingleUseTokens, Timing, Wanted, router,
 };
 use weightsync_core::membership::{MembershipConfig, MembershipView, Restored};
 use weightsync_core::plan::Candidate;
@@ -175,7 +175,7 @@ impl World {
     /// Says which pods take part now.
     pub(super) fn plan(&self, handle: &CoordinatorHandle, pods: &[(&str, &str)]) {
         let claims: HashMap<_, _> = pods.iter().map(|(pod, uid)| ((*uid).to_owned(), assignment(role_of(pod)))).collect();
-        self.directory.claim(OBJECT, claims);
+        self.directory.claim(OBJECT, claims, Addresses::Callers);
         let candidates = pods.iter().map(|(pod, uid)| candidate(pod, uid)).collect();
         handle.change(|wanted| wanted.members = Some((candidates, vec![])));
     }

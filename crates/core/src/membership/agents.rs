@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::plan::Candidate;
-use crate::protocol::{Announcement, EpochId, Incarnation, MemberPhase, MemberState, Role};
+use crate::protocol::{Announcement, EpochId, Incarnation, MemberPhase, MemberState, Reason, Role};
 
 /// Lives of one pod that are remembered: those that ended, and those that a newer one replaced. How many live at once is bounded by who
 /// listens to them.
@@ -28,8 +28,8 @@ pub(super) struct Agent {
     pub role: Role,
     pub port: Option<u16>,
     pub control: String,
-    /// Why this build cannot work with its build.
-    pub incompatible: Option<String>,
+    /// Why it is never asked for anything: its build cannot work with this one, or it is not where it says.
+    pub unusable: Option<(Reason, String)>,
     pub state: Option<MemberState>,
     /// How often its engine started anew, by the first and each later word of it.
     engine_restarts: Option<u32>,
@@ -81,17 +81,41 @@ impl Agents {
     }
 
     pub(super) fn announce(&mut self, now: u64, announcement: Announcement) {
-        if self.is_replaced(&announcement.incarnation) {
+        let incompatible = announcement.speaks.lacks_ours(&announcement.program).map(|why| (Reason::AgentIncompatible, why));
+        let control = announcement.control_address.clone();
+        let Some(agent) = self.enter(now, announcement) else { return };
+        (agent.control, agent.unusable) = (control, incompatible);
+        if agent.link != Link::Live {
+            // What it said before the connection was lost may be outdated: it counts again with its next snapshot.
+            agent.link = Link::Live;
+            agent.state = None;
+            agent.last_seen = now;
+        }
+    }
+
+    /// An agent announces itself at an address that is not its pod's. One that was announced well before stays as it was.
+    pub(super) fn refuse(&mut self, now: u64, announcement: Announcement, why: String) {
+        if self.all.get(&announcement.incarnation).is_some_and(|agent| agent.unusable.is_none()) {
             return;
+        }
+        let Some(agent) = self.enter(now, announcement) else { return };
+        // Nobody listens to it, so that it makes room for others first.
+        (agent.link, agent.unusable) = (Link::Lost(why.clone()), Some((Reason::AddressRefused, why)));
+    }
+
+    /// The entry of a life, made where there is none; none for a life that was replaced.
+    fn enter(&mut self, now: u64, announcement: Announcement) -> Option<&mut Agent> {
+        if self.is_replaced(&announcement.incarnation) {
+            return None;
         }
         self.make_room(&announcement.incarnation);
         self.announced += 1;
         let order = self.announced;
-        let agent = self.all.entry(announcement.incarnation).or_insert_with(|| Agent {
+        Some(self.all.entry(announcement.incarnation).or_insert_with(|| Agent {
             role: announcement.role,
             port: announcement.engine_port,
             control: String::new(),
-            incompatible: announcement.speaks.lacks_ours(&announcement.program),
+            unusable: None,
             state: None,
             engine_restarts: None,
             last_seen: now,
@@ -99,14 +123,7 @@ impl Agents {
             updating_since: None,
             told_at: None,
             order,
-        });
-        agent.control = announcement.control_address;
-        if agent.link != Link::Live {
-            // What it said before the connection was lost may be outdated: it counts again with its next snapshot.
-            agent.link = Link::Live;
-            agent.state = None;
-            agent.last_seen = now;
-        }
+        }))
     }
 
     fn is_replaced(&self, life: &Incarnation) -> bool {
@@ -119,7 +136,7 @@ impl Agents {
         if self.all.contains_key(life) || self.all.keys().filter(of_pod).count() < LIVES {
             return;
         }
-        let lost = self.all.iter().filter(|(other, agent)| of_pod(other) && agent.link != Link::Live);
+        let lost = self.all.iter().filter(|(other, agent)| of_pod(other) && (agent.link != Link::Live || agent.unusable.is_some()));
         if let Some(oldest) = lost.min_by_key(|(_, agent)| agent.order).map(|(other, _)| other.clone()) {
             self.all.remove(&oldest);
         }

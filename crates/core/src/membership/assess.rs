@@ -94,8 +94,8 @@ impl Membership {
             let pod = candidate.pods.first().map_or("?", |pod| pod.name.as_str());
             return Err(Outcast::new(Reason::AgentMissing, format!("no agent has announced itself from pod {pod}")));
         };
-        if let Some(why) = &agent.incompatible {
-            return Err(Outcast::new(Reason::AgentIncompatible, why.clone()));
+        if let Some((reason, why)) = &agent.unusable {
+            return Err(Outcast::new(*reason, why.clone()));
         }
         match &agent.link {
             Link::Lost(cause) => return Err(Outcast::new(Reason::AgentLost, cause.clone())),

@@ -58,6 +58,7 @@ impl Membership {
                 | R::SizeMismatch
                 | R::CanaryUnavailable
                 | R::AgentIncompatible
+                | R::AddressRefused
                 | R::NotOptedIn
                 | R::SelectedTwice
                 | R::ContainerMissing

@@ -238,7 +238,7 @@ impl Membership {
         }
         let adopting_until = self.adopting_until();
         // Announced, and silent or lost before it told anything: a controller that thousands come back to has not come to listen to it yet.
-        let untold = |agent: &Agent| agent.state.is_none() && agent.incompatible.is_none();
+        let untold = |agent: &Agent| agent.state.is_none() && agent.unusable.is_none();
         let untold = || self.candidates.iter().filter_map(|candidate| self.agents.of(candidate)).any(|(_, agent)| untold(agent));
         let missing = assessment.out.values().any(|out| out.reason == Reason::AgentMissing) || adopting_until.is_some() && untold();
         // A pod that is paused for an update may be called unfit and is missing from the plan then: a group that could be taken over with

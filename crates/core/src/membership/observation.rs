@@ -21,6 +21,11 @@ pub enum Observation {
     },
     /// An agent announced itself. It counts once its state is known, which proves that it can be reached.
     Announced(Announcement),
+    /// An agent announced an address that is not its pod's. It is not connected to, and a life that was announced well stays as it is.
+    AddressRefused {
+        announcement: Announcement,
+        why: String,
+    },
     /// A source announced a version, by a statement that was checked. It comes before the state of the member that presents it.
     Proven(Announced),
     /// Everything an agent knows of itself, from its event stream.

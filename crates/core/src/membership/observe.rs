@@ -35,6 +35,7 @@ impl Membership {
                 self.updates.prune(|life| agents.get(life).is_some(), is_member);
             }
             Observation::Announced(announcement) => self.agents.announce(self.now, announcement),
+            Observation::AddressRefused { announcement, why } => self.agents.refuse(self.now, announcement, why),
             Observation::Proven(announced) => self.note_announced(announced),
             Observation::State(state) => self.note_state(*state),
             Observation::ComingBack { at } => self.others_came_back(at),

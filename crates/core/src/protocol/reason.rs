@@ -86,6 +86,8 @@ reasons! {
     AgentMissing,
     /// The member's agent and this controller are of releases that cannot work together.
     AgentIncompatible,
+    /// The member's agent announced an address that is not its pod's; the controller does not connect to it.
+    AddressRefused,
     /// The connection to the member's agent closed and could not be opened again.
     AgentLost,
     /// The member's agent sent nothing for as long as three heartbeats.

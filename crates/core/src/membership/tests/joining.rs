@@ -117,3 +117,28 @@ fn an_agent_of_a_release_that_speaks_another_protocol_is_left_out_and_both_relea
     );
     assert_eq!(desk.member(1).standing, MemberStanding::Ready);
 }
+
+#[test]
+fn member_at_a_foreign_address_is_left_out_and_named() {
+    let mut desk = Desk::formed(1);
+    desk.serves(3);
+    desk.states.push(desk.states[1].clone());
+    desk.states[2].incarnation = life(2, 1);
+    desk.plan(&[0, 1, 2], Vec::new());
+    let refused = |announcement: Announcement| Observation::AddressRefused { announcement, why: "not the pod's".to_owned() };
+    // A pod may invent as many lives as it likes.
+    for instance in 0..1000 {
+        let incarnation = Incarnation { instance: format!("invented-{instance}"), ..life(2, 1) };
+        desk.see(refused(Announcement { incarnation, ..desk.announcement(2) }));
+    }
+    desk.see(refused(desk.announcement(2)));
+    let shown = desk.member(2);
+    assert_eq!((shown.standing, shown.reason), (MemberStanding::Out, Reason::AddressRefused), "{shown:?}");
+    assert_eq!(shown.message, "not the pod's");
+    // A life that was announced well is not thrown out by what it announces later.
+    desk.see(refused(desk.announcement(1)));
+    assert_eq!(desk.member(1).standing, MemberStanding::Ready);
+    // It is a member once it announces its own address.
+    desk.see(Observation::Announced(desk.announcement(2)));
+    assert_ne!(desk.member(2).reason, Reason::AddressRefused);
+}
