@@ -4,8 +4,8 @@ SHELL := /bin/bash -euo pipefail
 CLUSTER := tests/cluster
 # Settings of the test bed (KUBECONFIG, PATH with kind, kubectl and helm), for the line that starts with it.
 BED := source $(CLUSTER)/env.sh;
-# The newest release, or where there is none yet the commit before this one.
-PREVIOUS ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD~1)
+# The earlier commit that test-previous builds: empty for the newest release, or what tests/tools/previous-commit names.
+PREVIOUS ?=
 # The processor that real engines compute for: empty for this machine's own, or avx2.
 CPU ?=
 SCRIPTS = $(shell git ls-files '*.sh')
@@ -24,7 +24,7 @@ wheel: build ## Build the Python wheel, with the programs in it, into python/dis
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test model-test page-test host-test chaos-test chart-lint python-test engine-test e2e
+	@tests/stages.sh lint unit-test model-test page-test host-test test-previous chaos-test chart-lint python-test engine-test e2e
 
 .PHONY: check
 check: ## Check format and lints and test the pure crate: the loop of a developer (under a minute when warm)

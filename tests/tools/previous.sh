@@ -1,16 +1,31 @@
 #!/usr/bin/env bash
-# Builds the program of an earlier commit (previous.sh COMMIT) and prints where it is. Its dependencies are shared with this build.
+# Build the program of an earlier commit into the cache, once, and print its path.
+#
+#   previous.sh [COMMIT]
+#
+# Without COMMIT: the newest release before this commit (its tag), else the commit that tests/tools/previous-commit names.
+# Its dependencies are compiled into this tree's target folder, which saves minutes; target/debug holds this tree's program afterwards.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-commit=$(git rev-parse --verify --quiet "$1^{commit}") || { echo "no such commit here: $1 (a shallow clone has few)" >&2; exit 1; }
-program=$PWD/target/previous/$commit
-if [ ! -x "$program" ]; then
-    source=$(mktemp -d)
-    trap 'rm -rf "$source"' EXIT
-    mkdir -p target/previous
-    git archive "$commit" | tar -x -C "$source"
-    CARGO_TARGET_DIR=$PWD/target cargo build --locked --manifest-path "$source/Cargo.toml" --bin weightsync >&2
-    cp target/debug/weightsync "$program.part"
-    mv "$program.part" "$program"
-fi
-echo "$program"
+source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
+cd "$here/../.."
+
+wanted=${1:-$(git describe --tags --abbrev=0 HEAD^ 2>/dev/null || cat tests/tools/previous-commit)}
+commit=$(git rev-parse --verify --quiet "$wanted^{commit}") ||
+  die "this clone lacks the earlier commit $wanted (a shallow clone holds few): git fetch --depth=1 origin $wanted"
+
+# `once` calls it where a failing command does not end the script.
+compile() {
+  local dir=$1 status=0
+  mkdir "$dir/source"
+  git archive "$commit" | tar -x -C "$dir/source" &&
+    CARGO_INCREMENTAL=0 CARGO_TARGET_DIR=$PWD/target cargo build --locked --workspace --bins --manifest-path "$dir/source/Cargo.toml" &&
+    cp target/debug/weightsync "$dir/weightsync" || status=1
+  rm -rf "$dir/source"
+  # This tree's program takes its place in target/debug again; with the features of all stages, so that nothing is compiled again.
+  make --no-print-directory programs || status=1
+  return $status
+}
+
+dir=$WEIGHTSYNC_CACHE/previous-$commit
+once "$dir" compile
+echo "$dir/weightsync"
