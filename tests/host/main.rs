@@ -19,6 +19,7 @@ mod orphans;
 mod plugin;
 mod rotation;
 mod stories;
+mod strangers;
 mod upgrade;
 mod world;
 mod wrapped;

@@ -172,9 +172,14 @@ impl World {
         world
     }
 
+    /// Process id of the program that started the group, its coordinator.
+    pub fn coordinator(&self) -> Pid {
+        Pid::from_raw(i32::try_from(self.local.id().unwrap()).unwrap()).unwrap()
+    }
+
     /// Kills the program that started the group, and nothing else.
     pub fn kill(&self) {
-        kill_process(Pid::from_raw(i32::try_from(self.local.id().unwrap()).unwrap()).unwrap(), Signal::KILL).unwrap();
+        kill_process(self.coordinator(), Signal::KILL).unwrap();
     }
 
     /// Starts the group again from its file, after it was killed.

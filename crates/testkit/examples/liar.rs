@@ -3,7 +3,7 @@
 //! It enrols with its own token and joins the group as an honest agent would; then it tells one lie after the other, and prints a line of JSON
 //! for each. It decides nothing: the end-to-end test looks at what the others do. Settings are those of the sidecar.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -32,7 +32,7 @@ type AboutItself = fn(&mut MemberState, &Others);
 
 const ABOUT_ITSELF: [(&str, AboutItself); 8] = [
     ("it is the source", |state, _| state.role = Role::Source),
-    ("it holds an invented version", |state, _| (state.installed, state.retained) = (invented(), invented())),
+    ("it holds an invented version", |state, _| (state.installed, state.retained) = (Some(invented()), Some(invented()))),
     ("it holds the current version and does not", |state, others| {
         state.installed.clone_from(&others.commit.current);
         state.retained.clone_from(&others.commit.current);
@@ -55,8 +55,8 @@ const ABOUT_ITSELF: [(&str, AboutItself); 8] = [
     }),
 ];
 
-fn invented() -> Option<HeldVersion> {
-    Some(HeldVersion { version: INVENTED, manifest: "0".repeat(64) })
+fn invented() -> HeldVersion {
+    HeldVersion { version: INVENTED, manifest: "0".repeat(64) }
 }
 
 /// What the group is, as the last commit told.

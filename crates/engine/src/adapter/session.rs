@@ -184,7 +184,7 @@ impl<S: Server> Session<S> {
         if self.stage != Stage::Loading
             && let Some(since) = self.serves_since.filter(|_| !self.quiet)
         {
-            self.inner.mixed.open(self.terms.marked.version, since);
+            self.inner.mixed.open(self.terms.version.version, since);
         }
         self.stage = Stage::Loading;
         *self.left.lock() = Left::Mixture;
@@ -199,7 +199,7 @@ impl<S: Server> Session<S> {
         if let Some(since) = self.serves_since.filter(|_| self.quiet)
             && !self.is_quiet(until).await
         {
-            self.inner.mixed.open(self.terms.marked.version, since);
+            self.inner.mixed.open(self.terms.version.version, since);
         }
     }
 

@@ -9,7 +9,6 @@ use tokio::task::JoinHandle;
 
 use super::gpu::GpuBench;
 use super::support::{Bench, held, post};
-use crate::InstallJob;
 use crate::mixed::{Mixed, now_ms};
 use weightsync_core::protocol::{MixedWindow, PausePolicy};
 
@@ -67,7 +66,8 @@ async fn feed_and_ask(on: &GpuBench, pause: PausePolicy) -> (Vec<Answer>, Vec<Mi
     let old = on.bench.complete(PROMPT, 4).await;
     let mut client = Client::start(on);
     client.asked().await;
-    let (version, job) = (on.version(2), crate::DeviceJob { pause, ..on.job(2) });
+    let (version, mut job) = (on.version(2), on.job(2));
+    job.terms.pause = pause;
     let mut install = on.engine.begin_device(&job).await.unwrap();
     for bucket in version.layout.buckets() {
         install.bucket(version.bucket(bucket)).await.unwrap();
@@ -126,7 +126,11 @@ async fn load_that_breaks_leaves_a_window_until_the_engine_is_held() {
 #[tokio::test]
 async fn engine_that_its_trainer_paused_has_no_window() {
     let bench = Bench::start("vllm").await;
-    let external = |version| InstallJob { pause: PausePolicy::External, ..bench.job(version) };
+    let external = |version| {
+        let mut job = bench.job(version);
+        job.terms.pause = PausePolicy::External;
+        job
+    };
     post(&format!("{}/pause?mode=keep", bench.simulator.url()), &json!({})).await;
     assert!(bench.is_paused().await);
     bench.engine.install(&external(2)).await.unwrap();

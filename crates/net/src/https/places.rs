@@ -3,6 +3,7 @@
 //!
 //! Counts only; it never reads from a connection.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -65,7 +66,8 @@ impl Seats {
         self.taken.values().filter(|seat| of(seat)).count()
     }
 
-    /// Ends the connection that has been idle for longest among those that `of` names, strangers first; false when all are in use.
+    /// Ends a connection among those that `of` names: strangers first, of the address that has most of them, the one that has been idle for
+    /// longest; false when all are in use. So a few addresses that come again and again never push out one that has a single connection.
     fn evict(&mut self, now: Instant, of: impl Fn(&Seat) -> bool, members_too: bool) -> bool {
         let rank = |seat: &Seat| match (seat.known, seat.busy) {
             (false, false) => Some(0),
@@ -74,7 +76,13 @@ impl Seats {
             (true, true) => None,
         };
         let candidates = self.taken.iter().filter(|(_, seat)| of(seat));
-        let victim = candidates.filter_map(|(id, seat)| Some((rank(seat)?, seat.since, *id))).min();
+        let ranked: Vec<_> = candidates.filter_map(|(id, seat)| Some((rank(seat)?, seat, *id))).collect();
+        let mut counts = BTreeMap::<(u8, IpAddr), usize>::new();
+        for (rank, seat, _) in &ranked {
+            *counts.entry((*rank, seat.from)).or_default() += 1;
+        }
+        let count = |rank: u8, from: IpAddr| counts.get(&(rank, from)).copied().unwrap_or(0);
+        let victim = ranked.into_iter().map(|(rank, seat, id)| (rank, Reverse(count(rank, seat.from)), seat.since, id)).min();
         let Some(seat) = victim.and_then(|(.., id)| self.taken.remove(&id)) else { return false };
         seat.evicted.cancel();
         true

@@ -36,6 +36,13 @@ const KEY: &str = "conformance-key";
 /// Connections that wait to be accepted.
 const BACKLOG: u32 = 64;
 
+/// Ends the server that runs, if one does.
+fn kill(running: &Mutex<Option<Simulator>>) {
+    if let Some(simulator) = running.lock().as_ref() {
+        simulator.kill();
+    }
+}
+
 /// A socket at an address that it shares with others that ask to share it: two of one test bed.
 fn bind(address: SocketAddr) -> std::io::Result<TcpSocket> {
     let socket = TcpSocket::new_v4()?;
@@ -237,7 +244,9 @@ impl Bed {
     pub(super) fn killer(&self) -> Box<dyn Fn() + Send + Sync> {
         let running = self.simulated.as_ref().map(|simulated| simulated.running.clone());
         Box::new(move || {
-            running.iter().for_each(|running| running.lock().iter().for_each(Simulator::kill));
+            if let Some(running) = &running {
+                kill(running);
+            }
         })
     }
 
@@ -249,7 +258,9 @@ impl Bed {
 
     /// Ends a simulated server whatever it is at, and starts another in its place; says whether it could.
     pub(super) async fn restart(&self) -> Result<bool, ConformanceError> {
-        self.simulated.iter().for_each(|simulated| simulated.running.lock().iter().for_each(Simulator::kill));
+        if let Some(simulated) = &self.simulated {
+            kill(&simulated.running);
+        }
         self.revive().await
     }
 

@@ -68,3 +68,14 @@ async fn strangers_never_take_the_places_of_members() {
     let _strangers: Vec<Place> = (0..40).filter_map(|last| places.take(from(100 + last)).ok()).collect();
     assert!(members.iter().all(|member| !ended(member)));
 }
+
+#[tokio::test(start_paused = true)]
+async fn address_with_one_connection_outlasts_those_with_many() {
+    let places = places(16, 4, 16);
+    let lone = places.take(from(1)).unwrap();
+    for round in 0..50 {
+        tokio::time::advance(Duration::from_millis(1)).await;
+        let _many: Vec<Place> = (0..40).filter_map(|stranger| places.take(from(2 + stranger % 8)).ok()).collect();
+        assert!(!ended(&lone), "round {round}");
+    }
+}
