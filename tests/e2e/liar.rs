@@ -36,6 +36,7 @@ async fn rollout_that_lies_in_every_message_changes_no_other() {
             cluster.create_pod(simulated_vllm(name)).await;
         }
         cluster.apply(&weightsync("run")).await.unwrap();
+        cluster.await_ready("trainer-0", SOON).await;
         cluster.await_group("run", 2, SOON).await;
         let sidecar = would_be(&cluster, &simulated_vllm("any")).await["initContainers"][0].clone();
         cluster.create_pod(liar("liar", &sidecar)).await;
@@ -44,6 +45,7 @@ async fn rollout_that_lies_in_every_message_changes_no_other() {
         })
         .await;
 
+        let begun = std::time::Instant::now();
         let (mut version, mut before) = (0, served(&cluster, HONEST[0]).await);
         let told = loop {
             version += 1;
@@ -62,11 +64,12 @@ async fn rollout_that_lies_in_every_message_changes_no_other() {
             if told.iter().any(|(lie, _)| lie == "all") {
                 break told;
             }
+            assert!(begun.elapsed() < 2 * SOON, "it does not come to the last of its lies: {told:?}");
         };
         let orders = told.iter().filter(|(_, answer)| answer != "told");
         let taken: Vec<_> = orders.clone().filter(|(_, answer)| answer == "taken").collect();
         assert!(taken.is_empty(), "{taken:?}");
-        assert!(orders.count() >= 3 + 6 * 3, "{told:?}");
+        assert!(orders.count() >= 2 + 6 * 3, "{told:?}");
 
         let status = cluster.await_status("run", "the last version stands", SOON, |status| {
             if status["version"] == version { Ok(status.clone()) } else { Err(format!("not version {version}")) }
@@ -80,6 +83,8 @@ async fn rollout_that_lies_in_every_message_changes_no_other() {
         let command = fresh["spec"]["containers"][0]["command"].as_array_mut().unwrap();
         *command.last_mut().unwrap() = path.into();
         fresh["metadata"]["labels"] = serde_json::json!({"app": "fresh"});
+        // The trainer's user wrote the files.
+        fresh["spec"]["securityContext"] = serde_json::json!({"runAsUser": 0});
         cluster.create_pod(fresh).await;
         cluster.await_ready("fresh", SOON).await;
         assert_eq!(served(&cluster, "fresh").await, before, "version {version} is what the trainer made");

@@ -19,8 +19,9 @@ use weightsync_testkit::fake_agent::{FakeAgent, Pod};
 const SOON: Duration = Duration::from_secs(5);
 /// How long a lie stands.
 const STANDS: Duration = Duration::from_millis(700);
-/// Longest wait for a place in a group.
+/// Longest wait for the first place in a group, and for a later one.
 const GROUP: Duration = Duration::from_secs(60);
+const PLACE: Duration = Duration::from_secs(8);
 const LOOKS: Duration = Duration::from_millis(20);
 /// A version that no source ever announced.
 const INVENTED: u64 = 999_999;
@@ -135,33 +136,33 @@ async fn main() {
     });
     say("an invented version is done", &json!("told"));
     to_the_controller(&agent, &controller, &pod).await;
-    to_the_members(&agent).await;
     agent.hang_prepares();
     say("all", &json!("told"));
     std::future::pending::<()>().await;
 }
 
-/// Waits until it is in a group with others.
+/// Waits for a place in a group with others. One that was thrown out does not wait long: it lies from outside, with what it knows.
 async fn in_a_group(agent: &FakeAgent) -> Others {
-    let waited = tokio::time::timeout(GROUP, async {
+    let others = |commit: CommitRequest| {
+        let other = commit.addresses.iter().find(|address| address.control != agent.address)?.clone();
+        Some(Others { commit, member: other.member, incarnation: other.incarnation })
+    };
+    let within = if agent.commit().is_some() { PLACE } else { GROUP };
+    let placed = async {
         loop {
             let state = agent.state();
-            let other = |commit: CommitRequest| {
-                let other = commit.addresses.iter().find(|address| Some(&address.member) != state.member.as_ref())?.clone();
-                Some(Others { commit, member: other.member, incarnation: other.incarnation })
-            };
-            if state.phase == MemberPhase::Ready
-                && let Some(others) = agent.commit().filter(|commit| Some(&commit.id) == state.epoch.as_ref()).and_then(other)
-            {
-                return others;
+            let commit = agent.commit().filter(|commit| state.phase == MemberPhase::Ready && Some(&commit.id) == state.epoch.as_ref());
+            if commit.is_some() {
+                return commit;
             }
             tokio::time::sleep(LOOKS).await;
         }
-    });
-    waited.await.expect("a place in a group")
+    };
+    let commit = tokio::time::timeout(within, placed).await.unwrap_or_else(|_| agent.commit());
+    commit.and_then(others).expect("a place in a group")
 }
 
-/// It says that it is somebody else.
+/// It says that it is somebody else, and gives the others orders in between.
 async fn to_the_controller(agent: &FakeAgent, controller: &str, pod: &Pod) {
     let others = in_a_group(agent).await;
     let name = others.member.0.rsplit('/').next().unwrap_or_default().to_owned();
@@ -179,13 +180,20 @@ async fn to_the_controller(agent: &FakeAgent, controller: &str, pod: &Pod) {
     };
     let lies = [
         ("it announces another pod", Announcement { pod: name, incarnation: others.incarnation, ..announcement.clone() }),
-        ("it announces a source", Announcement { role: Role::Source, engine_port: None, ..announcement.clone() }),
-        ("it announces the address of the cloud's metadata", Announcement { control_address: "169.254.169.254:80".into(), ..announcement }),
+        (
+            "it announces the address of the cloud's metadata",
+            Announcement { control_address: "169.254.169.254:80".into(), ..announcement.clone() },
+        ),
     ];
     for (lie, announcement) in lies {
         let called: Result<Value, CallError> = client.post_json("/v1/agents/announce", &announcement, SOON).await;
         say(lie, &answer_of(&called));
     }
+    to_the_members(agent).await;
+    // The controller takes roles from the plan and lets this pass. This agent gets no place any more: it is the last lie.
+    let source = Announcement { role: Role::Source, engine_port: None, ..announcement };
+    let _answer: Result<Value, CallError> = client.post_json("/v1/agents/announce", &source, SOON).await;
+    say("it announces a source", &json!("told"));
 }
 
 /// It gives orders to all others, as the controller or the source would.
@@ -203,7 +211,7 @@ async fn to_the_members(agent: &FakeAgent) {
         ("/v1/release", json!({"id": id, "reason": "a lie"})),
         ("/v1/update/finish", json!({"update": update, "tensorDigests": [], "manifestDigest": "0".repeat(64)})),
         ("/v1/update/activate", json!({"update": update})),
-        ("/v1/update/external/end", json!({"update": update, "outcome": "Done"})),
+        ("/v1/update/external/end", json!({"update": update, "outcome": {"kind": "delivered"}})),
     ];
     for address in others.commit.addresses.iter().filter(|address| address.control != agent.address) {
         for (path, body) in &orders {
