@@ -41,7 +41,11 @@ class Asker:
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE) as response:
                 choice = json.load(response)["choices"][0]
+            if choice["finish_reason"] == "length":
                 answer |= {"status": response.status, "logprobs": choice["logprobs"]["token_logprobs"]}
+            else:
+                # A server that is taken away ends its requests so, with 200.
+                answer["error"] = f"ended early: {choice['finish_reason']}"
         except urllib.error.HTTPError as error:
             answer |= {"status": error.code, "error": error.read().decode(errors="replace")[:500]}
         except (OSError, ValueError) as error:

@@ -258,6 +258,6 @@ impl Membership {
 
 /// Whether an address (`IP:PORT`) is one of the pod's own; none when the pod's addresses are not known.
 fn own_address(pod: Option<&PodRef>, address: &str) -> Option<bool> {
-    let ip = address.parse::<SocketAddr>().map(|address| address.ip());
-    ip.map_or(Some(false), |ip| pod?.has(ip))
+    let pod = pod.filter(|pod| !pod.ips.is_empty())?;
+    Some(address.parse::<SocketAddr>().is_ok_and(|address| pod.has(address.ip()) == Some(true)))
 }
