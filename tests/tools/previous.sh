@@ -4,7 +4,7 @@
 #   previous.sh [COMMIT]
 #
 # Without COMMIT: the newest release before this commit (its tag), else the commit that tests/tools/previous-commit names.
-# Its dependencies are compiled into this tree's target folder, which saves minutes; target/debug holds this tree's program afterwards.
+# It takes the dependencies that this tree compiled, which saves minutes, and never writes into this tree's target folder.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 cd "$here/../.."
@@ -18,17 +18,30 @@ commit=$(find_commit) || { git fetch --quiet --depth=1 origin "$wanted" 2>/dev/n
   exit
 }
 
+# The compiled packages of others, as links: cargo takes those that fit. This tree's own are left out, because cargo cannot tell the
+# packages of two trees apart that stand at the same place in them.
+share_dependencies() {
+  local from=$PWD/target/debug to=$1/debug file
+  [ -d "$from/.fingerprint" ] || return 0
+  mkdir -p "$to/deps" "$to/.fingerprint"
+  cp -al "$from/build" "$to/"
+  for file in "$from"/.fingerprint/* "$from"/deps/*.{rlib,rmeta,so,d}; do
+    case $(basename "$file") in
+    weightsync* | libweightsync*) ;;
+    *) cp -al "$file" "$to/$(basename "$(dirname "$file")")/" ;;
+    esac
+  done
+}
+
 # `once` calls it where a failing command does not end the script.
 compile() {
-  local dir=$1 status=0
-  mkdir "$dir/source"
-  git archive "$commit" | tar -x -C "$dir/source" &&
-    CARGO_INCREMENTAL=0 CARGO_TARGET_DIR=$PWD/target cargo build --locked --workspace --bins --manifest-path "$dir/source/Cargo.toml" &&
-    cp target/debug/weightsync "$dir/weightsync" || status=1
-  rm -rf "$dir/source"
-  # This tree's program takes its place in target/debug again; with the features of all stages, so that nothing is compiled again.
-  make --no-print-directory programs || status=1
-  return $status
+  local dir=$1
+  mkdir "$dir/source" &&
+    git archive "$commit" | tar -x -C "$dir/source" &&
+    share_dependencies "$dir/target" &&
+    CARGO_INCREMENTAL=0 CARGO_TARGET_DIR=$dir/target cargo build --locked --workspace --bins --manifest-path "$dir/source/Cargo.toml" &&
+    mv "$dir/target/debug/weightsync" "$dir/weightsync" &&
+    rm -rf "$dir/source" "$dir/target"
 }
 
 dir=$WEIGHTSYNC_CACHE/previous-$commit
