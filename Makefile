@@ -149,7 +149,7 @@ e2e: cluster-up programs ## Run the end-to-end tests on the kind cluster, with t
 # Programs and benches at once, for the same reason as `programs`.
 .PHONY: bench-programs
 bench-programs:
-	cargo build --release --locked --workspace --bins --benches
+	cargo build --release --locked --workspace --bins --benches --examples
 
 .PHONY: bench
 bench: bench-programs ## Measure what docs/benchmarks.md reports of one host

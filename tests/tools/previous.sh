@@ -18,17 +18,19 @@ commit=$(find_commit) || { git fetch --quiet --depth=1 origin "$wanted" 2>/dev/n
   exit
 }
 
-# The compiled packages of others, as links: cargo takes those that fit. This tree's own are left out, because cargo cannot tell the
+# The compiled packages of others, as links or copies: cargo takes those that fit. This tree's own are left out, because cargo cannot tell the
 # packages of two trees apart that stand at the same place in them.
 share_dependencies() {
   local from=$PWD/target/debug to=$1/debug file
   [ -d "$from/.fingerprint" ] || return 0
   mkdir -p "$to/deps" "$to/.fingerprint"
-  cp -al "$from/build" "$to/"
+  # The cache may lie on another file system.
+  local link=-al
+  cp -al "$from/build" "$to/" 2>/dev/null || { link=-a && cp -a "$from/build" "$to/"; }
   for file in "$from"/.fingerprint/* "$from"/deps/*.{rlib,rmeta,so,d}; do
     case $(basename "$file") in
     weightsync* | libweightsync*) ;;
-    *) cp -al "$file" "$to/$(basename "$(dirname "$file")")/" ;;
+    *) cp "$link" "$file" "$to/$(basename "$(dirname "$file")")/" ;;
     esac
   done
 }
