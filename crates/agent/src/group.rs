@@ -5,7 +5,6 @@
 //! time. Never waits, never sends, and never looks at weights or engines.
 
 use std::collections::BTreeSet;
-use std::net::SocketAddr;
 use std::sync::Arc;
 
 use weightsync_core::protocol::{
@@ -373,7 +372,7 @@ impl Group {
                 }
                 (Some(address), None) => {
                     let head = member.pods.first();
-                    let own = |at: &str| at.parse::<SocketAddr>().ok().and_then(|at| head?.has(at.ip()));
+                    let own = |at: &str| head.and_then(|head| head.has_listener(at));
                     if let Some(foreign) = [&address.control, &address.data].into_iter().find(|at| own(at) == Some(false)) {
                         return invalid(format!("{foreign} is not an address of the pod of {}: it is not dialled", member.name));
                     }

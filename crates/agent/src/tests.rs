@@ -25,3 +25,21 @@ mod trainer;
 mod unproven;
 mod waves;
 mod workers;
+
+use weightsync_core::protocol::{InstallStep, UpdateId, UpdateStatus};
+
+/// What a member says first of an attempt.
+fn first_status(update: UpdateId, step: InstallStep, bytes: u64) -> UpdateStatus {
+    UpdateStatus {
+        update,
+        sequence: 1,
+        step,
+        bytes,
+        reason: None,
+        dirty: false,
+        refused: false,
+        repeats: false,
+        steps_ms: Vec::new(),
+        mixed: Vec::new(),
+    }
+}

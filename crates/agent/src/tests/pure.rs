@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::first_status;
 use crate::group::{Group, Me, Step};
 use crate::lead::table::{Table, Verdict};
 use crate::rollout::machine::Installed;
@@ -209,19 +210,7 @@ fn name(number: usize) -> MemberName {
 }
 
 fn status(step: InstallStep) -> UpdateStatus {
-    let update = UpdateId { epoch: epoch("o", 1, 0, 1), version: 1, attempt: 1 };
-    UpdateStatus {
-        update,
-        sequence: 1,
-        step,
-        bytes: 10,
-        reason: None,
-        dirty: false,
-        refused: false,
-        repeats: false,
-        steps_ms: Vec::new(),
-        mixed: Vec::new(),
-    }
+    first_status(UpdateId { epoch: epoch("o", 1, 0, 1), version: 1, attempt: 1 }, step, 10)
 }
 
 #[test]

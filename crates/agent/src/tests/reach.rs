@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::bed::*;
+use super::first_status;
 use super::trainer::*;
 use crate::lead::table::{Switching, Table};
 use crate::source::history::History;
@@ -16,18 +17,7 @@ fn name(number: u32) -> MemberName {
 
 fn status(step: InstallStep) -> UpdateStatus {
     let epoch = EpochId { weightsync: "w".into(), created: 1, term: 0, epoch: 1 };
-    UpdateStatus {
-        update: UpdateId { epoch, version: 7, attempt: 1 },
-        step,
-        sequence: 1,
-        bytes: 0,
-        reason: None,
-        dirty: false,
-        refused: false,
-        repeats: false,
-        steps_ms: Vec::new(),
-        mixed: Vec::new(),
-    }
+    first_status(UpdateId { epoch, version: 7, attempt: 1 }, step, 0)
 }
 
 fn timeout() -> PublishError {

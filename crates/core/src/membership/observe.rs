@@ -2,10 +2,8 @@
 //!
 //! Whatever is about another epoch than the one in work, or comes from another life than the one that was asked, changes nothing.
 
-use std::net::SocketAddr;
-
 use crate::protocol::{
-    EpochId, Incarnation, MemberName, MemberPhase, MemberState, PodRef, PrepareResponse, Reason, Refusal, RefusalCode, Role, UpdateView,
+    EpochId, Incarnation, MemberName, MemberPhase, MemberState, PrepareResponse, Reason, Refusal, RefusalCode, Role, UpdateView,
 };
 
 use super::backoff::Weight;
@@ -142,7 +140,7 @@ impl Membership {
         }
         // The others refuse a commit that names such an address: one member would keep all of them from forming.
         let head = round.roster.member(member).and_then(|member| member.pods.first());
-        if own_address(head, &response.data_address) == Some(false) {
+        if head.and_then(|head| head.has_listener(&response.data_address)) == Some(false) {
             let message = format!("its data address {} is not an address of its pod", response.data_address);
             self.note_failed(id, member.clone(), Refusal { code: RefusalCode::Invalid, message }, true);
             return;
@@ -254,10 +252,4 @@ impl Membership {
             _ => {}
         }
     }
-}
-
-/// Whether an address (`IP:PORT`) is one of the pod's own; none when the pod's addresses are not known.
-fn own_address(pod: Option<&PodRef>, address: &str) -> Option<bool> {
-    let pod = pod.filter(|pod| !pod.ips.is_empty())?;
-    Some(address.parse::<SocketAddr>().is_ok_and(|address| pod.has(address.ip()) == Some(true)))
 }

@@ -1,6 +1,6 @@
 //! The ordered list of members that a group is made of, with ranks. Filled by `plan`; only carried here.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use serde::{Deserialize, Serialize};
 
@@ -27,6 +27,12 @@ impl PodRef {
     pub fn has(&self, address: IpAddr) -> Option<bool> {
         let address = address.to_canonical();
         (!self.ips.is_empty()).then(|| self.ips.iter().any(|ip| ip.to_canonical() == address))
+    }
+
+    /// The same for `IP:PORT`. A text that is no such address is none of its own.
+    pub fn has_listener(&self, address: &str) -> Option<bool> {
+        let ip = address.parse::<SocketAddr>().ok().map(|address| address.ip());
+        ip.map_or_else(|| (!self.ips.is_empty()).then_some(false), |ip| self.has(ip))
     }
 }
 

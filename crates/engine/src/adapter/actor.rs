@@ -72,18 +72,18 @@ impl<B: Send, R: Send> Handle<B, R> {
 
     pub(super) async fn abandon(&self, reason: &str) -> Left {
         let (answer, answered) = oneshot::channel();
-        self.tell(Command::Abandon(reason.to_owned(), answer)).await;
+        self.send(Command::Abandon(reason.to_owned(), answer)).await;
         answered.await.unwrap_or_else(|_| *self.left.lock())
     }
 
-    /// Sends a command. A command that the ended task does not take is dropped here, and its answer with it: who waits for that learns of the end.
-    async fn tell(&self, command: Command<B, R>) {
+    /// Drops a command that the ended task does not take, and its answer with it: the caller that waits for the answer learns of the end.
+    async fn send(&self, command: Command<B, R>) {
         drop(self.commands.send(command).await);
     }
 
     async fn ask<T>(&self, command: impl FnOnce(Answer<T>) -> Command<B, R>) -> Result<T, InstallError> {
         let (answer, answered) = oneshot::channel();
-        self.tell(command(answer)).await;
+        self.send(command(answer)).await;
         // The task may have ended before this was asked.
         let source = || if self.until.left().is_zero() { self.late() } else { EngineError::Cancelled };
         answered.await.unwrap_or_else(|_| Err(InstallError { step: "load", left: *self.left.lock(), source: source() }))
