@@ -1,7 +1,8 @@
 //! Brings the group's current version to rollouts that lack it: joiners, engines that started anew, replicas that were left behind.
 //!
 //! Decides who lacks it, by what members say of themselves, and when one that failed is tried again: each backs off alone. It never lowers
-//! a member's version while somebody else may be publishing, unless the group went back from that version.
+//! a member's version while somebody else may be publishing, unless the group went back from that version; nor from a version that enough
+//! members serve to make it count, as after a publish whose outcome was not heard.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -110,13 +111,21 @@ impl Feeder {
         }
         let held_off = &mut held_off.members;
         let mut lacking = epoch.rollouts();
+        let enough = usize::try_from(epoch.prepared.policy.min_ready.max(1)).unwrap_or(usize::MAX);
+        let counts = |version: &HeldVersion| {
+            let serves = |state: &&MemberState| state.phase == MemberPhase::Ready && state.installed.as_ref() == Some(version);
+            let serving = lacking.iter().filter_map(|name| states.get(name)).filter(serves).count();
+            serving >= enough && !epoch.commit.refused.contains(&version.version)
+        };
+        let later: Vec<HeldVersion> = states.values().filter_map(|state| state.installed.clone()).filter(counts).collect();
         lacking.retain(|name| {
             let Some(state) = states.get(name) else { return false };
             let there = state.epoch.as_ref() == Some(epoch.id()) && matches!(state.phase, MemberPhase::Ready | MemberPhase::Dirty);
             let lacks = match &state.installed {
                 None => true,
                 Some(installed) => {
-                    let lowers = may_lower || installed.version <= held.version || epoch.left(installed.version);
+                    let lowers =
+                        installed.version <= held.version || epoch.left(installed.version) || may_lower && !later.contains(installed);
                     !same_version(installed, held) && lowers
                 }
             };

@@ -38,10 +38,12 @@ struct Publish {
     copy: Option<Arc<Retained>>,
     /// The same, while the last of it are still being copied.
     to_keep: Option<ToKeep>,
-    /// The epoch that it was brought in, and what was brought.
-    reached: Option<(Arc<Epoch>, HeldVersion)>,
+    /// The epoch that it was brought in.
+    reached: Option<Arc<Epoch>>,
     /// Its manifest, once its bytes were read.
     manifest: Option<String>,
+    /// What the running attempt read, once it read all of it.
+    streamed: Option<HeldVersion>,
     /// How the digests of its manifest are computed; settled by the first attempt.
     algorithm: Option<DigestAlgorithm>,
     /// The manifest that its number was tried with by an earlier publish.
@@ -67,6 +69,7 @@ impl Source {
             to_keep: None,
             reached: None,
             manifest: None,
+            streamed: None,
             algorithm: None,
             must: None,
             attempts: 0,
@@ -89,9 +92,9 @@ impl Source {
                 tracing::info!(version, epoch = result.epoch, attempts = result.attempts, installed = ?result.installed, "published");
                 self.in_roster(&result, deadline).await;
                 reporter.done(result);
-                if let (Some((epoch, held)), true) = (publish.reached.take(), publish.to_keep.is_some()) {
+                if let (Some(epoch), true) = (publish.reached.take(), publish.to_keep.is_some()) {
                     publish.keep_whole().await;
-                    self.shelve(&epoch.prepared.policy, &mut publish, &held);
+                    self.shelve(&epoch.prepared.policy, &mut publish);
                 }
             }
             Err(error) => {
@@ -101,7 +104,11 @@ impl Source {
                     lock(&self.history).refused(version);
                 }
                 tracing::warn!(version, code = ?error.code, message = %error.message, "a publish failed");
+                let may_count = error.code == PublishErrorCode::OutcomeUnknown;
                 reporter.failed(error);
+                if may_count {
+                    self.shelve_in_doubt(&mut publish).await;
+                }
             }
         }
     }
@@ -168,10 +175,11 @@ impl Source {
         let algorithm = *publish.algorithm.get_or_insert(epoch.algorithm());
         let keeper = publish.kept.clone().filter(|_| publish.copy.is_none());
         let mut copy = publish.copy.as_ref().and_then(|copy| copy.source());
+        publish.streamed = None;
         let mut stage = PublishStage {
             source: self,
             reporter,
-            streamed: None,
+            streamed: &mut publish.streamed,
             algorithm,
             activation: publish.activation,
             deadline: publish.deadline,
@@ -197,9 +205,7 @@ impl Source {
             stage: &mut stage,
         };
         let outcome = self.leader.lead(plan).await;
-        if let Some(held) = stage.streamed {
-            publish.manifest = Some(held.manifest.clone());
-            publish.to_keep = publish.kept.clone().filter(|_| publish.copy.is_none()).map(|keeper| ToKeep { keeper, held, algorithm });
+        if publish.note_streamed() {
             // The next attempt reads it; a version that is served is told at once, and shelved behind that.
             if outcome.is_err() || publish.to_keep.as_ref().is_some_and(|to_keep| to_keep.is_whole(&publish.source)) {
                 publish.keep_whole().await;
@@ -254,10 +260,10 @@ impl Source {
         lock(&self.history).reached(brought.held.clone());
         self.core.learn_current(Some(&brought.held));
         if publish.to_keep.is_none() {
-            self.shelve(&epoch.prepared.policy, publish, &brought.held);
+            self.shelve(&epoch.prepared.policy, publish);
         }
         self.core.set_facts(|facts| facts.installed = Some(brought.held.clone()));
-        publish.reached = Some((epoch.clone(), brought.held.clone()));
+        publish.reached = Some(epoch.clone());
         PublishResult {
             version: publish.version,
             epoch: epoch.id().epoch,
@@ -271,12 +277,24 @@ impl Source {
         }
     }
 
-    /// Puts the copy of a version that is served on the shelf, and takes down what has no room beside it.
-    fn shelve(&self, policy: &UpdatePolicy, publish: &mut Publish, held: &HeldVersion) {
-        let copy = publish.copy.take().or_else(|| {
-            let reader = publish.source.another()?;
-            Some(Arc::new(Retained::elsewhere(held.clone(), publish.algorithm.unwrap_or_default(), reader)))
+    /// Keeps the copy of a version that engines may serve although its publish failed: the group may find that it counts, and must be able to
+    /// bring it to others then. There is room: both copies were in memory during the publish. The version that counted before stays in front.
+    async fn shelve_in_doubt(&self, publish: &mut Publish) {
+        publish.note_streamed();
+        publish.keep_whole().await;
+        let Some(copy) = publish.copy.take().or_else(|| publish.elsewhere()) else { return };
+        let current = self.current(None);
+        self.reshelve(|shelf| {
+            shelf.put(copy);
+            if let Some(current) = &current {
+                shelf.touch(current);
+            }
         });
+    }
+
+    /// Puts the copy of a version that is served on the shelf, and takes down what has no room beside it.
+    fn shelve(&self, policy: &UpdatePolicy, publish: &mut Publish) {
+        let copy = publish.copy.take().or_else(|| publish.elsewhere());
         let keep = usize::try_from(policy.keep.max(1)).unwrap_or(usize::MAX);
         self.reshelve(|shelf| {
             // Without a copy of this version there is room for one less of those before.
@@ -303,6 +321,22 @@ impl ToKeep {
 }
 
 impl Publish {
+    /// Notes what the attempt read, and that its copy is to be kept; false when it did not read all of it.
+    fn note_streamed(&mut self) -> bool {
+        let Some(held) = self.streamed.clone() else { return false };
+        self.manifest = Some(held.manifest.clone());
+        let algorithm = self.algorithm.unwrap_or_default();
+        self.to_keep = self.kept.clone().filter(|_| self.copy.is_none()).map(|keeper| ToKeep { keeper, held, algorithm });
+        true
+    }
+
+    /// A reader of bytes that stay where they are, if they do and all of them were read once.
+    fn elsewhere(&self) -> Option<Arc<Retained>> {
+        let reader = self.source.another()?;
+        let held = HeldVersion { version: self.version, manifest: self.manifest.clone()? };
+        Some(Arc::new(Retained::elsewhere(held, self.algorithm.unwrap_or_default(), reader)))
+    }
+
     /// Waits for the copy that is under way, if there is one.
     async fn keep_whole(&mut self) {
         let Some(ToKeep { keeper, held, algorithm }) = self.to_keep.take() else { return };
@@ -317,7 +351,7 @@ impl Publish {
 struct PublishStage<'a> {
     source: &'a Source,
     reporter: &'a mut Reporter,
-    streamed: Option<HeldVersion>,
+    streamed: &'a mut Option<HeldVersion>,
     algorithm: DigestAlgorithm,
     activation: Activation,
     deadline: Instant,
@@ -332,7 +366,7 @@ impl Stage for PublishStage<'_> {
 
     fn streamed(&mut self, _manifest: &Manifest, held: &HeldVersion) -> Result<(), Failure> {
         lock(&self.source.history).read(held, self.algorithm);
-        self.streamed = Some(held.clone());
+        *self.streamed = Some(held.clone());
         Ok(())
     }
 

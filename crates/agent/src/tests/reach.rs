@@ -119,3 +119,23 @@ async fn a_publish_whose_time_ends_while_engines_switch_has_no_known_outcome_and
     assert_eq!(result.installed.len(), 2, "{:?}", result.behind);
     assert_eq!(rollouts[0].engine.get(|inside| inside.installs), installs, "nothing is switched a second time");
 }
+
+/// The group may find that the version counts, and its source is the one that can bring it to others.
+#[tokio::test(flavor = "multi_thread")]
+async fn version_of_unknown_outcome_is_fed_once_it_counts() {
+    let mut bed = Bed::new();
+    let (source, first) = (bed.source(), bed.rollout("actors/r-0"));
+    bed.form(&[&source, &first], Some(&source)).await;
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    first.engine.set(|inside| inside.slow = Duration::from_secs(5));
+    let limit = Duration::from_secs(3);
+    let error = publish_as(&source, 2, TestSource::of(2), Activation::Auto, limit).outcome().await.unwrap_err();
+    assert_eq!(error.code, PublishErrorCode::OutcomeUnknown, "{}", error.message);
+    let counts = first.until_installed(2).await.installed;
+    source.until("the version in doubt kept", |state| state.keeps().any(|kept| Some(kept) == counts.as_ref())).await;
+
+    bed.current = counts;
+    let joiner = bed.rollout("actors/r-1");
+    bed.form(&[&source, &first, &joiner], Some(&source)).await;
+    joiner.until_installed(2).await;
+}
