@@ -26,6 +26,9 @@ pub const API_KEY_ANNOTATION: &str = "weightsync.dev/api-key-secret";
 /// Annotation that says which users beside the agent's own may publish: ids with commas between them, or `any`.
 pub const USERS_ANNOTATION: &str = "weightsync.dev/trainer-uids";
 
+/// Annotation that says after how many seconds a pod serves that no operator claims; never without it.
+pub const SERVE_UNCLAIMED_ANNOTATION: &str = "weightsync.dev/serve-unclaimed-after-seconds";
+
 /// Annotation that says how the agent comes into the pod: `sidecar` (default), `wrap` or `false`.
 pub const HOW_ANNOTATION: &str = "weightsync.dev/inject";
 
@@ -58,6 +61,7 @@ struct Wishes<'a> {
     role: &'a str,
     api_key: Option<&'a (String, String)>,
     users: Option<&'a str>,
+    serve_unclaimed_after: Option<u32>,
 }
 
 /// Why a document cannot be changed.
@@ -69,6 +73,8 @@ pub enum InjectError {
     UnknownContainer { what: String, container: String, present: Vec<String> },
     #[error("{what}: annotation {API_KEY_ANNOTATION} must be SECRET/KEY, not \"{value}\"")]
     BadKeyReference { what: String, value: String },
+    #[error("{what}: annotation {SERVE_UNCLAIMED_ANNOTATION} must be a number of seconds, not \"{value}\"")]
+    BadSeconds { what: String, value: String },
     #[error("{what}: annotation {HOW_ANNOTATION} is \"{value}\"; it must be sidecar, wrap or false")]
     UnknownWay { what: String, value: String },
     #[error(
@@ -149,6 +155,10 @@ fn inject_pod(pod: &mut Map<String, Value>, options: &Options, what: &str) -> Re
         },
     };
     let users = text("annotations", USERS_ANNOTATION);
+    let serve_unclaimed_after = match text("annotations", SERVE_UNCLAIMED_ANNOTATION) {
+        None => None,
+        Some(value) => Some(value.parse().map_err(|_| InjectError::BadSeconds { what: what.into(), value })?),
+    };
     let Some(spec) = pod.get_mut("spec").and_then(Value::as_object_mut) else {
         return Err(InjectError::Malformed { what: what.into(), field: "spec" });
     };
@@ -162,7 +172,7 @@ fn inject_pod(pod: &mut Map<String, Value>, options: &Options, what: &str) -> Re
     if !present.contains(&target) {
         return Err(InjectError::UnknownContainer { what: what.into(), container: target, present });
     }
-    let wishes = Wishes { role: &role, api_key: key.as_ref(), users: users.as_deref() };
+    let wishes = Wishes { role: &role, api_key: key.as_ref(), users: users.as_deref(), serve_unclaimed_after };
     let added = if wraps {
         wrap::add(spec, &target, &wishes, options)
     } else {

@@ -44,7 +44,8 @@ async fn by_hand(pod: &Value) -> Value {
 async fn a_pod_that_was_injected_by_hand_is_the_pod_that_the_policy_makes() {
     Cluster::run("injection", |cluster| async move {
         let mut with_key = simulated_vllm("with-key");
-        with_key["metadata"]["annotations"] = json!({"weightsync.dev/api-key-secret": "engine/key", "weightsync.dev/trainer-uids": "1000"});
+        with_key["metadata"]["annotations"] = json!({"weightsync.dev/api-key-secret": "engine/key", "weightsync.dev/trainer-uids": "1000",
+            "weightsync.dev/serve-unclaimed-after-seconds": "60"});
         let mut own_memory = simulated_vllm("without-memory");
         own_memory["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "host", "mountPath": "/host", "readOnly": true}]);
         let mut on_host = torch_trainer("on-host");
@@ -64,6 +65,7 @@ async fn a_pod_that_was_wrapped_by_hand_is_the_pod_that_the_policy_makes() {
         let mut full = wrapped(simulated_vllm("full"));
         full["metadata"]["annotations"]["weightsync.dev/api-key-secret"] = json!("engine/key");
         full["metadata"]["annotations"]["weightsync.dev/trainer-uids"] = json!("1000");
+        full["metadata"]["annotations"]["weightsync.dev/serve-unclaimed-after-seconds"] = json!("60");
         full["metadata"]["annotations"]["weightsync.dev/container"] = json!("engine");
         let engine = full["spec"]["containers"][0].clone();
         full["spec"]["containers"] = json!([{"name": "helper", "image": engine["image"], "command": ["/weightsync", "--version"]}, engine]);

@@ -29,7 +29,8 @@ pub fn job(models: &Models, name: &str, version: u64) -> InstallJob {
     }
 }
 
-fn paused(pause: PausePolicy, mut job: InstallJob) -> InstallJob {
+/// The same with that policy for requests that run.
+pub fn paused(pause: PausePolicy, mut job: InstallJob) -> InstallJob {
     job.terms.pause = pause;
     job
 }

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
 /// Folder with `1`, `2`, `3` (versions), `missing` (version 2 without one tensor), `unknown` (with one more), `misfit` (one of another
-/// shape), `nan` (one of NaN) and `half` (version 2 in two files, the second cut short).
+/// shape), `retyped` (one whose bits are labelled as integers), `nan` (one of NaN) and `half` (version 2 in two files, the second cut short).
 pub struct Models {
     folder: TempDir,
 }
@@ -42,11 +42,12 @@ impl Models {
         std::fs::create_dir(&directory).unwrap();
         let mut tensors = Tensors::new();
         for (index, name) in ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"].into_iter().enumerate() {
-            tensors.insert(name.to_owned(), (json!([4, 2]), vec![version + u8::try_from(index).unwrap(); 16]));
+            tensors.insert(name.to_owned(), Tensor::bf16(json!([4, 2]), vec![version + u8::try_from(index).unwrap(); 16]));
         }
         for layer in 0..2 {
             for part in ["q_proj", "k_proj", "v_proj"] {
-                tensors.insert(format!("model.layers.{layer}.self_attn.{part}.weight"), (json!([2, 2]), vec![version + layer; 8]));
+                tensors
+                    .insert(format!("model.layers.{layer}.self_attn.{part}.weight"), Tensor::bf16(json!([2, 2]), vec![version + layer; 8]));
             }
         }
         write(&directory.join("model.safetensors"), &tensors);
@@ -59,16 +60,17 @@ impl Models {
         missing.remove(one);
         self.copy_of_2("missing", &missing);
         let mut unknown = whole.clone();
-        unknown.insert("model.layers.0.nonsense.weight".to_owned(), (json!([1, 2]), vec![0; 4]));
+        unknown.insert("model.layers.0.nonsense.weight".to_owned(), Tensor::bf16(json!([1, 2]), vec![0; 4]));
         self.copy_of_2("unknown", &unknown);
         let mut misfit = whole.clone();
-        misfit.insert(one.to_owned(), (json!([1, 2]), vec![0; 4]));
+        misfit.insert(one.to_owned(), Tensor::bf16(json!([1, 2]), vec![0; 4]));
         self.copy_of_2("misfit", &misfit);
+        let mut retyped = whole.clone();
+        retyped.entry(one.to_owned()).and_modify(|tensor| tensor.dtype = "I16".to_owned());
+        self.copy_of_2("retyped", &retyped);
         let mut nan = whole.clone();
-        if let Some((_, bytes)) = nan.get_mut(one) {
-            // All bits set is a NaN in every type of float.
-            bytes.fill(0xff);
-        }
+        // All bits set is a NaN in every type of float.
+        nan.entry(one.to_owned()).and_modify(|tensor| tensor.bytes.fill(0xff));
         self.copy_of_2("nan", &nan);
 
         // The first file ends in the middle of a layer whose q, k and v are loaded together.
@@ -98,16 +100,29 @@ impl Models {
     }
 }
 
-/// Shape and BF16 bytes by name.
-type Tensors = BTreeMap<String, (Value, Vec<u8>)>;
+/// One tensor of a safetensors file.
+#[derive(Clone)]
+struct Tensor {
+    dtype: String,
+    shape: Value,
+    bytes: Vec<u8>,
+}
+
+impl Tensor {
+    fn bf16(shape: Value, bytes: Vec<u8>) -> Self {
+        Self { dtype: "BF16".to_owned(), shape, bytes }
+    }
+}
+
+type Tensors = BTreeMap<String, Tensor>;
 
 fn write(path: &Path, tensors: &Tensors) {
     let (mut header, mut data) = (Map::new(), Vec::new());
     header.insert("__metadata__".to_owned(), json!({"format": "pt"}));
-    for (name, (shape, bytes)) in tensors {
+    for (name, Tensor { dtype, shape, bytes }) in tensors {
         let begin = data.len();
         data.extend_from_slice(bytes);
-        header.insert(name.clone(), json!({"dtype": "BF16", "shape": shape, "data_offsets": [begin, data.len()]}));
+        header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": [begin, data.len()]}));
     }
     let header = serde_json::to_vec(&header).unwrap();
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
@@ -123,5 +138,10 @@ fn read(path: &Path) -> Tensors {
     let data = &file[8 + length..];
     let place = |value: &Value, index: usize| usize::try_from(value["data_offsets"][index].as_u64().unwrap()).unwrap();
     let tensors = header.into_iter().filter(|(name, _)| name != "__metadata__");
-    tensors.map(|(name, value)| (name, (value["shape"].clone(), data[place(&value, 0)..place(&value, 1)].to_vec()))).collect()
+    let tensor = |value: &Value| Tensor {
+        dtype: value["dtype"].as_str().unwrap().to_owned(),
+        shape: value["shape"].clone(),
+        bytes: data[place(value, 0)..place(value, 1)].to_vec(),
+    };
+    tensors.map(|(name, value)| (name, tensor(&value))).collect()
 }

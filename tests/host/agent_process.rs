@@ -208,6 +208,10 @@ impl Agent {
     }
 
     fn start_on(operator: &Operator, pod: &str, folder: &Path, control_port: u16) -> Self {
+        Self::start_with(operator, pod, folder, control_port, None)
+    }
+
+    fn start_with(operator: &Operator, pod: &str, folder: &Path, control_port: u16, serve_unclaimed_after: Option<Duration>) -> Self {
         let token = folder.join(format!("{pod}.token"));
         std::fs::write(&token, pod).unwrap();
         let status = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -232,6 +236,7 @@ impl Agent {
             socket: ClientServerConfig::at(SocketName::of_pod(&pod_uid).unwrap()),
             engines: Arc::new(|_| Ok(Arc::new(Idle))),
             cgroups: Cgroups::of_this_process(),
+            serve_unclaimed_after,
             command: None,
             gpus: GpuSettings { choice: GpuChoice::None, ..GpuSettings::default() },
         };
@@ -310,6 +315,19 @@ async fn a_pod_serves_before_the_first_version_where_its_object_wants_that() {
     let roster: RosterView =
         serde_json::from_str(&reqwest::get(format!("{}/v1/roster", agent.pages)).await.unwrap().text().await.unwrap()).unwrap();
     assert_eq!(roster.epoch, None);
+    agent.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pod_that_is_never_claimed_serves_once_its_time_is_over() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let folder = tempfile::tempdir().unwrap();
+    let operator = Operator::start().await;
+    let agent = Agent::start_with(&operator, "e", folder.path(), 0, Some(Duration::from_secs(1)));
+    agent.until_ready_says(503, "not enrolled yet").await;
+    agent.until_ready_says(200, "ok").await;
+    let _handle = operator.claim("holds", &["e"], false);
+    agent.until_ready_says(503, "no version yet").await;
     agent.end().await;
 }
 

@@ -104,6 +104,7 @@ object.metadata.?annotations[?'weightsync.dev/inject'].orValue('sidecar')
 # An abstract socket ends at the pod's network namespace: only on a host's network would strangers reach it.
 - name: users
   expression: "object.metadata.?annotations[?'weightsync.dev/trainer-uids'].orValue(object.spec.?hostNetwork.orValue(false) ? '' : 'any')"
+- {name: serveUnclaimed, expression: "object.metadata.?annotations[?'weightsync.dev/serve-unclaimed-after-seconds'].orValue('')"}
 - {name: ca, expression: "params.?data[?'ca.crt'].orValue('')"}
 {{- end -}}
 

@@ -59,6 +59,8 @@ pub struct Settings {
     pub engines: EngineFactory,
     pub cgroups: super::space::Cgroups,
     pub gpus: super::gpu::GpuSettings,
+    /// After which time the pod serves although no operator claimed it; none for never.
+    pub serve_unclaimed_after: Option<Duration>,
     /// How the command ended that runs below this agent, once it did; none for an agent that started no command.
     pub command: Option<watch::Receiver<Option<String>>>,
 }
@@ -99,7 +101,7 @@ const TOLD: Duration = Duration::from_millis(500);
 pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), AgentError> {
     let stop = cancel.clone().drop_guard();
     let roster = watch::Sender::new(RosterView { epoch: None, version: None, replicas: Vec::new() });
-    let pages = Pages::new(settings.role, roster.subscribe());
+    let pages = Pages::new(settings.role, roster.subscribe(), settings.serve_unclaimed_after);
     let listener = listen(settings.status, "status pages").await?;
     let probes = listen(settings.probes, "probes").await?;
     let mut background = JoinSet::new();

@@ -96,6 +96,8 @@ pub(crate) struct Rollout {
     switching: tokio::sync::Mutex<()>,
     /// Holds a token of everybody who has the engine leave its group.
     leaving: TaskTracker,
+    /// Held while the engine is released.
+    releasing: tokio::sync::Mutex<()>,
     probe_now: Notify,
     gpus: OnceLock<Arc<Gpus>>,
     dir: AgentDir,
@@ -183,6 +185,7 @@ impl Rollout {
             assigned: watch::Sender::default(),
             switching: tokio::sync::Mutex::new(()),
             leaving: TaskTracker::new(),
+            releasing: tokio::sync::Mutex::default(),
             probe_now: Notify::new(),
             gpus: OnceLock::new(),
             dir,

@@ -2,15 +2,16 @@
 //!
 //! Engines do not say so themselves: vLLM 0.32 answers 200 to a directory that lacks a tensor, keeps the old values of a layer of its own
 //! and fills the rest of a fused one with uninitialised memory (seen; `model_loader/reload/layerwise.py` takes it for padding).
-//! Decides by names and shapes from the two lists, before anything is touched; never looks at values.
+//! It also copies integers into a parameter of floats, each as the number that it is (seen). Decides by names, shapes and element types from the
+//! two lists, before anything is touched; never looks at values.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::EngineError;
 use weightsync_core::protocol::Version;
-use weightsync_core::weights::TensorSpec;
 use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_core::weights::{Dtype, TensorSpec};
 
 /// Absent from many checkpoints and from what many trainers send, because it is the embedding under another name.
 const TIED: &str = "lm_head.weight";
@@ -38,7 +39,7 @@ pub(super) fn check(served: &Path, tensors: &[TensorSpec]) -> Result<Fit, Engine
 /// before may have lacked it.
 ///
 /// # Errors
-/// What it lacks, or brings in another shape.
+/// What it lacks, or brings in another shape or an element type that does not stand for the same numbers.
 pub fn same_tensors(before: &[TensorSpec], version: Version, offered: &[TensorSpec]) -> Result<(), EngineError> {
     let faults = Faults::of(before, offered, true, |tensor| tensor.full_name().into_owned());
     faults.none_but_unknown().map_err(|what| EngineError::Unsupported {
@@ -66,22 +67,26 @@ struct Faults {
     missing: Vec<String>,
     unknown: Vec<String>,
     reshaped: Vec<String>,
+    retyped: Vec<String>,
 }
 
 impl Faults {
     fn of(needed: &[TensorSpec], offered: &[TensorSpec], tied: bool, name: impl Fn(&TensorSpec) -> String) -> Self {
-        let by_name = |tensors: &'_ [TensorSpec]| -> BTreeMap<String, Vec<u64>> {
-            tensors.iter().map(|tensor| (name(tensor), tensor.shape.clone())).collect()
+        let by_name = |tensors: &'_ [TensorSpec]| -> BTreeMap<String, (Vec<u64>, Dtype)> {
+            tensors.iter().map(|tensor| (name(tensor), (tensor.shape.clone(), tensor.dtype))).collect()
         };
         let (needed, offered) = (by_name(needed), by_name(offered));
         let free = |name: &str| tied && name == TIED;
-        let reshaped = needed.iter().filter_map(|(name, shape)| {
-            offered.get(name).filter(|other| *other != shape).map(|other| format!("{name} ({other:?}, not {shape:?})"))
-        });
+        let both = || needed.iter().filter_map(|(name, needed)| offered.get(name).map(|offered| (name, offered, needed)));
+        let reshaped = both().filter(|(_, (offered, _), (needed, _))| offered != needed);
+        let retyped = both().filter(|(_, (_, offered), (_, needed))| !converts(*offered, *needed));
         Self {
             missing: needed.keys().filter(|name| !offered.contains_key(*name) && !free(name)).cloned().collect(),
             unknown: offered.keys().filter(|name| !needed.contains_key(*name) && !free(name)).cloned().collect(),
-            reshaped: reshaped.collect(),
+            reshaped: reshaped.map(|(name, (offered, _), (needed, _))| format!("{name} ({offered:?}, not {needed:?})")).collect(),
+            retyped: retyped
+                .map(|(name, (_, offered), (_, needed))| format!("{name} ({}, not {})", offered.name(), needed.name()))
+                .collect(),
         }
     }
 
@@ -90,13 +95,23 @@ impl Faults {
     }
 
     fn none(self) -> Result<(), String> {
-        let faults: Vec<_> = [("lacks", self.missing), ("brings the unknown", self.unknown), ("brings in another shape", self.reshaped)]
-            .into_iter()
-            .filter(|(_, names)| !names.is_empty())
-            .map(|(what, names)| format!("{what} {}", first(&names)))
-            .collect();
+        let faults = [
+            ("lacks", self.missing),
+            ("brings the unknown", self.unknown),
+            ("brings in another shape", self.reshaped),
+            ("brings in another element type", self.retyped),
+        ];
+        let faults: Vec<_> =
+            faults.into_iter().filter(|(_, names)| !names.is_empty()).map(|(what, names)| format!("{what} {}", first(&names))).collect();
         if faults.is_empty() { Ok(()) } else { Err(faults.join(", and ")) }
     }
+}
+
+/// Whether engines convert one element type into the other and keep the numbers, to rounding: the plain floats, and each type itself. Not integers,
+/// and not the floats of 8 bits and fewer, which need scales.
+fn converts(offered: Dtype, needed: Dtype) -> bool {
+    let plain = |dtype| matches!(dtype, Dtype::F16 | Dtype::BF16 | Dtype::F32 | Dtype::F64);
+    offered == needed || plain(offered) && plain(needed)
 }
 
 fn first(names: &[String]) -> String {

@@ -76,6 +76,9 @@ pub(super) fn env(on_host: bool, wishes: &Wishes<'_>, options: &Options) -> Vec<
         json!({"name": "WEIGHTSYNC_TRAINER_UIDS", "value": users}),
         json!({"name": "WEIGHTSYNC_LOG_FORMAT", "value": "json"}),
     ];
+    if let Some(seconds) = wishes.serve_unclaimed_after {
+        env.push(json!({"name": "WEIGHTSYNC_SERVE_UNCLAIMED_AFTER_SECONDS", "value": seconds.to_string()}));
+    }
     if let Some((secret, key)) = wishes.api_key {
         env.push(json!({"name": "WEIGHTSYNC_ENGINE_API_KEY", "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}));
     }

@@ -81,6 +81,18 @@ fn who_may_publish_is_everybody_of_the_pod_but_not_of_the_host() {
 }
 
 #[test]
+fn time_after_which_unclaimed_pods_serve_is_a_number() {
+    let mut document = rollout();
+    document["metadata"]["annotations"] = json!({"weightsync.dev/serve-unclaimed-after-seconds": "60"});
+    let mut spoiled = document.clone();
+    inject(&mut document, &options()).unwrap();
+    let env = document["spec"]["initContainers"][0]["env"].as_array().unwrap();
+    assert!(env.contains(&json!({"name": "WEIGHTSYNC_SERVE_UNCLAIMED_AFTER_SECONDS", "value": "60"})));
+    spoiled["metadata"]["annotations"]["weightsync.dev/serve-unclaimed-after-seconds"] = json!("1m");
+    assert!(matches!(inject(&mut spoiled, &options()), Err(InjectError::BadSeconds { .. })));
+}
+
+#[test]
 fn a_second_injection_changes_nothing() {
     let mut once = rollout();
     inject(&mut once, &options()).unwrap();

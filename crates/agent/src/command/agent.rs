@@ -4,9 +4,12 @@
 //! command line. `weightsync run` starts the same agent beside a command.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::num::ParseIntError;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
@@ -35,6 +38,18 @@ pub enum PodRole {
     Trainer,
     /// An engine is in this pod.
     Rollout,
+}
+
+/// After which time a pod serves that no operator claims; none for never.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ServeUnclaimed(Option<Duration>);
+
+impl FromStr for ServeUnclaimed {
+    type Err = ParseIntError;
+
+    fn from_str(text: &str) -> Result<Self, ParseIntError> {
+        if text.is_empty() { Ok(Self(None)) } else { Ok(Self(Some(Duration::from_secs(text.parse()?)))) }
+    }
 }
 
 /// Arguments of `weightsync agent`.
@@ -97,6 +112,10 @@ pub struct AgentArgs {
     /// Users that may speak on the trainer's socket beside the agent's own and root: ids with commas between them, or `any`.
     #[arg(long, env = "WEIGHTSYNC_TRAINER_UIDS", default_value = "")]
     trainer_uids: TrainerUsers,
+    /// Seconds after which the pod serves what it has although no operator claimed it since the agent started; empty for never. Its engine may
+    /// then serve another version than the others.
+    #[arg(long, env = "WEIGHTSYNC_SERVE_UNCLAIMED_AFTER_SECONDS", default_value = "", value_name = "SECONDS")]
+    serve_unclaimed_after_seconds: ServeUnclaimed,
     /// GPUs for NCCL and for engines on the same GPU: `auto` (those that are visible, shared out among the engines of the pod), `none`, or
     /// UUIDs with commas between them.
     #[arg(long, env = "WEIGHTSYNC_GPUS", default_value = "auto")]
@@ -165,6 +184,7 @@ impl AgentArgs {
             socket,
             engines: self.engines()?,
             cgroups: Cgroups::of_this_process(),
+            serve_unclaimed_after: self.serve_unclaimed_after_seconds.0,
             command: None,
             gpus: GpuSettings { choice: self.gpus.clone(), nccl: self.nccl.clone(), worker: None, child: false },
             applicant: Applicant {

@@ -17,7 +17,7 @@ use futures::StreamExt;
 use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 
@@ -46,15 +46,18 @@ pub(super) struct Pages {
 #[derive(Default)]
 pub(super) struct Shown {
     pub(super) rollouts: Vec<Arc<Rollout>>,
+    /// When the pod serves although no operator claimed it.
+    serves_unclaimed: Option<Instant>,
     failed: Option<String>,
     was_ready: Option<bool>,
 }
 
 impl Pages {
-    pub(super) fn new(role: Role, roster: watch::Receiver<RosterView>) -> Self {
+    pub(super) fn new(role: Role, roster: watch::Receiver<RosterView>, serve_unclaimed_after: Option<Duration>) -> Self {
         let (health, metrics) = (Health::default(), Metrics::default());
         let numbers = Numbers::new(&metrics);
-        let shown: Arc<Mutex<Shown>> = Arc::default();
+        let serves_unclaimed = serve_unclaimed_after.and_then(|after| Instant::now().checked_add(after));
+        let shown = Arc::new(Mutex::new(Shown { serves_unclaimed, ..Shown::default() }));
         metrics.collect(Progress(shown.clone()));
         if role == Role::Rollout {
             let shown = shown.clone();
@@ -79,12 +82,12 @@ impl Pages {
     }
 
     pub(super) fn forget_endpoints(&self) {
-        *lock(&self.shown) = Shown::default();
+        lock(&self.shown).claimed(None);
     }
 
     /// What the object wants cannot be done.
     pub(super) fn failed(&self, reason: String) {
-        *lock(&self.shown) = Shown { failed: Some(reason), ..Shown::default() };
+        lock(&self.shown).claimed(Some(reason));
     }
 
     /// Where the roster of a pod's further engines goes: only the first engine's is shown.
@@ -99,6 +102,11 @@ impl Pages {
 }
 
 impl Shown {
+    /// An operator claimed the pod: what was shown before is over. `failed` is why its object cannot be served.
+    fn claimed(&mut self, failed: Option<String>) {
+        *self = Self { failed, ..Self::default() };
+    }
+
     /// The answer to a probe. The log tells when it changed: users lose a replica by that, and the kubelet keeps to itself why.
     fn answer(&mut self) -> Result<(), String> {
         let ready = self.ready();
@@ -116,7 +124,11 @@ impl Shown {
             return Err(reason.clone());
         }
         if self.rollouts.is_empty() {
-            return Err("not enrolled yet".into());
+            return match self.serves_unclaimed {
+                Some(from) if from <= Instant::now() => Ok(()),
+                Some(_) => Err("not enrolled yet: the pod serves without an operator a little later".into()),
+                None => Err("not enrolled yet".into()),
+            };
         }
         self.rollouts.iter().try_for_each(|rollout| rollout.ready())
     }

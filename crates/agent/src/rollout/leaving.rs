@@ -20,9 +20,10 @@ impl Rollout {
         self.leaving.token()
     }
 
-    /// Leaves the group, and leaves the engine running.
+    /// Leaves the group, and leaves the engine running. Asked again meanwhile, it does nothing more.
     pub async fn release(self: &Arc<Self>) {
         self.epoch_over("released");
+        let Ok(_only) = self.releasing.try_lock() else { return };
         let policy = self.policy();
         self.restore(&policy).await;
         self.leave_group(LEAVE).await;

@@ -90,6 +90,16 @@ impl Membership {
         for (life, epoch) in self.in_our_epochs() {
             self.tell(&life, epoch, reason, false);
         }
+        for life in self.outside_and_unproven() {
+            self.tell(&life, self.id(self.epoch), reason, false);
+        }
+    }
+
+    /// Agents in no epoch whose engine must not serve yet: we may have paused it.
+    fn outside_and_unproven(&self) -> Vec<Incarnation> {
+        let outside = self.agents.iter().filter(|(_, agent)| agent.link == Link::Live && agent.epoch().is_none());
+        let unproven = outside.filter(|(_, agent)| agent.state.as_ref().is_some_and(|state| state.phase.must_not_serve()));
+        unproven.map(|(life, _)| life.clone()).collect()
     }
 
     /// Tells one agent that its epoch is over, not more often than the rules say.

@@ -119,7 +119,7 @@ impl Membership {
         })));
     }
 
-    fn id(&self, epoch: u64) -> EpochId {
+    pub(super) fn id(&self, epoch: u64) -> EpochId {
         EpochId { weightsync: self.config.weightsync.clone(), created: self.config.created, term: self.term, epoch }
     }
 

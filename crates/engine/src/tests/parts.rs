@@ -86,6 +86,17 @@ fn a_version_must_bring_every_tensor_of_the_served_checkpoint_and_no_other() {
         let error = compare(&served, &version, false).unwrap_err().to_string();
         assert!(error.contains(named), "{error}");
     }
+    let retyped = |dtype| {
+        let mut version = served.clone();
+        version[1].dtype = dtype;
+        compare(&served, &version, false).map_err(|error| error.to_string())
+    };
+    assert_eq!(served[1].dtype, Dtype::BF16);
+    retyped(Dtype::F32).unwrap();
+    for dtype in [Dtype::I16, Dtype::F8_E4M3, Dtype::BOOL] {
+        let error = retyped(dtype).unwrap_err();
+        assert!(error.contains(&format!("brings in another element type b ({}, not BF16)", dtype.name())), "{error}");
+    }
     let many = specs(&[("a", &[1]), ("b", &[1]), ("c", &[1]), ("d", &[1]), ("e", &[1])]);
     let error = compare(&many, &[], false).unwrap_err().to_string();
     assert!(error.contains("lacks a, b, c and 2 more"), "{error}");

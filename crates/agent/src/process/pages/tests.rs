@@ -22,7 +22,7 @@ struct Listening {
 
 async fn listening() -> Listening {
     let roster = watch::Sender::new(RosterView { epoch: None, version: None, replicas: Vec::new() });
-    let pages = Pages::new(Role::Source, roster.subscribe());
+    let pages = Pages::new(Role::Source, roster.subscribe(), None);
     let (status, probes) = (TcpListener::bind("127.0.0.1:0").await.unwrap(), TcpListener::bind("127.0.0.1:0").await.unwrap());
     let cancel = CancellationToken::new();
     let listening = Listening {

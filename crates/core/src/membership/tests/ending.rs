@@ -31,6 +31,18 @@ fn a_suspended_object_lets_everybody_go_until_their_states_show_it() {
 }
 
 #[test]
+fn unproven_engine_outside_any_epoch_is_released_too() {
+    let mut desk = Desk::formed(2);
+    desk.tell(2, |state| (state.epoch, state.phase) = (None, MemberPhase::Dirty));
+    let decisions = desk.see(Observation::Delete);
+    assert_eq!(released(&decisions).len(), 3);
+    desk.obey(decisions);
+    assert_eq!(released(&desk.wait(1_100, &[0, 1, 2])), [life(2, 1)], "its state does not show yet that its engine runs");
+    desk.tell(2, |state| state.phase = MemberPhase::Idle);
+    assert!(desk.wait(30_000, &[0, 1, 2]).is_empty());
+}
+
+#[test]
 fn a_prepare_that_was_under_way_does_not_outlive_a_suspension() {
     let mut desk = Desk::new(1);
     desk.plan(&[0, 1], Vec::new());
