@@ -11,6 +11,7 @@ use weightsync_core::protocol::worker::GpuFacts;
 pub struct Device {
     driver: &'static Driver,
     context: Handle,
+    ordinal: u32,
     facts: GpuFacts,
 }
 
@@ -73,8 +74,9 @@ impl Device {
             return Err(GpuError::Mig { gpu: part.to_owned() });
         }
         let driver = driver()?;
-        let all = ordinals(driver)?.map(|ordinal| look_at(driver, ordinal)).collect::<Result<Vec<_>, _>>()?;
-        let (device, mut facts) = choose(all, uuid)?;
+        let named = |ordinal| look_at(driver, ordinal).map(|(device, facts)| ((device, ordinal), facts));
+        let all = ordinals(driver)?.map(named).collect::<Result<Vec<_>, _>>()?;
+        let ((device, ordinal), mut facts) = choose(all, uuid)?;
         if facts.refused.is_some() {
             return Err(GpuError::Mig { gpu: format!("{} ({})", facts.uuid, facts.name) });
         }
@@ -82,7 +84,8 @@ impl Device {
         // SAFETY: the device is one that the driver gave; the context is kept for the rest of the process's life.
         driver.check("cuDevicePrimaryCtxRetain", unsafe { (driver.primary_context_retain)(&raw mut context, device) })?;
         facts.free_bytes = 0;
-        let mut device = Self { driver, context, facts };
+        let ordinal = u32::try_from(ordinal).unwrap_or(0);
+        let mut device = Self { driver, context, ordinal, facts };
         device.bind()?;
         device.facts.free_bytes = device.memory()?.0;
         Ok(device)
@@ -92,6 +95,11 @@ impl Device {
     pub fn bind(&self) -> Result<(), GpuError> {
         // SAFETY: the context is alive.
         self.driver.check("cuCtxSetCurrent", unsafe { (self.driver.context_set_current)(self.context) })
+    }
+
+    /// Its index among the GPUs that this process sees.
+    pub fn ordinal(&self) -> u32 {
+        self.ordinal
     }
 
     pub fn facts(&self) -> &GpuFacts {

@@ -80,6 +80,15 @@ pub(super) fn driver() -> Result<&'static Driver, GpuError> {
     DRIVER.get_or_init(start).as_ref().map_err(Clone::clone)
 }
 
+/// The CUDA version that the driver speaks, e.g. 13000; none where there is no driver.
+pub(super) fn version() -> Option<u32> {
+    let driver = driver().ok()?;
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    driver.check("cuDriverGetVersion", unsafe { (driver.driver_get_version)(&raw mut version) }).ok()?;
+    u32::try_from(version).ok()
+}
+
 fn start() -> Result<Driver, GpuError> {
     let library = open(Path::new("libcuda.so.1")).map_err(|cause| GpuError::NoDriver { cause })?;
     let driver = Driver::find(&library).map_err(|cause| GpuError::NoDriver { cause: format!("libcuda.so.1: {cause}: it is too old") })?;

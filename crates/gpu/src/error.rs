@@ -15,6 +15,10 @@ pub enum GpuError {
     Mig { gpu: String },
     #[error("no NCCL that can be used: {cause}")]
     NoNccl { cause: String },
+    #[error("no NIXL that can be used: {cause}")]
+    NoFabric { cause: String },
+    #[error("{what}")]
+    Fabric { what: String },
     #[error("{what}: the GPU has no {bytes} bytes left")]
     OutOfMemory { what: &'static str, bytes: u64 },
     #[error("{function}: {name} ({code}) {text}")]
@@ -33,6 +37,8 @@ impl GpuError {
             Self::NoGpu { .. } => WorkerFaultCode::NoGpu,
             Self::Mig { .. } => WorkerFaultCode::Mig,
             Self::NoNccl { .. } => WorkerFaultCode::NoNccl,
+            Self::NoFabric { .. } => WorkerFaultCode::NoFabric,
+            Self::Fabric { .. } => WorkerFaultCode::Fabric,
             Self::OutOfMemory { .. } => WorkerFaultCode::OutOfMemory,
             Self::Cuda { .. } => WorkerFaultCode::Cuda,
             Self::Nccl { .. } => WorkerFaultCode::Nccl,

@@ -1,4 +1,4 @@
-//! The driver, NCCL, GPU memory and the digest kernel, opened at run time, and the [`worker`]: the only crate full of unsafe code.
+//! The driver, NCCL, NIXL, GPU memory and the digest kernel, opened at run time, and the [`worker`]: the only crate full of unsafe code.
 //!
 //! All but the agent's handle of a worker is used by the worker process alone. Decides which device and which library are used, and turns every failure into an error with the
 //! function's name and the library's own words. It never waits without an end: what takes long is asked for and polled, and who polls has
@@ -26,6 +26,10 @@
 //! | needed | `ncclGetVersion`, `ncclGetUniqueId`, `ncclCommInitRankConfig`, `ncclCommGetAsyncError`, `ncclCommAbort`, `ncclBroadcast`, `ncclGetErrorString` |
 //! | used where present | `ncclGetLastError`, `ncclCommShrink` (2.27), `ncclCommRevoke` (2.28) |
 //!
+//! # Functions of `libnixl_capi.so`
+//!
+//! All are needed, each with the prefix `nixl_capi_`: see `nixl.rs`. Read in NIXL 1.4.0 (`src/bindings/rust/wrapper.h`), run with 1.5.1.
+//!
 //! # The kernel
 //!
 //! `gsum64(const u8* base, const Part* parts, u64* sums)`, `Part { u64 offset, u64 bytes, u64 first_word }`, launched with a grid of
@@ -48,15 +52,19 @@ mod memory;
 #[allow(unsafe_code)]
 mod nccl;
 #[allow(unsafe_code)]
+mod nixl;
+#[allow(unsafe_code)]
 mod stream;
 pub mod worker;
 
 use device::{Device, devices};
 use digest::{Digester, Digesting};
+use driver::version as driver_version;
 use error::GpuError;
 use links::links;
 use memory::{Memory, Scratch, Span};
 use nccl::{Communicator, Nccl, Progress, Shrinking};
+use nixl::{Nixl, NixlAgent, Transfer};
 use stream::{Event, Stream};
 
 /// The PTX of the digest kernel.

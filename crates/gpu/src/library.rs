@@ -1,23 +1,38 @@
 //! Opens a library at run time and finds its functions: a missing library or function is an error that names it.
 //!
-//! A library is opened with all its symbols bound (`RTLD_NOW`) and to itself (`RTLD_LOCAL`), and never unloaded: driver and NCCL have
-//! threads of their own.
+//! A library is opened with all its symbols bound (`RTLD_NOW`) and to itself (`RTLD_LOCAL`), and never unloaded: driver, NCCL and
+//! NIXL have threads of their own.
+
+mod python;
 
 use std::path::Path;
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
+pub(crate) use python::site_packages;
+
 pub(super) struct Opened(Library);
 
 /// Opens a library by path, or by the loader's own search when it is a bare name.
 pub(super) fn open(path: &Path) -> Result<Opened, String> {
-    // SAFETY: running the initialisers of libcuda or libnccl is what we are here for; the path was chosen by the operator or found in
+    // SAFETY: running the initialisers of libcuda, libnccl or libnixl_capi is what we are here for; the path was chosen by the operator or found in
     // the places where these libraries are installed.
     let library = unsafe { Library::open(Some(path.as_os_str()), RTLD_NOW | RTLD_LOCAL) };
     library.map(Opened).map_err(|error| {
         let source = std::error::Error::source(&error).map(ToString::to_string);
         source.unwrap_or_else(|| error.to_string())
     })
+}
+
+/// The file behind a bare name that the loader found, as the kernel says; the path itself when it is one.
+pub(super) fn loaded_from(path: &Path) -> String {
+    if path.components().count() > 1 {
+        return path.display().to_string();
+    }
+    let name = path.to_string_lossy();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let file = maps.lines().filter_map(|line| line.find('/').and_then(|at| line.get(at..))).find(|file| file.contains(name.as_ref()));
+    file.map_or_else(|| name.clone().into_owned(), str::to_owned)
 }
 
 impl Opened {

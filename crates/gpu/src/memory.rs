@@ -27,12 +27,20 @@ pub(super) enum Address {
     Host(NonNull<c_void>),
 }
 
+impl Address {
+    pub(super) fn number(self) -> u64 {
+        match self {
+            Self::Device(address) => address,
+            Self::Host(base) => base.as_ptr() as u64,
+        }
+    }
+}
+
 /// A run of memory. Clones share it; it is given up with the last one.
 #[derive(Clone)]
 pub struct Memory(Arc<Block>);
 
 struct Block {
-    driver: &'static Driver,
     address: Address,
     bytes: u64,
     kind: Kind,
@@ -40,10 +48,13 @@ struct Block {
 
 #[derive(Clone, Copy)]
 enum Kind {
-    Own,
-    Imported,
-    Mapped { registered: bool },
-    Pinned,
+    Own(&'static Driver),
+    Imported(&'static Driver),
+    /// Also who has it registered, where that is so.
+    Mapped {
+        registered: Option<&'static Driver>,
+    },
+    Pinned(&'static Driver),
 }
 
 // SAFETY: addresses are only handed to the driver, or read and written through methods that borrow.
@@ -52,8 +63,8 @@ unsafe impl Send for Block {}
 unsafe impl Sync for Block {}
 
 impl Memory {
-    fn new(driver: &'static Driver, address: Address, bytes: u64, kind: Kind) -> Self {
-        Self(Arc::new(Block { driver, address, bytes, kind }))
+    fn new(address: Address, bytes: u64, kind: Kind) -> Self {
+        Self(Arc::new(Block { address, bytes, kind }))
     }
 
     /// A new block on the GPU (`cuMemAlloc`: what legacy CUDA IPC can share), with what lay there before.
@@ -65,7 +76,7 @@ impl Memory {
             OUT_OF_MEMORY => return Err(GpuError::OutOfMemory { what: "cuMemAlloc_v2", bytes }),
             code => driver.check("cuMemAlloc_v2", code)?,
         }
-        Ok(Self::new(driver, Address::Device(address), bytes, Kind::Own))
+        Ok(Self::new(Address::Device(address), bytes, Kind::Own(driver)))
     }
 
     /// Another process's allocation on the same GPU, of at least `least` bytes.
@@ -75,7 +86,7 @@ impl Memory {
         // SAFETY: writes one address; a handle that means nothing is an error.
         let code = unsafe { (driver.ipc_open_mem_handle)(&raw mut address, to_ipc(handle), LAZY_PEER_ACCESS) };
         driver.check("cuIpcOpenMemHandle_v2", code)?;
-        let mut memory = Block { driver, address: Address::Device(address), bytes: 0, kind: Kind::Imported };
+        let mut memory = Block { address: Address::Device(address), bytes: 0, kind: Kind::Imported(driver) };
         // SAFETY: the address is one that the driver just gave; writes an address and a length.
         let code = unsafe { (driver.mem_get_address_range)(&raw mut base, &raw mut size, address) };
         driver.check("cuMemGetAddressRange_v2", code)?;
@@ -87,9 +98,9 @@ impl Memory {
         Ok(Self(Arc::new(memory)))
     }
 
-    /// Maps a memfd that is sealed against shrinking, and registers it with the driver. Also gives why it is not registered, when it is
-    /// not: copies go through the driver's own buffers then.
-    pub fn map(device: &Device, memfd: OwnedFd, bytes: u64) -> Result<(Self, Option<GpuError>), GpuError> {
+    /// Maps a memfd that is sealed against shrinking, and registers it with the driver where a GPU is open. Also gives why it is not
+    /// registered, when it is not: copies go through the driver's own buffers then.
+    pub fn map(device: Option<&Device>, memfd: OwnedFd, bytes: u64) -> Result<(Self, Option<GpuError>), GpuError> {
         let invalid = |what: String| GpuError::Invalid { what };
         let io = |error: rustix::io::Errno| invalid(format!("the shared memory cannot be mapped: {error}"));
         let size = u64::try_from(rustix::fs::fstat(&memfd).map_err(io)?.st_size).unwrap_or(0);
@@ -99,32 +110,48 @@ impl Memory {
         if !rustix::fs::fcntl_get_seals(&memfd).map_err(io)?.contains(SealFlags::SHRINK) {
             return Err(invalid("the shared memory is not sealed against shrinking".into()));
         }
-        let (driver, length) = (device.driver(), length(bytes)?);
+        let length = length(bytes)?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at a place that the kernel chooses aliases nothing of ours; length and descriptor were checked above.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, &memfd, 0) }.map_err(io)?;
         let host = NonNull::new(base).ok_or_else(|| invalid("the shared memory was mapped at 0".into()))?;
-        // SAFETY: the range is mapped, and stays so until it is unregistered.
-        let code = unsafe { (driver.mem_host_register)(base, length, PORTABLE) };
-        let unpinned = driver.check("cuMemHostRegister_v2", code).err();
-        let kind = Kind::Mapped { registered: unpinned.is_none() };
-        Ok((Self::new(driver, Address::Host(host), bytes, kind), unpinned))
+        let register = |driver: &'static Driver| {
+            // SAFETY: the range is mapped, and stays so until it is unregistered.
+            let code = unsafe { (driver.mem_host_register)(base, length, PORTABLE) };
+            driver.check("cuMemHostRegister_v2", code).map(|()| driver)
+        };
+        let no_gpu = GpuError::NoGpu { cause: "no GPU was opened".into() };
+        let registered = device.ok_or(no_gpu).and_then(|device| register(device.driver()));
+        let (registered, unpinned) = match registered {
+            Ok(driver) => (Some(driver), None),
+            Err(error) => (None, Some(error)),
+        };
+        Ok((Self::new(Address::Host(host), bytes, Kind::Mapped { registered }), unpinned))
     }
 
     /// What another process opens it with. Own GPU memory only.
     pub fn handle(&self) -> Result<IpcHandle, GpuError> {
-        let (Address::Device(address), Kind::Own) = (self.0.address, self.0.kind) else {
+        let (Address::Device(address), Kind::Own(driver)) = (self.0.address, self.0.kind) else {
             return Err(GpuError::Invalid { what: "only the worker's own GPU memory has a handle".into() });
         };
         let mut handle = super::driver::Ipc([0; 64]);
         // SAFETY: the address is alive; writes 64 bytes.
-        let code = unsafe { (self.0.driver.ipc_get_mem_handle)(&raw mut handle, address) };
-        self.0.driver.check("cuIpcGetMemHandle", code)?;
+        let code = unsafe { (driver.ipc_get_mem_handle)(&raw mut handle, address) };
+        driver.check("cuIpcGetMemHandle", code)?;
         Ok(from_ipc(handle))
     }
 
     pub fn bytes(&self) -> u64 {
         self.0.bytes
+    }
+
+    pub fn in_host_memory(&self) -> bool {
+        matches!(self.0.address, Address::Host(_))
+    }
+
+    /// First byte, as a number: in host memory and on a GPU.
+    pub fn address(&self) -> u64 {
+        self.0.address.number()
     }
 
     /// A range of it, checked.
@@ -138,23 +165,22 @@ impl Memory {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        let driver = self.driver;
         // SAFETY: nobody has the memory any more: spans keep it, and who asked for work keeps spans until the work is done. Errors are
         // those of earlier work, reported there.
         unsafe {
             match (self.kind, self.address) {
-                (Kind::Own, Address::Device(address)) => drop((driver.mem_free)(address)),
-                (Kind::Imported, Address::Device(address)) => drop((driver.ipc_close_mem_handle)(address)),
-                (Kind::Pinned, Address::Host(base)) => drop((driver.mem_free_host)(base.as_ptr())),
+                (Kind::Own(driver), Address::Device(address)) => drop((driver.mem_free)(address)),
+                (Kind::Imported(driver), Address::Device(address)) => drop((driver.ipc_close_mem_handle)(address)),
+                (Kind::Pinned(driver), Address::Host(base)) => drop((driver.mem_free_host)(base.as_ptr())),
                 (Kind::Mapped { registered }, Address::Host(base)) => {
-                    if registered {
+                    if let Some(driver) = registered {
                         let _ = (driver.mem_host_unregister)(base.as_ptr());
                     }
                     if let Err(error) = rustix::mm::munmap(base.as_ptr(), usize::try_from(self.bytes).unwrap_or(0)) {
                         tracing::warn!(%error, "host memory could not be unmapped");
                     }
                 }
-                (Kind::Own | Kind::Imported, Address::Host(_)) | (Kind::Mapped { .. } | Kind::Pinned, Address::Device(_)) => {}
+                (Kind::Own(_) | Kind::Imported(_), Address::Host(_)) | (Kind::Mapped { .. } | Kind::Pinned(_), Address::Device(_)) => {}
             }
         }
     }
@@ -220,7 +246,7 @@ impl Scratch {
         let code = unsafe { (driver.mem_host_alloc)(&raw mut base, length(bytes)?, PORTABLE) };
         driver.check("cuMemHostAlloc", code)?;
         let base = NonNull::new(base).ok_or(GpuError::OutOfMemory { what: "cuMemHostAlloc", bytes })?;
-        let host = Memory::new(driver, Address::Host(base), bytes, Kind::Pinned);
+        let host = Memory::new(Address::Host(base), bytes, Kind::Pinned(driver));
         Ok(Self { host, device: Memory::allocate(device, bytes)? })
     }
 

@@ -13,7 +13,7 @@ use std::path::Path;
 pub use communicator::{Communicator, Progress, Shrinking};
 
 use super::GpuError;
-use super::library::{functions, open};
+use super::library::{functions, loaded_from, open};
 use weightsync_core::protocol::worker::{NcclFacts, NcclId, Opaque};
 
 type Code = c_int;
@@ -127,7 +127,7 @@ impl Nccl {
         if code != SUCCESS || version < OLDEST {
             return Err(format!("version {version}, needed is {OLDEST} or newer"));
         }
-        Ok(Self { functions, path: find::loaded_from(path), version })
+        Ok(Self { functions, path: loaded_from(path), version })
     }
 
     pub fn facts(&self) -> NcclFacts {

@@ -1,6 +1,6 @@
 //! A GPU behind a child process: the agent's handle of it, and the child's own loop.
 //!
-//! Everything that touches libcuda or libnccl happens in the child (`weightsync worker`, [`serve`]), so that a call that hangs, aborts or
+//! Everything that touches libcuda, libnccl or libnixl_capi happens in the child (`weightsync worker`, [`serve`]), so that a call that hangs, aborts or
 //! corrupts costs one process: the agent kills it and starts another. The agent's side ([`Worker`]) is async and knows no driver. Every
 //! request has a deadline on both sides. A worker that does not answer a grace after its deadline is killed; a worker that ends fails all
 //! requests with how it ended, and nothing starts it again but whoever started it.
@@ -9,6 +9,7 @@
 //! slot is not given out again while a broadcast may still write into it.
 
 mod asks;
+mod fabric;
 mod handle;
 mod held;
 mod pending;
@@ -17,7 +18,8 @@ mod ring;
 mod serve;
 mod wire;
 
-pub use asks::{Broadcast, Copy, Joined, Sums};
+pub use asks::{Broadcast, Copy, Joined, Read, Sums};
+pub use fabric::{Peer, Region};
 pub use handle::Worker;
 pub use held::{Event, HostMemory, ImportedMemory, Span};
 pub use process::WorkerStart;

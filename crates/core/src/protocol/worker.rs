@@ -7,7 +7,11 @@
 //! Order on the GPU: requests that name the same slot run one behind the other in the order in which they were sent, without waiting for
 //! answers. So "copy into slot 3, broadcast slot 3, copy slot 3 to the host" may be sent at once. Between host or imported memory and
 //! different slots there is no order but that of answers and of events.
+//!
+//! A READ begins when the work that was sent before it for the same slot is done. What is sent after it for the same bytes is refused until the
+//! READ has ended, which may be later than its answer when that says `Late`.
 mod answer;
+mod fabric;
 mod frame;
 
 use std::path::PathBuf;
@@ -15,6 +19,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use answer::{GpuFacts, GpuLink, NcclFacts, WorkerAnswer, WorkerFault, WorkerFaultCode};
+pub use fabric::{FabricFacts, FabricMemory, FabricMetadata, MAX_FABRIC_METADATA, RemotePlace, UcxSettings, UcxSettingsError};
 pub use frame::{IpcHandle, MAX_WORKER_FRAME, NcclId, Opaque, WorkerFrameError, decode_worker_frame, encode_worker_frame};
 
 /// A request with its number and the time it may take.
@@ -39,7 +44,8 @@ pub struct WorkerReply {
     pub result: Result<WorkerAnswer, WorkerFault>,
 }
 
-/// What a worker can be asked to do. `Devices` and `Stats` go at any time, everything else after `Open`.
+/// What a worker can be asked to do. `Devices`, `Stats`, `MapHost`, `Release` and `OpenFabric` go at any time, what a fabric is needed for after
+/// `OpenFabric`, everything else after `Open`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "camelCase", rename_all_fields = "camelCase")]
 #[allow(missing_docs)]
@@ -62,7 +68,7 @@ pub enum WorkerRequest {
         /// Bytes of a slot; a multiple of 64.
         slot_bytes: u64,
     },
-    /// Maps the sealed memfd beside this frame and registers it with the driver. Answered by `Host`.
+    /// Maps the sealed memfd beside this frame, and registers it with the driver where a GPU is open. Answered by `Host`.
     MapHost {
         /// Bytes to map, from the start.
         bytes: u64,
@@ -137,6 +143,34 @@ pub enum WorkerRequest {
         /// Revoke first (NCCL 2.28 or newer) instead of shrinking with an abort.
         revoke: bool,
     },
+    /// Opens NIXL with its backend UCX, and proves that both work. Once in a worker's life; a failed attempt may be repeated. Needs no GPU; where
+    /// one is open, memory of it is registered on trial. Answered by `Fabric`.
+    OpenFabric {
+        /// NIXL's C interface (`libnixl_capi.so`) by path; looked for when not given.
+        library: Option<PathBuf>,
+        /// Name of this worker among all peers, 1 to 128 bytes; no other incarnation may have it.
+        name: String,
+        /// What the worker was started with; a difference is a fault.
+        ucx: UcxSettings,
+    },
+    /// Registers memory: peers that get its metadata can read it, and what is read from peers can go into it. Each region is an agent of NIXL of its
+    /// own, so that it is closed to everybody when it is released, whatever the transport. Answered by `Registered`.
+    Register { what: FabricMemory },
+    /// Takes a peer's metadata, for READs into this region. Answered by `Peer`.
+    AddPeer {
+        /// A region of this worker.
+        region: u64,
+        /// What the peer's worker answered to `Register`.
+        metadata: FabricMetadata,
+    },
+    /// Reads from a peer's registered memory, without help of the peer's agent. Answered by `Done` when the bytes are here.
+    Read {
+        peer: u64,
+        from: RemotePlace,
+        /// In the memory of the peer's region.
+        to: Place,
+        bytes: u64,
+    },
     /// What the worker holds. Answered by `Stats`.
     Stats,
 }
@@ -192,4 +226,8 @@ pub enum WorkerResource {
     Host(u64),
     Memory(u64),
     Event(u64),
+    /// Registered memory. Nobody can read it any more when this is answered; its peers are released too.
+    Region(u64),
+    /// A peer. Its metadata is forgotten when no READ uses it any more.
+    Peer(u64),
 }

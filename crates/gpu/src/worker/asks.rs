@@ -1,9 +1,10 @@
-//! What the agent's handle is asked for, and what it gives: broadcasts, copies, groups, digests. Types only.
+//! What the agent's handle is asked for, and what it gives: broadcasts, copies, READs, groups, digests. Types only.
 
 use std::time::Duration;
 
+use super::fabric::Peer;
 use super::held::{Event, Span};
-use weightsync_core::protocol::worker::Part;
+use weightsync_core::protocol::worker::{Part, RemotePlace};
 
 /// A group that was joined and proven.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,6 +42,18 @@ pub struct Copy {
     pub after: Option<Event>,
     /// Event to record behind it.
     pub then: Option<Event>,
+}
+
+/// A one-sided READ.
+#[derive(Clone)]
+#[allow(missing_docs)]
+pub struct Read {
+    pub peer: Peer,
+    /// In memory that the peer registered.
+    pub from: RemotePlace,
+    /// In the memory of the region that the peer was added to.
+    pub to: Span,
+    pub bytes: u64,
 }
 
 /// Digests, in the order of the parts that were asked for.

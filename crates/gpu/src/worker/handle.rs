@@ -145,7 +145,7 @@ impl Worker {
         }
     }
 
-    /// Maps a sealed memfd in the worker and registers it with the driver.
+    /// Maps a sealed memfd in the worker, and registers it with the driver where a GPU is open.
     pub async fn map_host(&self, memfd: impl AsFd, bytes: u64, within: Duration) -> Result<HostMemory, WorkerError> {
         let what = "map host memory";
         let memfd = memfd.as_fd().try_clone_to_owned();
@@ -283,7 +283,7 @@ impl Worker {
     }
 
     /// Sends a request at once; the future waits for its answer. The deadline holds also when nobody waits.
-    fn ask(
+    pub(super) fn ask(
         &self,
         what: &'static str,
         request: WorkerRequest,
@@ -342,7 +342,7 @@ fn sums(what: &'static str, answer: WorkerAnswer) -> Result<Sums, WorkerError> {
     }
 }
 
-fn done(what: &'static str, answer: WorkerAnswer) -> Result<(), WorkerError> {
+pub(super) fn done(what: &'static str, answer: WorkerAnswer) -> Result<(), WorkerError> {
     match answer {
         WorkerAnswer::Done => Ok(()),
         _ => Err(WorkerError::Nonsense { what }),

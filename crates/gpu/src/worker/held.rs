@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::{Slot, Worker};
+use super::{Ring, Slot, Worker};
 use weightsync_core::protocol::worker::{IpcHandle, Place, WorkerResource};
 
 /// Something of a worker that is given up when dropped. Clones share it.
@@ -28,7 +28,7 @@ impl Drop for Owned {
     }
 }
 
-/// A memfd that the worker mapped and registered with the driver.
+/// A memfd that the worker mapped.
 #[derive(Clone)]
 pub struct HostMemory {
     pub(super) number: u64,
@@ -92,6 +92,7 @@ impl Event {
 #[allow(dead_code, reason = "held, never read")]
 pub(super) enum Held {
     Slot(Slot),
+    Ring(Ring),
     Resource(Resource),
 }
 

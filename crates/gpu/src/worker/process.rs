@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::WorkerError;
 use super::pending::Pending;
+use weightsync_core::protocol::worker::UcxSettings;
 
 /// Lines that are kept for the cause.
 const KEPT_LINES: usize = 5;
@@ -56,6 +57,13 @@ impl WorkerStart {
     pub fn own(label: impl Into<String>) -> Result<Self, WorkerError> {
         let program = std::env::current_exe().map_err(|error| WorkerError::Start { cause: error.to_string() })?;
         Ok(Self { program, arguments: vec!["worker".into()], environment: Vec::new(), defaults: Vec::new(), label: label.into() })
+    }
+
+    /// With these settings of UCX, which [`Worker::open_fabric`](super::Worker::open_fabric) asks for.
+    pub fn with_ucx(mut self, ucx: &UcxSettings) -> Result<Self, WorkerError> {
+        let environment = ucx.environment().map_err(|error| WorkerError::Start { cause: error.to_string() })?;
+        self.environment.extend(environment.map(|(name, value)| (name.into(), value.into())));
+        Ok(self)
     }
 
     /// Starts the child and gives our end of the socket pair.

@@ -40,6 +40,10 @@ impl Ring {
         &self.0.worker
     }
 
+    pub(super) fn number(&self) -> u64 {
+        self.0.number
+    }
+
     pub fn slots(&self) -> u32 {
         self.0.slots
     }

@@ -1,10 +1,11 @@
 //! The worker's own loop: takes requests off its socket, gives work to the GPU, polls what is under way, and answers.
 //!
 //! One thread owns all state and never blocks in a wait. What may block in the driver or in NCCL (allocating, registering, opening another
-//! process's memory, aborting) runs in threads of its own and comes back as a message. When the agent's end of the socket closes the
+//! process's memory, aborting) runs in threads of its own and comes back as a message; NIXL has one thread for all its calls. When the agent's end of the socket closes the
 //! process kills itself: nobody is left to hear it, and exit handlers of the libraries may hang. It decides nothing about groups and
 //! versions.
 
+mod fabric;
 mod groups;
 mod intake;
 mod joining;
@@ -22,6 +23,7 @@ use std::time::{Duration, Instant};
 use crate::{Device, GpuError, Nccl, devices, links};
 use weightsync_core::protocol::worker::{WorkerAnswer, WorkerCall, WorkerFault, WorkerFaultCode, WorkerReply, WorkerRequest};
 
+use fabric::Fabric;
 use groups::Groups;
 use intake::Replies;
 use tables::Tables;
@@ -60,14 +62,15 @@ struct Server {
     replies: Replies,
     heard: Receiver<Heard>,
     to_self: Sender<Heard>,
+    tables: Tables,
     gpu: Option<Gpu>,
+    fabric: Option<Fabric>,
 }
 
 /// Everything that there is after `Open`.
 struct Gpu {
     device: Arc<Device>,
     nccl: Result<&'static Nccl, GpuError>,
-    tables: Tables,
     works: Works,
     groups: Groups,
     /// Requests for the GPU behind a broadcast that NCCL has not put into its stream yet: they keep their order.
@@ -82,7 +85,7 @@ pub fn serve(socket: OwnedFd) -> std::io::Result<()> {
     std::thread::Builder::new().name("intake".into()).spawn(move || intake::read(&socket, &to_loop))?;
     // Naps of 20 us would last 70 us. An error costs latency only.
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
-    Server { replies, heard, to_self, gpu: None }.run();
+    Server { replies, heard, to_self, tables: Tables::default(), gpu: None, fabric: None }.run();
     Ok(())
 }
 
@@ -119,8 +122,13 @@ impl Server {
                 let found = devices().and_then(|gpus| Ok(WorkerAnswer::Devices { gpus, links: links()?, nccl }));
                 found.map_err(|error| error.fault())
             }
-            WorkerRequest::Stats => stats::stats(self.gpu.as_ref()).map_err(|error| error.fault()),
+            WorkerRequest::Stats => stats::stats(self.gpu.as_ref(), &self.tables).map_err(|error| error.fault()),
             WorkerRequest::Open { .. } => self.open(&incoming.request),
+            WorkerRequest::MapHost { .. } | WorkerRequest::Release { .. } => return self.take_for_memory(incoming),
+            WorkerRequest::OpenFabric { .. }
+            | WorkerRequest::Register { .. }
+            | WorkerRequest::AddPeer { .. }
+            | WorkerRequest::Read { .. } => return self.take_for_fabric(incoming),
             _ if self.gpu.is_none() => Err(invalid("no GPU was opened")),
             _ => return self.take_for_gpu(incoming),
         };
@@ -141,7 +149,7 @@ impl Server {
             let facts = nccl.as_ref().map(|nccl| nccl.facts()).map_err(ToString::to_string);
             let answer = WorkerAnswer::Opened { pid: std::process::id(), gpu: device.facts().clone(), nccl: facts };
             let works = Works::new(&device)?;
-            let gpu = Gpu { device, nccl, tables: Tables::default(), works, groups: Groups::default(), waiting: VecDeque::new() };
+            let gpu = Gpu { device, nccl, works, groups: Groups::default(), waiting: VecDeque::new() };
             Ok((answer, gpu))
         };
         let (answer, gpu) = open().map_err(|error| error.fault())?;
@@ -155,10 +163,23 @@ impl Server {
         work: impl FnOnce(&Device) -> Result<T, GpuError> + Send + 'static,
         then: impl FnOnce(&mut Self, Result<T, GpuError>) + Send + 'static,
     ) {
-        let Some(device) = self.gpu.as_ref().map(|gpu| Arc::clone(&gpu.device)) else { return };
+        let Some(device) = self.device() else { return };
+        self.apart(move || device.bind().and_then(|()| work(&device)), then);
+    }
+
+    fn device(&self) -> Option<Arc<Device>> {
+        self.gpu.as_ref().map(|gpu| Arc::clone(&gpu.device))
+    }
+
+    /// Runs `work` in a thread of its own, and `then` with what it gave.
+    fn apart<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce() -> Result<T, GpuError> + Send + 'static,
+        then: impl FnOnce(&mut Self, Result<T, GpuError>) + Send + 'static,
+    ) {
         let to_self = self.to_self.clone();
         let run = move || {
-            let result = device.bind().and_then(|()| work(&device));
+            let result = work();
             // The receiver lives as long as the process.
             let _ = to_self.send(Heard::Later(Box::new(move |server| then(server, result))));
         };

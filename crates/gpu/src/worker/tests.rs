@@ -1,6 +1,8 @@
 //! The agent's side against processes that are no good workers: each wait ends, with the cause. What a worker does with a GPU is tested on
 //! the stand-in of `tests/fakegpu`, in `tests/host/gpu`.
 
+mod fabric;
+
 use std::time::{Duration, Instant};
 
 use super::ring::Ring;

@@ -47,6 +47,17 @@ fn requests() -> impl Strategy<Value = WorkerRequest> {
         (places(), places(), number, prop::option::of(number), prop::option::of(number))
             .prop_map(|(from, to, bytes, after, then)| WorkerRequest::Copy { from, to, bytes, after, then }),
         number.prop_map(|group| WorkerRequest::Abort { group }),
+        ("[a-z0-9-]{1,9}", prop::collection::vec("[a-z_]{1,5}", 0..3)).prop_map(|(name, tls)| WorkerRequest::OpenFabric {
+            library: None,
+            name,
+            ucx: UcxSettings { tls, devices: Vec::new() },
+        }),
+        number.prop_map(|ring| WorkerRequest::Register { what: FabricMemory::Ring(ring) }),
+        (number, prop::collection::vec(any::<u8>(), 1..400))
+            .prop_map(|(region, bytes)| WorkerRequest::AddPeer { region, metadata: FabricMetadata::new(bytes).unwrap() }),
+        (number, number, prop::option::of(any::<u32>()), places(), number).prop_map(|(peer, address, device, to, bytes)| {
+            WorkerRequest::Read { peer, from: RemotePlace { address, device }, to, bytes }
+        }),
         (number, number, prop::collection::vec(any::<u32>(), 0..4), any::<bool>())
             .prop_map(|(group, into, without, revoke)| WorkerRequest::Shrink { group, into, without, revoke }),
     ]
@@ -114,4 +125,32 @@ fn secrets_are_not_shown_and_other_lengths_are_not_taken() {
     assert_eq!(NcclId::from_base64(&id.to_base64()), Some(id));
     assert_eq!(IpcHandle::from_base64(&id.to_base64()), None);
     assert_eq!(NcclId::from_base64("no base64"), None);
+}
+
+#[test]
+fn metadata_beyond_its_bound_is_refused() {
+    let longest = FabricMetadata::new(vec![7; MAX_FABRIC_METADATA]).unwrap();
+    let text = serde_json::to_string(&longest).unwrap();
+    assert_eq!(serde_json::from_str::<FabricMetadata>(&text).unwrap(), longest);
+    assert_eq!(format!("{longest:?}"), "65536 bytes of metadata");
+    assert_eq!(FabricMetadata::new(vec![7; MAX_FABRIC_METADATA + 1]), None);
+    assert_eq!(FabricMetadata::new(Vec::new()), None);
+    let longer = format!("\"{}AAAA\"", text.trim_matches('"').trim_end_matches('='));
+    assert!(serde_json::from_str::<FabricMetadata>(&longer).is_err());
+}
+
+#[test]
+fn transports_that_are_not_listed_by_name_are_refused() {
+    let settings = |tls: &[&str], devices: &[&str]| UcxSettings {
+        tls: tls.iter().map(ToString::to_string).collect(),
+        devices: devices.iter().map(ToString::to_string).collect(),
+    };
+    let good = settings(&["rc", "cuda_copy"], &["mlx5_0:1", "eth0.5"]).environment().unwrap();
+    assert_eq!(good, [("UCX_TLS", "rc,cuda_copy".to_owned()), ("UCX_NET_DEVICES", "mlx5_0:1,eth0.5".to_owned())]);
+    assert_eq!(settings(&["tcp"], &[]).environment().unwrap()[1].1, "all");
+    assert_eq!(settings(&[], &[]).environment(), Err(UcxSettingsError::NoTransport));
+    for name in ["all", "^tcp", "rc,tcp", ""] {
+        assert_eq!(settings(&["rc", name], &[]).environment(), Err(UcxSettingsError::Transport { name: name.into() }));
+    }
+    assert_eq!(settings(&["rc"], &["a,b"]).environment(), Err(UcxSettingsError::Device { name: "a,b".into() }));
 }

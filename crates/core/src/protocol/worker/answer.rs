@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::{IpcHandle, NcclId};
+use super::{FabricFacts, FabricMetadata, IpcHandle, NcclId};
 
 /// What a worker answers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -63,6 +63,24 @@ pub enum WorkerAnswer {
         sums: Vec<u64>,
         /// From the request to its end, in ms.
         ms: f64,
+    },
+    Fabric {
+        facts: FabricFacts,
+    },
+    Registered {
+        region: u64,
+        /// First byte: what peers name when they read.
+        address: u64,
+        bytes: u64,
+        /// Ordinal of the GPU; none for host memory.
+        device: Option<u32>,
+        /// What peers need to read it.
+        metadata: FabricMetadata,
+    },
+    Peer {
+        peer: u64,
+        /// As its metadata says: the name of its worker, and a number for its region.
+        name: String,
     },
     Stats {
         /// Free memory of the GPU, whoever uses the rest. 0 before `Open`.
@@ -146,6 +164,10 @@ pub enum WorkerFaultCode {
     Mig,
     /// There is no NCCL that can be used, or it lacks the function that was asked for.
     NoNccl,
+    /// There is no NIXL that can be used, or its backend UCX does not start.
+    NoFabric,
+    /// NIXL refused, or a READ failed: the message says what to change, or which peer is gone.
+    Fabric,
     OutOfMemory,
     Late,
     Aborted,

@@ -1,15 +1,16 @@
 //! What the agent may name by number: rings, host memory, imported memory, events; and what uses each slot.
 //!
-//! Decides whether a place exists and a range lies inside it.
+//! Decides whether a place exists, a range lies inside it, and no READ may still write there.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::{Server, invalid, late};
+use super::{Incoming, Server, invalid, late};
 use crate::{Device, Event, GpuError, Memory, Span, Stream};
-use weightsync_core::protocol::worker::{IpcHandle, Place, WorkerAnswer, WorkerFault, WorkerResource};
+use weightsync_core::protocol::worker::{FabricMemory, IpcHandle, Place, WorkerAnswer, WorkerFault, WorkerRequest, WorkerResource};
 
 /// Slots begin at multiples of this, as tensors in a layout do.
 const SLOT_ALIGNMENT: u64 = 64;
@@ -28,6 +29,8 @@ pub(super) struct Tables {
     memories: HashMap<u64, Memory>,
     events: HashMap<u64, Arc<Event>>,
     uses: HashMap<SlotKey, Uses>,
+    /// READs that have not ended, by their request: what they may write.
+    reads: HashMap<u64, (WorkerResource, Range<u64>)>,
     /// What is being freed aside: a ring that is asked for after it may need that memory.
     freeing: Vec<Weak<()>>,
 }
@@ -52,10 +55,13 @@ struct Uses {
 pub(super) struct Named {
     pub span: Span,
     pub slot: Option<SlotKey>,
+    /// Its block, and the bytes of the block.
+    pub block: WorkerResource,
+    pub range: Range<u64>,
 }
 
 impl Tables {
-    fn number(&mut self) -> u64 {
+    pub(super) fn number(&mut self) -> u64 {
         self.next += 1;
         self.next
     }
@@ -64,9 +70,34 @@ impl Tables {
         self.rings.values().map(|ring| ring.memory.bytes()).sum()
     }
 
+    /// Memory that can be registered.
+    pub(super) fn memory(&self, what: FabricMemory) -> Result<Memory, WorkerFault> {
+        let memory = match what {
+            FabricMemory::Host(number) => self.hosts.get(&number),
+            FabricMemory::Ring(number) => self.rings.get(&number).map(|ring| &ring.memory),
+        };
+        memory.cloned().ok_or_else(|| invalid(format!("there is no {what:?}")))
+    }
+
+    /// READs that have not ended.
+    pub(super) fn reads(&self) -> usize {
+        self.reads.len()
+    }
+
+    /// Enters a READ: what it writes is nobody else's until it has ended.
+    pub(super) fn begin_read(&mut self, id: u64, to: Place, bytes: u64) -> Result<Named, WorkerFault> {
+        let named = self.named(to, bytes)?;
+        self.reads.insert(id, (named.block, named.range.clone()));
+        Ok(named)
+    }
+
+    pub(super) fn end_read(&mut self, id: u64) {
+        self.reads.remove(&id);
+    }
+
     /// The range that begins at a place.
     pub(super) fn named(&self, place: Place, bytes: u64) -> Result<Named, WorkerFault> {
-        let (memory, offset, slot) = match place {
+        let (memory, offset, slot, block) = match place {
             Place::Slot { ring, slot, offset } => {
                 let block = self.rings.get(&ring).ok_or_else(|| invalid(format!("there is no ring {ring}")))?;
                 if slot >= block.slots {
@@ -75,16 +106,24 @@ impl Tables {
                 if offset.checked_add(bytes).is_none_or(|end| end > block.slot_bytes) {
                     return Err(invalid(format!("bytes {offset} to {offset} + {bytes} of a slot of {}", block.slot_bytes)));
                 }
-                (&block.memory, u64::from(slot) * block.slot_bytes + offset, Some((ring, slot)))
+                (&block.memory, u64::from(slot) * block.slot_bytes + offset, Some((ring, slot)), WorkerResource::Ring(ring))
             }
             Place::Host { host, offset } => {
-                (self.hosts.get(&host).ok_or_else(|| invalid(format!("there is no host memory {host}")))?, offset, None)
+                let memory = self.hosts.get(&host).ok_or_else(|| invalid(format!("there is no host memory {host}")))?;
+                (memory, offset, None, WorkerResource::Host(host))
             }
             Place::Memory { memory, offset } => {
-                (self.memories.get(&memory).ok_or_else(|| invalid(format!("there is no imported memory {memory}")))?, offset, None)
+                let imported = self.memories.get(&memory).ok_or_else(|| invalid(format!("there is no imported memory {memory}")))?;
+                (imported, offset, None, WorkerResource::Memory(memory))
             }
         };
-        Ok(Named { span: memory.span(offset, bytes).map_err(|error| error.fault())?, slot })
+        let span = memory.span(offset, bytes).map_err(|error| error.fault())?;
+        let range = offset..offset + bytes;
+        let overlaps = |written: &Range<u64>| written.start < range.end && range.start < written.end;
+        if self.reads.values().any(|(other, written)| *other == block && overlaps(written)) {
+            return Err(invalid("a READ may still write there: wait until it has ended"));
+        }
+        Ok(Named { span, slot, block, range })
     }
 
     pub(super) fn event(&self, number: Option<u64>) -> Result<Option<Arc<Event>>, WorkerFault> {
@@ -123,6 +162,7 @@ impl Tables {
             WorkerResource::Host(number) => self.hosts.remove(&number).map(|memory| Box::new(memory) as Box<dyn Send>),
             WorkerResource::Memory(number) => self.memories.remove(&number).map(|memory| Box::new(memory) as Box<dyn Send>),
             WorkerResource::Event(number) => self.events.remove(&number).map(|event| Box::new(event) as Box<dyn Send>),
+            WorkerResource::Region(_) | WorkerResource::Peer(_) => None,
         };
         gone.ok_or_else(|| invalid(format!("there is no {what:?}")))
     }
@@ -137,10 +177,9 @@ impl Server {
         keep: impl FnOnce(&mut Tables, u64, T) -> WorkerAnswer + Send + 'static,
     ) {
         self.aside(make, move |server, made| {
-            let Some(tables) = server.gpu.as_mut().map(|gpu| &mut gpu.tables) else { return };
             let result = made.map(|made| {
-                let number = tables.number();
-                keep(tables, number, made)
+                let number = server.tables.number();
+                keep(&mut server.tables, number, made)
             });
             server.answer(id, result.map_err(|error| error.fault()));
         });
@@ -153,7 +192,7 @@ impl Server {
             return self.answer(id, Err(invalid(what)));
         };
         let begun = Instant::now();
-        let freeing = self.gpu.as_ref().map(|gpu| gpu.tables.freeing.clone()).unwrap_or_default();
+        let freeing = self.tables.freeing.clone();
         self.make(
             id,
             move |device| {
@@ -184,16 +223,34 @@ impl Server {
         );
     }
 
-    pub(super) fn map_host(&mut self, id: u64, memfd: Option<OwnedFd>, bytes: u64) {
+    /// What goes with and without a GPU.
+    pub(super) fn take_for_memory(&mut self, incoming: Incoming) {
+        match incoming.request {
+            WorkerRequest::MapHost { bytes } => self.map_host(incoming.id, incoming.descriptor, bytes),
+            WorkerRequest::Release { what: WorkerResource::Region(region) } => self.release_region(incoming.id, region),
+            WorkerRequest::Release { what: WorkerResource::Peer(peer) } => self.release_peer(incoming.id, peer),
+            WorkerRequest::Release { what } => self.release(incoming.id, what),
+            _ => self.answer(incoming.id, Err(invalid("not about memory"))),
+        }
+    }
+
+    fn map_host(&mut self, id: u64, memfd: Option<OwnedFd>, bytes: u64) {
         let Some(memfd) = memfd else { return self.answer(id, Err(invalid("no descriptor came with the request"))) };
-        self.make(
-            id,
-            move |device| Memory::map(device, memfd, bytes),
-            |tables, host, (memory, unpinned)| {
-                tables.hosts.insert(host, memory);
+        let device = self.device();
+        let map = move || {
+            if let Some(device) = &device {
+                device.bind()?;
+            }
+            Memory::map(device.as_deref(), memfd, bytes)
+        };
+        self.apart(map, move |server, mapped| {
+            let result = mapped.map(|(memory, unpinned)| {
+                let host = server.tables.number();
+                server.tables.hosts.insert(host, memory);
                 WorkerAnswer::Host { host, unpinned: unpinned.map(|error| error.to_string()) }
-            },
-        );
+            });
+            server.answer(id, result.map_err(|error| error.fault()));
+        });
     }
 
     pub(super) fn import(&mut self, id: u64, handle: IpcHandle, least: u64) {
@@ -227,23 +284,23 @@ impl Server {
     }
 
     /// Freeing waits for the GPU, so it happens aside. Work under way holds what it uses.
-    pub(super) fn release(&mut self, id: u64, what: WorkerResource) {
-        let gone = self.gpu.as_mut().ok_or_else(|| invalid("no GPU was opened")).and_then(|gpu| {
-            let (gone, under_way) = (gpu.tables.take_out(what)?, Arc::new(()));
-            gpu.tables.freeing.retain(|other| other.strong_count() > 0);
-            gpu.tables.freeing.push(Arc::downgrade(&under_way));
-            Ok((gone, under_way))
-        });
-        match gone {
-            Ok((gone, under_way)) => self.aside(
-                move |_| {
-                    drop(gone);
-                    drop(under_way);
-                    Ok(())
-                },
-                move |server, _| server.answer(id, Ok(WorkerAnswer::Done)),
-            ),
-            Err(fault) => self.answer(id, Err(fault)),
-        }
+    fn release(&mut self, id: u64, what: WorkerResource) {
+        let gone = match self.tables.take_out(what) {
+            Ok(gone) => gone,
+            Err(fault) => return self.answer(id, Err(fault)),
+        };
+        let under_way = Arc::new(());
+        self.tables.freeing.retain(|other| other.strong_count() > 0);
+        self.tables.freeing.push(Arc::downgrade(&under_way));
+        let device = self.device();
+        let free = move || {
+            if let Some(device) = device {
+                device.bind()?;
+            }
+            drop(gone);
+            drop(under_way);
+            Ok(())
+        };
+        self.apart(free, move |server, _| server.answer(id, Ok(WorkerAnswer::Done)));
     }
 }

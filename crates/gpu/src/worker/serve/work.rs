@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::groups::Enqueued;
-use super::tables::{Named, Use};
+use super::tables::{Named, Tables, Use};
 use super::{Gpu, Incoming, Server, invalid, late, milliseconds_since};
 use crate::{Device, Digester, Digesting, Event, GpuError, Scratch, Stream};
 use weightsync_core::protocol::worker::{Part, Place, WorkerAnswer, WorkerFault, WorkerRequest};
@@ -95,22 +95,23 @@ impl Server {
         let Incoming { id, begun, end, .. } = incoming;
         match incoming.request {
             WorkerRequest::Ring { slots, slot_bytes } => self.make_ring(id, slots, slot_bytes, end),
-            WorkerRequest::MapHost { bytes } => self.map_host(id, incoming.descriptor, bytes),
             WorkerRequest::Import { handle, bytes } => self.import(id, handle, bytes),
             WorkerRequest::ImportEvent { handle } => self.import_event(id, handle),
             WorkerRequest::NewEvent => self.new_event(id),
-            WorkerRequest::Release { what } => self.release(id, what),
             WorkerRequest::UniqueId => self.unique_id(id),
             request @ WorkerRequest::Join { .. } => self.join(id, &request, begun, end),
             WorkerRequest::Abort { group } => self.abort(id, group),
             WorkerRequest::Shrink { group, into, without, revoke } => self.shrink(id, group, into, without, revoke, begun, end),
-            WorkerRequest::Broadcast { .. } | WorkerRequest::Digest { .. } | WorkerRequest::Copy { .. } => {
-                let Some(gpu) = self.gpu.as_mut() else { return };
-                gpu.waiting.push_back(incoming);
-                self.issue_waiting();
-            }
-            WorkerRequest::Devices { .. } | WorkerRequest::Open { .. } | WorkerRequest::Stats => {}
+            WorkerRequest::Broadcast { .. } | WorkerRequest::Digest { .. } | WorkerRequest::Copy { .. } => self.issue_in_order(incoming),
+            _ => self.answer(id, Err(invalid("not a request for the GPU"))),
         }
+    }
+
+    /// Issues a request when those before it were issued.
+    pub(super) fn issue_in_order(&mut self, incoming: Incoming) {
+        let Some(gpu) = self.gpu.as_mut() else { return };
+        gpu.waiting.push_back(incoming);
+        self.issue_waiting();
     }
 
     /// Gives waiting requests to the GPU as long as NCCL does not hold one back.
@@ -125,8 +126,11 @@ impl Server {
                 WorkerRequest::Broadcast { group, root, at, bytes, parts, after } => {
                     self.issue_broadcast((id, begun, end), group, root, (at, bytes), parts, after)
                 }
-                WorkerRequest::Digest { at, parts, after } => gpu.issue_digest((id, begun, end), at, &parts, after),
-                WorkerRequest::Copy { from, to, bytes, after, then } => gpu.issue_copy((id, begun, end), from, to, bytes, after, then),
+                WorkerRequest::Digest { at, parts, after } => gpu.issue_digest(&mut self.tables, (id, begun, end), at, &parts, after),
+                WorkerRequest::Copy { from, to, bytes, after, then } => {
+                    gpu.issue_copy(&mut self.tables, (id, begun, end), from, to, bytes, after, then)
+                }
+                request @ WorkerRequest::Read { .. } => self.issue_read((id, begun, end), request),
                 _ => Err(invalid("not work for the GPU")),
             };
             if let Err(fault) = issued {
@@ -145,11 +149,12 @@ impl Server {
         after: Option<u64>,
     ) -> Result<(), WorkerFault> {
         let Some(gpu) = self.gpu.as_mut() else { return Err(invalid("no GPU was opened")) };
+        let tables = &self.tables;
         let begin = |gpu: &mut Gpu| -> Result<(Named, Use, Enqueued), WorkerFault> {
-            let named = gpu.tables.named(at, bytes)?;
-            let after = gpu.tables.event(after)?;
+            let named = tables.named(at, bytes)?;
+            let after = tables.event(after)?;
             let use_ = gpu.groups.use_of(group, root);
-            let waits = gpu.tables.before(named.slot, use_);
+            let waits = tables.before(named.slot, use_);
             let enqueued = gpu.groups.broadcast(group, &named.span, root, after.iter().chain(&waits))?;
             Ok((named, use_, enqueued))
         };
@@ -173,7 +178,7 @@ impl Server {
     fn finish_enqueueing(&mut self) {
         let Some(gpu) = self.gpu.as_mut() else { return };
         let Some(Enqueueing { id, group, begun, end, at, use_, parts }) = gpu.works.enqueueing.take() else { return };
-        if let Err(error) = gpu.behind_broadcast((id, begun, end), group, (at, use_), &parts) {
+        if let Err(error) = gpu.behind_broadcast(&mut self.tables, (id, begun, end), group, (at, use_), &parts) {
             self.fail_group(group, &error.to_string());
             self.answer(id, Err(error.fault()));
         }
@@ -277,13 +282,14 @@ const COPY: &str = "a copy";
 impl Gpu {
     fn behind_broadcast(
         &mut self,
+        tables: &mut Tables,
         (id, begun, end): (u64, Instant, Instant),
         group: u64,
         (at, use_): (Named, Use),
         parts: &[Part],
     ) -> Result<(), GpuError> {
         let sent = self.groups.record(group)?;
-        self.tables.used(at.slot, use_, &sent);
+        tables.used(at.slot, use_, &sent);
         let digesting = match parts {
             [] => None,
             parts => {
@@ -293,7 +299,7 @@ impl Gpu {
             }
         };
         let done = digesting.as_ref().map_or(sent, |digesting| Arc::clone(&digesting.done));
-        self.tables.used(at.slot, Use::Read, &done);
+        tables.used(at.slot, Use::Read, &done);
         let (what, group) = ("a broadcast", Some(group));
         self.works.under_way.push(Work { id, what, group, begun, end, done, digesting, answered: false, _held: vec![at] });
         Ok(())
@@ -301,6 +307,7 @@ impl Gpu {
 
     fn issue_digest(
         &mut self,
+        tables: &mut Tables,
         (id, begun, end): (u64, Instant, Instant),
         at: Place,
         parts: &[Part],
@@ -310,26 +317,28 @@ impl Gpu {
             return Err(invalid("no parts to digest"));
         }
         let bytes = parts.iter().map(|part| part.offset.saturating_add(part.bytes)).max().unwrap_or(0);
-        let named = self.tables.named(at, bytes)?;
-        let after = self.tables.event(after)?;
+        let named = tables.named(at, bytes)?;
+        let after = tables.event(after)?;
         let scratch = self.works.take_scratch(&self.device, parts.len()).map_err(|error| error.fault())?;
         let start = || -> Result<Digesting, GpuError> {
             let stream = &self.works.digests;
-            for event in after.iter().chain(&self.tables.before(named.slot, Use::Read)) {
+            for event in after.iter().chain(&tables.before(named.slot, Use::Read)) {
                 stream.wait_for(event)?;
             }
             self.works.digester.start(stream, &named.span, parts, scratch)
         };
         let digesting = start().map_err(|error| error.fault())?;
         let done = Arc::clone(&digesting.done);
-        self.tables.used(named.slot, Use::Read, &done);
+        tables.used(named.slot, Use::Read, &done);
         let (what, digesting) = ("a digest", Some(digesting));
         self.works.under_way.push(Work { id, what, group: None, begun, end, done, digesting, answered: false, _held: vec![named] });
         Ok(())
     }
 
+    #[allow(clippy::too_many_arguments)]
     fn issue_copy(
         &mut self,
+        tables: &mut Tables,
         (id, begun, end): (u64, Instant, Instant),
         from: Place,
         to: Place,
@@ -337,15 +346,15 @@ impl Gpu {
         after: Option<u64>,
         then: Option<u64>,
     ) -> Result<(), WorkerFault> {
-        let (from, to) = (self.tables.named(from, bytes)?, self.tables.named(to, bytes)?);
-        let (after, then) = (self.tables.event(after)?, self.tables.event(then)?);
+        let (from, to) = (tables.named(from, bytes)?, tables.named(to, bytes)?);
+        let (after, then) = (tables.event(after)?, tables.event(then)?);
         let stream = match (from.span.in_host_memory(), to.span.in_host_memory()) {
             (true, _) => &self.works.to_gpu,
             (_, true) => &self.works.from_gpu,
             (false, false) => &self.works.within_gpu,
         };
         let start = || -> Result<Arc<Event>, GpuError> {
-            let (read, written) = (self.tables.before(from.slot, Use::Read), self.tables.before(to.slot, Use::Write));
+            let (read, written) = (tables.before(from.slot, Use::Read), tables.before(to.slot, Use::Write));
             for event in after.iter().chain(&read).chain(&written) {
                 stream.wait_for(event)?;
             }
@@ -356,8 +365,8 @@ impl Gpu {
             stream.record_new()
         };
         let done = start().map_err(|error| error.fault())?;
-        self.tables.used(from.slot, Use::Read, &done);
-        self.tables.used(to.slot, Use::Write, &done);
+        tables.used(from.slot, Use::Read, &done);
+        tables.used(to.slot, Use::Write, &done);
         let held = vec![from, to];
         self.works.under_way.push(Work { id, what: COPY, group: None, begun, end, done, digesting: None, answered: false, _held: held });
         Ok(())

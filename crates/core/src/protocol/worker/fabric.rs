@@ -1,0 +1,133 @@
+//! One-sided READs between workers, over NIXL: how it is set up, what is registered, and what a peer's memory is called.
+//!
+//! Decides which transports may be listed and how long metadata may be. It knows no NIXL and no socket.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// Longest metadata of one region in bytes. NIXL 1.5.1 with UCX over TCP writes 320 bytes; each device of a NIC adds some hundreds.
+pub const MAX_FABRIC_METADATA: usize = 64 << 10;
+
+/// Which of UCX's transports and devices NIXL may use: what is not listed is not used.
+///
+/// UCX takes them from the environment of its process (`UCX_TLS`, `UCX_NET_DEVICES`), so a worker is started with them. NIXL's own parameter
+/// for UCX's settings cannot carry them: it splits its text at commas (`engine_config`, nixl 1.5.1, read).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct UcxSettings {
+    /// Transports by UCX's names, e.g. `rc`, `cuda_copy`, `cuda_ipc`, `tcp`. At least one; neither `all` nor an exclusion (`^tcp`).
+    pub tls: Vec<String>,
+    /// Network devices, e.g. `mlx5_0:1`, `eth0`. Empty: every device that these transports find.
+    pub devices: Vec<String>,
+}
+
+/// Why settings are refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum UcxSettingsError {
+    #[error("no transport of UCX is listed: list at least one, e.g. rc or tcp")]
+    NoTransport,
+    #[error("{name:?} is no transport of UCX that can be listed: name each one, without \"all\" and \"^\"")]
+    Transport { name: String },
+    #[error("{name:?} is no network device: names look like mlx5_0:1 or eth0")]
+    Device { name: String },
+}
+
+impl UcxSettings {
+    /// The environment of a worker that has these settings.
+    pub fn environment(&self) -> Result<[(&'static str, String); 2], UcxSettingsError> {
+        let plain = |name: &str, others: &str| {
+            !name.is_empty() && name.chars().all(|letter| letter.is_ascii_alphanumeric() || others.contains(letter))
+        };
+        if self.tls.is_empty() {
+            return Err(UcxSettingsError::NoTransport);
+        }
+        if let Some(name) = self.tls.iter().find(|name| !plain(name, "_") || name.as_str() == "all") {
+            return Err(UcxSettingsError::Transport { name: name.clone() });
+        }
+        if let Some(name) = self.devices.iter().find(|name| !plain(name, "_:.-")) {
+            return Err(UcxSettingsError::Device { name: name.clone() });
+        }
+        let devices = if self.devices.is_empty() { "all".to_owned() } else { self.devices.join(",") };
+        Ok([("UCX_TLS", self.tls.join(",")), ("UCX_NET_DEVICES", devices)])
+    }
+}
+
+/// The NIXL that a worker opened.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FabricFacts {
+    /// File of its C interface, as it was found or named.
+    pub path: String,
+    /// Version of the package that the file belongs to; the library itself does not say.
+    pub version: Option<String>,
+    /// CUDA major that it was built for, as its folder says.
+    pub cuda: Option<u32>,
+    /// NIXL's backend.
+    pub plugin: String,
+    /// Kinds of memory that the backend takes, in NIXL's words (`DRAM`, `VRAM`).
+    pub memory: Vec<String>,
+    /// Parameters that the backend got, and UCX's environment.
+    pub parameters: BTreeMap<String, String>,
+    /// Whether memory of the worker's GPU was registered on trial; why not, when not.
+    pub gpu_memory: Result<(), String>,
+}
+
+/// Memory of a worker that can be registered, by the numbers that the worker gave out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", content = "number", rename_all = "camelCase")]
+#[allow(missing_docs)]
+pub enum FabricMemory {
+    Host(u64),
+    Ring(u64),
+}
+
+/// A place in memory that a peer registered: it announces address and device with its metadata.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RemotePlace {
+    /// First byte, in the peer's address space.
+    pub address: u64,
+    /// Ordinal of its GPU, as the peer counts; none for host memory.
+    pub device: Option<u32>,
+}
+
+/// NIXL's description of one registered region: whoever has it can read the region. Travels as base64. Never shown.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct FabricMetadata(Vec<u8>);
+
+impl FabricMetadata {
+    /// None when it is empty or longer than [`MAX_FABRIC_METADATA`].
+    pub fn new(bytes: Vec<u8>) -> Option<Self> {
+        (1..=MAX_FABRIC_METADATA).contains(&bytes.len()).then_some(Self(bytes))
+    }
+
+    /// The bytes as NIXL wrote them.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for FabricMetadata {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes of metadata", self.0.len())
+    }
+}
+
+impl Serialize for FabricMetadata {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&STANDARD.encode(&self.0))
+    }
+}
+
+impl<'de> Deserialize<'de> for FabricMetadata {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let bytes = STANDARD.decode(text).ok().and_then(Self::new);
+        bytes.ok_or_else(|| serde::de::Error::custom(format!("not 1 to {MAX_FABRIC_METADATA} bytes in base64")))
+    }
+}
