@@ -1,6 +1,6 @@
 //! What an agent asks of a worker's fabric, and what it holds of it: regions that peers read, peers, and READs from them.
 //!
-//! Decides nothing. A region is released when the last clone, its peers and their READs are gone.
+//! Decides nothing. A region is released when the last clone, its peers and their READs are gone, or when it is closed.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use weightsync_core::protocol::worker::{
     FabricFacts, FabricMemory, FabricMetadata, RemotePlace, UcxSettings, WorkerAnswer, WorkerRequest, WorkerResource,
 };
 
-/// Registered memory. Nobody can read it any more when it is released.
+/// Registered memory. It is released when the last clone is dropped, without waiting: [`close`](Self::close) waits.
 #[derive(Clone)]
 pub struct Region {
     number: u64,
@@ -35,6 +35,15 @@ impl Region {
     /// What peers need to read it. Secret: whoever has it can read.
     pub fn metadata(&self) -> &FabricMetadata {
         &self.metadata
+    }
+
+    /// Closes it now, whoever holds clones or peers of it: READs into it fail with `Aborted`. When this returns nobody reads it any more.
+    pub async fn close(&self, within: Duration) -> Result<(), WorkerError> {
+        let what = "release registered memory";
+        let request = WorkerRequest::Release { what: WorkerResource::Region(self.number) };
+        let worker = self.resource.worker();
+        // The last clone's own request finds nothing to release then, and nobody waits for its answer.
+        done(what, worker.ask(what, request, within, Vec::new(), None).await?)
     }
 
     /// What a peer names to read from `offset` on; none beyond the end.

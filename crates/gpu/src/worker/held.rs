@@ -8,7 +8,6 @@ use weightsync_core::protocol::worker::{IpcHandle, Place, WorkerResource};
 
 /// Something of a worker that is given up when dropped. Clones share it.
 #[derive(Clone)]
-#[allow(dead_code, reason = "held, never read")]
 pub(super) struct Resource(Arc<Owned>);
 
 struct Owned {
@@ -19,6 +18,10 @@ struct Owned {
 impl Resource {
     pub(super) fn new(worker: &Worker, what: WorkerResource) -> Self {
         Self(Arc::new(Owned { worker: worker.clone(), what }))
+    }
+
+    pub(super) fn worker(&self) -> &Worker {
+        &self.0.worker
     }
 }
 

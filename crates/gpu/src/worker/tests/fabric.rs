@@ -182,8 +182,7 @@ async fn a_region_that_was_released_is_not_read() {
     let zeros = vec![0; 4096];
     reader.write(0, &zeros);
     let Member { worker, file: _file, host, region } = source;
-    drop(region);
-    // It is answered when what was sent before it was done.
+    region.close(AMPLE).await.unwrap();
     let again = worker.register_host(&host, AMPLE).await.unwrap();
     assert_eq!(code(reader.read(&peer, from, 0, 4096, AMPLE).await), WorkerFaultCode::Fabric);
     assert!(reader.holds(0, &zeros), "bytes of a released region arrived");
@@ -201,17 +200,36 @@ async fn a_region_that_was_released_is_not_read() {
 #[tokio::test(flavor = "multi_thread")]
 async fn memory_that_is_gone_is_not_read_and_both_live() {
     let Some(library) = nixl() else { return };
-    let (reader, source) = tokio::join!(Member::new(&library, "reader"), Member::new(&library, "source"));
+    let (reader, source) = tokio::join!(Member::new(&library, "reader"), Member::new(&library, "unmapped"));
     let peer = reader.peer(&source).await;
     let from = source.region.at(0).unwrap();
     reader.read(&peer, from, 0, 4096, AMPLE).await.unwrap();
+    let maps = format!("/proc/{}/maps", pid("unmapped").as_raw_nonzero());
+    let is_mapped = || std::fs::read_to_string(&maps).unwrap().contains("memfd:test");
+    assert!(is_mapped());
     let Member { worker, file, host, region } = source;
+    // The last clones go, and the worker unmaps without anybody who waits for it.
     drop((region, host, file));
-    // Unmapping is done aside: the next mapping of the same length may lie there.
-    worker.map_host(memfd(4096).as_fd(), 4096, AMPLE).await.unwrap();
+    super::until(|| (!is_mapped()).then_some(())).await;
     assert_eq!(code(reader.read(&peer, from, 0, 4096, AMPLE).await), WorkerFaultCode::Fabric);
     worker.stats(AMPLE).await.unwrap();
     reader.worker.stats(AMPLE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_read_into_a_region_that_is_closed_is_aborted() {
+    let Some(library) = nixl() else { return };
+    let (reader, source) = tokio::join!(Member::new(&library, "reader"), Member::new(&library, "stopped"));
+    let peer = reader.peer(&source).await;
+    let from = source.region.at(0).unwrap();
+    reader.read(&peer, from, 0, 1, AMPLE).await.unwrap();
+    kill_process(pid("stopped"), Signal::STOP).unwrap();
+    let reading = reader.worker.read_now(Read { peer: peer.clone(), from, to: reader.host.at(0), bytes: BYTES }, AMPLE);
+    reader.region.close(AMPLE).await.unwrap();
+    assert_eq!(code(reading.await), WorkerFaultCode::Aborted);
+    assert_eq!(code(reader.read(&peer, from, 0, 1, AMPLE).await), WorkerFaultCode::Invalid);
+    // Its bytes are free: it can be registered and read into again.
+    reader.worker.register_host(&reader.host, AMPLE).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
