@@ -13,7 +13,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::AMPLE;
-use crate::worker::{HostMemory, Peer, Read, Region, Worker, WorkerError, WorkerStart};
+use crate::worker::{Copy, HostMemory, Peer, Read, Region, Worker, WorkerError, WorkerStart};
 use weightsync_core::protocol::worker::{FabricMetadata, RemotePlace, UcxSettings, WorkerFaultCode};
 
 const SERVE: &str = "WEIGHTSYNC_TEST_SERVES";
@@ -40,6 +40,10 @@ fn tcp() -> UcxSettings {
 }
 
 fn start(label: &str) -> Worker {
+    start_with(label, &tcp())
+}
+
+fn start_with(label: &str, ucx: &UcxSettings) -> Worker {
     let start = WorkerStart {
         program: std::env::current_exe().unwrap(),
         arguments: ["--exact", "worker::tests::fabric::a_worker_serves_until_its_agent_is_gone", "--nocapture"].map(Into::into).into(),
@@ -47,7 +51,7 @@ fn start(label: &str) -> Worker {
         defaults: Vec::new(),
         label: label.into(),
     };
-    Worker::start(&start.with_ucx(&tcp()).unwrap()).unwrap()
+    Worker::start(&start.with_ucx(ucx).unwrap()).unwrap()
 }
 
 fn fault(error: &WorkerError) -> WorkerFaultCode {
@@ -317,6 +321,54 @@ fn pid(label: &str) -> Pid {
     let environment = |pid: &i32| std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
     let mut found = processes.filter(|pid| environment(pid).windows(wanted.len()).any(|part| part == wanted.as_bytes()));
     Pid::from_raw(found.next().unwrap()).unwrap()
+}
+
+/// GPU memory of two processes on one GPU. Needs a GPU, and a NIXL built for its driver's CUDA.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_slot_is_read_into_a_slot_of_another_process() {
+    let Some(library) = nixl() else { return };
+    let ucx = UcxSettings { tls: ["cuda_copy", "cuda_ipc", "tcp"].map(Into::into).into(), devices: vec!["lo".into()] };
+    let mut members = Vec::new();
+    for name in ["gpu-reader", "gpu-source"] {
+        let worker = start_with(name, &ucx);
+        if let Err(error) = worker.open(None, None, AMPLE).await {
+            eprintln!("not run: it needs one visible GPU: {error}");
+            return;
+        }
+        let facts = worker.open_fabric(Some(&library), name, &ucx, AMPLE).await.unwrap();
+        assert_eq!(facts.gpu_memory, Ok(()), "{facts:?}");
+        let (ring, file) = (worker.ring(2, BYTES, AMPLE).await.unwrap(), memfd(2 * BYTES));
+        let host = worker.map_host(file.as_fd(), 2 * BYTES, AMPLE).await.unwrap();
+        let region = worker.register_ring(&ring, AMPLE).await.unwrap();
+        assert_eq!(region.at(0).unwrap().device, Some(0));
+        members.push((worker, ring, file, host, region));
+    }
+    let [(reader, to, file, host, region), (source, from, sent, source_host, source_region)] = members.try_into().ok().unwrap();
+    let peer = reader.add_peer(&region, source_region.metadata(), AMPLE).await.unwrap();
+    let bytes = pattern(6, BYTES);
+    sent.write_all_at(&bytes, 0).unwrap();
+    let slots = [from.try_take().unwrap(), from.try_take().unwrap()];
+    let copy = Copy { from: source_host.at(0), to: slots[1].at(0), bytes: BYTES, after: None, then: None };
+    source.copy(copy, AMPLE).await.unwrap();
+    let slot = to.try_take().unwrap();
+    // What is on its way into the slot comes first.
+    let zeros = reader.copy_now(Copy { from: host.at(0), to: slot.at(0), bytes: BYTES, after: None, then: None }, AMPLE);
+    let read = Read { peer: peer.clone(), from: source_region.at(slots[1].offset()).unwrap(), to: slot.at(0), bytes: BYTES };
+    let reading = reader.read_now(read.clone(), AMPLE);
+    zeros.await.unwrap();
+    reading.await.unwrap();
+    let back = Copy { from: slot.at(0), to: host.at(BYTES), bytes: BYTES, after: None, then: None };
+    reader.copy(back, AMPLE).await.unwrap();
+    let mut here = vec![0; bytes.len()];
+    file.read_exact_at(&mut here, BYTES).unwrap();
+    assert!(here == bytes);
+    let begun = Instant::now();
+    for _ in 0..20 {
+        reader.read(read.clone(), AMPLE).await.unwrap();
+    }
+    eprintln!("20 READs of 8 MiB, one by one: {:?}", begun.elapsed());
+    source_region.close(AMPLE).await.unwrap();
+    assert_eq!(code(reader.read(read, AMPLE).await), WorkerFaultCode::Fabric);
 }
 
 #[tokio::test(flavor = "multi_thread")]
