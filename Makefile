@@ -91,6 +91,10 @@ host-test: programs ## Run the tests with processes on this machine, and those o
 	$(CLUSTER)/tools.sh
 	cargo test --locked --workspace --test host
 
+.PHONY: nixl-test
+nixl-test: ## Run READs between workers over the real NIXL (UCX over TCP; with a GPU also GPU memory)
+	WEIGHTSYNC_NIXL=$$(tests/tools/nixl.sh) && export WEIGHTSYNC_NIXL && cargo test --locked --workspace --lib -- worker::tests::fabric::
+
 .PHONY: test-previous
 test-previous: programs ## Replace agents of an earlier build by those of this one and back, under either coordinator (PREVIOUS=COMMIT)
 	WEIGHTSYNC_PREVIOUS=$$(tests/tools/previous.sh $(PREVIOUS)) && export WEIGHTSYNC_PREVIOUS && cargo test --locked --workspace --test host upgrade::

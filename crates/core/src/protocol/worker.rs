@@ -154,7 +154,7 @@ pub enum WorkerRequest {
         ucx: UcxSettings,
     },
     /// Registers memory: peers that get its metadata can read it, and what is read from peers can go into it. Each region is an agent of NIXL of its
-    /// own, so that it is closed to everybody when it is released, whatever the transport. Answered by `Registered`.
+    /// own, so that no peer can read it after its release, over any transport. Answered by `Registered`.
     Register { what: FabricMemory },
     /// Takes a peer's metadata, for READs into this region. Answered by `Peer`.
     AddPeer {
@@ -226,7 +226,7 @@ pub enum WorkerResource {
     Host(u64),
     Memory(u64),
     Event(u64),
-    /// Registered memory. Nobody can read it any more when this is answered; its peers are released too.
+    /// Registered memory. No peer can read it when this is answered; its own peers are released too.
     Region(u64),
     /// A peer. Its metadata is forgotten when no READ uses it any more.
     Peer(u64),

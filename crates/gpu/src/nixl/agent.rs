@@ -1,6 +1,6 @@
 //! One agent of NIXL with the backend UCX: one region of memory that peers may read, the peers whose memory goes into it, and READs under way.
 //!
-//! Why one agent a region: UCX over TCP copies for a reader whatever address the reader names, and looks at no key (UCX 1.23 with NIXL 1.5.1, run: a READ
+//! Why one agent a region: UCX over TCP copies for a reader any address that the reader names, and looks at no key (UCX 1.23 with NIXL 1.5.1, run: a READ
 //! of memory that had been deregistered gave its bytes, and one of unmapped memory ended the process that was read). With its agent a region's
 //! sockets and queues go too, so that nothing reads it any more whatever the transport. An agent stays in the thread that made it.
 
@@ -84,7 +84,7 @@ impl NixlAgent {
         Ok(Self(Rc::new(inner)))
     }
 
-    /// Parameters that the backend gets beside UCX's environment.
+    /// Parameters that the backend gets in addition to UCX's environment.
     pub fn parameters() -> BTreeMap<String, String> {
         PARAMETERS.iter().map(|(key, value)| (key.to_string_lossy().into_owned(), value.to_string_lossy().into_owned())).collect()
     }
@@ -220,7 +220,7 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         let functions = &self.nixl.functions;
-        // SAFETY: each was made by NIXL or is null, which is an error that nobody needs; no transfer of the agent is left, because each keeps it.
+        // SAFETY: each was made by NIXL or is null, which is an error without use; no transfer of the agent is left, because each keeps it.
         unsafe {
             if let Some(Registered { list, .. }) = &self.registered {
                 let _ = (functions.deregister_mem)(self.agent, *list, self.options);
@@ -254,7 +254,7 @@ impl Transfer {
 impl Drop for Transfer {
     fn drop(&mut self) {
         let functions = &self.inner.nixl.functions;
-        // SAFETY: the request is NIXL's, or null, which is an error that nobody needs. One that NIXL does not release is kept.
+        // SAFETY: the request is NIXL's, or null, which is an error without use. One that NIXL does not release is kept.
         unsafe {
             if (functions.release_xfer_req)(self.inner.agent, self.request) == SUCCESS {
                 let _ = (functions.destroy_xfer_req)(self.request);
@@ -285,7 +285,7 @@ impl List {
 
 impl Drop for List {
     fn drop(&mut self) {
-        // SAFETY: made by NIXL; whoever took it copied it.
+        // SAFETY: made by NIXL, which copies it where it takes it.
         let _ = unsafe { (self.nixl.functions.destroy_xfer_dlist)(self.list) };
     }
 }

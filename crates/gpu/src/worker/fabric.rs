@@ -32,17 +32,17 @@ impl Region {
         self.bytes
     }
 
-    /// What peers need to read it. Secret: whoever has it can read.
+    /// What peers need to read it. Secret: who has it can read.
     pub fn metadata(&self) -> &FabricMetadata {
         &self.metadata
     }
 
-    /// Closes it now, whoever holds clones or peers of it: READs into it fail with `Aborted`. When this returns nobody reads it any more.
+    /// Closes it now, also while clones or peers of it are held: READs into it fail with `Aborted`. When this returns no peer can read it.
     pub async fn close(&self, within: Duration) -> Result<(), WorkerError> {
         let what = "release registered memory";
         let request = WorkerRequest::Release { what: WorkerResource::Region(self.number) };
         let worker = self.resource.worker();
-        // The last clone's own request finds nothing to release then, and nobody waits for its answer.
+        // The last clone's own request finds nothing to release then, and its answer is dropped.
         done(what, worker.ask(what, request, within, Vec::new(), None).await?)
     }
 

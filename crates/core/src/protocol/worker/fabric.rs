@@ -96,7 +96,7 @@ pub struct RemotePlace {
     pub device: Option<u32>,
 }
 
-/// NIXL's description of one registered region: whoever has it can read the region. Travels as base64. Never shown.
+/// NIXL's description of one registered region: who has it can read the region. Travels as base64. Never shown.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct FabricMetadata(Vec<u8>);
 

@@ -44,7 +44,7 @@ impl Server {
             WorkerRequest::OpenFabric { library, name, ucx } => self.open_fabric(id, library.as_deref(), name, &ucx),
             WorkerRequest::Register { what } => self.register(id, what),
             WorkerRequest::AddPeer { region, metadata } => self.add_peer(id, region, metadata),
-            // Behind what was sent before it for the GPU.
+            // After what was sent before it for the GPU.
             WorkerRequest::Read { .. } if self.gpu.is_some() => return self.issue_in_order(incoming),
             request => self.issue_read((id, begun, end), request),
         };

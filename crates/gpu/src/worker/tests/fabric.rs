@@ -212,7 +212,7 @@ async fn memory_that_is_gone_is_not_read_and_both_live() {
     let is_mapped = || std::fs::read_to_string(&maps).unwrap().contains("memfd:test");
     assert!(is_mapped());
     let Member { worker, file, host, region } = source;
-    // The last clones go, and the worker unmaps without anybody who waits for it.
+    // The last clones go, and the worker unmaps on its own time.
     drop((region, host, file));
     super::until(|| (!is_mapped()).then_some(())).await;
     assert_eq!(code(reader.read(&peer, from, 0, 4096, AMPLE).await), WorkerFaultCode::Fabric);

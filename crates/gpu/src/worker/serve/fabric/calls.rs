@@ -140,20 +140,20 @@ impl Calls {
         }
     }
 
-    fn tell(&self, act: impl FnOnce(&mut Server) + Send + 'static) {
+    fn later(&self, act: impl FnOnce(&mut Server) + Send + 'static) {
         // The receiver lives as long as the process.
         let _ = self.to_loop.send(Heard::Later(Box::new(act)));
     }
 
     fn answer(&self, id: u64, result: Result<WorkerAnswer, WorkerFault>) {
-        self.tell(move |server| server.answer(id, result));
+        self.later(move |server| server.answer(id, result));
     }
 
     fn take(&mut self, order: Order) {
         match order {
             Order::Register { id, region, memory, device } => {
                 let registered = self.register(region, &memory, device.as_deref());
-                self.tell(move |server| {
+                self.later(move |server| {
                     if registered.is_err() {
                         server.region_refused(region);
                     }
@@ -165,7 +165,7 @@ impl Calls {
                 let ended = self.reads.extract_if(.., |under_way| under_way.read.region == region);
                 let ids: Vec<(u64, bool)> = ended.map(|under_way| (under_way.read.id, under_way.answered)).collect();
                 drop(self.regions.remove(&region));
-                self.tell(move |server| {
+                self.later(move |server| {
                     for (read, answered) in ids {
                         server.read_ended(read);
                         if !answered {
@@ -178,7 +178,7 @@ impl Calls {
             }
             Order::AddPeer { id, region, peer, metadata } => {
                 let added = self.add_peer(region, peer, &metadata);
-                self.tell(move |server| {
+                self.later(move |server| {
                     if added.is_err() {
                         server.peer_refused(peer);
                     }
@@ -234,10 +234,10 @@ impl Calls {
                 ended => {
                     moved = true;
                     let answered = under_way.answered;
-                    // It lets go of its memory first: who hears the answer may release that.
+                    // It gives its memory up before the answer, after which the agent may release that.
                     drop(under_way);
                     let result = ended.map(|_| WorkerAnswer::Done);
-                    self.tell(move |server| {
+                    self.later(move |server| {
                         server.read_ended(id);
                         if !answered {
                             server.answer(id, result);
