@@ -24,7 +24,7 @@ wheel: build ## Build the Python wheel, with the programs in it, into python/dis
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test model-test page-test host-test test-previous chaos-test chart-lint python-test engine-test e2e
+	@tests/stages.sh lint unit-test model-test page-test host-test gdr-test test-previous chaos-test chart-lint python-test engine-test e2e
 
 .PHONY: check
 check: ## Check format and lints and test the pure crate: the loop of a developer (under a minute when warm)
@@ -91,9 +91,11 @@ host-test: programs ## Run the tests with processes on this machine, and those o
 	$(CLUSTER)/tools.sh
 	cargo test --locked --workspace --test host
 
-.PHONY: nixl-test
-nixl-test: ## Run READs between workers over the real NIXL (UCX over TCP; with a GPU also GPU memory)
-	WEIGHTSYNC_NIXL=$$(tests/tools/nixl.sh) && export WEIGHTSYNC_NIXL && cargo test --locked --workspace --lib -- worker::tests::fabric::
+.PHONY: gdr-test
+gdr-test: programs ## Run the transport and the stories of groups with reads through NIXL, over TCP (no RDMA device is needed)
+	WEIGHTSYNC_NIXL=$$(tests/tools/nixl.sh) && export WEIGHTSYNC_NIXL && \
+	cargo test --locked --package weightsync-gpu --package weightsync-transport --lib -- fabric:: gdr:: && \
+	WEIGHTSYNC_STORIES_OVER=gdr cargo test --locked --workspace --test host stories::
 
 .PHONY: test-previous
 test-previous: programs ## Replace agents of an earlier build by those of this one and back, under either coordinator (PREVIOUS=COMMIT)

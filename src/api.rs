@@ -28,8 +28,8 @@ pub use crd::prune;
 pub use crd::{crd, crd_yaml, schema, unknown_fields};
 pub use pods::{CONTAINER_ANNOTATION, container_name, not_ready, pod_facts};
 pub use policy::{
-    Agent, Auto, BeforeFirstVersion, Digest, Health, Join, KvCache, Launch, Membership, NCCL_ENV, Nccl, OnWedged, Pause, Readiness, Retain,
-    Tcp, Transport, Update,
+    Agent, Auto, BeforeFirstVersion, Digest, Gdr, Health, Join, KvCache, Launch, Membership, NCCL_ENV, Nccl, OnWedged, Pause, Readiness,
+    Retain, Tcp, Transport, Update,
 };
 pub use pool::{Engine, EngineServer, Fastdeploy, Head, Lmdeploy, OrderBy, Pool, PoolOrder, Replica, SecretKey, Sglang, Sizes, Vllm};
 pub use selector::{PodSelector, SelectorOperator, SelectorRequirement};

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::api::{Auto, Canary, NCCL_ENV, Nccl};
+use crate::api::{Auto, Canary, Gdr, NCCL_ENV, Nccl};
 use weightsync_coordinator::local::UpdateFile;
 use weightsync_core::protocol::{Delivery, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy};
 
@@ -52,10 +52,16 @@ pub struct TransportFile {
     /// NCCL; a member without a GPU of its own is left out.
     #[serde(default)]
     pub nccl: Option<Nccl>,
+    /// Reads through NIXL; a member without it is left out.
+    #[serde(default)]
+    pub gdr: Option<Gdr>,
 }
 
 impl TransportFile {
     fn policy(&self) -> TransportPolicy {
+        if let Some(gdr) = &self.gdr {
+            return gdr.policy();
+        }
         let wish = match (&self.nccl, &self.tcp) {
             (Some(_), _) => TransportWish::Nccl,
             (None, Some(_)) => TransportWish::Tcp,
@@ -68,19 +74,23 @@ impl TransportFile {
             slot_bytes: u64::from(number(nccl.bucket_mib)) << 20,
             slots: number(nccl.buffers),
             environment: nccl.env,
-            defaults: BTreeMap::new(),
+            ..TransportPolicy::default()
         }
     }
 
     fn check(&self) -> Result<(), String> {
-        if [self.auto.is_some(), self.tcp.is_some(), self.nccl.is_some()].into_iter().filter(|given| *given).count() > 1 {
-            return Err("transport: exactly one transport must be given: auto, tcp or nccl".into());
+        if [self.auto.is_some(), self.tcp.is_some(), self.nccl.is_some(), self.gdr.is_some()].into_iter().filter(|given| *given).count() > 1
+        {
+            return Err("transport: exactly one transport must be given: auto, tcp, nccl or gdr".into());
+        }
+        let within = |number: Option<i32>, range: std::ops::RangeInclusive<i32>| number.is_none_or(|number| range.contains(&number));
+        if self.gdr.is_some_and(|gdr| !within(gdr.bucket_mib, 1..=1024) || !within(gdr.buffers, 2..=64)) {
+            return Err("transport.gdr: bucketMiB must be 1 to 1024, buffers 2 to 64".into());
         }
         let Some(nccl) = &self.nccl else { return Ok(()) };
         if let Some(name) = nccl.env.keys().find(|name| !NCCL_ENV.contains(&name.as_str())) {
             return Err(format!("transport.nccl.env: {name} is not one of {}", NCCL_ENV.join(", ")));
         }
-        let within = |number: Option<i32>, range: std::ops::RangeInclusive<i32>| number.is_none_or(|number| range.contains(&number));
         if !within(nccl.bucket_mib, 1..=16_384) || !within(nccl.buffers, 2..=64) {
             return Err("transport.nccl: bucketMiB must be 1 to 16384, buffers 2 to 64".into());
         }
@@ -154,6 +164,9 @@ impl LocalFile {
         self.transport.check()?;
         if self.delivery == Delivery::Engine && self.transport.tcp.is_some() {
             return Err("delivery: Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent".into());
+        }
+        if self.delivery != Delivery::Agent && self.transport.gdr.is_some() {
+            return Err("delivery: transport gdr is between agents: remove transport.gdr, or set delivery to Agent".into());
         }
         if self.delivery != Delivery::Agent && self.update.max_unavailable > 0 {
             return Err("delivery: only with Agent does a version lie complete before engines switch: remove update.maxUnavailable".into());

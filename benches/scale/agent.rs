@@ -16,8 +16,8 @@ use tokio_util::sync::CancellationToken;
 use weightsync_agent::enrollment::{Announcer, Applicant, TokenSource, enroll};
 use weightsync_agent::events::Events;
 use weightsync_core::protocol::{
-    Announcement, CommitRequest, EngineFacts, EpochId, FenceRequest, GpuReport, Incarnation, MemberPhase, MemberState, PrepareRequest,
-    PrepareResponse, Protocols, Refusal, RefusalCode, ReleaseRequest, Role,
+    Announcement, CommitRequest, EngineFacts, EpochId, FabricReport, FenceRequest, GpuReport, Incarnation, MemberPhase, MemberState,
+    PrepareRequest, PrepareResponse, Protocols, Refusal, RefusalCode, ReleaseRequest, Role,
 };
 use weightsync_net::https::{Access, ControllerClient, Failed, Limits, Valid, ndjson, serve_https};
 use weightsync_net::identity::Identity;
@@ -174,7 +174,7 @@ async fn prepare(State(agent): State<Arc<Agent>>, Valid(request): Valid<PrepareR
     });
     let state = MemberState::clone(&agent.events.state());
     let (incarnation, data_address) = (state.incarnation.clone(), agent.data_address.clone());
-    Ok(Json(PrepareResponse { incarnation, data_address, gpus: GpuReport::default(), state }))
+    Ok(Json(PrepareResponse { incarnation, data_address, gpus: GpuReport::default(), fabric: FabricReport::default(), state }))
 }
 
 async fn commit(State(agent): State<Arc<Agent>>, Valid(request): Valid<CommitRequest>) -> Result<(), Failed<Refusal>> {

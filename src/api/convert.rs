@@ -1,7 +1,5 @@
 //! Spec into inputs of the rooms below. Numbers were checked before; one that cannot be is cut at its limit rather than wrapped.
 
-use std::collections::BTreeMap;
-
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
@@ -114,7 +112,12 @@ impl WeightSyncSpec {
 
     /// How bytes are to travel, as agents are told.
     pub fn transport_policy(&self) -> TransportPolicy {
-        let (nccl, tcp) = self.transport.as_ref().map_or((None, None), |transport| (transport.nccl.as_ref(), transport.tcp));
+        let transport = self.transport.as_ref();
+        let tcp = transport.and_then(|transport| transport.tcp);
+        if let Some(gdr) = transport.and_then(|transport| transport.gdr) {
+            return gdr.policy();
+        }
+        let nccl = transport.and_then(|transport| transport.nccl.as_ref());
         let wish = match (nccl, tcp) {
             (Some(_), _) => TransportWish::Nccl,
             (None, Some(_)) => TransportWish::Tcp,
@@ -126,7 +129,7 @@ impl WeightSyncSpec {
             slot_bytes: u64::from(count(nccl.bucket_mib.unwrap_or(0))) << 20,
             slots: count(nccl.buffers.unwrap_or(0)),
             environment: nccl.env,
-            defaults: BTreeMap::new(),
+            ..TransportPolicy::default()
         };
         match self.delivery {
             super::Delivery::Engine => policy.beside_engines(self.engine_kinds()),
@@ -229,5 +232,18 @@ impl PodSelector {
             },
         };
         Selector { labels: self.match_labels.clone(), requirements: self.match_expressions.iter().map(requirement).collect() }
+    }
+}
+
+impl super::Gdr {
+    /// As agents are told.
+    pub fn policy(&self) -> TransportPolicy {
+        TransportPolicy {
+            wish: TransportWish::Gdr,
+            slot_bytes: u64::from(count(self.bucket_mib.unwrap_or(0))) << 20,
+            slots: count(self.buffers.unwrap_or(0)),
+            allow_tcp: self.allow_tcp.unwrap_or(false),
+            ..TransportPolicy::default()
+        }
     }
 }

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 /// How bytes travel: exactly one of the fields.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("(has(self.auto) ? 1 : 0) + (has(self.tcp) ? 1 : 0) + (has(self.nccl) ? 1 : 0) == 1").message("exactly one transport must be given: auto, tcp or nccl"))]
+#[x_kube(validation = Rule::new("(has(self.auto) ? 1 : 0) + (has(self.tcp) ? 1 : 0) + (has(self.nccl) ? 1 : 0) + (has(self.gdr) ? 1 : 0) == 1").message("exactly one transport must be given: auto, tcp, nccl or gdr"))]
 pub struct Transport {
     /// The best one that all members have; status tells which one, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -24,6 +24,30 @@ pub struct Transport {
     /// are left out. What travels between GPUs is not encrypted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<Nccl>,
+
+    /// GPU-direct RDMA: each member reads from the registered memory of the one before it, through NIXL. Members without NIXL, or without an RDMA
+    /// device, are left out. What is read is not encrypted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gdr: Option<Gdr>,
+}
+
+/// Reads through NIXL, along the chain.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Gdr {
+    /// Length in MiB of one registered buffer; 16 if left out.
+    #[serde(default, skip_serializing_if = "Option::is_none", rename = "bucketMiB")]
+    #[schemars(range(min = 1, max = 1024))]
+    pub bucket_mib: Option<i32>,
+
+    /// Registered buffers of each member; 4 if left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 2, max = 64))]
+    pub buffers: Option<i32>,
+
+    /// Whether reads may go over TCP where a member has no RDMA device. Slower than `tcp`; for tests of a set-up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allow_tcp: Option<bool>,
 }
 
 /// NCCL broadcasts between GPUs.

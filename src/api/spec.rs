@@ -92,6 +92,8 @@ use super::{PodSelector, WeightSyncStatus};
     .message("a canary needs an earlier version to go back to: set membership.keep to 2 or more"))]
 #[x_kube(validation = Rule::new("self.delivery != 'Engine' || !has(self.transport) || !has(self.transport.tcp)")
     .message("delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent"))]
+#[x_kube(validation = Rule::new("self.delivery == 'Agent' || !has(self.transport) || !has(self.transport.gdr)")
+    .message("transport gdr is between agents: remove transport.gdr, or set delivery to Agent"))]
 #[x_kube(validation = Rule::new("(self.update.pause == 'Abort' && self.update.kvCache == 'Reset') || !self.rollouts.exists(p, has(p.engine.fastdeploy))")
     .message("FastDeploy's pause ends requests and empties caches, and it runs by itself behind an update: set update.pause to Abort and update.kvCache to Reset"))]
 pub struct WeightSyncSpec {

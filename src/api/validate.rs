@@ -169,14 +169,25 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
         "spec.delivery",
         "delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent",
     );
-    let given = |transport: &Transport| [transport.auto.is_some(), transport.tcp.is_some(), transport.nccl.is_some()];
+    let given =
+        |transport: &Transport| [transport.auto.is_some(), transport.tcp.is_some(), transport.nccl.is_some(), transport.gdr.is_some()];
     problems.expect(
         spec.transport.as_ref().is_none_or(|transport| given(transport).into_iter().filter(|given| *given).count() == 1),
         "spec.transport",
-        "exactly one transport must be given: auto, tcp or nccl",
+        "exactly one transport must be given: auto, tcp, nccl or gdr",
     );
     if let Some(nccl) = spec.transport.as_ref().and_then(|transport| transport.nccl.as_ref()) {
         check_nccl(problems, nccl);
+    }
+    let gdr = spec.transport.as_ref().and_then(|transport| transport.gdr);
+    problems.expect(
+        spec.delivery == Delivery::Agent || gdr.is_none(),
+        "spec.delivery",
+        "transport gdr is between agents: remove transport.gdr, or set delivery to Agent",
+    );
+    if let Some(gdr) = gdr {
+        problems.range("spec.transport.gdr.bucketMiB", gdr.bucket_mib.unwrap_or(1).into(), 1, 1024);
+        problems.range("spec.transport.gdr.buffers", gdr.buffers.unwrap_or(2).into(), 2, 64);
     }
     if let Some(mib) = tcp.and_then(|tcp| tcp.bucket_mib) {
         problems.range("spec.transport.tcp.bucketMiB", mib.into(), 1, 1024);

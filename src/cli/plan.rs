@@ -146,7 +146,7 @@ impl PlanArgs {
         let between_gpus = match transport.wish {
             TransportWish::Nccl => true,
             TransportWish::Auto => self.gpu_free.is_some(),
-            TransportWish::Tcp => false,
+            TransportWish::Tcp | TransportWish::Gdr => false,
         };
         // What a worker reads as free is what its own context has left.
         let room = |free: u64| GpuRoom { gpu: "the tightest GPU".to_owned(), free: free.saturating_sub(CONTEXT_ESTIMATE), total: free };

@@ -66,7 +66,7 @@ impl Models {
         misfit.insert(one.to_owned(), Tensor::bf16(json!([1, 2]), vec![0; 4]));
         self.copy_of_2("misfit", &misfit);
         let mut retyped = whole.clone();
-        retyped.entry(one.to_owned()).and_modify(|tensor| tensor.dtype = "I16".to_owned());
+        retyped.entry(one.to_owned()).and_modify(|tensor| "I16".clone_into(&mut tensor.dtype));
         self.copy_of_2("retyped", &retyped);
         let mut nan = whole.clone();
         // All bits set is a NaN in every type of float.

@@ -13,6 +13,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use weightsync_agent::client::{ClientServerConfig, SocketName};
 use weightsync_agent::enrollment::{Applicant, TokenSource};
+use weightsync_agent::fabric::FabricSettings;
 use weightsync_agent::gpu::{GpuChoice, GpuSettings};
 use weightsync_agent::process::{AgentError, Settings, run};
 use weightsync_agent::rollout::Places;
@@ -238,6 +239,7 @@ impl Agent {
             cgroups: Cgroups::of_this_process(),
             serve_unclaimed_after,
             command: None,
+            fabric: FabricSettings::default(),
             gpus: GpuSettings { choice: GpuChoice::None, ..GpuSettings::default() },
         };
         let cancel = CancellationToken::new();

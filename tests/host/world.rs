@@ -102,7 +102,7 @@ impl World {
 
     /// Starts a group of the build in that file: its coordinator, and agents for as long as that is the build there.
     pub async fn start_from(program: &Path, model: &Model, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_delivering(program, "Agent", None, json!({"tcp": {}}), model, update, actors).await
+        Self::start_delivering(program, "Agent", None, transport_of_stories(), model, update, actors).await
     }
 
     /// Starts a group whose trainer has the first GPU of a machine, and whose rollouts have the next ones; `transport` is the part of the
@@ -405,4 +405,12 @@ pub async fn until<F: Future<Output = bool>>(what: &str, mut condition: impl FnM
         }
     };
     tokio::time::timeout(SOON, waiting).await.unwrap_or_else(|_| panic!("waited for {what}"));
+}
+
+/// How bytes travel in stories that name no transport: TCP, or reads through NIXL over TCP where WEIGHTSYNC_STORIES_OVER is `gdr`.
+fn transport_of_stories() -> Value {
+    match std::env::var("WEIGHTSYNC_STORIES_OVER").as_deref() {
+        Ok("gdr") => json!({"gdr": {"bucketMiB": 1, "allowTcp": true}}),
+        _ => json!({"tcp": {}}),
+    }
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Unpack NIXL's wheel into the cache, once, and print the folder of libnixl_capi.so: what WEIGHTSYNC_NIXL is set to.
+# Unpack NIXL's wheel into the cache, once, and print the path of libnixl_capi.so: what WEIGHTSYNC_NIXL is set to.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 
@@ -17,4 +17,4 @@ unpack() {
 }
 
 once "$dir" unpack
-echo "$dir/.nixl_cu12.mesonpy.libs"
+echo "$dir/.nixl_cu12.mesonpy.libs/libnixl_capi.so"

@@ -31,9 +31,10 @@ pub use self::external::ExternalPlan;
 use self::peers::Peers;
 pub use self::stream::Keep;
 use super::core::{Core, lock};
+use super::fabric::Fabric;
 use super::gpu::Gpus;
 use super::group::Epoch;
-use weightsync_core::protocol::EpochId;
+use weightsync_core::protocol::{CarriedBy, EpochId};
 use weightsync_net::https::AgentClient;
 use weightsync_transport::Transport;
 
@@ -44,6 +45,7 @@ pub struct Leader {
     transport: Arc<dyn Transport>,
     peers: Mutex<Option<(EpochId, Arc<Peers>)>>,
     gpus: OnceLock<Arc<Gpus>>,
+    fabric: OnceLock<Arc<Fabric>>,
     /// The groups of the present epoch that engines joined.
     engines: Mutex<Option<Arc<EngineGroupsLed>>>,
 }
@@ -51,7 +53,15 @@ pub struct Leader {
 impl Leader {
     pub fn new(core: Arc<Core>, client: AgentClient, transport: Arc<dyn Transport>) -> Arc<Self> {
         core.statements().with_identity(client.identity());
-        Arc::new(Self { core, client, transport, peers: Mutex::new(None), gpus: OnceLock::new(), engines: Mutex::default() })
+        Arc::new(Self {
+            core,
+            client,
+            transport,
+            peers: Mutex::new(None),
+            gpus: OnceLock::new(),
+            fabric: OnceLock::new(),
+            engines: Mutex::default(),
+        })
     }
 
     pub fn core(&self) -> &Arc<Core> {
@@ -65,6 +75,21 @@ impl Leader {
 
     pub fn gpus(&self) -> Option<&Arc<Gpus>> {
         self.gpus.get()
+    }
+
+    /// Reads from members, and lets them read, by this. Once, before the first epoch.
+    pub fn set_fabric(&self, fabric: Arc<Fabric>) {
+        let _ = self.fabric.set(fabric);
+    }
+
+    pub fn fabric(&self) -> Option<&Arc<Fabric>> {
+        self.fabric.get()
+    }
+
+    /// How payloads travel on a chain of an epoch whose members read them from each other; none in another epoch.
+    fn read_by(&self, epoch: &Epoch) -> Option<CarriedBy> {
+        let fabric = Some(self.fabric()?.offered(epoch)?);
+        Some(CarriedBy { root: 0, passing: Vec::new(), lent: true, fabric })
     }
 
     /// The rollouts of an epoch, listened to from the first call on until another epoch is asked for.

@@ -8,6 +8,7 @@ mod core;
 pub mod enrollment;
 pub mod events;
 mod external;
+pub mod fabric;
 pub mod gpu;
 mod group;
 pub mod hand_over;

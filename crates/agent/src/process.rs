@@ -59,6 +59,7 @@ pub struct Settings {
     pub engines: EngineFactory,
     pub cgroups: super::space::Cgroups,
     pub gpus: super::gpu::GpuSettings,
+    pub fabric: super::fabric::FabricSettings,
     /// After which time the pod serves although no operator claimed it; none for never.
     pub serve_unclaimed_after: Option<Duration>,
     /// How the command ended that runs below this agent, once it did; none for an agent that started no command.

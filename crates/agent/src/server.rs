@@ -22,7 +22,7 @@ use super::rollout::{PAUSING, Rollout};
 use super::source::Source;
 use weightsync_core::protocol::{
     AbortRequest, ActivateRequest, BeginRequest, CommitRequest, Delivery, EngineJoinRequest, EngineJoinResponse, EpochId, ExternalBegin,
-    ExternalEnd, FenceRequest, FinishRequest, GpuReport, JoinRequest, JoinResponse, LendRequest, MemberState, PrepareRequest,
+    ExternalEnd, FabricReport, FenceRequest, FinishRequest, GpuReport, JoinRequest, JoinResponse, LendRequest, MemberState, PrepareRequest,
     PrepareResponse, ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, ReleaseRequest, Role, TransportWish, UpdateStatus,
 };
 use weightsync_net::https::{Failed, Valid, ndjson};
@@ -91,18 +91,20 @@ async fn prepare(
     on_its_own(limit, async move {
         let step = endpoint.core.prepare(&request)?;
         let gpus = gpus_for(&endpoint, &request, limit / 2);
+        let fabric = fabric_for(&endpoint, &request, limit / 2);
         if let Part::Rollout(rollout) = &endpoint.part {
             if let Step::Taken { ended: Some(ended) } = step {
                 rollout.epoch_over(&format!("epoch {} replaced {}", request.id.epoch, ended.epoch));
             }
             rollout.prepare(&request).await?;
         }
-        let gpus = gpus.await;
+        let (gpus, fabric) = tokio::join!(gpus, fabric);
         tracing::info!(epoch = %request.id, member = %request.member, "prepared");
         Ok(Json(PrepareResponse {
             incarnation: endpoint.core.me().incarnation.clone(),
             data_address: endpoint.data_address.clone(),
             gpus,
+            fabric,
             state: MemberState::clone(&endpoint.core.events().state()),
         }))
     })
@@ -119,6 +121,14 @@ async fn gpus_for(endpoint: &Endpoint, request: &PrepareRequest, within: Duratio
             gpus.report(within).await
         }
         _ => GpuReport { reason: "its agent uses no GPU".into(), ..GpuReport::default() },
+    }
+}
+
+/// What this endpoint has for reads from members.
+async fn fabric_for(endpoint: &Endpoint, request: &PrepareRequest, within: Duration) -> FabricReport {
+    match endpoint.leader.fabric() {
+        Some(fabric) if request.policy.delivery == Delivery::Agent => fabric.report(&request.policy.transport, within).await,
+        _ => FabricReport { reason: "its agent does not use NIXL".into(), ..FabricReport::default() },
     }
 }
 
@@ -186,6 +196,12 @@ async fn commit(
         if step == Step::Again {
             endpoint.core.acting(epoch.id())?;
         } else {
+            if let (Some(plan), Some(fabric)) = (epoch.commit.transport.gdr, endpoint.leader.fabric())
+                && let Err(refusal) = fabric.enter(&epoch, plan, until).await
+            {
+                endpoint.core.unconfirmed(epoch.id());
+                return Err(refusal);
+            }
             if epoch.prober() == Some(epoch.me())
                 && let Err(refusal) = endpoint.leader.prove(&epoch, until).await
             {

@@ -29,12 +29,12 @@ impl SharedMemory {
     /// New zeroed memory of `length` bytes, mapped for reading. All pages are taken now, so that a lack of memory is an error here and
     /// not a signal in the middle of an update, and so that they are charged to this process.
     pub fn create(name: &str, length: usize) -> io::Result<Self> {
-        Self::map(Self::make(name, length)?, length, false)
+        Self::map(Self::make(name, length)?, 0, length, false)
     }
 
     /// As [`create`](Self::create), mapped for reading and writing.
     pub fn create_writable(name: &str, length: usize) -> io::Result<Self> {
-        Self::map(Self::make(name, length)?, length, true)
+        Self::map(Self::make(name, length)?, 0, length, true)
     }
 
     fn make(name: &str, length: usize) -> io::Result<OwnedFd> {
@@ -56,13 +56,23 @@ impl SharedMemory {
         if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the shared memory is not sealed against shrinking"));
         }
-        Self::map(fd, length, true)
+        Self::map(fd, 0, length, true)
     }
 
-    fn map(fd: OwnedFd, length: usize, writable: bool) -> io::Result<Self> {
+    /// The next part of memory that is mapped elsewhere too: `length` bytes from `offset` on, mapped for reading and writing. The offset is a
+    /// multiple of the page size. Whoever maps several parts keeps them apart.
+    pub fn part(&self, offset: usize, length: usize) -> io::Result<Self> {
+        if offset.checked_add(length).is_none_or(|end| end > self.length) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the part lies beyond the shared memory"));
+        }
+        let from = u64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+        Self::map(self.fd.try_clone()?, from, length, true)
+    }
+
+    fn map(fd: OwnedFd, offset: u64, length: usize, writable: bool) -> io::Result<Self> {
         let protection = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
         // SAFETY: a new mapping at a place that the kernel chooses aliases nothing of ours; length and descriptor were checked above.
-        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, &fd, 0)? };
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, &fd, offset)? };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Self { fd, base, length, writable })
     }

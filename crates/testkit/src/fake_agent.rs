@@ -18,9 +18,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use weightsync_core::protocol::{
-    AgentEvent, AnnounceResponse, Announcement, CommitRequest, EngineFacts, EnrollRequest, EnrollResponse, EpochId, FenceRequest,
-    GpuReport, Incarnation, MemberPhase, MemberState, PrepareRequest, PrepareResponse, Refusal, RefusalCode, ReleaseRequest, Role,
-    UpdateView,
+    AgentEvent, AnnounceResponse, Announcement, CommitRequest, EngineFacts, EnrollRequest, EnrollResponse, EpochId, FabricReport,
+    FenceRequest, GpuReport, Incarnation, MemberPhase, MemberState, PrepareRequest, PrepareResponse, Refusal, RefusalCode, ReleaseRequest,
+    Role, UpdateView,
 };
 use weightsync_net::https::{Access, CallError, ControllerClient, Failed, Limits, Valid, ndjson, serve_https};
 use weightsync_net::identity::Identity;
@@ -343,7 +343,13 @@ async fn prepare(State(shared): State<Shared>, Valid(request): Valid<PrepareRequ
         state.roster_digest = Some(request.roster.digest());
     });
     let state = shared.state.borrow().clone();
-    Ok(Json(PrepareResponse { incarnation, data_address: shared.data_address.borrow().clone(), gpus: GpuReport::default(), state }))
+    Ok(Json(PrepareResponse {
+        incarnation,
+        data_address: shared.data_address.borrow().clone(),
+        gpus: GpuReport::default(),
+        fabric: FabricReport::default(),
+        state,
+    }))
 }
 
 async fn commit(State(shared): State<Shared>, Valid(request): Valid<CommitRequest>) -> Result<(), Failed<Refusal>> {

@@ -3,17 +3,42 @@
 //! The chain says what comes and what it must hash to, and finds members that are lost; the carrier brings the bytes of the buckets that
 //! were announced. Decides nothing by itself: a carrier that fails names the member at fault, and the chain ends for all.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use tokio::sync::mpsc;
 
 use super::{BucketStore, DeviceBucket};
-use weightsync_core::protocol::{BucketHeader, DataHello, LentPiece, Refusal, StreamFailure};
+use weightsync_core::protocol::{BucketHeader, CarriedBy, DataHello, LentPiece, OfferedSlots, Refusal, StreamFailure};
 
 pub(super) trait Carriers: Send + Sync {
     /// Gets ready for the payloads of a stream that was admitted into `store`; a refusal says why this member cannot take part.
     fn receive(&self, hello: &DataHello, store: &Arc<dyn BucketStore>) -> Result<Box<dyn Carrier>, Refusal>;
+}
+
+/// What brings payloads into this member, by how they travel. Each is set once, before the first stream can come.
+#[derive(Default)]
+pub(super) struct Carrying {
+    broadcasts: OnceLock<Arc<dyn Carriers>>,
+    reads: OnceLock<Arc<dyn Carriers>>,
+}
+
+impl Carrying {
+    /// Brings what is broadcast between GPUs, or copied on one.
+    pub(super) fn broadcasts(&self, carriers: Arc<dyn Carriers>) {
+        let _ = self.broadcasts.set(carriers);
+    }
+
+    /// Brings what is read from the memory of the member before.
+    pub(super) fn reads(&self, carriers: Arc<dyn Carriers>) {
+        let _ = self.reads.set(carriers);
+    }
+
+    pub(super) fn of(&self, carried: &CarriedBy) -> Option<&dyn Carriers> {
+        let carriers = if carried.fabric.is_some() { &self.reads } else { &self.broadcasts };
+        carriers.get().map(Arc::as_ref)
+    }
 }
 
 /// The payloads of one stream into one member. Dropping it before [`ended`](Self::ended) gives the stream up.
@@ -24,6 +49,15 @@ pub(super) trait Carrier: Send {
 
     /// The next bytes of the bucket that was announced last lie there, in memory that was lent.
     fn lent(&mut self, piece: LentPiece);
+
+    /// What the next member needs to read the payloads from here, where every member reads them from the one before. The carrier says then by
+    /// [`Carried::Relay`] what the next member is to hear, and this member passes nothing on by itself.
+    fn offers(&self) -> Option<OfferedSlots> {
+        None
+    }
+
+    /// Where the numbers of offered pieces come from that the next member has read.
+    fn taken(&mut self, _taken: mpsc::UnboundedReceiver<u32>) {}
 
     /// What the leader says that the first bucket without a digest hashes to (gsum64).
     fn digest(&mut self, said: u128);
@@ -45,7 +79,16 @@ pub(super) enum Carried {
     Device(DeviceBucket),
     /// A lent piece was copied: its slot may be written again.
     Taken(u32),
+    /// For the next member, where payloads are read from this one.
+    Relay(Relayed),
     /// All of the bucket was given out.
     Whole(BucketHeader, u128),
     Failed(StreamFailure),
+}
+
+/// What the next member of a chain hears of payloads that it reads from this one.
+pub(super) enum Relayed {
+    Head(BucketHeader),
+    Lent(LentPiece),
+    Digest(u128),
 }

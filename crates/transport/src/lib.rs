@@ -6,8 +6,10 @@
 
 mod carrier;
 mod digest;
+pub mod gdr;
 mod intake;
 pub mod nccl;
+mod pieces;
 pub mod tcp;
 
 use std::net::IpAddr;
@@ -185,7 +187,7 @@ impl From<StreamFailure> for TransportError {
 /// A way to move buckets. Listens from its construction on, so that its address is bound before it is told to anyone.
 #[async_trait]
 pub trait Transport: Send + Sync {
-    /// `tcp` or `nccl`, for logs.
+    /// `tcp`, `nccl` or `gdr`, for logs.
     fn name(&self) -> &'static str;
 
     /// Where this member can be reached (`IP:PORT`).

@@ -18,7 +18,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use bytes::Bytes;
 
 pub use self::borrow::Borrowed;
 use self::communicator::Present;
@@ -29,6 +28,7 @@ use self::receive::Receiver;
 use self::send::Sink;
 pub use self::staging::Staging;
 use super::carrier::{Carrier, Carriers};
+use super::pieces::{cut, pieces};
 use super::tcp::TcpTransport;
 use super::{BucketSink, BucketStore, Transport, TransportError};
 use weightsync_core::protocol::{DataHello, EpochId, Refusal, RefusalCode};
@@ -44,8 +44,13 @@ impl NcclTransport {
     /// Over this chain.
     pub fn new(tcp: TcpTransport) -> Self {
         let present: Arc<Present> = Arc::default();
-        tcp.carried_by(Arc::new(Receivers(present.clone())));
+        tcp.carrying().broadcasts(Arc::new(Receivers(present.clone())));
         Self { tcp, present }
+    }
+
+    /// The chain that payloads travel beside.
+    pub(super) fn chain(&self) -> &TcpTransport {
+        &self.tcp
     }
 
     /// Joins the communicator of an epoch, and proves it with one element. One of another epoch is aborted.
@@ -128,12 +133,6 @@ impl Carriers for Receivers {
     }
 }
 
-/// A part of some bytes; what lies behind their end is left out.
-fn cut(bytes: &Bytes, offset: u64, length: u64) -> Bytes {
-    let place = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(bytes.len());
-    bytes.slice(place(offset)..place(offset.saturating_add(length)))
-}
-
 /// The digest of one piece of a bucket, as a GPU gave it.
 struct PieceSum {
     first: bool,
@@ -151,13 +150,4 @@ impl BucketSum {
         self.0 = if piece.first { piece.sum } else { self.0.wrapping_add(piece.sum) };
         piece.last.then_some(self.0)
     }
-}
-
-/// Cuts `bytes` bytes into pieces of at most `longest`: first byte and length of each.
-fn pieces(bytes: u64, longest: u64) -> impl Iterator<Item = (u64, u64)> + Send {
-    let longest = longest.max(64);
-    (0..bytes.div_ceil(longest)).map(move |number| {
-        let offset = number * longest;
-        (offset, longest.min(bytes - offset))
-    })
 }

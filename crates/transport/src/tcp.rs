@@ -18,7 +18,7 @@ mod strangers;
 mod writer;
 
 use std::net::SocketAddr;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -28,7 +28,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use super::carrier::Carriers;
+use super::carrier::Carrying;
 use super::{Admission, BucketSink, Transport, TransportError};
 use downstream::Alive;
 pub(super) use downstream::Downstream;
@@ -94,7 +94,7 @@ impl Default for TcpOptions {
 pub struct TcpTransport {
     address: SocketAddr,
     options: Arc<TcpOptions>,
-    carriers: Arc<OnceLock<Arc<dyn Carriers>>>,
+    carrying: Arc<Carrying>,
     _closed: DropGuard,
 }
 
@@ -106,26 +106,25 @@ impl TcpTransport {
         let bound = listener.local_addr().map_err(io)?;
         let closed = CancellationToken::new();
         let options = Arc::new(options);
-        let carriers: Arc<OnceLock<Arc<dyn Carriers>>> = Arc::default();
+        let carrying: Arc<Carrying> = Arc::default();
         let server = Server {
             admission,
             strangers: Strangers::new(options.max_strangers),
             streams: Arc::new(Semaphore::new(options.max_streams)),
             meeting: Meeting::default(),
             options: options.clone(),
-            carriers: carriers.clone(),
+            carrying: carrying.clone(),
             closed: closed.clone(),
         };
         tokio::spawn(closed.clone().run_until_cancelled_owned(server.run(listener)));
-        Ok(Self { address: bound, options, carriers, _closed: closed.drop_guard() })
+        Ok(Self { address: bound, options, carrying, _closed: closed.drop_guard() })
     }
 }
 
 impl TcpTransport {
-    /// Has payloads that do not travel in the connections brought by `carriers`.
-    pub(super) fn carried_by(&self, carriers: Arc<dyn Carriers>) {
-        // Set once, before the first stream can come: nobody was told the address yet.
-        let _ = self.carriers.set(carriers);
+    /// What brings payloads that do not travel in the connections.
+    pub(super) fn carrying(&self) -> &Carrying {
+        &self.carrying
     }
 
     /// Opens a chain for a leader whose payloads travel beside it.
@@ -159,7 +158,7 @@ struct Server {
     streams: Arc<Semaphore>,
     meeting: Meeting,
     options: Arc<TcpOptions>,
-    carriers: Arc<OnceLock<Arc<dyn Carriers>>>,
+    carrying: Arc<Carrying>,
     closed: CancellationToken,
 }
 
@@ -206,8 +205,7 @@ impl Server {
                 Opening::Stream(hello, lanes) => {
                     let stream = server.streams.clone().try_acquire_owned().ok();
                     let lanes = lanes.clamp(1, server.options.lanes.max(1));
-                    let carriers = server.carriers.get().map(Arc::as_ref);
-                    let doors = member::Doors { admission: &*server.admission, carriers, meeting: &server.meeting };
+                    let doors = member::Doors { admission: &*server.admission, carrying: &server.carrying, meeting: &server.meeting };
                     member::serve(link, *hello, lanes, doors, server.options, stream).await;
                 }
             }

@@ -64,7 +64,13 @@ fn transport() -> impl Strategy<Value = Transport> {
     let tcp = (any::<bool>(), of(1..99)).prop_map(|(tls, bucket_mib)| Tcp { tls, bucket_mib });
     let env = prop::collection::btree_map(TEXT, TEXT, 0..3);
     let nccl = (of(1..99), of(2..9), env).prop_map(|(bucket_mib, buffers, env)| Nccl { bucket_mib, buffers, env });
-    (any::<bool>(), of(tcp), of(nccl)).prop_map(|(auto, tcp, nccl)| Transport { auto: auto.then_some(Auto {}), tcp, nccl })
+    let gdr = (of(1..99), of(2..9), of(any::<bool>())).prop_map(|(bucket_mib, buffers, allow_tcp)| Gdr { bucket_mib, buffers, allow_tcp });
+    (any::<bool>(), of(tcp), of(nccl), of(gdr)).prop_map(|(auto, tcp, nccl, gdr)| Transport {
+        auto: auto.then_some(Auto {}),
+        tcp,
+        nccl,
+        gdr,
+    })
 }
 
 prop_compose! {

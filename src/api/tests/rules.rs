@@ -137,6 +137,11 @@ fn cases() -> Vec<Case> {
             &[("/spec/delivery", json!("Engine")), ("/spec/transport", json!({"tcp": {}}))],
         ),
         case(
+            "transport gdr is between agents: remove transport.gdr, or set delivery to Agent",
+            &[("/spec/transport", json!({"gdr": {"bucketMiB": 16, "buffers": 4, "allowTcp": true}}))],
+            &[("/spec/delivery", json!("Engine")), ("/spec/transport", json!({"gdr": {}}))],
+        ),
+        case(
             "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External",
             &[("/spec/rollouts/0/engine", json!({"lmdeploy": {}})), ("/spec/update", json!({"pause": "Abort"}))],
             &[("/spec/rollouts/0/engine", json!({"lmdeploy": {}})), ("/spec/update", json!({"pause": "Drain"}))],
@@ -167,11 +172,11 @@ fn cases() -> Vec<Case> {
             &[(sizes, json!({"tensor": 256, "pipeline": 256, "data": 2}))],
         ),
         case(
-            "exactly one transport must be given: auto, tcp or nccl",
+            "exactly one transport must be given: auto, tcp, nccl or gdr",
             &[("/spec/transport", json!({"tcp": {"bucketMiB": 16}}))],
             &[("/spec/transport", json!({"auto": {}, "tcp": {}}))],
         ),
-        case("exactly one transport must be given: auto, tcp or nccl", &[], &[("/spec/transport", json!({}))]),
+        case("exactly one transport must be given: auto, tcp, nccl or gdr", &[], &[("/spec/transport", json!({}))]),
         case(
             "transport.nccl.env takes settings of NCCL from a fixed list only, none that loads code or writes files: see the reference",
             &[("/spec/transport", json!({"nccl": {"bucketMiB": 256, "buffers": 4, "env": {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5"}}}))],

@@ -16,6 +16,7 @@ use clap::{Args, ValueEnum};
 
 use crate::client::{ClientServerConfig, SocketName, TrainerUsers};
 use crate::enrollment::{Applicant, TokenSource, read_token};
+use crate::fabric::FabricSettings;
 use crate::gpu::{GpuChoice, GpuSettings};
 use crate::process::{self, EngineFactory, Settings};
 use crate::rollout::Places;
@@ -123,6 +124,9 @@ pub struct AgentArgs {
     /// File of NCCL's library; looked for beside the engine's torch and in the system if it is not given.
     #[arg(long, env = "WEIGHTSYNC_NCCL")]
     nccl: Option<PathBuf>,
+    /// File of NIXL's C interface (libnixl_capi.so); looked for in Python's packages and in the system if it is not given.
+    #[arg(long, env = "WEIGHTSYNC_NIXL")]
+    nixl: Option<PathBuf>,
     /// Log filter, e.g. `info` or `weightsync=debug,warn`; logs go to standard error.
     #[arg(long, env = "WEIGHTSYNC_LOG", default_value = "info")]
     log: String,
@@ -187,6 +191,7 @@ impl AgentArgs {
             serve_unclaimed_after: self.serve_unclaimed_after_seconds.0,
             command: None,
             gpus: GpuSettings { choice: self.gpus.clone(), nccl: self.nccl.clone(), worker: None, child: false },
+            fabric: FabricSettings { nixl: self.nixl.clone(), worker: None },
             applicant: Applicant {
                 namespace: self.namespace,
                 pod: self.pod,

@@ -59,7 +59,7 @@ impl Leader {
     async fn send_probe(&self, epoch: &std::sync::Arc<Epoch>, others: &[MemberName]) -> Result<(), TransportError> {
         let calls = Calls::new(self.client.clone(), epoch.clone());
         let update = UpdateId { epoch: epoch.id().clone(), version: 0, attempt: 0 };
-        let Some((hello, first)) = hello(epoch, &calls, others, &update, true, None) else { return Ok(()) };
+        let Some((hello, first)) = hello(epoch, &calls, others, &update, true, self.read_by(epoch)) else { return Ok(()) };
         let mut sink = self.transport.open(hello, &first).await?;
         let header = BucketHeader { sequence: 0, flags: 0, offset: 0, bytes: ELEMENT.len() as u64 };
         sink.send(header, Bytes::from_static(&ELEMENT).into(), bucket_digest(&ELEMENT)).await?;

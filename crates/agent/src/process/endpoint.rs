@@ -18,6 +18,7 @@ use crate::client::{PublishQueue, SourceWorker};
 use crate::core::{Core, Facts};
 use crate::enrollment::{Announcer, AnnouncingEnded, Enrolled};
 use crate::external::{ExternalDesk, epochs};
+use crate::fabric::Fabric;
 use crate::gpu::{Gpus, Share};
 use crate::group::{Me, Standing};
 use crate::lead::Leader;
@@ -32,6 +33,7 @@ use weightsync_engine::{Engine, EngineError};
 use weightsync_net::https::{Access, AgentClient, ControllerClient, Limits, serve_https};
 use weightsync_net::identity::{ClientCertificates, Identity, IdentityError, agent_name};
 use weightsync_transport::TransportError;
+use weightsync_transport::gdr::GdrTransport;
 use weightsync_transport::nccl::NcclTransport;
 use weightsync_transport::tcp::{DataTls, TcpOptions, TcpTransport};
 
@@ -122,13 +124,15 @@ impl Session {
         let control = bind(settings.ip, port(settings.control_port, number)).await?;
         let data = SocketAddr::new(settings.ip, port(settings.data_port, number));
         let options = TcpOptions { tls: Some(self.data_tls(&core)?), ..TcpOptions::default() };
-        let transport = Arc::new(NcclTransport::new(TcpTransport::bind(data, core.clone(), options).await?));
+        let nccl = Arc::new(NcclTransport::new(TcpTransport::bind(data, core.clone(), options).await?));
+        let transport = Arc::new(GdrTransport::new(nccl.clone()));
         let data_address = weightsync_transport::Transport::address(transport.as_ref());
         let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport.clone());
+        leader.set_fabric(Fabric::new(core.clone(), settings.fabric.clone(), transport));
         let share = Share { number: usize::from(number), of: running.wanted };
         let policy = running.assignment.borrow().transport.clone();
         let told = engine.is_none().then(|| self.source_gpu.clone());
-        let gpus = Gpus::new(core.clone(), settings.gpus.clone(), share, &policy, transport, told);
+        let gpus = Gpus::new(core.clone(), settings.gpus.clone(), share, &policy, nccl, told);
         running.tasks.spawn(gpus.clone().supervise(cancel.clone()));
         leader.set_gpus(gpus.clone());
         let part = if let Some(engine) = engine {

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use crate::plan::Candidate;
 use crate::protocol::{
-    EpochId, GpuReport, GroupFacts, HeldVersion, Incarnation, MemberName, Reason, Returned, Role, Roster, TransportChoice, UpdatePolicy,
+    EpochId, FabricReport, GpuReport, GroupFacts, HeldVersion, Incarnation, MemberName, Reason, Returned, Role, Roster, TransportChoice,
+    UpdatePolicy,
 };
 
 use super::assess::Eligible;
@@ -118,6 +119,7 @@ pub(super) struct Prepared {
     /// Its data address.
     pub data: String,
     pub gpus: GpuReport,
+    pub fabric: FabricReport,
     /// What its engine says about joining a group.
     pub groups: Option<GroupFacts>,
 }
@@ -155,8 +157,12 @@ impl Round {
     /// What prepared members have, in the order of their ranks.
     pub(super) fn facts(&self) -> Vec<super::transport::Prepared<'_>> {
         let known = self.roster.members.iter().filter_map(|member| Some((member, self.prepared.get(&member.name)?)));
-        let facts =
-            known.map(|(member, Prepared { gpus, groups, .. })| super::transport::Prepared { member, gpus, groups: groups.as_ref() });
+        let facts = known.map(|(member, Prepared { gpus, fabric, groups, .. })| super::transport::Prepared {
+            member,
+            gpus,
+            fabric,
+            groups: groups.as_ref(),
+        });
         facts.collect()
     }
 

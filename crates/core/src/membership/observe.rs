@@ -148,7 +148,7 @@ impl Membership {
         // The state in the answer is not taken: the event stream keeps the order of states, and an answer that was overtaken by it would
         // show an engine as holding what it has lost since.
         let groups = response.state.engine.and_then(|engine| engine.groups);
-        let prepared = Prepared { data: response.data_address, gpus: response.gpus, groups };
+        let prepared = Prepared { data: response.data_address, gpus: response.gpus, fabric: response.fabric, groups };
         round.prepared.insert(member.clone(), prepared);
     }
 

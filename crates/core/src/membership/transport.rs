@@ -2,14 +2,15 @@
 //!
 //! Decides by facts of prepared members only. NCCL needs a GPU for every member, no GPU twice (a member on the source's GPU has no rank:
 //! [`seats`]), one minor version of the library everywhere, and room for a ring. `auto` goes back to TCP and says why; when NCCL is demanded, the members that
-//! stand in its way are named, and left out like any member that refuses.
+//! stand in its way are named, and left out like any member that refuses. Reads through NIXL need no GPU; `auto` takes them where all members
+//! have an RDMA device and NCCL is not possible.
 
 use std::collections::BTreeMap;
 
 use crate::plan::{GpuRoom, Joiner, RingWish, Seats, USUAL_LOAD, engine_groups, gpu_ring, seats};
 use crate::protocol::{
-    CommunicatorPlan, Delivery, GpuReport, GroupFacts, MemberName, Role, RosterMember, TransportChoice, TransportPolicy, TransportWish,
-    UpdatePolicy,
+    CommunicatorPlan, Delivery, FabricPlan, FabricReport, GpuReport, GroupFacts, MemberName, Role, RosterMember, TransportChoice,
+    TransportPolicy, TransportWish, UpdatePolicy,
 };
 
 /// A member that stands in the way of what was demanded.
@@ -19,6 +20,7 @@ pub(super) type InTheWay = BTreeMap<MemberName, String>;
 pub(super) struct Prepared<'a> {
     pub(super) member: &'a RosterMember,
     pub(super) gpus: &'a GpuReport,
+    pub(super) fabric: &'a FabricReport,
     /// What its engine says about joining.
     pub(super) groups: Option<&'a GroupFacts>,
 }
@@ -26,9 +28,17 @@ pub(super) struct Prepared<'a> {
 /// How bytes travel in an epoch. `members` stand in the order of their ranks, sources first.
 pub(super) fn choose(policy: &UpdatePolicy, members: &[Prepared<'_>]) -> Result<TransportChoice, InTheWay> {
     match policy.delivery {
+        Delivery::Agent if policy.transport.wish == TransportWish::Gdr => {
+            by_reads(&policy.transport, members, "asked for by spec.transport.gdr")
+        }
         Delivery::Agent => {
-            let members: Vec<_> = members.iter().map(|prepared| (&prepared.member.name, prepared.gpus)).collect();
-            between_agents(&policy.transport, &members)
+            let reports: Vec<_> = members.iter().map(|prepared| (&prepared.member.name, prepared.gpus)).collect();
+            let choice = between_agents(&policy.transport, &reports)?;
+            // Reads need no GPU; over TCP they would be no better than the chain.
+            let better =
+                policy.transport.wish == TransportWish::Auto && choice.nccl.is_none() && members.iter().all(|member| member.fabric.rdma);
+            let reads = better.then(|| by_reads(&policy.transport, members, "auto: every member has NIXL and an RDMA device"));
+            Ok(reads.and_then(Result::ok).unwrap_or(choice))
         }
         Delivery::Engine => between_engines(members),
         Delivery::External => Ok(TransportChoice::tcp("delivery External: the bytes travel in the user's own data plane")),
@@ -41,12 +51,26 @@ fn between_engines(members: &[Prepared<'_>]) -> Result<TransportChoice, InTheWay
         return Ok(TransportChoice::tcp("delivery Engine: without the source nothing is broadcast"));
     };
     let rollouts = members.iter().filter(|prepared| prepared.member.role == Role::Rollout);
-    let joiners: Vec<Joiner<'_>> =
-        rollouts.map(|Prepared { member, gpus, groups }| Joiner { name: &member.name, size: member.size, facts: *groups, gpus }).collect();
+    let joiners: Vec<Joiner<'_>> = rollouts
+        .map(|Prepared { member, gpus, groups, .. }| Joiner { name: &member.name, size: member.size, facts: *groups, gpus })
+        .collect();
     let engines = engine_groups((&source.member.name, source.gpus), &joiners)?;
     let ranks: Vec<String> = engines.groups.iter().map(|group| group.world().to_string()).collect();
     let reason = format!("delivery Engine: the engines join; ranks of each group, with the source's: {}", ranks.join(", "));
-    Ok(TransportChoice { nccl: None, engines: Some(engines), reason })
+    Ok(TransportChoice { nccl: None, gdr: None, engines: Some(engines), reason })
+}
+
+/// Reads along the chain. Members without NIXL stand in the way.
+fn by_reads(policy: &TransportPolicy, members: &[Prepared<'_>], asked: &str) -> Result<TransportChoice, InTheWay> {
+    let lacking = members.iter().filter(|prepared| prepared.fabric.nixl.is_none());
+    let in_the_way: InTheWay = lacking.map(|Prepared { member, fabric, .. }| (member.name.clone(), fabric.reason.clone())).collect();
+    if !in_the_way.is_empty() {
+        return Err(in_the_way);
+    }
+    let plan = FabricPlan::of(policy.slots, policy.slot_bytes);
+    let nixl = members.first().and_then(|prepared| prepared.fabric.nixl.as_deref()).unwrap_or_default();
+    let reason = format!("{asked}; {nixl}; {} slots of {} MiB", plan.slots, plan.slot_bytes >> 20);
+    Ok(TransportChoice { nccl: None, gdr: Some(plan), engines: None, reason })
 }
 
 /// The transport between agents. `members` stand in the order of their ranks, sources first.
@@ -63,14 +87,14 @@ fn between_agents(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)
                 let asked =
                     if policy.wish == TransportWish::Nccl { "asked for by spec.transport.nccl" } else { "auto: every member has a GPU" };
                 let notes = [beside(&seats), unshared(members)].concat();
-                return Ok(TransportChoice { nccl: Some(plan), engines: None, reason: format!("{asked}; ring: {why}{notes}") });
+                return Ok(TransportChoice { nccl: Some(plan), gdr: None, engines: None, reason: format!("{asked}; ring: {why}{notes}") });
             }
             Err((member, why)) => _ = in_the_way.insert(member, why),
         }
     }
     match policy.wish {
         TransportWish::Nccl => Err(in_the_way),
-        TransportWish::Auto | TransportWish::Tcp => {
+        TransportWish::Auto | TransportWish::Tcp | TransportWish::Gdr => {
             let first = in_the_way.iter().next().map(|(member, why)| format!("{member}: {why}")).unwrap_or_default();
             let more = match in_the_way.len() {
                 0 | 1 => String::new(),

@@ -7,8 +7,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    EpochId, GpuReport, GroupFacts, Incarnation, MemberName, MixedWindow, RefusedVersion, Role, Roster, Statement, TransportChoice,
-    UpdatePolicy, UpdateView, Version,
+    EpochId, FabricReport, GpuReport, GroupFacts, Incarnation, MemberName, MixedWindow, RefusedVersion, Role, Roster, Statement,
+    TransportChoice, UpdatePolicy, UpdateView, Version,
 };
 
 /// Longest line of an event stream, in bytes: a snapshot with all its statements, or an update of two thousand members. Readers end a stream
@@ -56,6 +56,8 @@ pub struct PrepareResponse {
     pub data_address: String,
     #[serde(default)]
     pub gpus: GpuReport,
+    #[serde(default)]
+    pub fabric: FabricReport,
     pub state: MemberState,
 }
 

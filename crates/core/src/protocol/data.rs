@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{MemberName, Refusal, UpdateId};
+use super::{MemberName, OfferedSlots, Refusal, UpdateId};
 
 /// First bytes of a data connection, before the u32 length of the hello.
 pub const DATA_MAGIC: [u8; 4] = *b"WSD1";
@@ -50,6 +50,9 @@ pub struct CarriedBy {
     /// Whether the payloads lie in memory that the leader lent to the receiver ([`super::LendRequest`]), which has no rank.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lent: bool,
+    /// What the receiver needs to read the payloads from the sender's memory, where every member reads them from the one before it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fabric: Option<OfferedSlots>,
 }
 
 /// Why a stream ended early, as members tell each other along the chain in both directions; `peer` is the member at fault.

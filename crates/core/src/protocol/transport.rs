@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{EngineGroups, MemberName};
+use super::{EngineGroups, FabricPlan, MemberName};
 
 /// What the object asks for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,6 +17,8 @@ pub enum TransportWish {
     Tcp,
     /// Broadcasts between GPUs; a member that cannot take part is left out.
     Nccl,
+    /// Each member reads from the memory of the one before it (NIXL); a member that cannot take part is left out.
+    Gdr,
 }
 
 /// How bytes are to travel, as the object says it. What is 0 is chosen.
@@ -25,12 +27,15 @@ pub enum TransportWish {
 pub struct TransportPolicy {
     /// Which transport.
     pub wish: TransportWish,
-    /// NCCL: bytes of one slot of the ring on each GPU.
+    /// NCCL: bytes of one slot of the ring on each GPU. GDR: bytes of one registered slot.
     #[serde(default)]
     pub slot_bytes: u64,
-    /// NCCL: slots of the ring on each GPU.
+    /// NCCL: slots of the ring on each GPU. GDR: registered slots.
     #[serde(default)]
     pub slots: u32,
+    /// GDR: whether reads may go over TCP where there is no RDMA device.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub allow_tcp: bool,
     /// NCCL: its settings, `NCCL_*` of the allow-list.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub environment: BTreeMap<String, String>,
@@ -89,9 +94,12 @@ pub struct GpuReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TransportChoice {
-    /// The communicator; none: over TCP.
+    /// The communicator; none: over TCP or by reads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<CommunicatorPlan>,
+    /// The slots that members read from each other; none: over TCP or NCCL.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gdr: Option<FabricPlan>,
     /// The groups that engines join by themselves; none: agents move the bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engines: Option<EngineGroups>,
@@ -135,7 +143,7 @@ fn count(gpus: &[String]) -> u32 {
 impl TransportChoice {
     /// Over TCP, for this reason.
     pub fn tcp(reason: impl Into<String>) -> Self {
-        Self { nccl: None, engines: None, reason: reason.into() }
+        Self { nccl: None, gdr: None, engines: None, reason: reason.into() }
     }
 
     /// With what came of it, for status.
@@ -147,9 +155,13 @@ impl TransportChoice {
         self
     }
 
-    /// `tcp` or `nccl`; shown in status.
+    /// `tcp`, `nccl` or `gdr`; shown in status.
     pub fn name(&self) -> &'static str {
-        if self.nccl.is_some() || self.engines.is_some() { "nccl" } else { "tcp" }
+        match (self.nccl.is_some() || self.engines.is_some(), self.gdr.is_some()) {
+            (true, _) => "nccl",
+            (false, true) => "gdr",
+            (false, false) => "tcp",
+        }
     }
 }
 

@@ -249,6 +249,7 @@ impl Agent {
             incarnation: self.life.clone(),
             data_address: self.life.instance.clone(),
             gpus: GpuReport::default(),
+            fabric: FabricReport::default(),
             state: self.state(),
         })
     }

@@ -98,6 +98,11 @@ impl Worker {
         self.shared.pending.cause().unwrap_or_default()
     }
 
+    /// Whether it ended, or was killed.
+    pub fn has_ended(&self) -> bool {
+        self.shared.ended.is_cancelled() || self.shared.kill.is_cancelled()
+    }
+
     /// Returns when its socket closed. That is earlier than [`ended`](Self::ended): a process with a GPU takes 80 ms and more to die.
     pub async fn lost(&self) {
         self.shared.lost.cancelled().await;

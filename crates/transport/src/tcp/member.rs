@@ -18,7 +18,7 @@ use super::frame::Frame;
 use super::inlet::{Arrived, Event, Inlet, Many, One, Over, Room, Writer};
 use super::lanes::Meeting;
 use super::socket::Link;
-use crate::carrier::{Carried, Carrier, Carriers};
+use crate::carrier::{Carried, Carrier, Carrying, Relayed};
 use crate::intake::Intake;
 use crate::{Admission, BucketStore};
 use weightsync_core::protocol::{DataHello, LentPiece, MemberName, Refusal, RefusalCode, StreamFailure};
@@ -32,7 +32,7 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// What a stream that comes in meets.
 pub(super) struct Doors<'a> {
     pub(super) admission: &'a dyn Admission,
-    pub(super) carriers: Option<&'a dyn Carriers>,
+    pub(super) carrying: &'a Carrying,
     pub(super) meeting: &'a Meeting,
 }
 
@@ -51,7 +51,7 @@ pub(super) async fn serve(
     let buffers = if lanes == 1 && hello.rest.is_empty() { 1 } else { options.receive_buffers.max(2) };
     let space = Room { buffers, size: options.receive_buffer };
     let admitted = admit(&hello, (secured, peer.as_ref()), doors.admission, room.is_some());
-    match admitted.and_then(|store| Ok((carrier(&hello, doors.carriers, &store)?, store))) {
+    match admitted.and_then(|store| Ok((carrier(&hello, doors.carrying, &store)?, store))) {
         Err(refusal) => {
             upstream.say(Frame::Failure(StreamFailure::Refused { peer: hello.to, refusal })).await;
             upstream.close(Inlet::One(One::new(reader, space, silence))).await;
@@ -69,15 +69,13 @@ pub(super) async fn serve(
     }
 }
 
-fn carrier(hello: &DataHello, carriers: Option<&dyn Carriers>, store: &Arc<dyn BucketStore>) -> Result<Option<Box<dyn Carrier>>, Refusal> {
-    match (&hello.carried, carriers) {
-        (None, _) => Ok(None),
-        (Some(_), Some(carriers)) => carriers.receive(hello, store).map(Some),
-        (Some(_), None) => {
-            let message = "the payloads are to travel between GPUs, and this member has none".to_owned();
-            Err(Refusal { code: RefusalCode::Invalid, message })
-        }
-    }
+fn carrier(hello: &DataHello, carrying: &Carrying, store: &Arc<dyn BucketStore>) -> Result<Option<Box<dyn Carrier>>, Refusal> {
+    let Some(carried) = &hello.carried else { return Ok(None) };
+    let none = || {
+        let message = "the payloads are to travel outside of the connections, and this member has no way to them".to_owned();
+        Refusal { code: RefusalCode::Invalid, message }
+    };
+    carrying.of(carried).ok_or_else(none)?.receive(hello, store).map(Some)
 }
 
 fn admit(
@@ -146,6 +144,8 @@ struct Session {
     upstream: Upstream,
     intake: Intake,
     carrier: Option<Box<dyn Carrier>>,
+    /// Whether the carrier says what the next member hears.
+    relays: bool,
     /// The end came while announced buckets were still on their way.
     end_came: bool,
     inlet: Inlet,
@@ -158,21 +158,29 @@ struct Session {
 impl Session {
     fn new(
         hello: DataHello,
-        (store, carrier): (Arc<dyn BucketStore>, Option<Box<dyn Carrier>>),
+        (store, mut carrier): (Arc<dyn BucketStore>, Option<Box<dyn Carrier>>),
         options: Arc<TcpOptions>,
         upstream: Upstream,
         inlet: Inlet,
     ) -> Self {
         let (me, from) = (hello.to.clone(), hello.from.clone());
         let mut rest = hello.rest.iter().cloned();
-        let downstream = rest.next().map(|(name, address)| {
-            let hello = DataHello { from: me.clone(), to: name, rest: rest.collect(), ..hello };
+        let offered = carrier.as_ref().and_then(|carrier| carrier.offers());
+        let mut downstream = rest.next().map(|(name, address)| {
+            let mut hello = DataHello { from: me.clone(), to: name, rest: rest.collect(), ..hello };
+            if let (Some(carried), Some(offered)) = (hello.carried.as_mut(), &offered) {
+                carried.fabric = Some(offered.clone());
+            }
             let lost = StreamFailure::Lost { peer: me.clone(), cause: "it closed its transport".to_owned() };
             Downstream::start(hello, address, options, Alive::WhenTold, lost)
         });
+        let relays = offered.is_some();
+        if let (true, Some(carrier), Some(taken)) = (relays, carrier.as_mut(), downstream.as_mut().and_then(Downstream::taken)) {
+            carrier.taken(taken);
+        }
         let open_behind = downstream.is_none();
         let intake = Intake::new(me.clone(), store);
-        Self { me, from, upstream, intake, carrier, end_came: false, inlet, downstream, open_behind, admitted: false }
+        Self { me, from, upstream, intake, carrier, relays, end_came: false, inlet, downstream, open_behind, admitted: false }
     }
 
     async fn run(mut self) {
@@ -308,7 +316,7 @@ impl Session {
     /// Works on the next piece of the stream. The next member has its bytes before this one copies them.
     fn event(&mut self, event: Event) -> Result<(), Ending> {
         self.begun()?;
-        if let Some(downstream) = &mut self.downstream {
+        if let Some(downstream) = self.downstream.as_mut().filter(|_| !self.relays) {
             match &event {
                 Event::Head(header) => downstream.head(*header),
                 Event::Part(part) => downstream.part(part.clone(), None),
@@ -331,11 +339,7 @@ impl Session {
                 self.end_came = true;
                 Ok(())
             }
-            (Event::End, Some(carrier)) => {
-                self.intake.end().map_err(here)?;
-                carrier.ended();
-                Ok(())
-            }
+            (Event::End, Some(_)) => self.carried_end(),
             (Event::Head(header), None) => self.intake.head(header).map_err(here),
             (Event::Part(part), _) => self.intake.hashed_part(&part).map_err(here),
             (Event::Block(digest), _) => self.intake.block(digest).map_err(here),
@@ -360,12 +364,31 @@ impl Session {
             Carried::Device(bucket) => self.intake.carried_device(bucket).map_err(here)?,
             Carried::Whole(header, digest) => self.intake.carried_whole(&header, digest).map_err(here)?,
             Carried::Failed(failure) => return Err(here(failure)),
+            Carried::Relay(relayed) => {
+                let Some(downstream) = &mut self.downstream else { return Ok(()) };
+                match relayed {
+                    Relayed::Head(header) => downstream.head(header),
+                    Relayed::Lent(piece) => downstream.lent(piece),
+                    Relayed::Digest(digest) => downstream.digest(digest),
+                }
+            }
             // Said upstream by whoever waits for it.
             Carried::Taken(_) => {}
         }
-        if let Some(carrier) = self.carrier.as_mut().filter(|carrier| self.end_came && carrier.idle()) {
+        if self.end_came && self.carrier.as_ref().is_some_and(|carrier| carrier.idle()) {
             self.end_came = false;
-            self.intake.end().map_err(here)?;
+            self.carried_end()?;
+        }
+        Ok(())
+    }
+
+    /// All that travelled beside the connection was given out, and the end came.
+    fn carried_end(&mut self) -> Result<(), Ending> {
+        if let Some(downstream) = self.downstream.as_mut().filter(|_| self.relays) {
+            downstream.end();
+        }
+        self.intake.end().map_err(here)?;
+        if let Some(carrier) = self.carrier.as_mut() {
             carrier.ended();
         }
         Ok(())

@@ -1,5 +1,7 @@
 //! Members to test with: a store that keeps what it is given, an admission that says what the test wants, and a runtime to lose.
 
+pub mod fabric;
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +14,7 @@ use tokio::time::timeout;
 
 use crate::tcp::{TcpOptions, TcpTransport};
 use crate::{Admission, BucketSink, BucketStore, Fault, Transport, TransportError};
-use weightsync_core::protocol::{BucketHeader, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
+use weightsync_core::protocol::{BucketHeader, CarriedBy, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::bucket_digest;
 use weightsync_net::identity::PeerIdentity;
 
@@ -197,29 +199,50 @@ impl Drop for Member {
     }
 }
 
-pub struct Bed(pub TcpOptions);
+#[derive(Clone)]
+pub struct Bed {
+    tcp: TcpOptions,
+    /// Whether members read payloads from each other through NIXL.
+    fabric: bool,
+}
 
 impl Bed {
     /// Small receive buffers, so that small tests meet their ends.
     pub fn tcp() -> Self {
-        Self(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 1, ..TcpOptions::default() })
+        Self::over(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 1, ..TcpOptions::default() })
     }
 
     /// Several connections a hop, whatever the machine.
     pub fn lanes() -> Self {
-        Self(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 3, ..TcpOptions::default() })
+        Self::over(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 3, ..TcpOptions::default() })
     }
 
-    pub async fn transport(&self, door: Arc<Door>) -> Box<dyn Transport> {
+    /// Payloads are read through NIXL, over UCX's `tcp`, in pieces; none where there is no NIXL.
+    pub fn gdr() -> Option<Self> {
+        fabric::library().is_some().then(|| Self { fabric: true, ..Self::tcp() })
+    }
+
+    pub fn over(tcp: TcpOptions) -> Self {
+        Self { tcp, fabric: false }
+    }
+
+    /// A transport, and how it carries the payloads that it sends.
+    pub async fn transport(&self, door: Arc<Door>) -> (Box<dyn Transport>, Option<CarriedBy>) {
         let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
-        Box::new(TcpTransport::bind(any, door, self.0.clone()).await.unwrap())
+        let name = door.name.clone();
+        let tcp = TcpTransport::bind(any, door, self.tcp.clone()).await.unwrap();
+        if !self.fabric {
+            return (Box::new(tcp), None);
+        }
+        let (gdr, carried) = fabric::transport(tcp, name, epoch()).await;
+        (Box::new(gdr), Some(carried))
     }
 
     pub async fn member(&self, name: &str, refuse: Refuse) -> Member {
         let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let door = Door::new(name, refuse);
-        let (bed, behind) = (Self(self.0.clone()), door.clone());
-        let transport = runtime.spawn(async move { bed.transport(behind).await }).await.unwrap();
+        let (bed, behind) = (self.clone(), door.clone());
+        let (transport, _) = runtime.spawn(async move { bed.transport(behind).await }).await.unwrap();
         Member {
             name: MemberName(name.into()),
             address: transport.address(),
@@ -240,16 +263,20 @@ impl Bed {
 
     /// The transport of a leader, and an open chain through members in their order.
     pub async fn open(&self, members: &[Member], silence_ms: u64) -> Result<(Box<dyn Transport>, Box<dyn BucketSink>), TransportError> {
-        let leader = self.transport(Door::new("trainer/0", Refuse::Admission)).await;
-        let sink = timeout(LONG, leader.open(hello(members, silence_ms), &members[0].address)).await.unwrap()?;
+        let (leader, carried) = self.transport(Door::new("trainer/0", Refuse::Admission)).await;
+        let hello = DataHello { carried, ..hello(members, silence_ms) };
+        let sink = timeout(LONG, leader.open(hello, &members[0].address)).await.unwrap()?;
         Ok((leader, sink))
     }
 }
 
+fn epoch() -> EpochId {
+    EpochId { weightsync: "ws".into(), created: 1, term: 1, epoch: 1 }
+}
+
 pub fn hello(members: &[Member], silence_ms: u64) -> DataHello {
-    let epoch = EpochId { weightsync: "ws".into(), created: 1, term: 1, epoch: 1 };
     DataHello {
-        update: UpdateId { epoch, version: 1, attempt: 1 },
+        update: UpdateId { epoch: epoch(), version: 1, attempt: 1 },
         from: MemberName("trainer/0".into()),
         to: members[0].name.clone(),
         secret: "secret".into(),

@@ -12,13 +12,21 @@ const FOUR: [Refuse; 4] = [Refuse::Nothing; 4];
 /// Short enough for a test, long enough for a busy machine.
 const SILENCE: u64 = 1000;
 
-/// Runs each test of the suite with one and with several connections a hop.
+/// Runs each test of the suite with one and with several connections a hop, and with payloads that are read through NIXL.
 macro_rules! promises {
     ($($promise:ident),* $(,)?) => {
         mod tcp {
             $(#[tokio::test]
             async fn $promise() {
                 super::$promise(super::Bed::tcp()).await;
+            })*
+        }
+        mod gdr {
+            $(#[tokio::test]
+            async fn $promise() {
+                if let Some(bed) = super::Bed::gdr() {
+                    super::$promise(bed).await;
+                }
             })*
         }
         mod lanes {
@@ -194,6 +202,7 @@ async fn a_wrong_digest_is_never_completed(bed: Bed) {
     let (_, mut buckets) = buckets(&[70_000, 70_000]);
     buckets[1].2 ^= 1;
     send(&mut sink, &buckets[0]).await.unwrap();
+    members[2].record().until(|seen| seen.buckets == [0]).await;
     let error = match send(&mut sink, &buckets[1]).await {
         Ok(()) => finish(sink).await.unwrap_err(),
         Err(error) => error,
@@ -257,7 +266,7 @@ async fn a_head_that_makes_no_sense_is_refused(bed: Bed) {
     let (_, good) = buckets(&[64]);
     let sound = good[0].0;
     let heads =
-        [BucketHeader { flags: 1, ..sound }, BucketHeader { sequence: u32::MAX, ..sound }, BucketHeader { offset: u64::MAX - 3, ..sound }];
+        [BucketHeader { flags: 2, ..sound }, BucketHeader { sequence: u32::MAX, ..sound }, BucketHeader { offset: u64::MAX - 3, ..sound }];
     for head in heads {
         let members = bed.members(&FOUR[..2]).await;
         let (_leader, mut sink) = bed.open(&members, PATIENT).await.unwrap();

@@ -59,6 +59,8 @@ pub(super) struct Desk {
     pub decisions: Vec<Decision>,
     /// GPUs of agents that have some.
     pub gpus: std::collections::BTreeMap<usize, GpuReport>,
+    /// What members say of NIXL.
+    pub fabric: std::collections::BTreeMap<usize, FabricReport>,
     /// The epoch of the statements that members present for what they hold; they hold nothing that no source announced, unless it is none.
     pub stated: Option<u64>,
 }
@@ -89,7 +91,15 @@ impl Desk {
     pub fn restored(config: MembershipConfig, rollouts: u32, restored: Restored) -> Self {
         let membership = Membership::new(config, restored);
         let states = (0..=rollouts).map(|n| state(n, 1)).collect();
-        Self { membership, now: 1_000, states, decisions: Vec::new(), gpus: std::collections::BTreeMap::new(), stated: Some(1) }
+        Self {
+            membership,
+            now: 1_000,
+            states,
+            decisions: Vec::new(),
+            gpus: std::collections::BTreeMap::new(),
+            fabric: std::collections::BTreeMap::new(),
+            stated: Some(1),
+        }
     }
 
     pub fn see(&mut self, observation: Observation) -> Vec<Decision> {
@@ -182,7 +192,13 @@ impl Desk {
         state.roster_digest = Some(request.roster.digest());
         state.phase = MemberPhase::Prepared;
         let gpus = self.gpus.get(&n).cloned().unwrap_or_default();
-        let response = PrepareResponse { incarnation: to.clone(), data_address: format!("10.0.0.{n}:2"), gpus, state: state.clone() };
+        let response = PrepareResponse {
+            incarnation: to.clone(),
+            data_address: format!("10.0.0.{n}:2"),
+            gpus,
+            fabric: self.fabric.get(&n).cloned().unwrap_or_default(),
+            state: state.clone(),
+        };
         let state = state.clone();
         let mut decisions =
             self.see(Observation::Prepared { id: request.id.clone(), member: request.member.clone(), response: Box::new(response) });

@@ -130,3 +130,53 @@ fn a_member_whose_worker_ended_is_left_out_of_the_next_epoch_and_comes_back() {
     assert!(view.committed && view.id != Some(id), "{view:?}");
     assert_eq!(commits(&desk).into_iter().next_back().unwrap().nccl.unwrap().world(), 2);
 }
+
+fn reading(wish: TransportWish, reports: &[FabricReport]) -> Desk {
+    let policy = UpdatePolicy { transport: TransportPolicy { wish, ..TransportPolicy::default() }, ..policy() };
+    let rollouts = u32::try_from(reports.len() - 1).unwrap();
+    let mut desk = Desk::restored(MembershipConfig { policy, ..config() }, rollouts, crate::membership::Restored::default());
+    desk.fabric = reports.iter().cloned().enumerate().collect();
+    desk
+}
+
+fn nixl(rdma: bool) -> FabricReport {
+    FabricReport { nixl: Some("NIXL 1.5.1 (libnixl_capi.so), UCX over RDMA".into()), rdma, reason: String::new() }
+}
+
+#[test]
+fn gdr_is_taken_where_every_member_has_nixl() {
+    let mut desk = reading(TransportWish::Gdr, &[nixl(true), nixl(false), nixl(true)]);
+    desk.form(2);
+    let choices = commits(&desk);
+    assert_eq!((choices.len(), choices[0].gdr), (3, Some(FabricPlan { slots: 4, slot_bytes: 16 << 20 })));
+    assert!(choices[0].reason.contains("asked for by spec.transport.gdr; NIXL 1.5.1"), "{}", choices[0].reason);
+    assert_eq!(desk.membership.view().transport.as_ref().map(TransportChoice::name), Some("gdr"));
+}
+
+#[test]
+fn auto_takes_gdr_only_with_rdma_on_every_member() {
+    for (reports, name) in
+        [([nixl(true), nixl(true)], "gdr"), ([nixl(true), nixl(false)], "tcp"), ([nixl(true), FabricReport::default()], "tcp")]
+    {
+        let mut desk = reading(TransportWish::Auto, &reports);
+        desk.form(1);
+        assert_eq!(desk.membership.view().transport.as_ref().map(TransportChoice::name), Some(name));
+    }
+}
+
+#[test]
+fn member_without_nixl_is_left_out_of_a_gdr_group() {
+    let why = "its host shows no RDMA device";
+    let mut desk = reading(TransportWish::Gdr, &[nixl(true), nixl(true), FabricReport { reason: why.into(), ..FabricReport::default() }]);
+    let mut decisions = desk.plan(&[0, 1, 2], Vec::new());
+    for n in 0..=2 {
+        decisions.extend(desk.announce(n));
+    }
+    desk.obey(decisions);
+    let decisions = desk.wait(5_000, &[0, 1, 2]);
+    desk.obey(decisions);
+    let view = desk.membership.view();
+    assert!(view.committed, "{view:#?}");
+    assert!(desk.member(2).message.contains(why), "{:?}", desk.member(2));
+    assert_eq!(commits(&desk).last().map(|choice| choice.gdr.is_some()), Some(true));
+}

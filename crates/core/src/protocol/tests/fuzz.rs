@@ -48,7 +48,7 @@ pub(super) fn messages() -> Vec<Message> {
     let engine = json!({"kind": "vllm", "serverVersion": "1", "size": 2, "url": "http://a", "delivery": "d", "answerVersion": "none", "groups": groups});
     let gpu = json!({"uuid": "GPU-1", "name": "H200", "freeBytes": 1, "memoryBytes": 2});
     let choice = json!({
-        "nccl": {"slots": 4, "slotBytes": 64, "ranks": [["trainer/t", ["GPU-1"]]], "guests": ["rollouts/a"]},
+        "nccl": {"slots": 4, "slotBytes": 64, "ranks": [["trainer/t", ["GPU-1"]]], "guests": ["rollouts/a"]}, "gdr": {"slots": 2, "slotBytes": 64},
         "engines": {"groups": [{"rendezvous": "UniqueId", "members": [["rollouts/a", 2]]}]}, "reason": "r",
     });
     let state = json!({
@@ -84,7 +84,8 @@ pub(super) fn messages() -> Vec<Message> {
     let ring = json!({"ring": 1, "gpu": "GPU-1", "handle": "h", "bytes": 2, "check": "c", "proven": false});
     messages! {
         PrepareRequest: json!({"id": id, "member": "rollouts/a", "roster": roster, "policy": policy, "why": "w", "deadlineMs": 5});
-        PrepareResponse: json!({"incarnation": life, "dataAddress": "a", "gpus": {"gpus": [gpu], "nccl": 1, "reason": "r", "unshared": "u"}, "state": state});
+        PrepareResponse: json!({"incarnation": life, "dataAddress": "a", "gpus": {"gpus": [gpu], "nccl": 1, "reason": "r", "unshared": "u"},
+            "fabric": {"nixl": "n", "rdma": true, "reason": "r"}, "state": state});
         CommitRequest: json!({
             "id": id, "addresses": [{"member": "rollouts/a", "incarnation": life, "control": "c", "data": "d", "engineUrl": "e"}],
             "current": held, "returned": returned, "refused": [9], "feeder": "rollouts/a", "transport": choice, "secret": "s", "deadlineMs": 5,
@@ -127,7 +128,7 @@ pub(super) fn messages() -> Vec<Message> {
         Rejection: json!({"message": "m", "retryable": true});
         DataHello: json!({
             "update": update, "from": "trainer/t", "to": "rollouts/a", "secret": "s", "rest": [["rollouts/b", "a"]], "tls": false,
-            "silenceMs": 1, "probe": true, "carried": {"root": 0, "passing": ["rollouts/b"], "lent": true},
+            "silenceMs": 1, "probe": true, "carried": {"root": 0, "passing": ["rollouts/b"], "lent": true, "fabric": {"metadata": "AAAA", "first": {"address": 1, "device": 2}, "slots": 2, "slotBytes": 64}},
         });
         StreamFailure: json!({"kind": "silent", "peer": "rollouts/a", "silenceMs": 5}), json!({"kind": "corrupt", "peer": "rollouts/a", "sequence": 5}),
             json!({"kind": "refused", "peer": "rollouts/a", "refusal": {"code": "Timeout", "message": "m"}}), json!({"kind": "cancelled"});

@@ -1,5 +1,5 @@
-//! Workers that read each other's memory over the real NIXL, with UCX over TCP on loopback and host memory. `WEIGHTSYNC_NIXL` names the folder of
-//! `libnixl_capi.so` (`tests/tools/nixl.sh` makes it and prints it); without it these tests say so and return.
+//! Workers that read each other's memory over the real NIXL, with UCX over TCP on loopback and host memory. `WEIGHTSYNC_NIXL` names the library,
+//! `libnixl_capi.so`. Without it these tests say so and return.
 //!
 //! A worker is this very program, started again for one test, [`a_worker_serves_until_its_agent_is_gone`].
 
@@ -28,11 +28,11 @@ fn a_worker_serves_until_its_agent_is_gone() {
 }
 
 fn nixl() -> Option<PathBuf> {
-    let folder = std::env::var_os("WEIGHTSYNC_NIXL");
-    if folder.is_none() {
-        eprintln!("not run: WEIGHTSYNC_NIXL must name the folder of libnixl_capi.so (WEIGHTSYNC_NIXL=$(tests/tools/nixl.sh))");
+    let library = std::env::var_os("WEIGHTSYNC_NIXL").map(PathBuf::from);
+    if library.is_none() {
+        eprintln!("not run: WEIGHTSYNC_NIXL must name the file libnixl_capi.so (WEIGHTSYNC_NIXL=$(tests/tools/nixl.sh))");
     }
-    folder.map(|folder| PathBuf::from(folder).join("libnixl_capi.so"))
+    library
 }
 
 fn tcp() -> UcxSettings {

@@ -72,12 +72,12 @@ async fn carry(mut near: TcpStream, mut far: TcpStream, mut swallows: watch::Rec
 }
 
 fn bed(lanes: usize) -> Bed {
-    Bed(TcpOptions { receive_buffer: 64 << 10, receive_buffers: 6, lanes, ..TcpOptions::default() })
+    Bed::over(TcpOptions { receive_buffer: 64 << 10, receive_buffers: 6, lanes, ..TcpOptions::default() })
 }
 
 /// A chain over `members` whose first hop leads through the path.
 async fn open(leader_lanes: usize, members: &[Member], path: &Path, silence: u64) -> (Box<dyn Transport>, Box<dyn BucketSink>) {
-    let leader = bed(leader_lanes).transport(crate::tests::bed::Door::new("trainer/0", Refuse::Admission)).await;
+    let leader = bed(leader_lanes).transport(crate::tests::bed::Door::new("trainer/0", Refuse::Admission)).await.0;
     let sink = timeout(LONG, leader.open(hello(members, silence), &path.address)).await.unwrap().unwrap();
     (leader, sink)
 }

@@ -31,7 +31,7 @@ async fn who_does_not_speak_the_protocol_is_closed_at_once() {
 
 #[tokio::test]
 async fn who_shows_no_hello_in_time_is_closed() {
-    let bed = Bed(TcpOptions { hello_timeout: Duration::from_millis(300), ..TcpOptions::default() });
+    let bed = Bed::over(TcpOptions { hello_timeout: Duration::from_millis(300), ..TcpOptions::default() });
     let member = bed.member("actors/0", Refuse::Nothing).await;
     for words in [b"".as_slice(), b"WSD1", b"WSD1\x10\0\0\0half"] {
         let mut stream = TcpStream::connect(&member.address).await.unwrap();
@@ -44,7 +44,7 @@ async fn who_shows_no_hello_in_time_is_closed() {
 #[tokio::test]
 async fn too_many_strangers_are_closed_and_members_come_in() {
     let long = Duration::from_secs(3600);
-    let bed = Bed(TcpOptions { max_strangers: 4, first_byte: long, hello_timeout: long, ..TcpOptions::default() });
+    let bed = Bed::over(TcpOptions { max_strangers: 4, first_byte: long, hello_timeout: long, ..TcpOptions::default() });
     let member = bed.member("actors/0", Refuse::Nothing).await;
     let mut held = Vec::new();
     for _ in 0..100 {
@@ -56,7 +56,7 @@ async fn too_many_strangers_are_closed_and_members_come_in() {
 
 #[tokio::test]
 async fn more_streams_than_there_is_room_for_are_refused() {
-    let bed = Bed(TcpOptions { max_streams: 1, ..TcpOptions::default() });
+    let bed = Bed::over(TcpOptions { max_streams: 1, ..TcpOptions::default() });
     let members = [bed.member("actors/0", Refuse::Nothing).await];
     let (_leader, first) = bed.open(&members, PATIENT).await.unwrap();
     let error = bed.open(&members, PATIENT).await.err().unwrap().to_string();

@@ -35,11 +35,11 @@ fn tls(name: &str) -> DataTls {
 }
 
 fn bed(tls: Option<DataTls>) -> Bed {
-    Bed(TcpOptions { tls, receive_buffer: 4096, lanes: 2, ..TcpOptions::default() })
+    Bed::over(TcpOptions { tls, receive_buffer: 4096, lanes: 2, ..TcpOptions::default() })
 }
 
 async fn open(bed: &Bed, members: &[Member], tls: bool) -> Result<Box<dyn BucketSink>, TransportError> {
-    let leader = bed.transport(Door::new("trainer/0", Refuse::Admission)).await;
+    let leader = bed.transport(Door::new("trainer/0", Refuse::Admission)).await.0;
     let hello = DataHello { tls, ..hello(members, PATIENT) };
     tokio::time::timeout(LONG, leader.open(hello, &members[0].address)).await.unwrap()
 }

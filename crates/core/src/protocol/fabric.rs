@@ -1,0 +1,69 @@
+//! Memory of a member that others may read through NIXL, while one epoch lasts; and whether a member has NIXL.
+//!
+//! A member never lets others write into its memory: the next member of a chain reads each piece. The metadata holds keys of the network
+//! card, so it travels only in hellos, whose connections carry the weights too. It ends with the registration.
+
+use serde::{Deserialize, Serialize};
+
+use super::worker::{FabricMetadata, RemotePlace};
+
+/// Slots of a member's ring, as whoever reads them must know them: back to back in one registered region.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct OfferedSlots {
+    /// NIXL's description of the region. Secret: whoever has it can read it.
+    pub metadata: FabricMetadata,
+    /// Where the first slot begins.
+    pub first: RemotePlace,
+    /// How many there are.
+    pub slots: u32,
+    /// Bytes of a slot.
+    pub slot_bytes: u64,
+}
+
+impl OfferedSlots {
+    /// Where the first `bytes` bytes of a slot lie: none when they lie beyond it.
+    pub fn at(&self, slot: u32, bytes: u64) -> Option<RemotePlace> {
+        let offset = u64::from(slot).checked_mul(self.slot_bytes).filter(|_| slot < self.slots && bytes <= self.slot_bytes)?;
+        Some(RemotePlace { address: self.first.address.checked_add(offset)?, device: self.first.device })
+    }
+}
+
+/// Never shows keys.
+impl std::fmt::Debug for OfferedSlots {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} slots of {} bytes", self.slots, self.slot_bytes)
+    }
+}
+
+/// The slots that each member registers in an epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FabricPlan {
+    /// Slots of each member.
+    pub slots: u32,
+    /// Bytes of a slot.
+    pub slot_bytes: u64,
+}
+
+impl FabricPlan {
+    /// As asked for; what is 0 is chosen. Several slots let a read, a hash and the next member's read go on at once.
+    pub fn of(slots: u32, slot_bytes: u64) -> Self {
+        Self { slots: if slots == 0 { 4 } else { slots }, slot_bytes: if slot_bytes == 0 { 16 << 20 } else { slot_bytes } }
+    }
+}
+
+/// Whether a member can read the memory of others, and let them read its own.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FabricReport {
+    /// Library, plugin and transports, for status; none: a group cannot use it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nixl: Option<String>,
+    /// Whether the host has an RDMA device.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub rdma: bool,
+    /// Why a group cannot use it, for a person. Empty when it can.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub reason: String,
+}
