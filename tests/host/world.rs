@@ -237,9 +237,9 @@ impl World {
         event["message"].as_str().unwrap().to_owned()
     }
 
-    /// Whether the group has told that reason of that member.
-    pub fn has_told(&self, reason: &str, member: &str) -> bool {
-        self.events.borrow().iter().any(|event| event["reason"] == reason && event["member"] == member)
+    /// How many events of the group have that reason and that member.
+    pub fn events_of(&self, reason: &str, member: &str) -> usize {
+        self.events.borrow().iter().filter(|event| event["reason"] == reason && event["member"] == member).count()
     }
 
     /// Runs `weightsync publish` on a checkpoint, to its end.

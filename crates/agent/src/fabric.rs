@@ -1,7 +1,7 @@
 //! NIXL of one endpoint: the worker that has it open, and the slots that are registered for an epoch.
 //!
 //! Decides which of UCX's transports may be used: those of RDMA devices, and TCP only where the object allows it, so that no group is slow
-//! without a word. It never decides whether a group uses NIXL: that is membership's, by what [`Fabric::report`] says.
+//! without a word. It never decides whether a group uses NIXL: that is membership's, by what the report of each member says.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -20,6 +20,6 @@ async fn a_killed_trainer_costs_no_replica_its_place() {
         assert_eq!(result["behind"], json!([]), "round {round}");
     }
     for member in both {
-        assert!(!world.has_told("PeerUnreachable", member), "{member}");
+        assert_eq!(world.events_of("PeerUnreachable", member), 0, "{member}");
     }
 }
