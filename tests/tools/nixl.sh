@@ -5,13 +5,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 
 version=1.5.1
 dir=$WEIGHTSYNC_CACHE/nixl-$version
+tools=$("$(dirname "${BASH_SOURCE[0]}")/python.sh")
 
 # `once` calls it where a failing command does not end the script. A wheel is a zip archive; any Python's will do, since only its libraries count.
 unpack() {
   local dir=$1
-  python3 -m pip download --disable-pip-version-check --no-input --no-deps --only-binary=:all: --python-version 3.11 \
+  "$tools/python" -m pip download --disable-pip-version-check --no-input --no-deps --only-binary=:all: --python-version 3.11 \
     --implementation cp --abi cp311 --platform manylinux_2_28_x86_64 --dest "$dir/wheel" "nixl-cu12==$version" &&
-    python3 -m zipfile -e "$dir"/wheel/*.whl "$dir" &&
+    "$tools/python" -m zipfile -e "$dir"/wheel/*.whl "$dir" &&
     rm -r "$dir/wheel" &&
     test -e "$dir/.nixl_cu12.mesonpy.libs/libnixl_capi.so"
 }
