@@ -117,6 +117,11 @@ impl World {
         Self::start_delivering(Path::new(PROGRAM), "Engine", Some(machine), transport, &Model::large(0), update, actors).await
     }
 
+    /// Starts a group over that transport, with the defaults of everything else.
+    pub async fn start_over(transport: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
+        Self::start_delivering(Path::new(PROGRAM), "Agent", None, transport, &Model::small(0), json!({}), actors).await
+    }
+
     /// Starts a group whose weights travel in the trainer's own data plane.
     pub async fn start_external(update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
         Self::start_delivering(Path::new(PROGRAM), "External", None, json!({"auto": {}}), &Model::small(0), update, actors).await
