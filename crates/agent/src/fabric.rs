@@ -12,6 +12,7 @@ use tokio::time::{Instant, timeout};
 
 use super::core::Core;
 use super::group::{Epoch, refusal};
+use super::space::Cgroups;
 use weightsync_core::protocol::worker::{FabricFacts, UcxSettings};
 use weightsync_core::protocol::{FabricPlan, FabricReport, OfferedSlots, Refusal, RefusalCode, TransportPolicy, TransportWish};
 use weightsync_gpu::worker::{Worker, WorkerError, WorkerStart};
@@ -38,6 +39,7 @@ pub struct FabricSettings {
 pub(crate) struct Fabric {
     core: Arc<Core>,
     settings: FabricSettings,
+    cgroups: Cgroups,
     transport: Arc<GdrTransport>,
     open: Mutex<Option<Open>>,
 }
@@ -52,8 +54,8 @@ struct Open {
 
 impl Fabric {
     /// Starts nothing before an object asks for it.
-    pub fn new(core: Arc<Core>, settings: FabricSettings, transport: Arc<GdrTransport>) -> Arc<Self> {
-        Arc::new(Self { core, settings, transport, open: Mutex::default() })
+    pub fn new(core: Arc<Core>, settings: FabricSettings, cgroups: Cgroups, transport: Arc<GdrTransport>) -> Arc<Self> {
+        Arc::new(Self { core, settings, cgroups, transport, open: Mutex::default() })
     }
 
     /// What is said of NIXL when an epoch is prepared. The slots of the epoch before are given up: nobody reads them any more.
@@ -107,10 +109,16 @@ impl Fabric {
         let Open { worker, .. } = self.opened(epoch.prepared.policy.transport.allow_tcp).await.map_err(internal)?;
         let within = deadline.saturating_duration_since(Instant::now());
         let (slots, slot_bytes) = (plan.slots, plan.slot_bytes);
+        let bytes = u64::from(slots).saturating_mul(slot_bytes);
+        let no_room =
+            |error| refusal(RefusalCode::OutOfSpace, format!("no room for {slots} registered slots of {slot_bytes} bytes: {error}"));
+        // Until they are allocated. From then on the machine counts them.
+        let room = self.cgroups.reserve(bytes).map_err(no_room)?;
         let wanted = RingWanted { epoch: epoch.id().clone(), me: epoch.me().clone(), worker: worker.clone(), slots, slot_bytes, within };
         let ring = timeout(within, FabricRing::register(wanted)).await;
         let late = || refusal(RefusalCode::Timeout, format!("its memory is not registered within {within:?}"));
         self.transport.enter(ring.map_err(|_| late())?.map_err(internal)?);
+        drop(room);
         let (core, transport, over, epoch) = (self.core.clone(), self.transport.clone(), self.core.over(epoch.id()), epoch.clone());
         tokio::spawn(async move {
             tokio::select! {
