@@ -27,13 +27,11 @@ const DEVICES: &str = "/sys/class/infiniband";
 /// Longest time for opening NIXL: the libraries are read from disk.
 const OPEN: Duration = Duration::from_secs(20);
 
-/// How NIXL is found, and how its worker is started.
+/// How NIXL is found.
 #[derive(Debug, Clone, Default)]
 pub struct FabricSettings {
     /// File of NIXL's C interface, where it is not to be looked for.
     pub nixl: Option<PathBuf>,
-    /// The program and arguments of a worker; this program's own if not given.
-    pub worker: Option<WorkerStart>,
 }
 
 pub(crate) struct Fabric {
@@ -58,7 +56,7 @@ impl Fabric {
         Arc::new(Self { core, settings, cgroups, transport, open: Mutex::default() })
     }
 
-    /// What is said of NIXL when an epoch is prepared. The slots of the epoch before are given up: nobody reads them any more.
+    /// What is said of NIXL when an epoch is prepared. The slots of the epoch before are given up: no member reads them any more.
     pub async fn report(&self, policy: &TransportPolicy, within: Duration) -> FabricReport {
         self.transport.leave(None);
         let rdma = has_rdma_device().await;
@@ -90,14 +88,11 @@ impl Fabric {
             return Ok(open.clone());
         }
         *open = None;
-        let start = match &self.settings.worker {
-            Some(start) => start.clone(),
-            None => WorkerStart::own("nixl")?,
-        };
         let tls = RDMA.into_iter().chain(allow_tcp.then_some("tcp")).map(str::to_owned).collect();
         let ucx = UcxSettings { tls, devices: Vec::new() };
-        let worker = Worker::start(&start.with_ucx(&ucx).map_err(|error| WorkerError::Start { cause: error.to_string() })?)?;
-        let name = self.core.me().incarnation.instance.clone();
+        let worker = Worker::start(&WorkerStart::own("nixl")?.with_ucx(&ucx)?)?;
+        // Of this worker alone: the one before it may have had peers.
+        let name = format!("{}-{}", self.core.me().incarnation.instance, uuid::Uuid::new_v4().simple());
         let facts = worker.open_fabric(self.settings.nixl.as_deref(), &name, &ucx, OPEN).await?;
         tracing::info!(path = facts.path, version = facts.version, memory = ?facts.memory, allow_tcp, "NIXL is open");
         Ok(open.insert(Open { worker, facts, allow_tcp }).clone())
@@ -108,13 +103,12 @@ impl Fabric {
         let internal = |error: WorkerError| refusal(RefusalCode::Internal, error.to_string());
         let Open { worker, .. } = self.opened(epoch.prepared.policy.transport.allow_tcp).await.map_err(internal)?;
         let within = deadline.saturating_duration_since(Instant::now());
-        let (slots, slot_bytes) = (plan.slots, plan.slot_bytes);
-        let bytes = u64::from(slots).saturating_mul(slot_bytes);
+        let FabricPlan { slots, slot_bytes } = plan;
         let no_room =
             |error| refusal(RefusalCode::OutOfSpace, format!("no room for {slots} registered slots of {slot_bytes} bytes: {error}"));
         // Until they are allocated. From then on the machine counts them.
-        let room = self.cgroups.reserve(bytes).map_err(no_room)?;
-        let wanted = RingWanted { epoch: epoch.id().clone(), me: epoch.me().clone(), worker: worker.clone(), slots, slot_bytes, within };
+        let room = self.cgroups.reserve(plan.bytes()).map_err(no_room)?;
+        let wanted = RingWanted { epoch: epoch.id().clone(), me: epoch.me().clone(), worker: worker.clone(), plan, within };
         let ring = timeout(within, FabricRing::register(wanted)).await;
         let late = || refusal(RefusalCode::Timeout, format!("its memory is not registered within {within:?}"));
         self.transport.enter(ring.map_err(|_| late())?.map_err(internal)?);

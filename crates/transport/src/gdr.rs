@@ -2,8 +2,8 @@
 //!
 //! The chain stays the control plane: hellos, heads, digests, signs of life, failures and their blame are the same bytes by the same code. Each
 //! hello carries what the next member needs to read the sender's slots. Each member reads a piece, offers its own copy to the next member,
-//! and only then looks at it: so a version passes along the chain while it still arrives. No member can write into another one's memory, and
-//! keys end with the epoch: a member that was left out reads nothing any more.
+//! and only then looks at it: so a version passes along the chain while it still arrives. No member offers memory for writing, and keys end with the
+//! epoch: a member that was left out reads nothing any more.
 
 mod receive;
 mod ring;
@@ -49,27 +49,26 @@ impl GdrTransport {
 
     /// Takes the ring of an epoch. The one of the epoch before is given up: keys to it fail from now on.
     pub fn enter(&self, ring: Arc<FabricRing>) {
-        self.replace(Some(ring));
+        let before = self.present.0.lock().replace(ring);
+        close(before);
     }
 
     /// Gives the ring up, unless it is already that of another epoch than `epoch`; none for whatever ring there is.
     pub fn leave(&self, epoch: Option<&EpochId>) {
-        let leaves = self.present.0.lock().as_ref().is_some_and(|ring| epoch.is_none_or(|epoch| ring.epoch() == epoch));
-        if leaves {
-            self.replace(None);
-        }
-    }
-
-    fn replace(&self, ring: Option<Arc<FabricRing>>) {
-        let before = std::mem::replace(&mut *self.present.0.lock(), ring);
-        if let Some(before) = before {
-            before.close_soon();
-        }
+        // In one step: the ring of the next epoch may come meanwhile, and stays.
+        let before = self.present.0.lock().take_if(|ring| epoch.is_none_or(|epoch| ring.epoch() == epoch));
+        close(before);
     }
 
     /// What others need to read this member's slots in an epoch; none without a ring for it.
     pub fn memory(&self, epoch: &EpochId) -> Option<OfferedSlots> {
         self.present.of(epoch).map(|ring| ring.memory().clone())
+    }
+}
+
+fn close(ring: Option<Arc<FabricRing>>) {
+    if let Some(ring) = ring {
+        ring.close_soon();
     }
 }
 

@@ -191,7 +191,7 @@ impl AgentArgs {
             serve_unclaimed_after: self.serve_unclaimed_after_seconds.0,
             command: None,
             gpus: GpuSettings { choice: self.gpus.clone(), nccl: self.nccl.clone(), worker: None, child: false },
-            fabric: FabricSettings { nixl: self.nixl.clone(), worker: None },
+            fabric: FabricSettings { nixl: self.nixl.clone() },
             applicant: Applicant {
                 namespace: self.namespace,
                 pod: self.pod,

@@ -7,11 +7,11 @@ use serde::{Deserialize, Serialize};
 
 use super::worker::{FabricMetadata, RemotePlace};
 
-/// Slots of a member's ring, as whoever reads them must know them: back to back in one registered region.
+/// Slots of a member's ring, as a member that reads them must know them: back to back in one registered region.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct OfferedSlots {
-    /// NIXL's description of the region. Secret: whoever has it can read it.
+    /// NIXL's description of the region. Secret: who has it can read it.
     pub metadata: FabricMetadata,
     /// Where the first slot begins.
     pub first: RemotePlace,
@@ -50,6 +50,13 @@ impl FabricPlan {
     /// As asked for; what is 0 is chosen. Several slots let a read, a hash and the next member's read go on at once.
     pub fn of(slots: u32, slot_bytes: u64) -> Self {
         Self { slots: if slots == 0 { 4 } else { slots }, slot_bytes: if slot_bytes == 0 { 16 << 20 } else { slot_bytes } }
+    }
+}
+
+impl FabricPlan {
+    /// Bytes of all slots of a member.
+    pub fn bytes(self) -> u64 {
+        u64::from(self.slots).saturating_mul(self.slot_bytes)
     }
 }
 

@@ -200,7 +200,7 @@ impl Stream {
                     // A task of its own keeps the slot until the worker's answer, also when the stream is over.
                     let reading = tokio::spawn(async move {
                         slot.read(&peer, place, bytes, within).await?;
-                        // The member before may use its slot again, whatever this one's store does. Nobody listens when the stream is over.
+                        // The member before may use its slot again, whatever this one's store does. No task listens when the stream is over.
                         let _ = read.send(number);
                         Ok(slot)
                     });

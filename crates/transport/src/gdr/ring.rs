@@ -11,7 +11,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use weightsync_core::protocol::worker::{FabricMetadata, RemotePlace};
-use weightsync_core::protocol::{EpochId, MemberName, OfferedSlots};
+use weightsync_core::protocol::{EpochId, FabricPlan, MemberName, OfferedSlots};
 use weightsync_gpu::worker::{Peer, Read, Region, Span, Worker, WorkerError};
 use weightsync_net::memfd::SharedMemory;
 
@@ -25,9 +25,7 @@ pub struct RingWanted {
     pub me: MemberName,
     /// Its fabric is open.
     pub worker: Worker,
-    pub slots: u32,
-    /// Bytes of a slot.
-    pub slot_bytes: u64,
+    pub plan: FabricPlan,
     /// Time for all of it.
     pub within: Duration,
 }
@@ -58,9 +56,10 @@ impl FabricRing {
     /// # Errors
     /// No memory, or a registration that the worker refused; its text says what to change.
     pub async fn register(wanted: RingWanted) -> Result<Arc<Self>, WorkerError> {
-        let RingWanted { epoch, me, worker, slots, slot_bytes, within } = wanted;
-        let memory = allocate(u64::from(slots).saturating_mul(slot_bytes)).await?;
-        let host = worker.map_host(memory.fd(), u64::from(slots).saturating_mul(slot_bytes), within).await?;
+        let RingWanted { epoch, me, worker, plan, within } = wanted;
+        let FabricPlan { slots, slot_bytes } = plan;
+        let memory = allocate(plan.bytes()).await?;
+        let host = worker.map_host(memory.fd(), plan.bytes(), within).await?;
         let region = worker.register_host(&host, within).await?;
         let first = region.at(0).ok_or(WorkerError::Nonsense { what: "say where registered memory lies" })?;
         let mut free = Vec::new();
@@ -77,7 +76,7 @@ impl FabricRing {
         Ok(Arc::new(Self { epoch, me, worker, region, memory, free: Mutex::new(free), permits, peers: tokio::sync::Mutex::default() }))
     }
 
-    /// Ends the registration, whoever still holds slots: when it returns, nobody reads them any more.
+    /// Ends the registration, also while slots are held: when it returns, no member reads them any more.
     pub(super) async fn close(&self) -> Result<(), WorkerError> {
         self.region.close(CLOSE).await
     }
@@ -184,7 +183,7 @@ impl AsRef<[u8]> for Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        // Before the permit goes, so that whoever gets the permit finds a place.
+        // Before the permit goes, so that the next holder of the permit finds a place.
         if let Some(place) = self.place.take() {
             self.ring.free.lock().push(place);
         }

@@ -4,14 +4,20 @@ use std::sync::Arc;
 
 use super::{FabricRing, RingWanted};
 use crate::tests::bed::fabric::{WITHIN, library, worker};
-use weightsync_core::protocol::{EpochId, MemberName};
+use weightsync_core::protocol::{EpochId, FabricPlan, MemberName};
 
 async fn ring(name: &str, epoch: u64) -> Arc<FabricRing> {
     let epoch = EpochId { weightsync: "ws".into(), created: 1, term: 1, epoch };
     let worker = worker(name).await;
-    FabricRing::register(RingWanted { epoch, me: MemberName(name.into()), worker, slots: 2, slot_bytes: 64 << 10, within: WITHIN })
-        .await
-        .unwrap()
+    FabricRing::register(RingWanted {
+        epoch,
+        me: MemberName(name.into()),
+        worker,
+        plan: FabricPlan { slots: 2, slot_bytes: 64 << 10 },
+        within: WITHIN,
+    })
+    .await
+    .unwrap()
 }
 
 #[tokio::test]
