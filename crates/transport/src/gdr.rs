@@ -5,6 +5,8 @@
 //! and only then looks at it: so a version passes along the chain while it still arrives. No member offers memory for writing, and keys end with the
 //! epoch: a member that was left out reads nothing any more.
 
+mod gpu;
+mod offered;
 mod receive;
 mod ring;
 mod send;
@@ -15,11 +17,14 @@ use std::time::Duration;
 use async_trait::async_trait;
 use parking_lot::Mutex;
 
+pub(crate) use self::gpu::GpuReads;
+pub use self::gpu::{GpuSlots, GpuSlotsWanted};
+pub(crate) use self::offered::next_taken;
 use self::receive::{Neighbours, Receiver};
 pub use self::ring::{FabricRing, RingWanted};
 use self::send::Sink;
 use super::carrier::{Carrier, Carriers};
-use super::nccl::NcclTransport;
+use super::nccl::{self, Lending, NcclTransport};
 use super::{BucketSink, BucketStore, Transport, TransportError};
 use weightsync_core::protocol::{DataHello, EpochId, OfferedSlots, Refusal, RefusalCode};
 
@@ -29,13 +34,57 @@ pub struct GdrTransport {
     present: Arc<Present>,
 }
 
-/// The ring of the present epoch.
+/// The slots of a member in one epoch.
+#[derive(Clone)]
+pub enum Slots {
+    /// In host memory.
+    Host(Arc<FabricRing>),
+    /// In memory of its GPUs.
+    Gpu(Arc<GpuSlots>),
+}
+
+impl Slots {
+    fn epoch(&self) -> &EpochId {
+        match self {
+            Self::Host(ring) => ring.epoch(),
+            Self::Gpu(slots) => slots.communicator().epoch(),
+        }
+    }
+
+    fn memory(&self) -> &OfferedSlots {
+        match self {
+            Self::Host(ring) => ring.memory(),
+            Self::Gpu(slots) => slots.memory(),
+        }
+    }
+
+    /// Ends the registration without waiting. A worker that does not end it is killed.
+    fn close_soon(self) {
+        // Without a runtime the process ends, and its worker with it.
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        runtime.spawn(async move {
+            let closed = match &self {
+                Self::Host(ring) => ring.close().await,
+                Self::Gpu(slots) => slots.close().await,
+            };
+            let Err(error) = closed else { return };
+            tracing::warn!(epoch = %self.epoch(), %error, "registered memory is given up with its worker");
+            let cause = "its registered memory could not be given up";
+            match &self {
+                Self::Host(ring) => ring.kill(cause),
+                Self::Gpu(slots) => slots.kill(cause),
+            }
+        });
+    }
+}
+
+/// The slots of the present epoch.
 #[derive(Default)]
-struct Present(Mutex<Option<Arc<FabricRing>>>);
+struct Present(Mutex<Option<Slots>>);
 
 impl Present {
-    fn of(&self, epoch: &EpochId) -> Option<Arc<FabricRing>> {
-        self.0.lock().clone().filter(|ring| ring.epoch() == epoch)
+    fn of(&self, epoch: &EpochId) -> Option<Slots> {
+        self.0.lock().clone().filter(|slots| slots.epoch() == epoch)
     }
 }
 
@@ -47,28 +96,34 @@ impl GdrTransport {
         Self { nccl, present }
     }
 
-    /// Takes the ring of an epoch. The one of the epoch before is given up: keys to it fail from now on.
-    pub fn enter(&self, ring: Arc<FabricRing>) {
-        let before = self.present.0.lock().replace(ring);
+    /// Takes the slots of an epoch. Those of the epoch before are given up: keys to them fail from now on.
+    pub fn enter(&self, slots: Slots) {
+        if let Slots::Gpu(slots) = &slots {
+            self.nccl.borrow(slots.communicator().clone());
+        }
+        let before = self.present.0.lock().replace(slots);
         close(before);
     }
 
-    /// Gives the ring up, unless it is already that of another epoch than `epoch`; none for whatever ring there is.
+    /// Gives the slots up, unless they are already those of another epoch than `epoch`; none for whatever slots there are.
     pub fn leave(&self, epoch: Option<&EpochId>) {
-        // In one step: the ring of the next epoch may come meanwhile, and stays.
-        let before = self.present.0.lock().take_if(|ring| epoch.is_none_or(|epoch| ring.epoch() == epoch));
+        // In one step: the slots of the next epoch may come meanwhile, and stay.
+        let before = self.present.0.lock().take_if(|slots| epoch.is_none_or(|epoch| slots.epoch() == epoch));
+        if let Some(Slots::Gpu(slots)) = &before {
+            self.nccl.leave(slots.communicator().epoch());
+        }
         close(before);
     }
 
     /// What others need to read this member's slots in an epoch; none without a ring for it.
     pub fn memory(&self, epoch: &EpochId) -> Option<OfferedSlots> {
-        self.present.of(epoch).map(|ring| ring.memory().clone())
+        self.present.of(epoch).map(|slots| slots.memory().clone())
     }
 }
 
-fn close(ring: Option<Arc<FabricRing>>) {
-    if let Some(ring) = ring {
-        ring.close_soon();
+fn close(slots: Option<Slots>) {
+    if let Some(slots) = slots {
+        slots.close_soon();
     }
 }
 
@@ -87,10 +142,13 @@ impl Transport for GdrTransport {
             return self.nccl.open(hello, first).await;
         }
         let gone = || TransportError::Communicator { cause: "its registered memory was given up before this attempt began".to_owned() };
-        let ring = self.present.of(&hello.update.epoch).ok_or_else(gone)?;
+        let slots = self.present.of(&hello.update.epoch).ok_or_else(gone)?;
         let (next, silence) = (hello.to.clone(), Duration::from_millis(hello.silence_ms));
         let chain = self.nccl.chain().open_beside(hello, first).await?;
-        Ok(Box::new(Sink::new(chain, ring, next, silence).ok_or_else(gone)?))
+        Ok(match slots {
+            Slots::Host(ring) => Box::new(Sink::new(chain, ring, next, silence).ok_or_else(gone)?),
+            Slots::Gpu(slots) => Box::new(Lending::new(chain, slots.communicator().clone(), next, silence).ok_or_else(gone)?),
+        })
     }
 }
 
@@ -98,17 +156,25 @@ impl Transport for GdrTransport {
 struct Receivers(Arc<Present>);
 
 impl Carriers for Receivers {
-    fn receive(&self, hello: &DataHello, _store: &Arc<dyn BucketStore>) -> Result<Box<dyn Carrier>, Refusal> {
+    fn receive(&self, hello: &DataHello, store: &Arc<dyn BucketStore>) -> Result<Box<dyn Carrier>, Refusal> {
         let refuse = |message: &str| Refusal { code: RefusalCode::Internal, message: message.to_owned() };
         let memory = hello.carried.as_ref().and_then(|carried| carried.fabric.clone());
         let memory = memory.ok_or_else(|| refuse("the payloads are not to be read from the sender's memory"))?;
         // It may register them in a moment: a member that commits a little later is asked again.
         let unready =
             || Refusal { code: RefusalCode::WrongPhase, message: "this member has no registered memory for the epoch".to_owned() };
-        let ring = self.0.of(&hello.update.epoch).ok_or_else(unready)?;
+        let slots = self.0.of(&hello.update.epoch).ok_or_else(unready)?;
         let next = hello.rest.first().map(|(name, _)| name.clone());
         let silence = Duration::from_millis(hello.silence_ms);
-        Ok(Box::new(Receiver::start(ring, Neighbours { before: hello.from.clone(), memory, next, silence })))
+        let neighbours = Neighbours { before: hello.from.clone(), memory, next, silence };
+        match slots {
+            Slots::Host(ring) => Ok(Box::new(Receiver::start(ring, neighbours))),
+            Slots::Gpu(slots) => {
+                let communicator = slots.communicator().clone();
+                let reads = GpuReads::new(slots, neighbours);
+                Ok(Box::new(nccl::Receiver::start(communicator, store.clone(), 0, silence, Some(reads))?))
+            }
+        }
     }
 }
 

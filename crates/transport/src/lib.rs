@@ -4,6 +4,7 @@
 //! This room decides how bytes move and who is named when they do not. It never decides membership, never retries, and never
 //! judges a version: a digest that disagrees is reported to the store, which alone says what is complete.
 
+mod announced;
 mod carrier;
 mod digest;
 pub mod gdr;

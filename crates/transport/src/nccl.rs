@@ -22,9 +22,9 @@ use async_trait::async_trait;
 pub use self::borrow::Borrowed;
 use self::communicator::Present;
 pub use self::communicator::{Communicator, Joining, Seat};
-use self::lend::Lending;
+pub(crate) use self::lend::Lending;
 pub use self::pack::{PackedBucket, Packer};
-use self::receive::Receiver;
+pub(crate) use self::receive::Receiver;
 use self::send::Sink;
 pub use self::staging::Staging;
 use super::carrier::{Carrier, Carriers};
@@ -61,7 +61,7 @@ impl NcclTransport {
         Ok((communicator, joined))
     }
 
-    /// Has a member without a rank take part by the source's ring that it opened.
+    /// Has a member without a rank take part: by the source's ring that it opened, or by reads.
     pub fn borrow(&self, communicator: Arc<Communicator>) {
         self.present.set(Some(communicator));
     }
@@ -129,7 +129,7 @@ impl Carriers for Receivers {
             return Err(refuse("memory of the source is for members without a rank, broadcasts are for those that have one".into()));
         }
         let silence = Duration::from_millis(hello.silence_ms);
-        Ok(Box::new(Receiver::start(communicator, store.clone(), carried.root, silence)?))
+        Ok(Box::new(Receiver::start(communicator, store.clone(), carried.root, silence, None)?))
     }
 }
 

@@ -1,24 +1,24 @@
-//! The payloads of one stream into one member: each piece that the member before announced is read into a slot of ours, offered to the next
-//! member from there, hashed, and given to the store.
+//! The payloads of one stream into one member's host memory: each piece that the member before announced is read into a slot of ours, offered
+//! to the next member from there, summed, and given to the store.
 //!
 //! Two tasks: `enter` takes slots and begins reads, as far ahead as slots allow; `give_out` waits for them in the order of the announcements.
-//! Decides that bytes are whole only by the digest of their bucket.
+//! Decides that bytes are whole only by the digest (gsum64) of their bucket.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::offered::{Offered, next_taken};
 use super::ring::{FabricRing, Slot};
+use crate::announced::{Announcements, Disorder};
 use crate::carrier::{Carried, Carrier, Relayed};
 use weightsync_core::protocol::{BucketHeader, LentPiece, MemberName, OfferedSlots, Refusal, RefusalCode, StreamFailure};
-use weightsync_core::weights::BucketHasher;
+use weightsync_core::weights::gsum64_from;
 use weightsync_gpu::worker::{Peer, WorkerError};
 
 /// Buckets that were given out and that the chain has not taken yet.
@@ -31,11 +31,11 @@ enum Announced {
     Digest(u128),
 }
 
-/// The same, with the read that was begun for a piece.
-enum Entered {
-    Head(BucketHeader),
-    Piece(LentPiece, JoinHandle<Result<Slot, WorkerError>>),
-    Digest(u128),
+/// A piece whose read was begun.
+struct Entered {
+    header: BucketHeader,
+    piece: LentPiece,
+    reading: JoinHandle<Result<Slot, WorkerError>>,
 }
 
 /// Whom a stream comes from, and who reads it from here.
@@ -52,8 +52,7 @@ pub(super) struct Neighbours {
 struct Stream {
     ring: Arc<FabricRing>,
     neighbours: Neighbours,
-    /// Slots that the next member may still read, by the numbers that they were offered with.
-    out: Mutex<BTreeMap<u32, Bytes>>,
+    offered: Offered<Bytes>,
     /// Numbers of pieces that were read.
     read: mpsc::UnboundedSender<u32>,
 }
@@ -73,12 +72,14 @@ pub(super) struct Receiver {
 impl Receiver {
     pub(super) fn start(ring: Arc<FabricRing>, neighbours: Neighbours) -> Self {
         let (announced, to_enter) = mpsc::unbounded_channel();
+        let (said, to_compare) = mpsc::unbounded_channel();
         let (entered, to_give) = mpsc::unbounded_channel();
         let (give, given) = mpsc::channel(GIVEN);
         let (read, was_read) = mpsc::unbounded_channel();
-        let stream = Arc::new(Stream { ring, neighbours, out: Mutex::default(), read });
-        let entering = tokio::spawn(enter(stream.clone(), to_enter, entered, give.clone()));
-        let giving = tokio::spawn(give_out(stream.clone(), to_give, give));
+        let offered = Offered::to(neighbours.next.clone());
+        let stream = Arc::new(Stream { ring, neighbours, offered, read });
+        let entering = tokio::spawn(enter(stream.clone(), to_enter, said, entered, give.clone()));
+        let giving = tokio::spawn(give_out(stream.clone(), to_give, to_compare, give));
         let tasks = [AbortOnDropHandle::new(entering), AbortOnDropHandle::new(giving)];
         Self { stream, announced, given, read: was_read, taken: None, open: 0, _tasks: tasks }
     }
@@ -113,7 +114,7 @@ impl Carrier for Receiver {
             let carried = tokio::select! {
                 biased;
                 Some(number) = next_taken(&mut self.taken) => {
-                    self.stream.out.lock().remove(&number);
+                    self.stream.offered.taken(number);
                     continue;
                 }
                 Some(number) = self.read.recv() => return Carried::Taken(number),
@@ -137,28 +138,27 @@ impl Carrier for Receiver {
     fn ended(&mut self) {}
 }
 
-async fn next_taken(taken: &mut Option<mpsc::UnboundedReceiver<u32>>) -> Option<u32> {
-    match taken {
-        Some(taken) => taken.recv().await,
-        None => None,
-    }
-}
-
 async fn enter(
     stream: Arc<Stream>,
     mut announced: mpsc::UnboundedReceiver<Announced>,
+    said: mpsc::UnboundedSender<u128>,
     entered: mpsc::UnboundedSender<Entered>,
     give: mpsc::Sender<Carried>,
 ) {
-    let failure = match stream.enter(&mut announced, &entered).await {
+    let failure = match stream.enter(&mut announced, &said, &entered).await {
         Ok(()) => return,
         Err(failure) => failure,
     };
     let _ = give.send(Carried::Failed(failure)).await;
 }
 
-async fn give_out(stream: Arc<Stream>, mut entered: mpsc::UnboundedReceiver<Entered>, give: mpsc::Sender<Carried>) {
-    if let Err(failure) = stream.give_out(&mut entered, &give).await {
+async fn give_out(
+    stream: Arc<Stream>,
+    mut entered: mpsc::UnboundedReceiver<Entered>,
+    mut said: mpsc::UnboundedReceiver<u128>,
+    give: mpsc::Sender<Carried>,
+) {
+    if let Err(failure) = stream.give_out(&mut entered, &mut said, &give).await {
         let _ = give.send(Carried::Failed(failure)).await;
     }
 }
@@ -168,27 +168,31 @@ impl Stream {
     async fn enter(
         &self,
         announced: &mut mpsc::UnboundedReceiver<Announced>,
+        said: &mpsc::UnboundedSender<u128>,
         entered: &mpsc::UnboundedSender<Entered>,
     ) -> Result<(), StreamFailure> {
+        let disorder = |disorder: Disorder| self.refused(&disorder.to_string());
         let Neighbours { memory, silence, .. } = &self.neighbours;
         let mut peer: Option<Peer> = None;
-        let mut expected: Option<(BucketHeader, u64)> = None;
+        let mut so_far = Announcements::default();
         while let Some(announced) = announced.recv().await {
             let next = match announced {
                 Announced::Head(header) => {
-                    expected = Some((header, 0));
-                    Entered::Head(header)
+                    so_far.head(header).map_err(disorder)?;
+                    continue;
                 }
-                Announced::Digest(digest) => Entered::Digest(digest),
+                Announced::Digest(digest) => {
+                    so_far.digest().map_err(disorder)?;
+                    if said.send(digest).is_err() {
+                        return Ok(());
+                    }
+                    continue;
+                }
                 Announced::Lent(piece) => {
-                    let follows = expected.as_mut().filter(|(header, at)| follows(header, *at, &piece));
-                    let Some((_, at)) = follows else {
-                        return Err(self.refused("a bucket is longer than its head says, or a piece does not follow the one before"));
-                    };
+                    let header = so_far.piece(&piece).map_err(disorder)?;
                     let Some(place) = memory.at(piece.slot, piece.bytes) else {
                         return Err(self.refused("an announced piece lies outside of the sender's memory"));
                     };
-                    *at = piece.offset.saturating_add(piece.bytes);
                     let peer = if let Some(peer) = &peer {
                         peer.clone()
                     } else {
@@ -204,7 +208,7 @@ impl Stream {
                         let _ = read.send(number);
                         Ok(slot)
                     });
-                    Entered::Piece(piece, reading)
+                    Entered { header, piece, reading }
                 }
             };
             if entered.send(next).is_err() {
@@ -215,60 +219,61 @@ impl Stream {
     }
 
     /// Gives out what was read, in order, until no more comes or the chain takes no more.
-    async fn give_out(&self, entered: &mut mpsc::UnboundedReceiver<Entered>, give: &mpsc::Sender<Carried>) -> Result<(), StreamFailure> {
-        let mut header: Option<BucketHeader> = None;
-        let mut hasher = BucketHasher::new();
-        let mut received = 0;
-        let mut number = 0;
-        while let Some(entered) = entered.recv().await {
-            let next = match entered {
-                Entered::Head(head) => {
-                    (header, received) = (Some(head), 0);
-                    Carried::Relay(Relayed::Head(head))
+    async fn give_out(
+        &self,
+        entered: &mut mpsc::UnboundedReceiver<Entered>,
+        said: &mut mpsc::UnboundedReceiver<u128>,
+        give: &mpsc::Sender<Carried>,
+    ) -> Result<(), StreamFailure> {
+        let mut sum = 0u64;
+        while let Some(Entered { header, piece, reading }) = entered.recv().await {
+            let ended = |ended: tokio::task::JoinError| WorkerError::Gone { cause: format!("reading ended early: {ended}") };
+            let slot = reading.await.map_err(ended).and_then(|read| read).map_err(|error| self.unread(&error))?;
+            let (index, bytes) = (slot.index(), slot.freeze());
+            let number = self.offered.offer(bytes.clone());
+            let head = (piece.offset == 0).then_some(Carried::Relay(Relayed::Head(header)));
+            let lent = Carried::Relay(Relayed::Lent(LentPiece { number, slot: index, ..piece }));
+            let share = self.sum(piece.offset / 8, bytes.clone());
+            for relayed in head.into_iter().chain([lent]) {
+                if give.send(relayed).await.is_err() {
+                    return Ok(());
                 }
-                Entered::Piece(piece, reading) => {
-                    let ended = |ended: tokio::task::JoinError| WorkerError::Gone { cause: format!("reading ended early: {ended}") };
-                    let slot = reading.await.map_err(ended).and_then(|read| read).map_err(|error| self.unread(&error))?;
-                    let Some(header) = header else { return Err(self.refused("a piece outside of a bucket")) };
-                    let offered = LentPiece { number, slot: slot.index(), ..piece };
-                    let bytes = slot.freeze();
-                    if self.neighbours.next.is_some() {
-                        self.out.lock().insert(number, bytes.clone());
-                    }
-                    number = number.wrapping_add(1);
-                    if give.send(Carried::Relay(Relayed::Lent(offered))).await.is_err() {
-                        return Ok(());
-                    }
-                    hasher = self.hash(hasher, bytes.clone()).await?;
-                    received = piece.offset.saturating_add(piece.bytes);
-                    Carried::Part(header.offset.saturating_add(piece.offset), bytes)
-                }
-                Entered::Digest(said) => {
-                    let Some(header) = header.take().filter(|header| header.bytes == received) else {
-                        return Err(self.refused("a bucket is shorter than its head says"));
-                    };
-                    if hasher.take() != said {
-                        return Err(StreamFailure::Corrupt { peer: self.ring.me().clone(), sequence: header.sequence });
-                    }
-                    if give.send(Carried::Relay(Relayed::Digest(said))).await.is_err() {
-                        return Ok(());
-                    }
-                    Carried::Whole(header, said)
-                }
-            };
-            if give.send(next).await.is_err() {
+            }
+            let share = share.await?;
+            sum = if piece.offset == 0 { share } else { sum.wrapping_add(share) };
+            if give.send(Carried::Part(header.offset.saturating_add(piece.offset), bytes)).await.is_err() {
                 return Ok(());
+            }
+            if piece.offset.saturating_add(piece.bytes) < header.bytes {
+                continue;
+            }
+            let Some(digest) = self.digest_of(&header, said).await? else { return Ok(()) };
+            if digest != u128::from(sum) {
+                return Err(StreamFailure::Corrupt { peer: self.ring.me().clone(), sequence: header.sequence });
+            }
+            for carried in [Carried::Relay(Relayed::Digest(digest)), Carried::Whole(header, digest)] {
+                if give.send(carried).await.is_err() {
+                    return Ok(());
+                }
             }
         }
         Ok(())
     }
 
-    async fn hash(&self, mut hasher: BucketHasher, bytes: Bytes) -> Result<BucketHasher, StreamFailure> {
-        let hashed = tokio::task::spawn_blocking(move || {
-            hasher.update(&bytes);
-            hasher
-        });
-        hashed.await.map_err(|ended| self.unread(&WorkerError::Gone { cause: format!("hashing ended early: {ended}") }))
+    /// What the leader says that a bucket hashes to; none when the stream is over.
+    async fn digest_of(&self, header: &BucketHeader, said: &mut mpsc::UnboundedReceiver<u128>) -> Result<Option<u128>, StreamFailure> {
+        tokio::time::timeout(self.neighbours.silence, said.recv()).await.map_err(|_| {
+            let cause = format!("bucket {} arrived and its digest did not", header.sequence);
+            StreamFailure::Lost { peer: self.neighbours.before.clone(), cause }
+        })
+    }
+
+    /// The share of a piece in its bucket's gsum64.
+    fn sum(&self, first_word: u64, bytes: Bytes) -> impl Future<Output = Result<u64, StreamFailure>> {
+        let summed = tokio::task::spawn_blocking(move || gsum64_from(first_word, &bytes));
+        async move {
+            summed.await.map_err(|ended| self.unread(&WorkerError::Gone { cause: format!("summing ended early: {ended}") }))
+        }
     }
 
     fn refused(&self, what: &str) -> StreamFailure {
@@ -281,8 +286,7 @@ impl Stream {
         if !matches!(error, WorkerError::NoSlot { .. }) {
             return self.unread(error);
         }
-        let next = self.neighbours.next.as_ref().filter(|_| !self.out.lock().is_empty());
-        let peer = next.unwrap_or_else(|| self.ring.me()).clone();
+        let peer = self.offered.keeper().unwrap_or_else(|| self.ring.me()).clone();
         StreamFailure::Silent { peer, silence_ms: u64::try_from(self.neighbours.silence.as_millis()).unwrap_or(u64::MAX) }
     }
 
@@ -296,9 +300,4 @@ impl Stream {
         };
         StreamFailure::Lost { peer, cause: error.to_string() }
     }
-}
-
-/// Whether a piece is the next one of its bucket.
-fn follows(header: &BucketHeader, at: u64, piece: &LentPiece) -> bool {
-    piece.offset == at && piece.bytes > 0 && piece.offset.checked_add(piece.bytes).is_some_and(|end| end <= header.bytes)
 }

@@ -16,7 +16,7 @@ use weightsync_gpu::worker::{Peer, Read, Region, Span, Worker, WorkerError};
 use weightsync_net::memfd::SharedMemory;
 
 /// Longest time in which the end of a registration is awaited; a worker that takes longer is killed.
-const CLOSE: Duration = Duration::from_secs(5);
+pub(super) const CLOSE: Duration = Duration::from_secs(5);
 
 /// What a ring is made for.
 #[allow(missing_docs)]
@@ -81,17 +81,9 @@ impl FabricRing {
         self.region.close(CLOSE).await
     }
 
-    /// The same without waiting. A worker that does not end it is killed.
-    pub(super) fn close_soon(self: &Arc<Self>) {
-        let ring = self.clone();
-        // Without a runtime the process ends, and its worker with it.
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        runtime.spawn(async move {
-            if let Err(error) = ring.close().await {
-                tracing::warn!(epoch = %ring.epoch, %error, "registered memory is given up with its worker");
-                ring.worker.kill("its registered memory could not be given up");
-            }
-        });
+    /// Ends the worker, and the registration with it.
+    pub(super) fn kill(&self, cause: &str) {
+        self.worker.kill(cause);
     }
 
     pub(super) fn epoch(&self) -> &EpochId {

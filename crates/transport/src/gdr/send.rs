@@ -1,5 +1,5 @@
-//! The leader's end of a stream whose payloads the next member reads through NIXL: each piece is put into a slot, announced on the chain,
-//! and the slot is used again when the next member has read it.
+//! The leader's end of a stream whose payloads the next member reads from host memory through NIXL: each piece is put into a slot and summed,
+//! announced on the chain, and the slot is used again when the next member has read it.
 //!
 //! Decides how many pieces are out: as many as there are slots. A member that keeps them all for too long is the silent one.
 
@@ -17,6 +17,7 @@ use crate::pieces::{cut, pieces};
 use crate::tcp::Downstream;
 use crate::{BucketSink, Payload, TransportError};
 use weightsync_core::protocol::{BucketHeader, LentPiece, MemberName, StreamFailure};
+use weightsync_core::weights::gsum64_from;
 use weightsync_gpu::worker::WorkerError;
 
 pub(super) struct Sink {
@@ -65,43 +66,49 @@ impl Sink {
         failure.into()
     }
 
-    async fn bucket(&mut self, header: BucketHeader, bytes: &Bytes, digest: u128) -> Result<(), StreamFailure> {
+    async fn bucket(&mut self, header: BucketHeader, bytes: &Bytes) -> Result<(), StreamFailure> {
+        let mut sum = 0u64;
         self.chain.head(BucketHeader { flags: header.flags | BucketHeader::CARRIED, ..header });
         for (offset, length) in pieces(bytes.len() as u64, self.ring.memory().slot_bytes) {
-            let put = put(self.ring.clone(), cut(bytes, offset, length), self.silence);
-            let slot = match self.during(put).await? {
-                Ok(slot) => slot,
+            let put = put(self.ring.clone(), cut(bytes, offset, length), offset / 8, self.silence);
+            let (slot, share) = match self.during(put).await? {
+                Ok(put) => put,
                 Err(error) => return Err(self.cause_of(&error)),
             };
+            sum = sum.wrapping_add(share);
             let number = self.next;
             self.next = self.next.wrapping_add(1);
             self.chain.lent(LentPiece { number, slot: slot.index(), offset, bytes: length });
             self.out.insert(number, slot.freeze());
         }
-        self.chain.digest(digest);
+        self.chain.digest(sum.into());
         Ok(())
     }
 }
 
-/// Puts bytes into a free slot.
-async fn put(ring: Arc<FabricRing>, bytes: Bytes, silence: Duration) -> Result<Slot, WorkerError> {
+/// Puts bytes into a free slot; gives their share in the gsum64 of their bucket too.
+async fn put(ring: Arc<FabricRing>, bytes: Bytes, first_word: u64, silence: Duration) -> Result<(Slot, u64), WorkerError> {
     let mut slot = ring.take(silence).await?;
     let written = tokio::task::spawn_blocking(move || {
         slot.write(&bytes);
-        slot
+        (slot, gsum64_from(first_word, &bytes))
     });
     written.await.map_err(|ended| WorkerError::Gone { cause: format!("copying ended early: {ended}") })
 }
 
 #[async_trait]
 impl BucketSink for Sink {
-    async fn send(&mut self, header: BucketHeader, payload: Payload, digest: u128) -> Result<(), TransportError> {
+    async fn send(&mut self, header: BucketHeader, payload: Payload, _digest: u128) -> Result<(), TransportError> {
         if let Some(failure) = &self.failure {
             return Err(failure.clone().into());
         }
         let Payload::Host(bytes) = payload else { return Err(TransportError::on_a_gpu()) };
-        let sent = self.bucket(header, &bytes, digest).await;
+        let sent = self.bucket(header, &bytes).await;
         sent.map_err(|failure| self.fail(failure))
+    }
+
+    fn hashes(&self) -> bool {
+        true
     }
 
     async fn failed(&mut self) -> TransportError {

@@ -2,9 +2,12 @@
 
 use std::sync::Arc;
 
-use super::{FabricRing, RingWanted};
-use crate::tests::bed::fabric::{WITHIN, library, worker};
-use weightsync_core::protocol::{EpochId, FabricPlan, MemberName};
+use super::{FabricRing, RingWanted, Slots};
+use crate::tcp::{TcpOptions, TcpTransport};
+use crate::tests::bed::fabric::{WITHIN, library, transport, worker};
+use crate::tests::bed::{Bed, Door, PATIENT, Refuse, epoch, hello};
+use weightsync_core::protocol::{BucketHeader, DataHello, EpochId, FabricPlan, LentPiece, MemberName, StreamFailure};
+use weightsync_core::weights::gsum64;
 
 async fn ring(name: &str, epoch: u64) -> Arc<FabricRing> {
     let epoch = EpochId { weightsync: "ws".into(), created: 1, term: 1, epoch };
@@ -51,4 +54,37 @@ async fn piece_beyond_the_offered_slots_is_no_place() {
     let memory = ring.memory();
     assert_eq!(memory.at(1, 64 << 10).map(|place| place.address), memory.at(0, 1).map(|place| place.address + (64 << 10)));
     assert_eq!((memory.at(2, 1), memory.at(0, (64 << 10) + 1), memory.at(u32::MAX, 1)), (None, None, None));
+}
+
+/// The leader announces a digest that its bytes do not have.
+#[tokio::test]
+async fn bucket_with_another_digest_is_never_completed() {
+    let Some(bed) = Bed::gdr() else { return };
+    let members = bed.members(&[Refuse::Nothing; 3]).await;
+    let door = Door::new("trainer/0", Refuse::Admission);
+    let tcp = TcpTransport::bind("127.0.0.1:0".parse().unwrap(), door, TcpOptions::default()).await.unwrap();
+    let (gdr, carried) = transport(tcp, MemberName("trainer/0".into()), epoch()).await;
+    let hello = DataHello { carried: Some(carried), ..hello(&members, PATIENT) };
+    let mut chain = gdr.nccl.chain().open_beside(hello, &members[0].address).await.unwrap();
+    let Some(Slots::Host(ring)) = gdr.present.of(&epoch()) else { panic!("no ring") };
+    let bytes = vec![9; 50_000];
+    let mut out = Vec::new();
+    for (sequence, digest) in [(0, gsum64(&bytes)), (1, gsum64(&bytes) ^ 1)] {
+        let mut slot = ring.take(WITHIN).await.unwrap();
+        slot.write(&bytes);
+        chain.head(BucketHeader { sequence, flags: BucketHeader::CARRIED, offset: 50_000 * u64::from(sequence), bytes: 50_000 });
+        chain.lent(LentPiece { number: sequence, slot: slot.index(), offset: 0, bytes: 50_000 });
+        out.push(slot);
+        chain.digest(digest.into());
+        if sequence == 0 {
+            members[2].record().until(|seen| seen.buckets == [0]).await;
+        }
+    }
+    assert!(matches!(chain.failed().await, StreamFailure::Corrupt { sequence: 1, .. }));
+    for member in &members {
+        let (peer, cause) = member.record().broken().await;
+        assert!(peer.is_some() && cause.contains("bucket 1 with a wrong digest"), "{cause}");
+        let seen = member.record().seen.borrow().clone();
+        assert!(seen.buckets == [0] && !seen.ended && seen.too_late == 0, "{} took it", member.name);
+    }
 }

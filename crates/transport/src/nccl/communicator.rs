@@ -1,5 +1,6 @@
 //! The communicator of one epoch, as one member sees it: its ranks, their rings, and whether it can still be used. A member without a rank, on
-//! the source's GPU, has the source's ring instead, opened by CUDA IPC.
+//! the source's GPU, has the source's ring instead, opened by CUDA IPC. In an epoch of reads through NIXL no member has a rank: there this is a
+//! member's GPUs and rings.
 //!
 //! A collective that one rank left in the middle can never be finished, so the first trouble ends the communicator for good: it is aborted
 //! (never destroyed, which is a rendezvous) on every GPU of this member at once. The workers and their rings stay warm for the next epoch.
@@ -48,6 +49,8 @@ enum Way {
     Ranks(u32),
     /// It copies them from the source's ring, on the same GPU.
     Borrowed(Borrowed),
+    /// It reads them from the memory of the member before it.
+    Reads,
 }
 
 /// A communicator that was joined and proven.
@@ -98,15 +101,20 @@ impl Communicator {
         Arc::new(Self::with(epoch, me, Way::Borrowed(borrowed), vec![seat]))
     }
 
+    /// For an epoch whose members read from each other.
+    pub(crate) fn of_reads(epoch: EpochId, me: MemberName, seats: Vec<Seat>) -> Arc<Self> {
+        Arc::new(Self::with(epoch, me, Way::Reads, seats))
+    }
+
     fn with(epoch: EpochId, me: MemberName, way: Way, seats: Vec<Seat>) -> Self {
         Self { epoch, me, way, seats, broken: watch::Sender::new(None), stream: Arc::default(), borrowers: OnceLock::new() }
     }
 
-    pub(super) fn epoch(&self) -> &EpochId {
+    pub(crate) fn epoch(&self) -> &EpochId {
         &self.epoch
     }
 
-    pub(super) fn me(&self) -> &MemberName {
+    pub(crate) fn me(&self) -> &MemberName {
         &self.me
     }
 
@@ -114,14 +122,19 @@ impl Communicator {
     pub fn rank(&self) -> u32 {
         match self.way {
             Way::Ranks(first) => first,
-            Way::Borrowed(_) => 0,
+            Way::Borrowed(_) | Way::Reads => 0,
         }
+    }
+
+    /// Whether its members take part in broadcasts: then a stream that stops in the middle ends it.
+    fn is_collective(&self) -> bool {
+        matches!(self.way, Way::Ranks(_))
     }
 
     /// The source's ring, where this member has no rank and copies from there.
     pub(super) fn lender(&self) -> Option<&Borrowed> {
         match &self.way {
-            Way::Ranks(_) => None,
+            Way::Ranks(_) | Way::Reads => None,
             Way::Borrowed(borrowed) => Some(borrowed),
         }
     }
@@ -153,7 +166,7 @@ impl Communicator {
 
     /// Takes the only stream; none while another one runs. Copies disturb nobody: there one that is ending does not hold up the next.
     pub(super) fn stream(&self) -> Option<tokio::sync::OwnedMutexGuard<()>> {
-        let stream = if self.lender().is_some() { Arc::default() } else { self.stream.clone() };
+        let stream = if self.is_collective() { self.stream.clone() } else { Arc::default() };
         stream.try_lock_owned().ok()
     }
 
@@ -182,13 +195,13 @@ impl Communicator {
 
     /// A stream ended in the middle: ranks may be in different broadcasts. Copies leave nothing behind that a later stream could meet.
     pub(super) fn stream_failed(&self, failure: StreamFailure) {
-        if self.lender().is_none() {
+        if self.is_collective() {
             self.break_off(failure);
         }
     }
 
     fn abort(&self) {
-        if self.lender().is_some() {
+        if !self.is_collective() {
             return;
         }
         for seat in &self.seats {

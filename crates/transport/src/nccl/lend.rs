@@ -1,5 +1,5 @@
-//! The source's end of a stream into a member on its own GPU: each piece is put into a slot of the ring that the member opened, announced when
-//! it is there, and the slot is used again when the member said that it copied it.
+//! The leader's end of a stream out of the ring on its GPU, into a member that opened this ring by CUDA IPC or reads it through NIXL: each
+//! piece is put into a slot, announced when it is there, and the slot is used again when the member said that it has the bytes.
 //!
 //! Decides how many pieces are out: as many as there are slots. A member that keeps them all for too long is the silent one. What a member that
 //! is gone may still read does no harm: nobody believes what it copied. It never touches the communicator: a stream of copies that fails leaves
@@ -23,7 +23,7 @@ use weightsync_core::protocol::worker::Part;
 use weightsync_core::protocol::{BucketHeader, LentPiece, MemberName, StreamFailure};
 use weightsync_gpu::worker::{Copy, Slot, Sums, WorkerError};
 
-pub(super) struct Lending {
+pub(crate) struct Lending {
     chain: Downstream,
     communicator: Arc<Communicator>,
     seat: Seat,
@@ -40,8 +40,8 @@ pub(super) struct Lending {
 }
 
 impl Lending {
-    /// Over a chain of one member; none without a GPU.
-    pub(super) fn new(mut chain: Downstream, communicator: Arc<Communicator>, borrower: MemberName, silence: Duration) -> Option<Self> {
+    /// Over a chain whose first member takes the pieces; none without a GPU.
+    pub(crate) fn new(mut chain: Downstream, communicator: Arc<Communicator>, borrower: MemberName, silence: Duration) -> Option<Self> {
         let seat = communicator.seats().first()?.clone();
         let taken = chain.taken()?;
         let (out, digests) = (BTreeMap::new(), FuturesOrdered::new());

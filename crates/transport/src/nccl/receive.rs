@@ -1,5 +1,5 @@
-//! The payloads of one stream into one member: a broadcast (or, on the source's GPU, copies from its ring) for every bucket that the chain
-//! announced, and its bytes or slots to the store.
+//! The payloads of one stream into the GPUs of one member, for every bucket that the chain announced: a broadcast, or copies from the source's
+//! ring where both are on one GPU, or reads from the member before. Gives bytes or slots to the store.
 //!
 //! Two tasks: `enter` takes a slot on each GPU and has the workers enter the broadcasts, in the order of the announcements, as far ahead
 //! as slots allow; `give` waits for them in that order, compares digests, and gives out. A bucket longer than a slot travels in pieces.
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures::StreamExt;
-use futures::future::BoxFuture;
+use futures::future::{BoxFuture, try_join_all};
 use tokio::sync::{OwnedMutexGuard, mpsc};
 use tokio::time::{sleep, timeout};
 use tokio_util::task::AbortOnDropHandle;
@@ -18,10 +18,12 @@ use tokio_util::task::AbortOnDropHandle;
 use super::communicator::{Communicator, patience};
 use super::pieces;
 use super::staging::AREA;
-use crate::carrier::{Carried, Carrier};
+use crate::announced::{Announcements, Disorder};
+use crate::carrier::{Carried, Carrier, Relayed};
+use crate::gdr::{GpuReads, next_taken};
 use crate::{BucketStore, DeviceBucket, Wants};
-use weightsync_core::protocol::worker::Part;
-use weightsync_core::protocol::{BucketHeader, LentPiece, Refusal, RefusalCode, StreamFailure};
+use weightsync_core::protocol::worker::{Part, WorkerFaultCode};
+use weightsync_core::protocol::{BucketHeader, LentPiece, OfferedSlots, Refusal, RefusalCode, StreamFailure};
 use weightsync_gpu::worker::{Broadcast, Copy, Slot, Sums, WorkerError};
 
 /// Buckets that were given out and that the chain has not taken yet.
@@ -29,8 +31,10 @@ const GIVEN: usize = 2;
 
 enum Announced {
     Head(BucketHeader),
-    /// Where the next bytes of that bucket lie, in the source's ring.
+    /// Where the next bytes of that bucket lie: in the source's ring, or in that of the member before.
     Lent(LentPiece),
+    /// What the next bucket hashes to.
+    Digest(u128),
 }
 
 /// A piece on its way into slots of ours.
@@ -40,7 +44,8 @@ struct Entered {
     offset: u64,
     bytes: u64,
     slots: Vec<Slot>,
-    sums: Vec<BoxFuture<'static, Result<Sums, WorkerError>>>,
+    /// One for each GPU, when the piece is there.
+    sums: BoxFuture<'static, Result<Vec<Sums>, WorkerError>>,
 }
 
 /// What both tasks know.
@@ -49,43 +54,49 @@ struct Stream {
     store: Arc<dyn BucketStore>,
     root: u32,
     silence: Duration,
+    /// In an epoch of reads: the members before and after this one.
+    reads: Option<GpuReads>,
     /// Numbers of lent pieces that were copied.
     taken: mpsc::UnboundedSender<u32>,
 }
 
-pub(super) struct Receiver {
+pub(crate) struct Receiver {
+    stream: Arc<Stream>,
     communicator: Arc<Communicator>,
-    heads: mpsc::UnboundedSender<Announced>,
-    said: mpsc::UnboundedSender<u128>,
+    announced: mpsc::UnboundedSender<Announced>,
     given: mpsc::Receiver<Carried>,
     taken: mpsc::UnboundedReceiver<u32>,
+    /// Pieces that the next member has read, in an epoch of reads.
+    taken_by_next: Option<mpsc::UnboundedReceiver<u32>>,
     /// Buckets announced and not given out.
     open: usize,
     ended: bool,
-    _stream: OwnedMutexGuard<()>,
+    _one_stream: OwnedMutexGuard<()>,
     _tasks: [AbortOnDropHandle<()>; 2],
 }
 
 impl Receiver {
     /// Gets ready for a stream; refused while another one runs.
-    pub(super) fn start(
+    pub(crate) fn start(
         communicator: Arc<Communicator>,
         store: Arc<dyn BucketStore>,
         root: u32,
         silence: Duration,
+        reads: Option<GpuReads>,
     ) -> Result<Self, Refusal> {
         let busy = || Refusal { code: RefusalCode::WrongPhase, message: "the communicator carries another stream".into() };
         let lock = communicator.stream().ok_or_else(busy)?;
-        let (heads, to_enter) = mpsc::unbounded_channel();
+        let (announced, to_enter) = mpsc::unbounded_channel();
         let (said, to_compare) = mpsc::unbounded_channel();
         let (entered, to_give) = mpsc::unbounded_channel();
         let (give, given) = mpsc::channel(GIVEN);
         let (take, taken) = mpsc::unbounded_channel();
-        let stream = Arc::new(Stream { communicator: communicator.clone(), store, root, silence, taken: take });
-        let entering = tokio::spawn(enter(stream.clone(), to_enter, entered, give.clone()));
-        let giving = tokio::spawn(give_out(stream, to_give, to_compare, give));
-        let tasks = [AbortOnDropHandle::new(entering), AbortOnDropHandle::new(giving)];
-        Ok(Self { communicator, heads, said, given, taken, open: 0, ended: false, _stream: lock, _tasks: tasks })
+        let stream = Arc::new(Stream { communicator: communicator.clone(), store, root, silence, reads, taken: take });
+        let entering = tokio::spawn(enter(stream.clone(), to_enter, said, entered, give.clone()));
+        let giving = tokio::spawn(give_out(stream.clone(), to_give, to_compare, give));
+        let _tasks = [AbortOnDropHandle::new(entering), AbortOnDropHandle::new(giving)];
+        let (taken_by_next, open, ended) = (None, 0, false);
+        Ok(Self { stream, communicator, announced, given, taken, taken_by_next, open, ended, _one_stream: lock, _tasks })
     }
 }
 
@@ -94,24 +105,39 @@ impl Carrier for Receiver {
     fn head(&mut self, header: BucketHeader) {
         self.open += 1;
         // A task that ended has said why.
-        let _ = self.heads.send(Announced::Head(header));
+        let _ = self.announced.send(Announced::Head(header));
     }
 
     fn lent(&mut self, piece: LentPiece) {
-        let _ = self.heads.send(Announced::Lent(piece));
+        let _ = self.announced.send(Announced::Lent(piece));
     }
 
     fn digest(&mut self, said: u128) {
-        let _ = self.said.send(said);
+        let _ = self.announced.send(Announced::Digest(said));
+    }
+
+    fn offers(&self) -> Option<OfferedSlots> {
+        self.stream.reads.as_ref().map(|reads| reads.memory().clone())
+    }
+
+    fn taken(&mut self, taken: mpsc::UnboundedReceiver<u32>) {
+        self.taken_by_next = Some(taken);
     }
 
     async fn next(&mut self) -> Carried {
-        let carried = tokio::select! {
-            biased;
-            // While others wait for slots.
-            Some(number) = self.taken.recv() => return Carried::Taken(number),
-            carried = self.given.recv() => carried,
-            failure = self.communicator.breaks() => Some(Carried::Failed(failure)),
+        let carried = loop {
+            tokio::select! {
+                biased;
+                // While others wait for slots.
+                Some(number) = next_taken(&mut self.taken_by_next) => {
+                    if let Some(reads) = &self.stream.reads {
+                        reads.offered.taken(number);
+                    }
+                }
+                Some(number) = self.taken.recv() => return Carried::Taken(number),
+                carried = self.given.recv() => break carried,
+                failure = self.communicator.breaks() => break Some(Carried::Failed(failure)),
+            }
         };
         if matches!(carried, Some(Carried::Whole(..))) {
             self.open = self.open.saturating_sub(1);
@@ -142,7 +168,7 @@ impl Drop for Receiver {
 impl Stream {
     /// Tells the chain what went wrong. What nobody here did is told only when nobody else was named meanwhile.
     async fn fail(&self, error: &WorkerError, give: &mpsc::Sender<Carried>) {
-        let failure = if let Some(failure) = self.communicator.blame(error) {
+        let failure = if let Some(failure) = self.unread(error).or_else(|| self.communicator.blame(error)) {
             failure
         } else {
             sleep(patience(self.silence).1).await;
@@ -154,42 +180,20 @@ impl Stream {
 
 async fn enter(
     stream: Arc<Stream>,
-    mut heads: mpsc::UnboundedReceiver<Announced>,
+    mut announced: mpsc::UnboundedReceiver<Announced>,
+    said: mpsc::UnboundedSender<u128>,
     entered: mpsc::UnboundedSender<Entered>,
     give: mpsc::Sender<Carried>,
 ) {
-    let slot_bytes = stream.communicator.slot_bytes();
-    let mut lent: Option<(BucketHeader, u64)> = None;
-    while let Some(announced) = heads.recv().await {
-        let begun = match announced {
-            Announced::Head(header) => match stream.check(&header, slot_bytes) {
-                Ok(()) if stream.communicator.lender().is_some() => {
-                    lent = Some((header, 0));
-                    Ok(())
-                }
-                Ok(()) => stream.broadcasts(header, slot_bytes, &entered).await,
-                Err(failure) => Err(Stopped::Failure(failure)),
-            },
-            Announced::Lent(piece) => match lent.as_mut().filter(|(header, at)| follows(header, *at, &piece)) {
-                Some((header, at)) => {
-                    *at = piece.offset.saturating_add(piece.bytes);
-                    stream.copies(*header, piece, &entered).await
-                }
-                None => Err(Stopped::Failure(stream.refused("a piece of lent memory makes no sense"))),
-            },
-        };
-        match begun {
+    let mut so_far = Announcements::default();
+    while let Some(announced) = announced.recv().await {
+        match stream.enter(announced, &mut so_far, &said, &entered).await {
             Ok(()) => {}
             Err(Stopped::Failure(failure)) => return drop(give.send(Carried::Failed(failure)).await),
             Err(Stopped::Worker(error)) => return stream.fail(&error, &give).await,
             Err(Stopped::Over) => return,
         }
     }
-}
-
-/// Whether a piece is the next one of its bucket.
-fn follows(header: &BucketHeader, at: u64, piece: &LentPiece) -> bool {
-    piece.offset == at && piece.offset.checked_add(piece.bytes).is_some_and(|end| end <= header.bytes)
 }
 
 enum Stopped {
@@ -200,9 +204,46 @@ enum Stopped {
 }
 
 impl Stream {
+    async fn enter(
+        &self,
+        announced: Announced,
+        so_far: &mut Announcements,
+        said: &mpsc::UnboundedSender<u128>,
+        entered: &mpsc::UnboundedSender<Entered>,
+    ) -> Result<(), Stopped> {
+        let disorder = |disorder: Disorder| Stopped::Failure(self.refused(&disorder.to_string()));
+        match announced {
+            Announced::Head(header) => {
+                let slot_bytes = self.communicator.slot_bytes();
+                self.check(&header, slot_bytes).map_err(Stopped::Failure)?;
+                if self.reads.is_some() || self.communicator.lender().is_some() {
+                    return so_far.head(header).map_err(disorder);
+                }
+                so_far.whole();
+                self.broadcasts(header, slot_bytes, entered).await
+            }
+            Announced::Lent(piece) => {
+                let header = so_far.piece(&piece).map_err(disorder)?;
+                self.copies(header, piece, entered).await
+            }
+            Announced::Digest(digest) => {
+                so_far.digest().map_err(disorder)?;
+                said.send(digest).map_err(|_| Stopped::Over)
+            }
+        }
+    }
+
     fn refused(&self, what: &str) -> StreamFailure {
         let refusal = Refusal { code: RefusalCode::Invalid, message: what.to_owned() };
         StreamFailure::Refused { peer: self.communicator.me().clone(), refusal }
+    }
+
+    /// The member before, where a read of its memory failed.
+    fn unread(&self, error: &WorkerError) -> Option<StreamFailure> {
+        let reads = self.reads.as_ref()?;
+        let WorkerError::Fault { fault, .. } = error else { return None };
+        let theirs = matches!(fault.code, WorkerFaultCode::Fabric | WorkerFaultCode::Late);
+        theirs.then(|| StreamFailure::Lost { peer: reads.before.clone(), cause: error.to_string() })
     }
 
     fn check(&self, header: &BucketHeader, slot_bytes: u64) -> Result<(), StreamFailure> {
@@ -217,12 +258,14 @@ impl Stream {
     async fn slots(&self) -> Result<Vec<Slot>, Stopped> {
         let mut slots = Vec::new();
         for seat in self.communicator.seats() {
-            // Slots that our own store holds for too long make us the silent one.
+            // Slots that the next member, or else our own store, holds for too long make it the silent one.
             match seat.ring.take(self.silence).await {
                 Ok(slot) => slots.push(slot),
                 Err(WorkerError::NoSlot { .. }) => {
                     let silence_ms = u64::try_from(self.silence.as_millis()).unwrap_or(u64::MAX);
-                    return Err(Stopped::Failure(StreamFailure::Silent { peer: self.communicator.me().clone(), silence_ms }));
+                    let next = self.reads.as_ref().and_then(|reads| reads.offered.keeper());
+                    let peer = next.unwrap_or_else(|| self.communicator.me()).clone();
+                    return Err(Stopped::Failure(StreamFailure::Silent { peer, silence_ms }));
                 }
                 Err(error) => return Err(Stopped::Worker(error)),
             }
@@ -246,34 +289,48 @@ impl Stream {
         for (offset, bytes) in pieces(header.bytes, slot_bytes) {
             let slots = self.slots().await?;
             let parts = self.parts(&header, offset, bytes);
-            let enter = |(seat, slot): (&super::Seat, &Slot)| -> BoxFuture<'static, Result<Sums, WorkerError>> {
+            let enter = |(seat, slot): (&super::Seat, &Slot)| {
                 let broadcast =
                     Broadcast { group: communicator.group(), root: self.root, at: slot.at(0), bytes, parts: parts.clone(), after: None };
-                Box::pin(seat.worker.broadcast_now(broadcast, within))
+                seat.worker.broadcast_now(broadcast, within)
             };
-            let sums = communicator.seats().iter().zip(&slots).map(enter).collect();
+            let sums = Box::pin(try_join_all(communicator.seats().iter().zip(&slots).map(enter)));
             entered.send(Entered { header, offset, bytes, slots, sums }).map_err(|_| Stopped::Over)?;
         }
         Ok(())
     }
 
-    /// Copies a piece from the source's ring; says so at once when it is done, whatever this member's engine still does with earlier ones.
+    /// Brings a lent piece into slots of ours; says so at once when it is there, whatever this member's engine still does with earlier ones.
     async fn copies(&self, header: BucketHeader, piece: LentPiece, entered: &mpsc::UnboundedSender<Entered>) -> Result<(), Stopped> {
-        let from = self.communicator.lender().and_then(|lender| lender.at(&piece));
-        let from = from.ok_or_else(|| Stopped::Failure(self.refused("a piece lies beyond the memory that was lent")))?;
+        let beyond = || Stopped::Failure(self.refused("a piece lies beyond the memory that was lent"));
+        let (within, _) = patience(self.silence);
         let slots = self.slots().await?;
-        let (Some(slot), Some(seat)) = (slots.first(), self.communicator.seats().first()) else { return Err(Stopped::Over) };
         let LentPiece { number, offset, bytes, .. } = piece;
-        let (to, parts, (within, _)) = (slot.at(0), self.parts(&header, offset, bytes), patience(self.silence));
-        let (worker, taken, at) = (seat.worker.clone(), self.taken.clone(), slot.at(0));
-        let copying = AbortOnDropHandle::new(tokio::spawn(async move {
-            worker.copy_now(Copy { from, to, bytes, after: None, then: None }, within).await?;
-            // Nobody listens when the stream is over.
+        let seats = self.communicator.seats();
+        let arriving: Vec<BoxFuture<'static, Result<(), WorkerError>>> = if let Some(reads) = &self.reads {
+            let reads = reads.begin(&piece, seats, &slots, within).await.map_err(Stopped::Worker)?;
+            reads.ok_or_else(beyond)?
+        } else {
+            let from = self.communicator.lender().and_then(|lender| lender.at(&piece)).ok_or_else(beyond)?;
+            let copy = |(seat, slot): (&super::Seat, &Slot)| -> BoxFuture<'static, _> {
+                Box::pin(seat.worker.copy_now(Copy { from: from.clone(), to: slot.at(0), bytes, after: None, then: None }, within))
+            };
+            seats.iter().zip(&slots).map(copy).collect()
+        };
+        let (parts, taken) = (self.parts(&header, offset, bytes), self.taken.clone());
+        let places: Vec<_> = seats.iter().zip(&slots).map(|(seat, slot)| (seat.worker.clone(), slot.at(0))).collect();
+        let bringing = AbortOnDropHandle::new(tokio::spawn(async move {
+            try_join_all(arriving).await?;
+            // No task listens when the stream is over.
             let _ = taken.send(number);
-            worker.digest(at, parts, None, within).await
+            try_join_all(places.into_iter().map(|(worker, at)| {
+                let parts = parts.clone();
+                async move { worker.digest(at, parts, None, within).await }
+            }))
+            .await
         }));
         let ended = |ended: tokio::task::JoinError| WorkerError::Gone { cause: format!("copying ended early: {ended}") };
-        let sums: Vec<BoxFuture<'static, _>> = vec![Box::pin(async move { copying.await.unwrap_or_else(|error| Err(ended(error))) })];
+        let sums = Box::pin(async move { bringing.await.unwrap_or_else(|error| Err(ended(error))) });
         entered.send(Entered { header, offset, bytes, slots, sums }).map_err(|_| Stopped::Over)
     }
 }
@@ -288,10 +345,13 @@ async fn give_out(
     let mut total = 0u64;
     while let Some(piece) = entered.recv().await {
         let Entered { header, offset, bytes, slots, sums } = piece;
-        let sums = match stream.landed(sums).await {
+        let sums = match sums.await {
             Ok(sums) => sums,
             Err(error) => return stream.fail(&error, &give).await,
         };
+        if stream.offer(&header, offset, bytes, &slots, &give).await.is_none() {
+            return;
+        }
         let Some((sum, shares)) = agreed(&sums) else {
             let failure = StreamFailure::Corrupt { peer: stream.communicator.me().clone(), sequence: header.sequence };
             _ = give.send(Carried::Failed(failure)).await;
@@ -326,6 +386,9 @@ async fn give_out(
             _ = give.send(Carried::Failed(failure)).await;
             return;
         }
+        if stream.reads.is_some() && give.send(Carried::Relay(Relayed::Digest(digest))).await.is_err() {
+            return;
+        }
         if stream.store.wants() == Wants::Device {
             let slots = pieces.pop_back().unwrap_or_default();
             if give.send(Carried::Device(DeviceBucket { header, slots, shares: shares.to_vec() })).await.is_err() {
@@ -340,9 +403,14 @@ async fn give_out(
 }
 
 impl Stream {
-    /// Waits for the broadcast on every GPU of ours.
-    async fn landed(&self, sums: Vec<BoxFuture<'static, Result<Sums, WorkerError>>>) -> Result<Vec<Sums>, WorkerError> {
-        futures::future::try_join_all(sums).await
+    /// Offers a piece to the next member, in an epoch of reads. None when the chain takes no more.
+    async fn offer(&self, header: &BucketHeader, offset: u64, bytes: u64, slots: &[Slot], give: &mpsc::Sender<Carried>) -> Option<()> {
+        let (Some(reads), Some(slot)) = (&self.reads, slots.first()) else { return Some(()) };
+        if offset == 0 {
+            give.send(Carried::Relay(Relayed::Head(*header))).await.ok()?;
+        }
+        let number = reads.offered.offer(slot.clone());
+        give.send(Carried::Relay(Relayed::Lent(LentPiece { number, slot: slot.index(), offset, bytes }))).await.ok()
     }
 
     async fn give_bytes(

@@ -12,13 +12,18 @@ const FOUR: [Refuse; 4] = [Refuse::Nothing; 4];
 /// Short enough for a test, long enough for a busy machine.
 const SILENCE: u64 = 1000;
 
-/// Runs each test of the suite with one and with several connections a hop, and with payloads that are read through NIXL.
+/// Runs each test of the suite with one and with several connections a hop, and with payloads that are read through NIXL. The last ones need a
+/// sender that takes digests as they are given: connections only.
 macro_rules! promises {
-    ($($promise:ident),* $(,)?) => {
+    ($($promise:ident),*; $($given:ident),* $(,)?) => {
         mod tcp {
             $(#[tokio::test]
             async fn $promise() {
                 super::$promise(super::Bed::tcp()).await;
+            })*
+            $(#[tokio::test]
+            async fn $given() {
+                super::$given(super::Bed::tcp()).await;
             })*
         }
         mod gdr {
@@ -34,6 +39,10 @@ macro_rules! promises {
             async fn $promise() {
                 super::$promise(super::Bed::lanes()).await;
             })*
+            $(#[tokio::test]
+            async fn $given() {
+                super::$given(super::Bed::lanes()).await;
+            })*
         }
     };
 }
@@ -48,14 +57,14 @@ promises!(
     a_member_killed_in_the_middle_is_named_to_all,
     a_member_frozen_in_the_middle_is_named_by_its_silence,
     a_member_frozen_before_the_end_is_named_and_the_others_keep_what_they_have,
-    a_wrong_digest_is_never_completed,
     a_store_that_says_no_ends_the_stream,
     a_stream_that_is_dropped_breaks_without_blame,
     a_waiting_leader_is_not_silent,
     a_head_that_makes_no_sense_is_refused,
     a_bucket_that_is_not_as_long_as_its_head_says_is_refused,
     an_error_stays,
-    hellos_name_the_sender_and_the_rest_of_the_chain,
+    hellos_name_the_sender_and_the_rest_of_the_chain;
+    a_wrong_digest_is_never_completed,
 );
 
 async fn every_member_stores_every_byte_once(bed: Bed) {

@@ -39,7 +39,11 @@ pub enum UcxSettingsError {
 
 impl UcxSettings {
     /// The environment of a worker that has these settings.
-    pub fn environment(&self) -> Result<[(&'static str, String); 2], UcxSettingsError> {
+    ///
+    /// Two of UCX's settings follow from them (UCX 1.23, run on an H100). Without `tcp` the software emulation of reads is switched off, so that memory which no
+    /// listed transport can read is an error and never slow. And `cuda_ipc` may read: UCX leaves that out where it sees no NVLink, also between
+    /// processes on one GPU.
+    pub fn environment(&self) -> Result<[(&'static str, String); 4], UcxSettingsError> {
         let plain = |name: &str, others: &str| {
             !name.is_empty() && name.chars().all(|letter| letter.is_ascii_alphanumeric() || others.contains(letter))
         };
@@ -53,7 +57,13 @@ impl UcxSettings {
             return Err(UcxSettingsError::Device { name: name.clone() });
         }
         let devices = if self.devices.is_empty() { "all".to_owned() } else { self.devices.join(",") };
-        Ok([("UCX_TLS", self.tls.join(",")), ("UCX_NET_DEVICES", devices)])
+        let emulation = if self.tls.iter().any(|name| name == "tcp") { "y" } else { "n" };
+        Ok([
+            ("UCX_TLS", self.tls.join(",")),
+            ("UCX_NET_DEVICES", devices),
+            ("UCX_PROTO_EMULATION_ENABLE", emulation.to_owned()),
+            ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on".to_owned()),
+        ])
     }
 }
 

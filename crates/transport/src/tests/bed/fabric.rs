@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::gdr::{FabricRing, GdrTransport, RingWanted};
+use crate::gdr::{FabricRing, GdrTransport, RingWanted, Slots};
 use crate::nccl::NcclTransport;
 use crate::tcp::TcpTransport;
 use weightsync_core::protocol::worker::UcxSettings;
@@ -48,7 +48,7 @@ pub async fn transport(tcp: TcpTransport, me: MemberName, epoch: EpochId) -> (Gd
     let worker = worker(&me.0).await;
     let gdr = GdrTransport::new(Arc::new(NcclTransport::new(tcp)));
     let wanted = RingWanted { epoch: epoch.clone(), me, worker, plan: FabricPlan { slots: 3, slot_bytes: 64 << 10 }, within: WITHIN };
-    gdr.enter(FabricRing::register(wanted).await.unwrap());
+    gdr.enter(Slots::Host(FabricRing::register(wanted).await.unwrap()));
     let carried = CarriedBy { root: 0, passing: Vec::new(), lent: true, fabric: gdr.memory(&epoch) };
     (gdr, carried)
 }
