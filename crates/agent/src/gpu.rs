@@ -21,9 +21,10 @@ use tokio::time::{Instant, timeout};
 use self::seats::{Open, Seats};
 use super::client::SourceWorker;
 use super::core::{Core, lock};
+use super::fabric;
 use super::group::{Epoch, refusal};
 use weightsync_core::plan::RingWish;
-use weightsync_core::protocol::worker::{NcclId, WorkerAnswer};
+use weightsync_core::protocol::worker::{NcclId, UcxSettings, WorkerAnswer};
 use weightsync_core::protocol::{GpuReport, JoinResponse, MemberGpu, Refusal, RefusalCode, StreamFailure, TransportPolicy};
 use weightsync_gpu::worker::{GRACE, Ring, Worker, WorkerError, WorkerStart};
 use weightsync_transport::nccl::{Joining, NcclTransport, Seat, Staging};
@@ -84,17 +85,23 @@ struct Wanted {
     ranks: usize,
     /// Slots and bytes of a slot, as the object says; what is 0 is chosen.
     ring: (u32, u64),
+    /// What UCX may use, where NIXL is to be opened.
+    ucx: Option<UcxSettings>,
 }
+
+/// What workers start with: others are started where it changes.
+#[derive(PartialEq, Eq)]
+struct StartedWith(BTreeMap<String, String>, BTreeMap<String, String>, Option<UcxSettings>);
 
 impl Wanted {
     fn by(policy: &TransportPolicy, ranks: usize) -> Self {
         let ring = (policy.slots, policy.slot_bytes);
-        Self { environment: policy.environment.clone(), defaults: policy.defaults.clone(), ranks, ring }
+        let ucx = fabric::wanted(policy);
+        Self { environment: policy.environment.clone(), defaults: policy.defaults.clone(), ranks, ring, ucx }
     }
 
-    /// What workers start with: others are started where it changes.
-    fn nccl(&self) -> (BTreeMap<String, String>, BTreeMap<String, String>) {
-        (self.environment.clone(), self.defaults.clone())
+    fn start(&self) -> StartedWith {
+        StartedWith(self.environment.clone(), self.defaults.clone(), self.ucx.clone())
     }
 }
 
@@ -172,12 +179,23 @@ impl Gpus {
         self.seats.borrow().open().iter().map(|seat| seat.worker.clone()).collect()
     }
 
+    /// The same; waits up to `within` for workers that are starting.
+    pub async fn settled_workers(&self, within: Duration) -> Vec<Worker> {
+        let seats = self.settled(within).await;
+        seats.map(|seats| seats.open().iter().map(|seat| seat.worker.clone()).collect()).unwrap_or_default()
+    }
+
+    /// Where the GPUs stand when none of their workers is starting any more; none where that takes longer than `within`.
+    async fn settled(&self, within: Duration) -> Option<Seats> {
+        let mut seats = self.seats.subscribe();
+        let settled = timeout(within, seats.wait_for(|seats| !matches!(seats, Seats::Starting))).await;
+        settled.ok()?.ok().map(|seats| seats.clone())
+    }
+
     /// What is told of the GPUs when an epoch is prepared; waits up to `within` for workers that are starting.
     pub async fn report(&self, within: Duration) -> GpuReport {
         self.transport.give_back();
-        let mut seats = self.seats.subscribe();
-        let settled = timeout(within, seats.wait_for(|seats| !matches!(seats, Seats::Starting))).await;
-        let open = match settled.ok().and_then(Result::ok).map(|seats| seats.clone()) {
+        let open = match self.settled(within).await {
             None => return GpuReport { reason: format!("its GPU worker is not up within {within:?}"), ..GpuReport::default() },
             Some(Seats::Starting) => return GpuReport { reason: "its GPU worker is starting".into(), ..GpuReport::default() },
             Some(Seats::None(reason)) => return GpuReport { reason, ..GpuReport::default() },
@@ -220,13 +238,8 @@ impl Gpus {
         if !open.iter().map(|seat| &seat.gpu.uuid).eq(gpus) {
             return Err(internal(format!("its GPU workers are not those that it prepared with ({})", gpus.join(", "))));
         }
-        let mut seats = Vec::new();
-        for seat in &open {
-            let ring = self.ring_of(seat, plan.slots, plan.slot_bytes, left(deadline)).await;
-            let ring = ring.map_err(|error| internal(error.to_string()))?;
-            seats.push(Seat { worker: seat.worker.clone(), ring, staging: seat.staging.clone() });
-        }
-        *lock(&self.rings) = seats.iter().map(|seat| seat.ring.clone()).collect();
+        let seats = self.with_rings(&open, plan.slots, plan.slot_bytes, deadline).await;
+        let seats = seats.map_err(|error| internal(error.to_string()))?;
         // A worker that hangs is found a grace after its deadline, and that must be in time as well.
         let within = left(deadline).saturating_sub(GRACE + Duration::from_millis(200)).max(Duration::from_millis(100));
         let joining = Joining { epoch: epoch.id().clone(), me: epoch.me().clone(), id, first, world: plan.world(), seats, within };
@@ -245,6 +258,22 @@ impl Gpus {
         });
         tracing::info!(epoch = %epoch.id(), rank = joined.rank, world = joined.world, init = ?joined.init, warm_up = ?joined.warm_up, "joined");
         Ok(JoinResponse { init_ms: joined.init.as_secs_f64() * 1e3, warm_up_ms: joined.warm_up.as_secs_f64() * 1e3 })
+    }
+
+    /// All GPUs of this endpoint, each with a ring of this shape.
+    pub async fn rings(&self, slots: u32, slot_bytes: u64, deadline: Instant) -> Result<Vec<Seat>, WorkerError> {
+        let open: Vec<Open> = self.seats.borrow().open().to_vec();
+        self.with_rings(&open, slots, slot_bytes, deadline).await
+    }
+
+    async fn with_rings(&self, open: &[Open], slots: u32, slot_bytes: u64, deadline: Instant) -> Result<Vec<Seat>, WorkerError> {
+        let mut seats = Vec::new();
+        for seat in open {
+            let ring = self.ring_of(seat, slots, slot_bytes, left(deadline)).await?;
+            seats.push(Seat { worker: seat.worker.clone(), ring, staging: seat.staging.clone() });
+        }
+        *lock(&self.rings) = seats.iter().map(|seat| seat.ring.clone()).collect();
+        Ok(seats)
     }
 
     /// The ring of a GPU: the one it has, where that is as wanted.
@@ -271,7 +300,7 @@ impl Gpus {
 
     /// What a trainer's ring is made on, or why it is made in host memory.
     fn source_worker(&self) -> Result<SourceWorker, String> {
-        if let Some(epoch) = self.core.epoch().filter(|epoch| epoch.communicator().is_none() && epoch.engines().is_none()) {
+        if let Some(epoch) = self.core.epoch().filter(|epoch| epoch.gpu_slot_bytes().is_none() && epoch.engines().is_none()) {
             return Err(format!("the group does not move weights between GPUs ({})", epoch.commit.transport.reason));
         }
         // Before the seats are borrowed: `configure` locks what is wanted first, too, and each would wait for the other for ever.
@@ -282,7 +311,9 @@ impl Gpus {
             Seats::None(reason) => return Err(reason.clone()),
             Seats::Open(open) => open.first().ok_or("the agent has no GPU")?,
         };
-        seat.nccl.as_ref().map_err(Clone::clone)?;
+        if self.core.epoch().is_none_or(|epoch| epoch.commit.transport.gdr.is_none()) {
+            seat.nccl.as_ref().map_err(Clone::clone)?;
+        }
         let wish = RingWish::of(slots, slot_bytes);
         let room = (seat.gpu.free_bytes, seat.gpu.memory_bytes);
         let retain = self.core.epoch().map_or(0, |epoch| epoch.prepared.policy.retain_bytes);
@@ -321,7 +352,10 @@ impl Gpus {
             |values: &BTreeMap<String, String>| -> Vec<_> { values.iter().map(|(name, value)| (name.into(), value.into())).collect() };
         start.environment.extend(given(&wanted.environment));
         start.defaults.extend(given(&wanted.defaults));
-        Ok(start)
+        match &wanted.ucx {
+            Some(ucx) => start.with_ucx(ucx),
+            None => Ok(start),
+        }
     }
 }
 

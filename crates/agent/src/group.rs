@@ -106,6 +106,12 @@ impl Epoch {
         self.commit.transport.nccl.as_ref()
     }
 
+    /// Bytes of a slot on GPUs, where payloads travel between GPUs in this epoch.
+    pub fn gpu_slot_bytes(&self) -> Option<u64> {
+        let reads = self.commit.transport.gdr.filter(|plan| plan.on_gpus).map(|plan| plan.slot_bytes);
+        self.communicator().map(|plan| plan.slot_bytes).or(reads)
+    }
+
     /// The groups that the engines of this group join by themselves, where they do.
     pub fn engines(&self) -> Option<&EngineGroups> {
         self.commit.transport.engines.as_ref()

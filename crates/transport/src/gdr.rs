@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
+use tokio::task::JoinHandle;
 
 pub(crate) use self::gpu::GpuReads;
 pub use self::gpu::{GpuSlots, GpuSlotsWanted};
@@ -32,6 +33,8 @@ use weightsync_core::protocol::{DataHello, EpochId, OfferedSlots, Refusal, Refus
 pub struct GdrTransport {
     nccl: Arc<NcclTransport>,
     present: Arc<Present>,
+    /// Registrations that end.
+    closing: Mutex<Vec<JoinHandle<()>>>,
 }
 
 /// The slots of a member in one epoch.
@@ -59,10 +62,10 @@ impl Slots {
     }
 
     /// Ends the registration without waiting. A worker that does not end it is killed.
-    fn close_soon(self) {
+    fn close_soon(self) -> Option<JoinHandle<()>> {
         // Without a runtime the process ends, and its worker with it.
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        runtime.spawn(async move {
+        let runtime = tokio::runtime::Handle::try_current().ok()?;
+        Some(runtime.spawn(async move {
             let closed = match &self {
                 Self::Host(ring) => ring.close().await,
                 Self::Gpu(slots) => slots.close().await,
@@ -74,7 +77,7 @@ impl Slots {
                 Self::Host(ring) => ring.kill(cause),
                 Self::Gpu(slots) => slots.kill(cause),
             }
-        });
+        }))
     }
 }
 
@@ -93,7 +96,7 @@ impl GdrTransport {
     pub fn new(nccl: Arc<NcclTransport>) -> Self {
         let present: Arc<Present> = Arc::default();
         nccl.chain().carrying().reads(Arc::new(Receivers(present.clone())));
-        Self { nccl, present }
+        Self { nccl, present, closing: Mutex::default() }
     }
 
     /// Takes the slots of an epoch. Those of the epoch before are given up: keys to them fail from now on.
@@ -102,7 +105,7 @@ impl GdrTransport {
             self.nccl.borrow(slots.communicator().clone());
         }
         let before = self.present.0.lock().replace(slots);
-        close(before);
+        self.close(before);
     }
 
     /// Gives the slots up, unless they are already those of another epoch than `epoch`; none for whatever slots there are.
@@ -112,18 +115,27 @@ impl GdrTransport {
         if let Some(Slots::Gpu(slots)) = &before {
             self.nccl.leave(slots.communicator().epoch());
         }
-        close(before);
+        self.close(before);
+    }
+
+    /// Waits until the registrations that were given up have ended: the same rings can be registered for the next epoch then.
+    pub async fn settled(&self) {
+        let closing = std::mem::take(&mut *self.closing.lock());
+        for closed in closing {
+            // A task that panicked has ended too.
+            let _ = closed.await;
+        }
+    }
+
+    fn close(&self, slots: Option<Slots>) {
+        let mut closing = self.closing.lock();
+        closing.retain(|closed| !closed.is_finished());
+        closing.extend(slots.and_then(Slots::close_soon));
     }
 
     /// What others need to read this member's slots in an epoch; none without a ring for it.
     pub fn memory(&self, epoch: &EpochId) -> Option<OfferedSlots> {
         self.present.of(epoch).map(|slots| slots.memory().clone())
-    }
-}
-
-fn close(slots: Option<Slots>) {
-    if let Some(slots) = slots {
-        slots.close_soon();
     }
 }
 

@@ -77,14 +77,14 @@ impl Gpus {
         let mut open: Vec<Open> = Vec::new();
         let (mut had_one, mut said) = (false, None::<String>);
         loop {
-            let started_with = wanted.borrow_and_update().nccl();
+            let started_with = wanted.borrow_and_update().start();
             match self.open_all(std::mem::take(&mut open)).await {
                 Ok(opened) => {
                     open.clone_from(&opened);
                     (had_one, said) = (true, None);
                     // Workers of settings that changed meanwhile are not shown: an epoch would be prepared with them and lose them.
                     let wanted = self.wanted.borrow();
-                    if wanted.nccl() == started_with {
+                    if wanted.start() == started_with {
                         self.seats.send_replace(Seats::Open(opened));
                     }
                 }
@@ -117,10 +117,10 @@ impl Gpus {
                     }
                 }
                 _ = wanted.changed() => {
-                    if wanted.borrow().nccl() == started_with {
+                    if wanted.borrow().start() == started_with {
                         continue;
                     }
-                    tracing::info!("NCCL's settings changed: GPU workers are started anew");
+                    tracing::info!("settings of NCCL or UCX changed: GPU workers start again");
                     for seat in open.drain(..) {
                         self.worker_lost("its settings changed");
                         seat.worker.kill("its settings changed");

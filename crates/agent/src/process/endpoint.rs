@@ -128,13 +128,13 @@ impl Session {
         let transport = Arc::new(GdrTransport::new(nccl.clone()));
         let data_address = weightsync_transport::Transport::address(transport.as_ref());
         let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport.clone());
-        leader.set_fabric(Fabric::new(core.clone(), settings.fabric.clone(), settings.cgroups.clone(), transport));
         let share = Share { number: usize::from(number), of: running.wanted };
         let policy = running.assignment.borrow().transport.clone();
         let told = engine.is_none().then(|| self.source_gpu.clone());
         let gpus = Gpus::new(core.clone(), settings.gpus.clone(), share, &policy, nccl, told);
         running.tasks.spawn(gpus.clone().supervise(cancel.clone()));
         leader.set_gpus(gpus.clone());
+        leader.set_fabric(Fabric::new(core.clone(), settings.fabric.clone(), settings.cgroups.clone(), gpus.clone(), transport));
         let part = if let Some(engine) = engine {
             let rollout = self.rollout(engine, &core, running, cancel)?;
             rollout.set_gpus(gpus);

@@ -122,20 +122,20 @@ impl Rollout {
     /// Whether this attempt's buckets can go to the engine from GPU memory; else why not.
     pub(super) fn takes_device(&self, epoch: &Epoch, request: &BeginRequest) -> Result<(), String> {
         // What is fed to joiners goes over connections.
-        let Some(plan) = epoch.communicator().filter(|_| !request.feeding) else {
+        let Some(slot_bytes) = epoch.gpu_slot_bytes().filter(|_| !request.feeding) else {
             return Err("its bytes do not travel between GPUs".into());
         };
         let opened = || self.gpus.get().is_some_and(|gpus| gpus.transport().communicator(epoch.id()).is_some());
         if !epoch.has_rank(epoch.me()) && !opened() {
-            return Err("it has no rank and did not open the source's ring: its bytes come over a connection".into());
+            return Err("it has no rank, no ring that others read, and did not open the source's: its bytes pass its host".into());
         }
         if request.layout.cuts != Cuts::BetweenTensors || request.algorithm != DigestAlgorithm::Gsum64 {
             return Err("the version was laid out for a transport that passes hosts".into());
         }
         let largest = request.layout.largest_bucket();
-        if largest > plan.slot_bytes {
-            let mib = largest.div_ceil(1 << 20);
-            return Err(format!("its longest tensor does not fit a bucket: set spec.transport.nccl.bucketMiB to {mib} or more"));
+        if largest > slot_bytes {
+            let (mib, transport) = (largest.div_ceil(1 << 20), if epoch.communicator().is_some() { "nccl" } else { "gdr" });
+            return Err(format!("its longest tensor does not fit a bucket: set spec.transport.{transport}.bucketMiB to {mib} or more"));
         }
         if request.manual {
             return Err("the trainer switches later, and the engine would be held until then".into());

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::plan::{GpuRoom, Joiner, RingWish, Seats, USUAL_LOAD, engine_groups, gpu_ring, seats};
+use crate::plan::{GpuRoom, Joiner, RingChoice, RingWish, Seats, USUAL_LOAD, engine_groups, gpu_ring, seats};
 use crate::protocol::{
     CommunicatorPlan, Delivery, FabricPlan, FabricReport, GpuReport, GroupFacts, MemberName, Role, RosterMember, TransportChoice,
     TransportPolicy, TransportWish, UpdatePolicy,
@@ -67,10 +67,33 @@ fn by_reads(policy: &TransportPolicy, members: &[Prepared<'_>], asked: &str) -> 
     if !in_the_way.is_empty() {
         return Err(in_the_way);
     }
-    let plan = FabricPlan::of(policy.slots, policy.slot_bytes);
+    let (plan, why) = slots(policy, members)?;
     let nixl = members.first().and_then(|prepared| prepared.fabric.nixl.as_deref()).unwrap_or_default();
-    let reason = format!("{asked}; {nixl}; {} slots of {} MiB", plan.slots, plan.slot_bytes >> 20);
+    let reason = format!("{asked}; {nixl}; {why}");
     Ok(TransportChoice { nccl: None, gdr: Some(plan), engines: None, reason })
+}
+
+/// The slots of each member: on GPUs where those of the source can lie there, and why.
+fn slots(policy: &TransportPolicy, members: &[Prepared<'_>]) -> Result<(FabricPlan, String), InTheWay> {
+    let source = members.iter().find(|prepared| prepared.member.role == Role::Source);
+    if !source.is_some_and(|source| source.fabric.gpu) {
+        let plan = FabricPlan::of(policy.slots, policy.slot_bytes);
+        return Ok((plan, format!("{} slots of {} MiB", plan.slots, plan.slot_bytes >> 20)));
+    }
+    let with_gpus = members.iter().filter(|prepared| prepared.fabric.gpu);
+    let rooms: Vec<(&MemberName, GpuRoom)> = with_gpus
+        .flat_map(|Prepared { member, gpus, .. }| {
+            let room = |gpu: &crate::protocol::MemberGpu| GpuRoom {
+                gpu: format!("{} of {}", gpu.uuid, member.name),
+                free: gpu.free_bytes,
+                total: gpu.memory_bytes,
+            };
+            gpus.gpus.iter().map(move |gpu| (&member.name, room(gpu)))
+        })
+        .collect();
+    let chosen = ring_in(policy, &rooms).map_err(|tightest| InTheWay::from([tightest]))?;
+    let plan = FabricPlan { slots: chosen.ring.slots, slot_bytes: chosen.ring.slot_bytes, on_gpus: true };
+    Ok((plan, format!("slots on GPUs: {}", chosen.why)))
 }
 
 /// The transport between agents. `members` stand in the order of their ranks, sources first.
@@ -156,7 +179,6 @@ fn ring(
     members: &[(&MemberName, &GpuReport)],
     seats: &Seats,
 ) -> Result<(CommunicatorPlan, String), (MemberName, String)> {
-    let wish = RingWish::of(policy.slots, policy.slot_bytes);
     // On the source's GPU each guest has a ring as well.
     let rings = |name: &MemberName| {
         let first = seats.ranks.first().is_some_and(|(first, _)| first == name);
@@ -173,15 +195,20 @@ fn ring(
     let ranked: Vec<_> = members.iter().filter(|(name, _)| !seats.guests.contains(name)).collect();
     let rooms: Vec<(&MemberName, GpuRoom)> =
         ranked.iter().flat_map(|(name, report)| report.gpus.iter().map(|gpu| (*name, room(name, gpu)))).collect();
-    let all: Vec<GpuRoom> = rooms.iter().map(|(_, room)| room.clone()).collect();
-    // Not the model's own size: rings would change with each model, and whoever opened one would have to open it anew.
-    let chosen = gpu_ring(wish, USUAL_LOAD, &all).map_err(|none| {
-        let tightest = rooms.iter().min_by_key(|(_, room)| room.free).map(|(name, _)| (*name).clone());
-        (tightest.unwrap_or_else(|| MemberName(String::new())), none.to_string())
-    })?;
+    let chosen = ring_in(policy, &rooms)?;
     let (ranks, guests) = (seats.ranks.clone(), seats.guests.clone());
     let plan = CommunicatorPlan { slots: chosen.ring.slots, slot_bytes: chosen.ring.slot_bytes, ranks, guests };
     Ok((plan, chosen.why))
+}
+
+/// A ring that all these GPUs have room for; else the member with the least room, and what it lacks.
+fn ring_in(policy: &TransportPolicy, rooms: &[(&MemberName, GpuRoom)]) -> Result<RingChoice, (MemberName, String)> {
+    let all: Vec<GpuRoom> = rooms.iter().map(|(_, room)| room.clone()).collect();
+    // Not the model's own size: rings would change with each model, and members that opened one would have to open another.
+    gpu_ring(RingWish::of(policy.slots, policy.slot_bytes), USUAL_LOAD, &all).map_err(|none| {
+        let tightest = rooms.iter().min_by_key(|(_, room)| room.free).map(|(name, _)| (*name).clone());
+        (tightest.unwrap_or_else(|| MemberName(String::new())), none.to_string())
+    })
 }
 
 /// Major and minor of what `ncclGetVersion` says (22809: 2.28).

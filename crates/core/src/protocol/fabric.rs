@@ -44,12 +44,16 @@ pub struct FabricPlan {
     pub slots: u32,
     /// Bytes of a slot.
     pub slot_bytes: u64,
+    /// Members whose slots can lie on their GPUs have them there.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub on_gpus: bool,
 }
 
 impl FabricPlan {
-    /// As asked for; what is 0 is chosen. Several slots let a read, a hash and the next member's read go on at once.
+    /// Slots in host memory, as asked for; what is 0 is chosen. Several slots let a read, a hash and the next member's read go on at once.
     pub fn of(slots: u32, slot_bytes: u64) -> Self {
-        Self { slots: if slots == 0 { 4 } else { slots }, slot_bytes: if slot_bytes == 0 { 16 << 20 } else { slot_bytes } }
+        let slot_bytes = if slot_bytes == 0 { 16 << 20 } else { slot_bytes };
+        Self { slots: if slots == 0 { 4 } else { slots }, slot_bytes, on_gpus: false }
     }
 }
 
@@ -70,6 +74,9 @@ pub struct FabricReport {
     /// Whether the host has an RDMA device.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub rdma: bool,
+    /// Whether its slots can lie in memory of its GPUs.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub gpu: bool,
     /// Why a group cannot use it, for a person. Empty when it can.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,

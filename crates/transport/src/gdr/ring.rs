@@ -57,7 +57,7 @@ impl FabricRing {
     /// No memory, or a registration that the worker refused; its text says what to change.
     pub async fn register(wanted: RingWanted) -> Result<Arc<Self>, WorkerError> {
         let RingWanted { epoch, me, worker, plan, within } = wanted;
-        let FabricPlan { slots, slot_bytes } = plan;
+        let FabricPlan { slots, slot_bytes, .. } = plan;
         let memory = allocate(plan.bytes()).await?;
         let host = worker.map_host(memory.fd(), plan.bytes(), within).await?;
         let region = worker.register_host(&host, within).await?;

@@ -16,7 +16,7 @@ async fn ring(name: &str, epoch: u64) -> Arc<FabricRing> {
         epoch,
         me: MemberName(name.into()),
         worker,
-        plan: FabricPlan { slots: 2, slot_bytes: 64 << 10 },
+        plan: FabricPlan { slots: 2, slot_bytes: 64 << 10, on_gpus: false },
         within: WITHIN,
     })
     .await

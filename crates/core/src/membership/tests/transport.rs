@@ -140,7 +140,7 @@ fn reading(wish: TransportWish, reports: &[FabricReport]) -> Desk {
 }
 
 fn nixl(rdma: bool) -> FabricReport {
-    FabricReport { nixl: Some("NIXL 1.5.1 (libnixl_capi.so), UCX over RDMA".into()), rdma, reason: String::new() }
+    FabricReport { nixl: Some("NIXL 1.5.1 (libnixl_capi.so), UCX over RDMA".into()), rdma, ..FabricReport::default() }
 }
 
 #[test]
@@ -148,9 +148,39 @@ fn gdr_is_taken_where_every_member_has_nixl() {
     let mut desk = reading(TransportWish::Gdr, &[nixl(true), nixl(false), nixl(true)]);
     desk.form(2);
     let choices = commits(&desk);
-    assert_eq!((choices.len(), choices[0].gdr), (3, Some(FabricPlan { slots: 4, slot_bytes: 16 << 20 })));
+    assert_eq!((choices.len(), choices[0].gdr), (3, Some(FabricPlan { slots: 4, slot_bytes: 16 << 20, on_gpus: false })));
     assert!(choices[0].reason.contains("asked for by spec.transport.gdr; NIXL 1.5.1"), "{}", choices[0].reason);
     assert_eq!(desk.membership.view().transport.as_ref().map(TransportChoice::name), Some("gdr"));
+}
+
+#[test]
+fn gdr_slots_lie_on_gpus_where_the_source_has_one() {
+    let on_gpu = || FabricReport { gpu: true, ..nixl(true) };
+    // Members without a GPU take part through host memory.
+    for (reports, on_gpus) in [([on_gpu(), on_gpu(), nixl(true)], true), ([nixl(true), on_gpu(), on_gpu()], false)] {
+        let mut desk = reading(TransportWish::Gdr, &reports);
+        desk.gpus = (0..2).map(|n| (n, gpu(0, 22809))).collect();
+        desk.form(2);
+        let choice = commits(&desk).remove(0);
+        let plan = choice.gdr.unwrap();
+        assert_eq!(plan.on_gpus, on_gpus, "{}", choice.reason);
+        assert_eq!(choice.reason.contains("slots on GPUs: "), on_gpus, "{}", choice.reason);
+    }
+}
+
+#[test]
+fn gdr_without_room_on_a_gpu_names_the_member() {
+    let mut desk = reading(TransportWish::Gdr, &[FabricReport { gpu: true, ..nixl(true) }, FabricReport { gpu: true, ..nixl(true) }]);
+    let full = MemberGpu { free_bytes: 1 << 20, ..gpu(1, 22809).gpus.remove(0) };
+    desk.gpus = [(0, gpu(0, 22809)), (1, GpuReport { gpus: vec![full], ..gpu(1, 22809) })].into();
+    let mut decisions = desk.plan(&[0, 1], Vec::new());
+    for n in 0..=1 {
+        decisions.extend(desk.announce(n));
+    }
+    desk.obey(decisions);
+    let decisions = desk.wait(5_000, &[0, 1]);
+    desk.obey(decisions);
+    assert!(desk.member(1).message.contains("GPU-1 of"), "{:?}", desk.member(1));
 }
 
 #[test]

@@ -146,7 +146,14 @@ fn transports_that_are_not_listed_by_name_are_refused() {
         devices: devices.iter().map(ToString::to_string).collect(),
     };
     let good = settings(&["rc", "cuda_copy"], &["mlx5_0:1", "eth0.5"]).environment().unwrap();
-    assert_eq!(good, [("UCX_TLS", "rc,cuda_copy".to_owned()), ("UCX_NET_DEVICES", "mlx5_0:1,eth0.5".to_owned())]);
+    let expected = [
+        ("UCX_TLS", "rc,cuda_copy"),
+        ("UCX_NET_DEVICES", "mlx5_0:1,eth0.5"),
+        ("UCX_PROTO_EMULATION_ENABLE", "n"),
+        ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on"),
+    ];
+    assert_eq!(good, expected.map(|(name, value)| (name, value.to_owned())));
+    assert_eq!(settings(&["rc", "tcp"], &[]).environment().unwrap()[2].1, "y");
     assert_eq!(settings(&["tcp"], &[]).environment().unwrap()[1].1, "all");
     assert_eq!(settings(&[], &[]).environment(), Err(UcxSettingsError::NoTransport));
     for name in ["all", "^tcp", "rc,tcp", ""] {
