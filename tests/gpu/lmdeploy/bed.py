@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.gpu.lmdeploy.group import SEEDS, Group, Trainer
+from tests.gpu.lmdeploy.group import SEEDS, Group, Trainer, uuids
 from tests.gpu.lmdeploy.server import Server
 from tests.gpu.record import Record
 
@@ -70,7 +70,9 @@ class Bed(Record):
         return Server(self.model(size, SEEDS[0]), gpu, next(self.ports), self.args.out / f"{name}.log", graphs=True, ray=ray)
 
     def fresh(self, size: str, seed: int) -> Server:
-        return Server(self.model(size, seed), 1, next(self.ports), self.args.out / f"fresh-{size}-{seed}.log", graphs=True, ray=False)
+        # The last GPU: the one that other servers leave free, where there are two.
+        log = self.args.out / f"fresh-{size}-{seed}.log"
+        return Server(self.model(size, seed), len(uuids()) - 1, next(self.ports), log, graphs=True, ray=False)
 
     def ready(self, name: str) -> float | None:
         took = self.attempt(name, self.servers[name].ready)
@@ -89,7 +91,8 @@ class Bed(Record):
     def text(self, size: str, seed: int) -> list[str]:
         return self.texts[size, seed]
 
-    def trainer(self, size: str, gpu: int = 1) -> Trainer:
+    def trainer(self, size: str, gpu: int | None = None) -> Trainer:
+        gpu = len(uuids()) - 1 if gpu is None else gpu
         if (size, gpu) not in self.trainers:
             self.trainers[size, gpu] = Trainer(size, gpu, self.args.out / f"trainer-{size}-{gpu}.log")
         return self.trainers[size, gpu]

@@ -95,6 +95,7 @@ class Group:
         trainer_gpu: int = 1,
         bucket_mib: int | None = None,
         buffers: int | None = None,
+        transport: str = "nccl",
     ) -> None:
         gpus = uuids()
         self.trainer, self.events = trainer, list[tuple[float, dict[str, Any]]]()
@@ -110,8 +111,11 @@ class Group:
             ],
             "delivery": delivery,
             "update": {"pause": "Abort", "kvCache": "Reset", "retainMiB": retain_mib},
-            "transport": {"nccl": {name: said for name, said in (("bucketMiB", bucket_mib), ("buffers", buffers)) if said}},
+            "transport": {transport: {name: said for name, said in (("bucketMiB", bucket_mib), ("buffers", buffers)) if said}},
         }
+        if transport == "gdr":
+            # These machines have no RDMA device. UCX connects over TCP and reads by CUDA IPC.
+            about["transport"]["gdr"]["allowTcp"] = True
         file.write_text(json.dumps(about))
         environment = os.environ | {"WEIGHTSYNC_MODEL_DIR": str(server.model), "WEIGHTSYNC_LOG": args.log}
         self.log = args.out / f"{name}-local.log"

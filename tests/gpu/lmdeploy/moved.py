@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import statistics
@@ -215,33 +216,40 @@ def experts(bed: Bed) -> None:
 
 def colocated(bed: Bed) -> None:
     """Trainer and engine on one GPU: the engine's member has no rank and is fed by CUDA IPC."""
-    server = bed.server("awake")
-    group = Group(bed.args, server, bed.trainer("dense", 0), "colocated", trainer_gpu=0)
+    on_one_gpu(bed, "nccl", "by CUDA IPC")
+
+
+def reads(bed: Bed) -> None:
+    """The same through NIXL: the engine's member reads the memory of the trainer's agent. UCX does that by CUDA IPC, too."""
+    on_one_gpu(bed, "gdr", "slots on GPUs")
+
+
+def on_one_gpu(bed: Bed, transport: str, by: str) -> None:
+    server, way = bed.server("awake"), f"colocated over {transport}"
+    group = Group(bed.args, server, bed.trainer("dense", 0), f"colocated-{transport}", trainer_gpu=0, transport=transport)
     try:
         told = group.publish(2, 3, limit=120)
-        bed.check("published", server.says() == bed.text("dense", 3), way="colocated", versions=short(told), steps=steps(group))
+        bed.check("published", server.says() == bed.text("dense", 3), way=way, versions=short(told), steps=steps(group))
         told = group.publish(*[2, 3] * 4)
         ms = milliseconds(told)
         values = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "runs": short(told), "steps": steps(group)}
-        bed.note("whole step", way="colocated", **values)
-        bed.check("text", server.says() == bed.text("dense", 3), way="colocated")
-        said = re.sub(r"\x1b\[[0-9;]*m", "", group.logs())
-        ways = [line for line in said.splitlines() if "members on this GPU get the bytes" in line]
+        bed.note("whole step", way=way, **values)
+        bed.check("text", server.says() == bed.text("dense", 3), way=way)
+        said = re.sub(r"\x1b\[[0-9;]*m", "", group.logs()) + json.dumps([event for _, event in group.events])
         memory = [each.get("result", {}).get("memory", "") for each in told]
-        good = bool(ways) and "by CUDA IPC" in ways[-1] and all(where.startswith("gpu ") for where in memory)
+        good = by in said and all(where.startswith("gpu ") for where in memory)
         # Bytes that pass the host lie in a directory of the version first.
-        kept = [str(path) for path in Path("/dev/shm/weightsync-colocated").rglob("*.safetensors")]
-        bed.check("no copy through the host", good and not kept, way="colocated", ways=ways[-1:], memory=memory[-1:], kept=kept)
+        kept = [str(path) for path in Path(f"/dev/shm/weightsync-colocated-{transport}").rglob("*.safetensors")]
+        bed.check("no copy through the host", good and not kept, way=way, memory=memory[-1:], kept=kept)
         for which in ("actor worker", "actor agent", "trainer worker"):
             killed = group.kill_in_transfer(2, which, 0.0, 45, most=0.04)
             end = group.end(45)
             again = [] if end["event"] == "done" else group.publish(2, limit=60)
             took = round(time.monotonic() - killed, 3)
-            bed.check(
-                "killed in a copy", server.says() == bed.text("dense", 2), which=which, s=took, publish=short([end]), again=short(again)
-            )
+            text = server.says() == bed.text("dense", 2)
+            bed.check("killed in a copy", text, way=way, which=which, s=took, publish=short([end]), again=short(again))
             group.publish(3, limit=60)
-        bed.check("text after kills", server.says() == bed.text("dense", 3), way="colocated")
+        bed.check("text after kills", server.says() == bed.text("dense", 3), way=way)
     finally:
         bed.keep(group)
         group.stop()

@@ -21,6 +21,7 @@ PARTS: dict[str, tuple[set[str], int, Callable[[Bed], None]]] = {
     "beside": ({"awake", "asleep"}, 35, moved.beside),
     "experts": ({"experts"}, 20, moved.experts),
     "colocated": ({"awake"}, 60, moved.colocated),
+    "reads": ({"awake"}, 60, moved.reads),
     "kills": ({"awake"}, 60, moved.kills),
     "wedged": ({"joined"}, 70, joined.wedged),
     "engine-killed": ({"awake"}, 90, moved.engine_killed),
