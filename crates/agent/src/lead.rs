@@ -15,6 +15,7 @@ pub mod feed;
 mod keeping;
 mod lending;
 mod openings;
+mod order;
 pub mod peers;
 mod phases;
 mod probe;
@@ -34,7 +35,7 @@ use super::core::{Core, lock};
 use super::fabric::Fabric;
 use super::gpu::Gpus;
 use super::group::Epoch;
-use weightsync_core::protocol::{CarriedBy, EpochId};
+use weightsync_core::protocol::{CarriedBy, EpochId, MemberName};
 use weightsync_net::https::AgentClient;
 use weightsync_transport::Transport;
 
@@ -48,6 +49,8 @@ pub struct Leader {
     fabric: OnceLock<Arc<Fabric>>,
     /// The groups of the present epoch that engines joined.
     engines: Mutex<Option<Arc<EngineGroupsLed>>>,
+    /// Who did not verify what the last stream brought, the last of its chain first.
+    failed: Mutex<Vec<MemberName>>,
 }
 
 impl Leader {
@@ -61,6 +64,7 @@ impl Leader {
             gpus: OnceLock::new(),
             fabric: OnceLock::new(),
             engines: Mutex::default(),
+            failed: Mutex::default(),
         })
     }
 

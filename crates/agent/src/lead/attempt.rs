@@ -12,15 +12,16 @@ use tokio::time::Instant;
 
 use super::Leader;
 use super::calls::{Calls, Following};
+use super::order::{in_order, that_failed};
 use super::peers::Peers;
 use super::phases::ANSWER;
 use super::stream::{Keep, Sending};
 use super::table::{Failure, Switching, Table};
-use crate::core::Core;
+use crate::core::{Core, lock};
 use crate::group::Epoch;
 use crate::version_source::VersionSource;
 use weightsync_core::protocol::{
-    FinishRequest, HeldVersion, MemberName, MixedWindow, PublishErrorCode, Role, Statement, UpdateId, UpdatePhase, UpdateView,
+    FinishRequest, HeldVersion, InstallStep, MemberName, MixedWindow, PublishErrorCode, Role, Statement, UpdateId, UpdatePhase, UpdateView,
 };
 use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest};
 
@@ -190,7 +191,7 @@ impl<'a> Attempt<'a> {
         self.begin(&layout, (algorithm, feeding, manual), told, announced).await?;
 
         self.enter(UpdatePhase::Transfer, stage);
-        let receiving = self.table.receiving();
+        let receiving = in_order(self.table.receiving(), lock(&self.leader.failed).as_slice());
         let mut following = self.calls.follow(&self.members_in(), &update);
         let copy = keep.clone();
         let (held, finish) = match known {
@@ -268,7 +269,11 @@ impl<'a> Attempt<'a> {
         if let Some(request) = finish {
             self.tell(receiving, "/v1/update/finish", request, ANSWER + self.silence).await;
         }
-        self.settle(following, stage, Table::after_finish).await?;
+        let settled = self.settle(following, stage, Table::after_finish).await;
+        if !receiving.is_empty() {
+            *lock(&self.leader.failed) = that_failed(receiving, |member| self.table.step(member) == Some(InstallStep::Failed));
+        }
+        settled?;
         verified.notify_one();
 
         self.enter(UpdatePhase::Staged, stage);

@@ -205,17 +205,7 @@ impl Table {
 
     /// After begin: whether enough opened the update.
     pub fn after_begin(&self) -> Verdict {
-        // The layout is the leader's: who says that it makes no sense speaks for all.
-        if let Some(row) = self.rows.iter().find(|row| row.refusal == Some(RefusalCode::LayoutMismatch)) {
-            return Verdict::Fail(Failure {
-                code: PublishErrorCode::Invalid,
-                message: format!("{} refuses the layout: {}", row.name, row.reason.as_deref().unwrap_or("no reason given")),
-                phase: UpdatePhase::Begin,
-                member: Some(row.name.clone()),
-                again: false,
-                lasting: true,
-            });
-        }
+        // A layout that makes no sense is refused by all of them, so one that says so speaks for itself only.
         self.verdict(UpdatePhase::Begin, |row| row.step.is_some(), |row| row.step.is_some() && !row.out())
     }
 
@@ -284,7 +274,7 @@ impl Table {
             _ => good == 0 && out.len() == self.rows.len() && out.iter().all(|row| row.repeats || !row.may_change()),
         };
         // The weights are at fault, and not their number or the room for them.
-        let unfit = out.iter().any(|row| row.repeats || row.refusal == Some(RefusalCode::Invalid));
+        let unfit = out.iter().any(|row| row.repeats || matches!(row.refusal, Some(RefusalCode::Invalid | RefusalCode::LayoutMismatch)));
         Failure {
             code: if lasting && unfit { PublishErrorCode::Invalid } else { PublishErrorCode::NotEnoughReplicas },
             message: format!("{good} of {} replicas {did}, {} are needed ({})", self.rows.len(), self.min_ready, causes.join("; ")),

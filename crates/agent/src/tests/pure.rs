@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::first_status;
 use crate::group::{Group, Me, Step};
-use crate::lead::table::{Table, Verdict};
+use crate::lead::table::{Failure, Table, Verdict};
 use crate::rollout::machine::Installed;
 use crate::rollout::readiness::{Assigned, Seen, ready};
 use crate::source::history::History;
@@ -214,11 +214,22 @@ fn status(step: InstallStep) -> UpdateStatus {
 }
 
 #[test]
-fn a_layout_that_one_member_refuses_ends_the_attempt_for_all() {
+fn layout_that_one_member_refuses_costs_that_member_only() {
     let mut table = Table::new(&[name(0), name(1)], 1);
     table.observe(&name(0), &status(InstallStep::Receiving));
     table.refused(&name(1), &Refusal { code: RefusalCode::LayoutMismatch, message: "no".into() });
-    assert!(matches!(table.after_begin(), Verdict::Fail(failure) if !failure.again && failure.member == Some(name(1))));
+    assert_eq!(table.after_begin(), Verdict::All);
+    assert_eq!(table.behind_for_good(), Some((name(1), "no".to_owned())));
+}
+
+#[test]
+fn layout_that_every_member_refuses_fails_for_good() {
+    let mut table = Table::new(&[name(0), name(1)], 1);
+    for number in [0, 1] {
+        table.refused(&name(number), &Refusal { code: RefusalCode::LayoutMismatch, message: "no".into() });
+    }
+    let failed = |failure: &Failure| failure.code == PublishErrorCode::Invalid && !failure.again && failure.lasting;
+    assert!(matches!(table.after_begin(), Verdict::Fail(failure) if failed(&failure)));
 }
 
 #[test]
