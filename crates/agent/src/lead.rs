@@ -49,8 +49,8 @@ pub struct Leader {
     fabric: OnceLock<Arc<Fabric>>,
     /// The groups of the present epoch that engines joined.
     engines: Mutex<Option<Arc<EngineGroupsLed>>>,
-    /// Who did not verify what the last stream brought, the last of its chain first.
-    failed: Mutex<Vec<MemberName>>,
+    /// The order of chains, once bytes of a member did not verify.
+    order: Mutex<Vec<MemberName>>,
 }
 
 impl Leader {
@@ -64,7 +64,7 @@ impl Leader {
             gpus: OnceLock::new(),
             fabric: OnceLock::new(),
             engines: Mutex::default(),
-            failed: Mutex::default(),
+            order: Mutex::default(),
         })
     }
 

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use super::Leader;
 use super::calls::{Calls, Following};
-use super::order::{in_order, that_failed};
+use super::order::{after, in_order};
 use super::peers::Peers;
 use super::phases::ANSWER;
 use super::stream::{Keep, Sending};
@@ -191,7 +191,7 @@ impl<'a> Attempt<'a> {
         self.begin(&layout, (algorithm, feeding, manual), told, announced).await?;
 
         self.enter(UpdatePhase::Transfer, stage);
-        let receiving = in_order(self.table.receiving(), lock(&self.leader.failed).as_slice());
+        let receiving = in_order(self.table.receiving(), lock(&self.leader.order).as_slice());
         let mut following = self.calls.follow(&self.members_in(), &update);
         let copy = keep.clone();
         let (held, finish) = match known {
@@ -270,9 +270,7 @@ impl<'a> Attempt<'a> {
             self.tell(receiving, "/v1/update/finish", request, ANSWER + self.silence).await;
         }
         let settled = self.settle(following, stage, Table::after_finish).await;
-        if !receiving.is_empty() {
-            *lock(&self.leader.failed) = that_failed(receiving, |member| self.table.step(member) == Some(InstallStep::Failed));
-        }
+        self.learn_order(receiving);
         settled?;
         verified.notify_one();
 
@@ -283,6 +281,26 @@ impl<'a> Attempt<'a> {
         self.switch(following, stage, update).await?;
         self.enter(UpdatePhase::Done, stage);
         Ok(())
+    }
+
+    /// Of members that pass bytes on: those that did not verify them come first in the next chain, and who was before them is said.
+    fn learn_order(&mut self, chain: &[MemberName]) {
+        let passed_on = self.view.feeding || self.epoch.communicator().is_none() && self.epoch.engines().is_none();
+        if !passed_on {
+            return;
+        }
+        let failed = |table: &Table, member: &MemberName| table.step(member) == Some(InstallStep::Failed);
+        {
+            let mut order = lock(&self.leader.order);
+            *order = after(chain, &order, |member| failed(&self.table, member));
+            let known = self.epoch.rollouts();
+            order.retain(|member| known.contains(member));
+        }
+        for (before, member) in chain.iter().zip(chain.iter().skip(1)) {
+            if failed(&self.table, member) {
+                self.table.passed_on(member, before);
+            }
+        }
     }
 
     pub(super) fn failure(&self, code: PublishErrorCode, message: String, member: Option<MemberName>, again: bool) -> Failure {

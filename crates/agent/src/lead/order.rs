@@ -1,22 +1,31 @@
-//! In which order members stand in a chain: as the roster says, but those whose bytes did not verify in the last stream come first.
+//! In which order members stand in a chain: as the roster says, until the bytes of some did not verify. Those come first from then on.
 //!
-//! Of a chain with one member that passes on wrong bytes, all behind it fail. Nobody can say who did it: the leader has the word of each only. So
-//! those that failed stand in front next time, the last of them first, and get their bytes before anybody could change them. No member fails twice
-//! in a row by the doing of one other. Decides an order only; who fails for its own cause fails there as well.
+//! One member that passes on wrong bytes makes all members after it fail. The leader has only the word of each and cannot know which it was.
+//! So those that failed go to the front, the last of them first, and stay there. Then no member fails twice in a row by the doing of one other.
+//! Decides an order only, and never judges a member: one that fails for its own cause fails in front as well.
 
 use weightsync_core::protocol::MemberName;
 
-/// Members of a chain, those that failed in the last one first.
-pub(super) fn in_order(members: Vec<MemberName>, failed: &[MemberName]) -> Vec<MemberName> {
-    let (behind, mut chain): (Vec<MemberName>, Vec<MemberName>) = members.into_iter().partition(|member| !failed.contains(member));
-    chain.sort_by_key(|member| failed.iter().position(|one| one == member));
-    chain.extend(behind);
-    chain
+/// Members of a chain in the order that is remembered; those that it does not name follow as they came.
+pub(super) fn in_order(mut members: Vec<MemberName>, order: &[MemberName]) -> Vec<MemberName> {
+    if !order.is_empty() {
+        members.sort_by_cached_key(|member| order.iter().position(|one| one == member).unwrap_or(usize::MAX));
+    }
+    members
 }
 
-/// Those of a chain that failed, the last one first.
-pub(super) fn that_failed(chain: &[MemberName], failed: impl Fn(&MemberName) -> bool) -> Vec<MemberName> {
-    chain.iter().rev().filter(|member| failed(member)).cloned().collect()
+/// The order to remember once a stream through this chain ended.
+pub(super) fn after(chain: &[MemberName], order: &[MemberName], failed: impl Fn(&MemberName) -> bool) -> Vec<MemberName> {
+    let mut next: Vec<MemberName> = chain.iter().rev().filter(|member| failed(member)).cloned().collect();
+    if next.is_empty() {
+        return order.to_vec();
+    }
+    for member in order.iter().chain(chain) {
+        if !next.contains(member) {
+            next.push(member.clone());
+        }
+    }
+    next
 }
 
 #[cfg(test)]
@@ -27,23 +36,30 @@ mod tests {
         names.iter().map(|name| MemberName((*name).to_owned())).collect()
     }
 
-    /// One stream through a chain in which `liar` spoils what it passes on, and says of itself what it likes.
-    fn stream(chain: &[MemberName], liar: &MemberName, fails_itself: bool) -> Vec<MemberName> {
+    /// Who fails in a chain in which one member spoils what it passes on, and says of itself what it likes.
+    fn fail<'a>(chain: &'a [MemberName], liar: &'a MemberName, fails_itself: bool) -> Vec<&'a MemberName> {
         let at = chain.iter().position(|member| member == liar).unwrap();
-        that_failed(chain, |member| chain[at + 1..].contains(member) || fails_itself && member == liar)
+        chain.iter().enumerate().filter(|(number, _)| *number > at || fails_itself && *number == at).map(|(_, member)| member).collect()
     }
 
     #[test]
     fn chain_without_failures_is_that_of_the_roster() {
-        assert_eq!(in_order(names(&["a", "b", "c"]), &[]), names(&["a", "b", "c"]));
-        assert_eq!(in_order(names(&["a", "b", "c"]), &names(&["gone"])), names(&["a", "b", "c"]));
+        let roster = names(&["a", "b", "c"]);
+        let order = after(&roster, &[], |_| false);
+        assert_eq!(in_order(roster.clone(), &order), roster);
     }
 
     #[test]
-    fn members_behind_a_liar_come_before_it_in_the_next_chain() {
+    fn members_after_a_liar_come_before_it_from_then_on() {
         let (roster, liar) = (names(&["a", "liar", "b", "c"]), MemberName("liar".to_owned()));
-        let next = in_order(roster.clone(), &stream(&roster, &liar, false));
-        assert_eq!(next, names(&["c", "b", "a", "liar"]));
+        let mut order = after(&roster, &[], |member| fail(&roster, &liar, false).contains(&member));
+        for _ in 0..3 {
+            let chain = in_order(roster.clone(), &order);
+            assert_eq!(chain, names(&["c", "b", "a", "liar"]));
+            order = after(&chain, &order, |member| fail(&chain, &liar, false).contains(&member));
+            // One of them alone is fed.
+            order = after(&names(&["b"]), &order, |_| false);
+        }
     }
 
     #[test]
@@ -52,14 +68,14 @@ mod tests {
         for liar in &roster {
             // It says each time as it likes whether it failed.
             for says in 0_u32..64 {
-                let (mut failed, mut chain) = (Vec::new(), roster.clone());
+                let (mut order, mut before) = (Vec::new(), Vec::new());
                 for round in 0..6 {
-                    let before = std::mem::take(&mut failed);
-                    chain = in_order(chain, &before);
-                    failed = stream(&chain, liar, says >> round & 1 == 1);
-                    let twice = failed.iter().find(|member| *member != liar && before.contains(member));
+                    let chain = in_order(roster.clone(), &order);
+                    let failed: Vec<MemberName> = fail(&chain, liar, says >> round & 1 == 1).into_iter().cloned().collect();
+                    let twice = failed.iter().find(|member| *member != liar && before.contains(*member));
                     assert_eq!(twice, None, "{liar}, {says:b}, round {round}: {chain:?}");
-                    chain.clone_from(&roster);
+                    order = after(&chain, &order, |member| failed.contains(member));
+                    before = failed;
                 }
             }
         }

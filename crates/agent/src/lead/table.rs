@@ -152,6 +152,13 @@ impl Table {
         self.rows.iter().find(|row| &row.name == member)?.step
     }
 
+    /// A member that failed got its bytes from that one: either may be at fault.
+    pub fn passed_on(&mut self, member: &MemberName, before: &MemberName) {
+        let Some(row) = self.row(member) else { return };
+        let why = row.reason.take().unwrap_or_else(|| "it gave no reason".into());
+        row.reason = Some(format!("{why}; its bytes came by way of {before}"));
+    }
+
     pub fn passed_over(&mut self, member: &MemberName, why: &str) {
         let Some(row) = self.row(member).filter(|row| row.step == Some(InstallStep::Delivered)) else { return };
         row.step = Some(InstallStep::Failed);

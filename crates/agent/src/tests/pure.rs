@@ -223,6 +223,16 @@ fn layout_that_one_member_refuses_costs_that_member_only() {
 }
 
 #[test]
+fn member_that_failed_is_shown_with_the_one_before_it() {
+    let mut table = Table::new(&[name(0), name(1)], 1);
+    table.observe(&name(0), &status(InstallStep::Delivered));
+    table.refused(&name(1), &Refusal { code: RefusalCode::Invalid, message: "no".into() });
+    table.passed_on(&name(1), &name(0));
+    let told = table.behind().into_iter().find(|(member, _)| *member == name(1)).map(|(_, why)| why);
+    assert_eq!(told.as_deref(), Some("no; its bytes came by way of m0"));
+}
+
+#[test]
 fn layout_that_every_member_refuses_fails_for_good() {
     let mut table = Table::new(&[name(0), name(1)], 1);
     for number in [0, 1] {
