@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use rustix::process::Pid;
+use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::net::TcpListener;
@@ -16,8 +16,9 @@ use tokio::sync::{broadcast, watch};
 use tokio::time::{Instant, timeout};
 use weightsync_coordinator::CoordinatorEvent;
 use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile};
-use weightsync_core::membership::{GroupStage, MemberStanding, MembershipView};
+use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
 use weightsync_core::protocol::{EngineAssignment, Reason, Role, TransportPolicy, TransportWish};
+use weightsync_testkit::liar::{INSTANCE, Lie};
 use weightsync_testkit::simulator::{Simulator, SimulatorOptions};
 
 use crate::checks::{COMPLETIONS, Watcher, is_ready};
@@ -38,6 +39,8 @@ pub const UPDATE: Duration = Duration::from_secs(15);
 pub const HEALTH_PERIOD: u64 = 200;
 /// A process that was killed runs again within this.
 const AGAIN: Duration = Duration::from_secs(40);
+/// A liar in the place of an agent is a member within this: its member may have failed a few times before.
+const TAKEN_IN: Duration = Duration::from_secs(45);
 /// Every engine takes this long to load, so that an install has a middle.
 const LOAD_MS: u64 = 250;
 
@@ -216,14 +219,27 @@ impl Bed {
     /// Waits until everybody is in the group and serves the current version. The engines themselves are asked, and must compute a token; the pods
     /// must be ready, and the roster of the trainer's agent must say the same.
     pub async fn whole(&self, deadline: Duration) -> Result<(), String> {
+        self.whole_but(None, deadline).await
+    }
+
+    /// The same of all rollouts but that one.
+    pub async fn whole_but(&self, liar: Option<usize>, deadline: Duration) -> Result<(), String> {
         let until = Instant::now() + deadline;
+        let others = |row: &MemberView| liar.is_none_or(|number| row.name.0 != member(number));
+        let well = |view: &MembershipView| {
+            view.stage == GroupStage::Committed
+                && (1..=ROLLOUTS)
+                    .filter(|number| Some(*number) != liar)
+                    .all(|number| view.members.iter().any(|row| row.name.0 == member(number)))
+                && view.members.iter().filter(|row| others(row)).all(|row| row.standing == MemberStanding::Ready && !row.dirty)
+        };
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            let view = self.until("everybody to be ready", left, is_whole).await?;
+            let view = self.until("everybody to be ready", left, well).await?;
             let version = view.version.as_ref().map_or(0, |held| held.version);
             let mut wrong = Vec::new();
             let roster = self.roster().await;
-            for number in 1..=ROLLOUTS {
+            for number in (1..=ROLLOUTS).filter(|number| Some(*number) != liar) {
                 let host = self.host(number);
                 let (truth, answered) = self.watcher.truth(&self.http, number, &host).await;
                 if truth.holds != Holds::Version(version) || !truth.runs || answered != Some(version) {
@@ -288,6 +304,52 @@ impl Bed {
     /// The trainer's process knows the socket of its agent as well; the UID of a pod is its agent's alone.
     fn agent_variable(&self, number: usize) -> String {
         format!("POD_UID={}-{}-1", self.name, pod(number))
+    }
+
+    /// Has a liar take the place of a pod's agent, and waits until it is in the group as one that does not lie yet.
+    pub async fn let_lie(&self, number: usize, lie: Lie) -> Result<Pid, String> {
+        let which = Lie::ALL.iter().position(|one| *one == lie).unwrap_or_default();
+        std::fs::write(self.folder.path().join(format!("{}.lie", pod(number))), which.to_string()).unwrap();
+        self.watcher.lies(number, true);
+        let honest = self.agent(number).await?;
+        processes::signal(honest, Signal::KILL)?;
+        let liar = self.next_agent(number, honest).await?;
+        let name = member(number);
+        let taken_in = |view: &MembershipView| {
+            let row = view.members.iter().find(|row| row.name.0 == name);
+            row.is_some_and(|row| row.standing == MemberStanding::Ready && is_liar(row)) && is_whole(view)
+        };
+        self.until("the liar to be taken in", TAKEN_IN, taken_in).await?;
+        Ok(liar)
+    }
+
+    /// The liar of a pod begins to lie.
+    pub fn lies(&self, number: usize) {
+        std::fs::write(self.folder.path().join(format!("{}.lies", pod(number))), []).unwrap();
+    }
+
+    /// What the liar of a pod said in all, one line for each lie.
+    pub fn lies_told(&self, number: usize) -> Vec<Value> {
+        let log = std::fs::read_to_string(self.state().join(format!("{}-agent.log", pod(number)))).unwrap_or_default();
+        let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        lines.filter(|line| line["lie"].is_string()).collect()
+    }
+
+    /// The honest agent of a pod takes its place again.
+    pub async fn end_of_lies(&self, number: usize, liar: Pid) -> Result<(), String> {
+        for kind in ["lie", "lies"] {
+            let _ = std::fs::remove_file(self.folder.path().join(format!("{}.{kind}", pod(number))));
+        }
+        // It may have ended by itself.
+        let _ = processes::signal(liar, Signal::KILL);
+        let name = member(number);
+        let honest = |view: &MembershipView| {
+            let row = view.members.iter().find(|row| row.name.0 == name);
+            row.is_some_and(|row| row.incarnation.is_some() && !is_liar(row))
+        };
+        self.until("the honest agent to come back", AGAIN, honest).await?;
+        self.watcher.lies(number, false);
+        Ok(())
     }
 
     /// The process of a pod's engine, once it runs.
@@ -357,9 +419,14 @@ async fn keep_rows(mut view: watch::Receiver<MembershipView>, told: Told) {
     }
 }
 
+/// Whether a liar speaks for that member.
+fn is_liar(row: &MemberView) -> bool {
+    row.incarnation.as_ref().is_some_and(|life| life.instance.starts_with(INSTANCE))
+}
+
 /// Everybody is in a committed group, and every rollout serves the current version.
 fn is_whole(view: &MembershipView) -> bool {
-    let ready = |row: &weightsync_core::membership::MemberView| row.standing == MemberStanding::Ready && !row.dirty;
+    let ready = |row: &MemberView| row.standing == MemberStanding::Ready && !row.dirty;
     view.stage == GroupStage::Committed && view.ready as usize == ROLLOUTS && view.members.iter().all(ready)
 }
 
@@ -368,7 +435,7 @@ fn small_disk(folder: &Path, mebibytes: u32) {
     must(&["mount", "-t", "tmpfs", "-o", &format!("size={mebibytes}m,mode=0755"), "tmpfs", folder.to_str().unwrap()]);
 }
 
-/// The program that is started as an agent: enters its pod's namespace, under its pod's clock.
+/// The program that is started as an agent: enters its pod's namespace, under its pod's clock. While a file says so, it is a liar.
 fn agent_program(folder: &Path, shim: &Path, links: &[Link]) -> PathBuf {
     let cases = links
         .iter()
@@ -378,11 +445,19 @@ fn agent_program(folder: &Path, shim: &Path, links: &[Link]) -> PathBuf {
         "#!/bin/sh\ncase $POD_NAME in\n{}esac\n\
          export POD_IP=$address WEIGHTSYNC_STATUS_ADDRESS=$address:{} WEIGHTSYNC_LOG=info\n\
          export LD_PRELOAD={} WEIGHTSYNC_TEST_CLOCK={}/$POD_NAME.clock\n\
-         exec nsenter --net=$namespace {PROGRAM} \"$@\"\n",
+         program={PROGRAM}\n\
+         if [ -e {}/$POD_NAME.lie ]; then\n\
+         export WEIGHTSYNC_TEST_LIE=$(cat {}/$POD_NAME.lie) WEIGHTSYNC_TEST_LIE_FILE={}/$POD_NAME.lies\n\
+         program={}\nfi\n\
+         exec nsenter --net=$namespace $program \"$@\"\n",
         cases.collect::<String>(),
         STATUS,
         shim.display(),
         folder.display(),
+        folder.display(),
+        folder.display(),
+        folder.display(),
+        weightsync_testkit::liar_program().display(),
     );
     let path = folder.join("agent");
     std::fs::write(&path, script).unwrap();

@@ -34,6 +34,8 @@ struct Seen {
     digests: Mutex<BTreeMap<u64, Value>>,
     /// Engines that answer nothing by the test's own doing although they run.
     mute: [AtomicBool; ROLLOUTS],
+    /// Pods whose agent lies by the test's own doing: nothing that is said of them can be compared, because their agent says it.
+    lies: [AtomicBool; ROLLOUTS],
     /// What the test does now.
     fault: Mutex<String>,
     /// Every ready pod served at least this version when it was set.
@@ -91,6 +93,11 @@ impl Watcher {
     /// Whether the test itself keeps an engine that runs from answering: its own word counts then.
     pub fn mute(&self, number: usize, mute: bool) {
         self.seen.mute[number - 1].store(mute, Ordering::Release);
+    }
+
+    /// Whether the agent of a pod lies by the test's own doing.
+    pub fn lies(&self, number: usize, lies: bool) {
+        self.seen.lies[number - 1].store(lies, Ordering::Release);
     }
 
     /// What an engine holds, and whether it runs, by its own answers.
@@ -172,6 +179,10 @@ impl Eyes {
         let before = self.claim().await;
         let (truth, answered) = seen.truth(&self.http, self.number, &self.host).await;
         let after = self.claim().await;
+        if seen.lies[self.number - 1].load(Ordering::Acquire) {
+            // The agent of a pod is the only one who says anything of its engine.
+            *ledger = Ledger::default();
+        }
         for (difference, lasted) in ledger.look(Instant::now(), &before, truth, &after) {
             let row = self.view.borrow().members.iter().find(|row| row.name.0 == crate::bed::member(self.number)).cloned();
             let row = row.map(|row| format!("{:?}, {}: {}", row.standing, row.reason, row.message));

@@ -23,6 +23,8 @@ pub struct Armed {
     charge: Option<Charge>,
     ports: Vec<SocketAddr>,
     strangers: Option<Strangers>,
+    /// Lies that the liar had told before it was to.
+    told: usize,
 }
 
 /// Name of the file that takes the room of others.
@@ -36,6 +38,7 @@ pub async fn arm(bed: &Bed, strike: &Strike) -> Result<Armed, String> {
         }
         Fault::KillEngine => Some(bed.engine(strike.victim).await?),
         Fault::SlowEngine if slowness(strike.variant).is_none() => Some(bed.engine(strike.victim).await?),
+        Fault::LyingMember => Some(bed.let_lie(strike.victim, strike.lie()).await?),
         _ => None,
     };
     if strike.fault == Fault::FullDisk {
@@ -53,7 +56,7 @@ pub async fn arm(bed: &Bed, strike: &Strike) -> Result<Armed, String> {
         Fault::Strangers => strangers::ports(link, bed.agent(strike.victim).await?)?,
         _ => Vec::new(),
     };
-    Ok(Armed { process, charge, ports, strangers: None })
+    Ok(Armed { process, charge, ports, strangers: None, told: bed.lies_told(strike.victim).len() })
 }
 
 /// Plays it. What goes wrong from now on is named with what was done.
@@ -121,6 +124,10 @@ async fn strike_now(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<Str
             bed.spoil(strike.victim, &faults).await;
             format!("engine of {name}: {what}")
         }
+        Fault::LyingMember => {
+            bed.lies(strike.victim);
+            format!("the agent of {name} lies: {}", strike.lie().name())
+        }
         _ => {
             armed.strangers = Some(Strangers::come(&armed.ports));
             format!("strangers hold the ports of {name} and of the coordinator")
@@ -145,6 +152,15 @@ pub async fn heal(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<(), S
         Fault::FullMemory => remove(&bed.memory(strike.victim)),
         Fault::ClockJump => clock::set(&bed.folder().join(format!("{}.clock", pod(strike.victim))), 0),
         Fault::Strangers => armed.strangers = None,
+        Fault::LyingMember => {
+            let told = bed.lies_told(strike.victim).len() - armed.told;
+            if told == 0 {
+                return Err(format!("no lie was told: {}", strike.lie().name()));
+            }
+            if let Some(liar) = armed.process {
+                bed.end_of_lies(strike.victim, liar).await?;
+            }
+        }
         _ => {
             if let Some(pid) = armed.process {
                 // It may have been started again meanwhile.

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use weightsync_testkit::liar::Lie;
+
 /// What goes wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fault {
@@ -45,10 +47,12 @@ pub enum Fault {
     TokenStep,
     /// Strangers hold silent connections to every port of an agent and of the coordinator.
     Strangers,
+    /// The agent of a rollout is one that lies, with the token of its pod.
+    LyingMember,
 }
 
 impl Fault {
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::KillAgent,
         Self::KillSource,
         Self::KillEngine,
@@ -69,6 +73,7 @@ impl Fault {
         Self::ResumeStep,
         Self::TokenStep,
         Self::Strangers,
+        Self::LyingMember,
     ];
 
     /// A step of an install that an engine refuses or delays.
@@ -99,6 +104,7 @@ impl Fault {
             Self::ResumeStep => "resume refused or late",
             Self::TokenStep => "token refused or late",
             Self::Strangers => "silent strangers on every port",
+            Self::LyingMember => "lying member",
         }
     }
 
@@ -233,10 +239,30 @@ fn strike(number: usize, fault: Fault, phase: Phase, random: &mut Random) -> Str
         (true, true) if random.below(4) == 0 => 0,
         _ => rollout,
     };
-    // Who joins is hit itself, unless the fault hits its feeder.
-    let other = if phase == Phase::Join && victim != 0 { victim } else { 1 + (rollout + random.below(ROLLOUTS - 1)) % ROLLOUTS };
+    // Who joins is hit itself, unless the fault hits its feeder, or lies while another one joins.
+    let joins = phase == Phase::Join && victim != 0 && fault != Fault::LyingMember;
+    let other = if joins { victim } else { 1 + (rollout + random.below(ROLLOUTS - 1)) % ROLLOUTS };
     let gate = 2 + random.below(TENSORS - 3);
     Strike { number, fault, phase, victim, other, gate, delay_ms: random.draw() % 120, variant: random.draw() }
+}
+
+impl Strike {
+    /// Its cell, and the lie of a member that lies: what a run can be narrowed to.
+    pub fn label(&self) -> String {
+        let lie = if self.fault == Fault::LyingMember { format!("/{}", self.lie().name()) } else { String::new() };
+        format!("{}/{}{lie}", self.fault.name(), self.phase.name())
+    }
+
+    /// Whether the world must be new: after a stream that did not verify, leaders put members in another order, and the liar may be the last.
+    pub fn needs_new_world(&self) -> bool {
+        self.fault == Fault::LyingMember && matches!(self.lie(), Lie::Bytes | Lie::Sums)
+    }
+
+    /// What the agent of the victim lies about. The last of a chain passes nothing on.
+    pub fn lie(&self) -> Lie {
+        let lie = Lie::ALL[usize::try_from(self.variant % Lie::ALL.len() as u64).unwrap()];
+        if matches!(lie, Lie::Bytes | Lie::Sums) && self.victim == ROLLOUTS { Lie::Progress } else { lie }
+    }
 }
 
 /// How often each cell is in a plan.
@@ -275,7 +301,9 @@ fn a_strike_hits_whom_it_can_hit_and_needs_another_one_where_a_group_must_form()
         assert!(if strike.victim == 0 { source } else { rollout && strike.victim <= ROLLOUTS }, "{strike:?}");
         assert!((1..=ROLLOUTS).contains(&strike.other) && (2..TENSORS).contains(&strike.gate), "{strike:?}");
         match strike.phase {
-            Phase::Join => assert!(strike.victim == 0 || strike.other == strike.victim, "{strike:?}"),
+            Phase::Join if strike.fault != Fault::LyingMember => {
+                assert!(strike.victim == 0 || strike.other == strike.victim, "{strike:?}");
+            }
             _ => assert_ne!(strike.other, strike.victim, "{strike:?}"),
         }
     }

@@ -1,6 +1,7 @@
 //! One strike from a whole group to a whole group: reach the phase, let the fault happen, see what comes of it, end it, and see everybody
 //! well again and taking the next version. Every wait has a deadline; what is not as it must be is an error that says so.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -20,6 +21,9 @@ use crate::trainer::Outcome;
 const REACHED: Duration = Duration::from_secs(30);
 /// Everybody is well again within this: a member that failed before waits for up to 8 s, an engine of a busy machine for some more.
 const WHOLE: Duration = Duration::from_secs(45);
+
+/// A member lies for this long at least.
+const LIES: Duration = Duration::from_secs(3);
 
 /// What happened.
 #[derive(Debug, Clone)]
@@ -52,9 +56,9 @@ pub async fn play(bed: &mut Bed, strike: &Strike) -> Result<Record, String> {
     let before = bed.version();
     bed.watcher.floor(before);
     bed.watcher.fault(format!("none yet; {} in {} is next", strike.fault.name(), strike.phase.name()));
-    let told = bed.told.lock().unwrap().len();
     let life = life_of(&bed.view(), strike.victim);
     let mut armed = fault::arm(bed, strike).await?;
+    let told = bed.told.lock().unwrap().len();
     let mut struck = match strike.phase {
         Phase::Publish | Phase::Transfer => at_gate(bed, strike, &mut armed).await?,
         Phase::Install => installing(bed, strike, &mut armed).await?,
@@ -67,6 +71,10 @@ pub async fn play(bed: &mut Bed, strike: &Strike) -> Result<Record, String> {
         served = matches!(struck.outcome, Some(Outcome::Published { .. })).then(|| struck.at.elapsed());
     }
     live_with(bed, strike, &mut struck).await?;
+    let heal = bed.told.lock().unwrap().len();
+    if strike.fault == Fault::LyingMember {
+        deceives_about_nobody_else(bed, strike, told..heal)?;
+    }
     fault::heal(bed, strike, &mut armed).await?;
     let healed = Instant::now();
     if matches!(strike.fault, Fault::KillAgent | Fault::KillSource | Fault::HalfOpen) {
@@ -75,7 +83,9 @@ pub async fn play(bed: &mut Bed, strike: &Strike) -> Result<Record, String> {
     }
     bed.whole(WHOLE).await?;
     let whole = healed.elapsed();
-    let reasons = named(bed, strike, &struck, told)?;
+    // That a liar is killed is no word about its lie.
+    let told = told..if strike.fault == Fault::LyingMember { heal } else { usize::MAX };
+    let reasons = named(bed, strike, &struck, told.clone())?;
     let noticed = first_naming(bed, strike, told).map(|at| at.saturating_duration_since(struck.at));
     publish_to_all(bed).await?;
     bed.trainer.untouched()?;
@@ -168,8 +178,10 @@ async fn joining(bed: &mut Bed, strike: &Strike, armed: &mut Armed) -> Result<St
     let anew = |view: &MembershipView| fed(view) && view.update.as_ref().map(|update| (update.id.epoch, update.attempt)) != id;
     bed.until("a rollout to be fed", REACHED, anew).await?;
     sleep(Duration::from_millis(strike.delay_ms)).await;
-    // The engine that is hit is the one that joins: its process is another one now.
-    *armed = fault::arm(bed, strike).await?;
+    if strike.fault != Fault::LyingMember {
+        // The engine that is hit is the one that joins: its process is another one now.
+        *armed = fault::arm(bed, strike).await?;
+    }
     let at = Instant::now();
     fault::strike(bed, strike, armed).await?;
     Ok(Struck { hit: fed(&bed.view()), at, version: None, outcome: None })
@@ -236,6 +248,15 @@ async fn live_with(bed: &mut Bed, strike: &Strike, struck: &mut Struck) -> Resul
             others_go_on(bed, strike, struck).await?;
         }
         Fault::Strangers if struck.version.is_none() => others_go_on(bed, strike, struck).await?,
+        Fault::LyingMember => {
+            if struck.version.is_none() {
+                others_go_on(bed, strike, struck).await?;
+            }
+            sleep(LIES.saturating_sub(struck.at.elapsed())).await;
+            // Whatever it says, all others hold the version of the last publish, are ready, and are told of so.
+            others_go_on(bed, strike, struck).await?;
+            bed.whole_but(Some(strike.victim), WHOLE).await?;
+        }
         fault if fault.is_step() => {
             if struck.version.is_none() {
                 others_go_on(bed, strike, struck).await?;
@@ -271,10 +292,20 @@ async fn publish_to_all(bed: &mut Bed) -> Result<(), String> {
     if bed.version() == version { Ok(()) } else { Err(format!("version {version} was published, the group is at {}", bed.version())) }
 }
 
+/// No other member is held off for what the liar did.
+fn deceives_about_nobody_else(bed: &Bed, strike: &Strike, told: Range<usize>) -> Result<(), String> {
+    let (events, victim) = (bed.told.lock().unwrap(), member(strike.victim));
+    let of_others = |said: &&Said| said.reason == Reason::UpdateRefused && said.member.as_ref().is_some_and(|member| *member != victim);
+    match events.iter().take(told.end).skip(told.start).find(of_others) {
+        None => Ok(()),
+        Some(said) => Err(format!("{victim} lies, and {:?} is held off: {}", said.member, said.message)),
+    }
+}
+
 /// When the victim was first named.
-fn first_naming(bed: &Bed, strike: &Strike, told: usize) -> Option<Instant> {
+fn first_naming(bed: &Bed, strike: &Strike, told: Range<usize>) -> Option<Instant> {
     let events = bed.told.lock().unwrap();
-    events.iter().skip(told).find(|said| names(strike, said)).map(|said| said.at)
+    events.iter().take(told.end).skip(told.start).find(|said| names(strike, said)).map(|said| said.at)
 }
 
 fn names(strike: &Strike, said: &Said) -> bool {
@@ -283,9 +314,9 @@ fn names(strike: &Strike, said: &Said) -> bool {
 }
 
 /// Where somebody felt the fault, status says who and why.
-fn named(bed: &Bed, strike: &Strike, struck: &Struck, told: usize) -> Result<Vec<Reason>, String> {
+fn named(bed: &Bed, strike: &Strike, struck: &Struck, told: Range<usize>) -> Result<Vec<Reason>, String> {
     let events = bed.told.lock().unwrap();
-    let since: Vec<&Said> = events.iter().skip(told).collect();
+    let since: Vec<&Said> = events.iter().take(told.end).skip(told.start).collect();
     let mut reasons: Vec<Reason> = since.iter().filter(|said| names(strike, said)).map(|said| said.reason).collect();
     reasons.sort_unstable();
     reasons.dedup();

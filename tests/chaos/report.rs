@@ -23,7 +23,8 @@ impl Played {
     /// One line.
     pub fn line(&self) -> String {
         let Strike { number, fault, phase, victim, .. } = &self.strike;
-        let head = format!("{number:>4} {:<30} {:<9} {:<8}", fault.name(), phase.name(), crate::bed::pod(*victim));
+        let what = if *fault == Fault::LyingMember { self.strike.lie().name() } else { fault.name() };
+        let head = format!("{number:>4} {what:<30} {:<9} {:<8}", phase.name(), crate::bed::pod(*victim));
         match (&self.failure, self.records.last()) {
             (Some(failure), _) => format!("{head} FAILED {failure}"),
             (None, Some(record)) => {

@@ -24,7 +24,7 @@ struct Asked {
     faults: usize,
     rounds: usize,
     worlds: usize,
-    /// Only cells whose names hold this, `fault/phase`.
+    /// Only strikes whose names hold this, `fault/phase`, and `/lie` of a lying member.
     only: Option<String>,
 }
 
@@ -53,7 +53,7 @@ pub fn run() {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let mut strikes = plan(seed, faults, rounds);
     if let Some(only) = &only {
-        strikes.retain(|strike| format!("{}/{}", strike.fault.name(), strike.phase.name()).contains(only));
+        strikes.retain(|strike| strike.label().contains(only));
     }
     let pieces: Arc<Vec<Vec<Strike>>> = Arc::new(strikes.chunks(OF_A_WORLD).map(<[Strike]>::to_vec).collect());
     let shim = clock::build();
@@ -90,7 +90,7 @@ async fn play_piece(piece: &[Strike], names: &AtomicUsize, shim: &std::path::Pat
         let mut records: Vec<Record> = Vec::new();
         let mut failure = None;
         while failure.is_none() && records.len() < TRIES && !records.last().is_some_and(|record| record.hit) {
-            if faults == OF_A_WORLD
+            if (faults >= OF_A_WORLD || strike.needs_new_world())
                 && let Some(spent) = world.take()
             {
                 spent.stop().await;
@@ -108,7 +108,8 @@ async fn play_piece(piece: &[Strike], names: &AtomicUsize, shim: &std::path::Pat
                     }
                 },
             };
-            faults += 1;
+            // Whoever lies is killed twice: for the liar to come, and for it to go.
+            faults += if strike.fault == Fault::LyingMember { 2 } else { 1 };
             match play_bounded(&mut bed, strike).await {
                 Ok(record) => {
                     records.push(record);

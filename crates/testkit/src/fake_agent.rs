@@ -108,6 +108,11 @@ impl FakeAgent {
 
     /// The same, at an address of its own.
     pub async fn start_at(ip: IpAddr, ca_pem: &str, controller: &str, pod: &Pod, instance: &str) -> Self {
+        Self::start_with(ip, ca_pem, controller, pod, instance, Router::new()).await
+    }
+
+    /// The same, and it answers messages of updates too.
+    pub async fn start_with(ip: IpAddr, ca_pem: &str, controller: &str, pod: &Pod, instance: &str, updates: Router) -> Self {
         let identity = Identity::new(ca_pem).unwrap();
         // The object may not be known yet; agents ask again.
         let enrolled = async {
@@ -156,8 +161,8 @@ impl FakeAgent {
             opened: watch::Sender::new(0),
             beats: watch::Sender::new(0),
         };
-        let serving =
-            serve_https(listener, identity.clone(), Access::Group, routes(shared.clone()), Limits::default(), CancellationToken::new());
+        let routes = routes(shared.clone()).merge(updates);
+        let serving = serve_https(listener, identity.clone(), Access::Group, routes, Limits::default(), CancellationToken::new());
         let announcement = Announcement {
             namespace: pod.namespace.clone(),
             pod: pod.name.clone(),
