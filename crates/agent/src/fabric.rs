@@ -4,13 +4,16 @@
 //! without a word. It never decides whether a group uses NIXL: that is membership's, by what the report of each member says.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::sync::Mutex;
+use rustix::process::{Resource, getrlimit};
+use rustix::thread::CapabilitySet;
+use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
 
-use super::core::Core;
+use super::core::{Core, lock};
 use super::gpu::Gpus;
 use super::group::{Epoch, refusal};
 use super::space::Cgroups;
@@ -25,14 +28,30 @@ const RDMA: [&str; 6] = ["rc", "dc", "ud", "cuda_copy", "cuda_ipc", "self"];
 /// Where the kernel lists RDMA devices.
 const DEVICES: &str = "/sys/class/infiniband";
 
-/// Longest time for opening NIXL: the libraries are read from disk.
-const OPEN: Duration = Duration::from_secs(20);
+/// Longest time for opening NIXL: 100 MB of libraries are read from disk, and UCX asks every device. No report waits that long.
+const OPEN: Duration = Duration::from_secs(60);
+
+/// What an RDMA device needs locked at least, in bytes: UCX 1.23 registers receive queues of 40 MB (RC) and 21 MB (UD) for each device before
+/// any slot (run). With less it asks for them without end while it opens, and says nothing to its caller (run with 64 KiB).
+const LOCKED: u64 = 64 << 20;
 
 /// How NIXL is found.
 #[derive(Debug, Clone, Default)]
 pub struct FabricSettings {
     /// File of NIXL's C interface, where it is not to be looked for.
     pub nixl: Option<PathBuf>,
+    /// Devices that it may use, by UCX's names; every device where there is none.
+    pub devices: Vec<String>,
+    /// The program and arguments of a worker; this program's own if not given.
+    pub worker: Option<WorkerStart>,
+}
+
+impl FabricSettings {
+    /// Devices of a list as UCX reads it from `UCX_NET_DEVICES`: with commas between them, or `all`.
+    pub fn devices(listed: &str) -> Vec<String> {
+        let names = listed.split(',').map(str::trim).filter(|name| !name.is_empty());
+        if listed.trim() == "all" { Vec::new() } else { names.map(str::to_owned).collect() }
+    }
 }
 
 pub(crate) struct Fabric {
@@ -41,10 +60,11 @@ pub(crate) struct Fabric {
     cgroups: Cgroups,
     gpus: Arc<Gpus>,
     transport: Arc<GdrTransport>,
-    /// The worker for slots in host memory.
-    host: Mutex<Option<Open>>,
-    /// Those on GPUs, in the order of the engine's ranks.
-    on_gpus: Mutex<Vec<Open>>,
+    /// The worker for slots in host memory, by what UCX may use there.
+    host: Mutex<Option<Opening<UcxSettings, Open>>>,
+    /// The workers on GPUs, in the order of the engine's ranks; gives the facts of the first one whose GPU memory cannot be registered, else of
+    /// the first.
+    on_gpus: Mutex<Option<Opening<Vec<Worker>, FabricFacts>>>,
 }
 
 /// A worker with NIXL.
@@ -52,18 +72,50 @@ pub(crate) struct Fabric {
 struct Open {
     worker: Worker,
     facts: FabricFacts,
-    allow_tcp: bool,
 }
 
-/// What UCX may use by an object that can have reads through NIXL; none where it cannot.
-pub(crate) fn wanted(policy: &TransportPolicy) -> Option<UcxSettings> {
+/// NIXL that is being opened, or was. It goes on when the report that began it is over: else a slow one would be begun again for ever.
+struct Opening<K, T> {
+    of: K,
+    /// None until it is known.
+    outcome: watch::Receiver<Option<Result<T, WorkerError>>>,
+    task: AbortOnDropHandle<()>,
+}
+
+impl<K, T: Clone + Send + Sync + 'static> Opening<K, T> {
+    fn begin(of: K, open: impl Future<Output = Result<T, WorkerError>> + Send + 'static) -> Self {
+        let (tell, outcome) = watch::channel(None);
+        let task = tokio::spawn(async move {
+            let opened = open.await;
+            tell.send_replace(Some(opened));
+        });
+        Self { of, outcome, task: AbortOnDropHandle::new(task) }
+    }
+
+    /// Whether it may still be used, or become so.
+    fn is_good(&self, serves: impl FnOnce(&T) -> bool) -> bool {
+        match &*self.outcome.borrow() {
+            None => !self.task.is_finished(),
+            Some(opened) => opened.as_ref().is_ok_and(serves),
+        }
+    }
+}
+
+async fn outcome<T: Clone>(mut outcome: watch::Receiver<Option<Result<T, WorkerError>>>) -> Result<T, WorkerError> {
+    let gone = || WorkerError::Gone { cause: "opening NIXL ended early".to_owned() };
+    let known = outcome.wait_for(Option::is_some).await.map_err(|_| gone())?;
+    known.clone().unwrap_or_else(|| Err(gone()))
+}
+
+/// What UCX may use by an object that can have reads through NIXL; none where it cannot. `devices` as in [`FabricSettings`].
+pub(crate) fn wanted(policy: &TransportPolicy, devices: &[String]) -> Option<UcxSettings> {
     let wanted = match policy.wish {
         TransportWish::Gdr => true,
         TransportWish::Auto => has_rdma_device(),
         TransportWish::Tcp | TransportWish::Nccl => false,
     };
     let tls = RDMA.into_iter().chain(policy.allow_tcp.then_some("tcp")).map(str::to_owned).collect();
-    wanted.then_some(UcxSettings { tls, devices: Vec::new() })
+    wanted.then(|| UcxSettings { tls, devices: devices.to_vec() })
 }
 
 impl Fabric {
@@ -77,7 +129,7 @@ impl Fabric {
         self.transport.leave(None);
         let rdma = has_rdma_device();
         let no = |reason: String| FabricReport { nixl: None, rdma, gpu: false, reason };
-        let Some(ucx) = wanted(policy) else {
+        let Some(ucx) = wanted(policy, &self.settings.devices) else {
             return no("its agent did not open NIXL".to_owned());
         };
         if !rdma && !policy.allow_tcp {
@@ -85,62 +137,72 @@ impl Fabric {
                 "its host shows no RDMA device ({DEVICES} is empty): mount one (an RDMA device plugin does), or set transport.gdr.allowTcp"
             ));
         }
+        if rdma && let Some(reason) = locks_too_little(getrlimit(Resource::Memlock).current, &own_status().await) {
+            return no(reason);
+        }
         let until = Instant::now() + within;
-        let on_gpus = timeout_at(until, self.open_on_gpus(policy.allow_tcp, &ucx, within / 2)).await;
-        let why = match on_gpus.unwrap_or_else(|_| Err(format!("NIXL is not open within {within:?}"))) {
-            Ok(facts) => return FabricReport { nixl: Some(shown(&facts, policy.allow_tcp, None)), rdma, gpu: true, reason: String::new() },
-            Err(why) => why,
+        let late = || no(format!("NIXL is still being opened after {within:?}; it goes on, and the member is asked again"));
+        let why = match timeout_at(until, self.open_on_gpus(&ucx, within / 2)).await {
+            Err(_) => return late(),
+            Ok(Ok(facts)) => {
+                return FabricReport { nixl: Some(shown(&facts, policy.allow_tcp, "")), rdma, gpu: true, reason: String::new() };
+            }
+            Ok(Err(why)) => why,
         };
-        match timeout_at(until, self.open_on_host(policy.allow_tcp, &ucx)).await {
+        match timeout_at(until, self.open_on_host(ucx)).await {
             Ok(Ok(Open { facts, .. })) => {
-                let nixl = Some(shown(&facts, policy.allow_tcp, Some(why.as_str()).filter(|why| !why.is_empty())));
-                FabricReport { nixl, rdma, gpu: false, reason: String::new() }
+                FabricReport { nixl: Some(shown(&facts, policy.allow_tcp, &why)), rdma, gpu: false, reason: String::new() }
             }
             Ok(Err(error)) => no(error.to_string()),
-            Err(_) => no(format!("NIXL is not open within {within:?}")),
+            Err(_) => late(),
         }
     }
 
     /// The worker for host memory that has NIXL open; started where there is none that lives, or one with other transports.
-    async fn open_on_host(&self, allow_tcp: bool, ucx: &UcxSettings) -> Result<Open, WorkerError> {
-        let mut open = self.host.lock().await;
-        if let Some(open) = open.as_ref().filter(|open| open.allow_tcp == allow_tcp && !open.worker.has_ended()) {
-            return Ok(open.clone());
-        }
-        *open = None;
-        let worker = Worker::start(&WorkerStart::own("nixl")?.with_ucx(ucx)?)?;
-        let facts = self.open(&worker, ucx).await?;
-        tracing::info!(path = facts.path, version = facts.version, memory = ?facts.memory, allow_tcp, "NIXL is open");
-        Ok(open.insert(Open { worker, facts, allow_tcp }).clone())
-    }
-
-    /// Opens NIXL in the workers of all GPUs of this endpoint; else why not, empty where there is no GPU.
-    async fn open_on_gpus(&self, allow_tcp: bool, ucx: &UcxSettings, within: Duration) -> Result<FabricFacts, String> {
-        let workers = self.gpus.settled_workers(within).await;
-        let mut open = self.on_gpus.lock().await;
-        open.retain(|open| workers.iter().any(|worker| worker.is(&open.worker)));
-        for worker in &workers {
-            if !open.iter().any(|open| open.worker.is(worker)) {
-                let facts = self.open(worker, ucx).await.map_err(|error| error.to_string())?;
-                tracing::info!(path = facts.path, version = facts.version, gpu = worker.gpu(), allow_tcp, "NIXL is open");
-                open.push(Open { worker: worker.clone(), facts, allow_tcp });
+    async fn open_on_host(&self, ucx: UcxSettings) -> Result<Open, WorkerError> {
+        let opening = {
+            let mut opening = lock(&self.host);
+            match opening.take().filter(|opening| opening.of == ucx && opening.is_good(|open| !open.worker.has_ended())) {
+                Some(good) => opening.insert(good).outcome.clone(),
+                None => opening.insert(Opening::begin(ucx.clone(), open(self.settings.clone(), self.name(), ucx))).outcome.clone(),
             }
-        }
-        if let Some(why) = open.iter().find_map(|open| open.facts.gpu_memory.as_ref().err()) {
-            return Err(why.clone());
-        }
-        open.first().map(|open| open.facts.clone()).ok_or_else(String::new)
+        };
+        outcome(opening).await
     }
 
-    async fn open(&self, worker: &Worker, ucx: &UcxSettings) -> Result<FabricFacts, WorkerError> {
-        // Of this worker alone: the one before it may have had peers.
-        let name = format!("{}-{}", self.core.me().incarnation.instance, uuid::Uuid::new_v4().simple());
-        worker.open_fabric(self.settings.nixl.as_deref(), &name, ucx, OPEN).await
+    /// Opens NIXL in the workers of all GPUs of this endpoint; else why slots cannot lie there, empty where there is no GPU.
+    async fn open_on_gpus(&self, ucx: &UcxSettings, within: Duration) -> Result<FabricFacts, String> {
+        let workers = self.gpus.settled_workers(within).await;
+        if workers.is_empty() {
+            return Err(String::new());
+        }
+        let same = |others: &[Worker]| others.len() == workers.len() && others.iter().zip(&workers).all(|(one, other)| one.is(other));
+        let opening = {
+            let mut opening = lock(&self.on_gpus);
+            match opening.take().filter(|opening| same(&opening.of) && opening.is_good(|_| true)) {
+                Some(good) => opening.insert(good).outcome.clone(),
+                None => {
+                    let names = workers.iter().map(|_| self.name()).collect();
+                    let open = open_all(self.settings.nixl.clone(), workers.clone(), names, ucx.clone());
+                    opening.insert(Opening::begin(workers, open)).outcome.clone()
+                }
+            }
+        };
+        let facts = outcome(opening).await.map_err(|error| error.to_string())?;
+        match &facts.gpu_memory {
+            Ok(()) => Ok(facts),
+            Err(why) => Err(why.clone()),
+        }
+    }
+
+    /// Of one worker alone: the one before it may have had peers.
+    fn name(&self) -> String {
+        format!("{}-{}", self.core.me().incarnation.instance, uuid::Uuid::new_v4().simple())
     }
 
     /// Registers the slots of an epoch that is being committed, and gives them up when it is over.
     pub async fn enter(&self, epoch: &Arc<Epoch>, plan: FabricPlan, deadline: Instant) -> Result<(), Refusal> {
-        let on_gpus = plan.on_gpus && !self.on_gpus.lock().await.is_empty();
+        let on_gpus = plan.on_gpus && self.has_gpu_slots();
         let registered = async { if on_gpus { self.on_gpus(epoch, plan, deadline).await } else { self.on_host(epoch, plan, deadline).await } };
         let late = || refusal(RefusalCode::Timeout, "its memory is not registered in time");
         let (slots, workers) = timeout_at(deadline, registered).await.map_err(|_| late())??;
@@ -160,9 +222,9 @@ impl Fabric {
     }
 
     async fn on_host(&self, epoch: &Epoch, plan: FabricPlan, deadline: Instant) -> Result<(Slots, Vec<Worker>), Refusal> {
-        let policy = &epoch.prepared.policy.transport;
-        let ucx = wanted(policy).ok_or_else(|| refusal(RefusalCode::Internal, "its agent did not open NIXL"))?;
-        let Open { worker, .. } = self.open_on_host(policy.allow_tcp, &ucx).await.map_err(|error| internal(&error))?;
+        let ucx = wanted(&epoch.prepared.policy.transport, &self.settings.devices);
+        let ucx = ucx.ok_or_else(|| refusal(RefusalCode::Internal, "its agent did not open NIXL"))?;
+        let Open { worker, .. } = self.open_on_host(ucx).await.map_err(|error| internal(&error))?;
         let FabricPlan { slots, slot_bytes, .. } = plan;
         let no_room =
             |error| refusal(RefusalCode::OutOfSpace, format!("no room for {slots} registered slots of {slot_bytes} bytes: {error}"));
@@ -185,6 +247,11 @@ impl Fabric {
         Ok((Slots::Gpu(slots), workers))
     }
 
+    /// Whether the last report said that slots can lie on GPUs.
+    fn has_gpu_slots(&self) -> bool {
+        lock(&self.on_gpus).as_ref().is_some_and(|opening| opening.is_good(|facts| facts.gpu_memory.is_ok()))
+    }
+
     /// What others need to read this member's slots in an epoch; none where it has none.
     pub fn offered(&self, epoch: &Epoch) -> Option<OfferedSlots> {
         self.transport.memory(epoch.id())
@@ -199,14 +266,56 @@ fn internal(error: &WorkerError) -> Refusal {
     refusal(RefusalCode::Internal, error.to_string())
 }
 
+/// Starts the worker for host memory, and opens NIXL there.
+async fn open(settings: FabricSettings, name: String, ucx: UcxSettings) -> Result<Open, WorkerError> {
+    let start = settings.worker.map_or_else(|| WorkerStart::own("nixl"), Ok)?;
+    let worker = Worker::start(&start.with_ucx(&ucx)?)?;
+    let facts = worker.open_fabric(settings.nixl.as_deref(), &name, &ucx, OPEN).await?;
+    tracing::info!(path = facts.path, version = facts.version, memory = ?facts.memory, tls = ?ucx.tls, "NIXL is open");
+    Ok(Open { worker, facts })
+}
+
+/// Opens NIXL in each worker on a GPU.
+async fn open_all(nixl: Option<PathBuf>, workers: Vec<Worker>, names: Vec<String>, ucx: UcxSettings) -> Result<FabricFacts, WorkerError> {
+    let opening = workers.iter().zip(&names).map(|(worker, name)| worker.open_fabric(nixl.as_deref(), name, &ucx, OPEN));
+    let mut facts = futures::future::try_join_all(opening).await?;
+    for (worker, FabricFacts { path, version, gpu_memory, .. }) in workers.iter().zip(&facts) {
+        tracing::info!(path, version, gpu = worker.gpu(), ?gpu_memory, tls = ?ucx.tls, "NIXL is open on a GPU");
+    }
+    let shown = facts.iter().position(|facts| facts.gpu_memory.is_err()).unwrap_or(0);
+    Ok(facts.swap_remove(shown))
+}
+
 fn has_rdma_device() -> bool {
     std::fs::read_dir(DEVICES).is_ok_and(|mut devices| devices.next().is_some_and(|device| device.is_ok()))
 }
 
+async fn own_status() -> String {
+    tokio::fs::read_to_string("/proc/self/status").await.unwrap_or_default()
+}
+
+/// Why a process that may lock that many bytes (none: any number) cannot use an RDMA device, by its `/proc/self/status`.
+fn locks_too_little(limit: Option<u64>, status: &str) -> Option<String> {
+    let limit = limit.filter(|limit| *limit < LOCKED)?;
+    let capabilities = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let capabilities = capabilities.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    // The kernel asks no limit of who has it.
+    let unlimited = CapabilitySet::from_bits_retain(capabilities).contains(CapabilitySet::IPC_LOCK);
+    (!unlimited).then(|| {
+        format!(
+            "its agent may lock {limit} bytes of memory (RLIMIT_MEMLOCK), and an RDMA device needs {LOCKED} and the slots: raise the limit \
+             (ulimit -l unlimited), or add the capability IPC_LOCK"
+        )
+    })
+}
+
 /// For status; `on_host` says why slots lie in host memory, where there are GPUs.
-fn shown(facts: &FabricFacts, allow_tcp: bool, on_host: Option<&str>) -> String {
+fn shown(facts: &FabricFacts, allow_tcp: bool, on_host: &str) -> String {
     let version = facts.version.as_deref().unwrap_or("of unknown version");
     let over = if allow_tcp { "RDMA or TCP" } else { "RDMA" };
-    let through = on_host.map(|why| format!(", through host memory: {why}")).unwrap_or_default();
+    let through = if on_host.is_empty() { String::new() } else { format!(", through host memory: {on_host}") };
     format!("NIXL {version} ({}), {} over {over}{through}", facts.path, facts.plugin)
 }
+
+#[cfg(test)]
+mod tests;

@@ -94,9 +94,9 @@ struct Wanted {
 struct StartedWith(BTreeMap<String, String>, BTreeMap<String, String>, Option<UcxSettings>);
 
 impl Wanted {
-    fn by(policy: &TransportPolicy, ranks: usize) -> Self {
+    fn by(policy: &TransportPolicy, devices: &[String], ranks: usize) -> Self {
         let ring = (policy.slots, policy.slot_bytes);
-        let ucx = fabric::wanted(policy);
+        let ucx = fabric::wanted(policy, devices);
         Self { environment: policy.environment.clone(), defaults: policy.defaults.clone(), ranks, ring, ucx }
     }
 
@@ -117,6 +117,8 @@ pub(crate) struct Share {
 pub(crate) struct Gpus {
     core: Arc<Core>,
     settings: GpuSettings,
+    /// RDMA devices that UCX may use, as in [`fabric::FabricSettings`].
+    devices: Vec<String>,
     share: Share,
     transport: Arc<NcclTransport>,
     seats: watch::Sender<Seats>,
@@ -131,13 +133,14 @@ impl Gpus {
     pub fn new(
         core: Arc<Core>,
         settings: GpuSettings,
+        devices: Vec<String>,
         share: Share,
         policy: &TransportPolicy,
         transport: Arc<NcclTransport>,
         source: Option<watch::Sender<Result<SourceWorker, String>>>,
     ) -> Arc<Self> {
-        let (seats, wanted) = (watch::Sender::new(Seats::Starting), watch::Sender::new(Wanted::by(policy, 0)));
-        Arc::new(Self { core, settings, share, transport, seats, wanted, source, rings: Mutex::default() })
+        let (seats, wanted) = (watch::Sender::new(Seats::Starting), watch::Sender::new(Wanted::by(policy, &devices, 0)));
+        Arc::new(Self { core, settings, devices, share, transport, seats, wanted, source, rings: Mutex::default() })
     }
 
     pub fn transport(&self) -> &Arc<NcclTransport> {
@@ -147,7 +150,7 @@ impl Gpus {
     /// What NCCL is told by its environment (workers that were started with something else are started anew), and how many ranks the
     /// engine has: so many GPUs at most are taken of those that are visible.
     pub fn configure(&self, policy: &TransportPolicy, ranks: u32) {
-        let wanted = Wanted::by(policy, usize::try_from(ranks).unwrap_or(usize::MAX));
+        let wanted = Wanted::by(policy, &self.devices, usize::try_from(ranks).unwrap_or(usize::MAX));
         // Seats say that workers start before anybody can see what they are to start with: a report must not take the old ones for the new.
         // Nobody starts workers for an agent that was told to use no GPU: they would be waited for in vain at every epoch.
         let none = self.settings.choice == GpuChoice::None;

@@ -93,7 +93,7 @@ impl Epoch {
 
     /// By what the tensors of a version are digested that is published in this epoch.
     pub fn algorithm(&self) -> DigestAlgorithm {
-        if self.communicator().is_some() || self.engines().is_some() {
+        if self.gpu_slot_bytes().is_some() || self.engines().is_some() {
             return DigestAlgorithm::Gsum64;
         }
         match self.prepared.policy.digest {

@@ -127,6 +127,10 @@ pub struct AgentArgs {
     /// File of NIXL's C interface (libnixl_capi.so); looked for in Python's packages and in the system if it is not given.
     #[arg(long, env = "WEIGHTSYNC_NIXL")]
     nixl: Option<PathBuf>,
+    /// Devices that NIXL may use, by UCX's names (`mlx5_0:1`), with commas between them; every device if none or `all` is given. Other settings
+    /// of UCX, such as UCX_IB_GID_INDEX, are taken from the environment.
+    #[arg(long, env = "UCX_NET_DEVICES", default_value = "", hide_default_value = true)]
+    nixl_devices: String,
     /// Log filter, e.g. `info` or `weightsync=debug,warn`; logs go to standard error.
     #[arg(long, env = "WEIGHTSYNC_LOG", default_value = "info")]
     log: String,
@@ -191,7 +195,7 @@ impl AgentArgs {
             serve_unclaimed_after: self.serve_unclaimed_after_seconds.0,
             command: None,
             gpus: GpuSettings { choice: self.gpus.clone(), nccl: self.nccl.clone(), worker: None, child: false },
-            fabric: FabricSettings { nixl: self.nixl.clone() },
+            fabric: FabricSettings { nixl: self.nixl.clone(), devices: FabricSettings::devices(&self.nixl_devices), worker: None },
             applicant: Applicant {
                 namespace: self.namespace,
                 pod: self.pod,

@@ -131,7 +131,7 @@ impl Session {
         let share = Share { number: usize::from(number), of: running.wanted };
         let policy = running.assignment.borrow().transport.clone();
         let told = engine.is_none().then(|| self.source_gpu.clone());
-        let gpus = Gpus::new(core.clone(), settings.gpus.clone(), share, &policy, nccl, told);
+        let gpus = Gpus::new(core.clone(), settings.gpus.clone(), settings.fabric.devices.clone(), share, &policy, nccl, told);
         running.tasks.spawn(gpus.clone().supervise(cancel.clone()));
         leader.set_gpus(gpus.clone());
         leader.set_fabric(Fabric::new(core.clone(), settings.fabric.clone(), settings.cgroups.clone(), gpus.clone(), transport));

@@ -33,7 +33,7 @@ impl Rollout {
         if request.manual {
             return Err("the trainer switches later, and the engine would be held until then".into());
         }
-        if epoch.communicator().is_some() && !request.feeding {
+        if epoch.gpu_slot_bytes().is_some() && !request.feeding {
             return Err("its bytes travel between GPUs".into());
         }
         if self.memory_route().await.is_none() {

@@ -1,0 +1,89 @@
+//! How an endpoint opens NIXL. The worker is this test's own executable, started again.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+use super::*;
+use crate::core::Facts;
+use crate::gpu::{GpuChoice, GpuSettings, Share};
+use crate::group::Me;
+use tokio_util::sync::CancellationToken;
+use weightsync_core::protocol::{Incarnation, Role};
+use weightsync_transport::nccl::NcclTransport;
+use weightsync_transport::tcp::{TcpOptions, TcpTransport};
+
+const AMPLE: Duration = Duration::from_secs(60);
+/// Set for the executable that is to be a worker.
+const AS_WORKER: &str = "WEIGHTSYNC_TEST_WORKER";
+
+#[test]
+fn worker_process() {
+    if std::env::var_os(AS_WORKER).is_some() {
+        let socket = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+        weightsync_gpu::worker::serve(socket).unwrap();
+    }
+}
+
+/// A worker that says that it started, and goes on when a line comes through the pipe `gate`.
+fn gated(folder: &Path) -> WorkerStart {
+    mknodat(CWD, folder.join("gate"), FileType::Fifo, Mode::RWXU, 0).unwrap();
+    let program = std::env::current_exe().unwrap();
+    let script = format!(
+        "cd {} && echo started >>starts && read -r line <gate && exec {} --exact fabric::tests::worker_process --nocapture",
+        folder.display(),
+        program.display()
+    );
+    WorkerStart {
+        program: "/bin/sh".into(),
+        arguments: vec!["-c".into(), script.into()],
+        environment: vec![(AS_WORKER.into(), "1".into())],
+        defaults: Vec::new(),
+        label: "nixl".into(),
+    }
+}
+
+/// Seen in an emulated machine: each report began to open NIXL once more and gave it half of its own time, so that the member never came in.
+#[tokio::test(flavor = "multi_thread")]
+async fn opening_that_outlasts_a_report_is_not_begun_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let me = Me { incarnation: Incarnation { pod_uid: "pod".into(), instance: "life".into() }, role: Role::Rollout, port: None };
+    let core = Core::new(me, Facts::default());
+    let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let tcp = TcpTransport::bind(loopback, core.clone(), TcpOptions::default()).await.unwrap();
+    let nccl = Arc::new(NcclTransport::new(tcp));
+    let transport = Arc::new(GdrTransport::new(nccl.clone()));
+    let worker = Some(gated(folder.path()));
+    let settings = FabricSettings { nixl: Some("/nowhere/libnixl_capi.so".into()), worker, ..FabricSettings::default() };
+    let policy = TransportPolicy { wish: TransportWish::Gdr, allow_tcp: true, ..TransportPolicy::default() };
+    let none = GpuSettings { choice: GpuChoice::None, ..GpuSettings::default() };
+    let gpus = Gpus::new(core.clone(), none, Vec::new(), Share { number: 0, of: 1 }, &policy, nccl, None);
+    tokio::spawn(gpus.clone().supervise(CancellationToken::new()));
+    let fabric = Fabric::new(core, settings, Cgroups::of_this_process(), gpus, transport);
+    let early = fabric.report(&policy, Duration::ZERO).await;
+    assert!(early.reason.contains("still being opened"), "{early:?}");
+    let gate = folder.path().join("gate");
+    let opened = tokio::task::spawn_blocking(move || std::fs::write(gate, "go on\n"));
+    let late = fabric.report(&policy, AMPLE).await;
+    opened.await.unwrap().unwrap();
+    assert!(late.reason.contains("/nowhere/libnixl_capi.so"), "{late:?}");
+    assert_eq!(std::fs::read_to_string(folder.path().join("starts")).unwrap(), "started\n");
+}
+
+#[test]
+fn devices_are_those_that_ucx_would_read() {
+    assert_eq!(FabricSettings::devices("mlx5_0:1, mlx5_1:1,"), ["mlx5_0:1", "mlx5_1:1"]);
+    assert!(FabricSettings::devices("").is_empty() && FabricSettings::devices("all").is_empty());
+}
+
+#[test]
+fn little_lockable_memory_is_refused_unless_root_may_more() {
+    let status = |capabilities: &str| format!("Name:\tweightsync\nCapInh:\t0000000000004000\nCapEff:\t{capabilities}\n");
+    let (none, ipc_lock) = (status("00000000a80425fb"), status("00000000a80465fb"));
+    let refused = locks_too_little(Some(8 << 20), &none).unwrap();
+    assert!(refused.contains("8388608 bytes") && refused.contains("RLIMIT_MEMLOCK") && refused.contains("IPC_LOCK"), "{refused}");
+    assert_eq!(locks_too_little(Some(8 << 20), &ipc_lock), None);
+    assert_eq!((locks_too_little(None, &none), locks_too_little(Some(LOCKED), &none)), (None, None));
+}
