@@ -13,4 +13,5 @@ mod skew;
 mod sleep;
 mod snapshot;
 mod unproven;
+mod verbs;
 mod versions;

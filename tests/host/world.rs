@@ -26,8 +26,8 @@ use crate::model::Model;
 
 /// The program under test.
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_weightsync");
-/// Longest wait for anything that is to happen; far above what a busy machine takes.
-pub const SOON: Duration = Duration::from_secs(40);
+/// Longest wait for anything that is to happen; far above what a busy machine takes, or an emulated one.
+pub const SOON: Duration = Duration::from_secs(90);
 
 static WORLDS: AtomicU32 = AtomicU32::new(0);
 
@@ -412,10 +412,12 @@ pub async fn until<F: Future<Output = bool>>(what: &str, mut condition: impl FnM
     tokio::time::timeout(SOON, waiting).await.unwrap_or_else(|_| panic!("waited for {what}"));
 }
 
-/// How bytes travel in stories that name no transport: TCP, or reads through NIXL over TCP where WEIGHTSYNC_STORIES_OVER is `gdr`.
+/// How bytes travel in stories that name no transport: TCP, or reads through NIXL where WEIGHTSYNC_STORIES_OVER is `gdr` (over TCP) or `verbs`
+/// (over the RDMA device of this host).
 fn transport_of_stories() -> Value {
     match std::env::var("WEIGHTSYNC_STORIES_OVER").as_deref() {
         Ok("gdr") => json!({"gdr": {"bucketMiB": 1, "allowTcp": true}}),
+        Ok("verbs") => json!({"gdr": {"bucketMiB": 1}}),
         _ => json!({"tcp": {}}),
     }
 }

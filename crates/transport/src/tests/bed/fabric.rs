@@ -34,11 +34,21 @@ fn worker_process() {
     }
 }
 
+/// TCP on loopback, or the RDMA device of this host where the stories are to run over verbs.
+fn ucx() -> UcxSettings {
+    if std::env::var("WEIGHTSYNC_STORIES_OVER").as_deref() != Ok("verbs") {
+        return UcxSettings { tls: vec!["tcp".into()], devices: vec!["lo".into()] };
+    }
+    let devices = std::env::var("UCX_NET_DEVICES").unwrap_or_default();
+    let devices = devices.split(',').filter(|name| !name.is_empty()).map(Into::into).collect();
+    UcxSettings { tls: ["rc", "dc", "ud", "self"].map(Into::into).into(), devices }
+}
+
 pub async fn worker(name: &str) -> Worker {
     let arguments = ["--exact", "tests::bed::fabric::worker_process", "--nocapture"].map(Into::into).to_vec();
     let environment = vec![(AS_WORKER.into(), "1".into())];
     let start = WorkerStart { program: std::env::current_exe().unwrap(), arguments, environment, defaults: Vec::new(), label: name.into() };
-    let ucx = UcxSettings { tls: vec!["tcp".into()], devices: vec!["lo".into()] };
+    let ucx = ucx();
     let worker = Worker::start(&start.with_ucx(&ucx).unwrap()).unwrap();
     worker.open_fabric(library().as_deref(), &format!("{name}-{}", uuid::Uuid::new_v4().simple()), &ucx, WITHIN).await.unwrap();
     worker
