@@ -84,10 +84,10 @@ struct Opening<K, T> {
 
 impl<K, T: Clone + Send + Sync + 'static> Opening<K, T> {
     fn begin(of: K, open: impl Future<Output = Result<T, WorkerError>> + Send + 'static) -> Self {
-        let (tell, outcome) = watch::channel(None);
+        let (known, outcome) = watch::channel(None);
         let task = tokio::spawn(async move {
             let opened = open.await;
-            tell.send_replace(Some(opened));
+            known.send_replace(Some(opened));
         });
         Self { of, outcome, task: AbortOnDropHandle::new(task) }
     }
