@@ -185,7 +185,7 @@ impl Server for Fastdeploy {
     fn takes_directories(&self) -> Result<(), EngineError> {
         match self.strategy() {
             Strategy::Snapshot | Strategy::Unseen => Ok(()),
-            Strategy::AsyncIpc { .. } => {
+            Strategy::AsyncIpc(_) => {
                 Err(unsupported("FastDeploy was started for weights from GPU memory".into(), "give its agent the engine's GPU"))
             }
             Strategy::Other(strategy) => Err(no_way(&strategy)),
@@ -205,27 +205,20 @@ impl Server for Fastdeploy {
             _ => paused(control)?,
         };
         self.has_weights(until).await?;
-        let words = self
-            .process()
-            .map(|process| (process.has("--dynamic-load-weight"), process.value("--tensor-parallel-size").map(str::to_owned)));
-        if let Some((dynamic, ranks)) = words {
-            if !dynamic {
-                return Err(unsupported(format!("{} cannot change its weights", self.http.url()), START));
-            }
-            if ranks.as_deref().is_some_and(|ranks| ranks != "1") {
+        let process = self.process();
+        if process.as_ref().is_some_and(|process| !process.has("--dynamic-load-weight")) {
+            return Err(unsupported(format!("{} cannot change its weights", self.http.url()), START));
+        }
+        let ranks = process.as_ref().map_or(1, started::ranks);
+        let delivery = match Strategy::of(process.as_ref()) {
+            Strategy::Other(strategy) => return Err(no_way(&strategy)),
+            Strategy::AsyncIpc(_) => "GPU memory: the asynchronous IPC message",
+            Strategy::Snapshot | Strategy::Unseen if ranks > 1 => {
                 return Err(unsupported(
-                    format!(
-                        "{} has {} ranks, each of which reads a snapshot of its own shards",
-                        self.http.url(),
-                        ranks.unwrap_or_default()
-                    ),
+                    format!("{} has {ranks} ranks, each of which reads a snapshot of its own shards", self.http.url()),
                     "run FastDeploy with --tensor-parallel-size 1",
                 ));
             }
-        }
-        let delivery = match self.strategy() {
-            Strategy::Other(strategy) => return Err(no_way(&strategy)),
-            Strategy::AsyncIpc { .. } => "GPU memory: the asynchronous IPC message",
             Strategy::Snapshot | Strategy::Unseen => {
                 self.of_snapshot(until, |_| Ok(())).await?;
                 "ipc_snapshot, a file in its model directory"
@@ -235,7 +228,7 @@ impl Server for Fastdeploy {
             kind: KIND.to_owned(),
             // It does not tell; its control routes came with 2.6.
             server_version: "2.6 or newer".to_owned(),
-            size: 1,
+            size: u32::try_from(ranks).unwrap_or(u32::MAX),
             url: self.http.url().to_owned(),
             delivery: delivery.to_owned(),
             answer_version: "none".to_owned(),
@@ -277,7 +270,7 @@ impl Server for Fastdeploy {
     }
 
     fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
-        if matches!(self.strategy(), Strategy::AsyncIpc { .. }) {
+        if matches!(self.strategy(), Strategy::AsyncIpc(_)) {
             return fit::check(served, tensors);
         }
         let parameters = Snapshot::find(served)?.specs()?;
@@ -356,7 +349,7 @@ impl Server for Fastdeploy {
 
     async fn device_route(&self, _: PausePolicy, _: KvCachePolicy, _: Option<&Path>, _: Until) -> Result<DeviceRoute, EngineError> {
         match self.strategy() {
-            Strategy::AsyncIpc { .. } => Ok(DeviceRoute { name: "ipc_async", gpus: Vec::new(), gated: true, why_not_faster: None }),
+            Strategy::AsyncIpc(_) => Ok(DeviceRoute { name: "ipc_async", gpus: Vec::new(), gated: true, why_not_faster: None }),
             Strategy::Other(strategy) => Err(no_way(&strategy)),
             Strategy::Snapshot | Strategy::Unseen => {
                 Err(unsupported("FastDeploy with ipc_snapshot reads a file".into(), "it is fed from a directory"))
@@ -365,10 +358,11 @@ impl Server for Fastdeploy {
     }
 
     async fn open_feed(&self, job: FeedJob<'_>, until: Until) -> Result<Box<dyn Feed>, EngineError> {
-        let Strategy::AsyncIpc { address, device } = self.strategy() else {
+        let Strategy::AsyncIpc(workers) = self.strategy() else {
             return Err(unsupported("FastDeploy was not started for weights from GPU memory".into(), START));
         };
-        Ok(Box::new(async_ipc::AsyncIpc::open(self.http.clone(), &job, &address, device, until).await?))
+        let served = self.model_directory(until).await?;
+        Ok(Box::new(async_ipc::AsyncIpc::open(self.http.clone(), &job, &workers, &served, until).await?))
     }
 }
 

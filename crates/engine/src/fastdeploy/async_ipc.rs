@@ -1,9 +1,10 @@
-//! The asynchronous IPC message of FastDeploy #7472: buckets in our own GPU memory, named one by one over ZeroMQ and cloned by the worker.
+//! The asynchronous IPC message of FastDeploy #7472: buckets in our own GPU memory, named one by one over ZeroMQ and cloned by each worker.
 //!
-//! We bind, the worker connects when the legacy route `/update_model_weight` has it load, which it does only after `/clear_load_weight`: from
-//! there on the server has no weights until the last bucket came. Each message is answered: empty text when the bucket was cloned and the
-//! device is idle, else the text of an error. An empty message (`None`) ends it, and the worker then looks whether *every* parameter is
-//! initialised (the check that the thread found commented out). The device is in the message, never left to an environment variable.
+//! We bind one socket a rank, and the workers connect when the legacy route `/update_model_weight` has them load, which they do only after
+//! `/clear_load_weight`: from there on the server has no weights until the last bucket came. Each rank gets the handle of the memory on its own
+//! GPU. Each message is answered: empty text when the bucket was cloned and the device is idle, else the text of an error. An empty message
+//! (`None`) ends it. Never trusts the server's last look at its parameters, which the posted change comments out: a version is compared with
+//! the server's checkpoint before anything is touched, and one that cannot be compared is refused.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,8 +20,9 @@ use crate::EngineError;
 use crate::checkpoint_engine::Then;
 use crate::device::{DeviceBucket, Released};
 use crate::feed::{Feed, FeedJob, no_form, pieces};
+use crate::fit::{self, Fit};
 use crate::http::{EngineHttp, Until};
-use weightsync_core::weights::{Layout, TensorSpec};
+use weightsync_core::weights::{Layout, Section, TensorSpec};
 use weightsync_torch::Piece;
 use weightsync_torch::paddle::{self, SharedBuffer};
 use weightsync_torch::pickle::Value;
@@ -32,34 +34,44 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Part of a worker's error that ours shows, in characters.
 const SHOWN: usize = 512;
 
-pub(super) struct AsyncIpc {
-    http: Arc<EngineHttp>,
-    layout: Arc<Layout>,
-    /// The only GPU of the server.
+/// In an address, what stands for the number of a rank.
+pub(super) const RANK: &str = "{rank}";
+
+/// Where the workers of a server connect, as its words say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Workers {
+    /// Of all ranks; holds [`RANK`] where there are several.
+    pub(super) address: String,
+    /// The first rank's own number of its GPU; each further rank's is one more.
+    pub(super) device: u64,
+    pub(super) ranks: usize,
+}
+
+impl Workers {
+    fn refuse(&self, gpus: usize) -> Result<(), EngineError> {
+        if gpus != self.ranks {
+            let what = format!("the agent has {gpus} GPUs and the server {} ranks, each of which opens memory on its own GPU", self.ranks);
+            return Err(unsupported(what, "give the agent the engine's GPUs and no other, in the engine's order"));
+        }
+        if self.ranks > 1 && !self.address.contains(RANK) {
+            let what = format!("{} ranks cannot all connect to {}", self.ranks, self.address);
+            return Err(unsupported(what, "write {rank} into the server's ipc_address"));
+        }
+        Ok(())
+    }
+}
+
+/// One worker: the GPU that its handle lies on, its own number of it, and where it connects.
+struct Rank {
     gpu: String,
     device: u64,
     socket: ReqSocket,
-    /// The server's own call, once it was made.
-    call: Option<JoinHandle<Result<(), EngineError>>>,
-    touched: bool,
-    whole: Until,
 }
 
-impl AsyncIpc {
-    /// Binds; asks nothing of the server yet.
-    pub(super) async fn open(
-        http: Arc<EngineHttp>,
-        feed: &FeedJob<'_>,
-        address: &str,
-        device: u64,
-        until: Until,
-    ) -> Result<Self, EngineError> {
+impl Rank {
+    async fn bind(address: &str, gpu: &str, device: u64, until: Until) -> Result<Self, EngineError> {
         let cannot = |cause: String| {
             unsupported(format!("no socket can be made at {address}: {cause}"), "give the server an ipc_address that the agent may bind")
-        };
-        let [gpu] = feed.gpus.as_slice() else {
-            let what = format!("the agent has {} GPUs, and one rank of FastDeploy is fed so", feed.gpus.len());
-            return Err(unsupported(what, "give the agent the engine's GPU and no other"));
         };
         // What an earlier life of the agent left behind.
         if let Some(path) = address.strip_prefix("ipc://")
@@ -70,8 +82,56 @@ impl AsyncIpc {
         let mut socket = ReqSocket::new();
         let bound = tokio::time::timeout(until.left(), socket.bind(address)).await;
         bound.map_err(|_| cannot("it took too long".into()))?.map_err(|error| cannot(error.to_string()))?;
+        Ok(Self { gpu: gpu.to_owned(), device, socket })
+    }
+
+    /// Gives the address up before anybody binds it again. A dropped socket removes its file a moment later (zeromq 0.7), and that would be
+    /// the next update's: no worker could find it, and the update would end in silence.
+    async fn unbind(&mut self, within: Duration) {
+        let _errors = tokio::time::timeout(within, self.socket.unbind_all()).await;
+    }
+
+    /// Ends its wait with the reason.
+    async fn give_up(&mut self, last: &Bytes, within: Duration) {
+        // A worker in the middle of a bucket must answer before it can be sent anything.
+        let _answer = tokio::time::timeout(within / 2, self.socket.recv()).await;
+        let _sent = tokio::time::timeout(within / 2, self.socket.send(last.clone().into())).await;
+    }
+}
+
+pub(super) struct AsyncIpc {
+    http: Arc<EngineHttp>,
+    layout: Arc<Layout>,
+    ranks: Vec<Rank>,
+    /// The server's own call, once it was made.
+    call: Option<JoinHandle<Result<(), EngineError>>>,
+    touched: bool,
+    whole: Until,
+}
+
+impl AsyncIpc {
+    /// Binds; asks nothing of the server yet. `served` is the server's checkpoint as this process sees it.
+    pub(super) async fn open(
+        http: Arc<EngineHttp>,
+        feed: &FeedJob<'_>,
+        workers: &Workers,
+        served: &Path,
+        until: Until,
+    ) -> Result<Self, EngineError> {
+        workers.refuse(feed.gpus.len())?;
+        let layout = feed.job.layout.clone();
+        let tensors: Vec<TensorSpec> = layout.tensors().filter(|tensor| tensor.section == Section::Model).cloned().collect();
+        if let Fit::Unchecked(why) = fit::check(served, &tensors)? {
+            let what = format!("FastDeploy does not look whether all its parameters came, and the version cannot be compared here: {why}");
+            return Err(unsupported(what, "give the agent the server's model directory with its safetensors files (--model-dir)"));
+        }
+        let mut ranks = Vec::new();
+        for ((rank, gpu), device) in feed.gpus.iter().enumerate().zip(workers.device..) {
+            let address = workers.address.replace(RANK, &rank.to_string());
+            ranks.push(Rank::bind(&address, gpu, device, until).await?);
+        }
         let whole = Until::new(feed.job.terms.timeout);
-        Ok(Self { http, layout: feed.job.layout.clone(), gpu: gpu.clone(), device, socket, call: None, touched: false, whole })
+        Ok(Self { http, layout, ranks, call: None, touched: false, whole })
     }
 
     /// Takes the weights out and has the worker wait for new ones.
@@ -83,23 +143,22 @@ impl AsyncIpc {
         Ok(())
     }
 
-    /// Gives the address up before anybody binds it again. A dropped socket removes its file a moment later (zeromq 0.7), and that would be
-    /// the next update's: no worker could find it, and the update would end in silence.
     async fn unbind(&mut self, within: Duration) {
-        let _errors = tokio::time::timeout(within, self.socket.unbind_all()).await;
+        futures::future::join_all(self.ranks.iter_mut().map(|rank| rank.unbind(within))).await;
     }
 
-    /// One message and its answer, unless the server's call ends first.
-    async fn exchange(&mut self, message: &Value, then: Then, until: Until) -> Result<(), EngineError> {
+    /// One message to each rank and its answer, unless the server's call ends first. All ranks copy at the same time.
+    async fn exchange(&mut self, messages: Vec<Bytes>, then: Then, until: Until) -> Result<(), EngineError> {
         let url = self.http.url().to_owned();
         let Some(call) = self.call.as_mut() else {
             return Err(EngineError::BadReply { url, what: "its worker was not called".into() });
         };
-        let asked = tokio::time::timeout(until.left(), ask(&mut self.socket, message));
+        let all = self.ranks.iter_mut().zip(messages).map(|(rank, message)| ask(&mut rank.socket, message));
+        let asked = tokio::time::timeout(until.left(), futures::future::try_join_all(all));
         let refused = tokio::select! {
             biased;
             answered = asked => match answered {
-                Ok(Ok(())) => return Ok(()),
+                Ok(Ok(_)) => return Ok(()),
                 Ok(Err(refused)) => refused,
                 Err(_) => return Err(EngineError::Timeout { url, deadline: until.total() }),
             },
@@ -117,8 +176,7 @@ impl AsyncIpc {
     }
 }
 
-async fn ask(socket: &mut ReqSocket, message: &Value) -> Result<(), String> {
-    let message = Bytes::from(message.pickle());
+async fn ask(socket: &mut ReqSocket, message: Bytes) -> Result<(), String> {
     while let Err(error) = socket.send(message.clone().into()).await {
         match error {
             ZmqError::ReturnToSender { .. } => tokio::time::sleep(CONNECTING).await,
@@ -134,18 +192,21 @@ async fn ask(socket: &mut ReqSocket, message: &Value) -> Result<(), String> {
 #[async_trait]
 impl Feed for AsyncIpc {
     async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError> {
-        let place = bucket.on(&self.gpu)?;
-        let buffer = SharedBuffer { handle: place.handle.0, offset: place.offset, bytes: bucket.bucket.bytes, device: self.device };
         let mut all = pieces(&self.layout, bucket);
         // No bucket holds those without bytes, and the worker's last look wants every parameter.
         let first = self.call.is_none();
         let empty: Vec<TensorSpec> = self.layout.tensors().filter(|tensor| first && tensor.shape.contains(&0)).cloned().collect();
         all.extend(empty.iter().map(|tensor| Piece { name: &tensor.name, dtype: tensor.dtype, shape: &tensor.shape, offset: 0, bytes: 0 }));
-        let message = paddle::bucket(&all, &buffer).map_err(|error| no_form(&error))?;
+        let message = |rank: &Rank| {
+            let place = bucket.on(&rank.gpu)?;
+            let buffer = SharedBuffer { handle: place.handle.0, offset: place.offset, bytes: bucket.bucket.bytes, device: rank.device };
+            paddle::bucket(&all, &buffer).map(|message| Bytes::from(message.pickle())).map_err(|error| no_form(&error))
+        };
+        let messages = self.ranks.iter().map(message).collect::<Result<Vec<_>, _>>()?;
         if self.call.is_none() {
             self.begin(until).await?;
         }
-        self.exchange(&message, Then::More, until).await?;
+        self.exchange(messages, Then::More, until).await?;
         Ok(Released::Now)
     }
 
@@ -155,7 +216,8 @@ impl Feed for AsyncIpc {
 
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {
         if self.call.is_some() {
-            self.exchange(&Value::None, Then::End, until).await?;
+            let end = vec![Bytes::from(Value::None.pickle()); self.ranks.len()];
+            self.exchange(end, Then::End, until).await?;
         }
         if let Some(call) = self.call.as_mut() {
             let url = self.http.url().to_owned();
@@ -173,12 +235,8 @@ impl Feed for AsyncIpc {
         let within = LAST_WORDS.min(until.left() / 4);
         let Some(mut call) = self.call.take() else { return self.unbind(within).await };
         let reason: String = reason.chars().take(SHOWN).collect();
-        let told = async {
-            // A worker in the middle of a bucket must answer before it can be told anything.
-            let _answer = tokio::time::timeout(within / 2, self.socket.recv()).await;
-            let _sent = self.socket.send(Bytes::from(paddle::failure(&reason).pickle()).into()).await;
-        };
-        let _late = tokio::time::timeout(within, told).await;
+        let last = Bytes::from(paddle::failure(&reason).pickle());
+        futures::future::join_all(self.ranks.iter_mut().map(|rank| rank.give_up(&last, within))).await;
         let _ended = tokio::time::timeout(within, &mut call).await;
         call.abort();
         self.unbind(within).await;

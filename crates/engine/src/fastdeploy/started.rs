@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::async_ipc::Workers;
 use super::unsupported;
 use crate::EngineError;
 use crate::process::EngineProcess;
@@ -12,11 +13,8 @@ pub(super) const START: &str = "start FastDeploy with --dynamic-load-weight --lo
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Strategy {
     Snapshot,
-    /// By the message of #7472, at this address.
-    AsyncIpc {
-        address: String,
-        device: u64,
-    },
+    /// By the message of #7472.
+    AsyncIpc(Workers),
     Other(String),
     Unseen,
 }
@@ -35,7 +33,7 @@ impl Strategy {
                 match (other, text("transfer_mode"), text("ipc_address")) {
                     ("ipc", Some("ipc_async"), Some(address)) => {
                         let device = config.get("device").and_then(Value::as_u64).unwrap_or(0);
-                        Self::AsyncIpc { address: address.to_owned(), device }
+                        Self::AsyncIpc(Workers { address: address.to_owned(), device, ranks: ranks(process) })
                     }
                     _ => Self::Other(other.to_owned()),
                 }
@@ -43,6 +41,12 @@ impl Strategy {
             None => Self::Other("none".to_owned()),
         }
     }
+}
+
+/// Tensor-parallel ranks of a server, 1 where it does not say.
+pub(super) fn ranks(process: &EngineProcess) -> usize {
+    let named = process.value("--tensor-parallel-size").or_else(|| process.value("--tensor_parallel_size"));
+    named.and_then(|ranks| ranks.parse().ok()).unwrap_or(1)
 }
 
 /// Why a server that was started so cannot be fed by us.

@@ -10,7 +10,7 @@
 
 mod load;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,6 +22,7 @@ use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use http::StatusCode;
 use parking_lot::Mutex;
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::GpuOptions;
@@ -50,7 +51,7 @@ pub struct FastdeployOptions {
     pub transfer_mode: String,
     /// `rsync_config.gdr_release_cache`: caches and graphs go while weights stream in, and are built again.
     pub release_cache: bool,
-    /// Where the worker connects for the message of pull request 7472; none: the server does not carry it.
+    /// Where the workers connect for the message of pull request 7472 (`{rank}` is the rank's number); none: the server does not carry it.
     pub async_ipc: Option<String>,
     /// What the engine waits for its workers.
     pub worker_timeout: Duration,
@@ -88,6 +89,15 @@ struct Memory {
     empty: BTreeSet<String>,
     /// The version of the last `update_weights`.
     version: Option<String>,
+    /// What each rank's worker saw of the last asynchronous message.
+    ranks: Vec<RankSeen>,
+}
+
+/// Handles that a worker opened, and the digests of what it cloned from them.
+#[derive(Debug, Clone, Default, Serialize)]
+struct RankSeen {
+    handles: BTreeSet<String>,
+    tensors: BTreeMap<String, String>,
 }
 
 struct Fastdeploy {
@@ -121,6 +131,7 @@ pub(super) fn routes(options: FastdeployOptions, gpus: GpuOptions, model_directo
         recaptured: 0,
         empty: BTreeSet::new(),
         version: None,
+        ranks: Vec::new(),
     };
     let state = Arc::new(Fastdeploy { options, gpus, model_directory, memory: Mutex::new(memory) });
     Router::new()
@@ -341,5 +352,6 @@ async fn memory_report(Extension(state): Shared) -> Json<Value> {
     Json(json!({
         "weight": !memory.weight_sleeps, "kvCache": !memory.cache_sleeps, "graphs": memory.graphs, "mtpCache": memory.mtp_cache,
         "rebuilt": memory.rebuilt, "recaptured": memory.recaptured, "empty": memory.empty, "version": memory.version,
+        "ranks": memory.ranks,
     }))
 }
