@@ -62,7 +62,10 @@ pub struct SimulateEngineArgs {
     /// FastDeploy only: folder with a checkpoint for each version that its transfer library would bring; without it there is no such library.
     #[arg(long, value_name = "DIR")]
     pub checkpoint_transfer: Option<PathBuf>,
-    /// FastDeploy only: as the server takes it; `transfer_mode` (with `ipc_async`: `ipc_address`) and `gdr_release_cache` are used.
+    /// FastDeploy only: as with `FD_USE_GDR_CHECKPOINT_TRANSFER=1`: the library streams checkpoint tensors.
+    #[arg(long)]
+    pub gdr_checkpoint_transfer: bool,
+    /// FastDeploy only: as the server takes it; `ipc_address` and `gdr_mtp_chunk_size` are used.
     #[arg(long, alias = "rsync_config", value_name = "JSON", default_value = "{}")]
     pub rsync_config: String,
     /// FastDeploy only: with a draft model beside the main one.
@@ -110,14 +113,18 @@ impl SimulateEngineArgs {
         };
         let config: serde_json::Value = serde_json::from_str(&self.rsync_config).context("--rsync-config is not JSON")?;
         let text = |name: &str| config.get(name).and_then(serde_json::Value::as_str).map(str::to_owned);
+        let defaults = FastdeployOptions::default();
         let fastdeploy = FastdeployOptions {
             load_strategy: self.load_strategy,
             transfer: self.checkpoint_transfer,
-            transfer_mode: text("transfer_mode").unwrap_or_else(|| "rdma".to_owned()),
-            release_cache: config.get("gdr_release_cache").and_then(serde_json::Value::as_bool).unwrap_or(false),
+            gdr: self.gdr_checkpoint_transfer,
+            mtp_chunk: config
+                .get("gdr_mtp_chunk_size")
+                .and_then(serde_json::Value::as_u64)
+                .map_or(defaults.mtp_chunk, |size| usize::try_from(size).unwrap_or(usize::MAX)),
             async_ipc: text("ipc_address"),
             mtp: self.mtp,
-            ..FastdeployOptions::default()
+            ..defaults
         };
         // Ranks have GPUs only where the stand-in driver is.
         let groups = self.fake_gpu.as_ref().map(|_| {

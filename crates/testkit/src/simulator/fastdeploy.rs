@@ -1,12 +1,14 @@
 //! The endpoints of FastDeploy (control API of 2.6, legacy API, `load_strategy` ipc_snapshot, ipc and rsync) with their order rules, as read in
-//! `docs/features/weight_update.md`, `engine/common_engine.py`, `worker/gpu_model_runner.py` and `rl/dynamic_weight_manager.py`, and in the
-//! threads of its pull requests 7472 and 7951. No server was run.
+//! `docs/features/weight_update.md` (25e866cc), `rl/dynamic_weight_manager.py` (49fe57cb: #7951 as merged, and the handle of #8078 and #8079),
+//! `engine/common_engine.py`, `entrypoints/openai/api_server.py` and `worker/gpu_model_runner.py` (as stored before #7951), and in the thread
+//! of pull request 7472. No server was run.
 //!
 //! Rules kept on purpose: a control call fails with 500 and the text of the exception; `update_weights` wants a pause and does not resume; a
 //! pause ends requests with an error; sleep pauses and wake-up resumes, each by itself; a sleep or wake-up ends at the first tag that has
 //! nothing to do and says success; weights alone do not wake up under CUDA graphs while the cache sleeps; a wake-up does not look whether all
 //! parameters came; the legacy route does, and does nothing where weights are there; without weights `/health` and inference answer 304; a
-//! control call of 60 s is answered with an error while the workers go on; names that the model does not know are passed over.
+//! control call of 60 s is answered with an error while the workers go on; names that the model does not know are passed over; fields of a
+//! body that the server does not know (`transfer_mode`, `load_strategy`) are passed over as well.
 
 mod load;
 
@@ -47,10 +49,12 @@ pub struct FastdeployOptions {
     pub mtp: bool,
     /// Folder with a checkpoint for each version that a trainer published by `checkpoint_transfer`. None: the library is not installed.
     pub transfer: Option<PathBuf>,
-    /// `rsync_config.transfer_mode`: what a call without one uses.
-    pub transfer_mode: String,
-    /// `rsync_config.gdr_release_cache`: caches and graphs go while weights stream in, and are built again.
-    pub release_cache: bool,
+    /// `FD_USE_GDR_CHECKPOINT_TRANSFER`: weights come as a stream of checkpoint tensors, whatever the strategy, but for a wake-up.
+    pub gdr: bool,
+    /// First and number of the draft model's layers (`start_layer_index`, `num_nextn_predict_layers`).
+    pub mtp_layers: (u32, u32),
+    /// `rsync_config.gdr_mtp_chunk_size`.
+    pub mtp_chunk: usize,
     /// Where the workers connect for the message of pull request 7472 (`{rank}` is the rank's number); none: the server does not carry it.
     pub async_ipc: Option<String>,
     /// What the engine waits for its workers.
@@ -67,8 +71,9 @@ impl Default for FastdeployOptions {
             graphs: true,
             mtp: false,
             transfer: None,
-            transfer_mode: "rdma".to_owned(),
-            release_cache: false,
+            gdr: false,
+            mtp_layers: (0, 0),
+            mtp_chunk: 16,
             async_ipc: None,
             worker_timeout: Duration::from_secs(60),
         }
@@ -89,6 +94,11 @@ struct Memory {
     empty: BTreeSet<String>,
     /// The version of the last `update_weights`.
     version: Option<String>,
+    /// The library's handle that the workers keep, and how many they made.
+    handle: Option<u32>,
+    handles: u32,
+    /// Sizes of the chunks in which the draft model got its weights of the last stream.
+    mtp_chunks: Vec<usize>,
     /// What each rank's worker saw of the last asynchronous message.
     ranks: Vec<RankSeen>,
 }
@@ -131,6 +141,9 @@ pub(super) fn routes(options: FastdeployOptions, gpus: GpuOptions, model_directo
         recaptured: 0,
         empty: BTreeSet::new(),
         version: None,
+        handle: None,
+        handles: 0,
+        mtp_chunks: Vec::new(),
         ranks: Vec::new(),
     };
     let state = Arc::new(Fastdeploy { options, gpus, model_directory, memory: Mutex::new(memory) });
@@ -274,27 +287,31 @@ async fn wakeup(State(front): State<Arc<Front>>, Extension(state): Shared, RawQu
     control("wakeup", woken.map(|()| json!([null])))
 }
 
+/// A wrong type has a form of its own: `{"error", "message"}`.
+fn wrong_type(message: &str) -> Response {
+    (StatusCode::BAD_REQUEST, Json(json!({"error": "Invalid parameter type", "message": message}))).into_response()
+}
+
+/// Takes `version` and `verify_checksum` and nothing else.
 async fn update_weights(State(front): State<Arc<Front>>, Extension(state): Shared, body: Bytes) -> Response {
-    let body: Value = if body.is_empty() { json!({}) } else { serde_json::from_slice(&body).unwrap_or_default() };
-    let Some(fields) = body.as_object() else { return bad("request body is not a JSON object") };
-    let typed = |name: &str, fits: fn(&Value) -> bool| fields.get(name).is_none_or(|value| value.is_null() || fits(value));
-    for (name, fits, what) in [
-        ("version", Value::is_string as fn(&Value) -> bool, "a string"),
-        ("transfer_mode", Value::is_string, "a string"),
-        ("verify_checksum", Value::is_boolean, "a boolean"),
-    ] {
-        if !typed(name, fits) {
-            return bad(&format!("Invalid parameter type, expected {what} for {name}"));
-        }
+    let body: Value = match serde_json::from_slice(&body) {
+        _ if body.is_empty() => json!({}),
+        Ok(body) => body,
+        Err(error) => return (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    };
+    let named = |name: &str| body.get(name).filter(|value| !value.is_null());
+    if named("version").is_some_and(|version| !version.is_string()) {
+        return wrong_type("version must be a string");
+    }
+    if named("verify_checksum").is_some_and(|verify| !verify.is_boolean()) {
+        return wrong_type("verify_checksum must be a boolean");
     }
     if !is_paused_now(&front) {
         return control("update_weights", Err("Pause LLM Engine first before calling updating weights".into()));
     }
-    let text = |name: &str| fields.get(name).and_then(Value::as_str).map(str::to_owned);
-    let (version, mode) = (text("version"), text("transfer_mode"));
-    let verify = fields.get("verify_checksum").and_then(Value::as_bool).unwrap_or(false);
+    let version = named("version").and_then(Value::as_str).map(str::to_owned);
     let (behind, of) = (front.clone(), state.clone());
-    let work = async move { load::transfer(&behind, &of, version, mode, verify).await };
+    let work = async move { load::update_weights(&behind, &of, version).await };
     control("update_weights", within(state.options.worker_timeout, work).await)
 }
 
@@ -352,6 +369,6 @@ async fn memory_report(Extension(state): Shared) -> Json<Value> {
     Json(json!({
         "weight": !memory.weight_sleeps, "kvCache": !memory.cache_sleeps, "graphs": memory.graphs, "mtpCache": memory.mtp_cache,
         "rebuilt": memory.rebuilt, "recaptured": memory.recaptured, "empty": memory.empty, "version": memory.version,
-        "ranks": memory.ranks,
+        "handle": memory.handle, "handles": memory.handles, "mtpChunks": memory.mtp_chunks, "ranks": memory.ranks,
     }))
 }

@@ -1,8 +1,8 @@
-//! How weights leave and enter a simulated FastDeploy: sleep and wake-up, the snapshot, the library's stream, and the asynchronous message.
+//! How weights leave and enter a simulated FastDeploy: sleep and wake-up, the snapshot, the library's streams, and the asynchronous message.
 //!
-//! Decides what each leaves behind when it fails in the middle, as the sources do: a snapshot and the GPU-direct stream replace parameter by
-//! parameter, the RDMA stream compares everything first; only the legacy route and the asynchronous message look for parameters that are still
-//! empty.
+//! Decides what each leaves behind when it fails in the middle, as the sources do: a snapshot and the stream of checkpoint tensors (GDR)
+//! replace parameter by parameter, the RDMA stream compares everything first; a draft model whose weights are missing is found after the main
+//! model was loaded; only the legacy route looks for parameters that are still empty, and not for the asynchronous message.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use zeromq::{RepSocket, Socket, SocketRecv, SocketSend};
 use super::{Fastdeploy, RankSeen};
 use crate::simulator::faults::LoadFault;
 use crate::simulator::front::Front;
-use crate::simulator::served::read_file;
+use crate::simulator::served::{Served, read_file};
 use crate::simulator::tensors::{Taken, field, number, shape, text};
 use crate::simulator::unpickle;
 use weightsync_core::weights::Dtype;
@@ -111,7 +111,7 @@ fn recapture(state: &Fastdeploy) {
     }
 }
 
-/// `reload_model_weights`: by the strategy; asks for no completeness.
+/// `reload_model_weights`: by the strategy, whatever `FD_USE_GDR_CHECKPOINT_TRANSFER` says; asks for no completeness.
 async fn reload(front: &Front, state: &Fastdeploy) -> Result<(), String> {
     match state.options.load_strategy.as_str() {
         "ipc_snapshot" => snapshot(front, state).await,
@@ -125,6 +125,7 @@ pub(super) async fn update_parameters(front: &Arc<Front>, state: &Fastdeploy) ->
     let message = state.options.async_ipc.as_deref().filter(|_| state.options.load_strategy == "ipc");
     match message {
         Some(address) => update_ipc_async(front, state, address).await?,
+        None if state.options.gdr => drop(by_gdr(front, state, None).await?),
         None => reload(front, state).await?,
     }
     rebuild_cache(state);
@@ -199,58 +200,98 @@ fn take(front: &Front, state: &Fastdeploy, tensors: Vec<Taken>, fault: Option<Lo
     })
 }
 
-/// `update_weights_by_rdma` and `update_weights_by_gdr`: the stream of a library that is not public, played from a folder.
-pub(super) async fn transfer(
-    front: &Front,
-    state: &Fastdeploy,
-    version: Option<String>,
-    mode: Option<String>,
-    verify_checksum: bool,
-) -> Result<Value, String> {
-    let mode = mode.unwrap_or_else(|| state.options.transfer_mode.clone()).to_lowercase();
-    if !matches!(mode.as_str(), "rdma" | "gdr") {
-        return Err(format!("Unsupported weight transfer_mode: {mode}"));
-    }
-    let Some(version) = version.filter(|version| !version.is_empty()).or_else(|| step(&state.model_directory)) else {
-        return Err(
-            "rsync model version not set, please set it in 1) {model_version}/version.yaml or 2) interface arguments 'version'".into()
-        );
+/// `update_weights` of the workers: by the flag alone. One answer a rank.
+pub(super) async fn update_weights(front: &Front, state: &Fastdeploy, version: Option<String>) -> Result<Value, String> {
+    let answer = if state.options.gdr { by_gdr(front, state, version).await? } else { by_rdma(front, state, version).await? };
+    let of_rank = |rank| {
+        let mut answer = answer.clone();
+        if let Some(answer) = answer.as_object_mut() {
+            answer.insert("rank".to_owned(), json!(rank));
+        }
+        answer
     };
+    Ok((0..state.gpus.uuids.len()).map(of_rank).collect())
+}
+
+/// `_resolve_weight_update_version`.
+fn resolve(state: &Fastdeploy, version: Option<String>) -> Result<String, String> {
+    version.filter(|version| !version.is_empty()).or_else(|| step(&state.model_directory)).ok_or_else(|| {
+        "rsync model version not set, please set it in 1) {model_version}/version.yaml or 2) interface arguments 'version'".into()
+    })
+}
+
+/// What the library streams, played from a folder. It is not public; what it says of an unknown version is made up.
+async fn stream(state: &Fastdeploy, version: &str) -> Result<Vec<Taken>, String> {
     let Some(published) = &state.options.transfer else { return Err("No module named 'checkpoint_transfer'".into()) };
-    let plain = Path::new(&version).components().count() == 1 && !version.starts_with('.');
-    let checkpoint = published.join(&version);
+    let plain = Path::new(version).components().count() == 1 && !version.starts_with('.');
+    let checkpoint = published.join(version);
     if !plain || !checkpoint.is_dir() {
         return Err(format!("version mismatch: {version} was not published"));
     }
-    let release = mode == "gdr" && state.options.release_cache;
-    if release {
-        front.core.reset_cache();
-        let mut memory = state.memory.lock();
-        (memory.cache_sleeps, memory.graphs, memory.mtp_cache) = (true, false, false);
-    }
+    read(vec![checkpoint.join(weightsync_core::weights::safetensors::SINGLE_FILE)]).await
+}
+
+/// `update_weights_by_rdma`: the server's own parameters, all compared before the first is set.
+async fn by_rdma(front: &Front, state: &Fastdeploy, version: Option<String>) -> Result<Value, String> {
+    let version = resolve(state, version)?;
     let fault = slow(front).await;
-    let tensors = read(vec![checkpoint.join(weightsync_core::weights::safetensors::SINGLE_FILE)]).await?;
-    if mode == "rdma" {
-        front
-            .core
-            .change_served(|served| tensors.iter().try_for_each(|tensor| served.knows(tensor)))
-            .map_err(|_| "Invalid new_state_dict, update parameters failed".to_owned())?;
-    } else if state.options.mtp && !tensors.iter().any(|tensor| tensor.name.contains("mtp_")) {
+    let tensors = stream(state, &version).await?;
+    let known = |served: &mut Served| tensors.iter().try_for_each(|tensor| served.knows(tensor));
+    front.core.change_served(known).map_err(|_| "Invalid new_state_dict, update parameters failed".to_owned())?;
+    take(front, state, tensors, fault)?;
+    state.memory.lock().version = Some(version.clone());
+    Ok(json!({"sync_cost": 0.0, "update_cost": 0.0, "total_cost": 0.0, "version": version}))
+}
+
+/// `update_weights_by_gdr`: checkpoint tensors through the models' own loaders. With a strategy other than rsync no version is looked for. The
+/// handle is made once and destroyed by a failure.
+async fn by_gdr(front: &Front, state: &Fastdeploy, version: Option<String>) -> Result<Value, String> {
+    let version = match state.options.load_strategy.as_str() {
+        "rsync" => resolve(state, version)?,
+        _ => version.filter(|version| !version.is_empty()).unwrap_or_else(|| "0".to_owned()),
+    };
+    {
+        let mut memory = state.memory.lock();
+        if memory.handle.is_none() {
+            memory.handles += 1;
+            memory.handle = Some(memory.handles);
+        }
+    }
+    match load_models(front, state, &version).await {
+        Ok((update_count, mtp_cache_count)) => {
+            state.memory.lock().version = Some(version.clone());
+            Ok(json!({"update_cost": 0.0, "total_cost": 0.0, "version": version, "update_count": update_count,
+                "mtp_cache_count": mtp_cache_count}))
+        }
+        Err(cause) => {
+            state.memory.lock().handle = None;
+            Err(cause)
+        }
+    }
+}
+
+/// `_load_models_from_weight_iterator`: everything into the main model, and the draft model's own in chunks beside it.
+async fn load_models(front: &Front, state: &Fastdeploy, version: &str) -> Result<(usize, usize), String> {
+    let fault = slow(front).await;
+    let tensors = stream(state, version).await?;
+    let (count, drafts) = (tensors.len(), tensors.iter().filter(|tensor| is_drafts(state, &tensor.name)).count());
+    take(front, state, tensors, fault)?;
+    if !state.options.mtp {
+        return Ok((count, 0));
+    }
+    let chunk = state.options.mtp_chunk.max(1);
+    let rest = Some(drafts % chunk).filter(|rest| *rest > 0);
+    state.memory.lock().mtp_chunks = std::iter::repeat_n(chunk, drafts / chunk).chain(rest).collect();
+    if drafts == 0 {
         return Err("No MTP weights were cached from the GDR stream for auxiliary model loading.".into());
     }
-    let count = tensors.len();
-    take(front, state, tensors, fault)?;
-    if release {
-        rebuild_cache(state);
-        recapture(state);
-    }
-    state.memory.lock().version = Some(version.clone());
-    // The stream has no checksum to compare: there the wish is passed over with a warning.
-    Ok(json!([if mode == "gdr" {
-        json!({"update_cost": 0.0, "total_cost": 0.0, "version": version, "rank": 0, "transfer_mode": "gdr", "update_count": count})
-    } else {
-        json!({"update_cost": 0.0, "total_cost": 0.0, "version": version, "rank": 0, "sync_cost": 0.0, "verified": verify_checksum})
-    }]))
+    Ok((count, drafts))
+}
+
+/// Whether a name holds one of the tokens of the draft model's weights: `mtp_`, or a layer of its.
+fn is_drafts(state: &Fastdeploy, name: &str) -> bool {
+    let (first, count) = state.options.mtp_layers;
+    name.contains("mtp_") || (first..first.saturating_add(count)).any(|layer| name.contains(&format!("layers.{layer}.")))
 }
 
 /// `step` of `version.yaml` in the model directory.

@@ -46,6 +46,11 @@ impl Server {
         }
     }
 
+    async fn digest(&self) -> Value {
+        let all: Value = serde_json::from_str(&self.call("GET /simulator/digest", None).await.1).unwrap();
+        all["digest"].clone()
+    }
+
     async fn memory(&self) -> Value {
         serde_json::from_str(&self.call("GET /simulator/memory", None).await.1).unwrap()
     }
@@ -77,67 +82,124 @@ async fn control_calls_keep_their_order_and_their_errors_say_why() {
     old.play(&[("POST /v1/pause", None, 500, "pause only supported in ENABLE_V1_KVCACHE_SCHEDULER")]).await;
 }
 
-#[tokio::test]
-async fn update_weights_takes_every_option_and_refuses_a_wrong_version() {
-    let server = Server::start(|options, folder| {
+/// Started with `--load_strategy rsync` on a model that is published as `step_2`.
+async fn rsync_server(gdr: bool, more: impl FnOnce(&mut SimulatorOptions)) -> Server {
+    Server::start(|options, folder| {
         "rsync".clone_into(&mut options.fastdeploy.load_strategy);
+        options.fastdeploy.gdr = gdr;
         options.fastdeploy.transfer = Some(folder.join("published"));
         options.model = folder.join("published/step_2");
+        more(options);
     })
-    .await;
-    server
-        .play(&[
-            ("POST /v1/pause", None, 200, ""),
-            (UPDATE, Some(json!({"version": 2})), 400, "expected a string for version"),
-            (UPDATE, Some(json!({"verify_checksum": "yes"})), 400, "expected a boolean"),
-            (UPDATE, Some(json!([])), 400, "not a JSON object"),
-            (UPDATE, Some(json!({"version": "step_2", "transfer_mode": "smoke"})), 500, "Unsupported weight transfer_mode: smoke"),
-            (UPDATE, Some(json!({"version": "step_9"})), 500, "version mismatch"),
-            (UPDATE, Some(json!({"version": "../model"})), 500, "version mismatch"),
-            (UPDATE, None, 500, "rsync model version not set"),
-            (UPDATE, Some(json!({"version": "step_2", "verify_checksum": true})), 200, r#""version":"step_2""#),
-            (UPDATE, Some(json!({"version": "step_2", "transfer_mode": "gdr"})), 200, r#""transfer_mode":"gdr""#),
-            (UPDATE, Some(json!({"version": "step_2", "transfer_mode": "rdma"})), 200, r#""sync_cost""#),
-            ("GET /v1/is_paused", None, 200, r#""is_paused":true"#),
-        ])
-        .await;
-    std::fs::write(server.folder.path().join("published/step_2/version.yaml"), "step: step_2\n").unwrap();
-    server.play(&[(UPDATE, None, 200, r#""version":"step_2""#)]).await;
-    // The stream that compares first leaves everything as it was.
-    write_checkpoint(&server.folder.path().join("published/step_3"), &[("stranger", &[1])], 3);
-    let before = server.call("GET /simulator/digest", None).await;
-    server.play(&[(UPDATE, Some(json!({"version": "step_3"})), 500, "Invalid new_state_dict")]).await;
-    assert_eq!(server.call("GET /simulator/digest", None).await, before);
+    .await
 }
 
 #[tokio::test]
-async fn the_gpu_direct_stream_releases_and_rebuilds_caches_where_asked_and_wants_the_draft_models_weights() {
-    for release in [false, true] {
-        let server = Server::start(|options, folder| {
-            options.fastdeploy.transfer = Some(folder.join("published"));
-            "gdr".clone_into(&mut options.fastdeploy.transfer_mode);
-            options.fastdeploy.release_cache = release;
-        })
-        .await;
-        server.play(&[("POST /v1/pause", None, 200, ""), (UPDATE, Some(json!({"version": "step_2"})), 200, "update_count")]).await;
-        let memory = server.memory().await;
-        let built = u32::from(release);
-        assert_eq!((&memory["rebuilt"], &memory["recaptured"]), (&json!(built), &json!(built)));
-        assert_eq!((&memory["kvCache"], &memory["graphs"]), (&json!(true), &json!(true)));
+async fn update_weights_resolves_and_refuses_versions() {
+    for gdr in [false, true] {
+        let server = rsync_server(gdr, |_| {}).await;
+        server
+            .play(&[
+                ("POST /v1/pause", None, 200, ""),
+                (UPDATE, Some(json!({"version": 2})), 400, r#""message":"version must be a string""#),
+                (UPDATE, Some(json!({"verify_checksum": "yes"})), 400, r#""message":"verify_checksum must be a boolean""#),
+                (UPDATE, Some(json!({"version": "step_9"})), 500, "version mismatch"),
+                (UPDATE, Some(json!({"version": "../model"})), 500, "version mismatch"),
+                (UPDATE, None, 500, "rsync model version not set"),
+                (UPDATE, Some(json!({"version": ""})), 500, "rsync model version not set"),
+                (UPDATE, Some(json!({"version": "step_2", "verify_checksum": true})), 200, r#""version":"step_2""#),
+                // The field of the thread's first form is passed over, as every field that it does not know.
+                (
+                    UPDATE,
+                    Some(json!({"version": "step_2", "transfer_mode": "smoke"})),
+                    200,
+                    if gdr { r#""update_count":4"# } else { r#""sync_cost""# },
+                ),
+                ("GET /v1/is_paused", None, 200, r#""is_paused":true"#),
+                // A wake-up knows no such strategy, whatever the flag.
+                ("POST /v1/sleep", None, 200, ""),
+                ("POST /v1/wakeup", None, 500, "Unsupported strategy: rsync"),
+            ])
+            .await;
+        std::fs::write(server.folder.path().join("published/step_2/version.yaml"), "step: step_2\n").unwrap();
+        server.play(&[("POST /v1/pause", None, 200, ""), (UPDATE, None, 200, r#""version":"step_2""#)]).await;
     }
-    let draft = Server::start(|options, folder| {
+}
+
+#[tokio::test]
+async fn the_rdma_stream_compares_before_it_sets() {
+    let server = rsync_server(false, |_| {}).await;
+    write_checkpoint(&server.folder.path().join("published/step_3"), &[("stranger", &[1])], 3);
+    let before = server.digest().await;
+    let update = Some(json!({"version": "step_3"}));
+    server.play(&[("POST /v1/pause", None, 200, ""), (UPDATE, update, 500, "Invalid new_state_dict")]).await;
+    assert_eq!(server.digest().await, before);
+}
+
+#[tokio::test]
+async fn the_gdr_handle_is_kept_until_an_update_fails() {
+    let server = rsync_server(true, |options| options.world_size = 2).await;
+    let good = || (UPDATE, Some(json!({"version": "step_2"})), 200, r#""rank":1"#);
+    server.play(&[("POST /v1/pause", None, 200, ""), good(), good()]).await;
+    assert_eq!((&server.memory().await["handle"], &server.memory().await["handles"]), (&json!(1), &json!(1)));
+    server.play(&[(UPDATE, Some(json!({"version": "step_9"})), 500, "version mismatch")]).await;
+    assert_eq!(server.memory().await["handle"], json!(null));
+    server.play(&[good()]).await;
+    assert_eq!((&server.memory().await["handle"], &server.memory().await["handles"]), (&json!(2), &json!(2)));
+}
+
+#[tokio::test]
+async fn gdr_with_another_strategy_takes_step_0_where_no_version_is_named() {
+    let server = Server::start(|options, folder| {
+        "ipc".clone_into(&mut options.fastdeploy.load_strategy);
+        options.fastdeploy.gdr = true;
         options.fastdeploy.transfer = Some(folder.join("published"));
-        options.fastdeploy.mtp = true;
+        write_checkpoint(&folder.join("published/0"), &TENSORS, 3);
+        options.model = folder.join("published/0");
     })
     .await;
-    let gdr = Some(json!({"version": "step_2", "transfer_mode": "gdr"}));
-    draft.play(&[("POST /v1/pause", None, 200, ""), (UPDATE, gdr, 500, "No MTP weights were cached")]).await;
+    let zero = server.digest().await;
+    server.play(&[("POST /v1/pause", None, 200, ""), (UPDATE, Some(json!({"version": "step_2"})), 200, r#""version":"step_2""#)]).await;
+    assert_ne!(server.digest().await, zero);
+    server.play(&[(UPDATE, None, 200, r#""version":"0""#)]).await;
+    assert_eq!(server.digest().await, zero);
+    // The legacy route restores what was cleared, and brings the same step.
+    server
+        .play(&[("GET /clear_load_weight", None, 200, ""), ("GET /update_model_weight", None, 200, ""), ("GET /health", None, 200, "")])
+        .await;
+    assert_eq!(server.digest().await, zero);
+}
+
+#[tokio::test]
+async fn a_draft_models_weights_come_in_chunks_of_the_same_stream() {
+    let tensors: [(&str, &[u64]); 4] = [
+        ("model.layers.2.q.weight", &[2]),
+        ("ernie.mtp_linear_proj.0.weight", &[2]),
+        ("model.layers.2.o.weight", &[2]),
+        ("model.layers.20.q.weight", &[2]),
+    ];
+    let server = Server::start(|options, folder| {
+        "rsync".clone_into(&mut options.fastdeploy.load_strategy);
+        options.fastdeploy.gdr = true;
+        options.fastdeploy.mtp = true;
+        options.fastdeploy.mtp_layers = (2, 1);
+        options.fastdeploy.mtp_chunk = 2;
+        options.fastdeploy.transfer = Some(folder.join("published"));
+        write_checkpoint(&folder.join("published/step_3"), &tensors, 3);
+        options.model = folder.join("published/step_3");
+    })
+    .await;
+    let update = |version: &str| Some(json!({"version": version}));
+    server.play(&[("POST /v1/pause", None, 200, ""), (UPDATE, update("step_3"), 200, r#""mtp_cache_count":3"#)]).await;
+    assert_eq!(server.memory().await["mtpChunks"], json!([2, 1]));
+    server.play(&[(UPDATE, update("step_2"), 500, "No MTP weights were cached")]).await;
 }
 
 #[tokio::test]
 async fn an_update_that_takes_longer_than_the_engine_waits_goes_on_behind_its_error() {
-    let server = Server::start(|options, folder| {
-        options.fastdeploy.transfer = Some(folder.join("published"));
+    let server = rsync_server(true, |options| {
+        options.model = options.model.with_file_name("step_1");
+        write_checkpoint(&options.model, &TENSORS, 1);
         options.fastdeploy.worker_timeout = Duration::from_millis(30);
         options.faults = Faults { load_ms: 300, ..Faults::default() };
     })
