@@ -5,11 +5,13 @@
 //! `rl/dynamic_weight_manager.py` of PaddlePaddle/FastDeploy; no server was run. Four of them shape this file: a sleep or wake-up with two
 //! tags ends at the first that has nothing to do, and says success; a wake-up lets the engine run by itself; it checks neither that all
 //! parameters came nor that a name is known; and a control call that took 60 s is answered with an error while the workers go on.
-//! `POST /v1/update_weights` moves weights by `checkpoint_transfer`, a library that is not public: it is never called here.
+//! `POST /v1/update_weights` moves weights by `checkpoint_transfer`, a library that is not public: it is called only where WeightSync's own
+//! takes that library's place ([`steps`]).
 
 mod async_ipc;
 pub(crate) mod snapshot;
 mod started;
+pub(crate) mod steps;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,12 +23,13 @@ use serde_json::{Value, json};
 
 use self::snapshot::Snapshot;
 use self::started::{START, Strategy, no_way};
+use self::steps::Step;
 use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
 use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
 use super::fit::{self, Fit};
-use super::http::{EngineHttp, Reply, Until};
+use super::http::{Answer, EngineHttp, Reply, Until};
 use super::process::{self, EngineProcess};
 use super::record::{Record, UNKNOWN};
 use super::server::Server;
@@ -48,6 +51,7 @@ pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineErr
         processes: config.processes.clone(),
         model_directory: Mutex::new(config.served_model.clone()),
         seen: Mutex::default(),
+        step: Mutex::default(),
     };
     Ok(Arc::new(Adapter::new(server, config.served_model, None, config.processes)))
 }
@@ -59,12 +63,14 @@ struct Fastdeploy {
     /// As this process sees it.
     model_directory: Mutex<Option<PathBuf>>,
     seen: Mutex<Option<EngineProcess>>,
+    /// What the next call of `/v1/update_weights` names.
+    step: Mutex<Option<Step>>,
 }
 
 impl Fastdeploy {
     /// POST of a control route, which says success in so many words.
     async fn control(&self, path: &str, until: Until) -> Result<(), EngineError> {
-        success(self.http.url(), self.http.post(path, None, until).await?)
+        success(self.http.url(), self.http.post(path, None, until).await?).map(drop)
     }
 
     fn process(&self) -> Option<EngineProcess> {
@@ -114,19 +120,25 @@ impl Fastdeploy {
         }
     }
 
-    /// Files are moved off the threads that serve others.
     async fn of_snapshot<T: Send + 'static>(
         &self,
         until: Until,
         work: impl FnOnce(Snapshot) -> Result<T, EngineError> + Send + 'static,
     ) -> Result<T, EngineError> {
         let directory = self.model_directory(until).await?;
-        let timeout = EngineError::Timeout { url: directory.display().to_string(), deadline: until.total() };
-        let working = tokio::task::spawn_blocking(move || Snapshot::find(&directory).and_then(work));
-        match tokio::time::timeout(until.left(), working).await {
-            Ok(done) => done.unwrap_or(Err(EngineError::Cancelled)),
-            Err(_) => Err(timeout),
-        }
+        of_files(directory.clone(), until, move || Snapshot::find(&directory).and_then(work)).await
+    }
+
+    /// The step that was laid last, into every rank.
+    async fn update(&self, until: Until) -> Result<(), EngineError> {
+        let url = self.http.url();
+        let Some(step) = self.step.lock().clone() else {
+            return Err(EngineError::BadReply { url: url.to_owned(), what: "no step was laid for it".into() });
+        };
+        let body = json!({"version": step.name()});
+        let answer = success(url, self.http.post("/v1/update_weights", Some(&body), until).await?)?;
+        let ranks = self.process().as_ref().map_or(1, started::ranks);
+        step.was_taken(answer.value(), ranks).map_err(|what| EngineError::NotSuccess { url: url.to_owned(), body: what })
     }
 
     /// Whether its weights are there and its workers live.
@@ -140,8 +152,20 @@ impl Fastdeploy {
     }
 }
 
+/// Files are moved off the threads that serve others.
+async fn of_files<T: Send + 'static>(
+    place: PathBuf,
+    until: Until,
+    work: impl FnOnce() -> Result<T, EngineError> + Send + 'static,
+) -> Result<T, EngineError> {
+    match tokio::time::timeout(until.left(), tokio::task::spawn_blocking(work)).await {
+        Ok(done) => done.unwrap_or(Err(EngineError::Cancelled)),
+        Err(_) => Err(EngineError::Timeout { url: place.display().to_string(), deadline: until.total() }),
+    }
+}
+
 /// `{"status": "success"}` with 200. An error that says that the workers took too long is no end of their work.
-fn success(url: &str, reply: Reply) -> Result<(), EngineError> {
+fn success(url: &str, reply: Reply) -> Result<Answer, EngineError> {
     if reply.status() == 500 {
         let error = reply.into_status();
         return match &error {
@@ -151,7 +175,7 @@ fn success(url: &str, reply: Reply) -> Result<(), EngineError> {
             _ => Err(error),
         };
     }
-    reply.json()?.must("status", &json!("success")).map(drop)
+    reply.json()?.must("status", &json!("success"))
 }
 
 fn unsupported(what: String, next_step: &str) -> EngineError {
@@ -184,7 +208,7 @@ impl Server for Fastdeploy {
 
     fn takes_directories(&self) -> Result<(), EngineError> {
         match self.strategy() {
-            Strategy::Snapshot | Strategy::Unseen => Ok(()),
+            Strategy::Snapshot | Strategy::Steps(_) | Strategy::Unseen => Ok(()),
             Strategy::AsyncIpc(_) => {
                 Err(unsupported("FastDeploy was started for weights from GPU memory".into(), "give its agent the engine's GPU"))
             }
@@ -213,6 +237,15 @@ impl Server for Fastdeploy {
         let delivery = match Strategy::of(process.as_ref()) {
             Strategy::Other(strategy) => return Err(no_way(&strategy)),
             Strategy::AsyncIpc(_) => "GPU memory: the asynchronous IPC message",
+            Strategy::Steps(folder) => {
+                if !folder.is_dir() {
+                    return Err(unsupported(
+                        format!("the server reads steps from {}, which is not seen from here", folder.display()),
+                        "give the agent that folder at the same path (a volume that both mount)",
+                    ));
+                }
+                "update_weights, steps in a folder"
+            }
             Strategy::Snapshot | Strategy::Unseen if ranks > 1 => {
                 return Err(unsupported(
                     format!("{} has {ranks} ranks, each of which reads a snapshot of its own shards", self.http.url()),
@@ -270,7 +303,7 @@ impl Server for Fastdeploy {
     }
 
     fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
-        if matches!(self.strategy(), Strategy::AsyncIpc(_)) {
+        if matches!(self.strategy(), Strategy::AsyncIpc(_) | Strategy::Steps(_)) {
             return fit::check(served, tensors);
         }
         let parameters = Snapshot::find(served)?.specs()?;
@@ -287,6 +320,11 @@ impl Server for Fastdeploy {
 
     async fn stage(&self, from: &Path, until: Until) -> Result<Option<PathBuf>, EngineError> {
         let from = from.to_owned();
+        if let Strategy::Steps(folder) = self.strategy() {
+            let step = of_files(folder.clone(), until, move || Step::lay(&folder, &from)).await?;
+            *self.step.lock() = Some(step.clone());
+            return Ok(Some(step.directory));
+        }
         if self.model_directory(until).await? == from {
             return Ok(None);
         }
@@ -296,6 +334,9 @@ impl Server for Fastdeploy {
     /// The snapshot is replaced, and read: both tags asleep one by one, then both awake in one call, because a call with two tags ends at the
     /// first that has nothing to do. It runs by itself then, so it is paused at once, until it was looked at.
     async fn load(&self, _: &Path, until: Until) -> Result<(), EngineError> {
+        if matches!(self.strategy(), Strategy::Steps(_)) {
+            return self.update(until).await;
+        }
         let switched = self.of_snapshot(until, |snapshot| {
             snapshot
                 .switch()
@@ -351,8 +392,8 @@ impl Server for Fastdeploy {
         match self.strategy() {
             Strategy::AsyncIpc(_) => Ok(DeviceRoute { name: "ipc_async", gpus: Vec::new(), gated: true, why_not_faster: None }),
             Strategy::Other(strategy) => Err(no_way(&strategy)),
-            Strategy::Snapshot | Strategy::Unseen => {
-                Err(unsupported("FastDeploy with ipc_snapshot reads a file".into(), "it is fed from a directory"))
+            Strategy::Snapshot | Strategy::Steps(_) | Strategy::Unseen => {
+                Err(unsupported("FastDeploy reads files as it was started".into(), "it is fed from a directory"))
             }
         }
     }

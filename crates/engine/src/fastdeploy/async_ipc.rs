@@ -228,7 +228,7 @@ impl Feed for AsyncIpc {
         }
         self.unbind(until.left()).await;
         // With FD_ENABLE_V1_UPDATE_WEIGHTS the route lets the engine run by itself.
-        super::success(self.http.url(), self.http.post("/v1/pause", None, until).await?)
+        super::success(self.http.url(), self.http.post("/v1/pause", None, until).await?).map(drop)
     }
 
     async fn fail(&mut self, reason: &str, until: Until) {

@@ -153,7 +153,7 @@ fn refused(what: String, next_step: &str) -> EngineError {
 }
 
 /// A second name for a file, or a copy where the two places are not on one file system.
-fn link(from: &Path, to: &Path) -> io::Result<()> {
+pub(super) fn link(from: &Path, to: &Path) -> io::Result<()> {
     match fs::hard_link(from, to) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Err(error),
         Err(_) => fs::copy(from, to).map(drop),

@@ -1,5 +1,7 @@
 //! How a FastDeploy server gets its weights, as the words of its process show. Pure: asks nobody.
 
+use std::path::PathBuf;
+
 use serde_json::Value;
 
 use super::async_ipc::Workers;
@@ -15,6 +17,8 @@ pub(super) enum Strategy {
     Snapshot,
     /// By the message of #7472.
     AsyncIpc(Workers),
+    /// By `/v1/update_weights`, from steps in this folder: its `checkpoint_transfer` is ours.
+    Steps(PathBuf),
     Other(String),
     Unseen,
 }
@@ -35,6 +39,9 @@ impl Strategy {
                         let device = config.get("device").and_then(Value::as_u64).unwrap_or(0);
                         Self::AsyncIpc(Workers { address: address.to_owned(), device, ranks: ranks(process) })
                     }
+                    ("rsync", ..) if text("directory").is_some_and(|folder| folder.starts_with('/')) => {
+                        Self::Steps(text("directory").unwrap_or_default().into())
+                    }
                     _ => Self::Other(other.to_owned()),
                 }
             }
@@ -52,7 +59,12 @@ pub(super) fn ranks(process: &EngineProcess) -> usize {
 /// Why a server that was started so cannot be fed by us.
 pub(super) fn no_way(strategy: &str) -> EngineError {
     let what = match strategy {
-        "rsync" => "FastDeploy with --load_strategy rsync gets its weights by checkpoint_transfer, a library that is not public".to_owned(),
+        "rsync" => {
+            return unsupported(
+                "FastDeploy with --load_strategy rsync gets its weights by checkpoint_transfer, a library that is not public".to_owned(),
+                "start FastDeploy with WeightSync's checkpoint_transfer and a \"directory\" in its --rsync_config, or with ipc_snapshot",
+            );
+        }
         "ipc" => {
             "FastDeploy with --load_strategy ipc goes on using the trainer's memory in place, so the whole model would have to stay there"
                 .to_owned()

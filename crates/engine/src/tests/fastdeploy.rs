@@ -3,10 +3,12 @@
 use std::time::Duration;
 
 use serde_json::json;
+use tempfile::TempDir;
 use tokio::time::Instant;
 
 use super::gpu::GpuBench;
 use super::support::{Bench, SNAPSHOT, SOON, adapter, held, post, until, write_checkpoint};
+use crate::fastdeploy::steps::Step;
 use crate::{EngineError, Holding, InstallJob, Left, Settling};
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_testkit::simulator::{Faults, LoadFault, SimulatorOptions};
@@ -170,7 +172,7 @@ async fn what_only_a_closed_library_or_shared_memory_could_do_is_refused_with_th
         assert!(refusal.contains("start FastDeploy") || refusal.contains("run FastDeploy"), "{refusal}");
     }
     let none = bench(|_| {}).await;
-    let elsewhere = tempfile::TempDir::new().unwrap();
+    let elsewhere = TempDir::new().unwrap();
     let blind = adapter("fastdeploy", &none.simulator.url(), None, Some(elsewhere.path().to_owned()));
     let refusal = blind.probe(SOON).await.unwrap_err().to_string();
     assert!(refusal.contains("holds no model_state"), "{refusal}");
@@ -193,6 +195,91 @@ async fn a_server_that_starts_anew_reads_a_whole_snapshot() {
     assert_eq!(on.digest().await, on.fresh_digest(2).await, "its snapshot is the last version");
     on.engine.install(&job(&on, 3)).await.unwrap();
     assert_eq!(on.digest().await, on.fresh_digest(3).await);
+}
+
+/// A server that takes steps from a folder by `update_weights`, and that folder.
+async fn steps_bench(ranks: usize, more: impl FnOnce(&mut SimulatorOptions)) -> (GpuBench, TempDir) {
+    let folder = TempDir::new().unwrap();
+    let config = json!({"directory": folder.path()}).to_string();
+    let size = ranks.to_string();
+    let words = ["--dynamic-load-weight", "--load_strategy", "rsync", "--rsync_config", &config, "--tensor-parallel-size", &size];
+    let on = GpuBench::start("fastdeploy", ranks, Some(&words), |options| {
+        "rsync".clone_into(&mut options.fastdeploy.load_strategy);
+        options.fastdeploy.gdr = true;
+        options.fastdeploy.transfer = Some(folder.path().to_owned());
+        more(options);
+    })
+    .await;
+    (on, folder)
+}
+
+#[tokio::test]
+async fn update_weights_brings_versions_to_every_rank() {
+    let (on, folder) = steps_bench(2, |_| {}).await;
+    std::fs::create_dir(folder.path().join("0")).unwrap();
+    let facts = on.engine.probe(SOON).await.unwrap();
+    assert_eq!((facts.size, facts.delivery.as_str()), (2, "update_weights, steps in a folder"));
+    for version in [2, 3, 2] {
+        on.engine.install(&job(&on.bench, version)).await.unwrap();
+        assert_eq!(on.bench.digest().await, on.bench.fresh_digest(version).await);
+        assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(version)));
+        assert!(!on.bench.is_paused().await);
+    }
+    let memory = memory(&on.bench).await;
+    assert_eq!((&memory["handles"], &memory["rebuilt"]), (&json!(1), &json!(0)), "it was never put to sleep");
+    // One step of ours at a time, and the user's own.
+    let mut names: Vec<String> = folder.path().read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    assert!(names.len() == 2 && names[0] == "0" && names[1].starts_with("weightsync-"), "{names:?}");
+}
+
+#[tokio::test]
+async fn the_next_step_is_laid_while_the_last_one_serves() {
+    let (on, _folder) = steps_bench(1, |options| options.faults.token_ms = 5).await;
+    on.engine.install(&job(&on.bench, 2)).await.unwrap();
+    let calls = on.bench.calls().await;
+    let at = |call: &str| calls.iter().position(|each| each == call);
+    assert!(at("POST /v1/pause") < at("POST /v1/update_weights"), "{calls:?}");
+    // A version that cannot be laid leaves a server that runs, and was asked for nothing.
+    std::fs::remove_file(on.bench.directory(3).join("model.safetensors")).unwrap();
+    let error = on.engine.install(&job(&on.bench, 3)).await.unwrap_err();
+    assert!(!error.is_dirty(), "{error}");
+    assert!(!on.bench.is_paused().await);
+    assert_eq!(on.bench.digest().await, on.bench.fresh_digest(2).await);
+}
+
+#[tokio::test]
+async fn a_draft_model_without_its_weights_holds_the_server() {
+    let (on, _folder) = steps_bench(1, |options| options.fastdeploy.mtp = true).await;
+    let error = on.engine.install(&job(&on.bench, 2)).await.unwrap_err();
+    assert!(error.is_dirty() && error.to_string().contains("No MTP weights were cached"), "{error}");
+    assert!(on.bench.is_paused().await);
+}
+
+#[tokio::test]
+async fn a_step_that_failed_is_streamed_once_more() {
+    let (on, _folder) = steps_bench(1, |options| options.faults.load = Some(LoadFault::FailHalfwayOnce)).await;
+    on.engine.install(&job(&on.bench, 2)).await.unwrap();
+    assert_eq!(on.bench.digest().await, on.bench.fresh_digest(2).await);
+    assert_eq!(memory(&on.bench).await["handles"], json!(2), "a failure destroys the handle");
+}
+
+#[test]
+fn an_answer_of_a_rank_less_or_a_tensor_less_is_no_success() {
+    let step = Step { directory: "/steps/weightsync-1".into(), tensors: 2 };
+    let rank = |version: &str, count: u64| json!({"version": version, "update_count": count});
+    let ours = || rank("weightsync-1", 2);
+    step.was_taken(&json!({"result": [ours(), ours()]}), 2).unwrap();
+    for (result, named) in [
+        (json!(null), "0 of 2 ranks answered"),
+        (json!([ours()]), "1 of 2 ranks answered"),
+        (json!([ours(), rank("0", 2)]), "rank 1 took the step \"0\", not weightsync-1"),
+        (json!([rank("weightsync-1", 1), ours()]), "rank 0 took 1 tensors of the 2"),
+        (json!([ours(), {"version": "weightsync-1"}]), "rank 1 took no number of tensors"),
+    ] {
+        let refused = step.was_taken(&json!({"result": result}), 2).unwrap_err();
+        assert!(refused.contains(named), "{refused}");
+    }
 }
 
 /// A server that was started for the asynchronous message, and the address.

@@ -1,0 +1,90 @@
+//! Versions as steps of a folder, for a server that is updated by `POST /v1/update_weights` and whose `checkpoint_transfer` is WeightSync's
+//! (`python/weightsync/fastdeploy`).
+//!
+//! FastDeploy with `FD_USE_GDR_CHECKPOINT_TRANSFER=1` takes a stream of checkpoint tensors under a step's name from that library, each rank by
+//! itself, and its models' own loaders shard them (`update_weights_by_gdr`, `rl/dynamic_weight_manager.py` at 49fe57cb, run on a CPU). Decides
+//! names and places of steps, and whether the server's answer means that every rank took the whole step. A step is laid before the server is
+//! paused, so the next one is fetched while the current one serves. Never removes a step that it did not lay.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::snapshot::link;
+use super::unsupported;
+use crate::EngineError;
+use weightsync_core::weights::safetensors::{Checkpoint, SINGLE_FILE};
+
+/// What names of our steps begin with; the start step that `version.yaml` names is the user's own.
+const OURS: &str = "weightsync-";
+
+/// A step that was laid, and how many tensors its stream has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub(crate) directory: PathBuf,
+    pub(crate) tensors: usize,
+}
+
+impl Step {
+    pub(crate) fn name(&self) -> String {
+        self.directory.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    /// Lays a version into the folder under a name of its own, and removes those of ours that were there before.
+    pub(crate) fn lay(folder: &Path, from: &Path) -> Result<Self, EngineError> {
+        let laid = Self::try_lay(folder, from).map_err(|cause| {
+            let what = format!("the version cannot be laid into {}: {cause}", folder.display());
+            unsupported(what, "let the agent write into the \"directory\" of the server's rsync_config (a volume that both mount)")
+        })?;
+        let checkpoint = Checkpoint::open(&laid)
+            .map_err(|cause| unsupported(format!("the version cannot be read: {cause}"), "publish safetensors files"))?;
+        Ok(Self { tensors: checkpoint.specs().len(), directory: laid })
+    }
+
+    fn try_lay(folder: &Path, from: &Path) -> io::Result<PathBuf> {
+        for entry in fs::read_dir(folder)? {
+            let entry = entry?;
+            if entry.file_name().to_string_lossy().starts_with(OURS) {
+                fs::remove_dir_all(entry.path())?;
+            }
+        }
+        let step = folder.join(format!("{OURS}{}", uuid::Uuid::new_v4().simple()));
+        fs::create_dir(&step)?;
+        if from.is_file() {
+            link(from, &step.join(SINGLE_FILE))?;
+            return Ok(step);
+        }
+        for entry in fs::read_dir(from)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let shown = name.to_string_lossy();
+            if shown.ends_with(".safetensors") || shown.ends_with(".safetensors.index.json") {
+                link(&entry.path(), &step.join(name))?;
+            }
+        }
+        Ok(step)
+    }
+
+    /// Whether the `result` of the call is one answer of each rank, each with this step and all of its tensors. The server compares none of it.
+    pub(crate) fn was_taken(&self, answer: &Value, ranks: usize) -> Result<(), String> {
+        let answers = answer.pointer("/result").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+        if answers.len() != ranks {
+            return Err(format!("{} of {ranks} ranks answered", answers.len()));
+        }
+        let name = self.name();
+        for (rank, answer) in answers.iter().enumerate() {
+            let version = answer.get("version").and_then(Value::as_str).unwrap_or_default();
+            if version != name {
+                return Err(format!("rank {rank} took the step {version:?}, not {name}"));
+            }
+            let count = answer.get("update_count").and_then(Value::as_u64);
+            if count != u64::try_from(self.tensors).ok() {
+                let count = count.map_or_else(|| "no number of".to_owned(), |count| count.to_string());
+                return Err(format!("rank {rank} took {count} tensors of the {} that the step has", self.tensors));
+            }
+        }
+        Ok(())
+    }
+}
