@@ -11,6 +11,7 @@ mod backend;
 mod client;
 mod conformance;
 mod demo;
+mod fastdeploy;
 mod feeder;
 mod models;
 mod processor;

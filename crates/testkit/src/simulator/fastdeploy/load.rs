@@ -228,7 +228,11 @@ async fn stream(state: &Fastdeploy, version: &str) -> Result<Vec<Taken>, String>
     if !plain || !checkpoint.is_dir() {
         return Err(format!("version mismatch: {version} was not published"));
     }
-    read(vec![checkpoint.join(weightsync_core::weights::safetensors::SINGLE_FILE)]).await
+    let entries = std::fs::read_dir(&checkpoint).map_err(|error| format!("{}: {error}", checkpoint.display()))?;
+    let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    files.retain(|file| file.extension().is_some_and(|end| end == "safetensors"));
+    files.sort();
+    read(files).await
 }
 
 /// `update_weights_by_rdma`: the server's own parameters, all compared before the first is set.

@@ -1,0 +1,5 @@
+"""Prints the folder that holds `checkpoint_transfer`."""
+
+from . import folder
+
+print(folder())

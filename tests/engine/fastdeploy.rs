@@ -1,0 +1,278 @@
+//! FastDeploy's own `DynamicWeightManager` reads what the adapter wrote.
+//!
+//! `WEIGHTSYNC_FASTDEPLOY` names the folder of tests/tools/fastdeploy.sh (`make engine-test` sets it): upstream's file, unmodified, on Paddle's
+//! CPU build, behind a front of our own with the server's routes (fastdeploy.py). The weights are read, loaded and verified by upstream's
+//! code; only the HTTP front and the model are made here. Without the folder the same steps are taken by the simulator.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+use tempfile::TempDir;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
+use weightsync_engine::{Engine, EngineConfig, Holding, InstallJob, InstallTerms, connect};
+use weightsync_testkit::simulator::{Simulator, SimulatorOptions};
+use weightsync_testkit::support::{get, post};
+
+/// Paddle starts in 5 s on an idle machine.
+const SOON: Duration = Duration::from_secs(120);
+
+/// Names, element types in a file and in Paddle, bytes of an element, shapes. The third is a layer of the draft model.
+const TENSORS: [(&str, &str, &str, usize, &[usize]); 4] = [
+    ("model.norm.weight", "F32", "float32", 4, &[5]),
+    ("model.layers.0.q_proj.weight", "BF16", "bfloat16", 2, &[3, 4]),
+    ("model.layers.2.q_proj.weight", "BF16", "bfloat16", 2, &[4]),
+    ("model.layers.0.experts.weight", "F8_E4M3", "float8_e4m3fn", 1, &[2, 2]),
+];
+
+/// Bytes of a tensor of a version; no two are alike, and none is a NaN.
+fn bytes(version: u8, index: usize) -> Vec<u8> {
+    let (.., size, shape) = TENSORS[index];
+    let length = size * shape.iter().product::<usize>();
+    (0..length).map(|at| (u8::try_from(at + 7 * index).unwrap() + 31 * version) % 0x60).collect()
+}
+
+/// A checkpoint of these tensors; each goes into the file of its number.
+fn write(directory: &Path, version: u8, files: &[(&str, &[usize])]) {
+    std::fs::create_dir_all(directory).unwrap();
+    for (name, indices) in files {
+        let (mut header, mut data) = (Map::new(), Vec::new());
+        for index in *indices {
+            let (tensor, dtype, .., shape) = TENSORS[*index];
+            let begin = data.len();
+            data.extend(bytes(version, *index));
+            header.insert(tensor.to_owned(), json!({"dtype": dtype, "shape": shape, "data_offsets": [begin, data.len()]}));
+        }
+        let header = serde_json::to_vec(&header).unwrap();
+        let mut file = (header.len() as u64).to_le_bytes().to_vec();
+        file.extend(header);
+        file.extend(data);
+        std::fs::write(directory.join(name), file).unwrap();
+    }
+}
+
+/// The way by which the server takes weights.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Snapshot,
+    Steps { mtp: bool },
+}
+
+enum Front {
+    Real(Child),
+    Simulated(Box<Simulator>),
+}
+
+impl Drop for Front {
+    fn drop(&mut self) {
+        if let Self::Real(child) = self {
+            // It ends when its standard input does, and gives its shared memory back.
+            drop(child.stdin.take());
+            let _ended = child.wait();
+        }
+    }
+}
+
+struct Bench {
+    folder: TempDir,
+    url: String,
+    engine: Arc<dyn Engine>,
+    front: Front,
+}
+
+impl Bench {
+    async fn start(way: Way) -> Self {
+        let folder = TempDir::new().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let all: &[usize] = &[0, 1, 2, 3];
+        for version in 1..=3 {
+            write(&at(&version.to_string()), version, &[("model.safetensors", all)]);
+        }
+        write(&at("model"), 1, &[("model.safetensors", all), ("model_state.tp0.0.pdparams", all)]);
+        write(&at("steps/0"), 1, &[("model.safetensors", all)]);
+        std::fs::write(at("model/version.yaml"), "step: 0\n").unwrap();
+        let strategy = if way == Way::Snapshot { "ipc_snapshot" } else { "rsync" };
+        let config = json!({"directory": at("steps"), "gdr_mtp_chunk_size": 2}).to_string();
+        let words = ["--dynamic-load-weight", "--load_strategy", strategy, "--rsync_config", &config];
+        let (front, url, processes) = match std::env::var_os("WEIGHTSYNC_FASTDEPLOY").filter(|folder| !folder.is_empty()) {
+            Some(from) => real(Path::new(&from), folder.path(), way, &words),
+            None => simulated(folder.path(), way, &words).await,
+        };
+        let engine = connect(EngineConfig {
+            kind: "fastdeploy".into(),
+            url: url.clone(),
+            api_key: None,
+            served_model: Some(at("model")),
+            record: None,
+            processes,
+            unproven_routes: false,
+        });
+        Self { url, engine: engine.unwrap(), front, folder }
+    }
+
+    fn job(&self, version: u64) -> InstallJob {
+        let directory = self.folder.path().join(version.to_string());
+        InstallJob {
+            terms: InstallTerms {
+                version: held(version),
+                pause: PausePolicy::Abort,
+                kv_cache: KvCachePolicy::Reset,
+                canary: None,
+                timeout: SOON,
+                cancel: CancellationToken::new(),
+            },
+            local_directory: directory.clone(),
+            directory,
+        }
+    }
+
+    /// The server's own parameters are those of a version, byte for byte (simulated: by their digests).
+    async fn holds(&self, version: u8) {
+        match &self.front {
+            Front::Real(_) => {
+                let found = get(&format!("{}/parameters", self.url)).await;
+                for model in found["models"].as_array().unwrap() {
+                    for (index, (name, ..)) in TENSORS.iter().enumerate() {
+                        let hex: String = bytes(version, index).iter().map(|byte| format!("{byte:02x}")).collect();
+                        // The draft model has its own layer alone.
+                        assert!(model.get(*name).is_none_or(|found| *found == json!(hex)), "{name} of version {version}: {model}");
+                    }
+                }
+                assert_eq!(found["models"][0].as_object().unwrap().len(), TENSORS.len());
+            }
+            Front::Simulated(simulator) => {
+                let mut options = SimulatorOptions::new("fastdeploy", self.folder.path().join(version.to_string()));
+                "ipc".clone_into(&mut options.fastdeploy.load_strategy);
+                let fresh = Simulator::start(options, TcpListener::bind("127.0.0.1:0").await.unwrap()).await.unwrap();
+                let tensors = |url: String| async move { get(&format!("{url}/simulator/digest")).await["tensors"].clone() };
+                assert_eq!(tensors(simulator.url()).await, tensors(fresh.url()).await);
+            }
+        }
+    }
+}
+
+fn held(version: u64) -> HeldVersion {
+    HeldVersion { version, manifest: blake3::hash(&version.to_le_bytes()).to_hex().to_string() }
+}
+
+/// Upstream's manager behind our front, started by the words of the real server, so that its process is found as the real one's.
+fn real(from: &Path, folder: &Path, way: Way, words: &[&str]) -> (Front, String, PathBuf) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let module = folder.join("py/fastdeploy/entrypoints/openai");
+    std::fs::create_dir_all(&module).unwrap();
+    std::fs::copy(root.join("tests/engine/fastdeploy.py"), module.join("api_server.py")).unwrap();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let shapes: Map<String, Value> = TENSORS.iter().map(|(name, _, dtype, _, shape)| ((*name).to_owned(), json!([dtype, shape]))).collect();
+    let log = std::fs::File::create(folder.join("log")).unwrap();
+    let path = std::env::join_paths([folder.join("py"), root.join("python/weightsync/fastdeploy")]).unwrap();
+    let mut command = Command::new(from.join("venv/bin/python"));
+    command.args(["-m", "fastdeploy.entrypoints.openai.api_server", "--port", &port.to_string(), "--model"]).arg(folder.join("model"));
+    command.args(words).args((way == Way::Steps { mtp: true }).then_some("--mtp"));
+    command.current_dir(folder).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log);
+    command.env("PYTHONPATH", path).env("PYTHONDONTWRITEBYTECODE", "1").env("WEIGHTSYNC_FD_SHAPES", Value::Object(shapes).to_string());
+    command.env("WEIGHTSYNC_FD_MANAGER", from.join("dynamic_weight_manager.py"));
+    command.env("FD_USE_GDR_CHECKPOINT_TRANSFER", if way == Way::Snapshot { "0" } else { "1" });
+    let mut child = command.spawn().unwrap();
+    let mut said = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut said).unwrap();
+    let log = std::fs::read_to_string(folder.join("log")).unwrap();
+    assert_eq!(said, "serving\n", "{log}");
+    (Front::Real(child), format!("http://127.0.0.1:{port}"), "/proc".into())
+}
+
+async fn simulated(folder: &Path, way: Way, words: &[&str]) -> (Front, String, PathBuf) {
+    let mut options = SimulatorOptions::new("fastdeploy", folder.join("model"));
+    if let Way::Steps { mtp } = way {
+        "rsync".clone_into(&mut options.fastdeploy.load_strategy);
+        options.fastdeploy.gdr = true;
+        options.fastdeploy.mtp = mtp;
+        options.fastdeploy.mtp_layers = (2, 1);
+        options.fastdeploy.transfer = Some(folder.join("steps"));
+    }
+    let simulator = Simulator::start(options, TcpListener::bind("127.0.0.1:0").await.unwrap()).await.unwrap();
+    let (url, port) = (simulator.url(), simulator.address().port().to_string());
+    let process = folder.join("proc/77");
+    std::fs::create_dir_all(&process).unwrap();
+    let program = ["python", "-m", "fastdeploy.entrypoints.openai.api_server", "--port", &port];
+    std::fs::write(process.join("cmdline"), program.iter().chain(words).copied().collect::<Vec<_>>().join("\0")).unwrap();
+    std::fs::write(process.join("stat"), format!("77 (engine) S {} 4242 0", ["0"; 18].join(" "))).unwrap();
+    (Front::Simulated(Box::new(simulator)), url, folder.join("proc"))
+}
+
+#[tokio::test]
+async fn fastdeploys_own_loader_takes_steps_and_drafts() {
+    for mtp in [false, true] {
+        let on = Bench::start(Way::Steps { mtp }).await;
+        on.holds(1).await;
+        assert_eq!(on.engine.probe(SOON).await.unwrap().delivery, "update_weights, steps in a folder");
+        for version in [2, 3] {
+            on.engine.install(&on.job(version)).await.unwrap();
+            on.holds(u8::try_from(version).unwrap()).await;
+            assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(version)));
+        }
+        // A version in two files is one step.
+        let split = on.folder.path().join("2");
+        std::fs::remove_file(split.join("model.safetensors")).unwrap();
+        write(&split, 2, &[("model-00001-of-00002.safetensors", &[0, 2]), ("model-00002-of-00002.safetensors", &[1, 3])]);
+        let index: Map<String, Value> = TENSORS
+            .iter()
+            .enumerate()
+            .map(|(index, (name, ..))| ((*name).to_owned(), json!(format!("model-0000{}-of-00002.safetensors", index % 2 + 1))))
+            .collect();
+        std::fs::write(split.join("model.safetensors.index.json"), json!({"weight_map": index}).to_string()).unwrap();
+        on.engine.install(&on.job(2)).await.unwrap();
+        on.holds(2).await;
+        on.engine.put_back(SOON).await.unwrap();
+        on.holds(1).await;
+    }
+}
+
+#[tokio::test]
+async fn fastdeploys_own_loader_takes_snapshots() {
+    let on = Bench::start(Way::Snapshot).await;
+    on.holds(1).await;
+    assert_eq!(on.engine.probe(SOON).await.unwrap().delivery, "ipc_snapshot, a file in its model directory");
+    for version in [2, 3] {
+        on.engine.install(&on.job(version)).await.unwrap();
+        on.holds(u8::try_from(version).unwrap()).await;
+    }
+    on.engine.put_back(SOON).await.unwrap();
+    on.holds(1).await;
+}
+
+#[tokio::test]
+async fn a_step_without_a_drafts_weights_is_refused_untouched() {
+    let on = Bench::start(Way::Steps { mtp: true }).await;
+    let (whole, less) = (on.folder.path().join("2"), &[0, 1, 3][..]);
+    std::fs::remove_dir_all(&whole).unwrap();
+    write(&whole, 2, &[("model.safetensors", less)]);
+    let error = on.engine.install(&on.job(2)).await.unwrap_err();
+    assert!(!error.is_dirty() && error.to_string().contains("lacks model.layers.2.q_proj.weight"), "{error}");
+    on.holds(1).await;
+    on.engine.install(&on.job(3)).await.unwrap();
+    on.holds(3).await;
+}
+
+#[tokio::test]
+async fn a_broken_step_leaves_the_weights_as_they_were() {
+    let on = Bench::start(Way::Steps { mtp: false }).await;
+    let cut = on.folder.path().join("steps/cut");
+    write(&cut, 2, &[("model.safetensors", &[0, 1, 2, 3])]);
+    let file = std::fs::OpenOptions::new().write(true).open(cut.join("model.safetensors")).unwrap();
+    file.set_len(file.metadata().unwrap().len() - 1).unwrap();
+    let (status, answer) = post(&format!("{}/v1/pause", on.url), &json!({})).await;
+    assert_eq!(status, 200, "{answer}");
+    for step in ["cut", "9", "../model", ".."] {
+        let (status, answer) = post(&format!("{}/v1/update_weights", on.url), &json!({"version": step})).await;
+        assert!(status == 500 && answer["status"] == json!("error"), "{step}: {answer}");
+        on.holds(1).await;
+    }
+    // With no version, that of version.yaml.
+    let (status, answer) = post(&format!("{}/v1/update_weights", on.url), &json!({})).await;
+    assert!(status == 200 && answer["result"][0]["version"] == json!("0"), "{answer}");
+}
