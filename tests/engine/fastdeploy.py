@@ -68,7 +68,7 @@ class Model:
 
 
 class Draft(Model):
-    """A model of the MTP kind: which layers are its own is said by these two."""
+    """A model of the MTP kind: these two say which layers are its own."""
 
     mtp_start_layer_idx = 2
     num_mtp_layers = 1

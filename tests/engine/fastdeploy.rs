@@ -1,7 +1,7 @@
 //! FastDeploy's own `DynamicWeightManager` reads what the adapter wrote.
 //!
 //! `WEIGHTSYNC_FASTDEPLOY` names the folder of tests/tools/fastdeploy.sh (`make engine-test` sets it): upstream's file, unmodified, on Paddle's
-//! CPU build, behind a front of our own with the server's routes (fastdeploy.py). The weights are read, loaded and verified by upstream's
+//! CPU build, with a front of our own that has the server's routes (fastdeploy.py). The weights are read, loaded and verified by upstream's
 //! code; only the HTTP front and the model are made here. Without the folder the same steps are taken by the simulator.
 
 use std::io::{BufRead, BufReader};
@@ -138,7 +138,7 @@ impl Bench {
                 let found = get(&format!("{}/parameters", self.url)).await;
                 for model in found["models"].as_array().unwrap() {
                     for (index, (name, ..)) in TENSORS.iter().enumerate() {
-                        let hex: String = bytes(version, index).iter().map(|byte| format!("{byte:02x}")).collect();
+                        let hex = bytes(version, index).iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat();
                         // The draft model has its own layer alone.
                         assert!(model.get(*name).is_none_or(|found| *found == json!(hex)), "{name} of version {version}: {model}");
                     }
@@ -160,7 +160,7 @@ fn held(version: u64) -> HeldVersion {
     HeldVersion { version, manifest: blake3::hash(&version.to_le_bytes()).to_hex().to_string() }
 }
 
-/// Upstream's manager behind our front, started by the words of the real server, so that its process is found as the real one's.
+/// Upstream's manager with our front, started by the words of the real server, so that its process is found as the real one's.
 fn real(from: &Path, folder: &Path, way: Way, words: &[&str]) -> (Front, String, PathBuf) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let module = folder.join("py/fastdeploy/entrypoints/openai");
@@ -178,10 +178,10 @@ fn real(from: &Path, folder: &Path, way: Way, words: &[&str]) -> (Front, String,
     command.env("WEIGHTSYNC_FD_MANAGER", from.join("dynamic_weight_manager.py"));
     command.env("FD_USE_GDR_CHECKPOINT_TRANSFER", if way == Way::Snapshot { "0" } else { "1" });
     let mut child = command.spawn().unwrap();
-    let mut said = String::new();
-    BufReader::new(child.stdout.take().unwrap()).read_line(&mut said).unwrap();
+    let mut printed = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut printed).unwrap();
     let log = std::fs::read_to_string(folder.join("log")).unwrap();
-    assert_eq!(said, "serving\n", "{log}");
+    assert_eq!(printed, "serving\n", "{log}");
     (Front::Real(child), format!("http://127.0.0.1:{port}"), "/proc".into())
 }
 

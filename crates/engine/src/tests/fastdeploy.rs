@@ -235,16 +235,17 @@ async fn update_weights_brings_versions_to_every_rank() {
 
 #[tokio::test]
 async fn the_next_step_is_laid_while_the_last_one_serves() {
-    let (on, _folder) = steps_bench(1, |options| options.faults.token_ms = 5).await;
+    let (on, folder) = steps_bench(1, |_| {}).await;
     on.engine.install(&job(&on.bench, 2)).await.unwrap();
-    let calls = on.bench.calls().await;
-    let at = |call: &str| calls.iter().position(|each| each == call);
-    assert!(at("POST /v1/pause") < at("POST /v1/update_weights"), "{calls:?}");
-    // A version that cannot be laid leaves a server that runs, and was asked for nothing.
-    std::fs::remove_file(on.bench.directory(3).join("model.safetensors")).unwrap();
+    let before = on.bench.calls().await;
+    let at = |call: &str| before.iter().position(|each| each == call);
+    assert!(at("POST /v1/pause") < at("POST /v1/update_weights"), "{before:?}");
+    // A step that cannot be laid is found before the server is asked to stop.
+    std::fs::remove_dir_all(folder.path()).unwrap();
     let error = on.engine.install(&job(&on.bench, 3)).await.unwrap_err();
-    assert!(!error.is_dirty(), "{error}");
-    assert!(!on.bench.is_paused().await);
+    assert!(!error.is_dirty() && error.to_string().contains("cannot be laid into"), "{error}");
+    let calls = on.bench.calls().await;
+    assert!(calls[before.len()..].iter().all(|call| call.starts_with("GET")), "{calls:?}");
     assert_eq!(on.bench.digest().await, on.bench.fresh_digest(2).await);
 }
 

@@ -149,7 +149,7 @@ async fn the_gdr_handle_is_kept_until_an_update_fails() {
 }
 
 #[tokio::test]
-async fn gdr_with_another_strategy_takes_step_0_where_no_version_is_named() {
+async fn gdr_without_rsync_takes_step_0_where_none_is_named() {
     let server = Server::start(|options, folder| {
         "ipc".clone_into(&mut options.fastdeploy.load_strategy);
         options.fastdeploy.gdr = true;
