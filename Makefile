@@ -145,13 +145,17 @@ install-yaml: ## Write deploy/install.yaml: the chart with its defaults, for kub
 # Tests of crates/torch that read pickles, here by the real torch.
 READ_BY_TORCH := python_reads_back a_shared_tensor_has_the_fifteen buckets_are_read_as_each every_element_type_of_safetensors a_paddle_buffer_has
 .PHONY: engine-test
-engine-test: venv programs ## Run the adapter against the real vLLM and FastDeploy's own loader, and the store against the engines' group code (CPU=avx2 for a processor without AVX-512)
+engine-test: venv programs ## Run the adapter against the real vLLM, and the store against the engines' group code (CPU=avx2 for a processor without AVX-512)
 	export WEIGHTSYNC_TEST_CPU=$(CPU); \
 	export WEIGHTSYNC_ENGINE_CODE=$$(tests/tools/engine-code.sh); \
-	WEIGHTSYNC_FASTDEPLOY=$$(tests/tools/fastdeploy.sh) && export WEIGHTSYNC_FASTDEPLOY && \
 	WEIGHTSYNC_VENV=$$($(CLUSTER)/vllm-venv.sh --print) && export WEIGHTSYNC_VENV && \
 	cargo test --locked --workspace --test engine -- --test-threads=1 && \
 	cargo test --locked --workspace --lib -- $(READ_BY_TORCH)
+
+.PHONY: upstream-fastdeploy
+upstream-fastdeploy: programs ## Run FastDeploy's own loader on Paddle for processors against the adapter (fetches FastDeploy's repository)
+	WEIGHTSYNC_FASTDEPLOY=$$(tests/tools/fastdeploy.sh) && export WEIGHTSYNC_FASTDEPLOY && \
+	cargo test --locked --workspace --test engine fastdeploy:: -- --test-threads=1
 
 .PHONY: e2e
 e2e: cluster-up programs ## Run the end-to-end tests on the kind cluster, with the debug build that all tests use (CPU=avx2 as above)

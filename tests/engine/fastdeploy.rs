@@ -1,6 +1,6 @@
 //! FastDeploy's own `DynamicWeightManager` reads what the adapter wrote.
 //!
-//! `WEIGHTSYNC_FASTDEPLOY` names the folder of tests/tools/fastdeploy.sh (`make engine-test` sets it): upstream's file, unmodified, on Paddle's
+//! `WEIGHTSYNC_FASTDEPLOY` names the folder of tests/tools/fastdeploy.sh (`make upstream-fastdeploy` sets it): upstream's file, unmodified, on Paddle's
 //! CPU build, with a front of our own that has the server's routes (fastdeploy.py). The weights are read, loaded and verified by upstream's
 //! code; only the HTTP front and the model are made here. Without the folder the same steps are taken by the simulator.
 
