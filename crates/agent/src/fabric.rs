@@ -160,14 +160,13 @@ impl Fabric {
 
     /// The worker for host memory that has NIXL open; started where there is none that lives, or one with other transports.
     async fn open_on_host(&self, ucx: UcxSettings) -> Result<Open, WorkerError> {
-        let opening = {
-            let mut opening = lock(&self.host);
-            match opening.take().filter(|opening| opening.of == ucx && opening.is_good(|open| !open.worker.has_ended())) {
-                Some(good) => opening.insert(good).outcome.clone(),
-                None => opening.insert(Opening::begin(ucx.clone(), open(self.settings.clone(), self.name(), ucx))).outcome.clone(),
-            }
+        let outcome_of = {
+            let mut slot = lock(&self.host);
+            let good = slot.take().filter(|opening| opening.of == ucx && opening.is_good(|open| !open.worker.has_ended()));
+            let begin = || Opening::begin(ucx.clone(), open(self.settings.clone(), self.name(), ucx));
+            slot.insert(good.unwrap_or_else(begin)).outcome.clone()
         };
-        outcome(opening).await
+        outcome(outcome_of).await
     }
 
     /// Opens NIXL in the workers of all GPUs of this endpoint; else why slots cannot lie there, empty where there is no GPU.
@@ -177,18 +176,16 @@ impl Fabric {
             return Err(String::new());
         }
         let same = |others: &[Worker]| others.len() == workers.len() && others.iter().zip(&workers).all(|(one, other)| one.is(other));
-        let opening = {
-            let mut opening = lock(&self.on_gpus);
-            match opening.take().filter(|opening| same(&opening.of) && opening.is_good(|_| true)) {
-                Some(good) => opening.insert(good).outcome.clone(),
-                None => {
-                    let names = workers.iter().map(|_| self.name()).collect();
-                    let open = open_all(self.settings.nixl.clone(), workers.clone(), names, ucx.clone());
-                    opening.insert(Opening::begin(workers, open)).outcome.clone()
-                }
-            }
+        let outcome_of = {
+            let mut slot = lock(&self.on_gpus);
+            let good = slot.take().filter(|opening| same(&opening.of) && opening.is_good(|_| true));
+            let begin = || {
+                let names = workers.iter().map(|_| self.name()).collect();
+                Opening::begin(workers.clone(), open_all(self.settings.nixl.clone(), workers.clone(), names, ucx.clone()))
+            };
+            slot.insert(good.unwrap_or_else(begin)).outcome.clone()
         };
-        let facts = outcome(opening).await.map_err(|error| error.to_string())?;
+        let facts = outcome(outcome_of).await.map_err(|error| error.to_string())?;
         match &facts.gpu_memory {
             Ok(()) => Ok(facts),
             Err(why) => Err(why.clone()),
@@ -203,7 +200,8 @@ impl Fabric {
     /// Registers the slots of an epoch that is being committed, and gives them up when it is over.
     pub async fn enter(&self, epoch: &Arc<Epoch>, plan: FabricPlan, deadline: Instant) -> Result<(), Refusal> {
         let on_gpus = plan.on_gpus && self.has_gpu_slots();
-        let registered = async { if on_gpus { self.on_gpus(epoch, plan, deadline).await } else { self.on_host(epoch, plan, deadline).await } };
+        let registered =
+            async { if on_gpus { self.on_gpus(epoch, plan, deadline).await } else { self.on_host(epoch, plan, deadline).await } };
         let late = || refusal(RefusalCode::Timeout, "its memory is not registered in time");
         let (slots, workers) = timeout_at(deadline, registered).await.map_err(|_| late())??;
         self.transport.enter(slots);

@@ -221,7 +221,7 @@ def colocated(bed: Bed) -> None:
 
 def reads(bed: Bed) -> None:
     """The same through NIXL: the engine's member reads the memory of the trainer's agent. UCX does that by CUDA IPC, too."""
-    on_one_gpu(bed, "gdr", "slots on GPUs")
+    on_one_gpu(bed, "gdr", "NIXL is open on a GPU")
 
 
 def on_one_gpu(bed: Bed, transport: str, by: str) -> None:

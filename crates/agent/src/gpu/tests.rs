@@ -40,7 +40,15 @@ async fn settings_that_come_while_the_trainer_is_told_of_its_worker_stop_nobody(
     let core = Core::new(me, Facts::default());
     let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let transport = NcclTransport::new(TcpTransport::bind(loopback, core.clone(), TcpOptions::default()).await.unwrap());
-    let gpus = Gpus::new(core, GpuSettings::default(), Vec::new(), Share { number: 0, of: 1 }, &TransportPolicy::default(), Arc::new(transport), None);
+    let gpus = Gpus::new(
+        core,
+        GpuSettings::default(),
+        Vec::new(),
+        Share { number: 0, of: 1 },
+        &TransportPolicy::default(),
+        Arc::new(transport),
+        None,
+    );
     let seat = seat();
     let (done, ended) = mpsc::channel();
     let (configured, finished) = (gpus.clone(), done.clone());

@@ -23,7 +23,9 @@ fn pieces_in_order_and_a_later_digest_are_taken() {
 
 #[test]
 fn piece_that_does_not_follow_is_refused() {
-    for (first, second) in [((0, 4), (3, 2)), ((0, 4), (5, 1)), ((0, 4), (4, 0)), ((0, 4), (4, 7)), ((0, 10), (0, 1)), ((0, 4), (4, u64::MAX))] {
+    for (first, second) in
+        [((0, 4), (3, 2)), ((0, 4), (5, 1)), ((0, 4), (4, 0)), ((0, 4), (4, 7)), ((0, 10), (0, 1)), ((0, 4), (4, u64::MAX))]
+    {
         let mut announced = Announcements::default();
         announced.head(head(10)).unwrap();
         announced.piece(&piece(first.0, first.1)).unwrap();

@@ -271,9 +271,7 @@ impl Stream {
     /// The share of a piece in its bucket's gsum64.
     fn sum(&self, first_word: u64, bytes: Bytes) -> impl Future<Output = Result<u64, StreamFailure>> {
         let summed = tokio::task::spawn_blocking(move || gsum64_from(first_word, &bytes));
-        async move {
-            summed.await.map_err(|ended| self.unread(&WorkerError::Gone { cause: format!("summing ended early: {ended}") }))
-        }
+        async move { summed.await.map_err(|ended| self.unread(&WorkerError::Gone { cause: format!("summing ended early: {ended}") })) }
     }
 
     fn refused(&self, what: &str) -> StreamFailure {

@@ -94,9 +94,9 @@ impl Receiver {
         let stream = Arc::new(Stream { communicator: communicator.clone(), store, root, silence, reads, taken: take });
         let entering = tokio::spawn(enter(stream.clone(), to_enter, said, entered, give.clone()));
         let giving = tokio::spawn(give_out(stream.clone(), to_give, to_compare, give));
-        let _tasks = [AbortOnDropHandle::new(entering), AbortOnDropHandle::new(giving)];
+        let tasks = [AbortOnDropHandle::new(entering), AbortOnDropHandle::new(giving)];
         let (taken_by_next, open, ended) = (None, 0, false);
-        Ok(Self { stream, communicator, announced, given, taken, taken_by_next, open, ended, _one_stream: lock, _tasks })
+        Ok(Self { stream, communicator, announced, given, taken, taken_by_next, open, ended, _one_stream: lock, _tasks: tasks })
     }
 }
 

@@ -57,7 +57,13 @@ pub async fn worker(name: &str) -> Worker {
 pub async fn transport(tcp: TcpTransport, me: MemberName, epoch: EpochId) -> (GdrTransport, CarriedBy) {
     let worker = worker(&me.0).await;
     let gdr = GdrTransport::new(Arc::new(NcclTransport::new(tcp)));
-    let wanted = RingWanted { epoch: epoch.clone(), me, worker, plan: FabricPlan { slots: 3, slot_bytes: 64 << 10, on_gpus: false }, within: WITHIN };
+    let wanted = RingWanted {
+        epoch: epoch.clone(),
+        me,
+        worker,
+        plan: FabricPlan { slots: 3, slot_bytes: 64 << 10, on_gpus: false },
+        within: WITHIN,
+    };
     gdr.enter(Slots::Host(FabricRing::register(wanted).await.unwrap()));
     let carried = CarriedBy { root: 0, passing: Vec::new(), lent: true, fabric: gdr.memory(&epoch) };
     (gdr, carried)
