@@ -26,9 +26,9 @@ const GIVEN: usize = 2;
 
 /// What the member before said.
 enum Announced {
-    Head(BucketHeader),
-    Lent(LentPiece),
-    Digest(u128),
+    Lent(BucketHeader, LentPiece),
+    /// It makes no sense.
+    Wrong(Disorder),
 }
 
 /// A piece whose read was begun.
@@ -60,6 +60,9 @@ struct Stream {
 pub(super) struct Receiver {
     stream: Arc<Stream>,
     announced: mpsc::UnboundedSender<Announced>,
+    so_far: Announcements,
+    /// What buckets hash to. It overtakes pieces that wait for slots.
+    said: mpsc::UnboundedSender<u128>,
     given: mpsc::Receiver<Carried>,
     read: mpsc::UnboundedReceiver<u32>,
     /// Pieces that the next member has read.
@@ -78,10 +81,10 @@ impl Receiver {
         let (read, was_read) = mpsc::unbounded_channel();
         let offered = Offered::to(neighbours.next.clone());
         let stream = Arc::new(Stream { ring, neighbours, offered, read });
-        let entering = tokio::spawn(enter(stream.clone(), to_enter, said, entered, give.clone()));
+        let entering = tokio::spawn(enter(stream.clone(), to_enter, entered, give.clone()));
         let giving = tokio::spawn(give_out(stream.clone(), to_give, to_compare, give));
         let tasks = [AbortOnDropHandle::new(entering), AbortOnDropHandle::new(giving)];
-        Self { stream, announced, given, read: was_read, taken: None, open: 0, _tasks: tasks }
+        Self { stream, announced, so_far: Announcements::default(), said, given, read: was_read, taken: None, open: 0, _tasks: tasks }
     }
 }
 
@@ -90,15 +93,21 @@ impl Carrier for Receiver {
     fn head(&mut self, header: BucketHeader) {
         self.open += 1;
         // A task that ended has said why.
-        let _ = self.announced.send(Announced::Head(header));
+        if let Err(disorder) = self.so_far.head(header) {
+            let _ = self.announced.send(Announced::Wrong(disorder));
+        }
     }
 
     fn lent(&mut self, piece: LentPiece) {
-        let _ = self.announced.send(Announced::Lent(piece));
+        let announced = self.so_far.piece(&piece).map_or_else(Announced::Wrong, |header| Announced::Lent(header, piece));
+        let _ = self.announced.send(announced);
     }
 
     fn digest(&mut self, said: u128) {
-        let _ = self.announced.send(Announced::Digest(said));
+        let _ = match self.so_far.digest() {
+            Ok(()) => self.said.send(said).is_ok(),
+            Err(disorder) => self.announced.send(Announced::Wrong(disorder)).is_ok(),
+        };
     }
 
     fn offers(&self) -> Option<OfferedSlots> {
@@ -141,11 +150,10 @@ impl Carrier for Receiver {
 async fn enter(
     stream: Arc<Stream>,
     mut announced: mpsc::UnboundedReceiver<Announced>,
-    said: mpsc::UnboundedSender<u128>,
     entered: mpsc::UnboundedSender<Entered>,
     give: mpsc::Sender<Carried>,
 ) {
-    let failure = match stream.enter(&mut announced, &said, &entered).await {
+    let failure = match stream.enter(&mut announced, &entered).await {
         Ok(()) => return,
         Err(failure) => failure,
     };
@@ -168,50 +176,34 @@ impl Stream {
     async fn enter(
         &self,
         announced: &mut mpsc::UnboundedReceiver<Announced>,
-        said: &mpsc::UnboundedSender<u128>,
         entered: &mpsc::UnboundedSender<Entered>,
     ) -> Result<(), StreamFailure> {
-        let disorder = |disorder: Disorder| self.refused(&disorder.to_string());
         let Neighbours { memory, silence, .. } = &self.neighbours;
         let mut peer: Option<Peer> = None;
-        let mut so_far = Announcements::default();
         while let Some(announced) = announced.recv().await {
-            let next = match announced {
-                Announced::Head(header) => {
-                    so_far.head(header).map_err(disorder)?;
-                    continue;
-                }
-                Announced::Digest(digest) => {
-                    so_far.digest().map_err(disorder)?;
-                    if said.send(digest).is_err() {
-                        return Ok(());
-                    }
-                    continue;
-                }
-                Announced::Lent(piece) => {
-                    let header = so_far.piece(&piece).map_err(disorder)?;
-                    let Some(place) = memory.at(piece.slot, piece.bytes) else {
-                        return Err(self.refused("an announced piece lies outside of the sender's memory"));
-                    };
-                    let peer = if let Some(peer) = &peer {
-                        peer.clone()
-                    } else {
-                        let found = self.ring.peer(memory, *silence).await.map_err(|error| self.unread(&error))?;
-                        peer.insert(found).clone()
-                    };
-                    let mut slot = self.ring.take(*silence).await.map_err(|error| self.no_slot(&error))?;
-                    let (within, bytes, read, number) = (*silence, piece.bytes, self.read.clone(), piece.number);
-                    // A task of its own keeps the slot until the worker's answer, also when the stream is over.
-                    let reading = tokio::spawn(async move {
-                        slot.read(&peer, place, bytes, within).await?;
-                        // The member before may use its slot again, whatever this one's store does. No task listens when the stream is over.
-                        let _ = read.send(number);
-                        Ok(slot)
-                    });
-                    Entered { header, piece, reading }
-                }
+            let (header, piece) = match announced {
+                Announced::Lent(header, piece) => (header, piece),
+                Announced::Wrong(disorder) => return Err(self.refused(&disorder.to_string())),
             };
-            if entered.send(next).is_err() {
+            let Some(place) = memory.at(piece.slot, piece.bytes) else {
+                return Err(self.refused("an announced piece lies outside of the sender's memory"));
+            };
+            let peer = if let Some(peer) = &peer {
+                peer.clone()
+            } else {
+                let found = self.ring.peer(memory, *silence).await.map_err(|error| self.unread(&error))?;
+                peer.insert(found).clone()
+            };
+            let mut slot = self.ring.take(*silence).await.map_err(|error| self.no_slot(&error))?;
+            let (within, bytes, read, number) = (*silence, piece.bytes, self.read.clone(), piece.number);
+            // A task of its own keeps the slot until the worker's answer, also when the stream is over.
+            let reading = tokio::spawn(async move {
+                slot.read(&peer, place, bytes, within).await?;
+                // The member before may use its slot again, whatever this one's store does. No task listens when the stream is over.
+                let _ = read.send(number);
+                Ok(slot)
+            });
+            if entered.send(Entered { header, piece, reading }).is_err() {
                 return Ok(());
             }
         }

@@ -30,11 +30,14 @@ use weightsync_gpu::worker::{Broadcast, Copy, Slot, Sums, WorkerError};
 const GIVEN: usize = 2;
 
 enum Announced {
+    /// A bucket that is broadcast.
     Head(BucketHeader),
-    /// Where the next bytes of that bucket lie: in the source's ring, or in that of the member before.
-    Lent(LentPiece),
-    /// What the next bucket hashes to.
-    Digest(u128),
+    /// A bucket that comes in pieces.
+    Pieces(BucketHeader),
+    /// Where the next bytes of a bucket lie: in the source's ring, or in that of the member before.
+    Lent(BucketHeader, LentPiece),
+    /// What was announced makes no sense.
+    Wrong(Disorder),
 }
 
 /// A piece on its way into slots of ours.
@@ -64,6 +67,9 @@ pub(crate) struct Receiver {
     stream: Arc<Stream>,
     communicator: Arc<Communicator>,
     announced: mpsc::UnboundedSender<Announced>,
+    so_far: Announcements,
+    /// What buckets hash to. It overtakes what was announced before it: that may wait for slots that are free when a digest was compared.
+    said: mpsc::UnboundedSender<u128>,
     given: mpsc::Receiver<Carried>,
     taken: mpsc::UnboundedReceiver<u32>,
     /// Pieces that the next member has read, in an epoch of reads.
@@ -92,11 +98,24 @@ impl Receiver {
         let (give, given) = mpsc::channel(GIVEN);
         let (take, taken) = mpsc::unbounded_channel();
         let stream = Arc::new(Stream { communicator: communicator.clone(), store, root, silence, reads, taken: take });
-        let entering = tokio::spawn(enter(stream.clone(), to_enter, said, entered, give.clone()));
+        let entering = tokio::spawn(enter(stream.clone(), to_enter, entered, give.clone()));
         let giving = tokio::spawn(give_out(stream.clone(), to_give, to_compare, give));
         let tasks = [AbortOnDropHandle::new(entering), AbortOnDropHandle::new(giving)];
-        let (taken_by_next, open, ended) = (None, 0, false);
-        Ok(Self { stream, communicator, announced, given, taken, taken_by_next, open, ended, _one_stream: lock, _tasks: tasks })
+        let (so_far, taken_by_next, open, ended) = (Announcements::default(), None, 0, false);
+        Ok(Self {
+            stream,
+            communicator,
+            announced,
+            so_far,
+            said,
+            given,
+            taken,
+            taken_by_next,
+            open,
+            ended,
+            _one_stream: lock,
+            _tasks: tasks,
+        })
     }
 }
 
@@ -104,16 +123,26 @@ impl Receiver {
 impl Carrier for Receiver {
     fn head(&mut self, header: BucketHeader) {
         self.open += 1;
+        let announced = if self.stream.comes_in_pieces() {
+            self.so_far.head(header).map_or_else(Announced::Wrong, |()| Announced::Pieces(header))
+        } else {
+            self.so_far.whole();
+            Announced::Head(header)
+        };
         // A task that ended has said why.
-        let _ = self.announced.send(Announced::Head(header));
+        let _ = self.announced.send(announced);
     }
 
     fn lent(&mut self, piece: LentPiece) {
-        let _ = self.announced.send(Announced::Lent(piece));
+        let announced = self.so_far.piece(&piece).map_or_else(Announced::Wrong, |header| Announced::Lent(header, piece));
+        let _ = self.announced.send(announced);
     }
 
     fn digest(&mut self, said: u128) {
-        let _ = self.announced.send(Announced::Digest(said));
+        let _ = match self.so_far.digest() {
+            Ok(()) => self.said.send(said).is_ok(),
+            Err(disorder) => self.announced.send(Announced::Wrong(disorder)).is_ok(),
+        };
     }
 
     fn offers(&self) -> Option<OfferedSlots> {
@@ -181,13 +210,11 @@ impl Stream {
 async fn enter(
     stream: Arc<Stream>,
     mut announced: mpsc::UnboundedReceiver<Announced>,
-    said: mpsc::UnboundedSender<u128>,
     entered: mpsc::UnboundedSender<Entered>,
     give: mpsc::Sender<Carried>,
 ) {
-    let mut so_far = Announcements::default();
     while let Some(announced) = announced.recv().await {
-        match stream.enter(announced, &mut so_far, &said, &entered).await {
+        match stream.enter(announced, &entered).await {
             Ok(()) => {}
             Err(Stopped::Failure(failure)) => return drop(give.send(Carried::Failed(failure)).await),
             Err(Stopped::Worker(error)) => return stream.fail(&error, &give).await,
@@ -204,32 +231,21 @@ enum Stopped {
 }
 
 impl Stream {
-    async fn enter(
-        &self,
-        announced: Announced,
-        so_far: &mut Announcements,
-        said: &mpsc::UnboundedSender<u128>,
-        entered: &mpsc::UnboundedSender<Entered>,
-    ) -> Result<(), Stopped> {
-        let disorder = |disorder: Disorder| Stopped::Failure(self.refused(&disorder.to_string()));
+    /// Whether buckets come in pieces that are announced one by one; else they are broadcast.
+    fn comes_in_pieces(&self) -> bool {
+        self.reads.is_some() || self.communicator.lender().is_some()
+    }
+
+    async fn enter(&self, announced: Announced, entered: &mpsc::UnboundedSender<Entered>) -> Result<(), Stopped> {
+        let slot_bytes = self.communicator.slot_bytes();
         match announced {
             Announced::Head(header) => {
-                let slot_bytes = self.communicator.slot_bytes();
                 self.check(&header, slot_bytes).map_err(Stopped::Failure)?;
-                if self.reads.is_some() || self.communicator.lender().is_some() {
-                    return so_far.head(header).map_err(disorder);
-                }
-                so_far.whole();
                 self.broadcasts(header, slot_bytes, entered).await
             }
-            Announced::Lent(piece) => {
-                let header = so_far.piece(&piece).map_err(disorder)?;
-                self.copies(header, piece, entered).await
-            }
-            Announced::Digest(digest) => {
-                so_far.digest().map_err(disorder)?;
-                said.send(digest).map_err(|_| Stopped::Over)
-            }
+            Announced::Pieces(header) => self.check(&header, slot_bytes).map_err(Stopped::Failure),
+            Announced::Lent(header, piece) => self.copies(header, piece, entered).await,
+            Announced::Wrong(disorder) => Err(Stopped::Failure(self.refused(&disorder.to_string()))),
         }
     }
 
