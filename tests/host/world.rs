@@ -26,8 +26,8 @@ use crate::model::Model;
 
 /// The program under test.
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_weightsync");
-/// Longest wait for anything that is to happen; far above what a busy machine takes, or an emulated one.
-pub const SOON: Duration = Duration::from_secs(90);
+/// Longest wait for anything that is to happen; far above what a busy machine takes, or one that is emulated on a busy machine.
+pub const SOON: Duration = Duration::from_secs(180);
 
 static WORLDS: AtomicU32 = AtomicU32::new(0);
 
