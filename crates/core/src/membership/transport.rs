@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 
 use crate::plan::{GpuRoom, Joiner, RingChoice, RingWish, Seats, USUAL_LOAD, engine_groups, gpu_ring, seats};
 use crate::protocol::{
-    CommunicatorPlan, Delivery, FabricPlan, FabricReport, GpuReport, GroupFacts, MemberName, Role, RosterMember, TransportChoice,
-    TransportPolicy, TransportWish, UpdatePolicy,
+    CommunicatorPlan, Delivery, FabricPlan, FabricReport, GpuReport, GroupFacts, MemberGpu, MemberName, Role, RosterMember,
+    TransportChoice, TransportPolicy, TransportWish, UpdatePolicy,
 };
 
 /// A member that stands in the way of what was demanded.
@@ -82,14 +82,7 @@ fn slots(policy: &TransportPolicy, members: &[Prepared<'_>]) -> Result<(FabricPl
     }
     let with_gpus = members.iter().filter(|prepared| prepared.fabric.gpu);
     let rooms: Vec<(&MemberName, GpuRoom)> = with_gpus
-        .flat_map(|Prepared { member, gpus, .. }| {
-            let room = |gpu: &crate::protocol::MemberGpu| GpuRoom {
-                gpu: format!("{} of {}", gpu.uuid, member.name),
-                free: gpu.free_bytes,
-                total: gpu.memory_bytes,
-            };
-            gpus.gpus.iter().map(move |gpu| (&member.name, room(gpu)))
-        })
+        .flat_map(|Prepared { member, gpus, .. }| gpus.gpus.iter().map(move |gpu| (&member.name, room(&member.name, gpu, 1))))
         .collect();
     let chosen = ring_in(policy, &rooms).map_err(|tightest| InTheWay::from([tightest]))?;
     let plan = FabricPlan { slots: chosen.ring.slots, slot_bytes: chosen.ring.slot_bytes, on_gpus: true };
@@ -184,21 +177,22 @@ fn ring(
         let first = seats.ranks.first().is_some_and(|(first, _)| first == name);
         1 + if first { u64::try_from(seats.guests.len()).unwrap_or(u64::MAX - 1) } else { 0 }
     };
-    let room = |name: &MemberName, gpu: &crate::protocol::MemberGpu| GpuRoom {
-        gpu: match rings(name) {
-            1 => format!("{} of {name}", gpu.uuid),
-            rings => format!("{} of {name} for each of {rings} rings", gpu.uuid),
-        },
-        free: gpu.free_bytes / rings(name),
-        total: gpu.memory_bytes,
-    };
     let ranked: Vec<_> = members.iter().filter(|(name, _)| !seats.guests.contains(name)).collect();
     let rooms: Vec<(&MemberName, GpuRoom)> =
-        ranked.iter().flat_map(|(name, report)| report.gpus.iter().map(|gpu| (*name, room(name, gpu)))).collect();
+        ranked.iter().flat_map(|(name, report)| report.gpus.iter().map(|gpu| (*name, room(name, gpu, rings(name))))).collect();
     let chosen = ring_in(policy, &rooms)?;
     let (ranks, guests) = (seats.ranks.clone(), seats.guests.clone());
     let plan = CommunicatorPlan { slots: chosen.ring.slots, slot_bytes: chosen.ring.slot_bytes, ranks, guests };
     Ok((plan, chosen.why))
+}
+
+/// What a GPU has for one of `rings` rings of equal length, at least one.
+fn room(name: &MemberName, gpu: &MemberGpu, rings: u64) -> GpuRoom {
+    let of = match rings {
+        1 => format!("{} of {name}", gpu.uuid),
+        rings => format!("{} of {name} for each of {rings} rings", gpu.uuid),
+    };
+    GpuRoom { gpu: of, free: gpu.free_bytes / rings.max(1), total: gpu.memory_bytes }
 }
 
 /// A ring that all these GPUs have room for; else the member with the least room, and what it lacks.
