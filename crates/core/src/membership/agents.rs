@@ -31,6 +31,8 @@ pub(super) struct Agent {
     /// Why it is never asked for anything: its build cannot work with this one, or it is not where it says.
     pub unusable: Option<(Reason, String)>,
     pub state: Option<MemberState>,
+    /// What its last state said that cannot be true, and was taken out.
+    pub refused_claim: Option<String>,
     /// How often its engine started anew, by the first and each later word of it.
     engine_restarts: Option<u32>,
     pub last_seen: u64,
@@ -117,6 +119,7 @@ impl Agents {
             control: String::new(),
             unusable: None,
             state: None,
+            refused_claim: None,
             engine_restarts: None,
             last_seen: now,
             link: Link::Live,

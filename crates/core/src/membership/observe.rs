@@ -81,7 +81,7 @@ impl Membership {
     }
 
     fn note_state(&mut self, mut state: MemberState) {
-        self.correct(&mut state);
+        let refused_claim = self.correct(&mut state);
         if let Some(epoch) = state.epoch.as_ref().filter(|epoch| epoch.weightsync == self.config.weightsync) {
             // Numbers that were used are never used again, whoever used them; one that is not in status was used before we started.
             self.had_epoch |= epoch.epoch > self.epoch;
@@ -99,7 +99,11 @@ impl Membership {
         if let Some(why) = unchecked(&state).filter(|why| name.is_some() && known.as_ref() != Some(why)) {
             self.event(Reason::CheckpointUnread, why, name.clone(), false);
         }
-        if self.agents.state(self.now, state) {
+        let restarted = self.agents.state(self.now, state);
+        if let Some(agent) = self.agents.get_mut(&life) {
+            agent.refused_claim = refused_claim;
+        }
+        if restarted {
             let what = "its engine started anew: it serves again once it holds the current version";
             self.event(Reason::EngineRestarted, what.to_owned(), name, true);
         }
@@ -113,16 +117,19 @@ impl Membership {
     }
 
     /// Takes out what a member is not believed about: its role, which is the plan's, and an epoch that no controller can have written.
-    fn correct(&self, state: &mut MemberState) {
+    /// Returns what it took out.
+    fn correct(&self, state: &mut MemberState) -> Option<String> {
         // Only a life that was announced with the role of its candidate speaks for it.
-        if let Some(agent) = self.agents.get(&state.incarnation) {
-            state.role = agent.role;
-        }
+        let planned = self.agents.get(&state.incarnation).map_or(state.role, |agent| agent.role);
+        let role = std::mem::replace(&mut state.role, planned);
         let most = self.written.saturating_add(EPOCHS_AHEAD);
         if let Some(epoch) = state.epoch.take_if(|epoch| epoch.weightsync == self.config.weightsync && epoch.epoch > most) {
-            let message = format!("it reports epoch {}, the last one that a controller wrote is {}", epoch.epoch, self.written);
-            state.reason.get_or_insert(message);
+            return Some(format!("it reports epoch {}, the last one that a controller wrote is {}", epoch.epoch, self.written));
         }
+        (role != planned).then(|| match planned {
+            Role::Source => "it calls itself a rollout and is a source".to_owned(),
+            Role::Rollout => "it calls itself a source and is a rollout".to_owned(),
+        })
     }
 
     /// The round in work, when an answer is about it.

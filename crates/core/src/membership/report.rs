@@ -170,6 +170,17 @@ impl Membership {
         }
     }
 
+    /// What a member says of itself that cannot be true.
+    fn refused_claim(&self, candidate: &Candidate) -> Option<String> {
+        let (_, agent) = self.agents.of(candidate)?;
+        let invented = || {
+            let (wanted, installed) = (self.wanted()?, agent.state.as_ref()?.installed.as_ref()?);
+            let invented = installed.version > wanted.version && !self.exists(installed);
+            invented.then(|| format!("it says that it holds version {}, which no source announced", installed.version))
+        };
+        agent.refused_claim.clone().or_else(invented)
+    }
+
     fn left_out_member(left: &LeftOut) -> MemberView {
         MemberView {
             name: left.who.clone(),
@@ -318,6 +329,11 @@ impl Membership {
                 }
                 (MemberStanding::Behind, Reason::NoFeeder) => add(Reason::NoFeeder, Some(&member.name), member.message.clone()),
                 _ => {}
+            }
+        }
+        for candidate in &self.candidates {
+            if let Some(claim) = self.refused_claim(candidate) {
+                add(Reason::ClaimRefused, Some(&candidate.name), claim);
             }
         }
         if !self.planned || self.is_adopting() || self.suspended || self.deleted {

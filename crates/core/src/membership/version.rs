@@ -47,7 +47,7 @@ impl Membership {
         self.lacks(state) && self.version.as_ref().is_none_or(|version| self.does_not_serve(state, version))
     }
 
-    /// Whether a replica serves that version, or anything newer that the group did not go back from, not completely.
+    /// Whether a replica does not serve that version completely, nor a newer one that exists and that the group did not go back from.
     fn does_not_serve(&self, state: &MemberState, wanted: &HeldVersion) -> bool {
         if state.role == Role::Source {
             return false;
@@ -56,7 +56,7 @@ impl Membership {
             || state.installed.as_ref().is_none_or(|installed| {
                 installed.version < wanted.version
                     || installed.version == wanted.version && !wanted.manifest.is_empty() && installed.manifest != wanted.manifest
-                    || installed.version > wanted.version && installed.version <= self.highest
+                    || installed.version > wanted.version && (installed.version <= self.highest || !self.exists(installed))
             })
     }
 

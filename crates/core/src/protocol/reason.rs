@@ -88,6 +88,9 @@ reasons! {
     AgentIncompatible,
     /// The member's agent announced an address that is not its pod's; the controller does not connect to it.
     AddressRefused,
+    /// The member says of itself what cannot be true: a role that is not its own, an epoch that no controller wrote, or a version that no source
+    /// announced. The message says which. Nothing follows from the claim.
+    ClaimRefused,
     /// The connection to the member's agent closed and could not be opened again.
     AgentLost,
     /// The member's agent sent nothing for as long as three heartbeats.

@@ -12,8 +12,10 @@ fn claimed(epoch: u64) -> EpochId {
 #[test]
 fn epoch_claimed_far_above_the_written_changes_nothing() {
     let mut desk = Desk::formed(3);
-    let mut decisions = desk.tell(3, |state| state.epoch = Some(claimed((1 << 63) - 2)));
-    decisions.extend(desk.wait(5_000, &[0, 1, 2, 3]));
+    let decisions = desk.tell(3, |state| state.epoch = Some(claimed((1 << 63) - 2)));
+    desk.obey(decisions);
+    assert_named(&desk, "it reports epoch 9223372036854775806, the last one that a controller wrote is 1");
+    let decisions = desk.wait(5_000, &[0, 1, 2, 3]);
     desk.obey(decisions);
     let written = desk.decisions.iter().filter_map(|decision| match decision {
         Decision::PersistEpoch { epoch } => Some(*epoch),
@@ -40,6 +42,7 @@ fn rollout_that_calls_itself_a_source_is_not_preferred() {
     desk.tell(0, |state| state.retained = None);
     let decisions = desk.tell(2, |state| state.role = Role::Source);
     desk.obey(decisions);
+    assert_named(&desk, "it calls itself a source and is a rollout");
     let decisions = desk.lose(0);
     desk.obey(decisions);
     desk.reborn(0, 2);
@@ -127,6 +130,26 @@ fn lives_that_one_pod_announces_are_bounded() {
 
 fn other(version: Version) -> HeldVersion {
     HeldVersion { version, manifest: "poison".to_owned() }
+}
+
+/// The first of all claims was refused with these words, for the member that made it.
+fn assert_named(desk: &Desk, claim: &str) {
+    let view = desk.membership.view();
+    let shown = view.degraded.iter().find(|one| one.reason == Reason::ClaimRefused);
+    let shown = shown.and_then(|one| Some((one.member.clone()?, one.message.clone())));
+    let event = desk.event(Reason::ClaimRefused).and_then(|(member, message)| Some((member?, message)));
+    assert_eq!(event.as_ref().map(|(_, message)| message.as_str()), Some(claim));
+    assert_eq!(shown, event);
+}
+
+#[test]
+fn invented_higher_version_is_named_and_fed_over() {
+    let mut desk = lied_to(99, policy());
+    assert_named(&desk, "it says that it holds version 99, which no source announced");
+    assert_eq!(desk.member(2).standing, MemberStanding::Behind);
+    desk.stated = Some(1);
+    desk.tell(2, |state| (state.installed, state.retained) = (Some(held(3)), Some(held(3))));
+    assert!(desk.membership.view().degraded.iter().all(|one| one.reason != Reason::ClaimRefused));
 }
 
 /// A desk whose member 2 says that it holds versions that no source announced.
