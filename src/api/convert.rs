@@ -80,6 +80,7 @@ impl WeightSyncSpec {
                 Pause::Keep => PausePolicy::Keep,
                 Pause::Drain => PausePolicy::Drain,
                 Pause::Abort => PausePolicy::Abort,
+                Pause::AbortAwake => PausePolicy::AbortAwake,
                 Pause::External => PausePolicy::External,
             },
             kv_cache: match self.update.kv_cache {

@@ -213,7 +213,8 @@ pub enum Join {
     .message("update.silenceSeconds must not be longer than update.timeoutSeconds"))]
 pub struct Update {
     /// What happens to running requests while weights are switched: `Keep` (they stop and go on with the new weights), `Drain` (they end
-    /// first), `Abort`, or `External` (the trainer pauses by itself).
+    /// first), `Abort`, `AbortAwake` (as `Abort`; an LMDeploy that can be fed awake answers meanwhile, from a mixture of both versions in a
+    /// window that is reported), or `External` (the trainer pauses by itself).
     #[serde(default)]
     pub pause: Pause,
 
@@ -274,6 +275,7 @@ pub enum Pause {
     Keep,
     Drain,
     Abort,
+    AbortAwake,
     External,
 }
 

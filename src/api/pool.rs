@@ -55,8 +55,8 @@ pub struct Engine {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sglang: Option<Sglang>,
 
-    /// LMDeploy's server with the PyTorch backend. Its agent must share its GPUs and see its processes; update.pause must be `Abort` or
-    /// `External`.
+    /// LMDeploy's server with the PyTorch backend. Its agent must share its GPUs and see its processes; update.pause must be `Abort`,
+    /// `AbortAwake` or `External`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lmdeploy: Option<Lmdeploy>,
 

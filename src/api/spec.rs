@@ -82,8 +82,10 @@ use super::{PodSelector, WeightSyncStatus};
     .message("an ephemeral container's memory is the trainer's, so nothing can be retained there: remove update.retain or choose another agent.launch"))]
 #[x_kube(validation = Rule::new("self.agent.launch == 'Ephemeral' || self.rollouts.all(p, !((has(p.engine.vllm) && has(p.engine.vllm.apiKeySecretRef)) || (has(p.engine.sglang) && has(p.engine.sglang.apiKeySecretRef)) || (has(p.engine.lmdeploy) && has(p.engine.lmdeploy.apiKeySecretRef)) || (has(p.engine.fastdeploy) && has(p.engine.fastdeploy.apiKeySecretRef))))")
     .message("apiKeySecretRef works with agent.launch Ephemeral; an agent that was injected gets the key from the pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment"))]
-#[x_kube(validation = Rule::new("self.update.pause in ['Abort', 'External'] || !self.rollouts.exists(p, has(p.engine.lmdeploy))")
-    .message("LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External"))]
+#[x_kube(validation = Rule::new("self.update.pause in ['Abort', 'AbortAwake', 'External'] || !self.rollouts.exists(p, has(p.engine.lmdeploy))")
+    .message("LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort, AbortAwake or External"))]
+#[x_kube(validation = Rule::new("self.delivery != 'Engine' || self.update.pause != 'Abort' || !self.rollouts.exists(p, has(p.engine.lmdeploy))")
+    .message("an LMDeploy that joins a group answers while it loads: set update.pause to AbortAwake or External, or delivery to Agent"))]
 #[x_kube(validation = Rule::new("self.delivery == 'Agent' || !has(self.membership.maxUnavailable)")
     .message("only with delivery Agent does a version lie complete before engines switch: remove membership.maxUnavailable, or set delivery to Agent"))]
 #[x_kube(validation = Rule::new("!has(self.canary) || (self.delivery != 'External' && self.update.pause != 'External')")

@@ -153,9 +153,14 @@ fn sizes(problems: &mut Problems, field: &str, sizes: &Sizes) {
 fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
     let lmdeploy = spec.rollouts.iter().any(|pool| pool.engine.lmdeploy.is_some());
     problems.expect(
-        !lmdeploy || matches!(spec.update.pause, Pause::Abort | Pause::External),
+        !lmdeploy || matches!(spec.update.pause, Pause::Abort | Pause::AbortAwake | Pause::External),
         "spec.update.pause",
-        "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External",
+        "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort, AbortAwake or External",
+    );
+    problems.expect(
+        !lmdeploy || spec.delivery != Delivery::Engine || spec.update.pause != Pause::Abort,
+        "spec.update.pause",
+        "an LMDeploy that joins a group answers while it loads: set update.pause to AbortAwake or External, or delivery to Agent",
     );
     let fastdeploy = spec.rollouts.iter().any(|pool| pool.engine.fastdeploy.is_some());
     problems.expect(

@@ -154,9 +154,9 @@ impl Server for Lmdeploy {
                     "LMDeploy 0.18 has no pause that lets running requests {}",
                     if pause == PausePolicy::Keep { "wait" } else { "end" }
                 ),
-                "set spec.update.pause to Abort or External for this pool",
+                "set spec.update.pause to Abort, AbortAwake or External for this pool",
             )),
-            PausePolicy::Abort | PausePolicy::External => Ok(()),
+            PausePolicy::Abort | PausePolicy::AbortAwake | PausePolicy::External => Ok(()),
         }
     }
 

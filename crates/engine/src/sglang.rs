@@ -104,7 +104,7 @@ impl Server for Sglang {
                 what: "SGLang 0.5.23 has no pause that lets running requests end".into(),
                 next_step: "set spec.update.pause to Keep, Abort or External for this pool".into(),
             }),
-            PausePolicy::Keep | PausePolicy::Abort | PausePolicy::External => Ok(()),
+            PausePolicy::Keep | PausePolicy::Abort | PausePolicy::AbortAwake | PausePolicy::External => Ok(()),
         }
     }
 
@@ -156,7 +156,7 @@ impl Server for Sglang {
         self.accepts(pause, kv_cache)?;
         // A request paused in place keeps its cache, and a flush is refused while it does; a retracted one is computed anew.
         let mode = match (pause, kv_cache) {
-            (PausePolicy::Abort, _) => "abort",
+            (PausePolicy::Abort | PausePolicy::AbortAwake, _) => "abort",
             (_, KvCachePolicy::Keep) => "in_place",
             (_, KvCachePolicy::Reset) => "retract",
         };

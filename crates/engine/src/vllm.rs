@@ -242,8 +242,8 @@ impl Server for Vllm {
             (PausePolicy::Keep | PausePolicy::External, _) => "/pause?mode=keep&clear_cache=false",
             (PausePolicy::Drain, KvCachePolicy::Reset) => "/pause?mode=wait&clear_cache=true",
             (PausePolicy::Drain, KvCachePolicy::Keep) => "/pause?mode=wait&clear_cache=false",
-            (PausePolicy::Abort, KvCachePolicy::Reset) => "/pause?mode=abort&clear_cache=true",
-            (PausePolicy::Abort, KvCachePolicy::Keep) => "/pause?mode=abort&clear_cache=false",
+            (PausePolicy::Abort | PausePolicy::AbortAwake, KvCachePolicy::Reset) => "/pause?mode=abort&clear_cache=true",
+            (PausePolicy::Abort | PausePolicy::AbortAwake, KvCachePolicy::Keep) => "/pause?mode=abort&clear_cache=false",
         };
         self.post(path, None, ("status", json!("paused")), until).await
     }

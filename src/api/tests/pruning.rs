@@ -84,7 +84,7 @@ prop_compose! {
         (on_wedged, digest) in (prop::sample::select(vec![OnWedged::Report, OnWedged::RestartPod]), prop::sample::select(vec![Digest::Blake3, Digest::Xxh3])),
         delivery in prop::sample::select(vec![Delivery::Agent, Delivery::Engine, Delivery::External]),
         join in prop::sample::select(vec![Join::Immediate, Join::NextVersion]),
-        pause in prop::sample::select(vec![Pause::Keep, Pause::Drain, Pause::Abort, Pause::External]),
+        pause in prop::sample::select(vec![Pause::Keep, Pause::Drain, Pause::Abort, Pause::AbortAwake, Pause::External]),
         kv_cache in prop::sample::select(vec![KvCache::Keep, KvCache::Reset]),
         retain in of(0_i64..99),
         launch in prop::sample::select(vec![Launch::Sidecar, Launch::Wrap, Launch::Ephemeral, Launch::External]),

@@ -142,9 +142,22 @@ fn cases() -> Vec<Case> {
             &[("/spec/delivery", json!("Engine")), ("/spec/transport", json!({"gdr": {}}))],
         ),
         case(
-            "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort or External",
+            "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort, AbortAwake or External",
             &[("/spec/rollouts/0/engine", json!({"lmdeploy": {}})), ("/spec/update", json!({"pause": "Abort"}))],
             &[("/spec/rollouts/0/engine", json!({"lmdeploy": {}})), ("/spec/update", json!({"pause": "Drain"}))],
+        ),
+        case(
+            "an LMDeploy that joins a group answers while it loads: set update.pause to AbortAwake or External, or delivery to Agent",
+            &[
+                ("/spec/rollouts/0/engine", json!({"lmdeploy": {}})),
+                ("/spec/update", json!({"pause": "AbortAwake"})),
+                ("/spec/delivery", json!("Engine")),
+            ],
+            &[
+                ("/spec/rollouts/0/engine", json!({"lmdeploy": {}})),
+                ("/spec/update", json!({"pause": "Abort"})),
+                ("/spec/delivery", json!("Engine")),
+            ],
         ),
         case(
             "FastDeploy's pause ends requests and empties caches, and it runs by itself behind an update: set update.pause to Abort and update.kvCache to Reset",

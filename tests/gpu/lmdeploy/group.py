@@ -110,7 +110,7 @@ class Group:
                 {"name": "actor", "engine": {"kind": server.kind, "port": server.port}, "gpus": [gpus[0]] if delivery == "Agent" else []}
             ],
             "delivery": delivery,
-            "update": {"pause": "Abort", "kvCache": "Reset", "retainMiB": retain_mib},
+            "update": {"pause": "AbortAwake", "kvCache": "Reset", "retainMiB": retain_mib},
             "transport": {transport: {name: said for name, said in (("bucketMiB", bucket_mib), ("buffers", buffers)) if said}},
         }
         if transport == "gdr":

@@ -24,7 +24,7 @@ fn guest(names: &Names) -> Actor {
 async fn group(machine: &Machine, silence: u32, actors: impl IntoIterator<Item = Actor>) -> World {
     let actors: Vec<Actor> = actors.into_iter().collect();
     let count = actors.len();
-    let update = json!({"pause": "Abort", "minReady": 1, "silenceSeconds": silence});
+    let update = json!({"pause": "AbortAwake", "minReady": 1, "silenceSeconds": silence});
     let world = World::start_on(machine, json!({"nccl": {"bucketMiB": 1, "buffers": 2}}), update, actors).await;
     let config = json!({"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"});
     std::fs::write(world.folder().join("start/config.json"), config.to_string()).unwrap();

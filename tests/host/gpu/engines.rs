@@ -17,7 +17,7 @@ async fn joined(machine: &Machine, update: Value, kinds: &[Kind]) -> (World, Vec
 }
 
 async fn started(machine: &Machine, mut update: Value, kinds: &[Kind]) -> (World, Vec<Joiner>) {
-    update.as_object_mut().unwrap().insert("pause".into(), json!("Abort"));
+    update.as_object_mut().unwrap().insert("pause".into(), json!("AbortAwake"));
     let actor = |kind: &Kind| match kind {
         Kind::Vllm => Actor::new().absent(),
         Kind::Sglang => Actor::sglang().absent(),

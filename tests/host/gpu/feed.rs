@@ -101,7 +101,7 @@ async fn every_engine_serves_what_was_handed_over_on_its_gpu() {
         let engine = Engine::start(&machine, kind, name, ranks).await;
         // vLLM and SGLang do not name their GPUs.
         let gpu = uuid(0);
-        let gpus: &[&str] = if kind == "lmdeploy" { &[] } else { &["--gpu", &gpu] };
+        let gpus: &[&str] = if kind == "lmdeploy" { &["--pause", "abort-awake"] } else { &["--gpu", &gpu] };
         for (version, more) in [(2, &["--repeat", "2"][..]), (3, &["--preload", "--version", "8"])] {
             let output = engine.feed(&machine, &engine.checkpoint(version), &[gpus, more].concat()).await;
             let told = lines(&output);

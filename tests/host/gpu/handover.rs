@@ -40,7 +40,7 @@ async fn group(machine: &Machine, names: &Names) -> World {
 
 /// A group that may not stand yet.
 async fn forming(machine: &Machine, silence: u32, actors: impl IntoIterator<Item = Actor>) -> World {
-    let update = json!({"pause": "Abort", "minReady": 1, "silenceSeconds": silence});
+    let update = json!({"pause": "AbortAwake", "minReady": 1, "silenceSeconds": silence});
     let world = World::start_on(machine, json!({"nccl": {"bucketMiB": 1, "buffers": 3}}), update, actors).await;
     let config = json!({"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"});
     std::fs::write(world.folder().join("start/config.json"), config.to_string()).unwrap();

@@ -83,8 +83,11 @@ pub enum PausePolicy {
     Keep,
     /// Requests end first.
     Drain,
-    /// Requests are aborted.
+    /// Requests are aborted, and the engine answers none until the load ended.
     Abort,
+    /// As `Abort`; but an engine without a pause answers while it loads, from a mixture. Requests that run when the load begins or ends are
+    /// aborted, and the time between is reported.
+    AbortAwake,
     /// The trainer pauses by itself; we do not.
     External,
 }

@@ -112,7 +112,7 @@ impl FromDevice {
             session.loading();
         }
         self.feed = Some(feed);
-        if !session.pauses && self.job.terms.pause == PausePolicy::Abort {
+        if !session.pauses && self.job.terms.pause == PausePolicy::AbortAwake {
             session.inner.server.abort_all(until).await?;
         }
         Ok(())
@@ -139,7 +139,7 @@ impl FromDevice {
         let closed = feed.close(session.until.at_most(self.job.silence)).await;
         drop(busy);
         closed?;
-        if !session.pauses && self.job.terms.pause == PausePolicy::Abort {
+        if !session.pauses && self.job.terms.pause == PausePolicy::AbortAwake {
             // What began while buckets went in was computed with a mixture.
             session.inner.server.abort_all(session.until).await?;
         }

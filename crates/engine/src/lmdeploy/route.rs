@@ -25,6 +25,8 @@ use weightsync_torch::lmdeploy_nothing;
 
 /// Name of the way that wants no sleep.
 const TENSORS: &str = "update_weights";
+/// Why a server that could be fed awake sleeps.
+const MIXES: &str = "it answers from a mixture of versions meanwhile, and spec.update.pause is not AbortAwake";
 /// Name of the way of sleeping servers.
 const CHECKPOINT_ENGINE: &str = "checkpoint-engine";
 
@@ -66,7 +68,11 @@ impl Lmdeploy {
         let seen =
             Seen { interface: probed.interface.as_ref(), ranks: gpus.len(), config: config.as_ref(), process: process.as_ref(), kv_cache };
         let why_not = match allowed::tensor_route(&seen) {
-            Ok(()) => probed.no_tensors.clone().or(probed.no_abort.clone().filter(|_| pause == PausePolicy::Abort)),
+            Ok(()) => probed.no_tensors.clone().or_else(|| match pause {
+                PausePolicy::AbortAwake => probed.no_abort.clone(),
+                PausePolicy::External => None,
+                _ => Some(MIXES.to_owned()),
+            }),
             Err(why) => Some(why),
         };
         let Some(why_not) = why_not else {

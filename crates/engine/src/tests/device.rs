@@ -43,7 +43,7 @@ fn call(way: Way) -> &'static str {
 async fn three_versions_in_a_row_are_what_fresh_servers_serve() {
     for way in WAYS {
         let on = bench(way).await;
-        let route = on.engine.device_route(PausePolicy::Abort, KvCachePolicy::Reset, SOON).await.unwrap();
+        let route = on.engine.device_route(on.job(2).terms.pause, KvCachePolicy::Reset, SOON).await.unwrap();
         assert_eq!(route.name, way.3, "{way:?}: {:?}", route.why_not_faster);
         if way.0 == "lmdeploy" {
             assert_eq!(route.gpus, GPUS[..way.2], "{way:?}");

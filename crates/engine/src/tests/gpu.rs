@@ -177,7 +177,8 @@ impl GpuBench {
         DeviceJob {
             terms: InstallTerms {
                 version: InstallTerms::mark(version, None),
-                pause: PausePolicy::Abort,
+                // Where the server can be fed awake, that way is tried.
+                pause: if self.engine.kind() == "lmdeploy" { PausePolicy::AbortAwake } else { PausePolicy::Abort },
                 kv_cache: KvCachePolicy::Reset,
                 canary: None,
                 timeout: SOON,

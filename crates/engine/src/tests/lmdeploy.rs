@@ -75,7 +75,7 @@ async fn what_the_server_lacks_is_probed_and_the_slower_way_says_why() {
         };
         (ask(no_ray).await, ask(no_abort).await)
     };
-    let (no_ray, no_abort) = route(PausePolicy::Abort).await;
+    let (no_ray, no_abort) = route(PausePolicy::AbortAwake).await;
     for (route, option) in [(no_ray, "--distributed-executor-backend ray"), (no_abort, "--enable-abort-handling")] {
         let route = route.unwrap();
         assert_eq!(route.name, "checkpoint-engine");

@@ -84,7 +84,7 @@ async fn feed_and_ask(on: &GpuBench, pause: PausePolicy) -> (Vec<Answer>, Vec<Mi
 
 #[tokio::test]
 async fn answer_of_no_version_lies_in_the_engines_window() {
-    for pause in [PausePolicy::Abort, PausePolicy::External] {
+    for pause in [PausePolicy::AbortAwake, PausePolicy::External] {
         let on = GpuBench::start("lmdeploy", 1, Some(&[]), |_| {}).await;
         let before = now_ms();
         let (mixed, windows) = feed_and_ask(&on, pause).await;
@@ -104,9 +104,12 @@ async fn answer_of_no_version_lies_in_the_engines_window() {
 
 #[tokio::test]
 async fn engine_that_is_gated_answers_no_mixture_and_has_no_window() {
-    let on = GpuBench::start("lmdeploy", 1, None, |_| {}).await;
-    let (mixed, windows) = feed_and_ask(&on, PausePolicy::Abort).await;
-    assert!(mixed.is_empty() && windows.is_empty(), "{} mixed answers, {windows:?}", mixed.len());
+    // One that could be fed awake sleeps, too, unless its users want it awake.
+    for (process, pause) in [(None, PausePolicy::AbortAwake), (Some(&[][..]), PausePolicy::Abort)] {
+        let on = GpuBench::start("lmdeploy", 1, process, |_| {}).await;
+        let (mixed, windows) = feed_and_ask(&on, pause).await;
+        assert!(mixed.is_empty() && windows.is_empty(), "{} mixed answers, {windows:?}", mixed.len());
+    }
 }
 
 #[tokio::test]

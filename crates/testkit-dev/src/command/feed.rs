@@ -29,6 +29,8 @@ pub enum Pause {
     Drain,
     /// They are ended.
     Abort,
+    /// They are ended; an LMDeploy that can be fed awake answers others meanwhile.
+    AbortAwake,
     /// Somebody else sees to them.
     External,
 }
@@ -238,6 +240,7 @@ impl FeedArgs {
             Pause::Keep => PausePolicy::Keep,
             Pause::Drain => PausePolicy::Drain,
             Pause::Abort => PausePolicy::Abort,
+            Pause::AbortAwake => PausePolicy::AbortAwake,
             Pause::External => PausePolicy::External,
         };
         (pause, if self.keep_cache { KvCachePolicy::Keep } else { KvCachePolicy::Reset })

@@ -330,7 +330,7 @@ impl Bed {
 
     /// A policy that the engine accepts.
     fn policy(engine: &dyn Engine) -> (PausePolicy, KvCachePolicy) {
-        let pauses = [PausePolicy::Keep, PausePolicy::Abort];
+        let pauses = [PausePolicy::Keep, PausePolicy::AbortAwake];
         let pause = pauses.into_iter().find(|pause| engine.accepts(*pause, KvCachePolicy::Reset).is_ok());
         (pause.unwrap_or(PausePolicy::Abort), KvCachePolicy::Reset)
     }
