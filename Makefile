@@ -162,6 +162,11 @@ e2e: cluster-up programs ## Run the end-to-end tests on the kind cluster, with t
 	WEIGHTSYNC_BINARY=target/debug/weightsync tests/e2e/prepare.sh
 	$(BED) WEIGHTSYNC_TEST_CPU=$(CPU) cargo test --locked --workspace --test e2e -- --test-threads=1
 
+.PHONY: e2e-release
+e2e-release: cluster-up programs build ## Run the end-to-end tests with the programs of the image that users get (a quarter of an hour more to build)
+	WEIGHTSYNC_BINARY=target/dist/weightsync WEIGHTSYNC_LIAR=target/debug/examples/liar tests/e2e/prepare.sh
+	$(BED) WEIGHTSYNC_TEST_CPU=$(CPU) cargo test --locked --workspace --test e2e -- --test-threads=1
+
 # Programs and benches at once, for the same reason as `programs`.
 .PHONY: bench-programs
 bench-programs:

@@ -12,6 +12,7 @@ mod engine_rank;
 mod epochs;
 mod fleet;
 mod pattern;
+mod reads;
 mod recovery;
 #[path = "../transport/report.rs"]
 #[allow(dead_code)]
@@ -46,6 +47,12 @@ pub struct Settings {
     /// NCCL's library by path.
     #[arg(long, global = true)]
     nccl: Option<PathBuf>,
+    /// NIXL's libnixl_capi.so by path, for reads.
+    #[arg(long, env = "WEIGHTSYNC_NIXL", global = true)]
+    nixl: Option<PathBuf>,
+    /// Memory of reads.
+    #[arg(long, value_enum, default_value_t = reads::Memory::Gpu, global = true)]
+    memory: reads::Memory,
     /// Size of a bucket in MiB.
     #[arg(long, default_value_t = 256, global = true)]
     mib: u64,
@@ -61,6 +68,9 @@ pub struct Settings {
     /// Where `torch_ranks.py` is.
     #[arg(long, default_value = "tests/gpu/torch_ranks.py", global = true)]
     torch_ranks: PathBuf,
+    /// Where `reads.py` is.
+    #[arg(long, default_value = "tests/gpu/reads.py", global = true)]
+    bare_reads: PathBuf,
     /// Where `engine_ranks.py` is.
     #[arg(long, default_value = "tests/gpu/engine_ranks.py", global = true)]
     engine_ranks: PathBuf,
@@ -85,7 +95,7 @@ pub struct Settings {
 enum Command {
     /// Every scenario that needs no torch.
     Workers,
-    /// Every scenario but engine-groups.
+    /// Every scenario but engine-groups and reads.
     All,
     /// A source and receivers: every byte compared, every digest against the CPU's.
     Verify,
@@ -95,6 +105,8 @@ enum Command {
     EngineGroups,
     /// Broadcasts with and without digests, against torch in the same run.
     Bandwidth,
+    /// Reads through NIXL with and without digests, against NIXL's own Python package in the same run.
+    Reads,
     /// How long a group of warm workers takes to form.
     Formation,
     /// 100 groups built and torn down: memory, descriptors and threads stay.
@@ -128,6 +140,7 @@ fn main() -> Result<()> {
                 C::TorchReceivers => torch::receivers(&settings).await?,
                 C::EngineGroups => engine_groups::run(&settings).await?,
                 C::Bandwidth => speed::bandwidth(&settings, &mut report).await?,
+                C::Reads => reads::run(&settings, &mut report).await?,
                 C::Formation => speed::formation(&settings, &mut report).await?,
                 C::Epochs => epochs::run(&settings, &mut report).await?,
                 C::Endings => endings::run(&settings).await?,

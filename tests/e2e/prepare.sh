@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Make a cluster that is up ready for the e2e tests: images loaded, files shared with pods, the chart installed.
 # Safe to run again: it brings all of them to the state of this source tree. WEIGHTSYNC_BINARY names a binary other than
-# target/release/weightsync, such as the debug build; weightsync-dev lies beside it.
+# target/release/weightsync, such as the debug build; weightsync-dev lies in the same folder, and the test's liar in its folder examples, or
+# where WEIGHTSYNC_LIAR says.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 root=$(cd "$here/../.." && pwd)
@@ -19,7 +20,7 @@ mkdir -p "$WEIGHTSYNC_SHARE/models" "$WEIGHTSYNC_SHARE/e2e"
 "$venv/bin/python" "$root/tests/engine/make_checkpoint.py" "$WEIGHTSYNC_SHARE/models/base" --seed 1
 cp "$root"/tests/e2e/*.py "$WEIGHTSYNC_SHARE/e2e/"
 # Makes a new file: the old one may still run.
-install "$(dirname "$binary")/examples/liar" "$WEIGHTSYNC_SHARE/e2e/"
+install "${WEIGHTSYNC_LIAR:-$(dirname "$binary")/examples/liar}" "$WEIGHTSYNC_SHARE/e2e/liar"
 rm -rf "$WEIGHTSYNC_SHARE/python"
 mkdir "$WEIGHTSYNC_SHARE/python"
 cp -r "$root/python/weightsync" "$WEIGHTSYNC_SHARE/python/"

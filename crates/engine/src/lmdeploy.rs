@@ -92,6 +92,19 @@ impl Lmdeploy {
         tags.ok_or_else(|| status.bad("\"sleeping_tags\" is no list".into()))
     }
 
+    /// Requests end, caches go. The weights come back to the GPU at once, to be written into.
+    async fn sleep(&self, path: &str, until: Until) -> Result<(), EngineError> {
+        let mut sleeping = self.sleeping(until).await?;
+        if !sleeping.iter().any(|tag| tag == "kv_cache") {
+            self.post_empty(path, until).await?;
+            sleeping = self.sleeping(until).await?;
+        }
+        if sleeping.iter().any(|tag| tag == "weights") {
+            self.post_empty("/wakeup?tags=weights", until).await?;
+        }
+        Ok(())
+    }
+
     /// POST of a route that answers 200 without a body.
     async fn post_empty(&self, path: &str, until: Until) -> Result<(), EngineError> {
         self.http.post(path, Some(&json!({})), until).await?.ok()
@@ -227,17 +240,13 @@ impl Server for Lmdeploy {
         self.record.write(&start, holding)
     }
 
-    /// Sleeps: requests end, caches go. The weights come back to the GPU at once, to be written into.
     async fn pause(&self, _: PausePolicy, _: KvCachePolicy, until: Until) -> Result<(), EngineError> {
-        let mut sleeping = self.sleeping(until).await?;
-        if !sleeping.iter().any(|tag| tag == "kv_cache") {
-            self.post_empty("/sleep?level=1", until).await?;
-            sleeping = self.sleeping(until).await?;
-        }
-        if sleeping.iter().any(|tag| tag == "weights") {
-            self.post_empty("/wakeup?tags=weights", until).await?;
-        }
-        Ok(())
+        self.sleep("/sleep?level=1", until).await
+    }
+
+    /// Without the copy of the weights to the host and back: the server makes room for new ones instead.
+    async fn pause_mixture(&self, _: PausePolicy, _: KvCachePolicy, until: Until) -> Result<(), EngineError> {
+        self.sleep("/sleep?level=2", until).await
     }
 
     async fn is_paused(&self, until: Until) -> Result<bool, EngineError> {

@@ -64,6 +64,11 @@ pub(super) trait Server: Send + Sync + 'static {
     /// Pauses as the policy says ([`PausePolicy::External`]: as `Keep`), in a way that lets the cache be emptied later where that is wanted.
     async fn pause(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError>;
 
+    /// The same for an engine that may hold half an update. Its weights are worth nothing, so it may give them up.
+    async fn pause_mixture(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError> {
+        self.pause(pause, kv_cache, until).await
+    }
+
     async fn is_paused(&self, until: Until) -> Result<bool, EngineError>;
 
     async fn unpause(&self, until: Until) -> Result<(), EngineError>;

@@ -216,17 +216,24 @@ def experts(bed: Bed) -> None:
 
 def colocated(bed: Bed) -> None:
     """Trainer and engine on one GPU: the engine's member has no rank and is fed by CUDA IPC."""
-    on_one_gpu(bed, "nccl", "by CUDA IPC")
+    between_gpus(bed, "nccl", "by CUDA IPC", trainer_gpu=0)
 
 
 def reads(bed: Bed) -> None:
     """The same through NIXL: the engine's member reads the memory of the trainer's agent. UCX does that by CUDA IPC, too."""
-    on_one_gpu(bed, "gdr", "NIXL is open on a GPU")
+    between_gpus(bed, "gdr", "NIXL is open on a GPU", trainer_gpu=0)
 
 
-def on_one_gpu(bed: Bed, transport: str, by: str) -> None:
-    server, way = bed.server("awake"), f"colocated over {transport}"
-    group = Group(bed.args, server, bed.trainer("dense", 0), f"colocated-{transport}", trainer_gpu=0, transport=transport)
+def reads_apart(bed: Bed) -> None:
+    """Through NIXL from the trainer's GPU to the engine's."""
+    between_gpus(bed, "gdr", "NIXL is open on a GPU", trainer_gpu=1)
+
+
+def between_gpus(bed: Bed, transport: str, by: str, *, trainer_gpu: int) -> None:
+    """Text, time, no copy through the host, and SIGKILL of the receiver's worker, its agent and the source's worker."""
+    server, where = bed.server("awake"), "apart" if trainer_gpu else "colocated"
+    way, name = f"{where} over {transport}", f"{where}-{transport}"
+    group = Group(bed.args, server, bed.trainer("dense", trainer_gpu), name, trainer_gpu=trainer_gpu, transport=transport)
     try:
         told = group.publish(2, 3, limit=120)
         bed.check("published", server.says() == bed.text("dense", 3), way=way, versions=short(told), steps=steps(group))
@@ -239,7 +246,7 @@ def on_one_gpu(bed: Bed, transport: str, by: str) -> None:
         memory = [each.get("result", {}).get("memory", "") for each in told]
         good = by in said and all(where.startswith("gpu ") for where in memory)
         # Bytes that pass the host lie in a directory of the version first.
-        kept = [str(path) for path in Path(f"/dev/shm/weightsync-colocated-{transport}").rglob("*.safetensors")]
+        kept = [str(path) for path in Path(f"/dev/shm/weightsync-{name}").rglob("*.safetensors")]
         bed.check("no copy through the host", good and not kept, way=way, memory=memory[-1:], kept=kept)
         for which in ("actor worker", "actor agent", "trainer worker"):
             killed = group.kill_in_transfer(2, which, 0.0, 45, most=0.04)

@@ -22,6 +22,7 @@ PARTS: dict[str, tuple[set[str], int, Callable[[Bed], None]]] = {
     "experts": ({"experts"}, 20, moved.experts),
     "colocated": ({"awake"}, 60, moved.colocated),
     "reads": ({"awake"}, 60, moved.reads),
+    "reads-apart": ({"awake"}, 60, moved.reads_apart),
     "kills": ({"awake"}, 60, moved.kills),
     "wedged": ({"joined"}, 70, joined.wedged),
     "engine-killed": ({"awake"}, 90, moved.engine_killed),

@@ -157,7 +157,7 @@ impl<S: Server> Session<S> {
         let cancel = self.terms.cancel.clone();
         let held = unless_cancelled(&cancel, "pause", async {
             if self.pauses {
-                self.inner.pause(&self.terms, self.until).await?;
+                self.inner.pause(&self.terms, self.was_half(), self.until).await?;
             }
             self.inner.write(Holding::HalfAnUpdate(self.terms.version.clone()), self.until).await.map_err(at("pause"))
         });
@@ -370,8 +370,10 @@ impl<S: Server> Inner<S> {
         Ok((Before { fingerprint, holding, look }, start))
     }
 
-    async fn pause(&self, terms: &InstallTerms, until: Until) -> Result<(), Failed> {
-        self.server.pause(terms.pause, terms.kv_cache, until).await.map_err(at("pause"))?;
+    async fn pause(&self, terms: &InstallTerms, half: bool, until: Until) -> Result<(), Failed> {
+        let InstallTerms { pause, kv_cache, .. } = *terms;
+        let paused = if half { self.server.pause_mixture(pause, kv_cache, until) } else { self.server.pause(pause, kv_cache, until) };
+        paused.await.map_err(at("pause"))?;
         if self.server.is_paused(until).await.map_err(at("pause"))? {
             return Ok(());
         }
@@ -385,7 +387,7 @@ impl<S: Server> Inner<S> {
         let held = match self.server.is_paused(whole).await {
             Ok(true) => Ok(()),
             // The trainer keeps the pausing to itself, or it was just resumed.
-            Ok(false) | Err(_) => self.server.pause(PausePolicy::Keep, KvCachePolicy::Keep, whole).await,
+            Ok(false) | Err(_) => self.server.pause_mixture(PausePolicy::Keep, KvCachePolicy::Keep, whole).await,
         };
         match held {
             Ok(()) => self.mixed.close(now_ms()),

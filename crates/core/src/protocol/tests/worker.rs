@@ -151,6 +151,7 @@ fn transports_that_are_not_listed_by_name_are_refused() {
         ("UCX_NET_DEVICES", "mlx5_0:1,eth0.5"),
         ("UCX_PROTO_EMULATION_ENABLE", "n"),
         ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on"),
+        ("UCX_MEM_EVENTS", "n"),
     ];
     assert_eq!(good, expected.map(|(name, value)| (name, value.to_owned())));
     assert_eq!(settings(&["rc", "tcp"], &[]).environment().unwrap()[2].1, "y");

@@ -40,10 +40,11 @@ pub enum UcxSettingsError {
 impl UcxSettings {
     /// The environment of a worker that has these settings.
     ///
-    /// Two of UCX's settings follow from them (UCX 1.23, run on an H100). Without `tcp` the software emulation of reads is switched off, so that memory which no
-    /// listed transport can read is an error and never slow. And `cuda_ipc` may read: UCX leaves that out where it sees no NVLink, also between
-    /// processes on one GPU.
-    pub fn environment(&self) -> Result<[(&'static str, String); 4], UcxSettingsError> {
+    /// Without `tcp` the software emulation of reads is switched off, so that memory which no listed transport can read is an error and never
+    /// slow. Two more are the same for all (UCX 1.23, run on an H100). `cuda_ipc` may read: UCX leaves that out where it sees no NVLink, also
+    /// between processes on one GPU. And UCX does not patch functions of libc and CUDA to see memory come and go, which takes 0.4 to 1 s
+    /// while it opens: it would only serve its cache of registrations, and a worker registers each ring itself.
+    pub fn environment(&self) -> Result<[(&'static str, String); 5], UcxSettingsError> {
         let plain = |name: &str, others: &str| {
             !name.is_empty() && name.chars().all(|letter| letter.is_ascii_alphanumeric() || others.contains(letter))
         };
@@ -63,6 +64,7 @@ impl UcxSettings {
             ("UCX_NET_DEVICES", devices),
             ("UCX_PROTO_EMULATION_ENABLE", emulation.to_owned()),
             ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on".to_owned()),
+            ("UCX_MEM_EVENTS", "n".to_owned()),
         ])
     }
 }
