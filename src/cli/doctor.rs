@@ -1,10 +1,12 @@
 //! `weightsync doctor`: what this machine has for moving weights, what each transport would use, and why not the better one.
 //!
 //! GPUs, driver and NCCL are asked by a worker process, so a driver that hangs or crashes is one more finding. It changes nothing, makes no
-//! context on any GPU, and works on a machine that has nothing. A report that could be made is success, whatever it says.
+//! context on any GPU, and works on a machine that has nothing. A report that could be made is success, whatever it says, unless a transport is
+//! required.
 
 mod advice;
 mod facts;
+mod gdr;
 mod host;
 mod show;
 #[cfg(test)]
@@ -15,21 +17,34 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::Args;
+use clap::{Args, ValueEnum};
 
-use self::facts::{Found, Gpus, Report};
+use self::facts::{Facts, Found, Gpus, Report};
 use self::host::Host;
 use super::Output;
 use weightsync_agent::surroundings::Surroundings;
 use weightsync_core::plan::{Neighbour, sharing};
-use weightsync_core::protocol::worker::WorkerAnswer;
+use weightsync_core::protocol::worker::{FabricFacts, UcxSettings, WorkerAnswer};
 use weightsync_gpu::worker::{Worker, WorkerError, WorkerStart};
+
+/// A transport that is better than TCP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Required {
+    Nccl,
+    Gdr,
+}
 
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
     /// NCCL's library (libnccl.so.2); looked for in environment, Python packages and system when not given.
     #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_NCCL")]
     nccl: Option<PathBuf>,
+    /// File of NIXL's C interface (libnixl_capi.so); looked for in Python's packages and in the system when not given.
+    #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_NIXL")]
+    nixl: Option<PathBuf>,
+    /// Exit with 1 where this transport cannot be used here.
+    #[arg(long, value_enum)]
+    require: Option<Required>,
     /// Port of the engine beside this process: says whether memory of its GPU can be shared with it.
     #[arg(long, value_name = "PORT")]
     engine_port: Option<u16>,
@@ -43,17 +58,26 @@ pub struct DoctorArgs {
 
 impl DoctorArgs {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let gpus = super::block_on(async { Ok(ask_worker(self.nccl.as_deref(), Duration::from_secs(self.timeout)).await) })?;
+        let (gpus, nixl) = super::block_on(async {
+            let within = Duration::from_secs(self.timeout);
+            Ok(tokio::join!(ask_worker(self.nccl.as_deref(), within), open_nixl(self.nixl.as_deref(), within)))
+        })?;
         let around = Surroundings::of_this_process();
         let engine = self.engine_port.map_or(Neighbour::Unknown, |port| around.listener(port));
         let found = gpus.driver.get().map(|_| gpus.gpus.clone()).map_err(str::to_owned);
         let shared = sharing(&around.facts(found, engine)).gpus;
-        let report = Report::new(gpus, Host::read(Path::new("/")), shared);
+        let root = Path::new("/");
+        let report = Report::new(Facts { gpus, nixl, host: Host::read(root), shared }, root);
         match self.output {
             Output::Human => print!("{}", show::render(&report)),
             Output::Json => println!("{}", serde_json::to_string(&report).context("the report has no JSON")?),
         }
-        Ok(ExitCode::SUCCESS)
+        let met = match self.require {
+            None => true,
+            Some(Required::Nccl) => report.usable("nccl"),
+            Some(Required::Gdr) => report.usable("gdr"),
+        };
+        Ok(if met { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 }
 
@@ -69,5 +93,19 @@ async fn ask_worker(nccl: Option<&Path>, within: Duration) -> Gpus {
         // Its own words, without ours around them.
         Err(WorkerError::Fault { fault, .. }) => Gpus::nothing(&fault),
         Err(error) => Gpus::nothing(&error),
+    }
+}
+
+/// NIXL as a worker of its own opens it, with its backend UCX. Over TCP: no device is touched, and memory that may be locked plays no part.
+async fn open_nixl(library: Option<&Path>, within: Duration) -> Found<FabricFacts> {
+    let ucx = UcxSettings { tls: vec!["tcp".to_owned(), "self".to_owned()], devices: Vec::new() };
+    let asked = async {
+        let worker = Worker::start(&WorkerStart::own("doctor")?.with_ucx(&ucx)?)?;
+        worker.open_fabric(library, "doctor", &ucx, within).await
+    };
+    match asked.await {
+        Ok(facts) => Found::Found(facts),
+        Err(WorkerError::Fault { fault, .. }) => Found::Missing(fault.to_string()),
+        Err(error) => Found::Missing(error.to_string()),
     }
 }

@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit};
-use rustix::thread::CapabilitySet;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
@@ -16,6 +15,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::core::{Core, lock};
 use super::gpu::Gpus;
 use super::group::{Epoch, refusal};
+use super::rdma::{self, DEVICES, LOCKED};
 use super::space::Cgroups;
 use weightsync_core::protocol::worker::{FabricFacts, UcxSettings};
 use weightsync_core::protocol::{FabricPlan, FabricReport, OfferedSlots, Refusal, RefusalCode, TransportPolicy, TransportWish};
@@ -25,15 +25,8 @@ use weightsync_transport::gdr::{FabricRing, GdrTransport, GpuSlots, GpuSlotsWant
 /// What UCX may use between hosts and between GPUs of one host.
 const RDMA: [&str; 6] = ["rc", "dc", "ud", "cuda_copy", "cuda_ipc", "self"];
 
-/// Where the kernel lists RDMA devices.
-const DEVICES: &str = "/sys/class/infiniband";
-
 /// Longest time for opening NIXL: 100 MB of libraries are read from disk, and UCX asks every device. No report waits that long.
 const OPEN: Duration = Duration::from_secs(60);
-
-/// What an RDMA device needs locked at least, in bytes: UCX 1.23 registers receive queues of 40 MB (RC) and 21 MB (UD) for each device before
-/// any slot (run). With less it asks for them without end while it opens, and says nothing to its caller (run with 64 KiB).
-const LOCKED: u64 = 64 << 20;
 
 /// How NIXL is found.
 #[derive(Debug, Clone, Default)]
@@ -137,8 +130,11 @@ impl Fabric {
                 "its host shows no RDMA device ({DEVICES} is empty): mount one (an RDMA device plugin does), or set transport.gdr.allowTcp"
             ));
         }
-        if rdma && let Some(reason) = locks_too_little(getrlimit(Resource::Memlock).current, &own_status().await) {
-            return no(reason);
+        if rdma && let Some(limit) = rdma::locks_too_little(getrlimit(Resource::Memlock).current, &own_status().await) {
+            return no(format!(
+                "its agent may lock {limit} bytes of memory (RLIMIT_MEMLOCK), and an RDMA device needs {LOCKED} and the slots: raise the \
+                 limit (ulimit -l unlimited), or add the capability IPC_LOCK"
+            ));
         }
         let until = Instant::now() + within;
         let late = || no(format!("NIXL is still being opened after {within:?}; it goes on, and the member is asked again"));
@@ -290,21 +286,6 @@ fn has_rdma_device() -> bool {
 
 async fn own_status() -> String {
     tokio::fs::read_to_string("/proc/self/status").await.unwrap_or_default()
-}
-
-/// Why a process that may lock that many bytes (none: any number) cannot use an RDMA device, by its `/proc/self/status`.
-fn locks_too_little(limit: Option<u64>, status: &str) -> Option<String> {
-    let limit = limit.filter(|limit| *limit < LOCKED)?;
-    let capabilities = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    let capabilities = capabilities.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    // The kernel asks no limit of who has it.
-    let unlimited = CapabilitySet::from_bits_retain(capabilities).contains(CapabilitySet::IPC_LOCK);
-    (!unlimited).then(|| {
-        format!(
-            "its agent may lock {limit} bytes of memory (RLIMIT_MEMLOCK), and an RDMA device needs {LOCKED} and the slots: raise the limit \
-             (ulimit -l unlimited), or add the capability IPC_LOCK"
-        )
-    })
 }
 
 /// For status; `on_host` says why slots lie in host memory, where there are GPUs.

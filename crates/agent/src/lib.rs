@@ -15,6 +15,7 @@ pub mod hand_over;
 mod lead;
 pub mod process;
 pub mod publish_job;
+pub mod rdma;
 pub mod rollout;
 mod roster;
 mod server;

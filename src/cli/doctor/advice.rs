@@ -3,7 +3,8 @@
 use serde::Serialize;
 
 use super::facts::Gpus;
-use super::host::{Host, Rdma};
+use super::host::Host;
+use weightsync_agent::rdma::Rdma;
 use weightsync_core::protocol::worker::{GpuFacts, GpuLink};
 
 /// A container's /dev/shm unless its pod says otherwise.
@@ -29,7 +30,7 @@ pub struct Advice {
     pub ways: Vec<Way>,
 }
 
-/// All transports, the better one first.
+/// NCCL and TCP, the better one first.
 pub fn advise(gpus: &Gpus, host: &Host) -> Vec<Advice> {
     let unusable = nccl_unusable(gpus);
     let ways = if unusable.is_some() { Vec::new() } else { vec![within(gpus), beyond(host)] };

@@ -1,11 +1,14 @@
 //! What a doctor's report is made of. Decides nothing but its form.
 
+use std::path::Path;
+
 use serde::Serialize;
 
 use super::advice::{Advice, advise, notes};
+use super::gdr::{self, Check};
 use super::host::Host;
 use weightsync_core::plan::NoSharing;
-use weightsync_core::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
+use weightsync_core::protocol::worker::{FabricFacts, GpuFacts, GpuLink, NcclFacts};
 
 /// Something that is there, or why it is not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -75,15 +78,39 @@ pub struct Report {
     pub host: Host,
     /// GPUs whose memory can be shared with the engine or trainer beside this process (CUDA IPC), or why none.
     pub shared: Found<Vec<String>>,
+    /// NIXL, with its backend UCX, or why it cannot be used.
+    pub nixl: Found<FabricFacts>,
+    /// What reads through NIXL need here.
+    pub gdr: Vec<Check>,
     pub transports: Vec<Advice>,
     /// What should be changed.
     pub notes: Vec<String>,
 }
 
+/// What a report is made from.
+pub struct Facts {
+    pub gpus: Gpus,
+    pub nixl: Found<FabricFacts>,
+    pub host: Host,
+    /// GPUs whose memory can be shared with the process beside this one.
+    pub shared: Result<Vec<String>, NoSharing>,
+}
+
 impl Report {
-    pub fn new(gpus: Gpus, host: Host, shared: Result<Vec<String>, NoSharing>) -> Self {
-        let (transports, notes) = (advise(&gpus, &host), notes(&gpus, &host));
+    /// `root` is `/` but in tests.
+    pub fn new(facts: Facts, root: &Path) -> Self {
+        let Facts { gpus, nixl, host, shared } = facts;
+        let gdr = gdr::checks(&nixl, &gpus, &host, root);
+        let mut transports = advise(&gpus, &host);
+        // Second best: TCP comes last.
+        transports.insert(transports.len().saturating_sub(1), gdr::advice(&gdr));
+        let notes = notes(&gpus, &host);
         let shared = shared.map_err(|why| why.to_string()).into();
-        Self { version: env!("CARGO_PKG_VERSION"), gpus, host, shared, transports, notes }
+        Self { version: env!("CARGO_PKG_VERSION"), gpus, host, shared, nixl, gdr, transports, notes }
+    }
+
+    /// Whether that transport can be used here.
+    pub fn usable(&self, transport: &str) -> bool {
+        self.transports.iter().any(|advice| advice.transport == transport && advice.unusable.is_none())
     }
 }

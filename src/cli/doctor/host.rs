@@ -1,4 +1,4 @@
-//! What files of the kernel say of this machine: RDMA devices, limits, namespaces, and the environment that NCCL reads.
+//! What files of the kernel say of this machine: its devices, limits, namespaces, and the environment that NCCL reads.
 //!
 //! What cannot be read is left out; it asks no library and no GPU.
 
@@ -9,40 +9,18 @@ use std::path::Path;
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
+use weightsync_agent::rdma::{self, Rdma};
 use weightsync_agent::space::Cgroups;
 
 /// Inode of the first PID namespace of a kernel (`PROC_PID_INIT_INO`, include/linux/proc_ns.h).
 const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
 
+/// What NVIDIA's kernel module says of itself.
+const MODULE: &str = "proc/driver/nvidia/version";
+
 /// Variables besides `NCCL_*` that decide what GPUs and libraries do.
 const TELLING: [&str; 5] =
     ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
-
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Rdma {
-    /// Name, e.g. `mlx5_0`.
-    pub name: String,
-    /// Its ports: number, state (`ACTIVE`), and `InfiniBand` or `Ethernet`.
-    pub ports: Vec<RdmaPort>,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub struct RdmaPort {
-    pub number: u32,
-    /// `ACTIVE`, `DOWN`, ...
-    pub state: String,
-    /// `InfiniBand` or `Ethernet` (RoCE).
-    pub link_layer: String,
-}
-
-impl Rdma {
-    /// Whether a port is up.
-    pub fn active(&self) -> bool {
-        self.ports.iter().any(|port| port.state == "ACTIVE")
-    }
-}
 
 /// What processes here may use; `None` is no limit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -50,6 +28,9 @@ impl Rdma {
 pub struct Limits {
     /// Memory that a process may lock (`ulimit -l`), in bytes.
     pub locked_bytes: Option<u64>,
+    /// The same, where it is too little for an RDMA device.
+    #[serde(skip)]
+    pub locks_too_little: Option<u64>,
     pub open_files: Option<u64>,
     /// Memory of this process's control group, the tightest of its levels.
     pub memory_bytes: Option<u64>,
@@ -73,6 +54,8 @@ pub struct PidNamespace {
 pub struct Host {
     /// Version of NVIDIA's kernel module, when it is loaded.
     pub kernel_module: Option<String>,
+    /// Whether that module is the open one, which can share GPU memory as dma-buf.
+    pub open_module: bool,
     pub rdma: Vec<Rdma>,
     /// Whether `nvidia_peermem` is loaded, by which RDMA devices reach GPU memory.
     pub peermem: bool,
@@ -89,9 +72,10 @@ impl Host {
         let environment = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
         Self {
             kernel_module: kernel_module(root),
-            rdma: rdma(&root.join("sys/class/infiniband")),
+            open_module: text(&root.join(MODULE)).is_some_and(|text| text.contains("Open Kernel Module")),
+            rdma: rdma::devices(root),
             peermem: root.join("sys/module/nvidia_peermem").exists(),
-            limits: limits(&root.join("dev/shm")),
+            limits: limits(root),
             pid_namespace: pid_namespace(root),
             environment: environment.filter(|(name, _)| telling(name)).collect(),
         }
@@ -104,40 +88,18 @@ fn text(path: &Path) -> Option<String> {
 
 /// `580.159.04` of `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build ...`.
 fn kernel_module(root: &Path) -> Option<String> {
-    let text = text(&root.join("proc/driver/nvidia/version"))?;
+    let text = text(&root.join(MODULE))?;
     let looks_like_one = |word: &&str| word.contains('.') && word.chars().all(|letter| letter.is_ascii_digit() || letter == '.');
     text.lines().next()?.split_whitespace().find(looks_like_one).map(str::to_owned)
 }
 
-/// Names of a folder's entries, sorted.
-fn entries(folder: &Path) -> Vec<String> {
-    let listing = fs::read_dir(folder).into_iter().flatten().flatten();
-    let mut names: Vec<_> = listing.filter_map(|entry| entry.file_name().into_string().ok()).collect();
-    names.sort();
-    names
-}
-
-fn rdma(folder: &Path) -> Vec<Rdma> {
-    let port = |ports: &Path, name: String| {
-        let number = name.parse().ok()?;
-        // "4: ACTIVE"
-        let state = text(&ports.join(&name).join("state")).unwrap_or_default();
-        let state = state.split_once(": ").map_or(state.as_str(), |(_, word)| word).to_owned();
-        let link_layer = text(&ports.join(&name).join("link_layer")).unwrap_or_default();
-        Some(RdmaPort { number, state, link_layer })
-    };
-    let device = |name: String| {
-        let ports = folder.join(&name).join("ports");
-        let ports = entries(&ports).into_iter().filter_map(|number| port(&ports, number)).collect();
-        Rdma { name, ports }
-    };
-    entries(folder).into_iter().map(device).collect()
-}
-
-fn limits(shm: &Path) -> Limits {
-    let found = rustix::fs::statvfs(shm).ok();
+fn limits(root: &Path) -> Limits {
+    let found = rustix::fs::statvfs(root.join("dev/shm")).ok();
+    let locked_bytes = getrlimit(Resource::Memlock).current;
+    let status = text(&root.join("proc/self/status")).unwrap_or_default();
     Limits {
-        locked_bytes: getrlimit(Resource::Memlock).current,
+        locked_bytes,
+        locks_too_little: rdma::locks_too_little(locked_bytes, &status),
         open_files: getrlimit(Resource::Nofile).current,
         memory_bytes: Cgroups::of_this_process().tightest().map(|found| found.limit),
         shm_bytes: found.as_ref().map(|found| found.f_blocks.saturating_mul(found.f_frsize)),

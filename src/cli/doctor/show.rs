@@ -3,8 +3,10 @@
 use std::fmt::Write;
 
 use super::facts::{Gpus, Report};
-use super::host::{Host, Rdma};
+use super::gdr::Check;
+use super::host::Host;
 use weightsync_agent::command::text::columns;
+use weightsync_agent::rdma::Rdma;
 use weightsync_core::plan::show_bytes;
 use weightsync_core::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
 
@@ -42,10 +44,20 @@ pub fn render(report: &Report) -> String {
         gpu_table(&mut text, gpus);
     }
     transports(&mut text, report);
+    let _ = writeln!(text, "\nwhat transport gdr needs");
+    let rows: Vec<_> = report.gdr.iter().map(|check| vec![format!("  {}", check.about), said(check)]).collect();
+    lines(&mut text, &rows);
     for note in &report.notes {
         let _ = writeln!(text, "\nnote: {note}");
     }
     text
+}
+
+fn said(check: &Check) -> String {
+    match &check.change {
+        None => check.found.clone(),
+        Some(change) => format!("{}. Change: {change}", check.found),
+    }
 }
 
 fn lines(text: &mut String, rows: &[Vec<String>]) {

@@ -2,11 +2,13 @@ use std::fs;
 use std::os::unix::fs::symlink;
 
 use super::advice::{Advice, advise, notes};
-use super::facts::{Found, Gpus, Report};
-use super::host::{Host, PidNamespace, Rdma, RdmaPort};
+use super::facts::{Facts, Found, Gpus, Report};
+use super::gdr::{self, Check};
+use super::host::{Host, PidNamespace};
 use super::show::render;
+use weightsync_agent::rdma::{Rdma, RdmaPort};
 use weightsync_core::plan::NoSharing;
-use weightsync_core::protocol::worker::{GpuFacts, GpuLink, NcclFacts};
+use weightsync_core::protocol::worker::{FabricFacts, GpuFacts, GpuLink, NcclFacts};
 
 fn gpu(number: u32) -> GpuFacts {
     GpuFacts {
@@ -32,8 +34,27 @@ fn empty_host() -> Host {
 }
 
 fn with_rdma(state: &str, peermem: bool) -> Host {
-    let port = RdmaPort { number: 1, state: state.into(), link_layer: "InfiniBand".into() };
-    Host { rdma: vec![Rdma { name: "mlx5_0".into(), ports: vec![port] }], peermem, ..empty_host() }
+    let port = RdmaPort { number: 1, state: state.into(), link_layer: "InfiniBand".into(), gids: 1 };
+    let file = Some("/dev/infiniband/uverbs0".into());
+    let mut host = Host { rdma: vec![Rdma { name: "mlx5_0".into(), ports: vec![port], file, path: None }], peermem, ..empty_host() };
+    host.limits.locks_too_little = None;
+    host
+}
+
+fn nixl(cuda: u32) -> Found<FabricFacts> {
+    Found::Found(FabricFacts {
+        path: "/lib/libnixl_capi.so".into(),
+        version: Some("1.5.1".into()),
+        cuda: Some(cuda),
+        plugin: "UCX".into(),
+        memory: vec!["DRAM".into(), "VRAM".into()],
+        parameters: std::collections::BTreeMap::new(),
+        gpu_memory: Ok(()),
+    })
+}
+
+fn reported(gpus: Gpus, host: Host, shared: Result<Vec<String>, NoSharing>) -> Report {
+    Report::new(Facts { gpus, nixl: nixl(13), host, shared }, std::path::Path::new("/nowhere"))
 }
 
 fn nccl(gpus: &Gpus, host: &Host) -> Advice {
@@ -130,7 +151,7 @@ fn the_kernels_files_are_read_as_they_are_written() {
     fs::create_dir_all(root.path().join("proc/self/ns")).unwrap();
     symlink("pid:[4026531836]", root.path().join("proc/self/ns/pid")).unwrap();
     let host = Host::read(root.path());
-    assert_eq!(host.kernel_module.as_deref(), Some("580.159.04"));
+    assert_eq!((host.kernel_module.as_deref(), host.open_module), (Some("580.159.04"), true));
     let devices: Vec<_> = host.rdma.iter().map(|device| (device.name.as_str(), device.active())).collect();
     assert_eq!(devices, [("mlx5_0", false), ("mlx5_1", true)]);
     assert_eq!(host.rdma[1].ports[0].link_layer, "Ethernet");
@@ -138,9 +159,46 @@ fn the_kernels_files_are_read_as_they_are_written() {
     assert_eq!(host.pid_namespace, Some(PidNamespace { number: 4_026_531_836, of_host: true }));
 }
 
+/// What is to be changed, by what was looked at.
+fn changes(nixl: &Found<FabricFacts>, gpus: &Gpus, host: &Host) -> Vec<(String, bool)> {
+    let checks = gdr::checks(nixl, gpus, host, std::path::Path::new("/nowhere"));
+    checks.into_iter().filter(|check| check.change.is_some()).map(|Check { about, needed, .. }| (about, needed)).collect()
+}
+
+#[test]
+fn what_gdr_lacks_is_named_and_what_is_needed_of_it() {
+    let gpus = gpus(1, GpuLink::Nvlink);
+    let good = || with_rdma("ACTIVE", true);
+    let with = |change: &dyn Fn(&mut Host)| {
+        let mut host = good();
+        change(&mut host);
+        host
+    };
+    let roce =
+        |host: &mut Host| host.rdma[0].ports[0] = RdmaPort { link_layer: "Ethernet".into(), gids: 0, ..host.rdma[0].ports[0].clone() };
+    let cases = [
+        (nixl(13), good(), None),
+        (Found::Missing("install nixl-cu13".into()), good(), Some(("NIXL", true))),
+        (nixl(12), good(), Some(("CUDA of NIXL", false))),
+        (nixl(13), with(&|host| host.rdma.clear()), Some(("RDMA devices", true))),
+        (nixl(13), with_rdma("DOWN", true), Some(("RDMA devices", true))),
+        (nixl(13), with(&|host| host.rdma[0].file = None), Some(("device files", true))),
+        (nixl(13), with(&roce), Some(("RoCE addresses", true))),
+        (nixl(13), with(&|host| host.limits.locks_too_little = Some(8 << 20)), Some(("locked memory", true))),
+        (nixl(13), with_rdma("ACTIVE", false), Some(("GPU memory by RDMA", false))),
+        (nixl(13), Host { open_module: true, ..with_rdma("ACTIVE", false) }, None),
+    ];
+    for (nixl, host, wanted) in cases {
+        let wanted: Vec<_> = wanted.iter().map(|(about, needed)| ((*about).to_owned(), *needed)).collect();
+        assert_eq!(changes(&nixl, &gpus, &host), wanted, "{host:?}");
+        let advice = gdr::advice(&gdr::checks(&nixl, &gpus, &host, std::path::Path::new("/nowhere")));
+        assert_eq!(advice.unusable.is_some(), wanted.iter().any(|(_, needed)| *needed), "{advice:?}");
+    }
+}
+
 #[test]
 fn a_report_for_people_names_everything() {
-    let report = Report::new(gpus(2, GpuLink::Nvlink), with_rdma("ACTIVE", true), Ok(vec!["GPU-1".to_owned()]));
+    let report = reported(gpus(2, GpuLink::Nvlink), with_rdma("ACTIVE", true), Ok(vec!["GPU-1".to_owned()]));
     let text = render(&report);
     for wanted in [
         "can be shared on GPU-1",
@@ -149,11 +207,15 @@ fn a_report_for_people_names_everything() {
         "GPU-1",
         "NVLink",
         "mlx5_0: port 1 InfiniBand ACTIVE",
+        "transport gdr\n  all members: RDMA reads by NIXL",
         "transport tcp",
+        "1.5.1 in /lib/libnixl_capi.so",
+        "UCX, for DRAM and VRAM",
+        "mlx5_0:1 InfiniBand ACTIVE",
     ] {
         assert!(text.contains(wanted), "{wanted}:\n{text}");
     }
     let hidden = NoSharing::PidNamespace { who: "the engine", detail: "its port is open".to_owned() };
-    let text = render(&Report::new(gpus(1, GpuLink::Nvlink), empty_host(), Err(hidden)));
+    let text = render(&reported(gpus(1, GpuLink::Nvlink), empty_host(), Err(hidden)));
     assert!(text.contains("cannot be shared: the engine is in another PID namespace"), "{text}");
 }

@@ -65,6 +65,8 @@ async fn a_doctor_works_on_a_machine_with_nothing() {
     assert!(text.contains("transport nccl\n  cannot be used: no NVIDIA driver"), "{text}");
     assert!(text.contains("transport tcp\n  all members: host memory"), "{text}");
     let report: Value = serde_json::from_slice(&doctor(&machine, &["-o", "json"]).await.stdout).unwrap();
+    let gdr = report["gdr"].as_array().unwrap();
+    assert!(gdr.iter().any(|check| check["about"] == "NIXL" && check["change"].as_str().is_some_and(|change| change.contains("nixl-cu"))));
     assert_eq!((report["gpus"].as_array().unwrap().len(), &report["driver"]["found"]), (0, &Value::Null));
 }
 
@@ -75,5 +77,5 @@ async fn a_driver_that_hangs_is_one_more_finding() {
     let report = report(&machine, &["--timeout", "1"]).await;
     let why = report["driver"]["missing"].as_str().unwrap();
     assert!(why.contains("killed"), "{why}");
-    assert_eq!(report["transports"][1]["transport"], "tcp");
+    assert_eq!(report["transports"][2]["transport"], "tcp");
 }

@@ -77,13 +77,3 @@ fn devices_are_those_that_ucx_would_read() {
     assert_eq!(FabricSettings::devices("mlx5_0:1, mlx5_1:1,"), ["mlx5_0:1", "mlx5_1:1"]);
     assert!(FabricSettings::devices("").is_empty() && FabricSettings::devices("all").is_empty());
 }
-
-#[test]
-fn little_lockable_memory_is_refused_unless_root_may_more() {
-    let status = |capabilities: &str| format!("Name:\tweightsync\nCapInh:\t0000000000004000\nCapEff:\t{capabilities}\n");
-    let (none, ipc_lock) = (status("00000000a80425fb"), status("00000000a80465fb"));
-    let refused = locks_too_little(Some(8 << 20), &none).unwrap();
-    assert!(refused.contains("8388608 bytes") && refused.contains("RLIMIT_MEMLOCK") && refused.contains("IPC_LOCK"), "{refused}");
-    assert_eq!(locks_too_little(Some(8 << 20), &ipc_lock), None);
-    assert_eq!((locks_too_little(None, &none), locks_too_little(Some(LOCKED), &none)), (None, None));
-}
