@@ -24,7 +24,7 @@ wheel: build ## Build the Python wheel, with the programs in it, into python/dis
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test model-test page-test host-test gdr-test verbs-test test-previous chaos-test chart-lint python-test engine-test e2e
+	@tests/stages.sh lint unit-test model-test page-test host-test gdr-test gdr-image-test verbs-test test-previous chaos-test chart-lint python-test engine-test e2e
 
 .PHONY: check
 check: ## Check format and lints and test the pure crate: the loop of a developer (under a minute when warm)
@@ -101,6 +101,10 @@ gdr-test: programs ## Run the transport and the stories of groups with reads thr
 verbs-test: programs ## Run groups with reads through NIXL over RDMA, in an emulated guest with a software device (tests/verbs/run.sh says how on a real one)
 	$(CLUSTER)/packages.sh
 	tests/verbs/run.sh
+
+.PHONY: gdr-image-test
+gdr-image-test: programs ## Build the image with NIXL from files alone, and open NIXL in it (as root)
+	tests/cluster/gdr-image.sh target/debug/weightsync
 
 .PHONY: test-previous
 test-previous: programs ## Replace agents of an earlier build by those of this one and back, under either coordinator (PREVIOUS=COMMIT)

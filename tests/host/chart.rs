@@ -289,3 +289,13 @@ fn values_that_make_no_sense_are_refused_by_name() {
         assert!(message.contains(part), "{part} is not in {message}");
     }
 }
+
+#[test]
+fn a_flavour_names_another_image_everywhere() {
+    let objects = render(&json!({"image": {"tag": "1", "flavour": "gdr"}}));
+    let text = serde_json::to_string(&objects).unwrap();
+    assert!(text.contains("weightsync:1-gdr") && !text.contains("weightsync:1\\\"") && !text.contains("weightsync:1\""));
+    let digest = format!("sha256:{}", "0".repeat(64));
+    let why = refused(&json!({"image": {"digest": digest, "flavour": "gdr"}}));
+    assert!(why.contains("leave image.flavour empty"), "{why}");
+}

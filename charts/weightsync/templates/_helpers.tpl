@@ -7,10 +7,12 @@
 {{- end -}}
 
 {{- define "weightsync.image" -}}
-{{- if .Values.image.digest -}}
+{{- if and .Values.image.digest .Values.image.flavour -}}
+{{- fail "image.digest names one image: give the digest of the flavour, and leave image.flavour empty" -}}
+{{- else if .Values.image.digest -}}
 {{ .Values.image.repository }}@{{ .Values.image.digest }}
 {{- else -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ with .Values.image.flavour }}-{{ . }}{{ end }}
 {{- end -}}
 {{- end -}}
 

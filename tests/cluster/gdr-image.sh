@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# gdr-image.sh [BINARY]: the product's image with NIXL and rdma-core, docker.io/local/weightsync:test-gdr. Before it is written, the program
+# inside its files, as their root, says that it opens NIXL (needs root for chroot). Prints the archive.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+root=$(cd "$here/../.." && pwd)
+binary=${1:-$root/target/release/weightsync}
+out=$root/target/images/weightsync-gdr.tar
+
+debian_packages() {
+  (cd "$1" && apt-get -q -y -o Debug::NoLocking=1 download libibverbs1 ibverbs-providers libnl-3-200 libnl-route-3-200 &&
+    for package in *.deb; do dpkg-deb -x "$package" . || exit; done && rm ./*.deb)
+}
+debian=$WEIGHTSYNC_CACHE/rdma-core
+once "$debian" debian_packages
+wheel=$(dirname "$(dirname "$("$here/../tools/nixl.sh")")")
+
+tree=$(mktemp -d)
+trap 'rm -rf "$tree"' EXIT
+"$here/product-image.sh" --tree "$binary" "$tree"
+"$root/deploy/gdr-files.sh" "$wheel" "$debian" "$tree"
+
+capi=/opt/nixl/.nixl_cu12.mesonpy.libs/libnixl_capi.so
+# What a container's runtime mounts: UCX looks for network devices in /sys, and a worker is this program again, by /proc/self/exe.
+# shellcheck disable=SC2016
+report=$(unshare --mount --propagation private sh -c '
+  for folder in proc sys dev; do mkdir "$1/$folder" && mount --rbind "/$folder" "$1/$folder" || exit; done
+  WEIGHTSYNC_NIXL=$2 exec chroot "$1" /weightsync doctor --output json' sh "$tree" "$capi")
+jq -e '.nixl.found.version and .nixl.found.plugin == "UCX"' <<<"$report" >/dev/null ||
+  die "the program in the image does not open NIXL: $(jq -c .nixl <<<"$report")"
+say "NIXL in the image: $(jq -r '.nixl.found | "\(.version) in \(.path), \(.plugin)"' <<<"$report")"
+rmdir "$tree"/{proc,sys,dev}
+
+mkdir -p "$(dirname "$out")"
+"$here/image.py" docker.io/local/weightsync:test-gdr "$out" "$tree" --entrypoint '["/weightsync"]' --user 65532:65532 \
+  --env "WEIGHTSYNC_NIXL=$capi"
+echo "$out"
