@@ -3,7 +3,7 @@
 //! Decides which of UCX's transports may be used: those of RDMA devices, and TCP only where the object allows it, so that no group is slow
 //! without a word. It never decides whether a group uses NIXL: that is membership's, by what the report of each member says.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -33,17 +33,16 @@ const OPEN: Duration = Duration::from_secs(60);
 pub struct FabricSettings {
     /// File of NIXL's C interface, where it is not to be looked for.
     pub nixl: Option<PathBuf>,
-    /// Devices that it may use, by UCX's names; every device where there is none.
+    /// Devices that it may use, by UCX's names, or `all`. Without any, workers on GPUs take those that are nearest ([`near`]), others take all.
     pub devices: Vec<String>,
     /// The program and arguments of a worker; this program's own if not given.
     pub worker: Option<WorkerStart>,
 }
 
 impl FabricSettings {
-    /// Devices of a list as UCX reads it from `UCX_NET_DEVICES`: with commas between them, or `all`.
+    /// Devices of a list as UCX reads it from `UCX_NET_DEVICES`: with commas between them.
     pub fn devices(listed: &str) -> Vec<String> {
-        let names = listed.split(',').map(str::trim).filter(|name| !name.is_empty());
-        if listed.trim() == "all" { Vec::new() } else { names.map(str::to_owned).collect() }
+        listed.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect()
     }
 }
 
@@ -111,6 +110,28 @@ pub(crate) fn wanted(policy: &TransportPolicy, devices: &[String]) -> Option<Ucx
     wanted.then(|| UcxSettings { tls, devices: devices.to_vec() })
 }
 
+/// The settings of a worker on that GPU: where no devices were chosen, the nearest of several active ones. With TCP in the list all stay, since a list
+/// of devices names the interfaces of TCP too. `root` is `/` but in tests.
+pub(crate) fn near(ucx: &UcxSettings, gpu: &str, root: &Path) -> UcxSettings {
+    let mut ucx = ucx.clone();
+    if !ucx.devices.is_empty() || ucx.tls.iter().any(|name| name == "tcp") {
+        return ucx;
+    }
+    let all = rdma::devices(root);
+    let near = rdma::gpu_address(root, gpu).map(|address| rdma::nearest(root, &all, &address)).unwrap_or_default();
+    if near.len() < all.iter().filter(|device| device.active()).count() {
+        ucx.devices = near.into_iter().flat_map(rdma::Rdma::ucx_names).collect();
+    }
+    ucx
+}
+
+/// What UCX's receive queues take of host memory for one registration: [`LOCKED`] for each of the devices.
+fn queues(chosen: &[String]) -> u64 {
+    let active = || rdma::devices(Path::new("/")).iter().filter(|device| device.active()).count();
+    let devices = if chosen.is_empty() || chosen.iter().any(|name| name == "all") { active() } else { chosen.len() };
+    LOCKED.saturating_mul(u64::try_from(devices).unwrap_or(u64::MAX))
+}
+
 impl Fabric {
     /// Starts nothing before an object asks for it.
     pub fn new(core: Arc<Core>, settings: FabricSettings, cgroups: Cgroups, gpus: Arc<Gpus>, transport: Arc<GdrTransport>) -> Arc<Self> {
@@ -167,7 +188,7 @@ impl Fabric {
 
     /// Opens NIXL in the workers of all GPUs of this endpoint; else why slots cannot lie there, empty where there is no GPU.
     async fn open_on_gpus(&self, ucx: &UcxSettings, within: Duration) -> Result<FabricFacts, String> {
-        let workers = self.gpus.settled_workers(within).await;
+        let (workers, devices): (Vec<Worker>, Vec<Vec<String>>) = self.gpus.settled_workers(within).await.into_iter().unzip();
         if workers.is_empty() {
             return Err(String::new());
         }
@@ -176,8 +197,9 @@ impl Fabric {
             let mut slot = lock(&self.on_gpus);
             let good = slot.take().filter(|opening| same(&opening.of) && opening.is_good(|_| true));
             let begin = || {
-                let names = workers.iter().map(|_| self.name()).collect();
-                Opening::begin(workers.clone(), open_all(self.settings.nixl.clone(), workers.clone(), names, ucx.clone()))
+                let with = |devices| ToOpen { name: self.name(), ucx: UcxSettings { devices, ..ucx.clone() } };
+                let each = workers.iter().cloned().zip(devices.into_iter().map(with)).collect();
+                Opening::begin(workers.clone(), open_all(self.settings.nixl.clone(), each))
             };
             slot.insert(good.unwrap_or_else(begin)).outcome.clone()
         };
@@ -223,7 +245,7 @@ impl Fabric {
         let no_room =
             |error| refusal(RefusalCode::OutOfSpace, format!("no room for {slots} registered slots of {slot_bytes} bytes: {error}"));
         // Until they are allocated. From then on the machine counts them.
-        let room = self.cgroups.reserve(plan.bytes()).map_err(no_room)?;
+        let room = self.cgroups.reserve(plan.bytes().saturating_add(queues(&self.settings.devices))).map_err(no_room)?;
         let (epoch, me, within) = (epoch.id().clone(), epoch.me().clone(), left(deadline));
         let wanted = RingWanted { epoch, me, worker: worker.clone(), plan, within };
         let ring = FabricRing::register(wanted).await.map_err(|error| internal(&error))?;
@@ -236,8 +258,12 @@ impl Fabric {
         let workers = seats.iter().map(|seat| seat.worker.clone()).collect();
         // A ring is registered for one epoch at a time.
         self.transport.settled().await;
+        let bytes = queues(&self.settings.devices).saturating_mul(u64::try_from(seats.len()).unwrap_or(u64::MAX));
+        let no_room = |error| refusal(RefusalCode::OutOfSpace, format!("no room for UCX's receive queues of {bytes} bytes: {error}"));
+        let room = self.cgroups.reserve(bytes).map_err(no_room)?;
         let (epoch, me, within) = (epoch.id().clone(), epoch.me().clone(), left(deadline));
         let slots = GpuSlots::register(GpuSlotsWanted { epoch, me, seats, within }).await.map_err(|error| internal(&error))?;
+        drop(room);
         Ok((Slots::Gpu(slots), workers))
     }
 
@@ -269,12 +295,18 @@ async fn open(settings: FabricSettings, name: String, ucx: UcxSettings) -> Resul
     Ok(Open { worker, facts })
 }
 
+/// How a worker opens NIXL.
+struct ToOpen {
+    name: String,
+    ucx: UcxSettings,
+}
+
 /// Opens NIXL in each worker on a GPU.
-async fn open_all(nixl: Option<PathBuf>, workers: Vec<Worker>, names: Vec<String>, ucx: UcxSettings) -> Result<FabricFacts, WorkerError> {
-    let opening = workers.iter().zip(&names).map(|(worker, name)| worker.open_fabric(nixl.as_deref(), name, &ucx, OPEN));
+async fn open_all(nixl: Option<PathBuf>, each: Vec<(Worker, ToOpen)>) -> Result<FabricFacts, WorkerError> {
+    let opening = each.iter().map(|(worker, ToOpen { name, ucx })| worker.open_fabric(nixl.as_deref(), name, ucx, OPEN));
     let mut facts = futures::future::try_join_all(opening).await?;
-    for (worker, FabricFacts { path, version, gpu_memory, .. }) in workers.iter().zip(&facts) {
-        tracing::info!(path, version, gpu = worker.gpu(), ?gpu_memory, tls = ?ucx.tls, "NIXL is open on a GPU");
+    for ((worker, ToOpen { ucx, .. }), FabricFacts { path, version, gpu_memory, .. }) in each.iter().zip(&facts) {
+        tracing::info!(path, version, gpu = worker.gpu(), ?gpu_memory, tls = ?ucx.tls, devices = ?ucx.devices, "NIXL is open on a GPU");
     }
     let shown = facts.iter().position(|facts| facts.gpu_memory.is_err()).unwrap_or(0);
     Ok(facts.swap_remove(shown))
@@ -293,7 +325,11 @@ fn shown(facts: &FabricFacts, allow_tcp: bool, on_host: &str) -> String {
     let version = facts.version.as_deref().unwrap_or("of unknown version");
     let over = if allow_tcp { "RDMA or TCP" } else { "RDMA" };
     let through = if on_host.is_empty() { String::new() } else { format!(", through host memory: {on_host}") };
-    format!("NIXL {version} ({}), {} over {over}{through}", facts.path, facts.plugin)
+    let listed = facts.parameters.get("UCX_NET_DEVICES").filter(|listed| *listed != "all").cloned();
+    let active = || rdma::devices(Path::new("/")).iter().flat_map(rdma::Rdma::ucx_names).collect::<Vec<_>>().join(",");
+    let devices = listed.unwrap_or_else(active);
+    let by = if devices.is_empty() { String::new() } else { format!(" by {devices}") };
+    format!("NIXL {version} ({}), {} over {over}{by}{through}", facts.path, facts.plugin)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -182,10 +182,11 @@ impl Gpus {
         self.seats.borrow().open().iter().map(|seat| seat.worker.clone()).collect()
     }
 
-    /// The same; waits up to `within` for workers that are starting.
-    pub async fn settled_workers(&self, within: Duration) -> Vec<Worker> {
+    /// The same, each with the devices that UCX got at its start; waits up to `within` for workers that are starting.
+    pub async fn settled_workers(&self, within: Duration) -> Vec<(Worker, Vec<String>)> {
         let seats = self.settled(within).await;
-        seats.map(|seats| seats.open().iter().map(|seat| seat.worker.clone()).collect()).unwrap_or_default()
+        let of = |seat: &Open| (seat.worker.clone(), seat.devices.clone());
+        seats.map(|seats| seats.open().iter().map(of).collect()).unwrap_or_default()
     }
 
     /// Where the GPUs stand when none of their workers is starting any more; none where that takes longer than `within`.
@@ -343,7 +344,12 @@ impl Gpus {
         }
     }
 
-    fn start_of(&self, label: &str) -> Result<WorkerStart, WorkerError> {
+    /// What UCX gets in a worker on that GPU, where NIXL is to be opened.
+    fn ucx_of(&self, gpu: &str) -> Option<UcxSettings> {
+        self.wanted.borrow().ucx.as_ref().map(|ucx| fabric::near(ucx, gpu, Path::new("/")))
+    }
+
+    fn start_of(&self, label: &str, ucx: Option<&UcxSettings>) -> Result<WorkerStart, WorkerError> {
         let mut start = match &self.settings.worker {
             Some(start) => WorkerStart { label: label.to_owned(), ..start.clone() },
             None => WorkerStart::own(label)?,
@@ -355,7 +361,7 @@ impl Gpus {
             |values: &BTreeMap<String, String>| -> Vec<_> { values.iter().map(|(name, value)| (name.into(), value.into())).collect() };
         start.environment.extend(given(&wanted.environment));
         start.defaults.extend(given(&wanted.defaults));
-        match &wanted.ucx {
+        match ucx {
             Some(ucx) => start.with_ucx(ucx),
             None => Ok(start),
         }

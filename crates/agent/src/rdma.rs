@@ -105,6 +105,16 @@ pub fn nearest<'a>(root: &Path, devices: &'a [Rdma], gpu: &str) -> Vec<&'a Rdma>
     active.into_iter().filter(|device| shared(device) == most).collect()
 }
 
+/// The PCI address of the GPU with that UUID, as NVIDIA's kernel module lists it (`/proc/driver/nvidia/gpus/ADDRESS/information`).
+pub fn gpu_address(root: &Path, uuid: &str) -> Option<String> {
+    let gpus = root.join("proc/driver/nvidia/gpus");
+    let is_it = |address: &String| {
+        let said = text(&gpus.join(address).join("information")).unwrap_or_default();
+        said.lines().filter_map(|line| line.strip_prefix("GPU UUID:")).any(|found| found.trim() == uuid)
+    };
+    entries(&gpus).into_iter().find(is_it)
+}
+
 fn common(one: &Path, other: &Path) -> usize {
     let parts = |path: &Path| path.components().map(|part: Component<'_>| part.as_os_str().to_owned()).collect::<Vec<_>>();
     parts(one).iter().zip(parts(other).iter()).take_while(|(one, other)| one == other).count()
@@ -134,4 +144,4 @@ fn entries(folder: &Path) -> Vec<String> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

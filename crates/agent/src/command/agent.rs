@@ -127,8 +127,8 @@ pub struct AgentArgs {
     /// File of NIXL's C interface (libnixl_capi.so); looked for in Python's packages and in the system if it is not given.
     #[arg(long, env = "WEIGHTSYNC_NIXL")]
     nixl: Option<PathBuf>,
-    /// Devices that NIXL may use, by UCX's names (`mlx5_0:1`), with commas between them; every device if none or `all` is given. Other settings
-    /// of UCX, such as UCX_IB_GID_INDEX, are taken from the environment.
+    /// Devices that NIXL may use, by UCX's names (`mlx5_0:1`), with commas between them, or `all`. If none is given, those that are nearest to a
+    /// GPU, and all for slots in host memory. Other settings of UCX, such as UCX_IB_GID_INDEX, are taken from the environment.
     #[arg(long, env = "UCX_NET_DEVICES", default_value = "", hide_default_value = true)]
     nixl_devices: String,
     /// Log filter, e.g. `info` or `weightsync=debug,warn`; logs go to standard error.

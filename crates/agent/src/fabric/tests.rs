@@ -10,6 +10,7 @@ use super::*;
 use crate::core::Facts;
 use crate::gpu::{GpuChoice, GpuSettings, Share};
 use crate::group::Me;
+use crate::rdma::tests::{plug, put_gpu};
 use tokio_util::sync::CancellationToken;
 use weightsync_core::protocol::{Incarnation, Role};
 use weightsync_transport::nccl::NcclTransport;
@@ -75,5 +76,31 @@ async fn opening_that_outlasts_a_report_is_not_begun_again() {
 #[test]
 fn devices_are_those_that_ucx_would_read() {
     assert_eq!(FabricSettings::devices("mlx5_0:1, mlx5_1:1,"), ["mlx5_0:1", "mlx5_1:1"]);
-    assert!(FabricSettings::devices("").is_empty() && FabricSettings::devices("all").is_empty());
+    assert_eq!(FabricSettings::devices("all"), ["all"]);
+    assert!(FabricSettings::devices("").is_empty());
+}
+
+#[test]
+fn a_worker_takes_the_devices_nearest_to_its_gpu() {
+    let root = tempfile::tempdir().unwrap();
+    let only_rdma = UcxSettings { tls: vec!["rc".to_owned()], devices: Vec::new() };
+    let by = |ucx: &UcxSettings, gpu: &str| near(ucx, gpu, root.path()).devices;
+    plug(root.path(), "mlx5_0", "pci0000:00/0000:00:01.0/0000:01:00.0", 0);
+    put_gpu(root.path(), "pci0000:00/0000:00:01.0/0000:0a:00.0");
+    put_gpu(root.path(), "pci0000:c0/0000:c0:01.0/0000:ca:00.0");
+    // UCX finds one by itself.
+    assert!(by(&only_rdma, "GPU-0000:0a:00.0").is_empty());
+    plug(root.path(), "mlx5_1", "pci0000:80/0000:80:01.0/0000:81:00.0", 1);
+    assert_eq!(by(&only_rdma, "GPU-0000:0a:00.0"), ["mlx5_0:1"]);
+    // None is nearer, or nothing is known of the GPU's place.
+    assert!(by(&only_rdma, "GPU-0000:ca:00.0").is_empty());
+    assert!(by(&only_rdma, "GPU-elsewhere").is_empty());
+    // Who chose devices, or TCP, has the last word.
+    for ucx in [
+        UcxSettings { devices: vec!["mlx5_1:1".to_owned()], ..only_rdma.clone() },
+        UcxSettings { devices: vec!["all".to_owned()], ..only_rdma.clone() },
+        UcxSettings { tls: vec!["rc".to_owned(), "tcp".to_owned()], ..only_rdma.clone() },
+    ] {
+        assert_eq!(by(&ucx, "GPU-0000:0a:00.0"), ucx.devices);
+    }
 }

@@ -41,6 +41,8 @@ pub(super) struct Open {
     pub(super) worker: Worker,
     pub(super) gpu: GpuFacts,
     pub(super) nccl: Result<NcclFacts, String>,
+    /// Devices that UCX got when the worker started.
+    pub(super) devices: Vec<String>,
     pub(super) staging: Staging,
     pub(super) ring: Arc<tokio::sync::Mutex<Option<Ring>>>,
 }
@@ -149,20 +151,25 @@ impl Gpus {
 
     /// `idle` is a worker that has opened none yet: the driver takes as long to be loaded as a GPU to be opened.
     async fn open(&self, gpu: &str, idle: Option<Worker>) -> Result<Open, WorkerError> {
+        let ucx = self.ucx_of(gpu);
+        // The idle one was started before its GPU was known.
+        let idle = idle.filter(|_| ucx == self.wanted.borrow().ucx);
         let worker = match idle {
             Some(worker) => worker,
-            None => Worker::start(&self.start_of(gpu)?)?,
+            None => Worker::start(&self.start_of(gpu, ucx.as_ref())?)?,
         };
         let (pid, gpu, nccl) = worker.open(Some(gpu), self.settings.nccl.as_deref(), OPEN).await?;
         tracing::info!(pid, gpu = gpu.uuid, name = gpu.name, ?nccl, "a GPU worker is up");
         let staging = Staging::new(worker.clone());
-        Ok(Open { worker, gpu, nccl, staging, ring: Arc::default() })
+        let devices = ucx.map(|ucx| ucx.devices).unwrap_or_default();
+        Ok(Open { worker, gpu, nccl, devices, staging, ring: Arc::default() })
     }
 
     /// The UUIDs of this endpoint's share of the visible GPUs, and the worker that found them.
     async fn visible(&self) -> Result<(Vec<String>, Worker), String> {
         let listing = async {
-            let worker = Worker::start(&self.start_of("GPU")?)?;
+            let ucx = self.wanted.borrow().ucx.clone();
+            let worker = Worker::start(&self.start_of("GPU", ucx.as_ref())?)?;
             Ok((worker.devices(self.settings.nccl.as_deref(), OPEN).await?, worker))
         };
         let (listed, worker) = listing.await.map_err(|error: WorkerError| missing(error.to_string()))?;

@@ -30,7 +30,7 @@ fn seat() -> Open {
     };
     let nccl = Ok(NcclFacts { path: String::new(), version: 22_809, lacks: Vec::new() });
     let staging = Staging::new(worker.clone());
-    Open { worker, gpu, nccl, staging, ring: Arc::default() }
+    Open { worker, gpu, nccl, devices: Vec::new(), staging, ring: Arc::default() }
 }
 
 /// Seen in CI: a source's agent that was told of NCCL's settings while it told its trainer of its worker stood still for ever.

@@ -2,14 +2,14 @@ use std::os::unix::fs::symlink;
 
 use super::*;
 
-fn write(root: &Path, path: &str, text: &str) {
+pub(crate) fn write(root: &Path, path: &str, text: &str) {
     let path = root.join(path);
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     fs::write(path, text).unwrap();
 }
 
 /// A device `name` at a PCI path below `sys/devices`, with one active port.
-fn plug(root: &Path, name: &str, pci: &str, number: u32) {
+pub(crate) fn plug(root: &Path, name: &str, pci: &str, number: u32) {
     let device = root.join("sys/devices").join(pci);
     let port = format!("sys/devices/{pci}/infiniband/{name}/ports/1");
     write(root, &format!("{port}/state"), "4: ACTIVE\n");
@@ -22,11 +22,15 @@ fn plug(root: &Path, name: &str, pci: &str, number: u32) {
     symlink(device.join(format!("infiniband/{name}")), root.join("sys/class/infiniband").join(name)).unwrap();
 }
 
-fn put_gpu(root: &Path, pci: &str) {
+/// A GPU at a PCI path, whose UUID is `GPU-` and its address.
+pub(crate) fn put_gpu(root: &Path, pci: &str) {
     let device = root.join("sys/devices").join(pci);
     fs::create_dir_all(&device).unwrap();
     fs::create_dir_all(root.join("sys/bus/pci/devices")).unwrap();
-    symlink(&device, root.join("sys/bus/pci/devices").join(device.file_name().unwrap())).unwrap();
+    let address = device.file_name().unwrap().to_str().unwrap();
+    symlink(&device, root.join("sys/bus/pci/devices").join(address)).unwrap();
+    let said = format!("Model: \t\t Test\nGPU UUID: \t GPU-{address}\nBus Type: \t PCIe\n");
+    write(root, &format!("proc/driver/nvidia/gpus/{address}/information"), &said);
 }
 
 fn names(devices: &[&Rdma]) -> Vec<String> {
