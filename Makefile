@@ -24,7 +24,7 @@ wheel: build ## Build the Python wheel, with the programs in it, into python/dis
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test model-test page-test host-test gdr-test gdr-image-test verbs-test test-previous chaos-test chart-lint python-test engine-test e2e
+	@tests/stages.sh lint unit-test model-test page-test host-test edges-test gdr-test gdr-image-test verbs-test test-previous chaos-test chart-lint python-test engine-test e2e
 
 .PHONY: check
 check: ## Check format and lints and test the pure crate: the loop of a developer (under a minute when warm)
@@ -109,6 +109,11 @@ gdr-image-test: programs ## Build the image with NIXL from files alone, and open
 .PHONY: test-previous
 test-previous: programs ## Replace agents of an earlier build by those of this one and back, under either coordinator (PREVIOUS=COMMIT)
 	WEIGHTSYNC_PREVIOUS=$$(tests/tools/previous.sh $(PREVIOUS)) && export WEIGHTSYNC_PREVIOUS && cargo test --locked --workspace --test host upgrade::
+
+.PHONY: edges-test
+edges-test: programs ## Measure edges between pods in network namespaces, one of them slow (a minute; as root)
+	$(CLUSTER)/packages.sh
+	cargo test --locked --workspace --test edges
 
 .PHONY: chaos-test
 chaos-test: programs ## Play about 110 faults on processes of this machine, each kind in each phase at least once (a few minutes; as root)

@@ -28,15 +28,15 @@ pub use crd::prune;
 pub use crd::{crd, crd_yaml, schema, unknown_fields};
 pub use pods::{CONTAINER_ANNOTATION, container_name, not_ready, pod_facts};
 pub use policy::{
-    Agent, Auto, BeforeFirstVersion, Digest, Gdr, Health, Join, KvCache, Launch, Membership, NCCL_ENV, Nccl, OnWedged, Pause, Readiness,
-    Retain, Tcp, Transport, Update,
+    Agent, Auto, BeforeFirstVersion, Digest, Gdr, Health, Join, KvCache, Launch, Membership, NCCL_ENV, Nccl, OnWedged, Pause, Preflight,
+    Readiness, Retain, Tcp, Transport, Update,
 };
 pub use pool::{Engine, EngineServer, Fastdeploy, Head, Lmdeploy, OrderBy, Pool, PoolOrder, Replica, SecretKey, Sglang, Sizes, Vllm};
 pub use selector::{PodSelector, SelectorOperator, SelectorRequirement};
 pub use spec::{Delivery, Trainer, TrainerOrder, TrainerOrderBy, WeightSync, WeightSyncSpec};
 pub use status::{
-    ConditionType, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus, PhaseTime, ReplicaCount, TrainerStatus, TransportStatus,
-    WeightSyncStatus,
+    ConditionType, EdgeStatus, EdgeVerdict, LONGEST_REQUEST, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus, PREFLIGHT_ANNOTATION,
+    PhaseTime, PreflightStatus, ReplicaCount, TrainerStatus, TransportStatus, WeightSyncStatus,
 };
 pub use validate::{Problem, validate};
 

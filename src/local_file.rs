@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::api::{Auto, Canary, Gdr, NCCL_ENV, Nccl};
 use weightsync_coordinator::local::UpdateFile;
-use weightsync_core::protocol::{Delivery, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy};
+use weightsync_core::protocol::{Delivery, PausePolicy, Preflight, TransportPolicy, TransportWish, UpdatePolicy};
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -40,7 +40,7 @@ pub struct LocalFile {
 }
 
 /// How bytes travel: at most one of the fields; `auto` without any.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct TransportFile {
     /// NCCL when every member has a GPU of its own, else TCP.
@@ -55,10 +55,27 @@ pub struct TransportFile {
     /// Reads through NIXL; a member without it is left out.
     #[serde(default)]
     pub gdr: Option<Gdr>,
+    /// Whether the edges of a chain are measured, between updates. `Off` if left out: one host has no network between its members.
+    #[serde(default = "off")]
+    pub preflight: Preflight,
+}
+
+fn off() -> Preflight {
+    Preflight::Off
+}
+
+impl Default for TransportFile {
+    fn default() -> Self {
+        Self { auto: None, tcp: None, nccl: None, gdr: None, preflight: off() }
+    }
 }
 
 impl TransportFile {
     fn policy(&self) -> TransportPolicy {
+        TransportPolicy { preflight: self.preflight, ..self.chosen() }
+    }
+
+    fn chosen(&self) -> TransportPolicy {
         if let Some(gdr) = &self.gdr {
             return gdr.policy();
         }

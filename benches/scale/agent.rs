@@ -66,6 +66,7 @@ impl Agent {
             wedged: false,
             paused_until: None,
             mixed: Vec::new(),
+            preflight: None,
             reason: None,
         };
         let data_address = SocketAddr::new(place.ip, DATA_PORT).to_string();

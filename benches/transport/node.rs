@@ -159,6 +159,7 @@ pub fn leader(settings: &LeaderSettings) -> Result<()> {
         tls: settings.tuning.authority.is_some(),
         silence_ms: 10_000,
         probe: false,
+        preflight: false,
         carried: None,
     };
     let slots = slots(settings.bucket);

@@ -9,7 +9,7 @@ use super::{
 };
 use weightsync_core::plan::{GroupSpec, Operator, Order, Parallelism, PoolSpec, Requirement, Selector, TrainerSpec, WeightSyncRef};
 use weightsync_core::protocol::{
-    Delivery, EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, TransportWish, UpdatePolicy,
+    Delivery, EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, Preflight, TransportPolicy, TransportWish, UpdatePolicy,
 };
 
 fn count(number: i32) -> u32 {
@@ -113,6 +113,15 @@ impl WeightSyncSpec {
 
     /// How bytes are to travel, as agents are told.
     pub fn transport_policy(&self) -> TransportPolicy {
+        let preflight = self.transport.as_ref().and_then(|transport| transport.preflight).unwrap_or_default();
+        let preflight = match preflight {
+            super::Preflight::Auto => Preflight::Auto,
+            super::Preflight::Off => Preflight::Off,
+        };
+        TransportPolicy { preflight, ..self.chosen_transport() }
+    }
+
+    fn chosen_transport(&self) -> TransportPolicy {
         let transport = self.transport.as_ref();
         let tcp = transport.and_then(|transport| transport.tcp);
         if let Some(gdr) = transport.and_then(|transport| transport.gdr) {

@@ -7,10 +7,10 @@ use kube::KubeSchema;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-/// How bytes travel: exactly one of the fields.
+/// How bytes travel: at most one of the transports, and whether edges are measured first. Without a transport: as `auto`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("(has(self.auto) ? 1 : 0) + (has(self.tcp) ? 1 : 0) + (has(self.nccl) ? 1 : 0) + (has(self.gdr) ? 1 : 0) == 1").message("exactly one transport must be given: auto, tcp, nccl or gdr"))]
+#[x_kube(validation = Rule::new("(has(self.auto) ? 1 : 0) + (has(self.tcp) ? 1 : 0) + (has(self.nccl) ? 1 : 0) + (has(self.gdr) ? 1 : 0) + (has(self.preflight) && !has(self.auto) && !has(self.tcp) && !has(self.nccl) && !has(self.gdr) ? 1 : 0) == 1").message("exactly one transport must be given: auto, tcp, nccl or gdr"))]
 pub struct Transport {
     /// The best one that all members have; status tells which one, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -29,6 +29,20 @@ pub struct Transport {
     /// device, are left out. What is read is not encrypted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gdr: Option<Gdr>,
+
+    /// Whether the edges of a chain are measured before they carry weights: `Auto` (once for each new pair of nodes, between updates), or `Off`.
+    /// A rollout whose edge is slow stands last, or is left out while `minReady` others are there; one whose edge is broken is left out. `Auto`
+    /// if left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub preflight: Option<Preflight>,
+}
+
+/// Whether edges are measured.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Preflight {
+    #[default]
+    Auto,
+    Off,
 }
 
 /// Reads through NIXL, along the chain.

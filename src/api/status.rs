@@ -10,6 +10,11 @@ use serde::{Deserialize, Serialize};
 /// Most members that status lists; the counts tell of the rest.
 pub const MAX_MEMBERS: usize = 64;
 
+/// Annotation of an object that asks for all its edges to be measured again; any new value does.
+pub const PREFLIGHT_ANNOTATION: &str = "weightsync.dev/preflight";
+/// Longest value of it that is heeded, in characters.
+pub const LONGEST_REQUEST: usize = 64;
+
 /// What is so.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
@@ -39,6 +44,10 @@ pub struct WeightSyncStatus {
     /// How bytes travel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transport: Option<TransportStatus>,
+
+    /// What the pre-flight of the group found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub preflight: Option<PreflightStatus>,
 
     /// The last version that at least minReady replicas serve.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -138,6 +147,90 @@ pub struct TransportStatus {
     /// Why this one.
     #[schemars(length(max = 1024))]
     pub reason: String,
+}
+
+/// What the pre-flight of the group found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct PreflightStatus {
+    /// `Running` or `Done`.
+    #[schemars(length(max = 32))]
+    pub state: String,
+
+    /// The transport that was measured.
+    #[schemars(length(max = 32))]
+    pub transport: String,
+
+    /// The request that it answers, as in the annotation `weightsync.dev/preflight`.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 64))]
+    pub request: String,
+
+    /// Edges that were measured for this group; the others were known.
+    pub measured: i32,
+
+    /// Time of those measurements together.
+    pub milliseconds: i64,
+
+    /// The planned chain and what its order was decided by, slow and broken edges first; at most 64.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["from".into(), "to".into()]))]
+    pub edges: Vec<EdgeStatus>,
+}
+
+/// One edge of a chain.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct EdgeStatus {
+    /// The member that sends.
+    #[schemars(length(min = 1, max = 384))]
+    pub from: String,
+
+    /// The member that receives.
+    #[schemars(length(min = 1, max = 384))]
+    pub to: String,
+
+    /// Node of the sender; its pod where the node is not known.
+    #[schemars(length(max = 253))]
+    pub from_node: String,
+
+    /// Node of the receiver; its pod where the node is not known.
+    #[schemars(length(max = 253))]
+    pub to_node: String,
+
+    /// `Good`, `Slow`, `Broken` or `Unmeasured`.
+    pub verdict: EdgeVerdict,
+
+    /// Bytes a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<i64>,
+
+    /// The shortest round trip of a call, in microseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub round_trip_microseconds: Option<i64>,
+
+    /// MTU of the way, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtu: Option<i32>,
+
+    /// How far the receiver's clock is ahead of the sender's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clock_milliseconds: Option<i64>,
+
+    /// Why it is slow, broken or unmeasured.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 1024))]
+    pub message: String,
+}
+
+/// What an edge is good for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum EdgeVerdict {
+    Good,
+    Slow,
+    Broken,
+    Unmeasured,
 }
 
 /// How many replicas there are.

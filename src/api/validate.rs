@@ -177,7 +177,10 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
     let given =
         |transport: &Transport| [transport.auto.is_some(), transport.tcp.is_some(), transport.nccl.is_some(), transport.gdr.is_some()];
     problems.expect(
-        spec.transport.as_ref().is_none_or(|transport| given(transport).into_iter().filter(|given| *given).count() == 1),
+        spec.transport.as_ref().is_none_or(|transport| match given(transport).into_iter().filter(|given| *given).count() {
+            0 => transport.preflight.is_some(),
+            count => count == 1,
+        }),
         "spec.transport",
         "exactly one transport must be given: auto, tcp, nccl or gdr",
     );

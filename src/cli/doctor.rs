@@ -8,6 +8,7 @@ mod advice;
 mod facts;
 mod gdr;
 mod host;
+mod peer;
 mod show;
 #[cfg(test)]
 mod tests;
@@ -51,6 +52,13 @@ pub struct DoctorArgs {
     /// Seconds that the driver may take to answer; just loaded, it takes several for eight GPUs.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=600))]
     timeout: u64,
+    /// Measure the way to another host instead, where `weightsync doctor --listen` runs: HOST:PORT.
+    #[arg(long, value_name = "ADDRESS", conflicts_with_all = ["nccl", "engine_port"])]
+    peer: Option<String>,
+    /// Be the other end of `weightsync doctor --peer` at that port (0: a free one) until interrupted. Anybody who reaches it may send bytes, which
+    /// are checked and not kept.
+    #[arg(long, value_name = "PORT", conflicts_with_all = ["nccl", "engine_port", "peer"])]
+    listen: Option<u16>,
     /// How to print it.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
@@ -58,6 +66,12 @@ pub struct DoctorArgs {
 
 impl DoctorArgs {
     pub fn run(self) -> anyhow::Result<ExitCode> {
+        if let Some(port) = self.listen {
+            return super::block_on(peer::listen(port));
+        }
+        if let Some(address) = &self.peer {
+            return super::block_on(peer::ask(address, self.output));
+        }
         let (gpus, nixl) = super::block_on(async {
             let within = Duration::from_secs(self.timeout);
             Ok(tokio::join!(ask_worker(self.nccl.as_deref(), within), open_nixl(self.nixl.as_deref(), within)))

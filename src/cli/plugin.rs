@@ -8,6 +8,7 @@ mod cluster;
 mod completion;
 mod forward;
 mod inject;
+mod preflight;
 mod release;
 mod report;
 mod rollback;
@@ -35,6 +36,8 @@ pub enum Verb {
     Inject(inject::InjectArgs),
     /// Show what a group would be made of and what an update would cost, from files, without a cluster.
     Plan(crate::cli::plan::PlanArgs),
+    /// Measure every edge between the members of an object now, and show which are slow or broken.
+    Preflight(preflight::PreflightArgs),
     /// Suspend an object and wait until every pod serves on its own.
     Release(release::ReleaseArgs),
     /// Write a tar file for a bug report, of named fields only.
@@ -56,6 +59,7 @@ pub fn main() -> ExitCode {
         Verb::Completion(args) => args.run(),
         Verb::Inject(args) => args.run(),
         Verb::Plan(args) => args.run(),
+        Verb::Preflight(args) => args.run(),
         Verb::Release(args) => args.run(),
         Verb::Report(args) => args.run(),
         Verb::Rollback(args) => args.run(),

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 
-use crate::api::{Join, Pool, WeightSync, WeightSyncSpec, container_name, pod_facts, validate};
+use crate::api::{Join, LONGEST_REQUEST, PREFLIGHT_ANNOTATION, Pool, WeightSync, WeightSyncSpec, container_name, pod_facts, validate};
 use weightsync_core::membership::{JoinPolicy, MembershipConfig};
 use weightsync_core::plan::{
     Candidate, Claim, LeftOut, Plan, PlanInput, PlanRefusal, PodFacts, PodPhase, PoolSpec, ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER,
@@ -100,6 +100,9 @@ pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod])
 
 fn config(object: &WeightSync, replicas: u32) -> MembershipConfig {
     let identity = object.plan_ref();
+    let mut policy = object.spec.update_policy(replicas);
+    let asked = object.annotations().get(PREFLIGHT_ANNOTATION);
+    policy.transport.preflight_asked = asked.map_or_else(String::new, |asked| asked.chars().take(LONGEST_REQUEST).collect());
     MembershipConfig {
         join: match object.spec.membership.join {
             Join::Immediate => JoinPolicy::Immediate,
@@ -107,7 +110,7 @@ fn config(object: &WeightSync, replicas: u32) -> MembershipConfig {
         },
         target: object.spec.target(),
         debounce_ms: object.spec.debounce_ms(),
-        ..MembershipConfig::new(identity.uid, identity.created, object.spec.update_policy(replicas))
+        ..MembershipConfig::new(identity.uid, identity.created, policy)
     }
 }
 

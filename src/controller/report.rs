@@ -9,11 +9,11 @@ use super::decide::Decided;
 use super::events::cut;
 use super::object::Unreadable;
 use crate::api::{
-    ConditionType, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus, PhaseTime, ReplicaCount, TrainerStatus, TransportStatus,
-    WeightSync, WeightSyncStatus,
+    ConditionType, EdgeStatus, EdgeVerdict, LONGEST_REQUEST, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus, PhaseTime,
+    PreflightStatus, ReplicaCount, TrainerStatus, TransportStatus, WeightSync, WeightSyncStatus,
 };
 use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
-use weightsync_core::protocol::{MemberName, Reason, Role, UpdateView};
+use weightsync_core::protocol::{Arrangement, EdgeOutcome, EdgeReport, MOST_EDGES, MemberName, PreflightReport, Reason, Role, UpdateView};
 
 /// Longest message of a member, in bytes.
 const MEMBER_MESSAGE: usize = 1024;
@@ -21,6 +21,8 @@ const MEMBER_MESSAGE: usize = 1024;
 const CONDITION_MESSAGE: usize = 2048;
 /// Longest reason of a transport, in bytes.
 const TRANSPORT_REASON: usize = 1024;
+/// Longest name of a node, in bytes.
+const LONGEST_NODE: usize = 253;
 /// Pods of one member that are listed.
 const MAX_PODS: usize = 16;
 
@@ -68,6 +70,7 @@ pub(super) fn status(facts: &Facts<'_>, before: &[Condition], now: Timestamp) ->
             .transport
             .as_ref()
             .map(|transport| TransportStatus { name: transport.name().to_owned(), reason: cut(&transport.reason, TRANSPORT_REASON) }),
+        preflight: view.preflight.as_deref().map(preflight),
         version: held.map(|held| signed_long(held.version)),
         manifest: held.map(|held| held.manifest.clone()).filter(|manifest| !manifest.is_empty()),
         rolled_back_from: held
@@ -328,6 +331,41 @@ fn degraded(facts: &Facts<'_>) -> Judgement {
             messages.dedup();
             Judgement(Some(true), *reason, messages.join("; "))
         }
+    }
+}
+
+fn preflight(report: &PreflightReport) -> PreflightStatus {
+    PreflightStatus {
+        state: if report.done { "Done" } else { "Running" }.to_owned(),
+        transport: report.transport.clone(),
+        request: cut(&report.asked, LONGEST_REQUEST),
+        measured: signed(report.measured),
+        milliseconds: signed_long(report.took_ms),
+        edges: report.edges.iter().take(MOST_EDGES).map(|found| edge(found, &report.arrangement)).collect(),
+    }
+}
+
+fn edge(found: &EdgeReport, arrangement: &Arrangement) -> EdgeStatus {
+    let EdgeReport { from, to, places, outcome } = found;
+    let poor = arrangement.poor.iter().find(|poor| poor.member == *to && poor.from == *from);
+    let poor = poor.or(arrangement.source.as_ref().filter(|source| source.member == *from));
+    let (verdict, figures, message) = match (outcome, poor) {
+        (EdgeOutcome::Broken { cause }, _) => (EdgeVerdict::Broken, None, cause.as_str()),
+        (EdgeOutcome::Unmeasured { cause }, _) => (EdgeVerdict::Unmeasured, None, cause.as_str()),
+        (EdgeOutcome::Verified(figures), Some(poor)) => (EdgeVerdict::Slow, Some(figures), poor.why.as_str()),
+        (EdgeOutcome::Verified(figures), None) => (EdgeVerdict::Good, Some(figures), ""),
+    };
+    EdgeStatus {
+        from: from.0.clone(),
+        to: to.0.clone(),
+        from_node: cut(&places.0, LONGEST_NODE),
+        to_node: cut(&places.1, LONGEST_NODE),
+        verdict,
+        bytes_per_second: figures.map(|figures| signed_long(figures.rate())),
+        round_trip_microseconds: figures.and_then(|figures| figures.round_trip_us).map(signed_long),
+        mtu: figures.and_then(|figures| figures.mtu).map(signed),
+        clock_milliseconds: figures.and_then(|figures| figures.clock_ms),
+        message: cut(message, MEMBER_MESSAGE),
     }
 }
 

@@ -17,7 +17,7 @@ use tokio::time::{Instant, timeout};
 use weightsync_coordinator::CoordinatorEvent;
 use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile};
 use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
-use weightsync_core::protocol::{EngineAssignment, Reason, Role, TransportPolicy, TransportWish};
+use weightsync_core::protocol::{EngineAssignment, Preflight, Reason, Role, TransportPolicy, TransportWish};
 use weightsync_testkit::liar::{INSTANCE, Lie};
 use weightsync_testkit::simulator::{Simulator, SimulatorOptions};
 
@@ -113,7 +113,8 @@ impl Bed {
         };
         let mut policy = update.policy();
         policy.bucket_bytes = 256 << 10;
-        policy.transport = TransportPolicy { wish: TransportWish::Tcp, ..TransportPolicy::default() };
+        // Links that are slow for a moment are faults here, and not how the network is.
+        policy.transport = TransportPolicy { wish: TransportWish::Tcp, preflight: Preflight::Off, ..TransportPolicy::default() };
         let spec = GroupSpec {
             name: name.clone(),
             address: HERE.into(),

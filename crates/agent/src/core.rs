@@ -9,12 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use super::edge::ProbeStore;
 use super::events::Events;
 use super::group::{Epoch, Group, Me, Standing, Step, refusal};
 use super::statements::Statements;
 use weightsync_core::protocol::{
-    BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, Hindrance, MemberName, MemberPhase,
-    MemberState, MixedWindow, PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest, STATEMENTS, UpdateId,
+    BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, Hindrance, LONGEST_MEASUREMENT, MemberName,
+    MemberPhase, MemberState, MixedWindow, PreflightReport, PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest,
+    STATEMENTS, UpdateId,
 };
 use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::{Admission, BucketStore, Fault, Wants};
@@ -49,6 +51,8 @@ pub struct Facts {
     pub engine_down: bool,
     /// By which way members on this member's GPU get the bytes in an epoch, for a person.
     pub lent: Option<(EpochId, String)>,
+    /// What the pre-flight of an epoch found that this agent leads.
+    pub preflight: Option<Box<PreflightReport>>,
     pub reason: Option<String>,
 }
 
@@ -326,8 +330,14 @@ impl Admission for Core {
         if let Some((name, address)) = hello.rest.iter().find(|next| !told(next)) {
             return Err(refusal(RefusalCode::Forbidden, format!("{address} is not where {name} is by epoch {}", epoch.id())));
         }
+        if hello.preflight {
+            if lock(&self.facts).updating {
+                return Err(refusal(RefusalCode::WrongPhase, "an update runs here, and nothing is measured meanwhile"));
+            }
+            return Ok(Arc::new(ProbeStore::new(LONGEST_MEASUREMENT)));
+        }
         if hello.probe {
-            return Ok(Arc::new(ProbeStore));
+            return Ok(Arc::new(ProbeStore::new(LONGEST_PROBE)));
         }
         if hello.carried.as_ref().is_some_and(|carried| carried.passing.contains(&hello.to)) {
             return Ok(Arc::new(PassingStore));
@@ -361,9 +371,6 @@ fn check_sender(epoch: &Epoch, from: &MemberName, peer: Option<&PeerIdentity>) -
     }
 }
 
-/// Takes the one element that proves a chain, and keeps nothing.
-struct ProbeStore;
-
 /// Takes part in a stream because the communicator needs every rank, and keeps nothing.
 struct PassingStore;
 
@@ -389,23 +396,6 @@ impl BucketStore for PassingStore {
 
 /// Longest probe in bytes.
 const LONGEST_PROBE: u64 = 1024;
-
-impl BucketStore for ProbeStore {
-    fn write(&self, offset: u64, part: &[u8]) -> Result<(), Refusal> {
-        let end = offset.saturating_add(part.len() as u64);
-        if end > LONGEST_PROBE { Err(refusal(RefusalCode::Invalid, "a probe carries one element")) } else { Ok(()) }
-    }
-
-    fn complete(&self, _header: &BucketHeader, _digest: u128) -> Result<(), Refusal> {
-        Ok(())
-    }
-
-    fn end(&self) -> Result<(), Refusal> {
-        Ok(())
-    }
-
-    fn broken(&self, _fault: Fault<'_>, _cause: &str) {}
-}
 
 fn state(group: &Group, facts: &Facts, statements: &Statements) -> MemberState {
     let standing = group.standing();
@@ -452,6 +442,7 @@ fn state(group: &Group, facts: &Facts, statements: &Statements) -> MemberState {
         wedged: facts.wedged,
         paused_until: facts.paused_until,
         mixed: facts.mixed.clone(),
+        preflight: facts.preflight.clone().filter(|report| standing.id() == Some(&report.id)),
         reason: facts.reason.clone().or_else(|| group.released().map(str::to_owned)),
     }
 }

@@ -18,6 +18,7 @@ mod openings;
 mod order;
 pub mod peers;
 mod phases;
+mod preflight;
 mod probe;
 mod stream;
 mod switching;
@@ -26,10 +27,14 @@ pub mod waves;
 
 use std::sync::{Arc, Mutex, OnceLock};
 
+use tokio::sync::watch;
+
 pub use self::attempt::{Brought, Plan, Stage};
 use self::engines::EngineGroupsLed;
 pub use self::external::ExternalPlan;
 use self::peers::Peers;
+use self::preflight::Known;
+pub use self::preflight::now_ms;
 pub use self::stream::Keep;
 use super::core::{Core, lock};
 use super::fabric::Fabric;
@@ -51,6 +56,10 @@ pub struct Leader {
     engines: Mutex<Option<Arc<EngineGroupsLed>>>,
     /// The order of chains, once bytes of a member did not verify.
     order: Mutex<Vec<MemberName>>,
+    /// What the pre-flight learned.
+    known: Mutex<Known>,
+    /// Attempts that run.
+    busy: watch::Sender<u32>,
 }
 
 impl Leader {
@@ -65,6 +74,8 @@ impl Leader {
             fabric: OnceLock::new(),
             engines: Mutex::default(),
             order: Mutex::default(),
+            known: Mutex::default(),
+            busy: watch::Sender::new(0),
         })
     }
 

@@ -5,6 +5,7 @@ mod checkpoint_source;
 pub mod client;
 pub mod command;
 mod core;
+pub mod edge;
 pub mod enrollment;
 pub mod events;
 mod external;

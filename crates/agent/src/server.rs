@@ -17,13 +17,14 @@ use tokio::time::{Instant, timeout};
 
 use super::core::Core;
 use super::group::{Epoch, LedBy, Step, refusal};
-use super::lead::Leader;
+use super::lead::{Leader, now_ms};
 use super::rollout::{PAUSING, Rollout};
 use super::source::Source;
 use weightsync_core::protocol::{
-    AbortRequest, ActivateRequest, BeginRequest, CommitRequest, Delivery, EngineJoinRequest, EngineJoinResponse, EpochId, ExternalBegin,
-    ExternalEnd, FabricReport, FenceRequest, FinishRequest, GpuReport, JoinRequest, JoinResponse, LendRequest, MemberState, PrepareRequest,
-    PrepareResponse, ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, ReleaseRequest, Role, TransportWish, UpdateStatus,
+    AbortRequest, ActivateRequest, BeginRequest, ClockAnswer, CommitRequest, Delivery, EdgeOutcome, EdgeRequest, EngineJoinRequest,
+    EngineJoinResponse, EpochId, ExternalBegin, ExternalEnd, FabricReport, FenceRequest, FinishRequest, GpuReport, JoinRequest,
+    JoinResponse, LendRequest, MemberState, PrepareRequest, PrepareResponse, ReceiveRequest, ReceiveResponse, Refusal, RefusalCode,
+    ReleaseRequest, Role, TransportWish, UpdateStatus,
 };
 use weightsync_net::https::{Failed, Valid, ndjson};
 use weightsync_net::identity::PeerIdentity;
@@ -52,6 +53,8 @@ pub fn router(endpoint: Arc<Endpoint>) -> Router {
         .route("/v1/epoch/lend", post(lend))
         .route("/v1/epoch/engine-join", post(engine_join))
         .route("/v1/epoch/fence", post(fence))
+        .route("/v1/preflight/edge", post(measure_edge))
+        .route("/v1/preflight/clock", get(clock))
         .route("/v1/release", post(release))
         .route("/v1/announce", post(announce))
         .route("/v1/update/begin", post(begin))
@@ -181,6 +184,23 @@ async fn receive(
     rollout.check_leader(&request.update, &by)?;
     let limit = Duration::from_millis(request.deadline_ms);
     on_its_own(limit, async move { rollout.receive(&request).await.map(Json) }).await
+}
+
+/// Measures the edge from here to another member, for the agent that leads.
+async fn measure_edge(
+    State(endpoint): Here,
+    peer: PeerIdentity,
+    Valid(request): Valid<EdgeRequest>,
+) -> Result<Json<EdgeOutcome>, Failed<Refusal>> {
+    let epoch = endpoint.core.acting(&request.id)?;
+    leads(&epoch, &peer)?;
+    // Not on a task of its own: a leader that begins an update hangs up, and the measurement is over.
+    let within = Duration::from_millis(request.deadline_ms).mul_f32(0.9);
+    Ok(Json(endpoint.leader.measure(&epoch, &request.to, within).await))
+}
+
+async fn clock() -> Json<ClockAnswer> {
+    Json(ClockAnswer { now_ms: now_ms() })
 }
 
 async fn commit(

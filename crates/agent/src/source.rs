@@ -62,6 +62,8 @@ impl Source {
                 job = queue.take() => job,
                 // A feeding that is under way is given up for a publish: its members get the new version instead.
                 () = feeder.run() => return,
+                // So is a measurement.
+                () = self.leader.preflights() => return,
             };
             tokio::select! {
                 () = cancel.cancelled() => return,

@@ -17,6 +17,7 @@ mod lasting;
 mod lying;
 mod machine;
 mod memory;
+mod preflight;
 mod publishes;
 mod pure;
 mod reach;

@@ -8,7 +8,7 @@
 //!
 //! 1. `agents`: who can be spoken with, and which life speaks for a member.
 //! 2. `proven`: which versions exist. `canary`: which version most refuse; `version`: which one enough replicas hold; `target`: which one the spec asks for.
-//! 3. `assess`: who could be in a group, and why the others could not.
+//! 3. `preflight`: whose edges hold up all others. `assess`: who could be in a group, and why the others could not.
 //! 4. `need`: whether the group is as it should be; if not, why, and when a new one is due.
 //! 5. `forming`: the new epoch is written, prepared, committed.
 //! 6. `ending`: whoever is in an epoch that is over is told so.
@@ -27,6 +27,7 @@ mod hindrance;
 mod need;
 mod observation;
 mod observe;
+mod preflight;
 mod proven;
 mod report;
 mod skew;
@@ -261,6 +262,7 @@ impl Membership {
         if !self.planned {
             return assess::Assessment::default();
         }
+        self.heed_preflight();
         let mut assessment = self.assess();
         for _ in 0..MOVES {
             if !self.advance(&assessment) {

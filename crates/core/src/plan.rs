@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use crate::protocol::{MemberName, PodRef, Role};
 
 mod compute;
+mod edges;
 mod engine_groups;
 mod explain;
 mod gpu_memory;
@@ -39,6 +40,7 @@ mod units;
 mod tests;
 
 pub use compute::{Part, part_of, plan};
+pub use edges::{Edges, Next, SLOW_PART, arrange, show_rate};
 pub use engine_groups::{Joiner, MOST_RANKS, engine_groups};
 pub use explain::{Bandwidth, ExplainedMember, Explanation, FloorTime, MemberMemory, ModelFacts, explain};
 pub use gpu_memory::{

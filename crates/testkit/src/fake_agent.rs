@@ -144,6 +144,7 @@ impl FakeAgent {
             engine_restarts: 0,
             paused_until: None,
             mixed: Vec::new(),
+            preflight: None,
             reason: None,
         };
         let shared = Shared {

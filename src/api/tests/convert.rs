@@ -177,3 +177,17 @@ fn age_and_identity_are_read_from_the_metadata() {
     assert_eq!((reference.namespace.as_str(), reference.name.as_str()), ("rl", "grpo"));
     assert_eq!((reference.uid.as_str(), reference.created), ("u-1", 5000));
 }
+
+#[test]
+fn preflight_is_auto_unless_it_is_off() {
+    use weightsync_core::protocol::Preflight::{Auto, Off};
+    for (transport, expected) in [
+        (json!({"auto": {}}), Auto),
+        (json!({"preflight": "Off"}), Off),
+        (json!({"gdr": {}, "preflight": "Off"}), Off),
+        (json!({"tcp": {}, "preflight": "Auto"}), Auto),
+    ] {
+        assert_eq!(object(json!({"transport": transport})).spec.update_policy(1).transport.preflight, expected, "{transport}");
+    }
+    assert_eq!(object(json!({})).spec.update_policy(1).transport.preflight, Auto);
+}

@@ -65,11 +65,13 @@ fn transport() -> impl Strategy<Value = Transport> {
     let env = prop::collection::btree_map(TEXT, TEXT, 0..3);
     let nccl = (of(1..99), of(2..9), env).prop_map(|(bucket_mib, buffers, env)| Nccl { bucket_mib, buffers, env });
     let gdr = (of(1..99), of(2..9), of(any::<bool>())).prop_map(|(bucket_mib, buffers, allow_tcp)| Gdr { bucket_mib, buffers, allow_tcp });
-    (any::<bool>(), of(tcp), of(nccl), of(gdr)).prop_map(|(auto, tcp, nccl, gdr)| Transport {
+    let preflight = prop::sample::select(vec![Preflight::Auto, Preflight::Off]);
+    (any::<bool>(), of(tcp), of(nccl), of(gdr), of(preflight)).prop_map(|(auto, tcp, nccl, gdr, preflight)| Transport {
         auto: auto.then_some(Auto {}),
         tcp,
         nccl,
         gdr,
+        preflight,
     })
 }
 
@@ -140,11 +142,36 @@ prop_compose! {
 }
 
 prop_compose! {
+    fn preflight()(
+        [state, transport, request] in [TEXT, TEXT, "[a-z]{0,4}"],
+        [bytes_per_second, round_trip_microseconds, clock_milliseconds] in [of(0_i64..9), of(0_i64..9), of(-9_i64..9)],
+        mtu in of(0..9),
+        verdict in prop::sample::select(vec![EdgeVerdict::Good, EdgeVerdict::Slow, EdgeVerdict::Broken, EdgeVerdict::Unmeasured]),
+        names in prop::collection::vec((TEXT, TEXT, "[a-z]{0,4}"), 0..3),
+    ) -> PreflightStatus {
+        let edge = |(from, to, message): (String, String, String)| EdgeStatus {
+            from_node: from.clone(),
+            to_node: to.clone(),
+            from,
+            to,
+            verdict,
+            bytes_per_second,
+            round_trip_microseconds,
+            mtu,
+            clock_milliseconds,
+            message,
+        };
+        let edges = names.into_iter().map(edge).collect();
+        PreflightStatus { state, transport, request, measured: 3, milliseconds: 4, edges }
+    }
+}
+
+prop_compose! {
     fn status()(
         [observed_generation, epoch, term, version] in [of(0_i64..9), of(0_i64..9), of(0_i64..9), of(0_i64..9)],
         world_size in of(0..9),
         manifest in of(TEXT),
-        transport in of((TEXT, TEXT)),
+        (transport, preflight) in (of((TEXT, TEXT)), of(preflight())),
         update in of((TEXT, of(TEXT), any::<bool>(), prop::collection::vec((TEXT, 0_i64..9), 0..3))),
         counts in of((0_u32..9, 0_u32..9)),
         members in prop::collection::vec(member(), 0..3),
@@ -169,6 +196,7 @@ prop_compose! {
             term,
             world_size,
             transport: transport.map(|(name, reason)| TransportStatus { name, reason }),
+            preflight,
             version,
             manifest,
             rolled_back_from: term,

@@ -186,10 +186,14 @@ fn cases() -> Vec<Case> {
         ),
         case(
             "exactly one transport must be given: auto, tcp, nccl or gdr",
-            &[("/spec/transport", json!({"tcp": {"bucketMiB": 16}}))],
-            &[("/spec/transport", json!({"auto": {}, "tcp": {}}))],
+            &[("/spec/transport", json!({"tcp": {"bucketMiB": 16}, "preflight": "Off"}))],
+            &[("/spec/transport", json!({"auto": {}, "tcp": {}, "preflight": "Auto"}))],
         ),
-        case("exactly one transport must be given: auto, tcp, nccl or gdr", &[], &[("/spec/transport", json!({}))]),
+        case(
+            "exactly one transport must be given: auto, tcp, nccl or gdr",
+            &[("/spec/transport", json!({"preflight": "Off"}))],
+            &[("/spec/transport", json!({}))],
+        ),
         case(
             "transport.nccl.env takes settings of NCCL from a fixed list only, none that loads code or writes files: see the reference",
             &[("/spec/transport", json!({"nccl": {"bucketMiB": 256, "buffers": 4, "env": {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5"}}}))],

@@ -250,3 +250,14 @@ fn a_pod_whose_engine_is_wedged_is_deleted_only_where_that_was_asked_for_and_som
     assert_eq!(asked.problems.len(), 1, "{:?}", asked.problems);
     assert!(asked.problems[0].1.contains("actor-1: nobody would make it anew"), "{:?}", asked.problems);
 }
+
+#[test]
+fn request_to_measure_is_a_rule_of_the_group() {
+    let asks = |annotations: serde_json::Value| {
+        let object = changed("ws", 0, |object| object["metadata"]["annotations"] = annotations.clone());
+        decide(&object, &[], &[]).config.policy.transport.preflight_asked
+    };
+    assert_eq!(asks(json!({})), "");
+    assert_eq!(asks(json!({"weightsync.dev/preflight": "now"})), "now");
+    assert_eq!(asks(json!({"weightsync.dev/preflight": "x".repeat(1000)})).len(), 64);
+}

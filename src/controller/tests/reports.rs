@@ -4,12 +4,15 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::json;
 
 use super::fixtures::{changed, idle, object, plain};
-use crate::api::{ConditionType, MAX_MEMBERS, WeightSync, WeightSyncStatus};
+use crate::api::{ConditionType, EdgeVerdict, MAX_MEMBERS, WeightSync, WeightSyncStatus};
 use crate::controller::decide::{Decided, decide};
 use crate::controller::object::Unreadable;
 use crate::controller::report::{Facts, status, unreadable};
 use weightsync_core::membership::{Degradation, GroupStage, MemberStanding, MemberView, MembershipView};
-use weightsync_core::protocol::{HeldVersion, MemberName, PodRef, Reason, Returned, Role, TransportChoice};
+use weightsync_core::protocol::{
+    Arrangement, EdgeFigures, EdgeOutcome, EdgeReport, EpochId, HeldVersion, MemberName, PodRef, PoorMember, PreflightReport, Reason,
+    Returned, Role, TransportChoice,
+};
 
 fn at(seconds: i64) -> Timestamp {
     Timestamp::from_second(1_800_000_000 + seconds).unwrap()
@@ -243,4 +246,38 @@ fn group_that_cannot_form_names_what_keeps_it_from_forming() {
         assert_eq!(reason, "PersistFailed", "{kind:?}");
         assert!(message.contains("forbidden"), "{kind:?}: {message}");
     }
+}
+
+#[test]
+fn status_lists_measured_edges_and_the_condition_names_a_slow_one() {
+    let object = object("ws", 0);
+    let mut view = working(&object);
+    let [source, rollout] = [view.members[0].name.clone(), view.members[1].name.clone()];
+    let why = format!("the edge from {source} to {rollout} carries 1.0 MB/s, others carry 10.0 MB/s");
+    let figures =
+        EdgeFigures { bytes: 1_000_000, nanoseconds: 1_000_000_000, round_trip_us: Some(90), mtu: Some(1500), clock_ms: Some(-2) };
+    let edge = |outcome| EdgeReport { from: source.clone(), to: rollout.clone(), places: ("n1".into(), "n2".into()), outcome };
+    let poor = PoorMember { member: rollout.clone(), from: source.clone(), broken: false, why: why.clone() };
+    let report_of = |edge, poor| PreflightReport {
+        id: EpochId { weightsync: "u".into(), created: 1, term: 1, epoch: 1 },
+        transport: "tcp".into(),
+        asked: "r".into(),
+        done: true,
+        measured: 3,
+        took_ms: 40,
+        edges: vec![edge],
+        arrangement: Arrangement { order: vec![rollout.clone()], poor, ..Arrangement::default() },
+    };
+    view.preflight = Some(Box::new(report_of(edge(EdgeOutcome::Verified(figures)), vec![poor])));
+    view.degraded = vec![Degradation { reason: Reason::SlowEdge, member: Some(rollout.clone()), message: why.clone() }];
+    let shown = report(&object, &view, None, at(0));
+    assert_eq!(says(&shown, ConditionType::Degraded), ("True".into(), "SlowEdge".into(), why.clone()));
+    let preflight = shown.preflight.unwrap();
+    assert_eq!((preflight.state.as_str(), preflight.request.as_str(), preflight.measured), ("Done", "r", 3));
+    let slow = &preflight.edges[0];
+    assert_eq!((slow.verdict, slow.bytes_per_second, &slow.message), (EdgeVerdict::Slow, Some(1_000_000), &why));
+    let broken = EdgeOutcome::Broken { cause: "no byte".into() };
+    view.preflight = Some(Box::new(report_of(edge(broken), Vec::new())));
+    let shown = report(&object, &view, None, at(0)).preflight.unwrap();
+    assert_eq!((shown.edges[0].verdict, shown.edges[0].message.as_str()), (EdgeVerdict::Broken, "no byte"));
 }

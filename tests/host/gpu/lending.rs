@@ -146,6 +146,7 @@ impl Pair {
             tls: false,
             silence_ms: u64::try_from(SILENCE.as_millis()).unwrap(),
             probe: false,
+            preflight: false,
             carried: Some(CarriedBy { root: 0, passing: Vec::new(), lent: true, fabric: None }),
         };
         self.leads.open(hello, &self.follows.address()).await.unwrap()

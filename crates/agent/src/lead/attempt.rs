@@ -81,6 +81,7 @@ pub struct Brought {
 impl Leader {
     /// Runs an attempt to its end. Dropping the future gives the attempt up.
     pub async fn lead(&self, plan: Plan<'_>) -> Result<Brought, Failure> {
+        let _busy = self.busy();
         let over = self.core.over(plan.epoch.id());
         let limit = Duration::from_millis(plan.epoch.prepared.policy.update_timeout_ms);
         let mut attempt = Attempt::new(self, Begun::of(&plan));
@@ -191,7 +192,8 @@ impl<'a> Attempt<'a> {
         self.begin(&layout, (algorithm, feeding, manual), told, announced).await?;
 
         self.enter(UpdatePhase::Transfer, stage);
-        let receiving = in_order(self.table.receiving(), lock(&self.leader.order).as_slice());
+        let planned = in_order(self.table.receiving(), &self.leader.measured_order());
+        let receiving = in_order(planned, lock(&self.leader.order).as_slice());
         let mut following = self.calls.follow(&self.members_in(), &update);
         let copy = keep.clone();
         let (held, finish) = match known {

@@ -138,6 +138,16 @@ impl Calls {
         self.client.post_json(&control, &pod_uid, path, body, deadline).await
     }
 
+    pub(super) async fn get<R: serde::de::DeserializeOwned>(
+        &self,
+        member: &MemberName,
+        path: &str,
+        deadline: Duration,
+    ) -> Result<R, CallError> {
+        let (control, pod_uid) = self.address(member).unwrap_or_default();
+        self.client.get_json(&control, &pod_uid, path, deadline).await
+    }
+
     fn address(&self, member: &MemberName) -> Option<(String, String)> {
         let address = self.epoch.address(member)?;
         Some((address.control.clone(), address.incarnation.pod_uid.clone()))

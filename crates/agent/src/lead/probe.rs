@@ -94,6 +94,7 @@ pub(super) fn hello(
         tls: policy.data_tls,
         silence_ms: policy.silence_ms,
         probe,
+        preflight: false,
         carried,
     };
     Some((hello, first))

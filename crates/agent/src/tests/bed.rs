@@ -126,7 +126,8 @@ impl Bed {
             delivery: weightsync_core::protocol::Delivery::default(),
             digest: weightsync_core::protocol::Digest::Blake3,
             data_tls: true,
-            transport: TransportPolicy::default(),
+            // Rates on a busy machine would change the order of chains.
+            transport: TransportPolicy { preflight: Preflight::Off, ..TransportPolicy::default() },
             health,
             canary: None,
         };

@@ -41,6 +41,7 @@ async fn the_data_port_refuses_foreign_and_ended_certificates_and_whoever_lacks_
         tls: true,
         silence_ms: 3_000,
         probe: true,
+        preflight: false,
         carried: None,
     };
     let secret = bed.commit_request(&members, None).secret;
@@ -75,6 +76,7 @@ async fn stream_of_a_false_sender_or_to_a_false_address_is_refused() {
         tls: true,
         silence_ms: 3_000,
         probe: true,
+        preflight: false,
         carried: None,
     };
     let agent = |weightsync: &str, member: &Member| PeerIdentity::Agent {

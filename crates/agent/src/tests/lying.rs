@@ -77,6 +77,7 @@ impl Poison {
             tls: true,
             silence_ms: 3_000,
             probe: false,
+            preflight: false,
             carried: None,
         };
         let mut sink = own.open(hello, &to.address.data).await.unwrap();

@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use weightsync_core::protocol::{Delivery, Digest, HealthPolicy, KvCachePolicy, PausePolicy, TransportPolicy, UpdatePolicy};
+use weightsync_core::protocol::{Delivery, Digest, HealthPolicy, KvCachePolicy, PausePolicy, Preflight, TransportPolicy, UpdatePolicy};
 
 /// Rules of updates; the words of the resource.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -81,7 +81,8 @@ impl UpdateFile {
             bucket_bytes: bytes(self.bucket_mib),
             digest: self.digest,
             data_tls: self.tls,
-            transport: TransportPolicy::default(),
+            // One host has no network between its members.
+            transport: TransportPolicy { preflight: Preflight::Off, ..TransportPolicy::default() },
             health: HealthPolicy { period_ms: period, timeout_ms: period.max(1000), failure_threshold: 3, success_threshold: 1 },
             canary: None,
         }

@@ -125,8 +125,13 @@ impl Membership {
             return Err(Outcast::new(Reason::EngineWedged, message));
         }
         if let Some(strike) = self.backoff.holding_off(self.now, name, &pods) {
+            let retry_at = Some(strike.until);
+            // What is wrong with its edge is more than that it waits.
+            if strike.is_of_an_edge() {
+                return Err(Outcast { reason: strike.reason, message: strike.message.clone(), retry_at });
+            }
             let message = format!("{}: {} (failure {} in a row)", strike.reason, strike.message, strike.count);
-            return Err(Outcast { reason: Reason::BackingOff, message, retry_at: Some(strike.until) });
+            return Err(Outcast { reason: Reason::BackingOff, message, retry_at });
         }
         let updating = self.in_update(name, agent);
         if updating && self.stuck_at(agent).is_some_and(|at| self.now >= at) {

@@ -27,6 +27,11 @@ impl Strike {
     fn is_of_others(&self, pods: &BTreeSet<String>) -> bool {
         !self.pods.is_empty() && self.pods.is_disjoint(pods)
     }
+
+    /// Whether the pre-flight found it.
+    pub(super) fn is_of_an_edge(&self) -> bool {
+        matches!(self.reason, Reason::SlowEdge | Reason::BrokenEdge)
+    }
 }
 
 /// What a failure costs.
@@ -36,6 +41,8 @@ pub(super) enum Weight {
     Loss,
     /// It was asked and failed: it waits from the first time on.
     Failure,
+    /// An edge to it is slow or broken, which does not end by itself soon: it waits longest from the first time on.
+    Edge,
 }
 
 /// A failure of a member.
@@ -63,6 +70,7 @@ impl Backoff {
         let doublings = match weight {
             Weight::Loss => count.checked_sub(2),
             Weight::Failure => Some(count - 1),
+            Weight::Edge => Some(u32::MAX),
         };
         let wait = doublings.map_or(0, |doublings| {
             let factor = 1_u64.checked_shl(doublings).unwrap_or(u64::MAX);
@@ -70,6 +78,11 @@ impl Backoff {
         });
         let strike = Strike { count, until: now.saturating_add(wait), reason, message: message.to_owned(), pods, stable_since: None };
         self.members.insert(member.clone(), strike);
+    }
+
+    /// Edges are about to be measured again: what was found before holds no member off any more.
+    pub(super) fn forget_edges(&mut self) {
+        self.members.retain(|_, strike| !strike.is_of_an_edge());
     }
 
     /// What keeps a member with these pods out now.

@@ -35,6 +35,8 @@ pub(super) struct Group {
     pub astray: BTreeMap<MemberName, u64>,
     /// Who cannot reach whom, since when.
     pub reports: BTreeMap<(MemberName, MemberName), (u64, String)>,
+    /// Whether what its pre-flight found was heeded.
+    pub heeded: bool,
 }
 
 impl Group {
@@ -60,6 +62,7 @@ impl Group {
             leaving: BTreeMap::new(),
             astray: BTreeMap::new(),
             reports: BTreeMap::new(),
+            heeded: false,
         }
     }
 

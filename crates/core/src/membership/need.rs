@@ -66,7 +66,7 @@ impl Membership {
             | Reason::GroupFenced => Weight::Loss,
             Reason::UpdateStuck => Weight::Failure,
             // Held against it already, or nobody's fault.
-            Reason::BackingOff => return,
+            Reason::BackingOff | Reason::SlowEdge | Reason::BrokenEdge => return,
             _ => {
                 self.event(reason, message, Some(name.clone()), true);
                 return;

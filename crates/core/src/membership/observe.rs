@@ -15,7 +15,16 @@ impl Membership {
     pub(super) fn observe(&mut self, observation: Observation) {
         match observation {
             Observation::Tick => {}
-            Observation::Configure(config) => self.config = *config,
+            Observation::Configure(config) => {
+                let preflight = |config: &super::MembershipConfig| {
+                    let policy = &config.policy.transport;
+                    (policy.preflight, policy.preflight_asked.clone())
+                };
+                if preflight(&config) != preflight(&self.config) {
+                    self.backoff.forget_edges();
+                }
+                self.config = *config;
+            }
             Observation::Candidates { candidates, left_out } => {
                 self.planned = true;
                 self.candidates = candidates.into_iter().map(std::sync::Arc::new).collect();

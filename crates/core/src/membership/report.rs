@@ -43,6 +43,7 @@ impl Membership {
                 None => members_in.and_then(|members| self.choose_feeder(members)),
             },
             transport: self.group.as_ref().map(|group| self.transport_of(group)),
+            preflight: self.preflight().cloned().map(Box::new),
             update: self.updates.latest().cloned(),
             total,
             ready,
@@ -335,6 +336,9 @@ impl Membership {
             if let Some(claim) = self.refused_claim(candidate) {
                 add(Reason::ClaimRefused, Some(&candidate.name), claim);
             }
+        }
+        for (reason, poor) in self.poor_members() {
+            add(reason, Some(&poor.member), poor.why.clone());
         }
         if !self.planned || self.is_adopting() || self.suspended || self.deleted {
             return found;

@@ -12,6 +12,7 @@ mod hindrance;
 mod joining;
 mod leaving;
 mod lying;
+mod preflight;
 mod restart;
 mod skew;
 mod transport;

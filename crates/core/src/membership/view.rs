@@ -1,7 +1,8 @@
 //! What status shows of membership. Holds values only; `report.rs` fills them.
 
 use crate::protocol::{
-    EpochId, HeldVersion, Hindrance, Incarnation, MemberName, PodRef, Reason, Returned, Role, TransportChoice, UpdateView, Version,
+    EpochId, HeldVersion, Hindrance, Incarnation, MemberName, PodRef, PreflightReport, Reason, Returned, Role, TransportChoice, UpdateView,
+    Version,
 };
 
 /// Where the group stands.
@@ -103,6 +104,7 @@ impl MembershipView {
             newest: None,
             feeder: None,
             transport: None,
+            preflight: None,
             update: None,
             members: Vec::new(),
             total: 0,
@@ -143,6 +145,8 @@ pub struct MembershipView {
     pub feeder: Option<MemberName>,
     /// How bytes travel in the committed group.
     pub transport: Option<TransportChoice>,
+    /// What the pre-flight of the committed group found.
+    pub preflight: Option<Box<PreflightReport>>,
     /// The latest update of the group, as its leader sees it.
     pub update: Option<UpdateView>,
     /// All members, sources first, in the order of the plan; then those left out by the plan.

@@ -7,8 +7,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    EpochId, FabricReport, GpuReport, GroupFacts, Incarnation, MemberName, MixedWindow, RefusedVersion, Role, Roster, Statement,
-    TransportChoice, UpdatePolicy, UpdateView, Version,
+    EpochId, FabricReport, GpuReport, GroupFacts, Incarnation, MemberName, MixedWindow, PreflightReport, RefusedVersion, Role, Roster,
+    Statement, TransportChoice, UpdatePolicy, UpdateView, Version,
 };
 
 /// Longest line of an event stream, in bytes: a snapshot with all its statements, or an update of two thousand members. Readers end a stream
@@ -309,6 +309,9 @@ pub struct MemberState {
     /// When its engine answered requests while a version was loaded, the oldest first; the last few.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mixed: Vec<MixedWindow>,
+    /// What the pre-flight of its epoch found, where it leads that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub preflight: Option<Box<PreflightReport>>,
     /// Why it is dirty, unknown, unhealthy or idle, for a person.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,

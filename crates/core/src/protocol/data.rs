@@ -33,6 +33,9 @@ pub struct DataHello {
     pub silence_ms: u64,
     /// True for the one-element operation of the commit phase.
     pub probe: bool,
+    /// True for a stream that measures the edge: its store keeps nothing.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub preflight: bool,
     /// Where payloads come from when they travel between GPUs; none when they travel in the connections.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub carried: Option<CarriedBy>,

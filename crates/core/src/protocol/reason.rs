@@ -125,6 +125,10 @@ reasons! {
     CommitRefused,
     /// Other members cannot reach the member.
     PeerUnreachable,
+    /// The pre-flight found that every edge to the member is far slower than the others; the message has both figures.
+    SlowEdge,
+    /// The pre-flight found that an edge to the member does not carry bytes; the message names both members.
+    BrokenEdge,
     /// The member refused or failed updates repeatedly.
     UpdateRefused,
     /// An update failed; the version did not move.

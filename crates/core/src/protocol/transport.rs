@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{EngineGroups, FabricPlan, MemberName};
+use super::{EngineGroups, FabricPlan, MemberName, Preflight};
 
 /// What the object asks for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,6 +42,12 @@ pub struct TransportPolicy {
     /// NCCL: settings that hold where neither the object nor the agent's own environment has them.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub defaults: BTreeMap<String, String>,
+    /// Whether edges are measured before they carry weights.
+    #[serde(default, skip_serializing_if = "Preflight::is_auto")]
+    pub preflight: Preflight,
+    /// Name of the latest request to measure all edges again; empty without one.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub preflight_asked: String,
 }
 
 impl TransportPolicy {

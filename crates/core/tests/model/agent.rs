@@ -204,6 +204,7 @@ impl Agent {
             engine_restarts: 0,
             paused_until: None,
             mixed: Vec::new(),
+            preflight: None,
             reason: None,
         }
     }

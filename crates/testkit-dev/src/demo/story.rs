@@ -21,7 +21,7 @@ use weightsync_agent::client::trainer::TrainerClient;
 use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
 use weightsync_core::membership::{GroupStage, MembershipView};
 use weightsync_core::protocol::{
-    Activation, ClientRequest, EngineAssignment, PausePolicy, PublishResult, QueuePolicy, Role, TransportPolicy, TransportWish,
+    Activation, ClientRequest, EngineAssignment, PausePolicy, Preflight, PublishResult, QueuePolicy, Role, TransportPolicy, TransportWish,
 };
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_net::shutdown;
@@ -348,9 +348,14 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
     }
     policy.bucket_bytes = bucket_bytes(args);
     policy.transport = match gpus {
-        [] => TransportPolicy { wish: TransportWish::Tcp, ..TransportPolicy::default() },
+        [] => TransportPolicy { wish: TransportWish::Tcp, preflight: Preflight::Off, ..TransportPolicy::default() },
         // Slots as small as the chain's buckets, so that a rollout can be killed in the middle of a small model.
-        _ => TransportPolicy { wish: TransportWish::Nccl, slot_bytes: bucket_bytes(args), ..TransportPolicy::default() },
+        _ => TransportPolicy {
+            wish: TransportWish::Nccl,
+            slot_bytes: bucket_bytes(args),
+            preflight: Preflight::Off,
+            ..TransportPolicy::default()
+        },
     };
     Ok(GroupSpec {
         name: format!("demo-{}", std::process::id()),

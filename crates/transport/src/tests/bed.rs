@@ -284,6 +284,7 @@ pub fn hello(members: &[Member], silence_ms: u64) -> DataHello {
         tls: false,
         silence_ms,
         probe: false,
+        preflight: false,
         carried: None,
     }
 }

@@ -278,6 +278,7 @@ fn state(n: u32, number: u32) -> MemberState {
         engine_restarts: 0,
         paused_until: None,
         mixed: Vec::new(),
+        preflight: None,
         reason: None,
     }
 }

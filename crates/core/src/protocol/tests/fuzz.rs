@@ -40,7 +40,7 @@ pub(super) fn messages() -> Vec<Message> {
     let roster = json!({"members": [member], "worldSize": 3, "chain": ["rollouts/a"]});
     let policy = json!({
         "delivery": "Agent", "pause": "Keep", "kvCache": "Reset", "minReady": 1, "maxUnavailable": 2, "maxSkew": 3, "silenceMs": 1, "updateTimeoutMs": 2,
-        "retainBytes": 3, "keep": 2, "bucketBytes": 4, "digest": "Blake3", "dataTls": true, "transport": {"wish": "nccl", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}},
+        "retainBytes": 3, "keep": 2, "bucketBytes": 4, "digest": "Blake3", "dataTls": true, "transport": {"wish": "nccl", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}, "preflight": "Off", "preflightAsked": "r"},
         "health": {"periodMs": 1, "timeoutMs": 2, "failureThreshold": 3, "successThreshold": 4},
         "canary": {"prompt": "p", "maxTokens": 2, "leastLogProbMilli": -4000, "greatestLogProbMilli": 0},
     });
@@ -51,8 +51,13 @@ pub(super) fn messages() -> Vec<Message> {
         "nccl": {"slots": 4, "slotBytes": 64, "ranks": [["trainer/t", ["GPU-1"]]], "guests": ["rollouts/a"]}, "gdr": {"slots": 2, "slotBytes": 64},
         "engines": {"groups": [{"rendezvous": "UniqueId", "members": [["rollouts/a", 2]]}]}, "reason": "r",
     });
+    let figures = json!({"outcome": "verified", "bytes": 9, "nanoseconds": 3, "roundTripUs": 2, "mtu": 1500, "clockMs": -1});
+    let edge = json!({"from": "trainer/t", "to": "rollouts/a", "places": ["n", "m"], "outcome": "broken", "cause": "c"});
+    let poor = json!({"member": "rollouts/a", "from": "trainer/t", "broken": true, "why": "w"});
+    let arrangement = json!({"order": ["rollouts/a"], "moved": ["rollouts/a"], "poor": [poor], "source": poor});
+    let preflight = json!({"id": id, "transport": "tcp", "asked": "r", "done": true, "measured": 1, "tookMs": 2, "edges": [edge], "arrangement": arrangement});
     let state = json!({
-        "member": "rollouts/a", "incarnation": life, "role": "rollout", "phase": "Ready", "epoch": id, "rosterDigest": "d", "transport": choice,
+        "preflight": preflight, "member": "rollouts/a", "incarnation": life, "role": "rollout", "phase": "Ready", "epoch": id, "rosterDigest": "d", "transport": choice,
         "retained": held, "earlier": [held], "returned": returned, "installed": held, "refused": [{"held": held, "measured": "m"}], "engine": engine, "engineRestarts": 2, "healthy": true, "wedged": false, "pausedUntil": 5, "mixed": [mixed], "reason": "r",
     });
     let row = json!({"member": "rollouts/a", "bytes": 5, "step": "Receiving", "reason": "r"});
@@ -83,6 +88,9 @@ pub(super) fn messages() -> Vec<Message> {
     let handle = "A".repeat(86) + "==";
     let ring = json!({"ring": 1, "gpu": "GPU-1", "handle": "h", "bytes": 2, "check": "c", "proven": false});
     messages! {
+        EdgeRequest: json!({"id": id, "to": "rollouts/a", "deadlineMs": 5});
+        EdgeOutcome: figures, json!({"outcome": "unmeasured", "cause": "c"});
+        ClockAnswer: json!({"nowMs": 5});
         PrepareRequest: json!({"id": id, "member": "rollouts/a", "roster": roster, "policy": policy, "why": "w", "deadlineMs": 5});
         PrepareResponse: json!({"incarnation": life, "dataAddress": "a", "gpus": {"gpus": [gpu], "nccl": 1, "reason": "r", "unshared": "u"},
             "fabric": {"nixl": "n", "rdma": true, "reason": "r"}, "state": state});
@@ -128,7 +136,7 @@ pub(super) fn messages() -> Vec<Message> {
         Rejection: json!({"message": "m", "retryable": true});
         DataHello: json!({
             "update": update, "from": "trainer/t", "to": "rollouts/a", "secret": "s", "rest": [["rollouts/b", "a"]], "tls": false,
-            "silenceMs": 1, "probe": true, "carried": {"root": 0, "passing": ["rollouts/b"], "lent": true, "fabric": {"metadata": "AAAA", "first": {"address": 1, "device": 2}, "slots": 2, "slotBytes": 64}},
+            "silenceMs": 1, "probe": true, "preflight": true, "carried": {"root": 0, "passing": ["rollouts/b"], "lent": true, "fabric": {"metadata": "AAAA", "first": {"address": 1, "device": 2}, "slots": 2, "slotBytes": 64}},
         });
         StreamFailure: json!({"kind": "silent", "peer": "rollouts/a", "silenceMs": 5}), json!({"kind": "corrupt", "peer": "rollouts/a", "sequence": 5}),
             json!({"kind": "refused", "peer": "rollouts/a", "refusal": {"code": "Timeout", "message": "m"}}), json!({"kind": "cancelled"});
