@@ -8,7 +8,9 @@ binary=${1:-$root/target/release/weightsync}
 out=$root/target/images/weightsync-gdr.tar
 
 debian_packages() {
-  (cd "$1" && apt-get -q -y -o Debug::NoLocking=1 download libibverbs1 ibverbs-providers libnl-3-200 libnl-route-3-200 &&
+  local names=(libibverbs1 ibverbs-providers libnl-3-200 libnl-route-3-200)
+  # Where the lists of packages are missing or old, they are brought first.
+  (cd "$1" && { apt-get -q -y -o Debug::NoLocking=1 download "${names[@]}" || { apt-get -q update && apt-get -q -y download "${names[@]}"; }; } &&
     for package in *.deb; do dpkg-deb -x "$package" . || exit; done && rm ./*.deb)
 }
 debian=$WEIGHTSYNC_CACHE/rdma-core
