@@ -85,6 +85,21 @@ async fn probe(world: &World, url: String, slowest: &std::cell::Cell<Duration>) 
     }
 }
 
+/// A server that does nothing but answer: what a probe takes on this machine at this moment. Ends with the task.
+async fn plain() -> (String, tokio::task::JoinHandle<()>) {
+    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let url = format!("http://{}/healthz", listener.local_addr().unwrap());
+    let serves = tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let mut request = [0; 1024];
+            if stream.read(&mut request).await.is_ok() {
+                let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n").await;
+            }
+        }
+    });
+    (url, serves)
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn group_takes_versions_among_two_thousand_strangers() {
     let world = World::start(json!({}), [Actor::new(), Actor::new()]).await;
@@ -118,7 +133,8 @@ async fn group_takes_versions_among_two_thousand_strangers() {
         // Each port gets each kind from each address.
         strangers.spawn(stay(number / ports.len(), from, ports[number % ports.len()]));
     }
-    let slowest = std::cell::Cell::new(Duration::ZERO);
+    let (slowest, slowest_plain) = (std::cell::Cell::new(Duration::ZERO), std::cell::Cell::new(Duration::ZERO));
+    let (plain, serves) = plain().await;
     let mut most = before.clone();
     let updates = async {
         for version in 2..8 {
@@ -133,10 +149,14 @@ async fn group_takes_versions_among_two_thousand_strangers() {
     tokio::select! {
         () = updates => {}
         _ = futures::future::join_all(probes.into_iter().map(|url| probe(&world, url, &slowest))) => {}
+        () = probe(&world, plain, &slowest_plain) => {}
     }
+    serves.abort();
     let grown: BTreeMap<&str, u64> = most.iter().map(|(name, most)| (*name, (most - before[name]) >> 20)).collect();
     println!("slowest probe {:?}, MiB grown {grown:?}", slowest.get());
-    assert!(slowest.get() < PROBE, "a probe took {:?}", slowest.get());
+    // On a machine that is busy with much else, no server answers within a second.
+    let limit = PROBE.max(3 * slowest_plain.get());
+    assert!(slowest.get() < limit, "a probe took {:?}, and one of a plain server {:?}", slowest.get(), slowest_plain.get());
     for (name, most) in most {
         assert!(most - before[name] < GROWTH, "{name} grew from {} to {most} bytes", before[name]);
     }
