@@ -33,7 +33,7 @@ const OPEN: Duration = Duration::from_secs(60);
 pub struct FabricSettings {
     /// File of NIXL's C interface, where it is not to be looked for.
     pub nixl: Option<PathBuf>,
-    /// Devices that it may use, by UCX's names, or `all`. Without any, workers on GPUs take those that are nearest ([`near`]), others take all.
+    /// Devices that it may use, by UCX's names, or `all`. Without any, workers on GPUs take those that are nearest, others take all.
     pub devices: Vec<String>,
     /// The program and arguments of a worker; this program's own if not given.
     pub worker: Option<WorkerStart>,
