@@ -249,7 +249,7 @@ fn group_that_cannot_form_names_what_keeps_it_from_forming() {
 }
 
 #[test]
-fn status_lists_measured_edges_and_the_condition_names_a_slow_one() {
+fn status_lists_measured_edges_and_names_a_slow_one() {
     let object = object("ws", 0);
     let mut view = working(&object);
     let [source, rollout] = [view.members[0].name.clone(), view.members[1].name.clone()];
