@@ -228,7 +228,14 @@ impl Attempt<'_> {
     pub(super) fn take(&mut self, member: &MemberName, answer: Answer) {
         match answer {
             Answer::Status(status) => self.table.observe(member, &status),
-            Answer::Refused(refusal) => self.table.refused(member, &refusal),
+            Answer::Refused(refusal) => {
+                let opened = self.table.step(member).is_some();
+                self.table.refused(member, &refusal);
+                // It waits for bytes or for an end that will not come, and could be fed.
+                if opened {
+                    self.calls.abort(vec![member.clone()], self.update(), refusal.message);
+                }
+            }
             Answer::Lost(cause) => self.table.lost(member, &cause),
         }
     }

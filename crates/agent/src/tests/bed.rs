@@ -9,7 +9,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
-use super::corrupting::Corrupting;
+use super::corrupting::{Corrupting, Wrong};
 use super::engine::TestEngine;
 use crate::attempts::Attempts;
 use crate::client::PublishQueue;
@@ -101,7 +101,7 @@ pub struct Bed {
     pub current: Option<HeldVersion>,
     pub returned: Option<Returned>,
     pub refused: Vec<Version>,
-    pub corrupt: Arc<std::sync::atomic::AtomicBool>,
+    pub wrong: Arc<Wrong>,
     /// Of rollouts.
     pub cgroups: Cgroups,
     pub pods: u32,
@@ -141,7 +141,7 @@ impl Bed {
             current: None,
             returned: None,
             refused: Vec::new(),
-            corrupt: Arc::default(),
+            wrong: Arc::default(),
             cgroups,
             pods: 0,
         }
@@ -172,9 +172,9 @@ impl Bed {
         let name = MemberName(name.into());
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let place = self.versions.path().to_owned();
-        let corrupt = (role == Role::Source).then(|| self.corrupt.clone());
+        let wrong = (role == Role::Source).then(|| self.wrong.clone());
         let (start, cancel) =
-            (Start { identity, incarnation, role, engine, place, corrupt, cgroups: self.cgroups.clone() }, CancellationToken::new());
+            (Start { identity, incarnation, role, engine, place, wrong, cgroups: self.cgroups.clone() }, CancellationToken::new());
         let (name_of, token) = (name.clone(), cancel.clone());
         let (told, hear) = std::sync::mpsc::channel();
         runtime.spawn(async move {
@@ -311,7 +311,7 @@ struct Start {
     role: Role,
     engine: TestEngine,
     place: PathBuf,
-    corrupt: Option<Arc<std::sync::atomic::AtomicBool>>,
+    wrong: Option<Arc<Wrong>>,
     cgroups: Cgroups,
 }
 
@@ -323,8 +323,8 @@ impl Start {
         let options = TcpOptions { tls: Some(tls), ..TcpOptions::default() };
         let tcp = TcpTransport::bind("127.0.0.1:0".parse().unwrap(), core.clone(), options).await.unwrap();
         let data = tcp.address();
-        let transport: Arc<dyn Transport> = match self.corrupt {
-            Some(armed) => Arc::new(Corrupting { inner: tcp, armed }),
+        let transport: Arc<dyn Transport> = match self.wrong {
+            Some(wrong) => Arc::new(Corrupting { inner: tcp, wrong }),
             None => Arc::new(tcp),
         };
         let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport);

@@ -1,6 +1,7 @@
-//! A transport whose bytes arrive as they were not sent.
+//! A transport whose bytes arrive as they were not sent, or reach the first member only.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -24,15 +25,23 @@ pub fn twins() -> [Vec<u8>; 2] {
     })
 }
 
-/// Flips a byte of one bucket on its way, after its digest was made. Of [`twins`] the first becomes the second, whose digest is the same.
+/// What goes wrong with the next stream. Each happens once.
+#[derive(Default)]
+pub struct Wrong {
+    /// A byte of one bucket flips after its digest was made. Of [`twins`] the first becomes the second, whose digest is the same.
+    pub byte: AtomicBool,
+    /// The first member passes nothing on, and confirms the stream.
+    pub relay: AtomicBool,
+}
+
 pub struct Corrupting {
     pub inner: TcpTransport,
-    pub armed: Arc<std::sync::atomic::AtomicBool>,
+    pub wrong: Arc<Wrong>,
 }
 
 struct CorruptingSink {
     inner: Box<dyn BucketSink>,
-    armed: Arc<std::sync::atomic::AtomicBool>,
+    wrong: Arc<Wrong>,
 }
 
 #[async_trait]
@@ -43,13 +52,16 @@ impl Transport for Corrupting {
     fn address(&self) -> String {
         self.inner.address()
     }
-    async fn open(&self, hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError> {
+    async fn open(&self, mut hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError> {
         let probe = hello.probe;
+        if !probe && self.wrong.relay.swap(false, Ordering::SeqCst) {
+            hello.rest.clear();
+        }
         let inner = self.inner.open(hello, first).await?;
         if probe {
             return Ok(inner);
         }
-        Ok(Box::new(CorruptingSink { inner, armed: self.armed.clone() }))
+        Ok(Box::new(CorruptingSink { inner, wrong: self.wrong.clone() }))
     }
 }
 
@@ -58,7 +70,7 @@ impl BucketSink for CorruptingSink {
     async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError> {
         let Payload::Host(data) = data else { panic!("on a GPU") };
         let mut data = data.to_vec();
-        if self.armed.swap(false, std::sync::atomic::Ordering::SeqCst) {
+        if self.wrong.byte.swap(false, Ordering::SeqCst) {
             let [honest, forged] = twins();
             if data == honest {
                 data = forged;

@@ -236,7 +236,7 @@ async fn a_byte_that_flips_on_the_way_is_never_installed() {
     let mut bed = Bed::new();
     let (source, rollouts) = (bed.source(), bed.rollouts(2));
     bed.form(&all(&source, &rollouts), Some(&source)).await;
-    bed.corrupt.store(true, Ordering::SeqCst);
+    bed.wrong.byte.store(true, Ordering::SeqCst);
     let publishing = publish(&source, 1, TestSource::of(1));
     source.until("out of the attempt", |state| state.phase == MemberPhase::Updating).await;
     source.until("out of the attempt", |state| state.phase == MemberPhase::Ready).await;
@@ -248,6 +248,25 @@ async fn a_byte_that_flips_on_the_way_is_never_installed() {
     assert_eq!(publishing.outcome().await.unwrap().attempts, 2);
     let (layout, bytes) = weights(1);
     assert!(rollouts.iter().all(|rollout| rollout.engine.serves() == Some(served(&layout, &bytes))));
+}
+
+/// Before the leader ended the attempt there, the member waited for its bytes as long as silence is allowed.
+#[tokio::test(flavor = "multi_thread")]
+async fn member_that_refuses_the_end_is_fed_without_a_wait() {
+    let mut bed = Bed::new();
+    bed.policy.silence_ms = 120_000;
+    bed.policy.update_timeout_ms = 240_000;
+    let (source, rollouts) = (bed.source(), bed.rollouts(2));
+    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    bed.wrong.relay.store(true, Ordering::SeqCst);
+    let result = publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    assert_eq!(result.installed, [rollouts[0].name.clone()]);
+    let [(name, reason)] = result.behind.as_slice() else { panic!("{:?}", result.behind) };
+    assert_eq!(*name, rollouts[1].name);
+    assert!(reason.contains("by way of actors/r-0"), "{reason}");
+    rollouts[1].until_installed(1).await;
+    let (layout, bytes) = weights(1);
+    assert_eq!(rollouts[1].engine.serves(), Some(served(&layout, &bytes)));
 }
 
 /// A version of one tensor, of which a member that passes it on can make another one with the same sums.
@@ -272,7 +291,7 @@ async fn bytes_that_a_relay_forged_are_refused_by_their_blake3() {
     bed.policy.digest = Digest::Blake3;
     let (source, rollouts) = (bed.source(), bed.rollouts(2));
     bed.form(&all(&source, &rollouts), Some(&source)).await;
-    bed.corrupt.store(true, Ordering::SeqCst);
+    bed.wrong.byte.store(true, Ordering::SeqCst);
     let publishing = publish(&source, 1, forgeable());
     source.until("in the attempt", |state| state.phase == MemberPhase::Updating).await;
     source.until("out of the attempt", |state| state.phase == MemberPhase::Ready).await;
@@ -291,9 +310,9 @@ async fn bytes_that_a_relay_forged_pass_where_xxh3_was_chosen() {
     bed.policy.digest = Digest::Xxh3;
     let (source, rollouts) = (bed.source(), bed.rollouts(1));
     bed.form(&all(&source, &rollouts), Some(&source)).await;
-    bed.corrupt.store(true, Ordering::SeqCst);
+    bed.wrong.byte.store(true, Ordering::SeqCst);
     assert_eq!(publish(&source, 1, forgeable()).outcome().await.unwrap().attempts, 1);
-    assert!(!bed.corrupt.load(Ordering::SeqCst), "the forged bytes were sent");
+    assert!(!bed.wrong.byte.load(Ordering::SeqCst), "the forged bytes were sent");
 }
 
 #[tokio::test(flavor = "multi_thread")]
