@@ -21,13 +21,47 @@ pub(crate) const SILENT_AFTER: Duration = Duration::from_millis(3_500);
 /// Losses that are kept for who attaches late.
 const KEPT_LOSSES: usize = 64;
 
-/// What is to be told, as it is now.
+/// Ended updates that are kept for a reader that is slow.
+const KEPT_ENDS: usize = 16;
+
+/// What readers see, as it is now.
 pub struct Events {
     state: watch::Sender<Arc<MemberState>>,
-    update: watch::Sender<Option<Arc<UpdateView>>>,
+    update: watch::Sender<Updates>,
     losses: watch::Sender<Losses>,
     coordinators: Arc<AtomicUsize>,
     refresh: Arc<Notify>,
+}
+
+/// The update that runs or ended last, and how those before it ended: a reader counts each end, so a new update must not overwrite it.
+#[derive(Debug, Clone, Default)]
+pub struct Updates {
+    latest: Option<Arc<UpdateView>>,
+    /// Grows with each end, so that a reader knows which it has sent.
+    ended: usize,
+    /// The last ends, without `latest`.
+    earlier: VecDeque<Arc<UpdateView>>,
+}
+
+impl Updates {
+    fn set(&mut self, view: UpdateView) {
+        let attempt = |view: &UpdateView| (view.id.clone(), view.version, view.attempt, view.feeding);
+        let view = Arc::new(view);
+        let before = self.latest.replace(view.clone());
+        let Some(ended) = before.filter(|before| before.phase.is_over() && attempt(before) != attempt(&view)) else { return };
+        self.earlier.push_back(ended);
+        self.ended += 1;
+        if self.earlier.len() > KEPT_ENDS {
+            self.earlier.pop_front();
+        }
+    }
+
+    /// The ends that a reader has not seen, then the latest view. `seen` counts what it has seen.
+    pub fn since(&self, seen: &mut usize) -> impl Iterator<Item = &Arc<UpdateView>> {
+        let new = self.ended.saturating_sub(*seen).min(self.earlier.len());
+        *seen = self.ended;
+        self.earlier.iter().skip(self.earlier.len() - new).chain(&self.latest)
+    }
 }
 
 /// Losses of peers in the latest epoch in which there were some.
@@ -44,7 +78,7 @@ impl Events {
     pub fn new(state: MemberState) -> Self {
         Self {
             state: watch::Sender::new(Arc::new(state)),
-            update: watch::Sender::new(None),
+            update: watch::Sender::default(),
             losses: watch::Sender::default(),
             coordinators: Arc::default(),
             refresh: Arc::default(),
@@ -71,16 +105,16 @@ impl Events {
 
     pub fn set_update(&self, mut view: UpdateView) {
         view.shorten();
-        self.update.send_replace(Some(Arc::new(view)));
+        self.update.send_modify(|updates| updates.set(view));
     }
 
-    pub fn updates(&self) -> watch::Receiver<Option<Arc<UpdateView>>> {
+    pub fn updates(&self) -> watch::Receiver<Updates> {
         self.update.subscribe()
     }
 
     #[cfg(test)]
     pub(crate) fn update(&self) -> Option<Arc<UpdateView>> {
-        self.update.borrow().clone()
+        self.update.borrow().latest.clone()
     }
 
     /// A peer of an epoch was lost. Said once for each peer and cause.
@@ -118,6 +152,8 @@ impl Events {
         let mut reader = Reader {
             state: self.state.subscribe(),
             update: self.update.subscribe(),
+            // Ends from before it attached are not its business, but for the latest.
+            ends: self.update.borrow().ended,
             losses: self.losses.subscribe(),
             told: 0,
             heartbeat,
@@ -125,7 +161,7 @@ impl Events {
             _attached: coordinator.then(|| Attached::new(&self.coordinators)),
         };
         reader.state.mark_changed();
-        if reader.update.borrow().is_some() {
+        if reader.update.borrow().latest.is_some() {
             reader.update.mark_changed();
         }
         reader.losses.mark_changed();
@@ -154,7 +190,8 @@ impl Drop for Attached {
 
 struct Reader {
     state: watch::Receiver<Arc<MemberState>>,
-    update: watch::Receiver<Option<Arc<UpdateView>>>,
+    update: watch::Receiver<Updates>,
+    ends: usize,
     losses: watch::Receiver<Losses>,
     told: usize,
     heartbeat: Interval,
@@ -177,8 +214,9 @@ impl Reader {
                 }
                 Ok(()) = self.losses.changed() => self.take_losses(),
                 Ok(()) = self.update.changed() => {
-                    let update = self.update.borrow_and_update().clone();
-                    self.waiting.extend(update.map(|update| AgentEvent::Update { update: UpdateView::clone(&update) }));
+                    let updates = self.update.borrow_and_update();
+                    let views = updates.since(&mut self.ends);
+                    self.waiting.extend(views.map(|view| AgentEvent::Update { update: UpdateView::clone(view) }));
                 }
                 _ = self.heartbeat.tick() => return AgentEvent::Heartbeat,
             }

@@ -155,10 +155,10 @@ impl Numbers {
         let numbers = self.clone();
         follow(tasks, cancel, core.events().states(), move |state| numbers.stands(&labels, state));
 
-        let (numbers, states, mut counted) = (self.clone(), core.events().states(), None);
+        let (numbers, states, mut counted, mut seen) = (self.clone(), core.events().states(), None, 0);
         let leads = if rollout.is_some() { "feeder" } else { "source" };
-        follow(tasks, cancel, core.events().updates(), move |update| {
-            if let Some(update) = update.as_ref().filter(|update| ended_first(&mut counted, update)) {
+        follow(tasks, cancel, core.events().updates(), move |updates| {
+            for update in updates.since(&mut seen).filter(|update| ended_first(&mut counted, update)) {
                 numbers.led(leads, transport(&states.borrow()), update);
             }
         });

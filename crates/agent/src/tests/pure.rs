@@ -30,6 +30,51 @@ async fn losses_that_are_told_late_are_the_newest() {
     assert_eq!((lost.len(), lost.last()), (64, Some(&"actors/r-99".to_owned())));
 }
 
+fn view(version: Version, phase: UpdatePhase) -> UpdateView {
+    UpdateView {
+        id: epoch("w", 1, 0, 1),
+        version,
+        attempt: 1,
+        phase,
+        total_bytes: 1,
+        members: Vec::new(),
+        phases_ms: Vec::new(),
+        failure: None,
+        feeding: false,
+    }
+}
+
+/// The next views of a stream.
+async fn updates(stream: &mut (impl futures::Stream<Item = AgentEvent> + Unpin), count: usize) -> Vec<(Version, UpdatePhase)> {
+    let views = futures::StreamExt::filter_map(stream, |event| {
+        std::future::ready(match event {
+            AgentEvent::Update { update } => Some((update.version, update.phase)),
+            _ => None,
+        })
+    });
+    let next = futures::StreamExt::collect(futures::StreamExt::take(views, count));
+    tokio::time::timeout(std::time::Duration::from_secs(20), next).await.expect("all are sent")
+}
+
+/// A reader counts ends. Before they were kept, an update that began at once overwrote the end of the one before it.
+#[tokio::test]
+async fn end_of_an_update_is_sent_though_another_began() {
+    let core = crate::core::Core::new(me(), crate::core::Facts::default());
+    let events = core.events();
+    events.set_update(view(1, UpdatePhase::Done));
+    let mut stream = Box::pin(events.stream(false));
+    assert_eq!(updates(&mut stream, 1).await, [(1, UpdatePhase::Done)]);
+    for (version, phase) in [(2, UpdatePhase::Begin), (2, UpdatePhase::Failed), (2, UpdatePhase::Failed), (3, UpdatePhase::Begin)] {
+        events.set_update(view(version, phase));
+    }
+    // The last end of version 1 comes once more: the reader knows it.
+    let seen = updates(&mut stream, 3).await;
+    assert_eq!(seen, [(1, UpdatePhase::Done), (2, UpdatePhase::Failed), (3, UpdatePhase::Begin)]);
+    drop(stream);
+    stream = Box::pin(events.stream(false));
+    assert_eq!(updates(&mut stream, 1).await, [(3, UpdatePhase::Begin)], "a reader that attaches late gets the latest only");
+}
+
 #[test]
 fn view_of_a_large_update_fits_a_line_of_the_stream() {
     let member = |number: usize| MemberProgress {
@@ -38,17 +83,8 @@ fn view_of_a_large_update_fits_a_line_of_the_stream() {
         step: InstallStep::Receiving,
         reason: Some("ü".repeat(10_000)),
     };
-    let mut view = UpdateView {
-        id: epoch("w", 1, 0, 1),
-        version: 1,
-        attempt: 1,
-        phase: UpdatePhase::Failed,
-        total_bytes: 1,
-        members: (0..1_500).map(member).collect(),
-        phases_ms: Vec::new(),
-        failure: Some("ü".repeat(100_000)),
-        feeding: false,
-    };
+    let mut view =
+        UpdateView { members: (0..1_500).map(member).collect(), failure: Some("ü".repeat(100_000)), ..view(1, UpdatePhase::Failed) };
     view.shorten();
     let line = serde_json::to_string(&AgentEvent::Update { update: view }).unwrap();
     assert!(line.len() < LONGEST_EVENT, "{} bytes", line.len());
