@@ -25,9 +25,9 @@ use crate::api::{Problem, WeightSync, WeightSyncSpec, validate};
 use weightsync_agent::client::ClientServerConfig;
 use weightsync_core::plan::{
     Bandwidth, CONTEXT_ESTIMATE, Claim, Explanation, GpuRing, GpuRoom, ModelFacts, NoRing, Plan, PlanInput, PodFacts, PoolSpec, RingChoice,
-    RingWish, TrainerSpec, USUAL_LOAD, WeightSyncRef, explain, gpu_ring, part_of, plan, roster,
+    RingWish, TrainerSpec, USUAL_LOAD, WeightSyncRef, explain, gpu_ring, part_of, plan, roster, show_rate,
 };
-use weightsync_core::protocol::{TransportPolicy, TransportWish};
+use weightsync_core::protocol::{Role, Roster, TransportPolicy, TransportWish};
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{Layout, default_bucket_bytes};
 use weightsync_transport::tcp::TcpOptions;
@@ -47,7 +47,7 @@ pub struct PlanArgs {
     /// travel between GPUs, which `transport.auto` is then taken to choose.
     #[arg(long, value_parser = parse_bytes)]
     gpu_free: Option<u64>,
-    /// Speeds of links to reckon floor times for.
+    /// Speeds of links to reckon floor times for. An object from a cluster adds the slowest edge that its pre-flight measured.
     #[arg(long, value_parser = parse_rate, default_values = ["10Gbit", "25Gbit", "100Gbit"])]
     bandwidth: Vec<Bandwidth>,
     /// How to print it.
@@ -129,11 +129,13 @@ impl PlanArgs {
                 None => None,
             };
             let model = self.model(&object.object.spec, ring.as_ref().map(|choice| choice.ring))?;
+            let mut links = self.bandwidth.clone();
+            links.extend(slowest_measured(&roster, &object.object));
             reports.push(Report {
                 gpu_ring: ring.map(|choice| choice.why),
                 weightsync: party.reference.clone(),
                 problems,
-                explanation: explain(&roster, model, &self.bandwidth),
+                explanation: explain(&roster, model, &links),
                 plan,
             });
         }
@@ -199,6 +201,20 @@ impl Party {
         }
         Self { reference, trainer: object.spec.trainer.to_plan(), pools: object.spec.plan_pools(), problems: validate(&object.spec) }
     }
+}
+
+/// The slowest edge of the planned chain, where the pre-flight of a cluster measured them: a chain is as fast as that one.
+fn slowest_measured(roster: &Roster, object: &WeightSync) -> Option<Bandwidth> {
+    let preflight = object.status.as_ref()?.preflight.as_ref()?;
+    let source = roster.members.iter().find(|member| member.role == Role::Source)?;
+    let senders = std::iter::once(&source.name).chain(&roster.chain);
+    let rates = senders.zip(&roster.chain).filter_map(|(from, to)| {
+        let edge = preflight.edges.iter().find(|edge| edge.from == from.0 && edge.to == to.0)?;
+        let bytes_per_second = u64::try_from(edge.bytes_per_second?).ok().filter(|rate| *rate > 0)?;
+        let rate = show_rate(bytes_per_second);
+        Some(Bandwidth { name: format!("{rate}, measured from {from} to {to} over {}", preflight.transport), bytes_per_second })
+    });
+    rates.min_by_key(|edge| edge.bytes_per_second)
 }
 
 /// What the other objects of the files claim of these pods.

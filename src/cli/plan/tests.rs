@@ -63,6 +63,29 @@ fn the_examples_have_the_ranks_that_they_promise() {
 }
 
 #[test]
+fn measured_edges_give_the_floor_of_the_slowest() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/examples/quickstart-vllm.yaml");
+    let text = std::fs::read_to_string(path).unwrap();
+    let edge = |from: &str, to: &str, rate: u64| json!({"from": from, "to": to, "fromNode": "n", "toNode": "n", "verdict": "Good", "bytesPerSecond": rate});
+    let preflight = |edges: Value| json!({"state": "Done", "transport": "tcp", "measured": 2, "milliseconds": 5, "edges": edges});
+    let edges = json!([
+        edge("trainer/trainer-0", "actors/actor-0", 2_000_000_000),
+        edge("actors/actor-0", "actors/actor-1", 500_000_000),
+        edge("trainer/trainer-0", "actors/actor-1", 1_000_000),
+    ]);
+    let mut documents: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap();
+    for document in documents.iter_mut().filter(|document| document["kind"] == "WeightSync") {
+        document["status"] = json!({"preflight": preflight(edges.clone())});
+    }
+    let text: Vec<String> = documents.iter().map(Value::to_string).collect();
+    let report = plan_text(&text.join("\n---\n"), &["--size", "1GB"]).remove(0);
+    let floor = report.explanation.floors.last().unwrap();
+    assert_eq!(floor.bandwidth.name, "500.0 MB/s, measured from actors/actor-0 to actors/actor-1 over tcp");
+    assert_eq!(floor.chain_us, 2_000_000, "an edge that is no part of the chain does not count");
+    assert_eq!(report.explanation.floors.len(), 4);
+}
+
+#[test]
 fn pods_as_a_cluster_lists_them_are_planned_as_they_are() {
     let pod = |name: &str, role: &str, status: Value| {
         json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "rl", "uid": name, "labels": {"app": role, "weightsync.dev/role": role}},

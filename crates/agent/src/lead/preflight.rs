@@ -221,16 +221,16 @@ impl Leader {
         }
     }
 
-    /// Keeps the order and tells what it follows from.
+    /// Keeps the order and reports what it follows from.
     fn arranged(&self, epoch: &Epoch, arrangement: Arrangement, spent: (u32, u64)) {
         let (me, order) = (epoch.me(), &arrangement.order);
-        let judged = arrangement.poor.iter().map(|poor| (&poor.from, &poor.member));
-        let judged: Vec<_> = judged.chain(order.first().filter(|_| arrangement.source.is_some()).map(|first| (me, first))).collect();
+        let judged: Vec<(MemberName, MemberName)> = doubted(me, &arrangement).collect();
         let mut known = lock(&self.known);
         known.order.clone_from(order);
         let edges = EdgesOf { epoch, known: &known };
-        let chain = std::iter::once(me).chain(order).zip(order).filter(|edge| !judged.contains(edge));
-        let shown = judged.iter().copied().chain(chain).filter_map(|(from, to)| edges.report(from, to)).take(MOST_EDGES).collect();
+        let chain = std::iter::once(me).chain(order).zip(order).map(|(from, to)| (from.clone(), to.clone()));
+        let others = chain.filter(|edge| !judged.contains(edge));
+        let shown = judged.iter().cloned().chain(others).filter_map(|(from, to)| edges.report(&from, &to)).take(MOST_EDGES).collect();
         // A member that was judged by an edge is measured again when it comes back.
         let doubtful = order.iter().filter(|member| arrangement.poor.iter().any(|poor| &poor.member == *member));
         let into: Vec<String> = doubtful.map(|member| edges.place(member).1).collect();
