@@ -2,8 +2,8 @@
 SHELL := /bin/bash -euo pipefail
 .DEFAULT_GOAL := help
 CLUSTER := tests/cluster
-# Settings of the test bed (KUBECONFIG, PATH with kind, kubectl and helm), for the line that starts with it.
-BED := source $(CLUSTER)/env.sh;
+# Settings of the test cluster (KUBECONFIG, PATH with kind, kubectl and helm), for the line that starts with it.
+CLUSTER_ENV := source $(CLUSTER)/env.sh;
 # The earlier commit that test-previous builds: empty for the newest release, or what tests/tools/previous-commit names.
 PREVIOUS ?=
 # The processor that real engines compute for: empty for this machine's own, or avx2.
@@ -140,7 +140,7 @@ python-test: venv programs ## Check and test the Python client
 .PHONY: chart-lint
 chart-lint: ## Check the chart, what it renders, and its alerts
 	$(CLUSTER)/tools.sh
-	$(BED) helm lint --strict charts/weightsync
+	$(CLUSTER_ENV) helm lint --strict charts/weightsync
 	deploy/render.sh | diff -u deploy/install.yaml - || { echo 'stale: make install-yaml'; exit 1; }
 	$$(tests/tools/promtool.sh) check rules charts/weightsync/files/alerts.yaml
 	$$(tests/tools/promtool.sh) test rules tests/chart/alerts-test.yaml
@@ -152,7 +152,7 @@ install-yaml: ## Write deploy/install.yaml: the chart with its defaults, for kub
 	mv deploy/install.yaml.part deploy/install.yaml
 
 # Tests of crates/torch that read pickles, here by the real torch.
-READ_BY_TORCH := python_reads_back a_shared_tensor_has_the_fifteen buckets_are_read_as_each every_element_type_of_safetensors a_paddle_buffer_has
+READ_BY_TORCH := python_reads_back a_shared_tensor_has_the_fifteen buckets_are_read_as_each every_element_type_of_safetensors paddle_buffer_has
 .PHONY: engine-test
 engine-test: venv programs ## Run the adapter against the real vLLM, and the store against the engines' group code (CPU=avx2 for a processor without AVX-512)
 	export WEIGHTSYNC_TEST_CPU=$(CPU); \
@@ -169,12 +169,12 @@ upstream-fastdeploy: programs ## Run FastDeploy's own loader on Paddle for proce
 .PHONY: e2e
 e2e: cluster-up programs ## Run the end-to-end tests on the kind cluster, with the debug build that all tests use (CPU=avx2 as above)
 	WEIGHTSYNC_BINARY=target/debug/weightsync tests/e2e/prepare.sh
-	$(BED) WEIGHTSYNC_TEST_CPU=$(CPU) cargo test --locked --workspace --test e2e -- --test-threads=1
+	$(CLUSTER_ENV) WEIGHTSYNC_TEST_CPU=$(CPU) cargo test --locked --workspace --test e2e -- --test-threads=1
 
 .PHONY: e2e-release
 e2e-release: cluster-up programs build ## Run the end-to-end tests with the programs of the image that users get (a quarter of an hour more to build)
 	WEIGHTSYNC_BINARY=target/dist/weightsync WEIGHTSYNC_LIAR=target/debug/examples/liar tests/e2e/prepare.sh
-	$(BED) WEIGHTSYNC_TEST_CPU=$(CPU) cargo test --locked --workspace --test e2e -- --test-threads=1
+	$(CLUSTER_ENV) WEIGHTSYNC_TEST_CPU=$(CPU) cargo test --locked --workspace --test e2e -- --test-threads=1
 
 # Programs and benches at once, for the same reason as `programs`.
 .PHONY: bench-programs
@@ -189,12 +189,12 @@ bench: bench-programs ## Measure what docs/benchmarks.md reports of one host
 .PHONY: bench-cluster
 bench-cluster: bench-programs cluster-up ## Measure what docs/benchmarks.md reports of a cluster
 	tests/e2e/prepare.sh
-	$(BED) cargo bench --locked --workspace --bench cluster
+	$(CLUSTER_ENV) cargo bench --locked --workspace --bench cluster
 
 .PHONY: bench-scale
 bench-scale: bench-programs ## Measure one controller with 50 and 500 objects (SCALE='20 --idle 60' for other runs; half an hour)
 	$(CLUSTER)/control-plane.sh
-	$(BED) cargo bench --locked --workspace --bench scale -- $(SCALE)
+	$(CLUSTER_ENV) cargo bench --locked --workspace --bench scale -- $(SCALE)
 
 .PHONY: cluster-up
 cluster-up: ## Bring the kind cluster up (once: 15 minutes; then half a minute)

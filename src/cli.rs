@@ -46,11 +46,11 @@ pub enum Command {
     Local(local::LocalArgs),
     /// Show what a group would be made of and what an update would cost, from files, without a cluster.
     Plan(plan::PlanArgs),
-    /// Publish a safetensors checkpoint through the agent beside this process.
+    /// Publish a safetensors checkpoint through the agent next to this process.
     ///
     /// Exits 0 when enough replicas serve the version, 75 when it failed and the same command may succeed later, 1 when it cannot.
     Publish(publish::PublishArgs),
-    /// Start a command and run the agent beside it; exits as the command does.
+    /// Start a command and run the agent next to it; exits as the command does.
     Run(Box<run::RunArgs>),
     /// Have one GPU: everything that touches the driver and NCCL. Started by the agent.
     #[command(hide = true)]

@@ -34,7 +34,7 @@ pub struct LocalFile {
     /// The version that the group goes back to and is held at: one that somebody keeps (`update.keep`).
     #[serde(default)]
     pub target_version: Option<u64>,
-    /// What every engine is asked behind a switch, before its replica says that it holds the version.
+    /// What every engine is asked after a switch, before its replica says that it holds the version.
     #[serde(default)]
     pub canary: Option<Canary>,
 }
@@ -126,7 +126,7 @@ pub struct TrainerFile {
     pub gpu: Option<String>,
 }
 
-/// A rollout: an engine and the agent beside it.
+/// A rollout: an engine and the agent next to it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct RolloutFile {
@@ -170,7 +170,7 @@ impl LocalFile {
 
     pub fn policy(&self) -> UpdatePolicy {
         let transport = match self.delivery {
-            Delivery::Engine => self.transport.policy().beside_engines(self.rollouts.iter().map(|rollout| rollout.engine.kind.as_str())),
+            Delivery::Engine => self.transport.policy().with_engines(self.rollouts.iter().map(|rollout| rollout.engine.kind.as_str())),
             Delivery::Agent | Delivery::External => self.transport.policy(),
         };
         let canary = self.canary.as_ref().map(Canary::policy);

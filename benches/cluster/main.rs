@@ -100,7 +100,7 @@ async fn measure(cluster: &Cluster, arguments: &Arguments) {
     report.finish();
 }
 
-/// Publishes until the other two replicas have the version: a trainer that is told to try again does so at once.
+/// Publishes until the other two replicas have the version: a trainer that is asked to try again does so at once.
 async fn served_by_the_others(cluster: &Cluster, lost: &str, version: u64) {
     let others: Vec<_> = ENGINES.iter().filter(|name| **name != lost).map(|name| serde_json::json!(format!("actors/{name}"))).collect();
     for _ in 0..10 {

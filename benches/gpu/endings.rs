@@ -28,7 +28,7 @@ pub async fn run(settings: &Settings) -> Result<()> {
     let begun = Instant::now();
     let fault = members[0].worker.broadcast(alone.clone(), late).await;
     // The source may be through when its receivers have room for the bytes; it must not hang.
-    println!("endings: a broadcast that nobody else enters ends after {:?}: {fault:?}", begun.elapsed());
+    println!("endings: a broadcast that no one else enters ends after {:?}: {fault:?}", begun.elapsed());
     ensure!(begun.elapsed() < late + Duration::from_millis(500), "too late");
     try_join_all(members.iter().map(|member| member.worker.abort(group, AMPLE))).await?;
     let refused = members[0].worker.broadcast(alone, AMPLE).await;

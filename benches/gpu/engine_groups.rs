@@ -18,7 +18,7 @@ use weightsync_gpu::worker::Broadcast;
 use weightsync_torch::dtype_name;
 use weightsync_torch::store::{Server, nccl_id_keys};
 
-use crate::engine_rank::{Rank, Seat};
+use crate::engine_rank::{LocalRank, Rank};
 use crate::fleet::{self, AMPLE, Member};
 use crate::{Settings, pattern};
 
@@ -115,19 +115,19 @@ struct Group {
 }
 
 impl Members {
-    /// With three GPUs beside the first: a server of two ranks and one of one.
+    /// With three GPUs next to the first: a server of two ranks and one of one.
     async fn start(settings: &Settings, engine: Engine, folder: &std::path::Path) -> Result<Self> {
         let longest = layout(settings, engine, Sent::Together)?.largest_bucket().next_multiple_of(1 << 20) >> 20;
         let name = format!("{engine:?}").to_lowercase();
-        // What the source's agent starts its worker with beside such engines, under what was asked for here.
-        let policy = TransportPolicy::default().beside_engines([name.as_str()]);
+        // What the source's agent starts its worker with next to such engines, under what was asked for here.
+        let policy = TransportPolicy::default().with_engines([name.as_str()]);
         let defaults = policy.defaults.iter().filter(|(name, _)| std::env::var_os(name).is_none());
         let environment = defaults.map(|(name, value)| format!("{name}={value}")).chain(settings.environment.iter().cloned()).collect();
         let settings = Settings { mib: longest, slots: 2, environment, ..settings.clone() };
         let (first, ranks) = if settings.rehearse {
             ensure!(engine != Engine::Vllm, "vLLM's group is NCCL's own: it cannot be rehearsed");
-            let seat = Seat { engine: "torch", gpu: None, rank: 0, size: 1, meet: &folder.join("first") };
-            let mut first = Rank::start(&settings, &seat)?;
+            let local = LocalRank { engine: "torch", gpu: None, rank: 0, size: 1, meet: &folder.join("first") };
+            let mut first = Rank::start(&settings, &local)?;
             first.ready().await?;
             (First::Torch(Box::new(first)), 3)
         } else {
@@ -138,8 +138,8 @@ impl Members {
         let (mut servers, mut next) = (Vec::new(), 1);
         for (server, size) in sizes.into_iter().enumerate() {
             let meet = folder.join(format!("server-{server}"));
-            let seat = |rank| Seat { engine: &name, gpu: (!settings.rehearse).then_some(next + rank), rank, size, meet: &meet };
-            servers.push((0..size).map(|rank| Rank::start(&settings, &seat(rank))).collect::<Result<Vec<_>>>()?);
+            let local = |rank| LocalRank { engine: &name, gpu: (!settings.rehearse).then_some(next + rank), rank, size, meet: &meet };
+            servers.push((0..size).map(|rank| Rank::start(&settings, &local(rank))).collect::<Result<Vec<_>>>()?);
             next += size;
         }
         for said in try_join_all(servers.iter_mut().flatten().map(Rank::ready)).await? {

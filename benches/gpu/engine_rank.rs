@@ -17,7 +17,7 @@ use crate::Settings;
 const START: Duration = Duration::from_secs(120);
 
 /// Where a rank stands in its engine.
-pub struct Seat<'a> {
+pub struct LocalRank<'a> {
     /// As `engine_ranks.py` calls it.
     pub engine: &'a str,
     /// None: on the processor, over gloo.
@@ -52,21 +52,21 @@ pub struct Answer {
 
 impl Rank {
     /// Starts one; it is ready with [`ready`](Self::ready).
-    pub fn start(settings: &Settings, seat: &Seat) -> Result<Self> {
-        let gpu = seat.gpu.map_or_else(|| "-1".to_owned(), |gpu| gpu.to_string());
+    pub fn start(settings: &Settings, local: &LocalRank) -> Result<Self> {
+        let gpu = local.gpu.map_or_else(|| "-1".to_owned(), |gpu| gpu.to_string());
         let mut command = Command::new(&settings.python);
-        command.arg(&settings.engine_ranks).arg(seat.engine).arg(format!("--gpu={gpu}"));
-        command.args(["--tp-rank", &seat.rank.to_string(), "--tp-size", &seat.size.to_string()]);
-        command.arg("--meet").arg(seat.meet).arg("--code").arg(settings.engine_code.as_deref().unwrap_or(Path::new(".")));
+        command.arg(&settings.engine_ranks).arg(local.engine).arg(format!("--gpu={gpu}"));
+        command.args(["--tp-rank", &local.rank.to_string(), "--tp-size", &local.size.to_string()]);
+        command.arg("--meet").arg(local.meet).arg("--code").arg(settings.engine_code.as_deref().unwrap_or(Path::new(".")));
         // SGLang's server sets these for its workers (`srt/entrypoints/engine.py`); the others leave NCCL its own choice.
-        let sglangs = ["NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"].into_iter().filter(|_| seat.engine == "sglang");
+        let sglangs = ["NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"].into_iter().filter(|_| local.engine == "sglang");
         for name in sglangs.filter(|name| std::env::var_os(name).is_none()) {
             command.env(name, "0");
         }
         command.env("PYTHONDONTWRITEBYTECODE", "1").stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().context("python cannot be started")?;
         let (input, output) = (child.stdin.take().context("no input")?, child.stdout.take().context("no output")?);
-        let name = format!("{} rank {}", seat.engine, seat.rank);
+        let name = format!("{} rank {}", local.engine, local.rank);
         Ok(Self { name, _child: child, input, output: BufReader::new(output).lines() })
     }
 

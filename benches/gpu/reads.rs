@@ -1,4 +1,4 @@
-//! Reads of one worker's memory by another through NIXL: as they are, with digests on both ends, and beside NIXL's own Python package.
+//! Reads of one worker's memory by another through NIXL: as they are, with digests on both ends, and next to NIXL's own Python package.
 //!
 //! The source's worker is on the first GPU and the reader's on the last one, or both are on the only one. `--memory host` needs no GPU. All slots
 //! are in flight, and each is read again and again. UCX may use TCP: hosts without an RDMA device connect over it.

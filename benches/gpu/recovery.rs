@@ -21,7 +21,7 @@ const BEFORE: usize = 12;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum How {
     /// Abort, and a new group at the same time.
-    Beside,
+    Alongside,
     /// Abort, then a new group.
     Behind,
     /// The survivors' group by `ncclCommShrink` with abort.
@@ -39,13 +39,13 @@ pub async fn run(settings: &Settings, report: &mut Report) -> Result<()> {
     }
     let last = members.len() - 1;
     for (how, victim, runs) in
-        [(How::Beside, last, RUNS), (How::Behind, last, 5), (How::Shrink, last, 5), (How::Revoke, last, 5), (How::Beside, 0, 5)]
+        [(How::Alongside, last, RUNS), (How::Behind, last, 5), (How::Shrink, last, 5), (How::Revoke, last, 5), (How::Alongside, 0, 5)]
     {
         let mut all = Vec::new();
         for _ in 0..runs {
             match one(&settings, &mut members, how, victim).await {
                 Ok(ms) => all.push(ms),
-                Err(error) if how == How::Beside => return Err(error),
+                Err(error) if how == How::Alongside => return Err(error),
                 Err(error) => {
                     println!("recovery {how:?} does not work here: {error:#}");
                     members.clear();
@@ -56,7 +56,7 @@ pub async fn run(settings: &Settings, report: &mut Report) -> Result<()> {
         }
         if !all.is_empty() {
             let who = if victim == 0 { "the source's" } else { "a receiver's" };
-            let wanted = if how == How::Beside { "median below 1000, none above 2000" } else { "for comparison" };
+            let wanted = if how == How::Alongside { "median below 1000, none above 2000" } else { "for comparison" };
             report.series(&format!("SIGKILL of {who} worker of {} to the first verified broadcast, {how:?}", last + 1), "ms", &all, wanted);
         }
     }
@@ -106,7 +106,7 @@ async fn one(settings: &Settings, members: &mut Vec<Member>, how: How, victim: u
     let gone = members.remove(victim);
     let next = fleet::next_group();
     match how {
-        How::Beside | How::Behind => {
+        How::Alongside | How::Behind => {
             let aborts = join_all(members.iter().map(|member| member.worker.abort(group, AMPLE)));
             if how == How::Behind {
                 aborts.await;

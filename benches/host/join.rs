@@ -1,7 +1,7 @@
 //! From the moment at which a new rollout's engine is healthy until its pod is ready with the current version, and how much of that is not
 //! the copy.
 //!
-//! Each run is a group of its own. The new rollout's agent is there before, as a sidecar is, and its engine is started behind a publish.
+//! Each run is a group of its own. The new rollout's agent is there before, as a sidecar is, and its engine is started after a publish.
 //! "Healthy" is the engine's own `/health`, asked every 2 ms; "ready" is what the group says of the replica, and then the agent's
 //! `/readyz`, which Kubernetes asks.
 
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use weightsync_core::protocol::{UpdatePhase, UpdateView};
 
-use crate::bed::{Bed, Wanted};
+use crate::fixture::{Fixture, Wanted};
 use crate::report::{Report, median};
 
 #[derive(Args, Clone)]
@@ -82,7 +82,7 @@ pub fn measure(settings: &Settings, report: &mut Report) -> Result<()> {
 }
 
 async fn join(settings: &Settings) -> Result<Join> {
-    let bed = Bed::start(&Wanted {
+    let fixture = Fixture::start(&Wanted {
         what: "join",
         megabytes: settings.megabytes,
         retain: 4096,
@@ -92,23 +92,23 @@ async fn join(settings: &Settings) -> Result<Join> {
         debounce: Duration::from_millis(settings.debounce),
     })
     .await?;
-    let (published, _) = bed.publish(1).await?;
+    let (published, _) = fixture.publish(1).await?;
     ensure!(published.installed.len() == usize::try_from(settings.replicas)?, "not all replicas took the version: {published:?}");
     let newcomer = format!("actor-{}", settings.replicas);
-    let ready = format!("{}/readyz", bed.pages(&newcomer)?);
-    let engine = bed.start_engine(settings.replicas)?;
-    let healthy = bed.until_answers(&format!("{}/health", bed.engine(settings.replicas)?)).await?;
-    bed.until("the newcomer to be ready", |view| view.ready == settings.replicas + 1).await?;
-    let whole = bed.until_answers(&ready).await?.duration_since(healthy);
+    let ready = format!("{}/readyz", fixture.pages(&newcomer)?);
+    let engine = fixture.start_engine(settings.replicas)?;
+    let healthy = fixture.until_answers(&format!("{}/health", fixture.engine(settings.replicas)?)).await?;
+    fixture.until("the newcomer to be ready", |view| view.ready == settings.replicas + 1).await?;
+    let whole = fixture.until_answers(&ready).await?.duration_since(healthy);
     let fed = |update: &UpdateView| update.feeding && update.phase == UpdatePhase::Done;
-    let view = bed.until("the feed to be over", |view| view.update.as_ref().is_some_and(fed)).await?;
-    let installs = bed.installs(&newcomer, 1).await?;
+    let view = fixture.until("the feed to be over", |view| view.update.as_ref().is_some_and(fed)).await?;
+    let installs = fixture.installs(&newcomer, 1).await?;
     let view = view.update.context("no update is known")?;
     let of_feed = |wanted: &str| {
         view.phases_ms.iter().filter(|(phase, _)| wanted.is_empty() || phase == wanted).map(|(_, ms)| number(*ms)).sum::<f64>()
     };
     let (copy, load) = (of_feed("transfer"), installs.step("load") * 1e3);
-    bed.stop().await;
+    fixture.stop().await;
     drop(engine);
     Ok(Join { whole: whole.as_secs_f64() * 1e3, copy, load, rest_of_feed: of_feed("") - copy - load })
 }

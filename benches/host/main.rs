@@ -5,7 +5,7 @@
 //! torch) run one. Every agent and engine is a process of the built program. It changes nothing on the machine but folders under the
 //! temporary directory and `/dev/shm`, which it removes.
 
-mod bed;
+mod fixture;
 mod join;
 mod memory;
 mod pause;

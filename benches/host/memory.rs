@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Result, anyhow, ensure};
 use clap::Args;
 
-use crate::bed::{Bed, Wanted};
+use crate::fixture::{Fixture, Wanted};
 use crate::report::Report;
 
 /// The rollout that is looked at.
@@ -54,7 +54,7 @@ struct Peak {
 }
 
 async fn measure_one(megabytes: u64, settings: &Settings) -> Result<Vec<Peak>> {
-    let bed = Bed::start(&Wanted {
+    let fixture = Fixture::start(&Wanted {
         what: "memory",
         megabytes,
         retain: settings.retain,
@@ -65,15 +65,15 @@ async fn measure_one(megabytes: u64, settings: &Settings) -> Result<Vec<Peak>> {
     })
     .await?;
     let over = Arc::new(AtomicBool::new(false));
-    let sampler = sample(["trainer", ROLLOUT], bed.versions().to_owned(), over.clone())?;
+    let sampler = sample(["trainer", ROLLOUT], fixture.versions().to_owned(), over.clone())?;
     let published = async {
-        bed.publish(1).await?;
-        bed.publish(2).await
+        fixture.publish(1).await?;
+        fixture.publish(2).await
     };
     let published = published.await;
     over.store(true, Ordering::Release);
     let peaks = sampler.join().map_err(|_| anyhow!("the sampler failed"))?;
-    bed.stop().await;
+    fixture.stop().await;
     published.map(|_| peaks)
 }
 

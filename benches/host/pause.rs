@@ -1,6 +1,6 @@
 //! How long an engine is paused in an update, against the whole update.
 //!
-//! Told twice: by its agent's metrics (from the call that pauses until it runs again), and by a client that asks for one token again and
+//! Reported twice: by its agent's metrics (from the call that pauses until it runs again), and by a client that asks for one token again and
 //! again, whose longest wait it is. A simulated engine loads by reading and hashing every byte; a real one's load takes its own time
 //! instead.
 
@@ -12,7 +12,7 @@ use clap::Args;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
-use crate::bed::{Bed, Installs, Wanted};
+use crate::fixture::{Fixture, Installs, Wanted};
 use crate::report::{Report, median};
 
 /// The replica that is looked at.
@@ -78,7 +78,7 @@ pub fn measure(settings: &Settings, report: &mut Report) -> Result<()> {
 }
 
 async fn updates(settings: &Settings) -> Result<Vec<Update>> {
-    let bed = Bed::start(&Wanted {
+    let fixture = Fixture::start(&Wanted {
         what: "pause",
         megabytes: settings.megabytes,
         retain: 4096,
@@ -92,13 +92,13 @@ async fn updates(settings: &Settings) -> Result<Vec<Update>> {
     let mut before = Installs::default();
     for version in 1..=u64::from(settings.runs) + 1 {
         let over = CancellationToken::new();
-        let client = tokio::spawn(ask(bed.http(), bed.engine(0)?, over.clone()));
-        let (published, took) = bed.publish(version).await?;
+        let client = tokio::spawn(ask(fixture.http(), fixture.engine(0)?, over.clone()));
+        let (published, took) = fixture.publish(version).await?;
         over.cancel();
         let waits = client.await??;
         ensure!(published.installed.len() == usize::try_from(settings.replicas)?, "not all replicas took the version: {published:?}");
-        let after = bed.installs(LOOKED_AT, version).await?;
-        // The first one finds pages of memory that nobody touched.
+        let after = fixture.installs(LOOKED_AT, version).await?;
+        // The first one finds pages of memory that no one touched.
         if version > 1 {
             all.push(Update {
                 whole: took.as_secs_f64(),
@@ -110,7 +110,7 @@ async fn updates(settings: &Settings) -> Result<Vec<Update>> {
         }
         before = after;
     }
-    bed.stop().await;
+    fixture.stop().await;
     Ok(all)
 }
 

@@ -38,7 +38,7 @@ def round_of(port: int, clients: int, number: int) -> float:
                 store.set(f"go{number}", "1")
             assert len(store.get("id")) == 128
             store.wait([f"go{number}"], TIMEOUT)
-        except BaseException as error:  # told below, or the round would look fast
+        except BaseException as error:  # reported below, or the round would look fast
             failed.append(error)
 
     threads = [threading.Thread(target=client) for _ in range(clients)]

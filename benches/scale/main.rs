@@ -56,7 +56,7 @@ struct Arguments {
     /// The controller of another build, to compare with.
     #[arg(long)]
     program: Option<PathBuf>,
-    /// One JSON object behind the tables.
+    /// One JSON object after the tables.
     #[arg(long)]
     json: bool,
     /// Given by cargo.

@@ -36,7 +36,7 @@ pub struct Plane {
     processes: Vec<Process>,
 }
 
-/// A port that nobody has now.
+/// A port that no one has now.
 pub fn free_port() -> Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
 }

@@ -25,7 +25,7 @@ use super::update::Group;
 
 /// Everything is as wanted within this long.
 const LONG: Duration = Duration::from_secs(600);
-/// What trails behind a change is over after this long.
+/// What trails after a change is over after this long.
 const SETTLE: Duration = Duration::from_secs(5);
 /// Pods that are changed in the run about them.
 const CHANGES: usize = 50;
@@ -126,7 +126,7 @@ impl Run<'_> {
     /// Waits until all replicas are ready in a committed group and every status says that `condition` holds; the seconds since the start.
     async fn whole(&self, controller: &Controller, condition: &str) -> Result<f64> {
         let replicas = self.objects() * self.extent.rollouts as f64;
-        let mut told = Instant::now();
+        let mut reported = Instant::now();
         loop {
             let metrics = controller.metrics().await.unwrap_or_default();
             let ready = metrics.sum("weightsync_replicas", |labels| labels.get("state").is_some_and(|state| state == "ready"));
@@ -136,11 +136,11 @@ impl Run<'_> {
             }
             let seen = format!("{ready} of {replicas} replicas are ready, {holding} objects are {condition}");
             ensure!(controller.started.elapsed() < LONG, "{seen}");
-            if told.elapsed() > Duration::from_secs(5) {
-                told = Instant::now();
+            if reported.elapsed() > Duration::from_secs(5) {
+                reported = Instant::now();
                 say(&seen);
             }
-            // The page counts all members anew each time it is asked for.
+            // The page counts all members again each time it is asked for.
             sleep(Duration::from_millis(250).max(Duration::from_millis(4) * u32::try_from(self.extent.objects)?)).await;
         }
     }
@@ -179,15 +179,15 @@ impl Run<'_> {
             ("look p50", last.reconcile(&first, 0.5)),
             ("look p99", last.reconcile(&first, 0.99)),
             ("cpu ms", (last.cpu - first.cpu) * 1000.0 / count),
-            ("told p50", median(&lags)),
-            ("told max", lags.last().copied().unwrap_or(f64::NAN)),
+            ("reported p50", median(&lags)),
+            ("reported max", lags.last().copied().unwrap_or(f64::NAN)),
             ("events lost", last.grown(&first, "weightsync_events_lost_total")),
         ];
         figures.answered = last.answered(&first).into_iter().map(|(kind, requests)| (kind, requests / count)).collect();
         Ok(last)
     }
 
-    /// One version of every object; how many ms after its end each status told of that.
+    /// One version of every object; how many ms after its end each status informed of that.
     async fn round(&self, version: u64) -> Result<Vec<f64>> {
         let period = Duration::from_secs(self.arguments.period);
         let transfer = Duration::from_millis(self.arguments.transfer_ms);
@@ -200,14 +200,14 @@ impl Run<'_> {
         let ends: Vec<Instant> = futures::future::try_join_all(publishes).await?;
         let until = Instant::now() + LONG;
         while self.statuses.holding("Synced") < count
-            || (0..count).any(|object| self.statuses.told(&object_name(object), version).is_none())
+            || (0..count).any(|object| self.statuses.reported(&object_name(object), version).is_none())
         {
             ensure!(Instant::now() < until, "version {version} is not in every status");
             sleep(Duration::from_millis(100)).await;
         }
         let lag = |(object, end): (usize, Instant)| {
-            let told = self.statuses.told(&object_name(object), version).unwrap_or(end);
-            told.saturating_duration_since(end).as_secs_f64() * 1000.0
+            let reported = self.statuses.reported(&object_name(object), version).unwrap_or(end);
+            reported.saturating_duration_since(end).as_secs_f64() * 1000.0
         };
         Ok(ends.into_iter().enumerate().map(lag).collect())
     }

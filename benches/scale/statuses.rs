@@ -15,7 +15,7 @@ use weightsync::api::WeightSync;
 struct Inner {
     /// The types of conditions that hold, by object.
     holding: HashMap<String, Vec<String>>,
-    /// When the end of its update was first told.
+    /// When the end of its update was first reported.
     ends: HashMap<(String, i64), Instant>,
 }
 
@@ -47,8 +47,8 @@ impl Statuses {
         self.read(|inner| inner.holding.values().filter(|holding| holding.iter().any(|kind| kind == condition)).count())
     }
 
-    /// When an object's status first told that the update to a version had ended.
-    pub fn told(&self, object: &str, version: u64) -> Option<Instant> {
+    /// When an object's status first informed that the update to a version had ended.
+    pub fn reported(&self, object: &str, version: u64) -> Option<Instant> {
         let key = (object.to_owned(), i64::try_from(version).ok()?);
         self.read(|inner| inner.ends.get(&key).copied())
     }

@@ -23,13 +23,13 @@ const BYTES: u64 = 16 << 30;
 /// The agents of one object, the source first.
 pub struct Group(pub Vec<Arc<Agent>>);
 
-struct Told<'a> {
+struct Reported<'a> {
     source: &'a Agent,
     view: UpdateView,
     phase_began: Instant,
 }
 
-impl Told<'_> {
+impl Reported<'_> {
     fn step(&mut self, step: InstallStep, bytes: u64) {
         for member in &mut self.view.members {
             (member.step, member.bytes) = (step, bytes);
@@ -69,33 +69,33 @@ impl Group {
             failure: None,
             feeding: false,
         };
-        let mut told = Told { source, view, phase_began: Instant::now() };
+        let mut reported = Reported { source, view, phase_began: Instant::now() };
         source.change(|state| state.phase = MemberPhase::Updating);
-        told.show();
+        reported.show();
         sleep(BEGIN).await;
         for agent in rollouts {
             agent.change(|state| state.phase = MemberPhase::Updating);
         }
-        told.enter(UpdatePhase::Transfer);
+        reported.enter(UpdatePhase::Transfer);
         let began = Instant::now();
         while began.elapsed() < transfer {
             sleep(SHOWN_EVERY.min(transfer)).await;
             let share = (began.elapsed().as_secs_f64() / transfer.as_secs_f64()).min(1.0);
             #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
-            told.step(InstallStep::Receiving, (share * BYTES as f64) as u64);
-            told.show();
+            reported.step(InstallStep::Receiving, (share * BYTES as f64) as u64);
+            reported.show();
         }
         source.change(|state| state.retained = Some(held.clone()));
-        told.enter(UpdatePhase::Verify);
+        reported.enter(UpdatePhase::Verify);
         sleep(VERIFY).await;
         for agent in rollouts {
             agent.change(|state| state.retained = Some(held.clone()));
         }
-        told.step(InstallStep::Delivered, BYTES);
-        told.enter(UpdatePhase::Staged);
-        told.enter(UpdatePhase::Activate);
-        switch(rollouts, &held, &mut told).await;
-        told.enter(UpdatePhase::Done);
+        reported.step(InstallStep::Delivered, BYTES);
+        reported.enter(UpdatePhase::Staged);
+        reported.enter(UpdatePhase::Activate);
+        switch(rollouts, &held, &mut reported).await;
+        reported.enter(UpdatePhase::Done);
         source.change(|state| {
             state.phase = MemberPhase::Ready;
             state.installed = Some(held);
@@ -105,9 +105,9 @@ impl Group {
 }
 
 /// Switches all engines at once; each takes its own time.
-async fn switch(rollouts: &[Arc<Agent>], held: &HeldVersion, told: &mut Told<'_>) {
+async fn switch(rollouts: &[Arc<Agent>], held: &HeldVersion, reported: &mut Reported<'_>) {
     let paused_until = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default() + Duration::from_secs(60);
-    told.step(InstallStep::Installing, BYTES);
+    reported.step(InstallStep::Installing, BYTES);
     let mut ends: Vec<(u64, usize)> = (0..rollouts.len()).map(|number| (rand::rng().random_range(SWITCH_MS), number)).collect();
     for agent in rollouts {
         agent.change(|state| state.paused_until = u64::try_from(paused_until.as_millis()).ok());
@@ -116,7 +116,7 @@ async fn switch(rollouts: &[Arc<Agent>], held: &HeldVersion, told: &mut Told<'_>
     let (began, mut shown) = (Instant::now(), Instant::now());
     for (at, number) in ends {
         sleep((began + Duration::from_millis(at)).saturating_duration_since(Instant::now())).await;
-        let (Some(agent), Some(member)) = (rollouts.get(number), told.view.members.get_mut(number)) else { continue };
+        let (Some(agent), Some(member)) = (rollouts.get(number), reported.view.members.get_mut(number)) else { continue };
         agent.change(|state| {
             debug_assert_eq!(state.role, Role::Rollout);
             (state.phase, state.installed, state.paused_until) = (MemberPhase::Ready, Some(held.clone()), None);
@@ -124,7 +124,7 @@ async fn switch(rollouts: &[Arc<Agent>], held: &HeldVersion, told: &mut Told<'_>
         member.step = InstallStep::Installed;
         if shown.elapsed() >= SHOWN_EVERY {
             shown = Instant::now();
-            told.show();
+            reported.show();
         }
     }
 }

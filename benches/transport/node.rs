@@ -118,9 +118,9 @@ impl Admission for Anybody {
     }
 }
 
-struct Nobody;
+struct NoOne;
 
-impl Admission for Nobody {
+impl Admission for NoOne {
     fn admit(&self, _: &DataHello, _: Option<&PeerIdentity>) -> Result<Arc<dyn BucketStore>, Refusal> {
         Err(Refusal { code: RefusalCode::WrongPhase, message: "a leader receives nothing".to_owned() })
     }
@@ -165,7 +165,7 @@ pub fn leader(settings: &LeaderSettings) -> Result<()> {
     let slots = slots(settings.bucket);
     let known: Vec<Option<u128>> = slots.iter().map(|slot| settings.digests_beforehand.then(|| bucket_digest(slot))).collect();
     let (seconds, taken) = runtime()?.block_on(async {
-        let transport = TcpTransport::bind("127.0.0.1:0".parse()?, Arc::new(Nobody), settings.tuning.options()?).await?;
+        let transport = TcpTransport::bind("127.0.0.1:0".parse()?, Arc::new(NoOne), settings.tuning.options()?).await?;
         let (start, before) = (Instant::now(), processor("self")?);
         let mut sink = transport.open(hello, &first).await?;
         let (mut offset, mut sequence) = (0, 0);

@@ -87,7 +87,7 @@ pub fn send(prefix: &[String], chain: &[Node], bytes: u64, arguments: &[String])
 /// Processor time of a process, in seconds; `self` is this one.
 pub fn processor(process: &str) -> Result<f64> {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat"))?;
-    // The name of the program may hold anything; behind it come the state and numbers. Times are in hundredths of a second on every Linux.
+    // The name of the program may hold anything; after it come the state and numbers. Times are in hundredths of a second on every Linux.
     let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
     let ticks: Vec<f64> = fields.skip(11).take(2).filter_map(|ticks| ticks.parse().ok()).collect();
     Ok(ticks.iter().sum::<f64>() / 100.0)

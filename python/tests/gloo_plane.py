@@ -70,7 +70,7 @@ class Plane:
         return self._calls.submit(post, url, "/collective_rpc", {"method": method, "args": arguments})
 
     def abort(self) -> None:
-        """Ends the trainer's part of the group: gloo has no abort, but whoever waits for rank 0 hears that its connections closed.
+        """Ends the trainer's part of the group: gloo has no abort, but anyone who waits for rank 0 hears that its connections closed.
 
         A worker that waits on is what a wedged engine is: its front answers, and it computes nothing.
         """

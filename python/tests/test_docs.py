@@ -78,7 +78,7 @@ def test_there_are_as_many_blocks_as_the_page_has() -> None:
     assert fences[::2] == ["python", "", "python", "python", "python", "python", "python", "python", "python", "python", "console"]
 
 
-def test_what_a_publish_gives_and_what_the_command_prints_are_as_shown(programs: Path, tmp_path: Path) -> None:
+def test_publish_result_and_printed_output_are_as_documented(programs: Path, tmp_path: Path) -> None:
     group = Group(programs, tmp_path)
     try:
         with weightsync.Publisher.from_env(socket=group.socket, connect_timeout=LIMIT) as publisher:

@@ -118,7 +118,7 @@ def test_a_place_that_is_used_again_holds_nobodys_tensor(agent_of: Start) -> Non
     assert all(torch.equal(kept[name], tensor) for name, tensor in tensors)
 
 
-def test_two_ranks_take_the_same_memory_and_what_one_writes_the_other_does_not_see(agent_of: Start) -> None:
+def test_two_ranks_share_memory_without_seeing_writes(agent_of: Start) -> None:
     tensors = model(2)
     agent = agent_of(2, 128 * len(tensors))
     agent.open()
@@ -137,7 +137,7 @@ def test_two_ranks_take_the_same_memory_and_what_one_writes_the_other_does_not_s
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_a_draft_model_comes_behind_its_model_and_each_takes_its_own(agent_of: Start, copy: bool) -> None:
+def test_draft_model_comes_after_its_model(agent_of: Start, copy: bool) -> None:
     model_tensors, draft_tensors = model(3), model(4)
     agent = agent_of(1, 128 * 12)
     assert agent.hellos[0]["draft"]
@@ -157,7 +157,7 @@ def test_a_draft_model_comes_behind_its_model_and_each_takes_its_own(agent_of: S
         assert all(torch.equal(taken[name], tensor) for name, tensor in expected)
 
 
-def test_a_bucket_of_the_model_behind_its_draft_model_is_refused(agent_of: Start) -> None:
+def test_model_bucket_after_its_draft_model_is_refused(agent_of: Start) -> None:
     agent = agent_of(1, 256)
     agent.open()
     name, tensor = model(5)[0]
@@ -166,11 +166,11 @@ def test_a_bucket_of_the_model_behind_its_draft_model_is_refused(agent_of: Start
     feed = agent.feeds[0]
     assert not list(feed.tensors())
     feed.turn_to(draft=True)
-    with pytest.raises(Failed, match="behind one of its draft model"):
+    with pytest.raises(Failed, match="after one of its draft model"):
         list(feed.tensors())
 
 
-def test_a_digest_that_differs_is_refused_before_the_tensor_is_seen(agent_of: Start) -> None:
+def test_wrong_digest_is_refused_before_the_tensor_is_seen(agent_of: Start) -> None:
     agent = agent_of(1, 256)
     agent.open()
     (name, tensor), (other, second) = model(3)[:2]
@@ -236,7 +236,7 @@ def test_buckets_that_are_missing_are_missed(agent_of: Start) -> None:
         list(short.feeds[0].tensors())
 
 
-def test_a_tensor_that_lies_across_its_elements_is_read_all_the_same(agent_of: Start) -> None:
+def test_strided_tensor_is_read(agent_of: Start) -> None:
     agent = agent_of(1, 256)
     agent.open()
     tensor = torch.arange(8, dtype=torch.float32)

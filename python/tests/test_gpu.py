@@ -76,7 +76,7 @@ def assert_arrived(agent: Agent, version: int) -> None:
     assert arrived["scalar"].item() == 1.5
 
 
-def test_tensors_are_written_into_the_workers_memory_behind_events(agent_with_gpu: Start, stand_in: Path) -> None:
+def test_tensors_are_written_to_worker_memory_after_events(agent_with_gpu: Start, stand_in: Path) -> None:
     agent = agent_with_gpu()
     seen = run("some_versions", agent, stand_in)
     assert seen["memory"] == [f"gpu {GPUS[0]}"] * 3
@@ -105,7 +105,7 @@ def test_events_that_cannot_be_shared_are_waited_for(agent_with_gpu: Start, stan
         assert_arrived(agent, version)
 
 
-def test_memory_that_the_worker_does_not_find_written_is_not_used(agent_with_gpu: Start, stand_in: Path) -> None:
+def test_memory_the_worker_finds_unwritten_is_not_used(agent_with_gpu: Start, stand_in: Path) -> None:
     agent = agent_with_gpu()
     seen = run("wrong_memory", agent, stand_in)
     assert seen["memory"][0].startswith("host: the trainer wrote a check")
@@ -113,7 +113,7 @@ def test_memory_that_the_worker_does_not_find_written_is_not_used(agent_with_gpu
     assert agent.said()["onGpu"] == 0
 
 
-def test_tensors_on_another_gpu_travel_through_host_memory_and_it_is_said(agent_with_gpu: Start, stand_in: Path) -> None:
+def test_tensors_on_another_gpu_go_through_host_with_notice(agent_with_gpu: Start, stand_in: Path) -> None:
     agent = agent_with_gpu()
     seen = run("on_another_gpu", agent, stand_in)
     assert GPUS[0] in seen["memory"][0]
@@ -121,7 +121,7 @@ def test_tensors_on_another_gpu_travel_through_host_memory_and_it_is_said(agent_
     assert_arrived(agent, 1)
 
 
-def test_a_worker_that_died_is_followed_by_another_one_in_the_next_attempt(agent_with_gpu: Start, stand_in: Path) -> None:
+def test_dead_worker_is_replaced_in_the_next_attempt(agent_with_gpu: Start, stand_in: Path) -> None:
     agent = agent_with_gpu("--kill-worker-after", "2")
     seen = run("one_version", agent, stand_in)
     assert seen["attempts"] == [2]
@@ -129,7 +129,7 @@ def test_a_worker_that_died_is_followed_by_another_one_in_the_next_attempt(agent
     assert_arrived(agent, 1)
 
 
-def test_a_driver_that_opens_no_foreign_memory_leaves_host_memory(machine: Path, agent_with_gpu: Start, stand_in: Path) -> None:
+def test_driver_without_foreign_memory_leaves_host_memory(machine: Path, agent_with_gpu: Start, stand_in: Path) -> None:
     agent = agent_with_gpu()
     (machine / "faults").write_text("cuIpcOpenMemHandle_v2 * error 801\n")
     seen = run("one_version", agent, stand_in)

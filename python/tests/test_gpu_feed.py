@@ -78,7 +78,7 @@ def test_gsum64_is_what_its_definition_says(length: int, monkeypatch: pytest.Mon
     assert int(gsum64(as_tensor(b"x" + data)[1:])) % (1 << 64) == defined(data)
 
 
-def test_gsum64_of_words_beyond_any_signed_one_is_what_the_agent_computes() -> None:
+def test_gsum64_of_large_words_equals_the_agents() -> None:
     # From crates/core/src/weights/tests/gsum.rs: the sum of one word of zeros.
     spread = 0x9E37_79B9_7F4A_7C15
     assert int(gsum64(as_tensor(bytes(8)))) % (1 << 64) == (0x7F4A_7C15 * 0x9E37_79B9 + spread) % (1 << 64)
@@ -97,8 +97,8 @@ for _ in range(20):
     data[:16] = 255
     offsets = [random.randrange(0, data.numel() // 8) * 8 for _ in range(5)]
     parts = [(offset, random.randrange(1, data.numel() // 8 * 8 - offset + 1)) for offset in offsets]
-    told = _triton_sums.sums(data, parts, SPREAD).tolist()
-    assert told == [int(gsum64(data[offset : offset + length])) for offset, length in parts], parts
+    reported = _triton_sums.sums(data, parts, SPREAD).tolist()
+    assert reported == [int(gsum64(data[offset : offset + length])) for offset, length in parts], parts
 print("equal")
 """
 
@@ -128,8 +128,8 @@ class Agent(FakeAgent):
             at += (len(data) + 63) // 64 * 64
         handle = base64.b64encode(self.block.handle).decode()
         memory = {"handle": handle, "bytes": len(self.block.memory), "offset": offset}
-        told = {"sequence": sequence, "copy": True, "draft": False, "memory": memory, "bytes": at, "tensors": places, **other}
-        self.say({"event": "bucket", **told})
+        reported = {"sequence": sequence, "copy": True, "draft": False, "memory": memory, "bytes": at, "tensors": places, **other}
+        self.say({"event": "bucket", **reported})
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def agent() -> Iterator[Agent]:
     agent.close()
 
 
-def test_a_place_is_used_again_once_its_bucket_was_copied_whoever_still_keeps_tensors(agent: Agent) -> None:
+def test_place_is_reused_once_its_bucket_was_copied(agent: Agent) -> None:
     tensors = model(4)
     hello = agent.hellos[0]
     assert (hello["device"], hello["gpu"]) == ("cuda", "GPU-0")
@@ -163,7 +163,7 @@ def test_a_place_is_used_again_once_its_bucket_was_copied_whoever_still_keeps_te
     assert agent.block.opened == 0
 
 
-def test_a_copy_that_is_not_what_the_agent_says_is_refused_and_not_said_to_be_taken(agent: Agent) -> None:
+def test_copy_that_differs_is_refused_and_not_confirmed(agent: Agent) -> None:
     tensors = model(5)
     agent.lay(0, tensors[:2], 0)
     agent.block.memory[130] = bytes([agent.block.memory[130][0] ^ 1])
@@ -186,7 +186,7 @@ def test_memory_that_makes_no_sense_is_refused(agent: Agent, other: dict[str, An
         list(agent.feeds[0].tensors())
 
 
-def test_a_device_that_is_no_gpu_or_whose_driver_is_not_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_device_without_gpu_or_driver_is_none(caplog: pytest.LogCaptureFixture) -> None:
     assert GpuFeed.of(torch.device("cpu")) is None
     assert not caplog.records
     assert GpuFeed.of(torch.device("cuda", 0)) is None
@@ -207,7 +207,7 @@ def test_a_worker_without_a_gpu_is_not_fed_from_one() -> None:
     agent.close()
 
 
-def test_a_worker_with_a_gpu_is_fed_from_the_host_where_the_agent_says_so() -> None:
+def test_gpu_worker_is_fed_from_the_host_where_asked() -> None:
     tensors = model(7)
     agent = FakeAgent(1, 128, [Block(64).feed()])
     agent.open()

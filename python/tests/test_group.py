@@ -64,7 +64,7 @@ def ranks(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             agent.stop()
 
 
-def test_an_fsdp2_model_arrives_whole_and_every_rank_hears_the_same(ranks: Ranks) -> None:
+def test_fsdp2_model_arrives_whole_and_ranks_agree(ranks: Ranks) -> None:
     seen = ranks.alike("fsdp2")
     assert seen["first"] == {"version": 1, "installed": ["actors/a"], "staged": False, "attempts": 1}
     assert seen["second"]["version"] == 2
@@ -91,7 +91,7 @@ def test_parts_of_all_ranks_make_whole_tensors(ranks: Ranks) -> None:
     assert arrived["complex"].tolist() == [[-1j, 1 - 1j]] * 2
 
 
-def test_parts_that_are_missing_or_fail_end_the_publish_on_all_ranks(ranks: Ranks) -> None:
+def test_missing_or_failed_parts_end_publish_on_all_ranks(ranks: Ranks) -> None:
     seen = ranks.alike("sharded")
     assert seen["missing"]["error"] == "SourceFailed"
     assert "only: its parts hold 0 of 7" in seen["missing"]["message"]
@@ -130,7 +130,7 @@ def test_a_lost_agent_stops_all_ranks_at_one_bucket(ranks: Ranks) -> None:
     assert zero["gathered"] < 12, "of 40 tensors"
 
 
-def test_one_rank_that_fails_or_is_asked_for_something_else_ends_it_for_all(ranks: Ranks) -> None:
+def test_one_failing_rank_ends_it_for_all(ranks: Ranks) -> None:
     seen = ranks.alike("one_rank_fails")
     assert seen["failed"]["error"] == "SourceFailed"
     assert "raised ValueError on rank 1: rank 1 has no tensor 3" in seen["failed"]["message"]

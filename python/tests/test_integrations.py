@@ -57,7 +57,7 @@ def version(agent: Agent, number: int) -> dict[str, torch.Tensor]:
     return arrived
 
 
-def test_a_sharded_mixture_of_experts_arrives_as_the_checkpoint_that_transformers_writes(play: Play, agent: Agent, tmp_path: Path) -> None:
+def test_sharded_experts_arrive_as_transformers_saves_them(play: Play, agent: Agent, tmp_path: Path) -> None:
     assert play("fsdp2") == [{"first": 1, "second": 2}] * 2
     saved = safetensors.torch.load_file(tmp_path / "saved" / "model.safetensors")
     first, second = version(agent, 1), version(agent, 2)
@@ -132,9 +132,7 @@ EXPERTS = megatron.Shape(
 
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize(("tp", "pp", "ep", "etp"), [(1, 1, 1, 1), (2, 1, 1, 1), (4, 2, 1, 1), (2, 2, 4, 1), (2, 1, 2, 2)])
-def test_the_parts_of_all_ranks_make_the_checkpoint_that_they_were_cut_from(
-    shape: megatron.Shape, tp: int, pp: int, ep: int, etp: int
-) -> None:
+def test_parts_of_all_ranks_make_their_checkpoint(shape: megatron.Shape, tp: int, pp: int, ep: int, etp: int) -> None:
     full = whole(shape)
     found = {name: torch.full_like(tensor, float("nan")) for name, tensor in full.items()}
     order = list(full)
@@ -151,7 +149,7 @@ def test_the_parts_of_all_ranks_make_the_checkpoint_that_they_were_cut_from(
         assert torch.equal(found[name], tensor), name
 
 
-def test_a_parameter_that_is_not_known_is_an_error_and_not_left_out() -> None:
+def test_unknown_parameter_is_an_error() -> None:
     for name in ("decoder.layers.0.mlp.experts.weight1", "decoder.layers.0.self_attention.linear_q_down_proj.weight", "position.weight"):
         with pytest.raises(ValueError, match="know"):
             list(megatron.parts(EXPERTS, megatron.Place(), {name: torch.zeros(4, 4)}))
@@ -159,7 +157,7 @@ def test_a_parameter_that_is_not_known_is_an_error_and_not_left_out() -> None:
         list(megatron.parts(DENSE, megatron.Place(), {"decoder.layers.9.input_layernorm.weight": torch.zeros(32)}))
 
 
-def test_the_ranks_of_a_real_megatron_model_arrive_as_one_checkpoint(play: Play, agent: Agent, tmp_path: Path) -> None:
+def test_real_megatron_ranks_arrive_as_one_checkpoint(play: Play, agent: Agent, tmp_path: Path) -> None:
     play("megatron")
     zero, one = (torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1))
     for arrived in (version(agent, 1), version(agent, 2)):
@@ -177,7 +175,7 @@ def test_the_ranks_of_a_real_megatron_model_arrive_as_one_checkpoint(play: Play,
         assert torch.equal(arrived["model.layers.0.mlp.experts.2.up_proj.weight"], third[16:])
 
 
-def test_verls_interface_sends_each_step_from_all_actors_and_rollouts_receive_nothing(play: Play, agent: Agent) -> None:
+def test_verl_interface_sends_each_step_from_all_actors(play: Play, agent: Agent) -> None:
     zero, one = play("verl")
     assert zero == one
     assert [zero[f"version {step}"] for step in (1, 2, 3)] == [1, 2, 3]
@@ -197,9 +195,7 @@ def test_xtuners_batches_arrive_as_one_version(play: Play, agent: Agent) -> None
         assert all(torch.equal(tensor, torch.full((200,), 2.0 * step)) for tensor in arrived.values())
 
 
-def test_the_callback_publishes_while_transformers_trains_and_in_the_place_of_trls_own_synchronisation(
-    play: Play, agent: Agent, tmp_path: Path
-) -> None:
+def test_callback_publishes_while_transformers_trains(play: Play, agent: Agent, tmp_path: Path) -> None:
     (seen,) = play("trl", ranks=1)
     assert seen == {"versions": [0, 2, 4, 5], "served": [7]}
     trained = torch.load(tmp_path / "trained.pt", weights_only=True)

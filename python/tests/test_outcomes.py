@@ -36,7 +36,7 @@ def test_a_number_may_be_skipped_and_never_goes_back(publisher: weightsync.Publi
         assert not raised.value.retryable
 
 
-def test_a_killed_agent_is_a_lost_one_at_once_and_its_successor_serves(start_agent: Callable[..., Agent]) -> None:
+def test_killed_agent_is_lost_at_once_and_successor_serves(start_agent: Callable[..., Agent]) -> None:
     agent = start_agent("--bucket-bytes", "4096", "--slots", "2", "--die-after", "3")
     with publisher_of(agent) as publisher:
         begun = time.monotonic()
@@ -49,7 +49,7 @@ def test_a_killed_agent_is_a_lost_one_at_once_and_its_successor_serves(start_age
         assert publisher.publish(BIG, version=1, timeout=LIMIT).version == 1
 
 
-def test_an_agent_that_restarted_between_two_publishes_is_found_again(start_agent: Callable[..., Agent]) -> None:
+def test_agent_restarted_between_publishes_is_found(start_agent: Callable[..., Agent]) -> None:
     agent = start_agent()
     with publisher_of(agent) as publisher:
         publisher.publish(SMALL, version=1, timeout=LIMIT)
@@ -81,7 +81,7 @@ def test_no_agent_is_a_retryable_error_in_bounded_time() -> None:
     assert raised.value.phase == "connect"
 
 
-def test_a_publish_that_nobody_takes_ends_at_its_timeout(start_agent: Callable[..., Agent]) -> None:
+def test_publish_that_no_member_takes_ends_at_its_timeout(start_agent: Callable[..., Agent]) -> None:
     agent = start_agent("--bucket-bytes", "4096", "--slots", "2", "--stall-after", "2")
     with publisher_of(agent) as publisher:
         running = publisher.publish_async(BIG, version=1, timeout=LIMIT)
@@ -145,7 +145,7 @@ def test_a_manual_version_is_staged_until_it_is_activated(publisher: weightsync.
         publisher.publish_async(SMALL, version=2, timeout=LIMIT).activate()
 
 
-def test_the_roster_is_told_and_watched(publisher: weightsync.Publisher) -> None:
+def test_roster_is_sent_and_watched(publisher: weightsync.Publisher) -> None:
     roster = publisher.roster()
     assert [(replica.name, replica.state, replica.version) for replica in roster.replicas] == [
         ("actors/a", "ready", None),

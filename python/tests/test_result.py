@@ -16,7 +16,7 @@ MESSAGE = {
 }
 
 
-def test_windows_of_replicas_that_served_are_typed_and_survive_json() -> None:
+def test_mixed_windows_are_typed_and_survive_json() -> None:
     window = {"version": 7, "beginMs": 100, "endMs": 140}
     result = Result.of({**MESSAGE, "mixed": [["actors/a", [window]]]})
     assert result.mixed == {"actors/a": (MixedWindow(7, 100, 140),)}

@@ -88,7 +88,7 @@ def breaks() -> Iterator[tuple[str, torch.Tensor]]:
         (breaks, "raised RuntimeError: no memory left"),
     ],
 )
-def test_a_source_that_does_not_keep_its_word_fails_the_publish_and_not_the_next(
+def test_source_that_breaks_its_layout_fails_one_publish(
     agent: Agent, publisher: weightsync.Publisher, factory: Callable[[], Iterator[Any]], words: str
 ) -> None:
     with pytest.raises(weightsync.SourceFailed, match=words) as raised:
@@ -123,7 +123,7 @@ def test_arguments_that_make_no_sense_are_refused(publisher: weightsync.Publishe
         publisher.publish_async({"a": ONES}, **{"version": 1, **wrong})
 
 
-def test_memory_for_what_is_gathered_is_allocated_once_and_used_again() -> None:
+def test_gather_memory_is_allocated_once() -> None:
     scratch = Scratch()
     places = []
     for _ in range(3):

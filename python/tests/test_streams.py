@@ -160,7 +160,7 @@ def test_parts_are_put_together(agent: Agent) -> None:
     assert torch.equal(arrived["other"], other)
 
 
-def test_a_checkpoint_of_the_safetensors_package_is_read_alike_by_rust(agent: Agent, programs: Path, tmp_path: Path) -> None:
+def test_safetensors_package_checkpoint_is_read_alike_by_rust(agent: Agent, programs: Path, tmp_path: Path) -> None:
     written = {name: tensor.detach().resolve_conj().contiguous() for name, tensor in tensors().items() if name != "complex"}
     file = tmp_path / "model.safetensors"
     safetensors.torch.save_file(written, file)

@@ -1,4 +1,4 @@
-"""A trainer that moves its weights itself, with real agents and simulated engines: told of every epoch, and of its end in time."""
+"""A trainer that moves its weights itself, with real agents and simulated engines: informed of every epoch, and of its end in time."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def brought(epoch: weightsync.Epoch, plane: Plane, version: int, digest: str | N
     return update.result
 
 
-def test_an_epoch_names_its_members_and_gives_a_port_that_nobody_else_can_take(topology: weightsync.Topology) -> None:
+def test_epoch_names_members_and_a_reserved_port(topology: weightsync.Topology) -> None:
     epoch = next(of_both(topology))
     assert epoch.world_size == 3
     assert sorted(rank for replica in epoch.replicas for rank in replica.ranks) == [1, 2]
@@ -127,9 +127,7 @@ def test_a_version_counts_when_the_engines_were_proven(topology: weightsync.Topo
     assert len({json.dumps(plane.served(replica.url)) for replica in epoch.replicas}) == 1
 
 
-def test_a_replica_of_which_nothing_is_reported_is_behind_until_it_is_brought_again(
-    group: Group, topology: weightsync.Topology, plane: Plane
-) -> None:
+def test_unreported_replica_lags_until_fed_again(group: Group, topology: weightsync.Topology, plane: Plane) -> None:
     epoch = next(of_both(topology))
     first, second = epoch.replicas
     with epoch.version(1) as update:
@@ -144,7 +142,7 @@ def test_a_replica_of_which_nothing_is_reported_is_behind_until_it_is_brought_ag
         until(lambda: {r.state for r in publisher.roster().replicas} == {"ready"} or None, "two ready replicas")
 
 
-def test_an_engine_that_reports_another_version_than_was_said_is_not_believed(topology: weightsync.Topology, plane: Plane) -> None:
+def test_engine_that_reports_another_version_is_not_believed(topology: weightsync.Topology, plane: Plane) -> None:
     epochs = of_both(topology)
     epoch = next(epochs)
     with epoch.version(1, engine_version="step-1") as update:
@@ -156,17 +154,15 @@ def test_an_engine_that_reports_another_version_than_was_said_is_not_believed(to
     assert "step-0" in update.result.behind[epoch.replicas[1].name]
 
 
-def test_a_lost_rollout_is_told_in_time_and_the_next_epoch_does_the_update(
-    group: Group, topology: weightsync.Topology, plane: Plane
-) -> None:
+def test_lost_rollout_is_reported_and_next_epoch_updates(group: Group, topology: weightsync.Topology, plane: Plane) -> None:
     epochs = of_both(topology)
     epoch = next(epochs)
     heard: list[str] = []
-    told = threading.Event()
+    reported = threading.Event()
 
     def abort(reason: str) -> None:
         heard.append(reason)
-        told.set()
+        reported.set()
 
     epoch.on_fenced(abort)
 
@@ -176,7 +172,7 @@ def test_a_lost_rollout_is_told_in_time_and_the_next_epoch_does_the_update(
             update.report(epoch.replicas[0].name)
             os.kill(group.agent("actor-1"), signal.SIGKILL)
             # As a collective that lacks a rank: it ends when it is aborted.
-            assert told.wait(SOON)
+            assert reported.wait(SOON)
             raise ConnectionError("the collective was aborted")
 
     with pytest.raises(weightsync.Fenced, match="actor-1") as raised:
@@ -218,7 +214,7 @@ def test_a_version_that_takes_too_long_is_ended_by_its_deadline(topology: weight
     assert set(brought(next(epochs), plane, 1).installed) == BOTH
 
 
-def test_a_group_that_cannot_be_formed_is_given_up_and_another_epoch_comes(topology: weightsync.Topology, plane: Plane) -> None:
+def test_group_that_cannot_form_is_given_up(topology: weightsync.Topology, plane: Plane) -> None:
     epochs = of_both(topology)
     epoch = next(epochs)
     reasons: list[str] = []
@@ -234,7 +230,7 @@ def test_a_group_that_cannot_be_formed_is_given_up_and_another_epoch_comes(topol
     assert set(brought(third, plane, 1).installed) == BOTH
 
 
-def test_a_trainer_that_dies_in_the_middle_leaves_no_replica_that_passes_for_whole(group: Group, topology: weightsync.Topology) -> None:
+def test_trainer_that_dies_midway_leaves_no_false_whole(group: Group, topology: weightsync.Topology) -> None:
     epoch = next(of_both(topology))
     topology.close()
     code = f"""
@@ -258,7 +254,7 @@ def test_what_does_not_fit_the_delivery_is_refused(group: Group, topology: weigh
         publisher.publish(weightsync.state_dict(dict(tensors(1))), version=1, timeout=LIMIT)
 
 
-def test_a_group_whose_agents_move_the_bytes_has_no_epochs_to_watch(programs: Path, tmp_path: Path) -> None:
+def test_group_of_agents_has_no_epochs_to_watch(programs: Path, tmp_path: Path) -> None:
     group = Group(programs, tmp_path)
     try:
         with (
@@ -281,7 +277,7 @@ def test_no_epoch_is_a_timeout_and_no_agent_is_a_lost_one(start_agent: object) -
         next(topology.watch(timeout=LIMIT))
 
 
-def test_an_agent_that_dies_ends_its_epoch_and_its_successor_is_found(group: Group, topology: weightsync.Topology, plane: Plane) -> None:
+def test_agent_that_dies_ends_its_epoch_and_successor_is_found(group: Group, topology: weightsync.Topology, plane: Plane) -> None:
     epochs = of_both(topology)
     epoch = next(epochs)
     os.kill(group.agent("trainer"), signal.SIGKILL)

@@ -145,7 +145,7 @@ def healthy(port: int) -> bool | None:
         return None
 
 
-def test_a_trainer_with_vllms_own_group_is_told_of_a_dead_rank_and_the_next_epoch_does_the_update(servers: Servers, tmp_path: Path) -> None:
+def test_vllm_group_trainer_hears_of_a_dead_rank(servers: Servers, tmp_path: Path) -> None:
     weights = {version: safetensors.torch.load_file(tmp_path / str(version) / "model.safetensors") for version in (2, 3)}
     deadline = time.monotonic() + START
     while not all(healthy(port) for port in servers.ports):
@@ -163,9 +163,9 @@ def test_a_trainer_with_vllms_own_group_is_told_of_a_dead_rank_and_the_next_epoc
         assert len(update.result.installed) == 2, update.result
         answers = [completion(replica.url) for replica in epoch.replicas]
         assert answers[0] == answers[1] != before
-        told: queue.SimpleQueue[float] = queue.SimpleQueue()
+        reported: queue.SimpleQueue[float] = queue.SimpleQueue()
         killed: list[float] = []
-        epoch.on_fenced(lambda reason: told.put(time.monotonic()))
+        epoch.on_fenced(lambda reason: reported.put(time.monotonic()))
 
         def kill() -> None:
             servers.kill(1)
@@ -180,10 +180,10 @@ def test_a_trainer_with_vllms_own_group_is_told_of_a_dead_rank_and_the_next_epoc
 
         with pytest.raises(weightsync.Fenced, match="actor-1") as raised:
             broken_off()
-        # Whoever works with the epoch may hear of it before the one who listens.
-        took = told.get(timeout=LIMIT) - killed[0]
-        assert took < 10, "the trainer was told within its deadline"
-        print(f"told {took:.2f} s after the kill: {raised.value}")
+        # Anyone who works with the epoch may hear of it before the one who listens.
+        took = reported.get(timeout=LIMIT) - killed[0]
+        assert took < 10, "the trainer was informed within its deadline"
+        print(f"reported {took:.2f} s after the kill: {raised.value}")
         served: list[tuple[str, ...]] = []
         for epoch in epochs:
             try:

@@ -14,7 +14,7 @@ from conftest import LIMIT, ROOT
 import weightsync._binary
 
 
-def test_a_wheel_installs_into_a_fresh_environment_and_runs_the_program(programs: Path, tmp_path: Path) -> None:
+def test_wheel_installs_fresh_and_runs_the_program(programs: Path, tmp_path: Path) -> None:
     carried = [programs / name for name in ("weightsync", "weightsync-dev")]
     build = [sys.executable, str(ROOT / "python" / "build_wheel.py"), "--no-isolation", *map(str, carried), str(tmp_path)]
     wheel = Path(subprocess.run(build, check=True, capture_output=True, text=True, timeout=3 * LIMIT).stdout.strip())

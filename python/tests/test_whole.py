@@ -155,7 +155,7 @@ def test_versions_reach_both_engines(publisher: weightsync.Publisher) -> None:
     assert {replica.version for replica in publisher.roster().replicas} == {2}
 
 
-def test_a_rollout_that_dies_in_the_middle_does_not_stop_the_trainer(group: Group, publisher: weightsync.Publisher) -> None:
+def test_rollout_that_dies_midway_does_not_stop_the_trainer(group: Group, publisher: weightsync.Publisher) -> None:
     victim = group.agent("actor-1")
     source = paused_in_the_middle(3, lambda: os.kill(victim, signal.SIGKILL))
     result = publisher.publish(source, version=3, timeout=LIMIT)
@@ -163,9 +163,7 @@ def test_a_rollout_that_dies_in_the_middle_does_not_stop_the_trainer(group: Grou
     assert "rollouts/actor-0" in result.installed, result
 
 
-def test_the_death_of_the_agent_is_a_retryable_error_and_the_same_version_succeeds_after_it(
-    group: Group, publisher: weightsync.Publisher
-) -> None:
+def test_agent_death_is_retryable_and_version_succeeds_later(group: Group, publisher: weightsync.Publisher) -> None:
     victim = group.agent("trainer")
     source = paused_in_the_middle(4, lambda: os.kill(victim, signal.SIGKILL))
     begun = time.monotonic()

@@ -232,7 +232,7 @@ def xtuner() -> dict[str, Any]:
 
 
 def trl() -> dict[str, Any]:
-    """A real training loop of transformers with the callback, and TRL's own list of names behind `serve`."""
+    """A real training loop of transformers with the callback, and TRL's own list of names after `serve`."""
     from weightsync.integrations.trl import WeightSyncCallback
 
     torch.manual_seed(5)
@@ -247,7 +247,7 @@ def trl() -> dict[str, Any]:
     )
     transformers.Trainer(model=model, args=settings, train_dataset=rows, callbacks=[callback]).train()
     torch.save(model.state_dict(), FOLDER / "trained.pt")
-    # Behind the training: transformers would take the stand-ins for the real data sets.
+    # After the training: transformers would take the stand-ins for the real data sets.
     stand_in_for("trl")
     from trl.generation.vllm_generation import VLLMGeneration
 

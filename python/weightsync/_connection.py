@@ -1,6 +1,6 @@
 """A connection to the agent and what is known over it: one publish at a time, followed by a thread that only listens.
 
-The thread never calls user code and never takes part in a collective operation. Whoever waits, waits on a condition with a deadline.
+The thread never calls user code and never takes part in a collective operation. Anyone who waits, waits on a condition with a deadline.
 """
 
 from __future__ import annotations

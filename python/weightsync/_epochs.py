@@ -1,6 +1,6 @@
 """What the agent says of epochs, followed by a thread that only listens and runs what was registered for the end of an epoch.
 
-Whoever waits, waits on a condition with a deadline. A lost agent ends the epoch: nobody would say any more that it is over.
+Anyone who waits, waits on a condition with a deadline. A lost agent ends the epoch: no one would say any more that it is over.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .result import Result
 _LOG = logging.getLogger("weightsync")
 
 
-class Told:
-    """An epoch as the agent told it, and what was heard of it since."""
+class Reported:
+    """An epoch as the agent informed it, and what was heard of it since."""
 
     def __init__(self, topology: dict[str, Any], listener: socket.socket | None) -> None:
         self.topology = topology
@@ -57,7 +57,7 @@ class Told:
                 _LOG.exception("what was to run at the end of epoch %d failed", self.number)
 
     def close(self) -> None:
-        """Frees the port, if nobody took the socket."""
+        """Frees the port, if no one took the socket."""
         listener, self.listener = self.listener, None
         if listener is not None:
             listener.close()
@@ -85,7 +85,7 @@ class EpochConnection:
         self._wire = Wire(name)
         self._writing = threading.Lock()
         self.changed = threading.Condition()
-        self.told: Told | None = None
+        self.reported: Reported | None = None
         self.bringing: Bringing | None = None
         self.lost: WeightSyncError | None = None
         self.refused: WeightSyncError | None = None
@@ -126,12 +126,12 @@ class EpochConnection:
             error = Failed(f"what the agent says cannot be understood: {raised!r}")
         with self.changed:
             self.lost = error
-            told = self.told
+            reported = self.reported
             if self.bringing is not None and not self.bringing.over:
                 self.bringing.error = error
             self.changed.notify_all()
-        if told is not None:
-            told.fence(f"the agent is lost: {error.message}")
+        if reported is not None:
+            reported.fence(f"the agent is lost: {error.message}")
         self._wire.close()
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class EpochConnection:
         with self.changed:
             bringing = self.bringing if self.bringing is not None and not self.bringing.over else None
             if event == "fenced":
-                over = self.told
+                over = self.reported
             elif event == "open" and bringing is not None:
                 bringing.open = True
             elif event == "done" and bringing is not None:
@@ -167,7 +167,7 @@ class EpochConnection:
 
     def _take_epoch(self, topology: dict[str, Any]) -> None:
         if not self._wire.descriptors:
-            raise Failed("the agent told an epoch and sent no socket")
+            raise Failed("the agent reported an epoch and sent no socket")
         descriptor = self._wire.descriptors.popleft()
         try:
             listener = socket.socket(fileno=descriptor)
@@ -175,7 +175,7 @@ class EpochConnection:
             os.close(descriptor)
             raise Failed(f"the agent sent something that is no socket: {error}") from error
         with self.changed:
-            before, self.told = self.told, Told(topology, listener)
+            before, self.reported = self.reported, Reported(topology, listener)
             self.refused = None
             self.changed.notify_all()
         if before is not None:

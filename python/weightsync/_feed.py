@@ -1,9 +1,9 @@
-"""One worker's end of a feed: the buckets of a version in shared memory, told by the agent beside the engine, checked and handed over.
+"""One worker's end of a feed: the buckets of a version in shared memory, reported by the agent next to the engine, checked and handed over.
 
 A thread takes what the agent says and checks every tensor's digest over the shared bytes while the engine still serves; the engine's own
 thread takes what was checked, in order, when it loads. Buckets in memory of the worker's GPU it copies and checks itself (`_gpu_feed`).
-Decides whether what was told is a whole version. It never maps memory so that a loader which writes into what it is given changes it for
-others, never says that a place may be used again before nobody looks into it (an engine may keep views of tensors until a whole layer is
+Decides whether what was informed is a whole version. It never maps memory so that a loader which writes into what it is given changes it for
+others, never says that a place may be used again before no one looks into it (an engine may keep views of tensors until a whole layer is
 there), and never reads pickle.
 """
 
@@ -59,12 +59,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that the agent told of together. `copy`: their place is used again as soon as they were taken."""
+    """Tensors that the agent informed of together. `copy`: their place is used again as soon as they were taken."""
 
     sequence: int
     copy: bool
     draft: bool
-    """Whether they are for the draft model, which comes behind the model."""
+    """Whether they are for the draft model, which comes after the model."""
     tensors: tuple[Tensor, ...]
     place: Place | None = None
     """Where they lie on the worker's GPU; offsets of tensors count from there. None in memory of the host."""
@@ -133,7 +133,7 @@ class Feed:
             raise Failed("the model stopped taking tensors before the end of those for it")
 
     def did(self, step: str) -> None:
-        """Says that a step of the session was taken. An agent that is gone is not told."""
+        """Says that a step of the session was taken. An agent that is gone is not reported."""
         with contextlib.suppress(WeightSyncError):
             self._say({"did": step})
 
@@ -161,11 +161,11 @@ class Feed:
                     case "bucket":
                         bucket = _bucket(message, self._length)
                         if bucket.sequence != expected:
-                            raise Failed(f"bucket {bucket.sequence} was told of, {expected} was expected")
+                            raise Failed(f"bucket {bucket.sequence} was informed of, {expected} was expected")
                         if drafts and not bucket.draft:
-                            raise Failed(f"bucket {bucket.sequence} of the model was told of behind one of its draft model")
+                            raise Failed(f"bucket {bucket.sequence} of the model was informed of after one of its draft model")
                         drafts = bucket.draft
-                        # What lies on a GPU is checked by whoever copies it.
+                        # What lies on a GPU is checked by anyone who copies it.
                         if bucket.place is None:
                             self._check(bucket)
                             self._say({"verified": expected})
@@ -173,7 +173,7 @@ class Feed:
                         expected += 1
                     case "end":
                         if message.get("buckets") != expected:
-                            raise Failed(f"{message.get('buckets')} buckets are said to be all, {expected} were told of")
+                            raise Failed(f"{message.get('buckets')} buckets are said to be all, {expected} were informed of")
                         self._arrived.put(None)
                         return
                     case event:
@@ -197,7 +197,7 @@ class Feed:
             raise Failed(f"digests are said to be {message.get('digest')!r}, which cannot be computed here")
         self._digest = self._digesters[message["digest"]]
         if not self._wire.descriptors:
-            raise Failed("no memory came beside its description")
+            raise Failed("no memory came next to its description")
         descriptor = self._wire.descriptors.popleft()
         try:
             length = int(message["bytes"])
@@ -227,7 +227,7 @@ class Feed:
 
     def _copied(self, bucket: Bucket, place: Place) -> Any:
         if self._gpu is None:
-            raise Failed("the agent told of memory on a GPU, and this worker computes on none")
+            raise Failed("the agent informed of memory on a GPU, and this worker computes on none")
         copy = self._gpu.take(place)
         sums = self._gpu.sums(copy, [(tensor.offset, tensor.length) for tensor in bucket.tensors])
         for tensor, computed in zip(bucket.tensors, sums, strict=True):

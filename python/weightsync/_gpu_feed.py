@@ -78,7 +78,7 @@ class GpuFeed:
 
     @staticmethod
     def of(device: Any) -> GpuFeed | None:
-        """For a `torch.device`; none for one that is no GPU of CUDA, or whose driver refuses: then the agent is told that there is none."""
+        """For a `torch.device`; none for one that is no GPU of CUDA, or whose driver refuses: then the agent is informed that there is none."""
         if device.type != "cuda":
             return None
         try:
@@ -98,8 +98,8 @@ class GpuFeed:
             fast = importlib.import_module("weightsync._triton_sums")
             some = torch.arange(100_003, device=self._device).to(torch.uint8)
             parts = [(0, 1), (64, 99_939), (128, 64)]
-            told = fast.sums(some, parts, SPREAD).tolist()
-            if told != [int(gsum64(some[offset : offset + length])) for offset, length in parts]:
+            reported = fast.sums(some, parts, SPREAD).tolist()
+            if reported != [int(gsum64(some[offset : offset + length])) for offset, length in parts]:
                 raise ValueError("they are not those that torch computes")
             self._triton = fast
         except Exception as error:

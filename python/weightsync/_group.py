@@ -21,7 +21,7 @@ LONGEST_MESSAGE = 1 << 24
 
 
 class Group(ABC):
-    """The ranks of one publisher; rank 0 is the one beside the agent."""
+    """The ranks of one publisher; rank 0 is the one next to the agent."""
 
     rank: int
     size: int

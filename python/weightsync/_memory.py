@@ -26,7 +26,7 @@ COPY_SECONDS = 60.0
 
 
 class MemoryGone(Exception):
-    """The connection ended while a bucket was written; whoever waits for it knows why."""
+    """The connection ended while a bucket was written; anyone who waits for it knows why."""
 
 
 class Memory(Protocol):

@@ -22,7 +22,7 @@ _SAID: set[str] = set()
 
 
 def offer(cuda: Cuda, tensors: Iterable[Any] | None) -> tuple[dict[str, Any], dict[str, int]] | None:
-    """What the agent is told of this process's GPUs, and their numbers by UUID; none when no tensor lies on one.
+    """What the agent is informed of this process's GPUs, and their numbers by UUID; none when no tensor lies on one.
 
     `tensors` is none when they are not there yet: then the caller's GPU counts.
     """

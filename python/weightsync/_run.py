@@ -111,7 +111,7 @@ class Run:
         self._together(lambda: self._say({"op": "activate", "version": self.version}))
 
     def cancel(self, reason: str) -> None:
-        """Gives the publish up, from any thread; whoever waits for it hears that."""
+        """Gives the publish up, from any thread; anyone who waits for it hears that."""
         self._cancelled = Cancelled(reason, retryable=True)
         connection, published = self.connection, self.published
         if connection is None or published is None:
@@ -159,7 +159,7 @@ class Run:
             offered = offer(self._cuda, self._source.known()) if self._cuda is not None else None
             if offered is not None and self._cuda is not None:
                 request["gpu"], self._devices = offered
-                # In the thread that publishes: the tensors are taken as it left them, and nobody waits for its GPU.
+                # In the thread that publishes: the tensors are taken as it left them, and no one waits for its GPU.
                 self._cuda.follow(self._devices.values())
             self.connection, self.published = start(request)
             if self._cancelled is not None:

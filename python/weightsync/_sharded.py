@@ -31,7 +31,7 @@ class Sharded(Source):
         parts = _Parts(iter(self._factory()))
         scratch = Scratch()
         for meta in self._metas:
-            # Whoever took the tensor before copied it: a pass asks for the next one only then.
+            # Anyone who took the tensor before copied it: a pass asks for the next one only then.
             scratch.reset()
             error = None
             mine: list[tuple[Box, Any]] = []

@@ -1,4 +1,4 @@
-"""The socket of the agent beside this process: its name, and lines and descriptors over it.
+"""The socket of the agent next to this process: its name, and lines and descriptors over it.
 
 The name is abstract (Linux): no path, works on a read-only root, gone with its process. It lives in the network namespace, which the
 containers of a pod share.

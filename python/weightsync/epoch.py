@@ -12,7 +12,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from ._epochs import Bringing, EpochConnection, Told
+from ._epochs import Bringing, EpochConnection, Reported
 from ._group import Group
 from ._together import GO, WAIT, together
 from .errors import Failed, Fenced, RanksDisagree, Timeout, WeightSyncError, from_plain, to_plain
@@ -49,16 +49,16 @@ class EpochReplica:
 class Epoch:
     """A committed epoch. Its group is yours to form: rank 0 is this trainer, the replicas have the ranks that follow."""
 
-    def __init__(self, told: Told, group: Group, connection: EpochConnection | None) -> None:
-        plain = told.topology
-        self.number = told.number
+    def __init__(self, notified: Reported, group: Group, connection: EpochConnection | None) -> None:
+        plain = notified.topology
+        self.number = notified.number
         self.group = str(plain["group"])
         """A name that no other group ever has: it carries the object's UID and the epoch."""
         self.world_size = int(plain["worldSize"])
         self.address = str(plain["address"])
         """Where the rendezvous listens: this pod."""
         self.port = int(plain["port"])
-        """Port of `listener()`: bound since before it was told."""
+        """Port of `listener()`: bound since before it was informed."""
         self.timeout = int(plain["timeoutMs"]) / 1000
         """Seconds that forming the group, or one version, may take."""
         self.min_ready = int(plain["minReady"])
@@ -69,7 +69,7 @@ class Epoch:
             EpochReplica(str(one["name"]), one.get("url"), int(one["rankOffset"]), int(one["size"]), one.get("version"))
             for one in plain["replicas"]
         )
-        self._told = told
+        self._reported = notified
         self._ranks = group
         self._connection = connection
         self._update: Update | None = None
@@ -82,27 +82,27 @@ class Epoch:
     @property
     def fenced(self) -> threading.Event:
         """Set when the epoch is over. In a group, rank 0 hears of it at once, the others with their next call."""
-        return self._told.fenced
+        return self._reported.fenced
 
     @property
     def reason(self) -> str | None:
         """Why it is over."""
-        return self._told.reason
+        return self._reported.reason
 
     def on_fenced(self, callback: Callable[[str], object]) -> None:
         """Runs `callback(reason)` when the epoch is over, in a thread of the client: abort your communicator there. At once when it is."""
-        self._told.on_fenced(callback)
+        self._reported.on_fenced(callback)
 
     def check(self) -> None:
         """Raises Fenced when the epoch is over. In a group: on every rank alike."""
         together(self._ranks, self._checked, _as_error)
 
     def listener(self) -> socket.socket:
-        """The bound, listening socket of `port`, to whoever takes it, once (rank 0).
+        """The bound, listening socket of `port`, to anyone who takes it, once (rank 0).
 
         For vLLM: `StatelessProcessGroup.create(epoch.address, epoch.port, 0, epoch.world_size, listen_socket=epoch.listener())`.
         """
-        listener, self._told.listener = self._told.listener, None
+        listener, self._reported.listener = self._reported.listener, None
         if listener is None:
             raise Failed("the socket of the rendezvous is on rank 0 only, and is given once")
         return listener
@@ -158,7 +158,7 @@ class Epoch:
         timeout: float | None = None,
     ) -> Update:
         """Around the movement of one version's bytes. When the body is entered, every engine is marked and none is trusted; when it is
-        left, the agents beside the engines prove those that were reported, and enough of them must be proven.
+        left, the agents next to the engines prove those that were reported, and enough of them must be proven.
 
         `digest` is whatever identifies the weights: the same number with another digest is refused. `engine_version` is what your data
         plane makes the engines report as their weight version; the agents compare it. The current version may come again, for `lacking`
@@ -201,7 +201,7 @@ class Epoch:
         if self._connection is not None:
             with contextlib.suppress(WeightSyncError):
                 self._connection.say({"op": "broken", "epoch": self.number, "reason": reason[:500]})
-        self._told.fence(reason)
+        self._reported.fence(reason)
 
     def _explain(self, error: Exception) -> None:
         """A data plane that breaks often hears of a lost member before the agent does: its word is waited for a moment."""
@@ -210,7 +210,7 @@ class Epoch:
 
     def _leave(self) -> None:
         """The body of the loop was left."""
-        self._told.close()
+        self._reported.close()
 
 
 class Update:
@@ -247,7 +247,7 @@ class Update:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._epoch._update = None
         if error is not None and not isinstance(error, Exception):
-            # An interrupt: nobody else is waited for.
+            # An interrupt: no one else is waited for.
             self._cancel(f"the trainer was interrupted: {type(error).__name__}")
             return
         self._agree(error)
@@ -318,9 +318,9 @@ class Update:
         plain = epoch._ranks.gather(to_plain(fenced) if fenced is not None else None)[0]
         if plain is not None:
             over = fenced if fenced is not None else from_plain(plain)
-            epoch._told.fence(over.message)
+            epoch._reported.fence(over.message)
             raise over from error
-        epoch._told.fence(f"the trainer's data plane failed on rank {rank}: {text}")
+        epoch._reported.fence(f"the trainer's data plane failed on rank {rank}: {text}")
         if error is not None:
             raise error
         raise RanksDisagree(f"rank {rank} failed while version {self.version} was brought: {text}", phase="ranks")
@@ -352,7 +352,7 @@ class Update:
         """After a failed version the data plane is in an unknown state: the epoch is of no use, on any rank."""
         bringing = self._bringing
         said = bringing.error.message if bringing is not None and bringing.error is not None else reason
-        self._epoch._told.fence(said)
+        self._epoch._reported.fence(said)
 
 
 def _as_error(failure: Exception) -> WeightSyncError:

@@ -68,7 +68,7 @@ class Timeout(WeightSyncError, TimeoutError):
 
 
 class OutcomeUnknown(WeightSyncError):
-    """Engines were told to switch, and what came of it was not heard: the version may be served.
+    """Engines were asked to switch, and what came of it was not heard: the version may be served.
 
     The same number with the same weights may be published again, or a higher one; the roster says what replicas serve.
     """

@@ -1,4 +1,4 @@
-"""The trainer's side of WeightSync: give weights to the agent beside this process, and learn what became of them.
+"""The trainer's side of WeightSync: give weights to the agent next to this process, and learn what became of them.
 
     pub = weightsync.Publisher.from_env()
     pub.publish(model, version=step)
@@ -192,7 +192,7 @@ class Publisher:
                 try:
                     return free[0], free[0].start(request)
                 except AgentLost:
-                    # The agent restarted since the last publish: it is looked for anew, once.
+                    # The agent restarted since the last publish: it is looked for again, once.
                     self._connections.remove(free[0])
                     free[0].close()
             connection = self._connect()

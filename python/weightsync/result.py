@@ -1,4 +1,4 @@
-"""What a trainer is told: progress, the outcome of a publish, and the roster."""
+"""What a trainer is reported: progress, the outcome of a publish, and the roster."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Replica:
     name: str
     url: str | None
     state: str
-    """ready, updating, dirty, unknown, behind, or out."""
+    """ready, updating, dirty, unknown, after, or out."""
     version: int | None
     """What its engine serves, as far as known."""
     rank_offset: int

@@ -7,7 +7,7 @@
             ...                              # move your own bytes
             update.report("rollouts/actor-0", ok=True)
 
-Epochs, ranks, a port that is bound, deadlines, readiness and the proof behind an update are WeightSync's; the bytes are yours. When a
+Epochs, ranks, a port that is bound, deadlines, readiness and the proof after an update are WeightSync's; the bytes are yours. When a
 member dies, the epoch is fenced, whatever was registered with `on_fenced` runs, and the next epoch comes.
 """
 
@@ -20,7 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from ._epochs import EpochConnection, Told
+from ._epochs import EpochConnection, Reported
 from ._group import Alone, Group, Ranks
 from ._socket import find
 from ._together import GO, WAIT, together
@@ -39,7 +39,7 @@ class Topology:
         self._socket = socket
         self._connect_timeout = connect_timeout
         self._connection: EpochConnection | None = None
-        self._last: Told | None = None
+        self._last: Reported | None = None
 
     @classmethod
     def from_env(
@@ -50,18 +50,18 @@ class Topology:
         connect_timeout: float = 30,
         rank_timeout: float = 600,
     ) -> Topology:
-        """As `Publisher.from_env`: rank 0 runs beside the source's agent and speaks to it, the others follow it."""
+        """As `Publisher.from_env`: rank 0 runs next to the source's agent and speaks to it, the others follow it."""
         ranks: Group = Alone() if group is None else Ranks(group, rank_timeout)
         return cls(ranks, socket.removeprefix("@") if socket else None, connect_timeout)
 
     def watch(self, timeout: float | None = None) -> Iterator[Epoch]:
         """Each epoch once, when it is committed; when the body of the loop is left, the next one is waited for.
 
-        Timeout when no epoch came for `timeout` seconds. An agent that restarts is looked for anew, for `connect_timeout` seconds.
+        Timeout when no epoch came for `timeout` seconds. An agent that restarts is looked for again, for `connect_timeout` seconds.
         """
         while True:
             epoch = self._next(timeout)
-            # Whoever leaves the loop for good may go on with its epoch.
+            # Anyone who leaves the loop for good may go on with its epoch.
             yield epoch
             epoch._leave()
 
@@ -79,15 +79,15 @@ class Topology:
 
     def _next(self, timeout: float | None) -> Epoch:
         deadline = None if timeout is None else time.monotonic() + timeout
-        found: list[Told] = []
+        found: list[Reported] = []
         together(self._group, partial(self._look, deadline, timeout, found), _as_error)
-        told = found[0] if found else None
-        topology = self._group.gather(told.topology if told is not None else None)[0]
-        if told is None:
-            told = Told(topology, None)
-        return Epoch(told, self._group, self._connection)
+        reported = found[0] if found else None
+        topology = self._group.gather(reported.topology if reported is not None else None)[0]
+        if reported is None:
+            reported = Reported(topology, None)
+        return Epoch(reported, self._group, self._connection)
 
-    def _look(self, deadline: float | None, timeout: float | None, found: list[Told]) -> int:
+    def _look(self, deadline: float | None, timeout: float | None, found: list[Reported]) -> int:
         """Rank 0 waits a moment for an epoch that was not given yet."""
         if self._group.rank != 0:
             return GO
@@ -97,18 +97,18 @@ class Topology:
             connection.changed.wait_for(lambda: self._fresh(connection) or connection.lost or connection.refused, left)
             if connection.refused is not None:
                 raise connection.refused
-            told = connection.told
-            if told is not None and self._fresh(connection):
-                self._last = told
-                found[:] = [told]
+            reported = connection.reported
+            if reported is not None and self._fresh(connection):
+                self._last = reported
+                found[:] = [reported]
                 return GO
         if deadline is not None and time.monotonic() >= deadline:
             raise Timeout(f"no epoch was committed within {timeout:g} s", retryable=True, phase="queue")
         return WAIT
 
     def _fresh(self, connection: EpochConnection) -> bool:
-        told = connection.told
-        return told is not None and told is not self._last and not told.fenced.is_set()
+        reported = connection.reported
+        return reported is not None and reported is not self._last and not reported.fenced.is_set()
 
     def _connected(self) -> EpochConnection:
         connection = self._connection

@@ -1,4 +1,4 @@
-"""WeightSync's weight-transfer back end for vLLM 0.32 or newer: buckets from the agent beside the server, by shared memory of the host or
+"""WeightSync's weight-transfer back end for vLLM 0.32 or newer: buckets from the agent next to the server, by shared memory of the host or
 by CUDA IPC, no pickle.
 
 vLLM finds it by itself where this package is installed (entry point group `vllm.general_plugins`), and uses it when the server is started

@@ -1,4 +1,4 @@
-//! What engines are asked behind each switch (`spec.canary`), as a user writes it.
+//! What engines are asked after each switch (`spec.canary`), as a user writes it.
 //!
 //! Log-probs are whole numbers or decimal text, as Kubernetes' resources have no floats; they are counted in thousandths.
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use weightsync_core::protocol::CanaryPolicy;
 
-/// A fixed prompt, and the range in which the log-prob of each token behind it must lie.
+/// A fixed prompt, and the range in which the log-prob of each token after it must lie.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("!string(self.minLogProb).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$') || !string(self.maxLogProb).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$') || double(string(self.minLogProb)) <= double(string(self.maxLogProb))")
@@ -45,7 +45,7 @@ fn zero() -> IntOrString {
 }
 
 impl Canary {
-    /// As agents are told of it; a number that cannot be asks for what no engine answers.
+    /// As agents are informed of it; a number that cannot be asks for what no engine answers.
     pub fn policy(&self) -> CanaryPolicy {
         CanaryPolicy {
             prompt: self.prompt.clone(),

@@ -176,7 +176,7 @@ pub struct Membership {
     pub min_ready: IntOrString,
 
     /// Replicas that may be out of service at once because of an update: a number, or a share of all replicas such as `25%`, rounded down, at
-    /// least one. The others serve what they have until their turn comes, with the new version complete beside them (so it needs engines
+    /// least one. The others serve what they have until their turn comes, with the new version complete next to them (so it needs engines
     /// that load from files; it is not for `delivery: Engine` and `External`). A replica whose switch fails keeps its place: a version
     /// that no engine takes costs that many replicas, and its publish fails. From the moment that `minReady` replicas serve a version, those
     /// that are behind and not about to be switched are not ready: let `minReady` be most of them. If left out, all switch at once.
@@ -187,9 +187,9 @@ pub struct Membership {
 
     /// How far versions in service may be apart, by their numbers: a replica is ready as long as its version is at most so much older than the
     /// newest version in service, and one that is ahead of the version that counts (`minReady` replicas serve it) by more waits until its own
-    /// counts (for the gate and the roster; a sidecar's probe is not told that moment, and lets it serve).
+    /// counts (for the gate and the roster; a sidecar's probe is not informed that moment, and lets it serve).
     /// So 1 lets a replica that failed to switch serve on until the next but one version, and with 0 only one version is in service at
-    /// any time: let `minReady` be about half then. If left out, replicas behind the version that counts are not ready, unless they are about to be
+    /// any time: let `minReady` be about half then. If left out, replicas after the version that counts are not ready, unless they are about to be
     /// switched (`maxUnavailable`). While a group goes back, both versions are in service until `minReady` replicas were taken back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
@@ -275,7 +275,7 @@ pub enum Digest {
 /// What happens to a pod whose engine is wedged.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum OnWedged {
-    /// It is told of, and nothing is done.
+    /// It is informed of, and nothing is done.
     #[default]
     Report,
     /// It is deleted.

@@ -220,7 +220,7 @@ pub struct PoolOrder {
     #[serde(default)]
     pub by: OrderBy,
 
-    /// Label whose value gives the order: integers by value, anything else behind them.
+    /// Label whose value gives the order: integers by value, anything else after them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 317))]
     pub label: Option<String>,

@@ -97,7 +97,7 @@ use super::{PodSelector, WeightSyncStatus};
 #[x_kube(validation = Rule::new("self.delivery == 'Agent' || !has(self.transport) || !has(self.transport.gdr)")
     .message("transport gdr is between agents: remove transport.gdr, or set delivery to Agent"))]
 #[x_kube(validation = Rule::new("(self.update.pause == 'Abort' && self.update.kvCache == 'Reset') || !self.rollouts.exists(p, has(p.engine.fastdeploy))")
-    .message("FastDeploy's pause ends requests and empties caches, and it runs by itself behind an update: set update.pause to Abort and update.kvCache to Reset"))]
+    .message("FastDeploy's pause ends requests and empties caches, and it runs by itself after an update: set update.pause to Abort and update.kvCache to Reset"))]
 pub struct WeightSyncSpec {
     /// Releases every pod and does nothing more until it is false again. Pods go on serving what they have.
     #[serde(default)]
@@ -105,13 +105,13 @@ pub struct WeightSyncSpec {
 
     /// The version that the group goes back to, and is held at: one that somebody keeps (`membership.keep`, `status.members[].retained`).
     /// Every replica is taken there, verified, without the trainer; a publish is refused meanwhile (`VersionPinned`). If it is taken away
-    /// again, the group stays where it is until a version with a higher number than every one before is published. Where nobody keeps the
+    /// again, the group stays where it is until a version with a higher number than every one before is published. Where no one keeps the
     /// version, everything stays as it is, with the condition `Degraded` and reason `TargetVersionMissing`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
     pub target_version: Option<i64>,
 
-    /// What every engine is asked behind a switch, before its replica says that it holds the version. A replica whose engine does not answer
+    /// What every engine is asked after a switch, before its replica says that it holds the version. A replica whose engine does not answer
     /// within the range does not serve; when most of those that were asked refuse a version, the group goes back to the one before by itself
     /// (condition `Degraded`, reason `VersionRefused`, `status.refused`). If left out, one token is generated and not judged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -128,7 +128,7 @@ pub struct WeightSyncSpec {
     /// Who joins the group. `Agent`: agents join, and hand over to their engine. `Engine`: the engines' own workers join an NCCL group that
     /// the source's agent leads from a GPU; a source that dies in the middle of a broadcast can leave such an engine stuck for good
     /// (`update.onWedged`), which `Agent` cannot. `External`: the trainer's own data plane moves the weights (`weightsync.Topology` in its
-    /// process); epochs, ranks, deadlines, readiness and the proof behind an update are WeightSync's. `transport`, `update.retain` and
+    /// process); epochs, ranks, deadlines, readiness and the proof after an update are WeightSync's. `transport`, `update.retain` and
     /// `update.kvCache` play no part then, and pausing is the trainer's business.
     #[serde(default)]
     pub delivery: Delivery,

@@ -93,7 +93,7 @@ pub enum ConditionType {
     Ready,
     /// A group is being formed, or an update runs.
     Progressing,
-    /// The spec makes sense and nobody older claims the pods.
+    /// The spec makes sense and no one older claims the pods.
     Accepted,
     /// Every member that should have an agent has one that can be reached.
     AgentsReady,

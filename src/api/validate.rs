@@ -42,7 +42,7 @@ impl Problems {
     }
 }
 
-/// Everything that is wrong with a spec, as far as it can be told without looking at pods. Empty when it is valid.
+/// Everything that is wrong with a spec, as far as it can be informed without looking at pods. Empty when it is valid.
 pub fn validate(spec: &WeightSyncSpec) -> Vec<Problem> {
     let mut problems = Problems::default();
     selector(&mut problems, "spec.trainer.selector", &spec.trainer.selector);
@@ -166,7 +166,7 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
     problems.expect(
         !fastdeploy || (spec.update.pause == Pause::Abort && spec.update.kv_cache == KvCache::Reset),
         "spec.update.pause",
-        "FastDeploy's pause ends requests and empties caches, and it runs by itself behind an update: set update.pause to Abort and update.kvCache to Reset",
+        "FastDeploy's pause ends requests and empties caches, and it runs by itself after an update: set update.pause to Abort and update.kvCache to Reset",
     );
     let tcp = spec.transport.as_ref().and_then(|transport| transport.tcp);
     problems.expect(

@@ -18,7 +18,7 @@ pub struct ControllerArgs {
     /// Namespace of this pod.
     #[arg(long, env = "POD_NAMESPACE")]
     namespace: String,
-    /// Name of the installation: of the lease, and (with -ca behind it) of the Secret and ConfigMap of the authority.
+    /// Name of the installation: of the lease, and (with -ca after it) of the Secret and ConfigMap of the authority.
     #[arg(long, env = "WEIGHTSYNC_NAME", default_value = "weightsync")]
     name: String,
     /// Namespaces to look at, separated by commas; all if empty.
@@ -42,7 +42,7 @@ pub struct ControllerArgs {
     /// Where probes (/healthz, /readyz) are answered, apart from everything else (default: the port after the status pages')
     #[arg(long)]
     probe_address: Option<SocketAddr>,
-    /// Who may see the web page /ui: nobody, peers within the pod (forwarded ports), or everybody who reaches the status port.
+    /// Who may see the web page /ui: no one, peers within the pod (forwarded ports), or everybody who reaches the status port.
     #[arg(long, env = "WEIGHTSYNC_UI", value_enum, default_value_t)]
     ui: Ui,
     /// OpenTelemetry collector (OTLP over HTTP, JSON) that gets a trace of every update, as `http://HOST:4318`; none if empty.
@@ -71,7 +71,7 @@ impl ControllerArgs {
             controller_url,
             enroll_address: self.enroll_address,
             status_address: self.status_address,
-            probe_address: self.probe_address.unwrap_or_else(|| health::beside(self.status_address)),
+            probe_address: self.probe_address.unwrap_or_else(|| health::alongside(self.status_address)),
             ui: self.ui,
             otlp_endpoint: self.otlp_endpoint,
         };

@@ -46,7 +46,7 @@ pub struct DoctorArgs {
     /// Exit with 1 where this transport cannot be used here.
     #[arg(long, value_enum)]
     require: Option<Required>,
-    /// Port of the engine beside this process: says whether memory of its GPU can be shared with it.
+    /// Port of the engine next to this process: says whether memory of its GPU can be shared with it.
     #[arg(long, value_name = "PORT")]
     engine_port: Option<u16>,
     /// Seconds that the driver may take to answer; just loaded, it takes several for eight GPUs.

@@ -23,7 +23,7 @@ pub const PROGRAM_CONTAINER: &str = "weightsync-program";
 /// Annotation `SECRET/KEY` of the engine's API key.
 pub const API_KEY_ANNOTATION: &str = "weightsync.dev/api-key-secret";
 
-/// Annotation that says which users beside the agent's own may publish: ids with commas between them, or `any`.
+/// Annotation that says which users next to the agent's own may publish: ids with commas between them, or `any`.
 pub const USERS_ANNOTATION: &str = "weightsync.dev/trainer-uids";
 
 /// Annotation that says after how many seconds a pod serves that no operator claims; never without it.

@@ -20,12 +20,13 @@ pub struct InstallArgs {
 impl InstallArgs {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let (half, whole) = (self.directory.join(format!(".{NAME}.part")), self.directory.join(NAME));
-        let told = |what: &str| format!("{what} {}", self.directory.display());
+        let reported = |what: &str| format!("{what} {}", self.directory.display());
         // The link, not the path: it leads to the program even where its file was replaced since it started.
-        std::fs::copy("/proc/self/exe", &half).with_context(|| told("this program cannot be copied to"))?;
+        std::fs::copy("/proc/self/exe", &half).with_context(|| reported("this program cannot be copied to"))?;
         // A user of another container must be able to run it.
-        std::fs::set_permissions(&half, std::fs::Permissions::from_mode(0o755)).with_context(|| told("permissions cannot be set in"))?;
-        std::fs::rename(&half, &whole).with_context(|| told("the copy cannot be put in its place in"))?;
+        std::fs::set_permissions(&half, std::fs::Permissions::from_mode(0o755))
+            .with_context(|| reported("permissions cannot be set in"))?;
+        std::fs::rename(&half, &whole).with_context(|| reported("the copy cannot be put in its place in"))?;
         Ok(ExitCode::SUCCESS)
     }
 }

@@ -1,4 +1,4 @@
-//! `weightsync local -f FILE`: a group of processes on this host, until it is told to stop.
+//! `weightsync local -f FILE`: a group of processes on this host, until it is asked to stop.
 
 use std::io::Write;
 use std::net::Ipv4Addr;
@@ -91,7 +91,7 @@ impl LocalArgs {
             Output::Human => line(),
             Output::Json => object.to_string(),
         };
-        // Nobody reads it any more, or the disk is full: the group goes on.
+        // No one reads it any more, or the disk is full: the group goes on.
         let _ = writeln!(std::io::stdout(), "{line}");
     }
 }

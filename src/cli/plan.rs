@@ -1,7 +1,7 @@
 //! `weightsync plan -f FILE`: what a group would be made of, and what an update would cost, without a cluster.
 //!
 //! Reads a `WeightSync` and pods (as they are, or as the workloads of the file would make them), asks the same plan that the controller
-//! asks, and prints ranks, offsets, order, bytes, buckets, memory and floor times. It changes nothing and talks to nobody.
+//! asks, and prints ranks, offsets, order, bytes, buckets, memory and floor times. It changes nothing and talks to no one.
 
 mod expand;
 mod file;

@@ -1,6 +1,6 @@
-//! `weightsync run -- COMMAND`: starts an engine (or a trainer) as a child and runs the agent beside it.
+//! `weightsync run -- COMMAND`: starts an engine (or a trainer) as a child and runs the agent next to it.
 //!
-//! The child is the reason why the container lives: signals go to it, its end is told at once and ends the agent, and its exit status is
+//! The child is the reason why the container lives: signals go to it, its end is reported at once and ends the agent, and its exit status is
 //! ours. An agent that cannot run does not end the child: it is started again.
 
 use std::os::unix::process::ExitStatusExt;
@@ -24,7 +24,7 @@ use weightsync_agent::process::{self, Settings};
 const PASSED_ON: [Signal; 6] = [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2];
 
 /// How long the agent may take to tell its peers that the child ended: what the agent gives them, and its own way out.
-const TOLD: Duration = Duration::from_secs(1);
+const REPORTED: Duration = Duration::from_secs(1);
 
 /// How long the agent may take to end after that.
 const ENDING: Duration = Duration::from_secs(5);
@@ -96,7 +96,7 @@ impl RunArgs {
         let status = child.wait().await.with_context(|| format!("{program} cannot be awaited"))?;
         tracing::info!(%status, "the command ended");
         ended.send_replace(Some(format!("its process ended ({status})")));
-        let _ = timeout(TOLD, &mut agent).await;
+        let _ = timeout(REPORTED, &mut agent).await;
         cancel.cancel();
         // Its engine is gone: nothing is left that could be finished.
         if !agent.is_finished() {

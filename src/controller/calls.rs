@@ -66,7 +66,7 @@ impl Calls {
     /// Runs one call; `what` says for people what it does.
     pub(super) async fn run<T>(self, what: impl Into<String>, call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, ApiError> {
         let what = what.into();
-        // Each call that runs beside others opens a connection of its own: five hundred at once cost more than what they ask for.
+        // Each call that runs next to others opens a connection of its own: five hundred at once cost more than what they ask for.
         let Ok(_turn) = timeout(TURN, TURNS.acquire()).await else { return Err(ApiError::Timeout { what, deadline: TURN }) };
         match timeout(DEADLINE, call).await {
             Ok(Ok(answer)) => Ok(answer),

@@ -22,7 +22,7 @@ pub(super) fn counted(client: Client, metrics: &ControllerMetrics) -> Client {
     Client::new(service, namespace)
 }
 
-/// A request that is under way. Dropped without an answer, nobody waited for it any more.
+/// A request that is under way. Dropped without an answer, no one waited for it any more.
 struct Pending {
     metrics: ControllerMetrics,
     method: &'static str,

@@ -1,6 +1,6 @@
 //! What an object wants: the plan of its pods, the rules of its group, and which pods' agents belong to it.
 //!
-//! Pure: objects and pods in, a decision out. Asks nobody and writes nothing; two equal inputs give equal decisions.
+//! Pure: objects and pods in, a decision out. Asks no one and writes nothing; two equal inputs give equal decisions.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
@@ -30,7 +30,7 @@ pub(super) struct Decided {
     pub(super) suspend: bool,
     /// Why the spec cannot be followed, if so.
     pub(super) refused: Option<(Reason, String)>,
-    /// Why there is nobody who could publish, if so.
+    /// Why there is no one who could publish, if so.
     pub(super) no_source: Option<String>,
     /// Members that only a person can bring in, with the reason.
     pub(super) misfits: Vec<(Reason, String)>,
@@ -124,7 +124,7 @@ fn is_trainer(object: &WeightSync, labels: &BTreeMap<String, String>) -> bool {
     labels.get(ROLE_LABEL).is_some_and(|role| role == ROLE_TRAINER) && object.spec.trainer.selector.to_plan().matches(labels)
 }
 
-/// The container beside which the agent of a pod works: the engine's, or the trainer's. None for a pod that the object does not select.
+/// The container next to which the agent of a pod works: the engine's, or the trainer's. None for a pod that the object does not select.
 pub(super) fn target_container(object: &WeightSync, pod: &Pod) -> Option<String> {
     let named = if is_trainer(object, pod.labels()) {
         object.spec.trainer.container.as_deref()

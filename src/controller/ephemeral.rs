@@ -55,10 +55,10 @@ pub(super) fn unwrapped(pod: &Pod) -> Option<String> {
     }
     let name = pod.metadata.name.as_deref().unwrap_or_default();
     Some(if says == Some("wrap") {
-        format!("pod {name} asks to be wrapped and was made before the chart's admission policy could do it: make it anew")
+        format!("pod {name} asks to be wrapped and was made before the chart's admission policy could do it: make it again")
     } else {
         format!(
-            "pod {name} is not wrapped: put the annotation {INJECT}: wrap into its template, with the container's command, and make it anew"
+            "pod {name} is not wrapped: put the annotation {INJECT}: wrap into its template, with the container's command, and make it again"
         )
     })
 }
@@ -67,7 +67,7 @@ fn has(spec: &PodSpec, names: &[&str]) -> bool {
     spec.init_containers.iter().flatten().any(|container| names.contains(&container.name.as_str()))
 }
 
-/// What the pod needs now, for an agent beside `target`.
+/// What the pod needs now, for an agent next to `target`.
 pub(super) fn need(pod: &Pod, target: &str, now: Timestamp) -> Need {
     let (Some(spec), Some(status)) = (&pod.spec, &pod.status) else { return Need::Nothing };
     if pod.metadata.deletion_timestamp.is_some() || has(spec, &INJECTED) {
@@ -77,7 +77,7 @@ pub(super) fn need(pod: &Pod, target: &str, now: Timestamp) -> Need {
     if addresses(pod).is_empty() {
         return Need::Nothing;
     }
-    // Beside an engine that is not up, the agent would die with the first restart of it.
+    // Next to an engine that is not up, the agent would die with the first restart of it.
     let up = status.container_statuses.iter().flatten().find(|status| status.name == target);
     if up.and_then(|status| status.state.as_ref()).is_none_or(|state| state.running.is_none()) {
         return Need::Nothing;
@@ -118,7 +118,7 @@ fn is_ended(status: &ContainerStatus) -> bool {
     end(status).is_some()
 }
 
-/// How an ephemeral container ended. One that the runtime made and could not start is told as waiting where the pod's containers are started
+/// How an ephemeral container ended. One that the runtime made and could not start is reported as waiting where the pod's containers are started
 /// again, and its end as the last state; the kubelet (1.36) never tries an ephemeral one again, so waiting for it is waiting for ever.
 fn end(status: &ContainerStatus) -> Option<&ContainerStateTerminated> {
     let state = status.state.as_ref()?;
@@ -146,7 +146,7 @@ fn back_off(ended: &[&ContainerStatus], now: Timestamp) -> Option<Duration> {
     wait.checked_sub(passed).filter(|left| !left.is_zero())
 }
 
-/// Why the pod's agent must not have this key; none when it may. Whoever may write objects may not read Secrets by that: the pod itself names
+/// Why the pod's agent must not have this key; none when it may. Anyone who may write objects may not read Secrets by that: the pod itself names
 /// the one that it lets its agent use.
 pub(super) fn key_not_allowed(pod: &Pod, key: Option<&SecretKey>) -> Option<String> {
     let wanted = key.map(|key| format!("{}/{}", key.name, key.key))?;
@@ -161,7 +161,7 @@ pub(super) fn key_not_allowed(pod: &Pod, key: Option<&SecretKey>) -> Option<Stri
     ))
 }
 
-/// What the container is made of, beside the pod itself.
+/// What the container is made of, next to the pod itself.
 pub(super) struct Recipe<'a> {
     pub(super) name: String,
     pub(super) target: &'a str,
@@ -170,7 +170,7 @@ pub(super) struct Recipe<'a> {
     pub(super) role: &'a str,
     pub(super) controller_url: &'a str,
     pub(super) controller_ca: &'a str,
-    /// Belongs to the first key that shows it from the pod's address: it stands where whoever may read pods sees it.
+    /// Belongs to the first key that shows it from the pod's address: it stands where anyone who may read pods sees it.
     pub(super) token: String,
     pub(super) api_key: Option<&'a SecretKey>,
 }

@@ -29,7 +29,7 @@ const AT_ONCE: usize = 8;
 const NOTE: usize = 1024;
 const DEADLINE: Duration = Duration::from_secs(5);
 
-struct Told {
+struct Reported {
     regarding: ObjectReference,
     related: Option<ObjectReference>,
     event: CoordinatorEvent,
@@ -53,7 +53,7 @@ struct Queue {
 
 #[derive(Default)]
 struct Waiting {
-    events: VecDeque<Told>,
+    events: VecDeque<Reported>,
     closed: bool,
 }
 
@@ -68,7 +68,7 @@ impl Drop for Open {
 
 impl Queue {
     /// Adds an Event; false when the oldest one made room for it.
-    fn push(&self, event: Told) -> bool {
+    fn push(&self, event: Reported) -> bool {
         let mut waiting = self.waiting.lock();
         let fits = waiting.events.len() < QUEUE;
         if !fits {
@@ -80,7 +80,7 @@ impl Queue {
     }
 
     /// The oldest Event; none once the queue is closed and empty.
-    async fn next(&self) -> Option<Told> {
+    async fn next(&self) -> Option<Reported> {
         loop {
             let changed = self.changed.notified();
             {
@@ -104,10 +104,10 @@ impl Events {
         let lost = metrics.events_lost.clone();
         let recorder = Recorder::new(client, Reporter { controller: REPORTER.to_owned(), instance: Some(instance) });
         let waiting = futures::stream::unfold(queue.clone(), |queue| async move { Some((queue.next().await?, queue)) });
-        let publishing = waiting.for_each_concurrent(AT_ONCE, move |told| {
+        let publishing = waiting.for_each_concurrent(AT_ONCE, move |reported| {
             let (recorder, lost) = (recorder.clone(), lost.clone());
             async move {
-                if !publish(&recorder, told).await {
+                if !publish(&recorder, reported).await {
                     lost.inc();
                 }
             }
@@ -121,8 +121,8 @@ impl Events {
     }
 }
 
-async fn publish(recorder: &Recorder, told: Told) -> bool {
-    let Told { regarding, related, event } = told;
+async fn publish(recorder: &Recorder, reported: Reported) -> bool {
+    let Reported { regarding, related, event } = reported;
     let type_ = if event.warning { EventType::Warning } else { EventType::Normal };
     let event = Event {
         type_,
@@ -169,8 +169,8 @@ impl ObjectEvents {
             event.message
         );
         self.events.metrics.count_event(event.reason, event.warning);
-        let told = Told { regarding: self.regarding.clone(), related: pod, event };
-        if !self.events.queue.push(told) {
+        let reported = Reported { regarding: self.regarding.clone(), related: pod, event };
+        if !self.events.queue.push(reported) {
             self.events.metrics.events_lost.inc();
             tracing::warn!("too many Events wait; the oldest was dropped");
         }
@@ -179,7 +179,7 @@ impl ObjectEvents {
 
 impl EventSink for ObjectEvents {
     fn publish(&self, event: CoordinatorEvent) {
-        // A member's head pod has the member's name behind its pool; groups of pods have their own.
+        // A member's head pod has the member's name after its pool; groups of pods have their own.
         let pod = event.member.as_ref().and_then(|member| member.0.split_once('/')).map(|(_, rest)| rest.split(':').next().unwrap_or(rest));
         let pod = pod.map(|name| ObjectReference {
             api_version: Some("v1".to_owned()),

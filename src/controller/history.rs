@@ -1,5 +1,5 @@
 //! The last attempts to bring a version, of one object: what the web page draws, and what counts an attempt once. Bounded; nothing here is
-//! stored, a restarted controller begins anew.
+//! stored, a restarted controller begins again.
 
 use std::collections::VecDeque;
 

@@ -1,7 +1,7 @@
 //! Which changes of a status may wait for more, so that an update costs the API server two writes and not one for each of its steps.
 //!
 //! Pure. Only what a running update moves may wait, and only for so long: a loss, a member that must not serve, a condition that people act on
-//! and the end of the update are told at once.
+//! and the end of the update are informed at once.
 
 use std::time::Duration;
 

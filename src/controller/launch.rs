@@ -39,7 +39,7 @@ const LAG: Duration = Duration::from_secs(60);
 #[derive(Default)]
 pub(super) struct Recent {
     launches: Mutex<HashMap<String, (usize, Instant)>>,
-    /// By the UID of a pod: the refusal that an Event told of.
+    /// By the UID of a pod: the refusal that an Event informed of.
     refusals: Mutex<HashMap<String, String>>,
 }
 
@@ -53,7 +53,7 @@ impl Recent {
         recent.insert(pod.uid().unwrap_or_default(), (launches(pod) + 1, Instant::now()));
     }
 
-    /// Whether no Event told of this refusal yet.
+    /// Whether no Event informed of this refusal yet.
     fn is_first_refusal(&self, pod: &Pod, message: &str) -> bool {
         let mut refusals = self.refusals.lock();
         if refusals.len() >= REFUSALS {
@@ -92,7 +92,7 @@ impl Launcher {
         }
         match object.spec.agent.launch {
             Launch::Ephemeral => {}
-            // Admission did it, or nobody can any more; the pod may take part by another way, so this is told and nothing is refused.
+            // Admission did it, or no one can any more; the pod may take part by another way, so this is reported and nothing is refused.
             Launch::Wrap => {
                 let heads = decided.members.0.iter().flat_map(|candidate| &candidate.pods);
                 let pods = heads.filter_map(|head| pods.iter().find(|pod| pod.uid().as_deref() == Some(&head.uid)));
@@ -128,7 +128,7 @@ impl Launcher {
                         continue;
                     }
                     let recipe = self.recipe(object, candidate, pod, &target, name);
-                    let message = format!("added {} beside container {target}", recipe.name);
+                    let message = format!("added {} next to container {target}", recipe.name);
                     match writes.add_ephemeral(pod, &container(pod, recipe)).await {
                         Ok(()) => {
                             self.recent.note(pod);

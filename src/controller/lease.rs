@@ -64,7 +64,7 @@ pub enum LeaseLost {
     NotRenewed(String),
     #[error("{holder} took the lease (term {term})")]
     Taken { holder: String, term: u64 },
-    #[error("told to stop")]
+    #[error("asked to stop")]
     Stopped,
 }
 
@@ -355,7 +355,7 @@ impl LeaseManager {
         self.call(self.api.create(&PostParams::default(), lease)).await
     }
 
-    /// Replaces the Lease if nobody wrote since it was read: `lease` carries its `resourceVersion`.
+    /// Replaces the Lease if no one wrote since it was read: `lease` carries its `resourceVersion`.
     async fn write(&self, lease: &Lease) -> Result<Lease, CallFailed> {
         self.call(self.api.replace(&self.config.name, &PostParams::default(), lease)).await
     }

@@ -24,7 +24,7 @@ const CACHED: Definition =
     Definition::gauge("cache_objects", "Objects that are known from watches").by(&[("kind", "`WeightSync` or `Pod`")]);
 const REQUESTS: Definition = Definition::counter("api_requests", "Requests to the API server, watches and leases among them").by(&[
     ("method", "`get`, `watch`, `post`, `put`, `patch`, `delete`"),
-    ("code", "HTTP status; `error` without an answer, `timeout` when nobody waited for it any more"),
+    ("code", "HTTP status; `error` without an answer, `timeout` when no one waited for it any more"),
 ]);
 const REQUEST_DURATION: Definition = Definition::times("api_duration", "Time until the API server answered, retries included")
     .by(&[("method", "`get`, `watch`, `post`, `put`, `patch`, `delete`")]);
@@ -34,9 +34,9 @@ const SYNC_BYTES: Definition = Definition::bytes("sync", "Bytes of versions that
     .by(&[("transport", "as `status.transport.name`: `tcp` or `nccl`")]);
 const UPDATES: Definition = Definition::counter("updates", "Attempts to bring a version that ended")
     .by(&[("kind", "`publish`, or `feed` for members that lacked the version"), ("outcome", "`done` or `failed`")]);
-const EVENTS: Definition = Definition::counter("events", "Events told about objects")
+const EVENTS: Definition = Definition::counter("events", "Events informed about objects")
     .by(&[("reason", "a word of the [closed list](reference/api.md#reasons)"), ("type", "`Normal` or `Warning`")]);
-const EVENTS_LOST: Definition = Definition::counter("events_lost", "Events that could not be told");
+const EVENTS_LOST: Definition = Definition::counter("events_lost", "Events that could not be informed");
 
 /// One replica's standing and why; filled by [`census`](super::census).
 pub(super) const REPLICAS: Definition = Definition::gauge("replicas", "Replicas of all objects by where they stand, and why").by(&[
@@ -133,7 +133,7 @@ struct Ended {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Told {
+struct Reported {
     reason: &'static str,
     r#type: &'static str,
 }
@@ -155,7 +155,7 @@ pub(super) struct ControllerMetrics {
     sync_duration: Family<Phase, Histogram>,
     sync_bytes: Family<Carrier, Counter>,
     updates: Family<Ended, Counter>,
-    events: Family<Told, Counter>,
+    events: Family<Reported, Counter>,
 }
 
 impl ControllerMetrics {
@@ -197,8 +197,8 @@ impl ControllerMetrics {
     }
 
     pub(super) fn count_event(&self, reason: Reason, warning: bool) {
-        let told = Told { reason: reason.as_str(), r#type: if warning { "Warning" } else { "Normal" } };
-        self.events.get_or_create(&told).inc();
+        let reported = Reported { reason: reason.as_str(), r#type: if warning { "Warning" } else { "Normal" } };
+        self.events.get_or_create(&reported).inc();
     }
 }
 

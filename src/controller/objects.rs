@@ -326,7 +326,7 @@ impl Objects {
         all
     }
 
-    /// Ends what belongs to objects that are not there any more, also those whose deletion no watch told of.
+    /// Ends what belongs to objects that are not there any more, also those whose deletion no watch informed of.
     ///
     /// `there` holds the UIDs of all objects that the watches know.
     pub(super) fn sweep(self: &Arc<Self>, there: &HashSet<String>, scopes: &[Scope]) {

@@ -103,7 +103,7 @@ pub(super) fn unreadable(object: &Unreadable, now: Timestamp) -> Map<String, Val
     status
 }
 
-/// Conditions as they were, but for those that a spec makes false that nobody can follow.
+/// Conditions as they were, but for those that a spec makes false that no one can follow.
 fn refused(message: &str, generation: Option<i64>, before: &[Condition], now: Timestamp) -> Vec<Condition> {
     let false_now = [ConditionType::Ready, ConditionType::Accepted];
     let fresh = false_now.map(|kind| {
@@ -165,7 +165,7 @@ fn judge(kind: ConditionType, facts: &Facts<'_>) -> Judgement {
 fn accepted(decided: &Decided) -> Judgement {
     match &decided.refused {
         Some((reason, message)) => Judgement(Some(false), *reason, message.clone()),
-        None => Judgement(Some(true), Reason::Accepted, "the spec makes sense, and nobody older claims the pods".into()),
+        None => Judgement(Some(true), Reason::Accepted, "the spec makes sense, and no one older claims the pods".into()),
     }
 }
 

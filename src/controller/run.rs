@@ -231,7 +231,7 @@ pub(super) async fn run_with(
     stop.cancel();
     stop_lease.cancel();
     match timeout(DRAIN, leasing).await {
-        // The claim's end is seen here and by the lease's own task; whoever comes second must not make a clean exit of it.
+        // The claim's end is seen here and by the lease's own task; anyone who comes second must not make a clean exit of it.
         Ok(Ok(LeaseLost::Stopped)) | Err(_) if ended_by_itself => {
             Err(ControllerError::LeaseLost(LeaseLost::NotRenewed("the claim ended before a renewal was answered".into())))
         }
@@ -241,7 +241,7 @@ pub(super) async fn run_with(
     }
 }
 
-/// The authority; none when told to stop. The API server may not be there yet when a whole cluster starts.
+/// The authority; none when asked to stop. The API server may not be there yet when a whole cluster starts.
 async fn authority_of(
     settings: &Settings,
     client: &Client,
@@ -271,7 +271,7 @@ async fn keep_lease(mut manager: LeaseManager, stop: CancellationToken) -> Lease
     lost
 }
 
-/// Looks at objects until told to stop, or until leadership ends: true for the latter.
+/// Looks at objects until asked to stop, or until leadership ends: true for the latter.
 async fn lead(
     shared: &Arc<Shared>,
     scopes: &[Scope],
@@ -309,7 +309,7 @@ async fn lead(
     lost
 }
 
-/// Starts the coordinators of all objects, and only then lets the enrolment server say that nobody claims a pod.
+/// Starts the coordinators of all objects, and only then lets the enrolment server say that no one claims a pod.
 fn adopt(contexts: &[Arc<ScopeContext>], directory: &Directory) {
     for context in contexts {
         for object in context.scope.objects.state() {
@@ -335,7 +335,7 @@ async fn look_at_objects(context: Arc<ScopeContext>, draining: CancellationToken
     let mut results = std::pin::pin!(results);
     while let Some(result) = results.next().await {
         if let Err(error) = result {
-            // Failures were counted and told where they happened; what is left are objects that are gone, which the sweep sees.
+            // Failures were counted and informed where they happened; what is left are objects that are gone, which the sweep sees.
             tracing::debug!(%error, "not reconciled");
         }
     }

@@ -1,5 +1,5 @@
 //! What is so: all objects and all opted-in pods of the watched namespaces, kept up to date by watches. Decides only which objects are to
-//! be looked at when something changed. One undecodable object is kept as such and stops nobody else.
+//! be looked at when something changed. One undecodable object is kept as such and stops no one else.
 
 use std::collections::HashSet;
 use std::fmt::Debug;
@@ -96,7 +96,7 @@ impl Stores {
         let store = writer.as_reader();
         let events = kube::runtime::watcher(api, config)
             .default_backoff()
-            // Half of a pod's bytes, and read by nobody here.
+            // Half of a pod's bytes, and read by no one here.
             .modify(|object: &mut K| object.managed_fields_mut().clear());
         let task = async move {
             let mut events = std::pin::pin!(events);

@@ -1,5 +1,5 @@
 //! The web page of a controller, `/ui`: who is in each group, at which version, why a member is out, and how long the phases of the last
-//! updates took. Read-only, three files that are compiled in, and one JSON answer behind them.
+//! updates took. Read-only, three files that are compiled in, and one JSON answer after them.
 //!
 //! Decides who may see it. By default that is who reaches the status port from within the pod: `kubectl port-forward`, and with it the
 //! cluster's own right `pods/portforward`. Names of pods, versions and causes are nothing that every pod of a cluster should read.
@@ -22,12 +22,12 @@ use weightsync_net::health::{asks_for_localhost, is_local};
 /// Who may see the web page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Ui {
-    /// Nobody: there is none.
+    /// No one: there is none.
     Off,
     /// Peers on the loopback interface, as `kubectl port-forward` makes them.
     #[default]
     Local,
-    /// Whoever reaches the status port: for a proxy in front that asks who it is.
+    /// Anyone who reaches the status port: for a proxy in front that asks who it is.
     Open,
 }
 

@@ -1,4 +1,4 @@
-//! What may never happen, watched all the time: answers computed from weights that nobody published, a pod that says it is ready and
+//! What may never happen, watched all the time: answers computed from weights that no one published, a pod that says it is ready and
 //! answers with weights older than the group's, a roster or a pod's `/readyz` that says for longer than it may what the engine does not say
 //! (`truth`), and a group that stays in a step of its forming beyond that step's deadline.
 
@@ -13,7 +13,7 @@ use tokio_util::task::AbortOnDropHandle;
 use weightsync_coordinator::local::Group;
 use weightsync_core::membership::{GroupStage, MembershipView};
 
-use crate::bed::pod;
+use crate::fixture::pod;
 use crate::net::{ENGINE, Link, PROBES};
 use crate::plan::ROLLOUTS;
 use crate::truth::{BUSY, Claim, Holds, Ledger, Truth};
@@ -184,7 +184,7 @@ impl Eyes {
             *ledger = Ledger::default();
         }
         for (difference, lasted) in ledger.look(Instant::now(), &before, truth, &after) {
-            let row = self.view.borrow().members.iter().find(|row| row.name.0 == crate::bed::member(self.number)).cloned();
+            let row = self.view.borrow().members.iter().find(|row| row.name.0 == crate::fixture::member(self.number)).cloned();
             let row = row.map(|row| format!("{:?}, {}: {}", row.standing, row.reason, row.message));
             let fault = seen.fault.lock().unwrap().clone();
             let text = format!("{difference:?} of {name} for {lasted:?}: the engine is {truth:?}, the roster and /readyz say {after:?}");
@@ -194,7 +194,7 @@ impl Eyes {
         seen.answers.fetch_add(1, Ordering::Relaxed);
         let version = seen.versions.lock().unwrap().get(&answer).copied();
         let violation = match version {
-            None => format!("{name} answered with weights that nobody published"),
+            None => format!("{name} answered with weights that no one published"),
             Some(version) if before.ready && after.ready && version < floor => {
                 format!("{name} was ready and answered with version {version}, the group was at {floor} before")
             }

@@ -35,7 +35,7 @@ pub fn jump(variant: u64) -> (i64, &'static str) {
 
 /// The shim is what the run believes in: a process that is started with it sees the time that the file says.
 #[test]
-fn a_process_with_the_preloaded_clock_sees_the_time_that_the_file_says() {
+fn process_with_preloaded_clock_sees_the_files_time() {
     let folder = tempfile::tempdir().unwrap();
     let (library, file) = (build(), folder.path().join("clock"));
     for (difference, _) in (0..5).map(jump) {

@@ -8,9 +8,9 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
 
-use crate::bed::{Bed, pod, usual};
 use crate::checks::COMPLETIONS;
 use crate::clock;
+use crate::fixture::{Fixture, pod, usual};
 use crate::net::Charge;
 use crate::plan::{Fault, Strike};
 use crate::processes::signal;
@@ -23,29 +23,29 @@ pub struct Armed {
     charge: Option<Charge>,
     ports: Vec<SocketAddr>,
     strangers: Option<Strangers>,
-    /// Lies that the liar had told before it was to.
-    told: usize,
+    /// Lies that the liar had reported before it was to.
+    reported: usize,
 }
 
 /// Name of the file that takes the room of others.
 const BALLAST: &str = "ballast";
 
 /// Finds the process that is hit.
-pub async fn arm(bed: &Bed, strike: &Strike) -> Result<Armed, String> {
+pub async fn arm(fixture: &Fixture, strike: &Strike) -> Result<Armed, String> {
     let process = match strike.fault {
         Fault::KillAgent | Fault::KillSource | Fault::StopAgent | Fault::StopSource | Fault::HalfOpen => {
-            Some(bed.agent(strike.victim).await?)
+            Some(fixture.agent(strike.victim).await?)
         }
-        Fault::KillEngine => Some(bed.engine(strike.victim).await?),
-        Fault::SlowEngine if slowness(strike.variant).is_none() => Some(bed.engine(strike.victim).await?),
-        Fault::LyingMember => Some(bed.let_lie(strike.victim, strike.lie()).await?),
+        Fault::KillEngine => Some(fixture.engine(strike.victim).await?),
+        Fault::SlowEngine if slowness(strike.variant).is_none() => Some(fixture.engine(strike.victim).await?),
+        Fault::LyingMember => Some(fixture.let_lie(strike.victim, strike.lie()).await?),
         _ => None,
     };
     if strike.fault == Fault::FullDisk {
         // Logs go on for a moment.
-        nearly_fill(&bed.state(), 256 << 10);
+        nearly_fill(&fixture.state(), 256 << 10);
     }
-    let link = &bed.links[strike.victim];
+    let link = &fixture.links[strike.victim];
     let charge = match strike.fault {
         Fault::HalfOpen | Fault::Blackhole => Some(link.cut()),
         Fault::SlowLink => Some(link.slow()),
@@ -53,20 +53,20 @@ pub async fn arm(bed: &Bed, strike: &Strike) -> Result<Armed, String> {
         _ => None,
     };
     let ports = match strike.fault {
-        Fault::Strangers => strangers::ports(link, bed.agent(strike.victim).await?)?,
+        Fault::Strangers => strangers::ports(link, fixture.agent(strike.victim).await?)?,
         _ => Vec::new(),
     };
-    Ok(Armed { process, charge, ports, strangers: None, told: bed.lies_told(strike.victim).len() })
+    Ok(Armed { process, charge, ports, strangers: None, reported: fixture.lies_sent(strike.victim).len() })
 }
 
 /// Plays it. What goes wrong from now on is named with what was done.
-pub async fn strike(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<(), String> {
-    let done = strike_now(bed, strike, armed).await?;
-    bed.watcher.fault(format!("{} in {}: {done}", strike.fault.name(), strike.phase.name()));
+pub async fn strike(fixture: &Fixture, strike: &Strike, armed: &mut Armed) -> Result<(), String> {
+    let done = strike_now(fixture, strike, armed).await?;
+    fixture.watcher.fault(format!("{} in {}: {done}", strike.fault.name(), strike.phase.name()));
     Ok(())
 }
 
-async fn strike_now(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<String, String> {
+async fn strike_now(fixture: &Fixture, strike: &Strike, armed: &mut Armed) -> Result<String, String> {
     let name = pod(strike.victim);
     if let Some(charge) = armed.charge.take() {
         charge.fire();
@@ -88,26 +88,26 @@ async fn strike_now(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<Str
         Fault::Reset => format!("reset the connections of {name}"),
         Fault::HalfOpen => {
             send(Signal::KILL)?;
-            format!("killed the agent of {name} behind a dead link")
+            format!("killed the agent of {name} after a dead link")
         }
         Fault::Blackhole => format!("cut the link of {name}"),
         Fault::SlowLink => format!("slowed the link of {name}"),
         Fault::FullDisk => {
-            fill(&bed.state());
+            fill(&fixture.state());
             "filled the disk of the epoch and the logs".to_owned()
         }
         Fault::FullMemory => {
-            fill(&bed.memory(strike.victim));
+            fill(&fixture.memory(strike.victim));
             format!("filled the memory of {name}")
         }
         Fault::ClockJump => {
             let (nanoseconds, what) = clock::jump(strike.variant);
-            clock::set(&bed.folder().join(format!("{name}.clock")), nanoseconds);
+            clock::set(&fixture.folder().join(format!("{name}.clock")), nanoseconds);
             format!("set the clock of {name} {what}")
         }
         Fault::SlowEngine => {
             if let Some((faults, what)) = slowness(strike.variant) {
-                bed.spoil(strike.victim, &faults).await;
+                fixture.spoil(strike.victim, &faults).await;
                 format!("engine of {name}: {what}")
             } else {
                 send(Signal::STOP)?;
@@ -116,16 +116,16 @@ async fn strike_now(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<Str
         }
         Fault::LyingEngine => {
             let (faults, what) = lie(strike.variant);
-            bed.spoil(strike.victim, &faults).await;
+            fixture.spoil(strike.victim, &faults).await;
             format!("engine of {name}: {what}")
         }
         fault if fault.is_step() => {
             let (faults, what) = step(fault, strike.variant);
-            bed.spoil(strike.victim, &faults).await;
+            fixture.spoil(strike.victim, &faults).await;
             format!("engine of {name}: {what}")
         }
         Fault::LyingMember => {
-            bed.lies(strike.victim);
+            fixture.lies(strike.victim);
             format!("the agent of {name} lies: {}", strike.lie().name())
         }
         _ => {
@@ -136,29 +136,29 @@ async fn strike_now(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<Str
 }
 
 /// Ends it. What is killed is started again by the group itself.
-pub async fn heal(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<(), String> {
+pub async fn heal(fixture: &Fixture, strike: &Strike, armed: &mut Armed) -> Result<(), String> {
     match strike.fault {
         Fault::KillAgent | Fault::KillSource | Fault::KillEngine | Fault::Reset => {}
         Fault::StopAgent | Fault::StopSource => armed.process.map_or(Ok(()), |pid| signal(pid, Signal::CONT))?,
         Fault::HalfOpen => {
-            // Its successor runs already when the link works again, so that its peers hold connections to nobody.
+            // Its successor runs already when the link works again, so that its peers hold connections to no one.
             if let Some(before) = armed.process {
-                bed.next_agent(strike.victim, before).await?;
+                fixture.next_agent(strike.victim, before).await?;
             }
-            bed.links[strike.victim].mend();
+            fixture.links[strike.victim].mend();
         }
-        Fault::Blackhole | Fault::SlowLink => bed.links[strike.victim].mend(),
-        Fault::FullDisk => remove(&bed.state()),
-        Fault::FullMemory => remove(&bed.memory(strike.victim)),
-        Fault::ClockJump => clock::set(&bed.folder().join(format!("{}.clock", pod(strike.victim))), 0),
+        Fault::Blackhole | Fault::SlowLink => fixture.links[strike.victim].mend(),
+        Fault::FullDisk => remove(&fixture.state()),
+        Fault::FullMemory => remove(&fixture.memory(strike.victim)),
+        Fault::ClockJump => clock::set(&fixture.folder().join(format!("{}.clock", pod(strike.victim))), 0),
         Fault::Strangers => armed.strangers = None,
         Fault::LyingMember => {
-            let told = bed.lies_told(strike.victim).len() - armed.told;
-            if told == 0 {
-                return Err(format!("no lie was told: {}", strike.lie().name()));
+            let reported = fixture.lies_sent(strike.victim).len() - armed.reported;
+            if reported == 0 {
+                return Err(format!("no lie was informed: {}", strike.lie().name()));
             }
             if let Some(liar) = armed.process {
-                bed.end_of_lies(strike.victim, liar).await?;
+                fixture.end_of_lies(strike.victim, liar).await?;
             }
         }
         _ => {
@@ -166,7 +166,7 @@ pub async fn heal(bed: &Bed, strike: &Strike, armed: &mut Armed) -> Result<(), S
                 // It may have been started again meanwhile.
                 let _ = signal(pid, Signal::CONT);
             }
-            bed.spoil(strike.victim, &usual()).await;
+            fixture.spoil(strike.victim, &usual()).await;
         }
     }
     Ok(())
@@ -181,7 +181,7 @@ fn slowness(variant: u64) -> Option<(Value, &'static str)> {
     }
 }
 
-/// Lies about loads. What an engine does to bytes that it really read nobody outside can see: no checksum of its own is in these engines.
+/// Lies about loads. What an engine does to bytes that it really read no one outside can see: no checksum of its own is in these engines.
 fn lie(variant: u64) -> (Value, &'static str) {
     let answers = |body: Value| {
         let rule = |path: &str| json!({"path": path, "fault": {"kind": "answer", "status": 200, "body": body}});

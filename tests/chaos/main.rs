@@ -5,10 +5,10 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod bed;
 mod checks;
 mod clock;
 mod fault;
+mod fixture;
 #[allow(dead_code, reason = "other tests use the rest of it")]
 #[path = "../host/model.rs"]
 mod model;

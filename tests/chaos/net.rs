@@ -1,4 +1,4 @@
-//! Links between pods: each pod has a network namespace with one address, behind a pair of virtual interfaces whose other end is here.
+//! Links between pods: each pod has a network namespace with one address, after a pair of virtual interfaces whose other end is here.
 //!
 //! Everything that pods send each other passes through here, where it can be lost or slowed. Engines and status pages stay reachable
 //! for the test whatever a link does. All of it goes with this process's own network namespace.
@@ -174,7 +174,7 @@ impl Link {
         let words = "rate 64kbit burst 1600 latency 2000ms";
         let add = ["tc", "qdisc", "replace", "dev", &self.interface, "root", "tbf"];
         must(&[&add[..], &words.split(' ').collect::<Vec<_>>()].concat());
-        // A short message fits into the first burst: this fills the queue for half a second, and nobody reads it.
+        // A short message fits into the first burst: this fills the queue for half a second, and no one reads it.
         let filler = UdpSocket::bind((HERE, 0)).unwrap();
         for _ in 0..4 {
             // One that finds no room is not needed.

@@ -19,7 +19,7 @@ pub enum Fault {
     StopSource,
     /// Every connection of a pod is reset.
     Reset,
-    /// An agent dies while its link is dead: its peers hold connections to nobody.
+    /// An agent dies while its link is dead: its peers hold connections to no one.
     HalfOpen,
     /// The link of a pod loses everything; it works again when the others noticed.
     Blackhole,
@@ -281,7 +281,7 @@ fn a_seed_always_makes_the_same_plan_and_another_seed_another() {
 }
 
 #[test]
-fn every_cell_that_can_happen_is_planned_as_often_as_asked_and_no_other() {
+fn every_possible_cell_is_planned_as_often_as_asked() {
     for seed in 0..50 {
         for rounds in [1, 5] {
             let counts = counts(&plan(seed, 0, rounds));
@@ -295,7 +295,7 @@ fn every_cell_that_can_happen_is_planned_as_often_as_asked_and_no_other() {
 }
 
 #[test]
-fn a_strike_hits_whom_it_can_hit_and_needs_another_one_where_a_group_must_form() {
+fn strike_picks_a_valid_target_and_leaves_a_group() {
     for strike in plan(3, 2_000, 1) {
         let (source, rollout) = strike.fault.victims();
         assert!(if strike.victim == 0 { source } else { rollout && strike.victim <= ROLLOUTS }, "{strike:?}");

@@ -11,8 +11,8 @@ use tokio_util::task::AbortOnDropHandle;
 use weightsync_core::membership::{GroupStage, MemberStanding, MembershipView};
 use weightsync_core::protocol::{Incarnation, Reason, UpdatePhase};
 
-use crate::bed::{Bed, Said, UPDATE, member, pod};
 use crate::fault::{self, Armed};
+use crate::fixture::{Fixture, Said, UPDATE, member, pod};
 use crate::plan::{Fault, Phase, ROLLOUTS, Strike};
 use crate::processes::signal;
 use crate::trainer::Outcome;
@@ -36,7 +36,7 @@ pub struct Record {
     pub served: Option<Duration>,
     /// From the end of the fault until everybody was well.
     pub whole: Duration,
-    /// The words by which it was told of.
+    /// The words by which it was informed of.
     pub reasons: Vec<Reason>,
     /// Answers of engines that were looked at.
     pub answers: u64,
@@ -52,45 +52,45 @@ struct Struck {
     outcome: Option<Outcome>,
 }
 
-pub async fn play(bed: &mut Bed, strike: &Strike) -> Result<Record, String> {
-    let before = bed.version();
-    bed.watcher.floor(before);
-    bed.watcher.fault(format!("none yet; {} in {} is next", strike.fault.name(), strike.phase.name()));
-    let life = life_of(&bed.view(), strike.victim);
-    let mut armed = fault::arm(bed, strike).await?;
-    let told = bed.told.lock().unwrap().len();
+pub async fn play(fixture: &mut Fixture, strike: &Strike) -> Result<Record, String> {
+    let before = fixture.version();
+    fixture.watcher.floor(before);
+    fixture.watcher.fault(format!("none yet; {} in {} is next", strike.fault.name(), strike.phase.name()));
+    let life = life_of(&fixture.view(), strike.victim);
+    let mut armed = fault::arm(fixture, strike).await?;
+    let reported = fixture.reported.lock().unwrap().len();
     let mut struck = match strike.phase {
-        Phase::Publish | Phase::Transfer => at_gate(bed, strike, &mut armed).await?,
-        Phase::Install => installing(bed, strike, &mut armed).await?,
-        Phase::Prepare | Phase::Commit => forming(bed, strike, &mut armed).await?,
-        Phase::Join => joining(bed, strike, &mut armed).await?,
+        Phase::Publish | Phase::Transfer => at_gate(fixture, strike, &mut armed).await?,
+        Phase::Install => installing(fixture, strike, &mut armed).await?,
+        Phase::Prepare | Phase::Commit => forming(fixture, strike, &mut armed).await?,
+        Phase::Join => joining(fixture, strike, &mut armed).await?,
     };
     let mut served = None;
     if let Some(version) = struck.version {
-        finish(bed, strike, &mut struck, version, before).await?;
+        finish(fixture, strike, &mut struck, version, before).await?;
         served = matches!(struck.outcome, Some(Outcome::Published { .. })).then(|| struck.at.elapsed());
     }
-    live_with(bed, strike, &mut struck).await?;
-    let heal = bed.told.lock().unwrap().len();
+    live_with(fixture, strike, &mut struck).await?;
+    let heal = fixture.reported.lock().unwrap().len();
     if strike.fault == Fault::LyingMember {
-        deceives_about_nobody_else(bed, strike, told..heal)?;
+        liar_deceives_about_itself_only(fixture, strike, reported..heal)?;
     }
-    fault::heal(bed, strike, &mut armed).await?;
+    fault::heal(fixture, strike, &mut armed).await?;
     let healed = Instant::now();
     if matches!(strike.fault, Fault::KillAgent | Fault::KillSource | Fault::HalfOpen) {
         // What looks whole before anybody noticed is not.
-        bed.until("its agent's next life", WHOLE, |view| life_of(view, strike.victim) != life).await?;
+        fixture.until("its agent's next life", WHOLE, |view| life_of(view, strike.victim) != life).await?;
     }
-    bed.whole(WHOLE).await?;
+    fixture.whole(WHOLE).await?;
     let whole = healed.elapsed();
     // That a liar is killed is no word about its lie.
-    let told = told..if strike.fault == Fault::LyingMember { heal } else { usize::MAX };
-    let reasons = named(bed, strike, &struck, told.clone())?;
-    let noticed = first_naming(bed, strike, told).map(|at| at.saturating_duration_since(struck.at));
-    publish_to_all(bed).await?;
-    bed.trainer.untouched()?;
-    match bed.watcher.violations() {
-        none if none.is_empty() => Ok(Record { hit: struck.hit, noticed, served, whole, reasons, answers: bed.watcher.answers() }),
+    let reported = reported..if strike.fault == Fault::LyingMember { heal } else { usize::MAX };
+    let reasons = named(fixture, strike, &struck, reported.clone())?;
+    let noticed = first_naming(fixture, strike, reported).map(|at| at.saturating_duration_since(struck.at));
+    publish_to_all(fixture).await?;
+    fixture.trainer.untouched()?;
+    match fixture.watcher.violations() {
+        none if none.is_empty() => Ok(Record { hit: struck.hit, noticed, served, whole, reasons, answers: fixture.watcher.answers() }),
         some => Err(some.join("; ")),
     }
 }
@@ -102,53 +102,53 @@ fn life_of(view: &MembershipView, victim: usize) -> Option<Incarnation> {
 }
 
 /// Publish, transfer: the trainer stands before a tensor while the fault happens, so the phase cannot pass.
-async fn at_gate(bed: &mut Bed, strike: &Strike, armed: &mut Armed) -> Result<Struck, String> {
-    let version = bed.next_version().await;
+async fn at_gate(fixture: &mut Fixture, strike: &Strike, armed: &mut Armed) -> Result<Struck, String> {
+    let version = fixture.next_version().await;
     let gate = if strike.phase == Phase::Publish { 0 } else { strike.gate };
-    bed.publish(version, Some(gate)).await;
-    if let Some(outcome) = bed.trainer.at_gate(version).await? {
+    fixture.publish(version, Some(gate)).await;
+    if let Some(outcome) = fixture.trainer.at_gate(version).await? {
         return Err(format!("a publish ended before its tensor {gate} was read: {outcome:?}"));
     }
     let at = Instant::now();
-    fault::strike(bed, strike, armed).await?;
-    bed.trainer.go().await;
+    fault::strike(fixture, strike, armed).await?;
+    fixture.trainer.go().await;
     Ok(Struck { hit: true, at, version: Some(version), outcome: None })
 }
 
 /// Install: everything is delivered, engines load.
-async fn installing(bed: &mut Bed, strike: &Strike, armed: &mut Armed) -> Result<Struck, String> {
-    let version = bed.next_version().await;
-    bed.publish(version, None).await;
+async fn installing(fixture: &mut Fixture, strike: &Strike, armed: &mut Armed) -> Result<Struck, String> {
+    let version = fixture.next_version().await;
+    fixture.publish(version, None).await;
     let installs = |view: &MembershipView| {
         let update = view.update.as_ref();
         update.is_some_and(|update| update.version == version && matches!(update.phase, UpdatePhase::Verify | UpdatePhase::Activate))
     };
-    bed.until("engines to be switched", REACHED, installs).await?;
+    fixture.until("engines to be switched", REACHED, installs).await?;
     sleep(Duration::from_millis(strike.delay_ms)).await;
     let at = Instant::now();
-    fault::strike(bed, strike, armed).await?;
-    Ok(Struck { hit: installs(&bed.view()), at, version: Some(version), outcome: None })
+    fault::strike(fixture, strike, armed).await?;
+    Ok(Struck { hit: installs(&fixture.view()), at, version: Some(version), outcome: None })
 }
 
 /// Prepare, commit: another rollout's agent is lost, so a group forms. A third one is hard to reach meanwhile, or the phase would often be over
 /// before the fault has happened.
-async fn forming(bed: &mut Bed, strike: &Strike, armed: &mut Armed) -> Result<Struck, String> {
-    let (epoch, other) = (bed.view().epoch, bed.agent(strike.other).await?);
+async fn forming(fixture: &mut Fixture, strike: &Strike, armed: &mut Armed) -> Result<Struck, String> {
+    let (epoch, other) = (fixture.view().epoch, fixture.agent(strike.other).await?);
     let stage = if strike.phase == Phase::Prepare { GroupStage::Preparing } else { GroupStage::Committing };
     let forms = |view: &MembershipView| view.epoch > epoch && view.stage == stage;
     let third = (1..=ROLLOUTS).find(|number| *number != strike.victim && *number != strike.other).unwrap_or(strike.other);
-    bed.links[third].narrow();
+    fixture.links[third].narrow();
     signal(other, Signal::KILL)?;
-    let reached = bed.until("a group to form", REACHED, forms).await;
+    let reached = fixture.until("a group to form", REACHED, forms).await;
     let at = Instant::now();
     let struck = match &reached {
         Ok(view) => {
-            let passed = passes(bed.group.view(), view.epoch, stage);
-            fault::strike(bed, strike, armed).await.map(|()| passed)
+            let passed = passes(fixture.group.view(), view.epoch, stage);
+            fault::strike(fixture, strike, armed).await.map(|()| passed)
         }
         Err(error) => Err(error.clone()),
     };
-    bed.links[third].mend();
+    fixture.links[third].mend();
     let passed = struck?;
     // That the fault ended the phase is a hit as well: a reset connection fails the round before its reset returns.
     let hit = !passed.is_finished() || !passed.await.unwrap_or(true);
@@ -164,41 +164,41 @@ fn passes(mut views: watch::Receiver<MembershipView>, epoch: u64, stage: GroupSt
     }))
 }
 
-/// Join: a rollout's pod starts anew, with nothing kept beside its engine, and is fed.
-async fn joining(bed: &mut Bed, strike: &Strike, armed: &mut Armed) -> Result<Struck, String> {
-    let (current, agent, engine) = (bed.version(), bed.agent(strike.other).await?, bed.engine(strike.other).await?);
+/// Join: a rollout's pod starts again, with nothing kept next to its engine, and is fed.
+async fn joining(fixture: &mut Fixture, strike: &Strike, armed: &mut Armed) -> Result<Struck, String> {
+    let (current, agent, engine) = (fixture.version(), fixture.agent(strike.other).await?, fixture.engine(strike.other).await?);
     let fed = |view: &MembershipView| {
         let runs = |phase| matches!(phase, UpdatePhase::Begin | UpdatePhase::Transfer | UpdatePhase::Verify | UpdatePhase::Activate);
         view.update.as_ref().is_some_and(|update| update.feeding && update.version == current && runs(update.phase))
     };
     // One that ended is not one that runs: the view keeps the last update.
-    let id = bed.view().update.map(|update| (update.id.epoch, update.attempt));
+    let id = fixture.view().update.map(|update| (update.id.epoch, update.attempt));
     signal(agent, Signal::KILL)?;
     signal(engine, Signal::KILL)?;
-    let anew = |view: &MembershipView| fed(view) && view.update.as_ref().map(|update| (update.id.epoch, update.attempt)) != id;
-    bed.until("a rollout to be fed", REACHED, anew).await?;
+    let again = |view: &MembershipView| fed(view) && view.update.as_ref().map(|update| (update.id.epoch, update.attempt)) != id;
+    fixture.until("a rollout to be fed", REACHED, again).await?;
     sleep(Duration::from_millis(strike.delay_ms)).await;
     if strike.fault != Fault::LyingMember {
         // The engine that is hit is the one that joins: its process is another one now.
-        *armed = fault::arm(bed, strike).await?;
+        *armed = fault::arm(fixture, strike).await?;
     }
     let at = Instant::now();
-    fault::strike(bed, strike, armed).await?;
-    Ok(Struck { hit: fed(&bed.view()), at, version: None, outcome: None })
+    fault::strike(fixture, strike, armed).await?;
+    Ok(Struck { hit: fed(&fixture.view()), at, version: None, outcome: None })
 }
 
 /// The outcome of a publish that met the fault, and whether it is allowed.
-async fn finish(bed: &mut Bed, strike: &Strike, struck: &mut Struck, version: u64, before: u64) -> Result<(), String> {
-    let outcome = bed.trainer.outcome(version).await?;
+async fn finish(fixture: &mut Fixture, strike: &Strike, struck: &mut Struck, version: u64, before: u64) -> Result<(), String> {
+    let outcome = fixture.trainer.outcome(version).await?;
     let limit = UPDATE + Duration::from_secs(8);
     if struck.at.elapsed() > limit {
         return Err(format!("the publish of version {version} ended after {:?}: {outcome:?}", struck.at.elapsed()));
     }
     match &outcome {
         Outcome::Published { installed, .. } => {
-            // Whoever is named serves it, unless the fault hit it: then it may be gone again.
+            // Anyone who is named serves it, unless the fault hit it: then it may be gone again.
             for number in (1..=ROLLOUTS).filter(|number| installed.contains(&member(*number)) && *number != strike.victim) {
-                let found = bed.serves(number).await;
+                let found = fixture.serves(number).await;
                 if found.is_none_or(|found| found < version) {
                     return Err(format!("{} is said to serve version {version}, and serves {found:?}", pod(number)));
                 }
@@ -208,9 +208,9 @@ async fn finish(bed: &mut Bed, strike: &Strike, struck: &mut Struck, version: u6
             if strike.victim != 0 {
                 return Err(format!("a publish failed because of one rollout ({kind}): {message}"));
             }
-            // Where the trainer is told that nobody knows, the version may have moved, and is served by everybody in the end then.
-            if !matches!(kind.as_str(), "AgentLost" | "OutcomeUnknown") && bed.version() != before {
-                return Err(format!("version {version} failed ({kind}: {message}), and the group is at {}", bed.version()));
+            // Where the trainer is informed that no one knows, the version may have moved, and is served by everybody in the end then.
+            if !matches!(kind.as_str(), "AgentLost" | "OutcomeUnknown") && fixture.version() != before {
+                return Err(format!("version {version} failed ({kind}: {message}), and the group is at {}", fixture.version()));
             }
         }
     }
@@ -219,16 +219,16 @@ async fn finish(bed: &mut Bed, strike: &Strike, struck: &mut Struck, version: u6
 }
 
 /// What a fault that lasts must not stop, and by whom it must be noticed.
-async fn live_with(bed: &mut Bed, strike: &Strike, struck: &mut Struck) -> Result<(), String> {
+async fn live_with(fixture: &mut Fixture, strike: &Strike, struck: &mut Struck) -> Result<(), String> {
     let victim = member(strike.victim);
     if let Some(deadline) = fault::noticed_within(strike.fault) {
         let gone = |view: &MembershipView| {
             let row = view.members.iter().find(|row| row.name.0 == victim);
             row.is_none_or(|row| matches!(row.standing, MemberStanding::Out | MemberStanding::Waiting))
         };
-        bed.until(&format!("{victim} to be missed"), deadline, gone).await?;
+        fixture.until(&format!("{victim} to be missed"), deadline, gone).await?;
         if strike.victim != 0 && struck.version.is_none() {
-            others_go_on(bed, strike, struck).await?;
+            others_go_on(fixture, strike, struck).await?;
         }
         return Ok(());
     }
@@ -237,29 +237,29 @@ async fn live_with(bed: &mut Bed, strike: &Strike, struck: &mut Struck) -> Resul
             // Nothing of an update is written there, but every new group is. Where a group formed without it, the other one comes back by
             // itself.
             if !matches!(strike.phase, Phase::Prepare | Phase::Commit) {
-                signal(bed.agent(strike.other).await?, Signal::KILL)?;
+                signal(fixture.agent(strike.other).await?, Signal::KILL)?;
             }
             let waits = |view: &MembershipView| {
                 view.stage == GroupStage::Persisting && view.degraded.iter().any(|row| row.reason == Reason::PersistFailed)
             };
-            bed.until("a group that cannot be written to be told of", WHOLE, waits).await?;
+            fixture.until("a group that cannot be written to be informed of", WHOLE, waits).await?;
         }
         Fault::SlowLink | Fault::FullMemory | Fault::SlowEngine | Fault::LyingEngine | Fault::ClockJump if struck.version.is_none() => {
-            others_go_on(bed, strike, struck).await?;
+            others_go_on(fixture, strike, struck).await?;
         }
-        Fault::Strangers if struck.version.is_none() => others_go_on(bed, strike, struck).await?,
+        Fault::Strangers if struck.version.is_none() => others_go_on(fixture, strike, struck).await?,
         Fault::LyingMember => {
             if struck.version.is_none() {
-                others_go_on(bed, strike, struck).await?;
+                others_go_on(fixture, strike, struck).await?;
             }
             sleep(LIES.saturating_sub(struck.at.elapsed())).await;
-            // Whatever it says, all others hold the version of the last publish, are ready, and are told of so.
-            others_go_on(bed, strike, struck).await?;
-            bed.whole_but(Some(strike.victim), WHOLE).await?;
+            // Whatever it says, all others hold the version of the last publish, are ready, and are informed of so.
+            others_go_on(fixture, strike, struck).await?;
+            fixture.whole_but(Some(strike.victim), WHOLE).await?;
         }
         fault if fault.is_step() => {
             if struck.version.is_none() {
-                others_go_on(bed, strike, struck).await?;
+                others_go_on(fixture, strike, struck).await?;
             }
             let held = fault::held(strike).unwrap_or_default();
             sleep(held.saturating_sub(struck.at.elapsed())).await;
@@ -270,42 +270,46 @@ async fn live_with(bed: &mut Bed, strike: &Strike, struck: &mut Struck) -> Resul
 }
 
 /// A version is published while the fault lasts: the others get it.
-async fn others_go_on(bed: &mut Bed, strike: &Strike, struck: &mut Struck) -> Result<(), String> {
-    let (before, version) = (bed.version(), bed.next_version().await);
-    bed.publish(version, None).await;
+async fn others_go_on(fixture: &mut Fixture, strike: &Strike, struck: &mut Struck) -> Result<(), String> {
+    let (before, version) = (fixture.version(), fixture.next_version().await);
+    fixture.publish(version, None).await;
     let begun = Instant::now();
     let mut late = Struck { hit: struck.hit, at: begun, version: Some(version), outcome: None };
-    finish(bed, strike, &mut late, version, before).await?;
+    finish(fixture, strike, &mut late, version, before).await?;
     struck.outcome = late.outcome;
     Ok(())
 }
 
 /// The next version reaches everybody. Who is slower than the others is not waited for by the publish, and has it soon after.
-async fn publish_to_all(bed: &mut Bed) -> Result<(), String> {
-    let version = bed.next_version().await;
-    bed.publish(version, None).await;
-    match bed.trainer.outcome(version).await? {
+async fn publish_to_all(fixture: &mut Fixture) -> Result<(), String> {
+    let version = fixture.next_version().await;
+    fixture.publish(version, None).await;
+    match fixture.trainer.outcome(version).await? {
         Outcome::Published { .. } => {}
         other @ Outcome::Failed { .. } => return Err(format!("the version after the fault was not published: {other:?}")),
     }
-    bed.whole(WHOLE).await?;
-    if bed.version() == version { Ok(()) } else { Err(format!("version {version} was published, the group is at {}", bed.version())) }
+    fixture.whole(WHOLE).await?;
+    if fixture.version() == version {
+        Ok(())
+    } else {
+        Err(format!("version {version} was published, the group is at {}", fixture.version()))
+    }
 }
 
 /// No other member is held off for what the liar did.
-fn deceives_about_nobody_else(bed: &Bed, strike: &Strike, told: Range<usize>) -> Result<(), String> {
-    let (events, victim) = (bed.told.lock().unwrap(), member(strike.victim));
+fn liar_deceives_about_itself_only(fixture: &Fixture, strike: &Strike, reported: Range<usize>) -> Result<(), String> {
+    let (events, victim) = (fixture.reported.lock().unwrap(), member(strike.victim));
     let of_others = |said: &&Said| said.reason == Reason::UpdateRefused && said.member.as_ref().is_some_and(|member| *member != victim);
-    match events.iter().take(told.end).skip(told.start).find(of_others) {
+    match events.iter().take(reported.end).skip(reported.start).find(of_others) {
         None => Ok(()),
         Some(said) => Err(format!("{victim} lies, and {:?} is held off: {}", said.member, said.message)),
     }
 }
 
 /// When the victim was first named.
-fn first_naming(bed: &Bed, strike: &Strike, told: Range<usize>) -> Option<Instant> {
-    let events = bed.told.lock().unwrap();
-    events.iter().take(told.end).skip(told.start).find(|said| names(strike, said)).map(|said| said.at)
+fn first_naming(fixture: &Fixture, strike: &Strike, reported: Range<usize>) -> Option<Instant> {
+    let events = fixture.reported.lock().unwrap();
+    events.iter().take(reported.end).skip(reported.start).find(|said| names(strike, said)).map(|said| said.at)
 }
 
 fn names(strike: &Strike, said: &Said) -> bool {
@@ -314,16 +318,16 @@ fn names(strike: &Strike, said: &Said) -> bool {
 }
 
 /// Where somebody felt the fault, status says who and why.
-fn named(bed: &Bed, strike: &Strike, struck: &Struck, told: Range<usize>) -> Result<Vec<Reason>, String> {
-    let events = bed.told.lock().unwrap();
-    let since: Vec<&Said> = events.iter().take(told.end).skip(told.start).collect();
+fn named(fixture: &Fixture, strike: &Strike, struck: &Struck, reported: Range<usize>) -> Result<Vec<Reason>, String> {
+    let events = fixture.reported.lock().unwrap();
+    let since: Vec<&Said> = events.iter().take(reported.end).skip(reported.start).collect();
     let mut reasons: Vec<Reason> = since.iter().filter(|said| names(strike, said)).map(|said| said.reason).collect();
     reasons.sort_unstable();
     reasons.dedup();
     let victim = member(strike.victim);
     let (felt, said) = match &struck.outcome {
         Some(Outcome::Published { behind, attempts, .. }) => {
-            // A connection has two ends: who is behind by the loss of one is told with the other's name.
+            // A connection has two ends: who is behind by the loss of one is reported with the other's name.
             let says = |(member, why): &(String, String)| *member == victim && !why.is_empty() || why.contains(&victim);
             (*attempts > 1 || !behind.is_empty(), behind.iter().any(says))
         }
@@ -342,8 +346,8 @@ fn named(bed: &Bed, strike: &Strike, struck: &Struck, told: Range<usize>) -> Res
             | Fault::KillEngine
     );
     if (must || felt) && reasons.is_empty() && !said && strike.fault != Fault::FullDisk {
-        let told: Vec<String> = since.iter().map(|said| format!("{}: {}", said.reason, said.message)).collect();
-        return Err(format!("nobody said what happened to {victim} ({:?}); told was: {}", struck.outcome, told.join(" | ")));
+        let reported: Vec<String> = since.iter().map(|said| format!("{}: {}", said.reason, said.message)).collect();
+        return Err(format!("no one said what happened to {victim} ({:?}); reported was: {}", struck.outcome, reported.join(" | ")));
     }
     if strike.fault == Fault::FullDisk {
         reasons.push(Reason::PersistFailed);
@@ -352,9 +356,9 @@ fn named(bed: &Bed, strike: &Strike, struck: &Struck, told: Range<usize>) -> Res
 }
 
 /// [`play`], with an end: what takes longer than everything in it together hangs.
-pub async fn play_bounded(bed: &mut Bed, strike: &Strike) -> Result<Record, String> {
+pub async fn play_bounded(fixture: &mut Fixture, strike: &Strike) -> Result<Record, String> {
     const HANGS: Duration = Duration::from_secs(240);
-    let played = timeout(HANGS, play(bed, strike)).await.unwrap_or_else(|_| Err(format!("it hangs: no end within {HANGS:?}")));
+    let played = timeout(HANGS, play(fixture, strike)).await.unwrap_or_else(|_| Err(format!("it hangs: no end within {HANGS:?}")));
     // What was seen meanwhile may be the cause.
-    played.map_err(|error| bed.watcher.violations().into_iter().fold(error, |error, seen| format!("{error}; {seen}")))
+    played.map_err(|error| fixture.watcher.violations().into_iter().fold(error, |error, seen| format!("{error}; {seen}")))
 }

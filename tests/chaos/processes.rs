@@ -1,4 +1,4 @@
-//! Processes of a world, found by a variable of their environment among the children of this process. Ends only what it was told to.
+//! Processes of a world, found by a variable of their environment among the children of this process. Ends only what it was asked to.
 
 use std::path::Path;
 use std::time::Duration;
@@ -25,7 +25,7 @@ fn child(variable: &str) -> Option<Pid> {
 /// The parent of a process that has not ended.
 fn parent(process: &Path) -> Option<u32> {
     let stat = std::fs::read_to_string(process.join("stat")).ok()?;
-    // The name of a process may hold anything; behind its last parenthesis stand state and parent.
+    // The name of a process may hold anything; after its last parenthesis stand state and parent.
     let mut rest = stat.rsplit(')').next()?.split_whitespace();
     let state = rest.next()?;
     rest.next().filter(|_| state != "Z" && state != "X")?.parse().ok()

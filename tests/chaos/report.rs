@@ -24,7 +24,7 @@ impl Played {
     pub fn line(&self) -> String {
         let Strike { number, fault, phase, victim, .. } = &self.strike;
         let what = if *fault == Fault::LyingMember { self.strike.lie().name() } else { fault.name() };
-        let head = format!("{number:>4} {what:<30} {:<9} {:<8}", phase.name(), crate::bed::pod(*victim));
+        let head = format!("{number:>4} {what:<30} {:<9} {:<8}", phase.name(), crate::fixture::pod(*victim));
         match (&self.failure, self.records.last()) {
             (Some(failure), _) => format!("{head} FAILED {failure}"),
             (None, Some(record)) => {
@@ -61,7 +61,7 @@ pub fn print(seed: u64, played: &[Played]) -> usize {
     for reason in reasons {
         println!("- {reason}");
     }
-    println!("\n{:<30}{:>8}{:>20}{:>20}{:>20}  told as", "", "faults", "named after, ms", "published after, ms", "whole again, ms");
+    println!("\n{:<30}{:>8}{:>20}{:>20}{:>20}  reported as", "", "faults", "named after, ms", "published after, ms", "whole again, ms");
     for fault in Fault::ALL {
         let records: Vec<&Record> = played.iter().filter(|one| one.strike.fault == fault).flat_map(|one| &one.records).collect();
         let words: BTreeSet<&str> = records.iter().flat_map(|record| &record.reasons).map(|reason| reason.as_str()).collect();

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 
-use crate::bed::Bed;
+use crate::fixture::Fixture;
 use crate::plan::{Fault, Phase, Strike, cells, plan};
 use crate::play::{Record, play_bounded};
 use crate::report::{Played, print};
@@ -85,7 +85,7 @@ pub fn run() {
 
 /// Plays some strikes in one world; one that went wrong costs the world, and the next strike has another.
 async fn play_piece(piece: &[Strike], names: &AtomicUsize, shim: &std::path::Path, played: &Mutex<Vec<Played>>) {
-    let (mut world, mut faults): (Option<Bed>, usize) = (None, 0);
+    let (mut world, mut faults): (Option<Fixture>, usize) = (None, 0);
     for strike in piece {
         let mut records: Vec<Record> = Vec::new();
         let mut failure = None;
@@ -95,12 +95,12 @@ async fn play_piece(piece: &[Strike], names: &AtomicUsize, shim: &std::path::Pat
             {
                 spent.stop().await;
             }
-            let mut bed = match world.take() {
-                Some(bed) => bed,
-                None => match Bed::start(names.fetch_add(1, Ordering::Relaxed), shim).await {
-                    Ok(bed) => {
+            let mut fixture = match world.take() {
+                Some(fixture) => fixture,
+                None => match Fixture::start(names.fetch_add(1, Ordering::Relaxed), shim).await {
+                    Ok(fixture) => {
                         faults = 0;
-                        bed
+                        fixture
                     }
                     Err(error) => {
                         failure = Some(format!("a world did not start: {error}"));
@@ -108,17 +108,17 @@ async fn play_piece(piece: &[Strike], names: &AtomicUsize, shim: &std::path::Pat
                     }
                 },
             };
-            // Whoever lies is killed twice: for the liar to come, and for it to go.
+            // Anyone who lies is killed twice: for the liar to come, and for it to go.
             faults += if strike.fault == Fault::LyingMember { 2 } else { 1 };
-            match play_bounded(&mut bed, strike).await {
+            match play_bounded(&mut fixture, strike).await {
                 Ok(record) => {
                     records.push(record);
-                    world = Some(bed);
+                    world = Some(fixture);
                 }
                 Err(error) => {
-                    println!("FAILED {strike:?}: {error}\n{}", bed.evidence());
+                    println!("FAILED {strike:?}: {error}\n{}", fixture.evidence());
                     failure = Some(error);
-                    bed.stop().await;
+                    fixture.stop().await;
                 }
             }
         }
@@ -126,7 +126,7 @@ async fn play_piece(piece: &[Strike], names: &AtomicUsize, shim: &std::path::Pat
         println!("{}", one.line());
         played.lock().await.push(one);
     }
-    if let Some(bed) = world {
-        bed.stop().await;
+    if let Some(fixture) = world {
+        fixture.stop().await;
     }
 }

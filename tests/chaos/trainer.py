@@ -1,4 +1,4 @@
-"""A trainer's process: publishes checkpoints when it is told to, one JSON object a line in and out, and never ends by itself.
+"""A trainer's process: publishes checkpoints when it is asked to, one JSON object a line in and out, and never ends by itself.
 
 `{"op": "publish", "version": 1, "path": "...", "gate": 2}` publishes; before the tensor `gate` is read for the first time it says
 `{"event": "gate"}` and waits for `{"op": "go"}`. The outcome is `published` or `failed`.
@@ -16,7 +16,7 @@ from typing import Any
 import weightsync
 
 PATIENCE = 60.0
-"""Nobody opens a gate for longer than this: the test is gone."""
+"""No one opens a gate for longer than this: the test is gone."""
 
 said = threading.Lock()
 gate_open = threading.Event()

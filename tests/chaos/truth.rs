@@ -1,5 +1,5 @@
 //! Compares what an engine says of itself with what the roster and the pod's `/readyz` say of it. Decides what is a difference, and how long
-//! one may last. Asks nobody.
+//! one may last. Asks no one.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 use weightsync_core::membership::{MemberStanding, MembershipView};
 
-use crate::bed::{HEALTH_PERIOD, UPDATE, member};
+use crate::fixture::{HEALTH_PERIOD, UPDATE, member};
 
 /// What a busy machine adds to each bound, in ms.
 const BUSY_MS: u64 = 5_000;

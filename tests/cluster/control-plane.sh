@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Put etcd, kube-apiserver and kwok, in the pinned versions, into the cache's bin folder, which env.sh puts on PATH: a bench starts them by
-# itself. KWOK's own stages, by which its nodes and pods become ready, go into kwok-stages beside it, unchanged.
+# itself. KWOK's own stages, by which its nodes and pods become ready, go into kwok-stages next to it, unchanged.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

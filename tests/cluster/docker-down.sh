@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Stop the test bed's own docker daemon and undo what docker-up.sh did; images stay, for the next time.
+# Stop the test cluster's own docker daemon and undo what docker-up.sh did; images stay, for the next time.
 # Does nothing where docker-up.sh did nothing.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -1,4 +1,4 @@
-# The network of the test bed's own docker daemon. Source it.
+# The network of the test cluster's own docker daemon. Source it.
 
 NAMESPACE=weightsync
 HOST_LINK=weightsync0

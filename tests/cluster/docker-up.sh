@@ -29,7 +29,7 @@ if ! may_sys_resource; then
   runtime=(--add-runtime "confined=$here/node/runc-without-sys-resource" --default-runtime confined)
 fi
 
-# nsenter rather than `ip netns exec`, which would hide the machine's cgroups behind a fresh /sys.
+# nsenter rather than `ip netns exec`, which would hide the machine's cgroups after a fresh /sys.
 nohup setsid nsenter --net="/run/netns/$NAMESPACE" /usr/sbin/dockerd \
   --data-root "$WEIGHTSYNC_STATE/docker" --exec-root "$WEIGHTSYNC_STATE/docker-run" \
   --pidfile "$WEIGHTSYNC_STATE/docker.pid" --host "unix://$WEIGHTSYNC_STATE/docker.sock" \

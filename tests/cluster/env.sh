@@ -1,4 +1,4 @@
-# Where the test bed keeps its things. Source it to talk to the cluster by hand:
+# Where the test cluster keeps its things. Source it to talk to the cluster by hand:
 #
 #   source tests/cluster/env.sh && kubectl get pods -A
 #
@@ -21,7 +21,7 @@ case ":$PATH:" in
   *) export PATH=$WEIGHTSYNC_CACHE/bin:$PATH ;;
 esac
 
-# The test bed's own docker daemon, while it runs; else whatever docker the machine has.
+# The test cluster's own docker daemon, while it runs; else whatever docker the machine has.
 if [ -S "$WEIGHTSYNC_STATE/docker.sock" ]; then
   export DOCKER_HOST=unix://$WEIGHTSYNC_STATE/docker.sock
 fi

@@ -29,11 +29,11 @@ YAML
 fi
 cat <<YAML
 kubeadmConfigPatches:
-# kind still runs on machines with cgroup v1; a kubelet must be told that it may.
+# kind still runs on machines with cgroup v1; a kubelet must be informed that it may.
 - |
   kind: KubeletConfiguration
   failCgroupV1: false
-# The cluster is made anew after every crash of the machine: do not wait for the disk.
+# The cluster is made again after every crash of the machine: do not wait for the disk.
 - |
   kind: ClusterConfiguration
   etcd:

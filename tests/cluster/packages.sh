@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the Debian packages that the test bed needs, those that are missing.
+# Install the Debian packages that the test cluster needs, those that are missing.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

@@ -58,7 +58,7 @@ class Asker:
             with self.turn:
                 answer = self.ask()
             self.answers.append(answer)
-            # Nobody listens for a moment when a pod dies: that is no reason to fill the list.
+            # No one listens for a moment when a pod dies: that is no reason to fill the list.
             time.sleep(0.05 if answer["status"] == 200 else 0.2)
 
 

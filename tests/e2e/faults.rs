@@ -40,7 +40,7 @@ pub async fn group_by(cluster: &Cluster, rollouts: usize, object: &serde_json::V
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restarted_engine_is_not_ready_until_it_was_fed_even_without_a_controller() {
+async fn restarted_engine_is_unready_until_fed_without_controller() {
     Cluster::run("engine-restart", |cluster| async move {
         group(&cluster, 2).await;
         let expected = served(&cluster, "sim-0").await;
@@ -58,7 +58,7 @@ async fn a_restarted_engine_is_not_ready_until_it_was_fed_even_without_a_control
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_answers_503_or_nothing_leaves_and_rejoins_by_its_thresholds() {
+async fn engine_with_503_or_silence_leaves_and_rejoins() {
     Cluster::run("sick-engine", |cluster| async move {
         group(&cluster, 2).await;
         let mut epoch = cluster.status("run").await["epoch"].as_u64().unwrap();
@@ -89,7 +89,7 @@ async fn an_engine_that_answers_503_or_nothing_leaves_and_rejoins_by_its_thresho
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_that_is_killed_or_stopped_is_found_by_its_own_path_named_and_healed() {
+async fn killed_or_stopped_agent_is_found_named_and_healed() {
     Cluster::run("agent-faults", |cluster| async move {
         group(&cluster, 2).await;
         signal(&cluster, "sim-1", "weightsync-agent", "KILL").await;
@@ -105,7 +105,7 @@ async fn an_agent_that_is_killed_or_stopped_is_found_by_its_own_path_named_and_h
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_update_ends_while_the_controller_is_killed_and_the_new_one_changes_no_epoch() {
+async fn update_ends_while_controller_restarts_in_one_epoch() {
     Cluster::run("controller-kill", |cluster| async move {
         group(&cluster, 2).await;
         let epoch = cluster.status("run").await["epoch"].clone();
@@ -128,7 +128,7 @@ async fn an_update_ends_while_the_controller_is_killed_and_the_new_one_changes_n
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_suspended_or_deleted_object_leaves_every_pod_serving_and_a_new_one_is_followed() {
+async fn suspended_or_deleted_object_leaves_pods_serving() {
     Cluster::run("lifecycle", |cluster| async move {
         group(&cluster, 2).await;
         cluster.patch_weightsync("run", &json!({"spec": {"suspend": true}})).await.unwrap();
@@ -188,7 +188,7 @@ async fn running_pods_without_a_sidecar_are_adopted_and_get_a_version() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_that_the_runtime_cannot_start_is_followed_by_another() {
+async fn agent_the_runtime_cannot_start_is_replaced() {
     Cluster::run("not-started", |cluster| async move {
         for pod in [torch_trainer("trainer-0"), simulated_vllm("sim-0")] {
             cluster.create_pod(without_sidecar(pod, 0)).await;

@@ -1,6 +1,6 @@
 //! The pods and objects that tests are made of: simulated engines, real vLLM servers, a torch trainer, WeightSync objects.
 //!
-//! Images and folders are those of the test bed (tests/cluster/README.md): `engine:test` is a Python with vLLM and torch, made of links
+//! Images and folders are those of the test fixture (tests/cluster/README.md): `engine:test` is a Python with vLLM and torch, made of links
 //! into `/host`, and `/host/share` holds checkpoints, scripts and packages.
 
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 #[path = "../engine/processor.rs"]
 mod processor;
 
-/// Image of the product as the test bed loads it.
+/// Image of the product as the test fixture loads it.
 pub const IMAGE: &str = "docker.io/local/weightsync:test";
 /// `weightsync-dev`, for simulated engines.
 const DEV_IMAGE: &str = "docker.io/local/weightsync-dev:test";

@@ -31,11 +31,11 @@ impl User {
     fn of(cluster: &Cluster, pod: &'static str) -> Self {
         let cluster = Cluster { client: cluster.client.clone(), namespace: cluster.namespace.clone() };
         let (answers, asks) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicBool::new(true)));
-        let (told, goes_on) = (answers.clone(), asks.clone());
+        let (reported, goes_on) = (answers.clone(), asks.clone());
         let task = tokio::spawn(async move {
             while goes_on.load(Ordering::SeqCst) {
                 let answer = ask(&cluster, pod).await;
-                told.lock().unwrap().push(answer);
+                reported.lock().unwrap().push(answer);
             }
         });
         Self { answers, asks, task }
@@ -100,7 +100,7 @@ fn keeping_two() -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_goes_back_to_the_version_that_the_spec_names_while_requests_flow() {
+async fn group_rolls_back_to_the_specs_version_under_load() {
     Cluster::run("going-back", |cluster| async move {
         group_by(&cluster, PODS.len(), &keeping_two()).await;
         let (first, answer) = (served(&cluster, "sim-0").await, ask(&cluster, "sim-0").await);
@@ -135,7 +135,7 @@ async fn a_group_goes_back_to_the_version_that_the_spec_names_while_requests_flo
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_poisoned_version_is_turned_back_by_its_canary_while_requests_flow_and_the_next_one_is_taken() {
+async fn poisoned_version_is_refused_by_canary_under_load() {
     Cluster::run("canary", |cluster| async move {
         let mut object = keeping_two();
         object["spec"]["canary"] = json!({"prompt": "Two and two is", "maxTokens": 4, "minLogProb": -4});
@@ -162,7 +162,7 @@ async fn a_poisoned_version_is_turned_back_by_its_canary_while_requests_flow_and
         }
         for answers in end_with(users, &answer).await {
             // An engine computes with the poisoned version between its switch and its answer to the canary, which holds it; a request that
-            // runs then ends as a mixture. Behind that it answers as before: nobody brings the version a second time.
+            // runs then ends as a mixture. After that it answers as before: no one brings the version a second time.
             let whole = |one: &&Answer| **one == answer;
             let mut later = answers.iter().skip_while(whole).skip_while(|one| !whole(one));
             assert!(later.all(|one| *one == answer), "{answers:?}");

@@ -41,7 +41,7 @@ async fn by_hand(pod: &Value) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pod_that_was_injected_by_hand_is_the_pod_that_the_policy_makes() {
+async fn pod_injected_by_hand_equals_the_policys_pod() {
     Cluster::run("injection", |cluster| async move {
         let mut with_key = simulated_vllm("with-key");
         with_key["metadata"]["annotations"] = json!({"weightsync.dev/api-key-secret": "engine/key", "weightsync.dev/trainer-uids": "1000",
@@ -60,7 +60,7 @@ async fn a_pod_that_was_injected_by_hand_is_the_pod_that_the_policy_makes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pod_that_was_wrapped_by_hand_is_the_pod_that_the_policy_makes() {
+async fn pod_wrapped_by_hand_equals_the_policys_pod() {
     Cluster::run("wrapping", |cluster| async move {
         let mut full = wrapped(simulated_vllm("full"));
         full["metadata"]["annotations"]["weightsync.dev/api-key-secret"] = json!("engine/key");

@@ -16,7 +16,7 @@ use super::injection::would_be;
 const SOON: Duration = Duration::from_secs(120);
 const HONEST: [&str; 2] = ["sim-0", "sim-1"];
 
-/// Each lie that was told so far, and what was answered.
+/// Each lie that was informed far, and what was answered.
 async fn lies(cluster: &Cluster) -> Vec<(String, Value)> {
     let log = cluster.api::<Pod>().logs("liar", &LogParams::default()).await.unwrap_or_default();
     let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
@@ -47,7 +47,7 @@ async fn rollout_that_lies_in_every_message_changes_no_other() {
 
         let begun = std::time::Instant::now();
         let (mut version, mut before) = (0, served(&cluster, HONEST[0]).await);
-        let told = loop {
+        let reported = loop {
             version += 1;
             train(&cluster, "trainer-0").await;
             let (status, answer) = publish(&cluster, "trainer-0", version, 0.0).await;
@@ -60,16 +60,16 @@ async fn rollout_that_lies_in_every_message_changes_no_other() {
                 let pod = cluster.api::<Pod>().get(name).await.unwrap();
                 assert!(is_ready(&pod), "{name} serves on");
             }
-            let told = lies(&cluster).await;
-            if told.iter().any(|(lie, _)| lie == "all") {
-                break told;
+            let reported = lies(&cluster).await;
+            if reported.iter().any(|(lie, _)| lie == "all") {
+                break reported;
             }
-            assert!(begun.elapsed() < 2 * SOON, "it does not come to the last of its lies: {told:?}");
+            assert!(begun.elapsed() < 2 * SOON, "it does not come to the last of its lies: {reported:?}");
         };
-        let orders = told.iter().filter(|(_, answer)| answer != "told");
+        let orders = reported.iter().filter(|(_, answer)| answer != "told");
         let taken: Vec<_> = orders.clone().filter(|(_, answer)| answer == "taken").collect();
         assert!(taken.is_empty(), "{taken:?}");
-        assert!(orders.count() >= 2 + 6 * 3, "{told:?}");
+        assert!(orders.count() >= 2 + 6 * 3, "{reported:?}");
 
         let status = cluster.await_status("run", "the last version stands", SOON, |status| {
             if status["version"] == version { Ok(status.clone()) } else { Err(format!("not version {version}")) }

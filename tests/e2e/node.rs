@@ -25,7 +25,7 @@ pub async fn on_node(arguments: &[&str]) -> String {
 }
 
 /// The process id, on the node, of a container's first process. While a container is being restarted its pod's status names the one that
-/// ended, whose process id the runtime gives as 0, and a signal to process 0 goes to whoever sends it: asked again until there is one.
+/// ended, whose process id the runtime gives as 0, and a signal to process 0 goes to anyone who sends it: asked again until there is one.
 pub async fn process(cluster: &Cluster, pod: &str, container: &str) -> String {
     eventually(&format!("{pod}/{container} runs a process"), 5 * EXEC, || async {
         let object = cluster.api::<Pod>().get(pod).await.map_err(|error| error.to_string())?;

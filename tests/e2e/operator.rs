@@ -44,11 +44,11 @@ pub async fn scale_controller(cluster: &Cluster, replicas: i32) {
 
 /// Runs helm to its end, which must be good.
 pub async fn helm(arguments: &[&str]) {
-    told_by_helm(arguments).await;
+    set_by_helm(arguments).await;
 }
 
 /// What helm prints, which must end well.
-pub async fn told_by_helm(arguments: &[&str]) -> String {
+pub async fn set_by_helm(arguments: &[&str]) -> String {
     let mut command = tokio::process::Command::new("helm");
     command.args(arguments).stdin(Stdio::null()).kill_on_drop(true);
     let output = tokio::time::timeout(HELM, command.output()).await.expect("helm ends").unwrap();
@@ -56,7 +56,7 @@ pub async fn told_by_helm(arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Upgrades the operator of all tests to the chart of this tree, with arguments beside the values that it has.
+/// Upgrades the operator of all tests to the chart of this tree, with arguments next to the values that it has.
 pub async fn upgrade(arguments: &[&str]) {
     let common = ["upgrade", "weightsync", CHART, "--namespace", NAMESPACE, "--reuse-values", "--wait", "--timeout", "120s"];
     helm(&[&common, arguments].concat()).await;

@@ -21,7 +21,7 @@ use tokio::task::JoinHandle;
 
 use crate::fixtures::ENGINE_PORT;
 use crate::node::on_node;
-use crate::operator::{CHART, NAMESPACE, told_by_helm};
+use crate::operator::{CHART, NAMESPACE, set_by_helm};
 
 const TABLE: &str = "inet weightsync_e2e";
 
@@ -159,7 +159,7 @@ impl Seen {
     }
 }
 
-/// How often it is looked for changes. Until then a new pod is nobody's peer, as it is for a while in any network.
+/// How often it is looked for changes. Until then a new pod is no one's peer, as it is for a while in any network.
 const LOOK: Duration = Duration::from_millis(300);
 
 /// The rules that the node has; none while nothing is to be enforced.
@@ -186,8 +186,8 @@ impl Enforced {
             "templates/networkpolicy.yaml",
         ];
         let values = ["--set", "networkPolicy.agents.enabled=true", "--set", &where_agents, "--set-json", &users];
-        let told = told_by_helm(&[template.as_slice(), &values].concat()).await;
-        let policy = told.split("---\n").find(|document| document.contains("kind: NetworkPolicy")).expect("helm makes a policy");
+        let reported = set_by_helm(&[template.as_slice(), &values].concat()).await;
+        let policy = reported.split("---\n").find(|document| document.contains("kind: NetworkPolicy")).expect("helm makes a policy");
         let policy: NetworkPolicy = serde_saphyr::from_str(policy).unwrap();
         Api::namespaced(client.clone(), namespace).create(&kube::api::PostParams::default(), &policy).await.unwrap();
         if std::env::var("WEIGHTSYNC_E2E_POLICIES").is_ok_and(|by| by == "cluster") {

@@ -73,9 +73,9 @@ impl Users {
         train(cluster, "trainer-0").await;
         let began = now();
         let (status, answer) = publish(cluster, "trainer-0", version, pace).await;
-        assert_eq!(status, 200, "whoever is there gets version {version}: {answer}");
+        assert_eq!(status, 200, "anyone who is there gets version {version}: {answer}");
         self.published.push((version, began, now()));
-        // Enough to know what it answers, and a pace at which a server can start beside it.
+        // Enough to know what it answers, and a pace at which a server can start next to it.
         self.hear(cluster, 15).await;
         answer
     }
@@ -134,7 +134,7 @@ impl Users {
     }
 }
 
-/// The version whose answer is nearest, if it is clearly that one: what else a server computes beside a request changes the last digits.
+/// The version whose answer is nearest, if it is clearly that one: what else a server computes next to a request changes the last digits.
 fn nearest(known: &[(u64, &[f64])], logprobs: &[f64]) -> Option<u64> {
     let mut distances: Vec<(f64, u64)> = known.iter().map(|(version, other)| (distance(other, logprobs), *version)).collect();
     distances.sort_by(|a, b| a.0.total_cmp(&b.0));

@@ -23,7 +23,7 @@ async fn group(cluster: &Cluster) {
         cluster.create_pod(vllm(name, Some("rollout"), BASE_MODEL)).await;
     }
     let mut object = weightsync("run");
-    // The patience of whoever says nothing: a trainer, two servers and a third that starts share two cores, and a second is not enough then.
+    // The patience of anyone who says nothing: a trainer, two servers and a third that starts share two cores, and a second is not enough then.
     object["spec"]["health"] = serde_json::json!({});
     cluster.apply(&object).await.unwrap();
     for name in ["trainer-0", "vllm-0", "vllm-1"] {
@@ -33,7 +33,7 @@ async fn group(cluster: &Cluster) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn versions_of_a_real_trainer_are_served_as_by_fresh_servers_while_rollouts_are_lost_and_replaced_and_users_ask_on() {
+async fn real_trainers_versions_equal_fresh_servers_under_faults() {
     Cluster::run("versions", |cluster| async move {
         group(&cluster).await;
         let pid = trainer_pid(&cluster, "trainer-0").await;

@@ -1,4 +1,4 @@
-//! Pods whose command runs below the agent (`agent.launch: Wrap`): they take part without a sidecar, a restarted engine is told of at once
+//! Pods whose command runs below the agent (`agent.launch: Wrap`): they take part without a sidecar, a restarted engine is informed of at once
 //! and not ready before it was fed, and the pod's end is the engine's own.
 
 use std::time::Duration;
@@ -14,13 +14,13 @@ const MINUTE: Duration = Duration::from_secs(60);
 const START: Duration = Duration::from_secs(120);
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wrapped_trainer_and_engines_take_part_and_a_restarted_engine_is_told_of_at_once_and_fed() {
+async fn wrapped_pods_take_part_and_restarted_engine_is_fed() {
     Cluster::run("wrap", |cluster| async move {
         cluster.create_pod(wrapped(torch_trainer("trainer-0"))).await;
         for name in ["sim-0", "sim-1"] {
             let made = cluster.create_pod(wrapped(simulated_vllm(name))).await.spec.unwrap();
             let init: Vec<_> = made.init_containers.iter().flatten().map(|container| container.name.as_str()).collect();
-            assert_eq!(init, ["weightsync-program"], "no sidecar beside it");
+            assert_eq!(init, ["weightsync-program"], "no sidecar next to it");
         }
         let mut object = weightsync("run");
         object["spec"]["agent"] = json!({"launch": "Wrap"});
@@ -55,7 +55,7 @@ async fn wrapped_trainer_and_engines_take_part_and_a_restarted_engine_is_told_of
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pod_that_was_not_wrapped_is_named_with_what_to_do_and_takes_part_all_the_same() {
+async fn unwrapped_pod_is_named_with_a_remedy_and_takes_part() {
     Cluster::run("not-wrapped", |cluster| async move {
         cluster.create_pod(wrapped(torch_trainer("trainer-0"))).await;
         cluster.create_pod(simulated_vllm("sim-0")).await;

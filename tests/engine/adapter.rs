@@ -48,7 +48,7 @@ fn start(models: &Models, name: &str) -> Server {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_installed_version_answers_as_a_fresh_server_on_its_checkpoint() {
+async fn installed_version_answers_as_a_fresh_server() {
     let models = Models::make(venv().as_deref());
     // Both start at once: two cores are what the smallest machine has.
     let (mut fresh, mut server) = (start(&models, "2"), start(&models, "1"));
@@ -100,7 +100,7 @@ async fn an_installed_version_answers_as_a_fresh_server_on_its_checkpoint() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_canary_lets_a_version_pass_or_holds_the_engine_with_what_was_measured() {
+async fn canary_passes_a_version_or_holds_the_engine_with_figures() {
     let models = Models::make(venv().as_deref());
     let mut server = start(&models, "1");
     let client = server.ready().await;

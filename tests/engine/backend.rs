@@ -65,7 +65,7 @@ async fn answer_with_cache(client: &Client) -> (String, Vec<f64>) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_version_through_a_ring_of_any_size_answers_as_a_fresh_server_on_its_checkpoint() {
+async fn version_through_any_ring_answers_as_a_fresh_server() {
     let models = Models::make(venv().as_deref());
     let (mut other, mut server) = (fresh(&models, "2"), start(&models, "1", 1));
     let second = answer(&other.ready().await).await;
@@ -87,7 +87,7 @@ async fn a_version_through_a_ring_of_any_size_answers_as_a_fresh_server_on_its_c
         assert_eq!(engine.holding(SOON).await.unwrap(), Holding::Version(held(version, &models.path(name).display().to_string())));
     }
 
-    // A request that is kept through the load ends, and the engine served while the workers were told.
+    // A request that is kept through the load ends, and the engine served while the workers were informed.
     let mut feeder = Feeder::begin(&engine, &models.path("2"), 20, Ring::WholeModel, SOON).await.unwrap();
     feeder.tell(usize::MAX).await.unwrap();
     assert_eq!(answer(&client).await, first);
@@ -101,7 +101,7 @@ async fn a_version_through_a_ring_of_any_size_answers_as_a_fresh_server_on_its_c
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_wrong_digest_is_refused_and_an_engine_left_in_the_middle_stays_paused_until_it_is_fed() {
+async fn wrong_digest_is_refused_and_engine_stays_paused_until_fed() {
     let models = Models::make(venv().as_deref());
     let mut server = start(&models, "1", 1);
     let client = server.ready().await;
@@ -161,7 +161,7 @@ async fn a_wrong_digest_is_refused_and_an_engine_left_in_the_middle_stays_paused
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_ranks_take_a_version_each_and_are_believed_by_their_own_word_when_the_servers_replies_are_late() {
+async fn two_ranks_count_by_their_own_word_when_replies_are_late() {
     let models = Models::make(venv().as_deref());
     let mut server = start(&models, "1", 2);
     let client = server.ready().await;
@@ -179,7 +179,7 @@ async fn two_ranks_take_a_version_each_and_are_believed_by_their_own_word_when_t
         Feeder::feed(&engine, &models.path(name), version, ring, SOON).await.unwrap();
         assert_eq!(answer_with_cache(&client).await, if name == "1" { first.clone() } else { second.clone() }, "{ring:?}");
     }
-    // Behind a call that fails, the second rank's replies are those to the calls before.
+    // After a call that fails, the second rank's replies are those to the calls before.
     let nonsense = serde_json::json!({"method": "nonsense"});
     for _ in 0..3 {
         assert_eq!(client.post("/collective_rpc", &nonsense).await.status, Some(500));
@@ -227,7 +227,7 @@ async fn accepted(client: &Client) -> f64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_draft_model_is_updated_behind_its_model_and_drafts_what_the_model_says_when_both_are_the_same() {
+async fn draft_model_is_updated_after_its_model_and_agrees() {
     let models = Models::make(venv().as_deref());
     let real = venv();
     let mut server = match &real {

@@ -25,7 +25,7 @@ async fn whole_suite(server: &mut Server, models: &Models) -> Report {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_live_server_passes_the_suite_and_the_simulator_row_by_row_like_it() {
+async fn live_server_passes_the_suite_and_simulator_matches_rows() {
     let venv = venv();
     let models = Models::make(venv.as_deref());
     // It starts while the simulator is tested.
@@ -36,7 +36,7 @@ async fn a_live_server_passes_the_suite_and_the_simulator_row_by_row_like_it() {
     if let Some(mut vllm) = vllm {
         reports.push(whole_suite(&mut vllm, &models).await);
     }
-    // What is installed beside a server decides about a way from GPU memory and about groups.
+    // What is installed next to a server decides about a way from GPU memory and about groups.
     let outcomes = |report: &Report| -> Vec<_> {
         let rows = report.rows.iter().filter(|row| row.step != "way from GPU memory" && row.part != "script, groups");
         rows.map(|row| (row.part.clone(), row.step.clone(), row.outcome)).collect()

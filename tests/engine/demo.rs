@@ -12,7 +12,7 @@ use super::real::venv;
 const WHOLE: Duration = Duration::from_secs(2700);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_demo_brings_every_version_to_servers_of_which_one_is_killed_in_the_middle() {
+async fn demo_brings_every_version_though_a_server_is_killed() {
     let mut demo = tokio::process::Command::new(weightsync_testkit::dev_program());
     demo.args(["demo", "--output", "json", "--replicas", "2"]);
     match venv() {
@@ -24,10 +24,10 @@ async fn the_demo_brings_every_version_to_servers_of_which_one_is_killed_in_the_
     };
     let demo = demo.stdin(Stdio::null()).kill_on_drop(true).output();
     let done = tokio::time::timeout(WHOLE, demo).await.expect("the demo did not end").unwrap();
-    let (told, complaints) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
-    assert!(done.status.success(), "{told}\n{complaints}");
+    let (reported, complaints) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+    assert!(done.status.success(), "{reported}\n{complaints}");
     // One object, alone.
-    let outcome: Value = serde_json::from_str(&told).unwrap();
+    let outcome: Value = serde_json::from_str(&reported).unwrap();
     assert_eq!(outcome["replicas"], 2);
     assert_eq!(outcome["verified"], true);
     let versions = outcome["versions"].as_array().unwrap();

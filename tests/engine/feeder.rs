@@ -33,7 +33,7 @@ pub struct Feeder {
     whole: bool,
     install: Box<dyn HostInstall>,
     held: HeldVersion,
-    told: u32,
+    reported: u32,
     taken: u32,
 }
 
@@ -54,7 +54,7 @@ impl Feeder {
         Self::begin_with(engine, Checkpoint::open(directory).unwrap(), held(version, &name), ring, within).await
     }
 
-    /// The same with a checkpoint that was opened, which may have a draft model behind the model.
+    /// The same with a checkpoint that was opened, which may have a draft model after the model.
     pub async fn begin_with(
         engine: &Arc<dyn Engine>,
         checkpoint: Checkpoint,
@@ -88,33 +88,33 @@ impl Feeder {
             silence: within,
         };
         let install = engine.begin_host(&job).await?;
-        Ok(Self { checkpoint, cut, memory, slot, slots, whole, install, held, told: 0, taken: 0 })
+        Ok(Self { checkpoint, cut, memory, slot, slots, whole, install, held, reported: 0, taken: 0 })
     }
 
     /// Tells of so many buckets more, or of all; waits for room.
     pub async fn tell(&mut self, count: usize) -> Result<(), InstallError> {
-        let buckets: Vec<Bucket> = self.cut.buckets().skip(self.told as usize).take(count).collect();
+        let buckets: Vec<Bucket> = self.cut.buckets().skip(self.reported as usize).take(count).collect();
         for bucket in buckets {
-            let place = if self.whole { bucket.offset } else { u64::from(self.told) % self.slots * self.slot };
-            while !self.whole && u64::from(self.told - self.taken) >= self.slots {
+            let place = if self.whole { bucket.offset } else { u64::from(self.reported) % self.slots * self.slot };
+            while !self.whole && u64::from(self.reported - self.taken) >= self.slots {
                 self.taken = self.install.taken(self.taken).await?;
             }
-            let told = self.write(&bucket, place);
-            self.install.bucket(told).await?;
-            self.told += 1;
+            let reported = self.write(&bucket, place);
+            self.install.bucket(reported).await?;
+            self.reported += 1;
         }
         Ok(())
     }
 
     /// Tells of the next bucket with another digest than its bytes have.
     pub async fn lie(&mut self) -> Result<(), InstallError> {
-        let bucket = self.cut.buckets().nth(self.told as usize).unwrap();
-        let mut told = self.write(&bucket, if self.whole { bucket.offset } else { 0 });
-        let digest = &mut told.tensors[0].digest;
+        let bucket = self.cut.buckets().nth(self.reported as usize).unwrap();
+        let mut reported = self.write(&bucket, if self.whole { bucket.offset } else { 0 });
+        let digest = &mut reported.tensors[0].digest;
         let last = if digest.ends_with('0') { "1" } else { "0" };
         digest.replace_range(digest.len() - 1.., last);
-        self.install.bucket(told).await?;
-        self.told += 1;
+        self.install.bucket(reported).await?;
+        self.reported += 1;
         Ok(())
     }
 
@@ -127,7 +127,7 @@ impl Feeder {
             let digest = self.install.digest().of(&bytes[first..first + usize::try_from(part.bytes).unwrap()]);
             HostTensor { spec: part.entry.tensor.clone(), offset: place + part.in_range, bytes: part.bytes, digest }
         });
-        HostBucket { sequence: self.told, copy: !self.whole, tensors: tensors.collect() }
+        HostBucket { sequence: self.reported, copy: !self.whole, tensors: tensors.collect() }
     }
 
     pub async fn finish(self) -> Result<InstallReport, InstallError> {

@@ -104,9 +104,9 @@ def steps_of(folder: Path, version: int) -> dict[str, int] | None:
 def measure(args: argparse.Namespace, work: Path, url: str, local: subprocess.Popen[str]) -> None:
     assert local.stdout is not None
     socket = ""
-    for told in local.stdout:
-        socket = json.loads(told).get("socket", socket)
-        if "GroupFormed" in told:
+    for reported in local.stdout:
+        socket = json.loads(reported).get("socket", socket)
+        if "GroupFormed" in reported:
             break
     # Its lines are taken, or it would wait for room in the pipe.
     threading.Thread(target=lambda: [None for _ in local.stdout or ()], daemon=True).start()

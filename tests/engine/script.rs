@@ -189,7 +189,7 @@ async fn whole_script(server: &mut Server, models: &Models) -> (Vec<Step>, Vec<R
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn one_script_of_calls_gives_equal_statuses_and_shapes_on_the_simulator_and_on_the_real_server() {
+async fn one_script_gives_equal_answers_on_simulator_and_server() {
     let venv = venv();
     let models = Models::make(venv.as_deref());
     // It starts while the simulator plays.
@@ -216,7 +216,7 @@ async fn a_server_that_generates_after_a_failed_load_breaks_down() {
         let client = server.ready().await;
         play(&client, &[reload(&models, "unknown", 500), ask(500)]).await;
         let gone = async {
-            // 503 at first, then nobody listens.
+            // 503 at first, then no one listens.
             while client.get("/health").await.status == Some(200) {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }

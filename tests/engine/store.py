@@ -82,7 +82,7 @@ def gloo(port: int, rank: int, world: int, group: str) -> None:
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world, timeout=TIMEOUT)
     default = torch.full((100_000,), float(rank))
     dist.broadcast(default, 0)
-    # The steps of a group beside the default one, as engines take them for weights.
+    # The steps of a group next to the default one, as engines take them for weights.
     store, rank, world = next(dist.rendezvous(url, rank, world, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     helper = dist.distributed_c10d._new_process_group_helper

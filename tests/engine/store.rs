@@ -158,7 +158,7 @@ async fn process_groups_of_torch_form_with_no_other_store() {
     }
 }
 
-/// Needs the engines' files beside the environment: `WEIGHTSYNC_ENGINE_CODE`, see `tests/tools/engine-code.sh`.
+/// Needs the engines' files next to the environment: `WEIGHTSYNC_ENGINE_CODE`, see `tests/tools/engine-code.sh`.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_engines_own_group_code_needs_no_other_store() {
     let (Some(python), Ok(code)) = (python(), std::env::var("WEIGHTSYNC_ENGINE_CODE")) else { return };

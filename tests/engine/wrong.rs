@@ -82,8 +82,8 @@ async fn play(mut server: Server, models: &Models) {
         if outcome.is_ok() {
             known.extend(answer(&client).await);
         }
-        engine.install(&aborting(models, "2", version + 1)).await.unwrap_or_else(|error| panic!("behind {name}: {error}"));
-        assert_eq!(client.complete(PROMPT, 8).await, right, "behind {name}");
+        engine.install(&aborting(models, "2", version + 1)).await.unwrap_or_else(|error| panic!("after {name}: {error}"));
+        assert_eq!(client.complete(PROMPT, 8).await, right, "after {name}");
         version += 2;
     }
 

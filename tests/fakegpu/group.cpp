@@ -63,9 +63,9 @@ bool Group::wait(const std::atomic<bool> &stop, const std::function<bool()> &rea
   }
 }
 
-bool Group::all(const std::function<bool(Seat &)> &hold) {
+bool Group::all(const std::function<bool(Row &)> &hold) {
   for (int other = 0; other < world; other++)
-    if (!hold(board_->seats[other])) return false;
+    if (!hold(board_->rows[other])) return false;
   return true;
 }
 
@@ -73,31 +73,31 @@ int Group::join(const std::atomic<bool> &stop) {
   board_ = reinterpret_cast<Board *>(map_shared(path_of(name), sizeof(Board), false));
   // All met already, or the id is of another machine.
   if (!board_) return NCCL_SYSTEM_ERROR;
-  Seat &seat = board_->seats[rank];
-  int32_t nobody = 0, unsaid = 0;
-  if (!seat.taken.compare_exchange_strong(nobody, -1)) {
+  Row &row = board_->rows[rank];
+  int32_t no_one = 0, unsaid = 0;
+  if (!row.taken.compare_exchange_strong(no_one, -1)) {
     violation("two ranks %d in %s", rank, name.c_str());
     board_->error = NCCL_INVALID_USAGE;
   } else {
-    seat.version = version_;
-    snprintf(seat.uuid, sizeof seat.uuid, "%s", device_->uuid_text.c_str());
+    row.version = version_;
+    snprintf(row.uuid, sizeof row.uuid, "%s", device_->uuid_text.c_str());
     // The lock ends with the process, however it ends.
     held_ = open((path_of(name) + "." + std::to_string(rank)).c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
     if (held_ >= 0) flock(held_, LOCK_EX);
-    seat.taken = getpid();
+    row.taken = getpid();
   }
   if (!board_->world.compare_exchange_strong(unsaid, world) && unsaid != world) {
     violation("rank %d of %s says %d ranks, another %d", rank, name.c_str(), world, unsaid);
     board_->error = NCCL_INVALID_USAGE;
   }
   ring();
-  if (!wait(stop, [&] { return board_->error || all([](Seat &other) { return other.taken > 0; }); })) return NCCL_IN_PROGRESS;
+  if (!wait(stop, [&] { return board_->error || all([](Row &other) { return other.taken > 0; }); })) return NCCL_IN_PROGRESS;
   if (board_->error) return board_->error;
   unlink(path_of(name).c_str());
   for (int other = 0; other < world; other++) {
-    Seat &theirs = board_->seats[other];
+    Row &theirs = board_->rows[other];
     // nccl init.c: "Mismatched NCCL version detected", "Duplicate GPU detected".
-    if (theirs.version != version_ || (other != rank && !strcmp(theirs.uuid, seat.uuid))) return NCCL_INVALID_USAGE;
+    if (theirs.version != version_ || (other != rank && !strcmp(theirs.uuid, row.uuid))) return NCCL_INVALID_USAGE;
   }
   nap(setting("FAKEGPU_NCCL_INIT_MS", 0) * 1000);
   return NCCL_SUCCESS;
@@ -106,23 +106,23 @@ int Group::join(const std::atomic<bool> &stop) {
 // Says what this rank enters: its number.
 uint64_t Group::enter(const Span &span, int root) {
   const uint64_t number = ++collectives_;
-  Seat &seat = board_->seats[rank];
-  Entry &entry = seat.entries[number % WINDOW];
+  Row &row = board_->rows[rank];
+  Entry &entry = row.entries[number % WINDOW];
   entry = {span.size, uint64_t(span.bytes - span.memory->bytes), root, ""};
   snprintf(entry.file, sizeof entry.file, "%s", span.memory->file.c_str());
-  seat.moved = 0;
-  seat.entered = number;
+  row.moved = 0;
+  row.entered = number;
   ring();
   return number;
 }
 
 bool Group::sum(const Span &span, const std::atomic<bool> &stop) {
   const uint64_t number = enter(span, ALL_REDUCE);
-  Seat &seat = board_->seats[rank];
-  if (!wait(stop, [&] { return all([&](Seat &other) { return other.entered >= number; }); })) return false;
+  Row &row = board_->rows[rank];
+  if (!wait(stop, [&] { return all([&](Row &other) { return other.entered >= number; }); })) return false;
   std::vector<float> total(span.size / sizeof(float));
   for (int other = 0; other < world; other++) {
-    const Entry theirs = board_->seats[other].entries[number % WINDOW];
+    const Entry theirs = board_->rows[other].entries[number % WINDOW];
     if (theirs.root != ALL_REDUCE || theirs.bytes != span.size) {
       violation("collective %llu of %s: rank %d sums %zu bytes, rank %d does something else", (unsigned long long)number, name.c_str(), rank, span.size, other);
       return wait(stop, [] { return false; });
@@ -131,20 +131,20 @@ bool Group::sum(const Span &span, const std::atomic<bool> &stop) {
     if (!from) return wait(stop, [] { return false; });
     for (size_t at = 0; at < total.size(); at++) total[at] += reinterpret_cast<float *>(from + theirs.offset)[at];
   }
-  seat.moved = span.size;
+  row.moved = span.size;
   ring();
-  // Nobody writes its result while another one still reads.
-  if (!wait(stop, [&] { return all([&](Seat &other) { return other.moved >= span.size || other.finished >= number; }); })) return false;
+  // No one writes its result while another one still reads.
+  if (!wait(stop, [&] { return all([&](Row &other) { return other.moved >= span.size || other.finished >= number; }); })) return false;
   memcpy(span.bytes, total.data(), span.size);
-  seat.finished = number;
+  row.finished = number;
   ring();
   return true;
 }
 
 bool Group::broadcast(const Span &span, int root, const DataFault &fault, const std::atomic<bool> &stop) {
   const uint64_t number = enter(span, root);
-  Seat &seat = board_->seats[rank], &sender = board_->seats[root];
-  if (!wait(stop, [&] { return all([&](Seat &other) { return other.entered >= number; }); })) return false;
+  Row &row = board_->rows[rank], &sender = board_->rows[root];
+  if (!wait(stop, [&] { return all([&](Row &other) { return other.entered >= number; }); })) return false;
   const Entry theirs = sender.entries[number % WINDOW];
   if (theirs.root != root || theirs.bytes != span.size) {
     violation("collective %llu of %s: rank %d broadcasts %zu bytes from rank %d, rank %d %llu from rank %d", (unsigned long long)number,
@@ -153,27 +153,27 @@ bool Group::broadcast(const Span &span, int root, const DataFault &fault, const 
   }
   bool moved = rank == root ? send(number, span.size, fault, stop) : receive(span, root, theirs, fault, stop);
   if (!moved) return false;
-  seat.finished = number;
+  row.finished = number;
   ring();
   // The sender's buffer is its own again when everybody has read it.
-  return rank != root || wait(stop, [&] { return all([&](Seat &other) { return other.finished >= number; }); });
+  return rank != root || wait(stop, [&] { return all([&](Row &other) { return other.finished >= number; }); });
 }
 
 // Bytes go in pieces, a few ahead of the slowest receiver: when one side stops, so does the other.
 static uint64_t piece_of(uint64_t bytes) { return std::max<uint64_t>(4096, std::min<uint64_t>(1 << 20, bytes / 16)); }
 
 bool Group::send(uint64_t number, uint64_t bytes, const DataFault &fault, const std::atomic<bool> &stop) {
-  Seat &seat = board_->seats[rank];
+  Row &row = board_->rows[rank];
   const uint64_t piece = piece_of(bytes), ahead = 4 * piece;
   const long speed = setting("FAKEGPU_NCCL_MBPS", 0);
   for (uint64_t sent = 0; sent < bytes;) {
     if (fault.kind == DataFault::Vanish && sent >= bytes / 2) raise(SIGKILL);
     sent = std::min(bytes, sent + piece);
     if (speed) nap(long(piece) / speed);
-    seat.moved = sent;
+    row.moved = sent;
     ring();
     // One that has it all may be in the next collective already.
-    auto near = [&](Seat &other) { return &other == &seat || other.moved + ahead >= sent || other.finished >= number; };
+    auto near = [&](Row &other) { return &other == &row || other.moved + ahead >= sent || other.finished >= number; };
     if (!wait(stop, [&] { return all(near); })) return false;
   }
   return true;
@@ -190,7 +190,7 @@ char *Group::peer_memory(const Entry &entry) {
 }
 
 bool Group::receive(const Span &span, int root, const Entry &entry, const DataFault &fault, const std::atomic<bool> &stop) {
-  Seat &seat = board_->seats[rank], &sender = board_->seats[root];
+  Row &row = board_->rows[rank], &sender = board_->rows[root];
   char *from = peer_memory(entry);
   // The sender died and its memory was given back.
   if (!from) return wait(stop, [] { return false; });
@@ -199,7 +199,7 @@ bool Group::receive(const Span &span, int root, const Entry &entry, const DataFa
     if (!wait(stop, [&] { return sender.moved > got; })) return false;
     uint64_t until = sender.moved;
     if (fault.kind != DataFault::Drop) memcpy(span.bytes + got, from + entry.offset + got, until - got);
-    seat.moved = got = until;
+    row.moved = got = until;
     ring();
   }
   if (fault.kind == DataFault::Flip) span.bytes[std::min(fault.first, span.size - 1)] ^= 1;

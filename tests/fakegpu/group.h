@@ -1,4 +1,4 @@
-// What the ranks of one communicator share: a file in memory, one seat a rank. Nobody notices that a rank is gone.
+// What the ranks of one communicator share: a file in memory, one row a rank. No one notices that a rank is gone.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ enum : int {
 };
 
 const int MAX_RANKS = 64;
-// Collectives whose description a seat holds: more than can be under way.
+// Collectives whose description a row holds: more than can be under way.
 const int WINDOW = 8;
 
 // Root of a collective that has none.
@@ -34,7 +34,7 @@ struct Entry {
   char file[64];
 };
 
-struct Seat {
+struct Row {
   std::atomic<int32_t> taken;
   int32_t version;
   char uuid[48];
@@ -48,7 +48,7 @@ struct Board {
   std::atomic<uint32_t> bell;      // rung after every change
   std::atomic<int32_t> world;      // 0 until the first rank says it
   std::atomic<int32_t> error;      // what all ranks get when they do not fit together
-  Seat seats[MAX_RANKS];
+  Row rows[MAX_RANKS];
 };
 
 // One rank's place in a group. Waits end when what they wait for is there, or by `stop`.
@@ -58,9 +58,9 @@ class Group {
   static bool create_named(const std::string &name);  // false when it is there already
   Group(std::string name, int world, int rank, int version, Device *device);
   ~Group();
-  // Takes the seat and waits for all others: a result.
+  // Takes the row and waits for all others: a result.
   int join(const std::atomic<bool> &stop);
-  // Gives the seat's lock up: for those who wait for a rank that leaves.
+  // Gives the row's lock up: for those who wait for a rank that leaves.
   void leave();
   // Moves the bytes of root's span into everybody's. False when stopped.
   bool broadcast(const Span &span, int root, const DataFault &fault, const std::atomic<bool> &stop);
@@ -76,13 +76,13 @@ class Group {
   uint64_t enter(const Span &span, int root);
   bool send(uint64_t number, uint64_t bytes, const DataFault &fault, const std::atomic<bool> &stop);
   bool receive(const Span &span, int root, const Entry &entry, const DataFault &fault, const std::atomic<bool> &stop);
-  bool all(const std::function<bool(Seat &)> &hold);
+  bool all(const std::function<bool(Row &)> &hold);
   char *peer_memory(const Entry &entry);
 
   const int version_;
   Device *const device_;
   Board *board_ = nullptr;
-  int held_ = -1;  // the seat's file, locked as long as the rank has the communicator
+  int held_ = -1;  // the row's file, locked as long as the rank has the communicator
   uint64_t collectives_ = 0;
   std::map<std::string, std::pair<char *, size_t>> mapped_;
 };

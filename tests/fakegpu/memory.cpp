@@ -50,7 +50,7 @@ void forget(const Memory &memory) {
   table().memory.erase(memory->base);
   if (!memory->on_device()) return;
   table().freed[memory->base] = memory;
-  // The addresses stay taken, so that a use after free is told from a use of something newer.
+  // The addresses stay taken, so that a use after free is distinguished from a use of something newer.
   mmap(memory->bytes, memory->size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
 }
 

@@ -88,7 +88,7 @@ void remove(void *handle) {
   comms().gone.insert(handle);
 }
 
-// Runs beside the caller; aborting waits for it.
+// Runs next to the caller; aborting waits for it.
 void aside(std::shared_ptr<Comm> comm, std::function<void()> work) {
   comm->busy++;
   std::thread([comm, work = std::move(work)] {
@@ -97,7 +97,7 @@ void aside(std::shared_ptr<Comm> comm, std::function<void()> work) {
   }).detach();
 }
 
-// Puts an operation on its stream: at once, or beside a caller who is told that it is in progress.
+// Puts an operation on its stream: at once, or next to a caller who is informed that it is in progress.
 int put(std::shared_ptr<Comm> comm, std::function<void()> enqueue) {
   if (comm->blocking) return enqueue(), NCCL_SUCCESS;
   // Nothing is on the stream yet when the call returns: an event that is recorded too early fires too early.
@@ -278,7 +278,7 @@ FAKE_API int ncclCommAbort(void *handle) {
   return NCCL_SUCCESS;
 }
 
-// A rendezvous: it comes back when all ranks are here, which is why nobody should call it.
+// A rendezvous: it comes back when all ranks are here, which is why no one should call it.
 FAKE_API int ncclCommDestroy(void *handle) {
   ENTER(ncclCommDestroy);
   auto comm = comm_of(handle, "ncclCommDestroy");

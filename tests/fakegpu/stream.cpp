@@ -65,7 +65,7 @@ struct Handles {
   std::map<void *, Stream *> streams;
   std::map<Device *, Stream *> defaults;
   std::map<void *, std::shared_ptr<Event>> events;
-  // Never an address: a handle that is used after its end is told from a newer one.
+  // Never an address: a handle that is used after its end is distinguished from a newer one.
   void *fresh() { return reinterpret_cast<void *>(next += 16); }
 };
 static Handles &handles() {

@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: runs the program of benches/gpu.
+# Sourced by the scripts next to it: runs the program of benches/gpu.
 # shellcheck shell=bash
 bench() {
   if [ -n "${WEIGHTSYNC_GPU_BENCH:-}" ]; then

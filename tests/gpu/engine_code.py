@@ -2,7 +2,7 @@
 
 `engine_code.py pack OUT WHEEL...` writes an archive of the files named in REAL, with each wheel's RECORD; `use(ENGINE, FOLDER)` makes them
 importable from where it was unpacked, after every file was compared with the digest that the wheel's own RECORD has of it. What those files
-import beside them is not there: packages become empty ones, whose `__init__` does not run, and every other module a stand-in whose names
+import next to them is not there: packages become empty ones, whose `__init__` does not run, and every other module a stand-in whose names
 are classes without anything in them. One that is used by the group code ends the rank with an error.
 """
 
@@ -133,15 +133,15 @@ def use(engine: str, folder: Path) -> str:
         if digest((folder / file).read_bytes()) != digests[file]:
             raise ValueError(f"{file} is not the wheel's")
     sys.meta_path.insert(0, Finder(engine, folder))
-    # Behind everything else: pybase64, where the machine has none.
+    # After everything else: pybase64, where the machine has none.
     sys.path.append(str(folder))
     (info,) = folder.glob(f"{engine}-*.dist-info")
     return info.name.removesuffix(".dist-info")
 
 
-def pack(out: Path, wheels: list[Path], beside: list[Path]) -> None:
-    """An archive of what `use` needs, and of files beside it."""
-    files: dict[str, bytes] = {file.name: file.read_bytes() for file in beside}
+def pack(out: Path, wheels: list[Path], alongside: list[Path]) -> None:
+    """An archive of what `use` needs, and of files next to it."""
+    files: dict[str, bytes] = {file.name: file.read_bytes() for file in alongside}
     for wheel in wheels:
         engine = wheel.name.partition("-")[0]
         with zipfile.ZipFile(wheel) as zipped:

@@ -3,7 +3,7 @@
 #
 #   tests/gpu/engine_code.sh OUT.tar.xz
 #
-# Reads 480 MB from the package index and writes less than 1 MB. Which modules: engine_code.py. Beside them goes a library of two functions,
+# Reads 480 MB from the package index and writes less than 1 MB. Which modules: engine_code.py. Next to them goes a library of two functions,
 # `ncclCommSuspend` and `ncclCommResume`, in front of the machine's own NCCL: vLLM loads no NCCL that lacks them (before 2.29.7), and its
 # group code calls neither.
 set -euo pipefail

@@ -188,7 +188,7 @@ def answers(a: argparse.Namespace) -> Iterator[Message]:
     if a.device != "cpu":
         torch.cuda.set_device(a.gpu)
     if a.engine == "vllm" and torch.cuda.is_available() and torch.cuda.nccl.version() < (2, 29, 7):
-        # vLLM's own setting: the machine's NCCL behind two functions that vLLM wants to find there (`engine_code.sh`).
+        # vLLM's own setting: the machine's NCCL after two functions that vLLM wants to find there (`engine_code.sh`).
         os.environ["VLLM_NCCL_SO_PATH"] = str(a.code / "libnccl-suspend.so")
         version += " with libnccl-suspend.so"
     # The ranks of an engine are in a group of their own, as in a server.

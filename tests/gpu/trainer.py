@@ -165,7 +165,7 @@ def bytes_of_odd_tensors() -> dict[str, Any]:
         compared = compare(Path(folder) / "1.safetensors", tensors)
 
         def export() -> Iterator[tuple[str, torch.Tensor]]:
-            # Tensors that nobody holds but the generator, made on the stream that is current here.
+            # Tensors that no one holds but the generator, made on the stream that is current here.
             for name, tensor in tensors.items():
                 yield name, tensor.clone()
 
@@ -293,7 +293,7 @@ def step(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def held_back() -> dict[str, Any]:
-    """How long a trainer's stream is held back while a version is published beside it: its steps with and without, in turn."""
+    """How long a trainer's stream is held back while a version is published next to it: its steps with and without, in turn."""
     agent = start("--discard") if torch.cuda.device_count() > 1 else start()
     gib = 5.0
     tensors = model(gib)
@@ -310,7 +310,7 @@ def held_back() -> dict[str, Any]:
         return [one.elapsed_time(other) for one, other in pairwise(marks)]
 
     steps(20)
-    publishes, calls, alone, beside, longest_alone, longest_beside = [], [], [], [], [], []
+    publishes, calls, alone, alongside, longest_alone, longest_alongside = [], [], [], [], [], []
     with publisher(agent) as pub:
         pub.publish(tensors, version=1, timeout=LIMIT)
         agent.said()
@@ -323,9 +323,9 @@ def held_back() -> dict[str, Any]:
             handle.wait()
             agent.said()
             alone.append(statistics.median(quiet))
-            beside.append(statistics.median(busy))
+            alongside.append(statistics.median(busy))
             longest_alone.append(max(quiet))
-            longest_beside.append(max(busy))
+            longest_alongside.append(max(busy))
         for version in range(20, 27):
             torch.cuda.synchronize()
             begun = time.perf_counter()
@@ -342,9 +342,9 @@ def held_back() -> dict[str, Any]:
         "gb_per_s": round(size / median(publishes) / 1e9, 1),
         "call_returns_after_ms": round(1e3 * median(calls), 2),
         "step_ms": round(median(alone), 3),
-        "step_ms_while_publishing": round(median(beside), 3),
+        "step_ms_while_publishing": round(median(alongside), 3),
         "longest_step_ms": round(median(longest_alone), 3),
-        "longest_step_ms_while_publishing": round(median(longest_beside), 3),
+        "longest_step_ms_while_publishing": round(median(longest_alongside), 3),
     }
 
 

@@ -3,7 +3,7 @@
 #
 #   tests/gpu/vllm.sh WEIGHTSYNC SITE.tar.xz OUT [PART...]      parts: README.md; own if none is given
 #
-# WEIGHTSYNC is the built program; SITE holds vLLM and what it needs beside the machine's own Python and torch (an archive that is unpacked
+# WEIGHTSYNC is the built program; SITE holds vLLM and what it needs next to the machine's own Python and torch (an archive that is unpacked
 # into a folder of PYTHONPATH). Raw results go to OUT as lines of JSON. Exit code 1 when anything is not as it must be.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -97,12 +97,12 @@ impl EpochStore for Nowhere {
     }
 }
 
-/// What the coordinators of an operator told, each with the member that it is about.
-struct Told(watch::Sender<Vec<CoordinatorEvent>>);
+/// What the coordinators of an operator reported, each with the member that it is about.
+struct Reported(watch::Sender<Vec<CoordinatorEvent>>);
 
-impl EventSink for Told {
+impl EventSink for Reported {
     fn publish(&self, event: CoordinatorEvent) {
-        self.0.send_modify(|told| told.push(event));
+        self.0.send_modify(|reported| reported.push(event));
     }
 }
 
@@ -112,7 +112,7 @@ pub struct Operator {
     pub address: SocketAddr,
     directory: Directory,
     cancel: CancellationToken,
-    told: Arc<Told>,
+    reported: Arc<Reported>,
 }
 
 impl Operator {
@@ -126,15 +126,15 @@ impl Operator {
         let routes = router(Arc::new(enrollment));
         tokio::spawn(serve_https(listener, identity, Access::Open, routes, Limits::default(), cancel.clone()));
         directory.settle();
-        Self { ca, address, directory, cancel, told: Arc::new(Told(watch::Sender::default())) }
+        Self { ca, address, directory, cancel, reported: Arc::new(Reported(watch::Sender::default())) }
     }
 
-    /// Waits until something was told for this reason that says this.
-    pub async fn told(&self, reason: Reason, says: &str) {
-        let mut told = self.told.0.subscribe();
+    /// Waits until something was informed for this reason that says this.
+    pub async fn reported(&self, reason: Reason, says: &str) {
+        let mut reported = self.reported.0.subscribe();
         let found = |events: &Vec<CoordinatorEvent>| events.iter().any(|event| event.reason == reason && event.message.contains(says));
-        let waited = tokio::time::timeout(SOON, told.wait_for(found)).await.is_ok();
-        assert!(waited, "{reason} with {says:?} was never told: {:?}", self.told.0.borrow());
+        let waited = tokio::time::timeout(SOON, reported.wait_for(found)).await.is_ok();
+        assert!(waited, "{reason} with {says:?} was never reported: {:?}", self.reported.0.borrow());
     }
 
     /// An object that claims these pods.
@@ -185,7 +185,7 @@ impl Operator {
             client: AgentClient::new(self.ca.issue(&PeerIdentity::Controller, HOUR).unwrap()),
             directory: self.directory.clone(),
             store: Arc::new(Nowhere),
-            events: self.told.clone(),
+            events: self.reported.clone(),
             timing: Timing::default(),
         };
         let handle = Coordinator::start(wanted, Restored::default(), context, self.cancel.child_token());
@@ -272,14 +272,14 @@ impl Agent {
 
     async fn end(self) {
         self.cancel.cancel();
-        tokio::time::timeout(SOON, self.task).await.expect("an agent ends when it is told to").unwrap().unwrap();
+        tokio::time::timeout(SOON, self.task).await.expect("an agent ends when it is asked to").unwrap().unwrap();
         let left: Vec<_> = std::fs::read_dir(&self.versions).into_iter().flatten().map(|entry| entry.unwrap().file_name()).collect();
         assert!(left.is_empty(), "left behind: {left:?}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pod_serves_as_its_object_says_and_again_when_nobody_claims_it() {
+async fn pod_serves_as_its_object_says_and_when_unclaimed() {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let folder = tempfile::tempdir().unwrap();
     let operator = Operator::start().await;
@@ -298,7 +298,7 @@ async fn a_pod_serves_as_its_object_says_and_again_when_nobody_claims_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pod_serves_before_the_first_version_where_its_object_wants_that() {
+async fn pod_serves_before_first_version_where_asked() {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let folder = tempfile::tempdir().unwrap();
     let operator = Operator::start().await;
@@ -334,8 +334,9 @@ async fn pod_that_is_never_claimed_serves_once_its_time_is_over() {
 }
 
 /// vllm-project/vllm#51018 and six more: a fixed port, or one that was probed free and taken minutes later.
+/// Story F21.
 #[tokio::test(flavor = "multi_thread")]
-async fn f21_a_port_that_is_held_is_named_and_taken_when_it_is_free_and_only_held_ports_are_announced() {
+async fn held_port_is_named_and_taken_when_free() {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let folder = tempfile::tempdir().unwrap();
     let operator = Operator::start().await;
@@ -346,7 +347,7 @@ async fn f21_a_port_that_is_held_is_named_and_taken_when_it_is_free_and_only_hel
     agent.until_ready_says(503, &format!("cannot listen on 127.0.0.1:{port}")).await;
     drop(holder);
     agent.until_ready_says(200, "ok").await;
-    // It holds the port now, and a second agent that is told the same one does not get in its way.
+    // It holds the port now, and a second agent that is reported the same one does not get in its way.
     assert!(std::net::TcpListener::bind(("127.0.0.1", port)).is_err());
     let second = folder.path().join("second");
     std::fs::create_dir(&second).unwrap();

@@ -12,7 +12,7 @@ async fn called(world: &World, number: usize, path: &str) -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_server_is_fed_in_its_own_way_and_an_agent_that_is_killed_in_the_middle_is_made_good_by_its_successor() {
+async fn killed_agents_server_is_healed_by_its_successor() {
     let world = World::start(json!({}), [Actor::new().with_backend().ranks(2, 2), Actor::new()]).await;
     world.until_ready(2).await;
     for version in 1..=2 {

@@ -81,7 +81,7 @@ fn shipped_program_holds_no_simulator() {
 }
 
 /// Found by the chaos harness: a disk that was full below the log ended whatever was logging in the middle, an install among it, and the
-/// replica was told of as being fed until its update counted as stuck.
+/// replica was reported as being fed until its update counted as stuck.
 #[tokio::test]
 async fn an_agent_whose_log_cannot_be_written_goes_on_without_it() {
     let _ = rustls::crypto::ring::default_provider().install_default();

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/weightsync");
 
-/// The pinned helm of the test bed.
+/// The pinned helm of the test fixture.
 fn helm() -> PathBuf {
     let cache = std::env::var_os("WEIGHTSYNC_CACHE").map(PathBuf::from);
     let home = || PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache/weightsync");
@@ -189,7 +189,7 @@ fn monitors_find_the_ports_that_are_there() {
 }
 
 #[test]
-fn network_policies_let_in_who_must_and_nobody_else() {
+fn network_policies_admit_only_what_must_connect() {
     let objects = render(&everything());
     let controller = named(&objects, "NetworkPolicy", "ws-weightsync");
     assert_eq!(controller["spec"]["policyTypes"], json!(["Ingress", "Egress"]));
@@ -229,7 +229,7 @@ fn traces_have_somewhere_to_go_only_when_somebody_says_where() {
 }
 
 #[test]
-fn people_may_see_objects_with_view_and_change_them_with_edit_and_nobody_writes_status() {
+fn view_reads_edit_changes_and_no_role_writes_status() {
     let objects = render(&json!({}));
     let (view, edit) = (named(&objects, "ClusterRole", "ws-weightsync-view"), named(&objects, "ClusterRole", "ws-weightsync-edit"));
     assert_eq!(view["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-view"], "true");

@@ -7,7 +7,7 @@ use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 
-use crate::gpu::bed::{Machine, uuid};
+use crate::gpu::fixture::{Machine, uuid};
 use crate::model::Model;
 use crate::world::SOON;
 use weightsync_testkit::dev_program;
@@ -56,26 +56,26 @@ async fn joins_in_every_way(engine: &str, calls: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_simulated_sglang_is_brought_through_groups_with_every_call_spoiled_in_every_way() {
+async fn simulated_sglang_groups_survive_every_spoiled_call() {
     let update = ["/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"];
     joins_in_every_way("sglang", &[&["/init_weights_update_group", "/destroy_weights_update_group"], &update[..]].concat()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_simulated_lmdeploy_is_brought_through_groups_with_every_call_spoiled_in_every_way() {
+async fn simulated_lmdeploy_groups_survive_every_spoiled_call() {
     let calls = ["/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"];
     joins_in_every_way("lmdeploy", &calls).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_simulated_vllm_is_brought_through_groups_with_every_call_spoiled_in_every_way() {
+async fn simulated_vllm_groups_survive_every_spoiled_call() {
     let group = ["/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"];
     let update = ["/start_weight_update", "/update_weights", "/finish_weight_update"];
     joins_in_every_way("vllm", &[&group[..], &update[..]].concat()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_live_server_is_brought_through_groups_by_a_gpu_of_this_machine() {
+async fn live_server_passes_group_rows_with_a_local_gpu() {
     let (machine, folder) = (Machine::new(), tempfile::tempdir().unwrap());
     let [one, two] = [1, 2].map(|version| Model::small(version).save(&folder.path().join(version.to_string())));
     let mut server = Command::new(dev_program());
@@ -93,7 +93,7 @@ async fn a_live_server_is_brought_through_groups_by_a_gpu_of_this_machine() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn groups_without_a_gpu_are_skipped_with_the_reason_and_one_that_is_not_there_is_named() {
+async fn groups_without_a_gpu_are_skipped_with_the_reason() {
     let (code, printed) = conformance(&["--engine", "sglang", "--simulator", "--only", "group", "--output", "json"]).await;
     assert_eq!(code, 1, "nothing was tried");
     assert!(printed.contains("FAKEGPU_DIR"), "{printed}");
@@ -116,7 +116,7 @@ async fn a_suite_that_passes_prints_every_step_and_exits_with_0() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_suite_that_fails_shows_what_was_expected_and_what_came_and_exits_with_1() {
+async fn failed_suite_shows_expected_and_actual_and_exits_1() {
     let (code, printed) = conformance(&["--engine", "sglang", "--url", "http://127.0.0.1:9", "--timeout", "5"]).await;
     assert_eq!(code, 1, "{printed}");
     assert!(printed.lines().any(|line| line.starts_with("FAILED") && line.contains("script")), "{printed}");

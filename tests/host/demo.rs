@@ -38,7 +38,7 @@ fn assert_good(seed: u64, output: &Output) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_demo_ends_well_with_twenty_seeds_and_kills_each_rollout_at_least_once() {
+async fn demo_ends_well_with_twenty_seeds() {
     let mut killed = BTreeSet::new();
     for seed in (1..=20).step_by(2) {
         let (first, second) = tokio::join!(demo(seed, &[]), demo(seed + 1, &[]));
@@ -73,14 +73,14 @@ async fn the_demo_runs_with_simulated_fastdeploy_servers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn simulated_lmdeploy_servers_without_gpus_are_refused_with_what_is_missing() {
+async fn simulated_lmdeploy_without_gpus_is_refused_with_lack() {
     let output = demo(6, &["--engine", "simulated-lmdeploy"]).await;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.code() == Some(1) && said.contains("--gpu"), "{said}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_interrupted_demo_leaves_no_process_and_no_folder_behind() {
+async fn interrupted_demo_leaves_no_process_and_no_folder() {
     let mut command = Command::new(dev_program());
     command.args(["demo", "--megabytes", "8"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
     let mut demo = command.spawn().unwrap();
@@ -93,7 +93,7 @@ async fn an_interrupted_demo_leaves_no_process_and_no_folder_behind() {
     let demo_pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     rustix::process::kill_process(demo_pid, rustix::process::Signal::INT).unwrap();
     let status = tokio::time::timeout(SOON, demo.wait()).await.expect("the demo ends").unwrap();
-    assert_eq!(status.code(), Some(1), "it was not told to its end");
+    assert_eq!(status.code(), Some(1), "it was not asked to its end");
     assert_eq!(processes_of(pid), Vec::<String>::new());
     for folder in [std::env::temp_dir(), "/dev/shm".into()] {
         assert!(!folder.join(format!("weightsync-demo-{pid}")).exists(), "{}", folder.display());

@@ -76,6 +76,41 @@ fn every_test_that_the_table_of_traps_names_is_there() {
     assert!(missing.is_empty(), "no such tests: {missing:?}");
 }
 
+/// Tests whose docs name stories (`/// Story F04.`) or a trap: the numbers, and the name of the test.
+fn labelled(folder: &Path, word: &str, found: &mut Vec<(Vec<String>, String)>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            labelled(&path, word, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let text = fs::read_to_string(&path).unwrap();
+            for after in text.split(&format!("\n    /// {word}")).chain(text.split(&format!("\n/// {word}")).skip(1)).skip(1) {
+                let (label, rest) = after.split_once('\n').unwrap();
+                let numbers = label.split(|c: char| !c.is_ascii_alphanumeric()).filter(|part| part.ends_with(|c: char| c.is_ascii_digit()));
+                let name = rest.split("fn ").nth(1).unwrap().split('(').next().unwrap();
+                found.push((numbers.map(str::to_owned).collect(), name.to_owned()));
+            }
+        }
+    }
+}
+
+#[test]
+fn tests_that_name_a_story_or_trap_stand_in_its_row() {
+    for (word, table) in [("Stor", "docs/failure-modes.md"), ("Trap ", "docs/engines/traps.md")] {
+        let (text, mut found) = (read(table), Vec::new());
+        for folder in ["src", "crates", "tests"] {
+            labelled(&Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), word, &mut found);
+        }
+        assert!(found.len() >= 5, "{word}: {}", found.len());
+        for (numbers, test) in found {
+            for number in numbers {
+                let row = text.lines().find(|line| line.starts_with(&format!("| {number} |")));
+                assert!(row.is_some_and(|row| row.contains(&format!("`{test}`"))), "{table} lacks {test} in row {number}");
+            }
+        }
+    }
+}
+
 /// Names of all functions of the sources and tests.
 fn functions(folder: &Path, found: &mut BTreeSet<String>) {
     for entry in fs::read_dir(folder).unwrap() {

@@ -26,7 +26,7 @@ pub async fn serves(world: &World, number: usize, make: Make, version: u64) -> b
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn both_models_of_a_version_reach_the_workers_of_an_engine_and_one_without_a_draft_model_is_left_out_by_name() {
+async fn both_models_reach_workers_and_draftless_engine_is_out() {
     let drafting = || Actor::new().with_backend().drafting();
     let world = World::start(json!({}), [drafting().ranks(2, 2), Actor::new().with_backend(), Actor::new().drafting()]).await;
     world.until_ready(3).await;
@@ -47,7 +47,7 @@ async fn both_models_of_a_version_reach_the_workers_of_an_engine_and_one_without
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_fails_with_the_draft_model_is_fed_again_in_full() {
+async fn engine_that_fails_with_the_draft_is_fed_in_full() {
     let world = World::start(json!({}), [Actor::new().with_backend().drafting()]).await;
     world.until_ready(1).await;
     let lost = json!({"path": "/start_draft_weight_update", "times": 1, "fault": {"kind": "disconnect"}});

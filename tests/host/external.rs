@@ -1,4 +1,4 @@
-//! A trainer that moves its weights itself (`delivery: External`), with real agents: told of each epoch, and of its end.
+//! A trainer that moves its weights itself (`delivery: External`), with real agents: informed of each epoch, and of its end.
 
 use std::net::{TcpListener, TcpStream};
 use std::time::Instant;
@@ -87,13 +87,14 @@ async fn feed(world: &World, number: usize, version: u64) -> Model {
     model
 }
 
+/// Story F21.
 #[tokio::test(flavor = "multi_thread")]
-async fn f21_the_port_of_an_epoch_is_bound_before_it_is_told_and_refuses_when_its_trainer_is_gone() {
+async fn epochs_port_is_bound_before_it_is_announced() {
     let world = World::start_external(json!({}), [Actor::new(), Actor::new()]).await;
     let mut trainer = Trainer::connect(&world, 2).await;
     let epoch = trainer.epoch(2).await;
     let address = format!("{}:{}", epoch.address, epoch.port);
-    assert!(TcpListener::bind(&address).is_err(), "nobody else can take it");
+    assert!(TcpListener::bind(&address).is_err(), "no one else can take it");
     TcpStream::connect(&address).unwrap();
     assert!(epoch.group.ends_with(&format!("-{}", epoch.epoch)), "{}", epoch.group);
     assert_eq!(epoch.replicas.iter().map(|replica| (replica.rank_offset, replica.size)).collect::<Vec<_>>(), [(1, 1), (2, 1)]);
@@ -102,7 +103,7 @@ async fn f21_the_port_of_an_epoch_is_bound_before_it_is_told_and_refuses_when_it
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rollout_that_is_killed_while_the_trainers_own_data_plane_feeds_it_is_told_and_the_next_epoch_does_the_update() {
+async fn rollout_killed_in_external_update_is_named_and_retried() {
     let world = World::start_external(json!({}), [Actor::new(), Actor::new()]).await;
     let mut trainer = Trainer::connect(&world, 2).await;
     let first = trainer.epoch(2).await;
@@ -110,19 +111,19 @@ async fn a_rollout_that_is_killed_while_the_trainers_own_data_plane_feeds_it_is_
     trainer.open().await;
     feed(&world, 0, 1).await;
     world.signal("actor-1", Signal::KILL).await;
-    let told = trainer
+    let reported = trainer
         .hear("the loss", |reply| match reply {
             ClientReply::Error { error } => Some(error),
             _ => None,
         })
         .await;
-    assert_eq!((told.code, told.retryable), (PublishErrorCode::NotEnoughReplicas, true), "{told:?}");
-    assert!(told.message.contains("actor-1"), "{told:?}");
+    assert_eq!((reported.code, reported.retryable), (PublishErrorCode::NotEnoughReplicas, true), "{reported:?}");
+    assert!(reported.message.contains("actor-1"), "{reported:?}");
     until("the survivor to be dirty", || async { world.replicas("dirty").await.contains(&"rollouts/actor-0".to_owned()) }).await;
 
     let second = trainer.epoch(2).await;
     assert!(second.epoch > first.epoch);
-    assert_eq!(second.replicas[0].version, None, "nobody holds what was not proven");
+    assert_eq!(second.replicas[0].version, None, "no one holds what was not proven");
     // A word about the epoch that is over does nothing.
     trainer.begin(&first, 1);
     let stale = trainer
@@ -144,7 +145,7 @@ async fn a_rollout_that_is_killed_while_the_trainers_own_data_plane_feeds_it_is_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pod_is_not_ready_while_it_may_hold_half_of_what_the_data_plane_brought() {
+async fn pod_with_half_an_external_update_is_not_ready() {
     let world = World::start_external(json!({}), [Actor::new()]).await;
     let mut trainer = Trainer::connect(&world, 1).await;
     let epoch = trainer.epoch(1).await;

@@ -2,7 +2,6 @@
 #![allow(clippy::cast_possible_truncation)]
 
 mod agents;
-pub mod bed;
 mod broadcast;
 mod bytes;
 mod colocated;
@@ -12,6 +11,7 @@ mod doctor;
 mod drafts;
 mod engines;
 mod feed;
+pub mod fixture;
 mod group;
 mod handover;
 mod joined;

@@ -105,7 +105,7 @@ async fn said(api: &Api, words: &[&str]) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rollback_names_a_version_that_is_kept_and_clear_takes_it_away() {
+async fn rollback_names_a_kept_version_and_clear_removes_it() {
     let api = cluster().await;
     let mut kept = object();
     kept["status"]["version"] = json!(7);
@@ -113,7 +113,7 @@ async fn rollback_names_a_version_that_is_kept_and_clear_takes_it_away() {
     api.put(RUN, kept);
     let missing = run(&api, &["rollback", "run", "--to", "6"]).await;
     let error = String::from_utf8_lossy(&missing.stderr).into_owned();
-    assert!(!missing.status.success() && error.contains("nobody keeps version 6") && error.contains("5, 7"), "{error}");
+    assert!(!missing.status.success() && error.contains("no one keeps version 6") && error.contains("5, 7"), "{error}");
     assert_eq!(api.get(RUN)["spec"]["targetVersion"], json!(null), "nothing was changed");
     let answer: Value = serde_json::from_str(&said(&api, &["rollback", "run", "--timeout", "0", "-o", "json"]).await).unwrap();
     assert_eq!(answer, json!({"name": "run", "targetVersion": 5, "from": 7, "done": false}));
@@ -226,11 +226,11 @@ async fn the_web_page_is_brought_from_the_pod_that_leads() {
         .unwrap();
     let mut lines = BufReader::new(plugin.stdout.take().unwrap()).lines();
     let line = tokio::time::timeout(Duration::from_secs(20), lines.next_line()).await.expect("it tells where").unwrap().unwrap();
-    let told: Value = serde_json::from_str(&line).unwrap();
-    assert_eq!(told["pod"], "c-0");
+    let reported: Value = serde_json::from_str(&line).unwrap();
+    assert_eq!(reported["pod"], "c-0");
     let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(10)).build().unwrap();
     for _ in 0..2 {
-        assert_eq!(client.get(told["url"].as_str().unwrap()).send().await.unwrap().text().await.unwrap(), "the page");
+        assert_eq!(client.get(reported["url"].as_str().unwrap()).send().await.unwrap().text().await.unwrap(), "the page");
     }
 }
 

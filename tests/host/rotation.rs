@@ -1,4 +1,4 @@
-//! Certificates that end and are renewed while versions flow: a group of real processes over TLS, and nobody notices.
+//! Certificates that end and are renewed while versions flow: a group of real processes over TLS, and no one notices.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -62,7 +62,7 @@ async fn publish(name: &str, checkpoint: &Path, version: u64) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn certificates_are_renewed_three_times_while_versions_flow_and_nobody_notices() {
+async fn certificates_renewed_three_times_disturb_no_version() {
     let folder = tempfile::tempdir().unwrap();
     let name = format!("rotation-{}", std::process::id());
     Model::small(0).save(&folder.path().join("start"));
@@ -86,7 +86,7 @@ async fn certificates_are_renewed_three_times_while_versions_flow_and_nobody_not
         assert_eq!(result["installed"].as_array().map(Vec::len), Some(2), "version {version}: {result}");
         std::fs::remove_dir_all(&checkpoint).unwrap();
     }
-    assert_eq!(group.view().borrow().epoch, epoch, "nobody left the group over {version} versions");
+    assert_eq!(group.view().borrow().epoch, epoch, "no one left the group over {version} versions");
     let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(5)).build().unwrap();
     for port in ports {
         until("the engine to serve the last version", || async {

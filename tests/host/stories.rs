@@ -1,5 +1,5 @@
 //! What users of other systems suffered, played against real processes. The number of a story is that of the project's list of failure
-//! stories; each name says what must happen instead. Stories that plain functions can show are beside those functions (`grep 'fn f[0-9]'`).
+//! stories; each name says what must happen instead. Stories that plain functions can show are next to those functions (`grep 'fn f[0-9]'`).
 
 mod canary;
 mod cancelled;

@@ -21,9 +21,9 @@ fn previous() -> PathBuf {
 
 /// Puts a build where the next agent is started from.
 fn put(build: &Path, place: &Path) {
-    let beside = place.with_extension("next");
-    fs::copy(build, &beside).unwrap();
-    fs::rename(&beside, place).unwrap();
+    let alongside = place.with_extension("next");
+    fs::copy(build, &alongside).unwrap();
+    fs::rename(&alongside, place).unwrap();
 }
 
 async fn upgraded(from: &Path, to: &Path) {
@@ -54,11 +54,11 @@ async fn upgraded(from: &Path, to: &Path) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn agents_of_this_build_take_the_places_of_earlier_ones_under_an_earlier_coordinator() {
+async fn new_agents_replace_earlier_ones_under_old_coordinator() {
     upgraded(&previous(), Path::new(PROGRAM)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn agents_of_an_earlier_build_take_the_places_of_new_ones_under_this_coordinator() {
+async fn earlier_agents_replace_new_ones_under_this_coordinator() {
     upgraded(Path::new(PROGRAM), &previous()).await;
 }

@@ -21,7 +21,7 @@ use tokio::sync::watch;
 pub use self::actor::Actor;
 use self::actor::engine;
 use self::processes::agent_of;
-use crate::gpu::bed::{Machine, uuid};
+use crate::gpu::fixture::{Machine, uuid};
 use crate::model::Model;
 
 /// The program under test.
@@ -35,7 +35,7 @@ static WORLDS: AtomicU32 = AtomicU32::new(0);
 pub struct World {
     folder: tempfile::TempDir,
     local: Child,
-    /// Of it, and of engines that are started beside it.
+    /// Of it, and of engines that are started next to it.
     environment: Vec<(&'static str, String)>,
     pub socket: String,
     events: watch::Receiver<Vec<Value>>,
@@ -237,7 +237,7 @@ impl World {
     }
 
     /// Waits until the group tells that reason of that member.
-    pub async fn told(&mut self, reason: &str, member: &str) -> String {
+    pub async fn reported(&mut self, reason: &str, member: &str) -> String {
         let event = self.event(&format!("{reason} of {member}"), |event| event["reason"] == reason && event["member"] == member).await;
         event["message"].as_str().unwrap().to_owned()
     }
@@ -306,10 +306,10 @@ impl World {
         until(&format!("actor-{number} to serve the version"), || self.serves(number, model)).await;
     }
 
-    /// How often an engine was told to load weights.
+    /// How often an engine was asked to load weights.
     pub async fn loads(&self, number: usize) -> usize {
         let calls = self.simulator(number, "calls").await;
-        // Every load comes behind a pause.
+        // Every load comes after a pause.
         calls.as_array().unwrap().iter().filter(|call| call.as_str().unwrap().starts_with("POST /pause")).count()
     }
 

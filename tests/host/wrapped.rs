@@ -20,7 +20,7 @@ use crate::world::{PROGRAM, SOON};
 fn run(folder: &Path, operator: Option<&Operator>, command: &[&str]) -> Command {
     std::fs::write(folder.join("token"), "w").unwrap();
     let ca = operator.map_or("-----BEGIN CERTIFICATE-----", |operator| operator.ca.certificate_pem());
-    // Port 1 is nobody's: the agent asks for ever, and the command must not care.
+    // Port 1 is no one's: the agent asks for ever, and the command must not care.
     let controller = operator.map_or_else(|| "127.0.0.1:1".to_owned(), |operator| operator.address.to_string());
     let mut run = Command::new(PROGRAM);
     run.args(["run", "--status-address", "127.0.0.1:0", "--role", "rollout", "--"]).args(command);
@@ -41,7 +41,7 @@ fn signal(child: &Child, signal: Signal) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_end_of_a_wrapped_engine_is_told_at_once_with_its_cause() {
+async fn end_of_a_wrapped_engine_is_reported_at_once() {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let folder = tempfile::tempdir().unwrap();
     let operator = Operator::start().await;
@@ -70,15 +70,15 @@ async fn the_end_of_a_wrapped_engine_is_told_at_once_with_its_cause() {
     tokio::time::timeout(SOON, well).await.expect("the engine is found well").unwrap();
 
     let crash = json!({"rules": [{"path": "/health", "times": 1, "fault": {"kind": "crash"}}]});
-    let told = reqwest::Client::new().post(format!("http://127.0.0.1:{port}/simulator/faults")).json(&crash).send().await.unwrap();
-    assert!(told.status().is_success());
+    let reported = reqwest::Client::new().post(format!("http://127.0.0.1:{port}/simulator/faults")).json(&crash).send().await.unwrap();
+    assert!(reported.status().is_success());
     let output = ended(child).await;
     assert_eq!(output.status.code(), Some(1), "the engine's exit status: {}", String::from_utf8_lossy(&output.stderr));
-    operator.told(Reason::EngineUnhealthy, "its process ended (exit status: 1)").await;
+    operator.reported(Reason::EngineUnhealthy, "its process ended (exit status: 1)").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn signals_reach_the_command_and_its_exit_status_is_that_of_the_container() {
+async fn signals_and_exit_status_pass_through() {
     let folder = tempfile::tempdir().unwrap();
     let script = "trap 'exit 7' TERM; echo up; while :; do sleep 0.05; done";
     let mut child = run(folder.path(), None, &["sh", "-c", script]).spawn().unwrap();
@@ -97,7 +97,7 @@ async fn signals_reach_the_command_and_its_exit_status_is_that_of_the_container(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_command_sees_neither_the_agents_token_nor_the_key_that_it_shows() {
+async fn command_sees_neither_agents_token_nor_key() {
     let folder = tempfile::tempdir().unwrap();
     let script = "echo \"[$WEIGHTSYNC_TOKEN$WEIGHTSYNC_ENGINE_API_KEY]$POD_NAME\"";
     let mut run = run(folder.path(), None, &["sh", "-c", script]);

@@ -1,6 +1,6 @@
 //! A safetensors checkpoint as a source of buckets, for an object that names a directory and for `publishCheckpoint`.
 //!
-//! Reads one bucket ahead, off the async threads. It refuses a checkpoint that was written to while it was read: nobody can tell then
+//! Reads one bucket ahead, off the async threads. It refuses a checkpoint that was written to while it was read: no one can tell then
 //! which step its bytes belong to.
 
 use std::path::PathBuf;
@@ -83,7 +83,7 @@ impl VersionSource for CheckpointSource {
         match lay_out(self.checkpoint.specs()) {
             Ok(layout) => self.layout = Arc::new(layout),
             // It was laid out before from the same tensors: that stays.
-            Err(error) => tracing::warn!(%error, "a checkpoint cannot be laid out anew"),
+            Err(error) => tracing::warn!(%error, "a checkpoint cannot be laid out again"),
         }
     }
 

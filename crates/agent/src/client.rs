@@ -1,7 +1,7 @@
 //! The source agent's side of the trainer's socket: an abstract unix socket, JSON lines, tensors in shared memory.
 //!
 //! ```text
-//! trainer's client ── lines ──> connection ── PublishJob ──> PublishQueue ── take ──> whoever leads the update
+//! trainer's client ── lines ──> connection ── PublishJob ──> PublishQueue ── take ──> anyone who leads the update
 //!        │                          ▲  progress, outcome                                      │
 //!        └── tensors ──> ring of slots (memfd, or the worker's GPU memory) ── given back when dropped ─┘
 //! ```
@@ -52,13 +52,13 @@ const MOST_CLIENTS: usize = 64;
 #[allow(missing_docs)]
 pub struct ClientServerConfig {
     pub socket: SocketName,
-    /// Program and version, told to clients.
+    /// Program and version, asked to clients.
     pub agent: String,
     /// Buckets of shared memory for each connection that publishes, at least 2 so that one is written while another is read.
     pub slots: u32,
     /// Length of a bucket in bytes as in [`weightsync_core::weights::Layout::new`]; 0 lets the size of the model decide.
     pub bucket_bytes: u64,
-    /// Users that may connect beside this process's own and root.
+    /// Users that may connect next to this process's own and root.
     pub users: TrainerUsers,
     pub gpu: SourceGpu,
     pub external: Arc<ExternalDesk>,
@@ -83,7 +83,7 @@ impl ClientServerConfig {
     }
 }
 
-/// A bound server that accepts nobody yet.
+/// A bound server that accepts no one yet.
 pub struct ClientServer {
     listener: UnixListener,
     shared: Arc<Shared>,
@@ -126,7 +126,7 @@ enum Refused {
 }
 
 impl Shared {
-    /// Only the agent's own user, root, and users that were named: whoever speaks here decides what every engine serves.
+    /// Only the agent's own user, root, and users that were named: anyone who speaks here decides what every engine serves.
     fn admit(&self, uid: u32) -> Result<(), Refused> {
         match &self.uids {
             Some(uids) if !uids.contains(&uid) => Err(Refused::Uid { uid, uids: uids.clone() }),
@@ -136,7 +136,7 @@ impl Shared {
 }
 
 impl ClientServer {
-    /// Listens. Publishes go to `queue`; `roster` is told to clients as it changes. Must be called on a tokio runtime.
+    /// Listens. Publishes go to `queue`; `roster` is asked to clients as it changes. Must be called on a tokio runtime.
     pub fn bind(config: ClientServerConfig, queue: Arc<PublishQueue>, roster: watch::Receiver<RosterView>) -> Result<Self, SocketError> {
         let listener = UnixListener::from_std(config.socket.listen()?);
         let listener = listener.map_err(|source| SocketError::Io { name: config.socket.clone(), source })?;

@@ -137,7 +137,7 @@ impl Core {
         self.standing.borrow().committed().cloned()
     }
 
-    /// The version that every rollout should hold, as far as this agent was told.
+    /// The version that every rollout should hold, as far as this agent was informed.
     pub fn current(&self) -> Option<HeldVersion> {
         self.current.borrow().clone()
     }
@@ -326,8 +326,8 @@ impl Admission for Core {
             check_sender(&epoch, &hello.from, peer)?;
         }
         // Who sends must not choose what this member dials.
-        let told = |(name, address): &(MemberName, String)| epoch.address(name).is_some_and(|known| known.data == *address);
-        if let Some((name, address)) = hello.rest.iter().find(|next| !told(next)) {
+        let reported = |(name, address): &(MemberName, String)| epoch.address(name).is_some_and(|known| known.data == *address);
+        if let Some((name, address)) = hello.rest.iter().find(|next| !reported(next)) {
             return Err(refusal(RefusalCode::Forbidden, format!("{address} is not where {name} is by epoch {}", epoch.id())));
         }
         if hello.preflight {
@@ -367,7 +367,7 @@ fn check_sender(epoch: &Epoch, from: &MemberName, peer: Option<&PeerIdentity>) -
         Some(peer) => {
             Err(refusal(RefusalCode::Forbidden, format!("the stream is {from}'s by its hello and {}'s by its certificate", peer.uri())))
         }
-        None => Err(refusal(RefusalCode::Forbidden, format!("the certificate of the stream names nobody, and its hello {from}"))),
+        None => Err(refusal(RefusalCode::Forbidden, format!("the certificate of the stream names no one, and its hello {from}"))),
     }
 }
 

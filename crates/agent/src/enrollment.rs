@@ -20,7 +20,7 @@ use weightsync_net::identity::{Identity, IdentityError};
 
 const ENROLL_DEADLINE: Duration = Duration::from_secs(15);
 const ANNOUNCE_DEADLINE: Duration = Duration::from_secs(5);
-/// Between announcements while nobody listens.
+/// Between announcements while no one listens.
 const ANNOUNCE_EVERY: Duration = Duration::from_secs(1);
 /// The longest time between announcements to a controller that takes them and does not come to listen: it is busy with others.
 const ANNOUNCE_BUSY: Duration = Duration::from_secs(4);
@@ -34,7 +34,7 @@ const MAX_TOKEN: u64 = 64 << 10;
 /// Where the token comes from.
 #[derive(Clone, PartialEq, Eq)]
 pub enum TokenSource {
-    /// A file that is read anew each time: a projected token is rotated.
+    /// A file that is read again each time: a projected token is rotated.
     File(PathBuf),
     /// A token for this process alone: of no use to another once it was shown.
     Given(String),
@@ -132,7 +132,7 @@ pub async fn enroll(
     }
 }
 
-/// Reads the first line of a token file; also used for standard input, which stays open behind that line.
+/// Reads the first line of a token file; also used for standard input, which stays open after that line.
 pub(crate) async fn read_token(path: &Path) -> Result<String, EnrollmentError> {
     let failed = |cause: String| EnrollmentError::Token { path: path.display().to_string(), cause };
     let read = async {
@@ -171,8 +171,8 @@ pub enum AnnouncingEnded {
 }
 
 impl Announcer {
-    /// Announces each second while nobody listens (at once when a listener went away; less often to a controller that is busy), every ten
-    /// seconds otherwise, and whenever it is told to.
+    /// Announces each second while no one listens (at once when a listener went away; less often to a controller that is busy), every ten
+    /// seconds otherwise, and whenever it is asked to.
     pub async fn run(self, cancel: CancellationToken) -> AnnouncingEnded {
         let mut said = String::new();
         let mut patience = ANNOUNCE_EVERY;
@@ -215,7 +215,7 @@ impl Announcer {
         }
     }
 
-    /// Returns when nobody listens any more, when the assignment should be asked for again, or when nobody came to listen for as long as
+    /// Returns when no one listens any more, when the assignment should be asked for again, or when no one came to listen for as long as
     /// `patience`. Tells whether somebody listened.
     async fn rest(&self, patience: Duration) -> bool {
         // Many agents that lost one controller must not all come back in one instant.

@@ -68,7 +68,7 @@ impl Updates {
 #[derive(Debug, Clone, Default)]
 struct Losses {
     id: Option<EpochId>,
-    /// Grows with each loss, so that a reader knows which it has told.
+    /// Grows with each loss, so that a reader knows which it has reported.
     count: usize,
     latest: VecDeque<(MemberName, String)>,
 }
@@ -136,7 +136,7 @@ impl Events {
         });
     }
 
-    /// Wakes whoever announces this agent: what its object wants of it has changed.
+    /// Wakes anyone who announces this agent: what its object wants of it has changed.
     pub fn refresh(&self) -> &Arc<Notify> {
         &self.refresh
     }
@@ -155,7 +155,7 @@ impl Events {
             // Ends from before it attached are not its business, but for the latest.
             ends: self.update.borrow().ended,
             losses: self.losses.subscribe(),
-            told: 0,
+            reported: 0,
             heartbeat,
             waiting: VecDeque::new(),
             _attached: coordinator.then(|| Attached::new(&self.coordinators)),
@@ -193,7 +193,7 @@ struct Reader {
     update: watch::Receiver<Updates>,
     ends: usize,
     losses: watch::Receiver<Losses>,
-    told: usize,
+    reported: usize,
     heartbeat: Interval,
     waiting: VecDeque<AgentEvent>,
     _attached: Option<Attached>,
@@ -226,8 +226,8 @@ impl Reader {
     fn take_losses(&mut self) {
         let losses = self.losses.borrow_and_update().clone();
         let Some(id) = losses.id else { return };
-        let new = losses.count.saturating_sub(self.told).min(losses.latest.len());
-        self.told = losses.count;
+        let new = losses.count.saturating_sub(self.reported).min(losses.latest.len());
+        self.reported = losses.count;
         let skip = losses.latest.len() - new;
         let new = losses.latest.into_iter().skip(skip);
         self.waiting.extend(new.map(|(peer, cause)| AgentEvent::PeerLost { id: id.clone(), peer, cause }));

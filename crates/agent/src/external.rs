@@ -1,6 +1,6 @@
 //! What stands between a trainer that drives its own data plane and the source's agent: which epoch works, and what the trainer asks.
 //!
-//! [`epochs`] decides when an epoch is told and when it is over. This file only keeps the latest word for whoever watches, and the line of
+//! [`epochs`] decides when an epoch is reported and when it is over. This file only keeps the latest word for anyone who watches, and the line of
 //! requests; like the publish queue it outlives the claims of its process.
 
 pub mod epochs;
@@ -15,7 +15,7 @@ use weightsync_core::protocol::{ClientReply, PublishError, PublishErrorCode, Pub
 
 /// What a trainer that watches epochs is to know.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct EpochNews {
+pub struct EpochState {
     /// The epoch that works, without a port: each watcher gets a socket of its own.
     pub present: Option<Arc<Topology>>,
     /// Number of the last epoch that ended or is of no use any more, and why.
@@ -57,7 +57,7 @@ pub enum Ask {
     },
 }
 
-/// The agent's end of an [`ExternalJob`]: whoever asked hears exactly one outcome, also when the job is dropped.
+/// The agent's end of an [`ExternalJob`]: anyone who asked hears exactly one outcome, also when the job is dropped.
 #[derive(Debug)]
 pub struct Teller {
     replies: mpsc::UnboundedSender<ClientReply>,
@@ -66,13 +66,13 @@ pub struct Teller {
 
 impl Teller {
     pub fn new() -> (Self, mpsc::UnboundedReceiver<ClientReply>) {
-        let (replies, told) = mpsc::unbounded_channel();
-        (Self { replies, over: false }, told)
+        let (replies, reported) = mpsc::unbounded_channel();
+        (Self { replies, over: false }, reported)
     }
 
     /// Every engine is marked: bytes may move.
     pub fn open(&self, version: Version) {
-        // Nobody listens any more: the cancellation says so.
+        // No one listens any more: the cancellation says so.
         let _gone = self.replies.send(ClientReply::Open { version });
     }
 
@@ -102,7 +102,7 @@ impl Drop for Teller {
 /// The meeting place of the trainer's connections and the source.
 #[derive(Debug)]
 pub struct ExternalDesk {
-    news: watch::Sender<EpochNews>,
+    epochs: watch::Sender<EpochState>,
     asks: mpsc::UnboundedSender<Ask>,
     asked: Mutex<mpsc::UnboundedReceiver<Ask>>,
 }
@@ -110,13 +110,13 @@ pub struct ExternalDesk {
 impl Default for ExternalDesk {
     fn default() -> Self {
         let (asks, asked) = mpsc::unbounded_channel();
-        Self { news: watch::Sender::default(), asks, asked: Mutex::new(asked) }
+        Self { epochs: watch::Sender::default(), asks, asked: Mutex::new(asked) }
     }
 }
 
 impl ExternalDesk {
-    pub fn news(&self) -> watch::Receiver<EpochNews> {
-        self.news.subscribe()
+    pub fn epochs(&self) -> watch::Receiver<EpochState> {
+        self.epochs.subscribe()
     }
 
     pub fn ask(&self, ask: Ask) {
@@ -134,26 +134,27 @@ impl ExternalDesk {
 
     /// An epoch works.
     fn tell(&self, topology: Topology) {
-        self.news.send_modify(|news| *news = EpochNews { present: Some(Arc::new(topology)), over: news.over.take(), refused: None });
+        self.epochs
+            .send_modify(|epochs| *epochs = EpochState { present: Some(Arc::new(topology)), over: epochs.over.take(), refused: None });
     }
 
     /// The epoch is over, or of no use to the trainer any more. The first reason counts.
     pub fn over(&self, epoch: u64, reason: &str) {
-        self.news.send_if_modified(|news| {
-            let known = news.over.as_ref().is_some_and(|(over, _)| *over >= epoch);
+        self.epochs.send_if_modified(|epochs| {
+            let known = epochs.over.as_ref().is_some_and(|(over, _)| *over >= epoch);
             if !known {
-                news.over = Some((epoch, reason.to_owned()));
+                epochs.over = Some((epoch, reason.to_owned()));
             }
-            let present = news.present.take_if(|present| present.epoch <= epoch);
+            let present = epochs.present.take_if(|present| present.epoch <= epoch);
             !known || present.is_some()
         });
     }
 
     /// There will be no epoch for a trainer's own data plane.
     fn refuse(&self, reason: &str) {
-        self.news.send_if_modified(|news| {
-            let changed = news.refused.as_deref() != Some(reason);
-            news.refused = Some(reason.to_owned());
+        self.epochs.send_if_modified(|epochs| {
+            let changed = epochs.refused.as_deref() != Some(reason);
+            epochs.refused = Some(reason.to_owned());
             changed
         });
     }

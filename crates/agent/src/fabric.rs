@@ -254,15 +254,15 @@ impl Fabric {
     }
 
     async fn on_gpus(&self, epoch: &Epoch, plan: FabricPlan, deadline: Instant) -> Result<(Slots, Vec<Worker>), Refusal> {
-        let seats = self.gpus.rings(plan.slots, plan.slot_bytes, deadline).await.map_err(|error| internal(&error))?;
-        let workers = seats.iter().map(|seat| seat.worker.clone()).collect();
+        let locals = self.gpus.rings(plan.slots, plan.slot_bytes, deadline).await.map_err(|error| internal(&error))?;
+        let workers = locals.iter().map(|local| local.worker.clone()).collect();
         // A ring is registered for one epoch at a time.
         self.transport.settled().await;
-        let bytes = queues(&self.settings.devices).saturating_mul(u64::try_from(seats.len()).unwrap_or(u64::MAX));
+        let bytes = queues(&self.settings.devices).saturating_mul(u64::try_from(locals.len()).unwrap_or(u64::MAX));
         let no_room = |error| refusal(RefusalCode::OutOfSpace, format!("no room for UCX's receive queues of {bytes} bytes: {error}"));
         let room = self.cgroups.reserve(bytes).map_err(no_room)?;
         let (epoch, me, within) = (epoch.id().clone(), epoch.me().clone(), left(deadline));
-        let slots = GpuSlots::register(GpuSlotsWanted { epoch, me, seats, within }).await.map_err(|error| internal(&error))?;
+        let slots = GpuSlots::register(GpuSlotsWanted { epoch, me, locals, within }).await.map_err(|error| internal(&error))?;
         drop(room);
         Ok((Slots::Gpu(slots), workers))
     }

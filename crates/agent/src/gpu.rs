@@ -1,11 +1,11 @@
-//! The GPUs of one endpoint: a worker on each, started, opened, and started anew when it ends; and the communicator of its epoch.
+//! The GPUs of one endpoint: a worker on each, started, opened, and started again when it ends; and the communicator of its epoch.
 //!
-//! Decides which of the visible GPUs belong to the endpoint, and what is told of them. It never decides whether a group uses them: that is
+//! Decides which of the visible GPUs belong to the endpoint, and what is informed of them. It never decides whether a group uses them: that is
 //! membership's, by what `Gpus::report` says.
 
-mod beside;
+mod alongside;
 mod lending;
-mod seats;
+mod state;
 #[cfg(test)]
 mod tests;
 
@@ -18,7 +18,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
-use self::seats::{Open, Seats};
+use self::state::{GpuState, Open};
 use super::client::SourceWorker;
 use super::core::{Core, lock};
 use super::fabric;
@@ -27,7 +27,7 @@ use weightsync_core::plan::RingWish;
 use weightsync_core::protocol::worker::{NcclId, UcxSettings, WorkerAnswer};
 use weightsync_core::protocol::{GpuReport, JoinResponse, MemberGpu, Refusal, RefusalCode, StreamFailure, TransportPolicy};
 use weightsync_gpu::worker::{GRACE, Ring, Worker, WorkerError, WorkerStart};
-use weightsync_transport::nccl::{Joining, NcclTransport, Seat, Staging};
+use weightsync_transport::nccl::{Joining, LocalRank, NcclTransport, Staging};
 
 /// Questions to a worker that costs nothing but its time.
 const ASK: Duration = Duration::from_secs(2);
@@ -121,9 +121,9 @@ pub(crate) struct Gpus {
     devices: Vec<String>,
     share: Share,
     transport: Arc<NcclTransport>,
-    seats: watch::Sender<Seats>,
+    state: watch::Sender<GpuState>,
     wanted: watch::Sender<Wanted>,
-    /// What the trainer's socket is told, where there is one.
+    /// What the trainer's socket is reported, where there is one.
     source: Option<watch::Sender<Result<SourceWorker, String>>>,
     rings: Mutex<Vec<Ring>>,
 }
@@ -139,20 +139,20 @@ impl Gpus {
         transport: Arc<NcclTransport>,
         source: Option<watch::Sender<Result<SourceWorker, String>>>,
     ) -> Arc<Self> {
-        let (seats, wanted) = (watch::Sender::new(Seats::Starting), watch::Sender::new(Wanted::by(policy, &devices, 0)));
-        Arc::new(Self { core, settings, devices, share, transport, seats, wanted, source, rings: Mutex::default() })
+        let (state, wanted) = (watch::Sender::new(GpuState::Starting), watch::Sender::new(Wanted::by(policy, &devices, 0)));
+        Arc::new(Self { core, settings, devices, share, transport, state, wanted, source, rings: Mutex::default() })
     }
 
     pub fn transport(&self) -> &Arc<NcclTransport> {
         &self.transport
     }
 
-    /// What NCCL is told by its environment (workers that were started with something else are started anew), and how many ranks the
+    /// What NCCL is reported by its environment (workers that were started with something else are started again), and how many ranks the
     /// engine has: so many GPUs at most are taken of those that are visible.
     pub fn configure(&self, policy: &TransportPolicy, ranks: u32) {
         let wanted = Wanted::by(policy, &self.devices, usize::try_from(ranks).unwrap_or(usize::MAX));
-        // Seats say that workers start before anybody can see what they are to start with: a report must not take the old ones for the new.
-        // Nobody starts workers for an agent that was told to use no GPU: they would be waited for in vain at every epoch.
+        // GpuState say that workers start before anybody can see what they are to start with: a report must not take the old ones for the new.
+        // No one starts workers for an agent that was asked to use no GPU: they would be waited for in vain at every epoch.
         let none = self.settings.choice == GpuChoice::None;
         self.wanted.send_if_modified(|now| {
             let differs = *now != wanted;
@@ -160,9 +160,9 @@ impl Gpus {
                 *now = wanted;
             }
             if differs && !none {
-                self.seats.send_if_modified(|seats| {
-                    let open = matches!(seats, Seats::Open(_));
-                    *seats = Seats::Starting;
+                self.state.send_if_modified(|state| {
+                    let open = matches!(state, GpuState::Open(_));
+                    *state = GpuState::Starting;
                     open
                 });
             }
@@ -172,54 +172,54 @@ impl Gpus {
 
     /// The worker on the first GPU, with its memory on the host; none while there is none.
     pub fn first(&self) -> Option<(Worker, Staging)> {
-        let seats = self.seats.borrow();
-        let open = seats.open().first()?;
+        let state = self.state.borrow();
+        let open = state.open().first()?;
         Some((open.worker.clone(), open.staging.clone()))
     }
 
     /// The workers of all GPUs that are open, in the order of the engine's ranks.
     pub fn workers(&self) -> Vec<Worker> {
-        self.seats.borrow().open().iter().map(|seat| seat.worker.clone()).collect()
+        self.state.borrow().open().iter().map(|entry| entry.worker.clone()).collect()
     }
 
     /// The same, each with the devices that UCX got at its start; waits up to `within` for workers that are starting.
     pub async fn settled_workers(&self, within: Duration) -> Vec<(Worker, Vec<String>)> {
-        let seats = self.settled(within).await;
-        let of = |seat: &Open| (seat.worker.clone(), seat.devices.clone());
-        seats.map(|seats| seats.open().iter().map(of).collect()).unwrap_or_default()
+        let state = self.settled(within).await;
+        let of = |entry: &Open| (entry.worker.clone(), entry.devices.clone());
+        state.map(|state| state.open().iter().map(of).collect()).unwrap_or_default()
     }
 
     /// Where the GPUs stand when none of their workers is starting any more; none where that takes longer than `within`.
-    async fn settled(&self, within: Duration) -> Option<Seats> {
-        let mut seats = self.seats.subscribe();
-        let settled = timeout(within, seats.wait_for(|seats| !matches!(seats, Seats::Starting))).await;
-        settled.ok()?.ok().map(|seats| seats.clone())
+    async fn settled(&self, within: Duration) -> Option<GpuState> {
+        let mut state = self.state.subscribe();
+        let settled = timeout(within, state.wait_for(|state| !matches!(state, GpuState::Starting))).await;
+        settled.ok()?.ok().map(|state| state.clone())
     }
 
-    /// What is told of the GPUs when an epoch is prepared; waits up to `within` for workers that are starting.
+    /// What is informed of the GPUs when an epoch is prepared; waits up to `within` for workers that are starting.
     pub async fn report(&self, within: Duration) -> GpuReport {
         self.transport.give_back();
         let open = match self.settled(within).await {
             None => return GpuReport { reason: format!("its GPU worker is not up within {within:?}"), ..GpuReport::default() },
-            Some(Seats::Starting) => return GpuReport { reason: "its GPU worker is starting".into(), ..GpuReport::default() },
-            Some(Seats::None(reason)) => return GpuReport { reason, ..GpuReport::default() },
-            Some(Seats::Open(open)) => open,
+            Some(GpuState::Starting) => return GpuReport { reason: "its GPU worker is starting".into(), ..GpuReport::default() },
+            Some(GpuState::None(reason)) => return GpuReport { reason, ..GpuReport::default() },
+            Some(GpuState::Open(open)) => open,
         };
         let mut report = GpuReport::default();
-        for seat in &open {
-            let free = match seat.worker.stats(ASK).await {
+        for entry in &open {
+            let free = match entry.worker.stats(ASK).await {
                 // What our own ring holds would be free for a ring of another shape.
                 Ok(WorkerAnswer::Stats { gpu_free_bytes, ring_bytes, .. }) => gpu_free_bytes.saturating_add(ring_bytes),
                 Ok(_) => 0,
                 Err(error) => return GpuReport { reason: error.to_string(), ..GpuReport::default() },
             };
             report.gpus.push(MemberGpu {
-                uuid: seat.gpu.uuid.clone(),
-                name: seat.gpu.name.clone(),
+                uuid: entry.gpu.uuid.clone(),
+                name: entry.gpu.name.clone(),
                 free_bytes: free,
-                memory_bytes: seat.gpu.memory_bytes,
+                memory_bytes: entry.gpu.memory_bytes,
             });
-            match &seat.nccl {
+            match &entry.nccl {
                 Ok(nccl) => report.nccl = Some(nccl.version),
                 Err(why) => return GpuReport { reason: why.clone(), nccl: None, ..report },
             }
@@ -237,16 +237,16 @@ impl Gpus {
     pub async fn join(self: &Arc<Self>, epoch: &Arc<Epoch>, id: NcclId, deadline: Instant) -> Result<JoinResponse, Refusal> {
         let internal = |what: String| refusal(RefusalCode::Internal, what);
         let plan = epoch.communicator().ok_or_else(|| internal("this epoch has no communicator".into()))?;
-        let (first, gpus) = plan.seat(epoch.me()).ok_or_else(|| internal(format!("{} has no rank", epoch.me())))?;
-        let open: Vec<Open> = self.seats.borrow().open().to_vec();
-        if !open.iter().map(|seat| &seat.gpu.uuid).eq(gpus) {
+        let (first, gpus) = plan.ranks_of(epoch.me()).ok_or_else(|| internal(format!("{} has no rank", epoch.me())))?;
+        let open: Vec<Open> = self.state.borrow().open().to_vec();
+        if !open.iter().map(|entry| &entry.gpu.uuid).eq(gpus) {
             return Err(internal(format!("its GPU workers are not those that it prepared with ({})", gpus.join(", "))));
         }
-        let seats = self.with_rings(&open, plan.slots, plan.slot_bytes, deadline).await;
-        let seats = seats.map_err(|error| internal(error.to_string()))?;
+        let locals = self.with_rings(&open, plan.slots, plan.slot_bytes, deadline).await;
+        let locals = locals.map_err(|error| internal(error.to_string()))?;
         // A worker that hangs is found a grace after its deadline, and that must be in time as well.
         let within = left(deadline).saturating_sub(GRACE + Duration::from_millis(200)).max(Duration::from_millis(100));
-        let joining = Joining { epoch: epoch.id().clone(), me: epoch.me().clone(), id, first, world: plan.world(), seats, within };
+        let joining = Joining { epoch: epoch.id().clone(), me: epoch.me().clone(), id, first, world: plan.world(), locals, within };
         let (communicator, joined) = self.transport.join(joining).await.map_err(|error| {
             // Late or failed in NCCL: somebody else may be at fault.
             let code = if communicator_fault(&error) { RefusalCode::PeerUnreachable } else { RefusalCode::Internal };
@@ -265,31 +265,31 @@ impl Gpus {
     }
 
     /// All GPUs of this endpoint, each with a ring of this shape.
-    pub async fn rings(&self, slots: u32, slot_bytes: u64, deadline: Instant) -> Result<Vec<Seat>, WorkerError> {
-        let open: Vec<Open> = self.seats.borrow().open().to_vec();
+    pub async fn rings(&self, slots: u32, slot_bytes: u64, deadline: Instant) -> Result<Vec<LocalRank>, WorkerError> {
+        let open: Vec<Open> = self.state.borrow().open().to_vec();
         self.with_rings(&open, slots, slot_bytes, deadline).await
     }
 
-    async fn with_rings(&self, open: &[Open], slots: u32, slot_bytes: u64, deadline: Instant) -> Result<Vec<Seat>, WorkerError> {
-        let mut seats = Vec::new();
-        for seat in open {
-            let ring = self.ring_of(seat, slots, slot_bytes, left(deadline)).await?;
-            seats.push(Seat { worker: seat.worker.clone(), ring, staging: seat.staging.clone() });
+    async fn with_rings(&self, open: &[Open], slots: u32, slot_bytes: u64, deadline: Instant) -> Result<Vec<LocalRank>, WorkerError> {
+        let mut locals = Vec::new();
+        for entry in open {
+            let ring = self.ring_of(entry, slots, slot_bytes, left(deadline)).await?;
+            locals.push(LocalRank { worker: entry.worker.clone(), ring, staging: entry.staging.clone() });
         }
-        *lock(&self.rings) = seats.iter().map(|seat| seat.ring.clone()).collect();
-        Ok(seats)
+        *lock(&self.rings) = locals.iter().map(|local| local.ring.clone()).collect();
+        Ok(locals)
     }
 
     /// The ring of a GPU: the one it has, where that is as wanted.
-    async fn ring_of(&self, seat: &Open, slots: u32, slot_bytes: u64, within: Duration) -> Result<Ring, WorkerError> {
-        let mut kept = seat.ring.lock().await;
+    async fn ring_of(&self, entry: &Open, slots: u32, slot_bytes: u64, within: Duration) -> Result<Ring, WorkerError> {
+        let mut kept = entry.ring.lock().await;
         if let Some(ring) = kept.as_ref().filter(|ring| (ring.slots(), ring.slot_bytes()) == (slots, slot_bytes)) {
             return Ok(ring.clone());
         }
         // Given up first: there may not be room for both.
         lock(&self.rings).clear();
         *kept = None;
-        let ring = seat.worker.ring(slots, slot_bytes, within).await?;
+        let ring = entry.worker.ring(slots, slot_bytes, within).await?;
         *kept = Some(ring.clone());
         Ok(ring)
     }
@@ -307,35 +307,35 @@ impl Gpus {
         if let Some(epoch) = self.core.epoch().filter(|epoch| epoch.gpu_slot_bytes().is_none() && epoch.engines().is_none()) {
             return Err(format!("the group does not move weights between GPUs ({})", epoch.commit.transport.reason));
         }
-        // Before the seats are borrowed: `configure` locks what is wanted first, too, and each would wait for the other for ever.
+        // Before the state are borrowed: `configure` locks what is wanted first, too, and each would wait for the other for ever.
         let (slots, slot_bytes) = self.wanted.borrow().ring;
-        let seats = self.seats.borrow();
-        let seat = match &*seats {
-            Seats::Starting => return Err("the agent's GPU worker is starting".into()),
-            Seats::None(reason) => return Err(reason.clone()),
-            Seats::Open(open) => open.first().ok_or("the agent has no GPU")?,
+        let state = self.state.borrow();
+        let entry = match &*state {
+            GpuState::Starting => return Err("the agent's GPU worker is starting".into()),
+            GpuState::None(reason) => return Err(reason.clone()),
+            GpuState::Open(open) => open.first().ok_or("the agent has no GPU")?,
         };
         if self.core.epoch().is_none_or(|epoch| epoch.commit.transport.gdr.is_none()) {
-            seat.nccl.as_ref().map_err(Clone::clone)?;
+            entry.nccl.as_ref().map_err(Clone::clone)?;
         }
         let wish = RingWish::of(slots, slot_bytes);
-        let room = (seat.gpu.free_bytes, seat.gpu.memory_bytes);
+        let room = (entry.gpu.free_bytes, entry.gpu.memory_bytes);
         let retain = self.core.epoch().map_or(0, |epoch| epoch.prepared.policy.retain_bytes);
-        Ok(SourceWorker { worker: seat.worker.clone(), gpu: seat.gpu.uuid.clone(), wish, room, retain })
+        Ok(SourceWorker { worker: entry.worker.clone(), gpu: entry.gpu.uuid.clone(), wish, room, retain })
     }
 
-    /// Keeps what the trainer's socket is told up to date, for ever.
+    /// Keeps what the trainer's socket is reported up to date, for ever.
     async fn tell_source(&self) {
         let Some(source) = &self.source else { return std::future::pending().await };
-        let (mut standing, mut seats, mut wanted) = (self.core.standing(), self.seats.subscribe(), self.wanted.subscribe());
+        let (mut standing, mut state, mut wanted) = (self.core.standing(), self.state.subscribe(), self.wanted.subscribe());
         loop {
             standing.borrow_and_update();
-            seats.borrow_and_update();
+            state.borrow_and_update();
             wanted.borrow_and_update();
             drop(source.send_replace(self.source_worker()));
             let changed = tokio::select! {
                 changed = standing.changed() => changed,
-                changed = seats.changed() => changed,
+                changed = state.changed() => changed,
                 changed = wanted.changed() => changed,
             };
             if changed.is_err() {

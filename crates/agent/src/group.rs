@@ -18,7 +18,7 @@ use weightsync_core::weights::DigestAlgorithm;
 pub struct Me {
     pub incarnation: Incarnation,
     pub role: Role,
-    /// Port of the engine beside it; none for a source.
+    /// Port of the engine next to it; none for a source.
     pub port: Option<u16>,
 }
 
@@ -118,7 +118,7 @@ impl Epoch {
     }
 
     pub fn has_rank(&self, member: &MemberName) -> bool {
-        self.communicator().is_some_and(|plan| plan.seat(member).is_some())
+        self.communicator().is_some_and(|plan| plan.ranks_of(member).is_some())
     }
 
     /// The agent of that pod as leader of updates: a source, or the feeder; none for any other member.

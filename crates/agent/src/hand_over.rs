@@ -1,7 +1,7 @@
 //! Hands buckets that lie in slots of this agent's GPU workers to the engine on the same GPUs, and says when a slot is free again.
 //!
 //! Decides what a slot is for another process (handle, offset, event) and how long it is kept: until the engine has read it, by its own
-//! answer or by the event that it records behind its copies. A slot whose event never passes is never given out again before the install
+//! answer or by the event that it records after its copies. A slot whose event never passes is never given out again before the install
 //! ends. The engine's state is the adapter's business.
 
 mod checkpoint;
@@ -27,7 +27,7 @@ use weightsync_gpu::worker::{Event, Slot, WorkerError};
 /// Longest time to make an event.
 const MAKE: Duration = Duration::from_secs(5);
 
-/// What is read of a slot behind an event: it passes only when all before it has.
+/// What is read of a slot after an event: it passes only when all before it has.
 const TOUCH: Part = Part { offset: 0, bytes: 8, first_word: 0 };
 
 /// An install that is fed from slots.
@@ -86,14 +86,14 @@ impl HandOver {
                 }
             }
         }
-        // What has passed since. Whoever gets an error gives the install up by that: nothing is handed over any more.
+        // What has passed since. Anyone who gets an error gives the install up by that: nothing is handed over any more.
         while let Some(read) = self.reading.try_join_next() {
             seen(read)?;
         }
         Ok(())
     }
 
-    /// The event of a slot; none where the worker cannot make one, and the engine is told to copy then.
+    /// The event of a slot; none where the worker cannot make one, and the engine is asked to copy then.
     async fn event(&mut self, number: usize, slot: &Slot) -> Option<Event> {
         if let Some(event) = self.events.get(&(number, slot.index())) {
             return Some(event.clone());

@@ -1,7 +1,7 @@
 //! Leads updates: brings one version to the rollouts of one epoch. Used by the source, and by a rollout that feeds others.
 //!
 //! [`table`] decides what may follow from what members say; `attempt` carries it out. An attempt lives and dies with its epoch: it is
-//! never repeated within it. Whoever calls decides about versions and about trying again.
+//! never repeated within it. Anyone who calls decides about versions and about trying again.
 
 mod attempt;
 mod calls;

@@ -1,5 +1,6 @@
 //! What one member of a group does: the source leads updates, a rollout receives, verifies and installs.
 
+mod archive;
 mod attempts;
 mod checkpoint_source;
 pub mod client;
@@ -20,7 +21,6 @@ pub mod rdma;
 pub mod rollout;
 mod roster;
 mod server;
-mod shelf;
 mod source;
 pub mod space;
 mod statements;

@@ -1,4 +1,4 @@
-//! An agent as a process: obtains its certificate, runs one endpoint for each engine beside it (or one for the trainer), announces them,
+//! An agent as a process: obtains its certificate, runs one endpoint for each engine next to it (or one for the trainer), announces them,
 //! and ends them in good order.
 //!
 //! What an agent is to do comes from its object, with its certificate; it starts without any configuration of engines. When no object claims
@@ -53,7 +53,7 @@ pub struct Settings {
     pub controller: String,
     /// PEM of the operator's CA.
     pub ca_pem: String,
-    /// Where versions lie and what belongs beside them; the name of each endpoint is added.
+    /// Where versions lie and what belongs next to them; the name of each endpoint is added.
     pub places: super::rollout::Places,
     pub socket: ClientServerConfig,
     pub engines: EngineFactory,
@@ -95,10 +95,10 @@ pub enum AgentError {
 const SWITCHING: Duration = Duration::from_secs(20);
 
 /// How long the end of the command below an agent takes to reach those who listen, before their connections close. A machine whose cores are
-/// all busy takes some hundred milliseconds over it; what comes too late is told as a lost agent, which hides the exit status.
-const TOLD: Duration = Duration::from_millis(500);
+/// all busy takes some hundred milliseconds over it; what comes too late is reported as a lost agent, which hides the exit status.
+const REPORTED: Duration = Duration::from_millis(500);
 
-/// Runs until `cancel`, or until the command below it ended and everybody was told.
+/// Runs until `cancel`, or until the command below it ended and everybody was informed.
 pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), AgentError> {
     let stop = cancel.clone().drop_guard();
     let roster = watch::Sender::new(RosterView { epoch: None, version: None, replicas: Vec::new() });
@@ -182,7 +182,7 @@ async fn sessions(session: &Session, pages: &Pages, cancel: &CancellationToken) 
 
 enum Ended {
     Cancelled,
-    /// Nobody, or somebody else, claims the pod.
+    /// No one, or somebody else, claims the pod.
     Unclaimed(String),
     /// The object wants other engines, or another object claims the pod.
     Differs,
@@ -192,7 +192,7 @@ enum Ended {
 async fn attend(session: &Session, mut enrolled: Enrolled, running: &Running, cancel: &CancellationToken) -> Ended {
     let mut assignment = running.assignment();
     let same_engines = |a: &Assignment, b: &Assignment| (a.role, &a.engines) == (b.role, &b.engines);
-    // Beside everything else: a controller that is away may keep it waiting for hours, and the command may end meanwhile.
+    // Next to everything else: a controller that is away may keep it waiting for hours, and the command may end meanwhile.
     let renewed = |at| async move {
         sleep_until(at).await;
         enroll(&session.client, &session.identity, &session.settings.applicant, cancel).await
@@ -201,11 +201,11 @@ async fn attend(session: &Session, mut enrolled: Enrolled, running: &Running, ca
     loop {
         tokio::select! {
             () = cancel.cancelled() => return Ended::Cancelled,
-            // Its parent knows at once; whoever probes the engine knows after so many failures.
+            // Its parent knows at once; anyone who probes the engine knows after so many failures.
             reason = session.settings.command_ended() => {
                 tracing::warn!(reason, "the engine or trainer is gone");
                 running.command_ended(&reason);
-                let _ = tokio::time::timeout(TOLD, cancel.cancelled()).await;
+                let _ = tokio::time::timeout(REPORTED, cancel.cancelled()).await;
                 return Ended::Cancelled;
             }
             message = running.unclaimed_by() => return Ended::Unclaimed(message),

@@ -1,6 +1,6 @@
 //! One publish as the source agent's state machine sees it: what to bring out, until when, and whom to tell.
 //!
-//! The two ends of a [`Reporter`] keep one promise: whoever asked for a publish hears exactly one outcome, also when the state machine
+//! The two ends of a [`Reporter`] keep one promise: anyone who asked for a publish hears exactly one outcome, also when the state machine
 //! drops the job. This file moves words only; it never decides about versions, queues or members.
 
 use tokio::sync::{mpsc, watch};
@@ -113,7 +113,7 @@ impl Reporter {
 
     fn end(&mut self, report: Report) {
         self.over = true;
-        // Nobody listens any more: the outcome stands in the agent's own events.
+        // No one listens any more: the outcome stands in the agent's own events.
         let _ = self.reports.send(report);
     }
 }

@@ -45,11 +45,11 @@ use self::supervise::Probed;
 pub(crate) use self::update::{LONG_POLL, PAUSING};
 pub(crate) use self::version::Version;
 use self::version_dir::{AgentDir, DirError};
+use super::archive::Archive;
 use super::core::{Core, lock};
 use super::gpu::Gpus;
 use super::group::{Epoch, refusal};
 use super::lead::feed::{Copy, Holder};
-use super::shelf::Shelf;
 use super::space::Cgroups;
 use weightsync_core::protocol::{
     CanaryPolicy, Delivery, EpochId, HeldVersion, PrepareRequest, Refusal, RefusalCode, RefusedVersion, UpdateId, UpdatePolicy,
@@ -66,7 +66,7 @@ pub struct Places {
     pub versions: PathBuf,
     /// The same root as the engine sees it; none when both see the same.
     pub versions_in_engine: Option<PathBuf>,
-    /// The model directory that the engine started with, as this process sees it: its configuration and tokenizer go beside the weights.
+    /// The model directory that the engine started with, as this process sees it: its configuration and tokenizer go next to the weights.
     pub model: Option<PathBuf>,
     /// Name of this agent below the root; the same in each life of the same pod and engine.
     pub name: String,
@@ -112,7 +112,7 @@ struct Inner {
     /// What the engine was last switched to, where it lies in files.
     kept: Option<Arc<Version>>,
     /// What it was switched to before, kept to go back.
-    earlier: Shelf<Version>,
+    earlier: Archive<Version>,
     /// The epoch in which this rollout, which feeds the others, went back first or tried to; and whether it is at it.
     went_back: Option<EpochId>,
     going_back: bool,
@@ -263,7 +263,7 @@ impl Rollout {
                 unproven: inner.machine.unproven().map(|unproven| unproven.reason.as_str()),
                 switching: inner.switching,
                 start: inner.engine.start(),
-                // Looked at here and now: between two probes an engine may be killed, start anew and answer.
+                // Looked at here and now: between two probes an engine may be killed, start again and answer.
                 certain: inner.machine.is_certain(),
                 unhealthy: inner.engine.unhealthy() || inner.engine.unreachable(),
             })

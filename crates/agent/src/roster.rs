@@ -18,7 +18,7 @@ use weightsync_core::protocol::{
     HeldVersion, MemberName, MemberPhase, MemberState, Role, RosterReplica, RosterView, Skew, Version, newest_in_service, skew,
 };
 
-/// The roster by what is known now. An agent that leads nobody knows of itself only.
+/// The roster by what is known now. An agent that leads no one knows of itself only.
 pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeMap<MemberName, Peer>, own: &MemberState) -> RosterView {
     let mut replicas = Vec::new();
     // As in any update, those that were not taken back yet serve until enough were.
@@ -96,8 +96,8 @@ fn word(
     }
 }
 
-/// Whether the roster says of these replicas what a publish that brought them `version` says. Who was lost or spoiled behind its word, or is in
-/// no group any more, is told as that.
+/// Whether the roster says of these replicas what a publish that brought them `version` says. Who was lost or spoiled after its word, or is in
+/// no group any more, is reported as that.
 pub fn tells(shown: &RosterView, version: Version, installed: &[MemberName]) -> bool {
     shown.version >= Some(version)
         && installed.iter().all(|name| {

@@ -114,7 +114,7 @@ async fn prepare(
     .await
 }
 
-/// What this endpoint has for a communicator. Nobody waits for GPUs that the object does not want.
+/// What this endpoint has for a communicator. No one waits for GPUs that the object does not want.
 async fn gpus_for(endpoint: &Endpoint, request: &PrepareRequest, within: Duration) -> GpuReport {
     let policy = &request.policy.transport;
     match endpoint.leader.gpus() {
@@ -406,7 +406,7 @@ fn led(endpoint: &Endpoint, peer: &PeerIdentity, id: &EpochId) -> Result<(Arc<Ro
     Ok((rollout.clone(), epoch, by))
 }
 
-/// Refuses whoever does not lead that epoch.
+/// Refuses anyone who does not lead that epoch.
 fn leads(epoch: &Epoch, peer: &PeerIdentity) -> Result<LedBy, Refusal> {
     let by = match peer {
         PeerIdentity::Agent { pod_uid, .. } => epoch.leader(pod_uid),

@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::history::History;
 use self::retain::Retained;
+use super::archive::Archive;
 use super::attempts::Attempts;
 use super::client::PublishQueue;
 use super::core::{Core, lock};
@@ -27,7 +28,6 @@ use super::group::Epoch;
 use super::lead::Leader;
 use super::lead::feed::{Copy, Feeder, Holder};
 use super::roster::tells;
-use super::shelf::Shelf;
 use super::space::Cgroups;
 use weightsync_core::protocol::{HeldVersion, PublishResult, RosterView};
 
@@ -40,7 +40,7 @@ pub struct Source {
     attempts: Arc<Attempts>,
     cgroups: Cgroups,
     history: Mutex<History>,
-    retained: Mutex<Shelf<Retained>>,
+    retained: Mutex<Archive<Retained>>,
     roster: watch::Receiver<RosterView>,
 }
 
@@ -74,25 +74,25 @@ impl Source {
 
     /// The version that every rollout should hold: the group's, or one that was published since.
     fn current(&self, epoch: Option<&Epoch>) -> Option<HeldVersion> {
-        let told = epoch.map_or_else(|| self.core.current(), |epoch| epoch.current().cloned());
+        let reported = epoch.map_or_else(|| self.core.current(), |epoch| epoch.current().cloned());
         let mut history = lock(&self.history);
         epoch.into_iter().flat_map(|epoch| &epoch.commit.refused).for_each(|version| history.refused(*version));
-        if let (Some(returned), Some(to)) = (epoch.and_then(Epoch::returned), &told) {
+        if let (Some(returned), Some(to)) = (epoch.and_then(Epoch::returned), &reported) {
             history.went_back(to, returned.from);
         }
         let done = history.done().cloned();
-        match (done, told) {
-            (Some(done), Some(told)) => Some(if done.version >= told.version { done } else { told }),
-            (done, told) => done.or(told),
+        match (done, reported) {
+            (Some(done), Some(reported)) => Some(if done.version >= reported.version { done } else { reported }),
+            (done, reported) => done.or(reported),
         }
     }
 
-    /// Waits until the roster says what the publish is about to say: a trainer that read it right behind its publish was told the version
+    /// Waits until the roster says what the publish is about to say: a trainer that read it right after its publish was informed the version
     /// before. The publish succeeded either way, so this ends soon, and with its deadline.
     async fn in_roster(&self, result: &PublishResult, deadline: Instant) {
         let mut roster = self.roster.clone();
-        let told = roster.wait_for(|shown| tells(shown, result.version, &result.installed));
-        if timeout_at(deadline.min(Instant::now() + IN_ROSTER), told).await.is_err() {
+        let reported = roster.wait_for(|shown| tells(shown, result.version, &result.installed));
+        if timeout_at(deadline.min(Instant::now() + IN_ROSTER), reported).await.is_err() {
             tracing::warn!(version = result.version, "the roster does not show yet who serves the version that was published");
         }
     }
@@ -102,13 +102,13 @@ impl Source {
     }
 
     /// Changes what is kept, and says so.
-    fn reshelve<T>(&self, change: impl FnOnce(&mut Shelf<Retained>) -> T) -> T {
-        let mut shelf = lock(&self.retained);
-        let outcome = change(&mut shelf);
-        let mut kept = shelf.all().map(|retained| retained.held.clone());
+    fn change_archive<T>(&self, change: impl FnOnce(&mut Archive<Retained>) -> T) -> T {
+        let mut archive = lock(&self.retained);
+        let outcome = change(&mut archive);
+        let mut kept = archive.all().map(|retained| retained.held.clone());
         let newest = kept.next();
         let earlier: Vec<HeldVersion> = kept.collect();
-        drop(shelf);
+        drop(archive);
         self.core.set_facts(|facts| (facts.retained, facts.earlier) = (newest, earlier));
         outcome
     }

@@ -73,7 +73,7 @@ impl Ledger {
     }
 }
 
-/// Room that nobody else gets until it is used or this is dropped.
+/// Room that no one else gets until it is used or this is dropped.
 #[derive(Debug)]
 pub struct Reservation {
     ledger: Arc<Ledger>,
@@ -120,7 +120,7 @@ impl Cgroups {
         self.levels().into_iter().filter_map(|(directory, v2)| read_limit(&directory, v2)).min_by_key(MemoryLimit::free)
     }
 
-    /// Reserves memory; refuses what does not fit into the control groups and the node, beside what is reserved already.
+    /// Reserves memory; refuses what does not fit into the control groups and the node, next to what is reserved already.
     pub(crate) fn reserve(&self, wanted: u64) -> Result<Reservation, NoSpace> {
         let mut reserved = lock(self.ledger.of(Kind::Memory));
         self.check(wanted, *reserved)?;

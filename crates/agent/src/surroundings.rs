@@ -1,4 +1,4 @@
-//! What an agent can see of GPUs and of the process beside it: device files, shared memory, namespaces, and the variables that steer CUDA.
+//! What an agent can see of GPUs and of the process next to it: device files, shared memory, namespaces, and the variables that steer CUDA.
 //!
 //! Reads the kernel's files and decides nothing: [`sharing`](weightsync_core::plan::sharing) does. Of another process's environment it takes the few
 //! variables that it names, and never shows others.
@@ -30,7 +30,7 @@ impl Surroundings {
         Self { root: root.to_owned() }
     }
 
-    /// Everything that the verdict needs. `gpus` is what a worker found, `neighbour` who is beside the agent.
+    /// Everything that the verdict needs. `gpus` is what a worker found, `neighbour` who is next to the agent.
     pub fn facts(&self, gpus: Result<Vec<GpuFacts>, String>, neighbour: Neighbour) -> SharingFacts {
         let devices = names(&self.root.join("dev"));
         let is_gpu = |name: &&String| name.strip_prefix("nvidia").is_some_and(|number| number.parse::<u32>().is_ok());
@@ -48,7 +48,7 @@ impl Surroundings {
         self.process("self").unwrap_or_default()
     }
 
-    /// Who is beside an agent that started its command itself.
+    /// Who is next to an agent that started its command itself.
     pub fn child(&self) -> Neighbour {
         Neighbour::Child(self.own())
     }
@@ -61,7 +61,7 @@ impl Surroundings {
         }
     }
 
-    /// Whoever listens on a TCP port of this network namespace.
+    /// Anyone who listens on a TCP port of this network namespace.
     pub fn listener(&self, port: u16) -> Neighbour {
         let sockets = self.listening(port);
         if sockets.is_empty() {

@@ -2,7 +2,6 @@
 //! properties of the state machines.
 
 mod announcing;
-mod bed;
 mod canary;
 mod corrupting;
 mod doors;
@@ -10,6 +9,7 @@ mod engine;
 mod epochs;
 mod external;
 mod feeding;
+mod fixture;
 mod going_back;
 mod installs;
 mod keeping;

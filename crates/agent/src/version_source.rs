@@ -17,8 +17,8 @@ pub trait VersionSource: Send {
     /// Tensors, places and cut; the same before the first bucket and after the last, in every attempt.
     fn layout(&self) -> &Layout;
 
-    /// Lays the version out anew, as the group that stands now wants it. Called once, when a group stands and before the first
-    /// [`next`](Self::next): a publish may have been asked for when nobody knew yet how weights would travel.
+    /// Lays the version out again, as the group that stands now wants it. Called once, when a group stands and before the first
+    /// [`next`](Self::next): a publish may have been asked for when no one knew yet how weights would travel.
     fn lay_out(&mut self) {}
 
     /// Whether [`restart`](Self::restart) can succeed. False for a trainer that can write its tensors only once.
@@ -70,7 +70,7 @@ pub enum SourceError {
 }
 
 impl SourceError {
-    /// What the trainer is told; `member` is the name of the source itself.
+    /// What the trainer is reported; `member` is the name of the source itself.
     pub fn publish_error(&self, member: Option<&MemberName>) -> PublishError {
         let (code, retryable) = match self {
             Self::Gone { .. } => (PublishErrorCode::Cancelled, true),

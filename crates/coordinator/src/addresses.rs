@@ -59,7 +59,7 @@ impl Addresses {
         };
         // A v4 address as a dual-stack listener shows it.
         let (address, from) = (address.ip().to_canonical(), from.map(|from| from.to_canonical()));
-        // Whoever called such an address from another host would call itself.
+        // Anyone who called such an address from another host would call itself.
         if let Some(from) = from.filter(|from| address.is_unspecified() || address.is_loopback() && !from.is_loopback()) {
             return Err(AddressProblem::OfOneHost { announced: announced.to_owned(), from });
         }

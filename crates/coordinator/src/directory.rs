@@ -1,4 +1,4 @@
-//! Which object claims which pod, and where its announcements go. Written by whoever plans (controller, `weightsync local`), read by the
+//! Which object claims which pod, and where its announcements go. Written by anyone who plans (controller, `weightsync local`), read by the
 //! enrolment server. Answers "not known yet" until it was filled once, so that a restarted controller sends no agent away.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -10,7 +10,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
 use super::addresses::{AddressProblem, Addresses};
-use super::news::{Common, News};
+use super::common_change::{Common, CommonChange};
 use weightsync_core::protocol::{Announcement, Assignment, HeldVersion, Hindrance, Rejection, Returned, Role, Version};
 
 /// What an object claims of a pod.
@@ -120,9 +120,9 @@ impl Directory {
     }
 
     /// Takes what goes out with each assignment of the object from now on. Answers what is new in that.
-    pub(super) fn set_common(&self, weightsync: &str, common: Common<'_>) -> News {
+    pub(super) fn set_common(&self, weightsync: &str, common: Common<'_>) -> CommonChange {
         let mut inner = self.0.inner.lock();
-        let Some(object) = inner.objects.get_mut(weightsync) else { return News::Nothing };
+        let Some(object) = inner.objects.get_mut(weightsync) else { return CommonChange::Nothing };
         let Object { current, returned, newest, suspended, hindrance, .. } = object;
         let before = Common {
             current: current.as_ref(),
@@ -131,10 +131,10 @@ impl Directory {
             suspended: *suspended,
             hindrance: hindrance.as_ref(),
         };
-        let news = News::between(before, common);
+        let common_change = CommonChange::between(before, common);
         (*current, *returned, *newest, *suspended) = (common.current.cloned(), common.returned, common.newest, common.suspended);
         *hindrance = common.hindrance.cloned();
-        news
+        common_change
     }
 
     /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current`, `returned`, `newest`, `suspended` and
@@ -146,7 +146,7 @@ impl Directory {
         }
     }
 
-    /// Forgets an object: its agents are told that nobody claims them, and stop by themselves.
+    /// Forgets an object: its agents are informed that no one claims them, and stop by themselves.
     pub fn remove(&self, weightsync: &str) {
         let mut inner = self.0.inner.lock();
         inner.objects.remove(weightsync);
@@ -163,7 +163,7 @@ impl Directory {
         *self.0.inner.lock() = Inner::default();
     }
 
-    /// An answer for whoever asks before all objects were looked at.
+    /// An answer for anyone who asks before all objects were looked at.
     pub(super) fn settled(&self) -> Result<(), Rejection> {
         self.0.inner.lock().settled()
     }

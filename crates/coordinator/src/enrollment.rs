@@ -64,7 +64,7 @@ pub struct Enrollment {
     pub lifetime: Duration,
 }
 
-/// Renews the own certificate of whoever holds the authority, as early as agents renew theirs. Ends with its task only.
+/// Renews the own certificate of anyone who holds the authority, as early as agents renew theirs. Ends with its task only.
 pub async fn keep_certified(ca: Arc<Ca>, identity: Identity, who: PeerIdentity, lifetime: Duration) {
     loop {
         sleep(lifetime / 3).await;

@@ -1,5 +1,5 @@
 //! What a coordinator needs of the world around it: a place to write the epoch, and people to tell. The controller puts Kubernetes
-//! behind these, `weightsync local` a file and the terminal.
+//! after these, `weightsync local` a file and the terminal.
 
 use async_trait::async_trait;
 
@@ -36,6 +36,6 @@ pub struct CoordinatorEvent {
 
 /// Tells people, best effort.
 pub trait EventSink: Send + Sync {
-    /// Must not block; what cannot be told is dropped.
+    /// Must not block; what cannot be informed is dropped.
     fn publish(&self, event: CoordinatorEvent);
 }

@@ -1,5 +1,5 @@
 //! The task of one object: takes announcements, agents' events, outcomes of calls, wishes and time, one after another, and does what
-//! membership decides. It never blocks on an agent; what it owns nobody else touches.
+//! membership decides. It never blocks on an agent; what it owns no one else touches.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
@@ -15,8 +15,8 @@ use tokio_util::task::AbortOnDropHandle;
 use super::attachment::{Attachment, FromAgent, Heard, Listener};
 use super::calls::{Calls, Target};
 use super::clock::Clock;
+use super::common_change::Common;
 use super::directory::{Arrival, Directory};
-use super::news::Common;
 use super::ports::{CoordinatorEvent, EpochStore, EventSink};
 use super::statements::Statements;
 use weightsync_core::membership::{Decision, LeftOut, Membership, MembershipConfig, MembershipView, Observation, Restored};
@@ -49,7 +49,7 @@ impl Default for Timing {
     }
 }
 
-/// What whoever plans wants of the object now. Only the latest counts.
+/// What anyone who plans wants of the object now. Only the latest counts.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub struct Wanted {
@@ -65,7 +65,7 @@ pub struct Wanted {
 #[allow(missing_docs)]
 pub struct Context {
     pub client: AgentClient,
-    /// Where announcements come from; the coordinator adds its object, whoever owns the object claims pods and removes it.
+    /// Where announcements come from; the coordinator adds its object, anyone who owns the object claims pods and removes it.
     pub directory: Directory,
     pub store: Arc<dyn EpochStore>,
     pub events: Arc<dyn EventSink>,
@@ -75,7 +75,7 @@ pub struct Context {
 /// How a coordinator ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ended {
-    /// It was told to stop; the group goes on.
+    /// It was asked to stop; the group goes on.
     Cancelled,
     /// Another leader decides.
     SteppedDown(String),
@@ -112,7 +112,7 @@ impl CoordinatorHandle {
         !self.task.is_finished()
     }
 
-    /// Why it stopped deciding, for a person; none while it runs, and when it was told to stop.
+    /// Why it stopped deciding, for a person; none while it runs, and when it was asked to stop.
     pub fn stepped_down(&self) -> Option<&str> {
         self.stepped_down.get().map(String::as_str)
     }
@@ -147,8 +147,8 @@ pub struct Coordinator {
 struct Agent {
     address: String,
     attachment: Option<Attachment>,
-    /// Whether it told of itself.
-    told: bool,
+    /// Whether it informed of itself.
+    reported: bool,
 }
 
 impl Coordinator {
@@ -160,7 +160,7 @@ impl Coordinator {
         context.directory.add(&wanted.config.weightsync, wanted.config.created, announcement_sender);
         let (line_sender, lines) = mpsc::channel(LINES);
         let view = watch::Sender::new(membership.view());
-        // Nothing of `wanted` was told to membership yet but its rules.
+        // Nothing of `wanted` was asked to membership yet but its rules.
         let statements = Statements::new(&wanted.config.weightsync);
         let applied = Wanted { config: wanted.config.clone(), members: None, suspend: false, delete: false };
         let wanted_sender = watch::Sender::new(wanted);
@@ -228,7 +228,7 @@ impl Coordinator {
         }
     }
 
-    /// Before anything else is decided: nobody's time is over while agents still come back to this controller.
+    /// Before anything else is decided: no one's time is over while agents still come back to this controller.
     fn others_came_back(&self) -> Option<Observation> {
         let arrival = self.context.directory.last_arrival().filter(|_| self.membership.waits_for_earlier_group())?;
         Some(Observation::ComingBack { at: self.clock.at(arrival) })
@@ -241,11 +241,11 @@ impl Coordinator {
         let current = view.wanted.as_ref().or(view.version.as_ref());
         let hindrance = view.hindrance.as_ref();
         let common = Common { current, returned, newest: view.newest, suspended: self.wanted.borrow().suspend, hindrance };
-        let news = self.context.directory.set_common(&self.applied.config.weightsync, common);
-        // Whoever is not listened to announces itself anyway.
+        let common_change = self.context.directory.set_common(&self.applied.config.weightsync, common);
+        // Anyone who is not listened to announces itself anyway.
         let listening = self.agents.iter().filter(|(_, agent)| agent.attachment.is_some()).map(|(incarnation, _)| incarnation);
-        let told = news.concerns(&view, listening).into_iter().map(|agent| self.target(agent)).collect();
-        self.calls.tell(told, "/v1/announce", &(), self.context.timing.tell);
+        let reported = common_change.concerns(&view, listening).into_iter().map(|agent| self.target(agent)).collect();
+        self.calls.tell(reported, "/v1/announce", &(), self.context.timing.tell);
         self.view.send_if_modified(|shown| {
             let differs = *shown != view;
             *shown = view;
@@ -306,7 +306,7 @@ impl Coordinator {
         let of_pod = self.agents.keys().filter(|other| other.pod_uid == from.pod_uid && **other != from).count();
         let most = self.most_lives(&from.pod_uid);
         if of_pod >= most {
-            // Lives that ended leave their address behind; the living ones stay.
+            // Lives that ended leave their address after; the living ones stay.
             self.agents.retain(|other, agent| other.pod_uid != from.pod_uid || agent.attachment.is_some());
             if self.agents.keys().filter(|other| other.pod_uid == from.pod_uid && **other != from).count() >= most {
                 tracing::warn!(pod = %announcement.pod, "{most} agents of the pod are listened to; not listening to another");
@@ -325,11 +325,11 @@ impl Coordinator {
         };
         tracing::debug!(pod = %announcement.pod, address = %announcement.control_address, "listening to an agent");
         let attachment = Some(Attachment::start(listener, self.cancel.child_token()));
-        let told = self.agents.remove(&from).is_some_and(|agent| agent.told);
-        if !told {
+        let reported = self.agents.remove(&from).is_some_and(|agent| agent.reported);
+        if !reported {
             self.context.directory.arrived();
         }
-        self.agents.insert(from, Agent { address: announcement.control_address.clone(), attachment, told });
+        self.agents.insert(from, Agent { address: announcement.control_address.clone(), attachment, reported });
         vec![Observation::Announced(announcement)]
     }
 
@@ -352,7 +352,7 @@ impl Coordinator {
             Heard::Lost(_) => return Vec::new(),
             Heard::Event(event) => event,
         };
-        if !std::mem::replace(&mut agent.told, true) {
+        if !std::mem::replace(&mut agent.reported, true) {
             self.context.directory.arrived();
         }
         vec![match *event {

@@ -1,4 +1,4 @@
-//! When a group is formed, fenced and formed anew.
+//! When a group is formed, fenced and formed again.
 //!
 //! Pure: observations and a clock value in, decisions out. Never waits, never sends: `coordinator` carries the decisions out. It never
 //! trusts what an earlier life of a member, an older epoch or another object says, and it leaves what works alone.
@@ -11,7 +11,7 @@
 //! 3. `preflight`: whose edges hold up all others. `assess`: who could be in a group, and why the others could not.
 //! 4. `need`: whether the group is as it should be; if not, why, and when a new one is due.
 //! 5. `forming`: the new epoch is written, prepared, committed.
-//! 6. `ending`: whoever is in an epoch that is over is told so.
+//! 6. `ending`: anyone who is in an epoch that is over is informed.
 
 mod adopt;
 mod agents;
@@ -107,9 +107,9 @@ pub struct Membership {
     viable_since: Option<u64>,
     /// Since when members that are not in the group could be, and which version was current then.
     waiting: BTreeMap<MemberName, (u64, Option<u64>)>,
-    /// Since when a member of the group lacks the version while nobody brings it.
+    /// Since when a member of the group lacks the version while no one brings it.
     lack_since: Option<u64>,
-    /// Epochs made for members that lack the version, since nobody lacked it.
+    /// Epochs made for members that lack the version, since no one lacked it.
     repairs: u32,
     last_offsets: BTreeMap<MemberName, u32>,
     suspended: bool,
@@ -212,8 +212,8 @@ impl Membership {
         self.wake.filter(|_| self.stopped.is_none())
     }
 
-    /// Time goes on. Time in which nobody called us is not held against members: their answers may lie in the queue, and have half a
-    /// silence to come out of it. (Only once in a row, or whoever always comes late would never find anybody silent.)
+    /// Time goes on. Time in which no one called us is not held against members: their answers may lie in the queue, and have half a
+    /// silence to come out of it. (Only once in a row, or anyone who always comes late would never find anybody silent.)
     fn set_clock(&mut self, now_ms: u64) {
         let now = self.now.max(now_ms);
         let tolerated = self.config.agent_silence_ms / 2;

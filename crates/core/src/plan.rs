@@ -27,9 +27,9 @@ mod gpu_memory;
 mod input;
 mod order;
 mod outcome;
+mod rank_plan;
 mod replicas;
 mod roster;
-mod seats;
 mod selector;
 mod sharing;
 mod size;
@@ -45,12 +45,12 @@ pub use engine_groups::{Joiner, MOST_RANKS, engine_groups};
 pub use explain::{Bandwidth, ExplainedMember, Explanation, FloorTime, MemberMemory, ModelFacts, explain};
 pub use gpu_memory::{
     CONTEXT_ESTIMATE, GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingChoice, RingLoad, RingWish, USUAL_LOAD, gpu_ring,
-    slots_beside_copies,
+    slots_with_copies,
 };
 pub use input::{Claim, EndpointKey, GroupSpec, Order, PlanInput, PodFacts, PodPhase, PoolSpec, TrainerSpec, WeightSyncRef};
 pub use outcome::{LeftOut, LeftOutCode, Plan, PlanRefusal};
+pub use rank_plan::{RankPlan, rank_plan};
 pub use roster::{chain, roster};
-pub use seats::{Seats, seats};
 pub use selector::{Operator, Requirement, Selector};
 pub use sharing::{Neighbour, NoSharing, ProcessView, Sharing, SharingFacts, expandable_segments, sharing};
 pub use size::Parallelism;

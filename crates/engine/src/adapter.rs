@@ -46,13 +46,13 @@ pub(super) struct Adapter<S>(Arc<Inner<S>>);
 
 struct Inner<S> {
     server: S,
-    /// The checkpoint that the server was started with, as this process sees it: as we were told, or else the path that the server
+    /// The checkpoint that the server was started with, as this process sees it: as we were informed, or else the path that the server
     /// names, if there is one here.
     served_model: parking_lot::Mutex<Result<PathBuf, String>>,
     /// Where processes are seen.
     processes: PathBuf,
     start: StartWatch,
-    /// Held by whoever changes the engine: two installs, or an install and a resume, must not meet.
+    /// Held by anyone who changes the engine: two installs, or an install and a resume, must not meet.
     turn: Arc<Mutex<()>>,
     group: LastGroup,
     proven: Proven,
@@ -62,7 +62,7 @@ struct Inner<S> {
 }
 
 impl<S: Server> Adapter<S> {
-    /// `record` is the place of its record; what else is kept beside it.
+    /// `record` is the place of its record; what else is kept next to it.
     pub(super) fn new(server: S, served_model: Option<PathBuf>, record: Option<&Path>, processes: PathBuf) -> Self {
         let served_model = served_model.ok_or_else(|| "the engine was not asked for its checkpoint yet".to_owned());
         let inner = Inner {
@@ -238,7 +238,7 @@ impl<S: Server> Engine for Adapter<S> {
     async fn until_lost(&self) {
         match self.0.start.line() {
             Some(line) => line.broke().await,
-            // Nobody listened: who comes is found by the next look.
+            // No one listened: who comes is found by the next look.
             None => std::future::pending().await,
         }
     }

@@ -40,10 +40,10 @@ struct Channel {
     socket: ReqSocket,
 }
 
-/// The call by which an engine's workers are told to connect; ends when they are done.
+/// The call by which an engine's workers are asked to connect; ends when they are done.
 pub(super) type Call = BoxFuture<'static, Result<(), EngineError>>;
 
-/// What comes behind a message.
+/// What comes after a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Then {
     More,
@@ -72,7 +72,7 @@ impl ParameterServer {
             what,
             next_step: "give the agent and the engine one directory with a short path that both may use".into(),
         };
-        // Anybody may connect who knows the name, which nobody can list: the engine may run as another user.
+        // Anybody may connect who knows the name, which no one can list: the engine may run as another user.
         let made = std::fs::DirBuilder::new().recursive(true).mode(0o711).create(folder);
         made.map_err(|error| cannot(format!("{} cannot be made: {error}", folder.display())))?;
         let (mut channels, mut handles) = (Vec::new(), serde_json::Map::new());
@@ -145,7 +145,7 @@ impl ParameterServer {
             self.exchange(&nothing, Then::More, until).await?;
             self.exchange(&nothing, Then::End, until).await?;
         }
-        // Behind the last answer only the reply to the call is left.
+        // After the last answer only the reply to the call is left.
         self.ended(until).await
     }
 
@@ -153,13 +153,13 @@ impl ParameterServer {
     pub(super) async fn fail(&mut self, reason: &str, until: Until) {
         let reason: String = reason.chars().take(SHOWN).collect();
         let error = Value::Call(Box::new(Value::Global("builtins", "RuntimeError")), vec![Value::text(reason)]).pickle();
-        let told = self.channels.iter_mut().map(|channel| async {
-            // A worker that is in the middle of a bucket must answer before it can be told anything.
+        let reported = self.channels.iter_mut().map(|channel| async {
+            // A worker that is in the middle of a bucket must answer before it can be informed anything.
             let _answer = channel.socket.recv().await;
             let _sent = channel.socket.send(Bytes::from(error.clone()).into()).await;
         });
-        let told = futures::future::join_all(told);
-        let _late = tokio::time::timeout(LAST_WORDS.min(until.left() / 4), told).await;
+        let reported = futures::future::join_all(reported);
+        let _late = tokio::time::timeout(LAST_WORDS.min(until.left() / 4), reported).await;
         let _ended = self.ended(until.at_most(LAST_WORDS.min(until.left() / 4))).await;
         if let Some(call) = self.call.take() {
             call.abort();

@@ -1,6 +1,6 @@
 //! Feeding an engine from GPU memory: buckets that lie on the engine's own GPUs, handed over one by one while others still arrive.
 //!
-//! The second way into an engine beside a directory ([`super::Engine::install`]), under the same rules: from the first bucket on the engine
+//! The second way into an engine next to a directory ([`super::Engine::install`]), under the same rules: from the first bucket on the engine
 //! may hold a mixture, it is marked before that, and it runs again only after every tensor was handed over once and the engine confirmed
 //! its last step. Decides nothing about who may be fed so; the adapters say that, from what is proven for a server.
 
@@ -56,7 +56,7 @@ pub struct DevicePlace {
     pub allocation_bytes: u64,
     /// First byte of the bucket in the allocation; a multiple of 64.
     pub offset: u64,
-    /// An event of the same worker. An engine that reads behind its own answer records it when it has read.
+    /// An event of the same worker. An engine that reads after its own answer records it when it has read.
     pub event: Option<IpcHandle>,
 }
 

@@ -92,7 +92,7 @@ impl Fastdeploy {
         Strategy::of(self.process().as_ref())
     }
 
-    /// Where its model lies, as it says itself or as we were told.
+    /// Where its model lies, as it says itself or as we were informed.
     async fn model_directory(&self, until: Until) -> Result<PathBuf, EngineError> {
         let known = self.model_directory.lock().clone();
         if let Some(known) = known {
@@ -195,7 +195,7 @@ impl Server for Fastdeploy {
     fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError> {
         if pause != PausePolicy::Abort {
             let what = match pause {
-                PausePolicy::External => "FastDeploy runs by itself behind an update, so a pause of the trainer's would not hold",
+                PausePolicy::External => "FastDeploy runs by itself after an update, so a pause of the trainer's would not hold",
                 _ => "FastDeploy's pause ends running requests",
             };
             return Err(unsupported(what.into(), "set spec.update.pause to Abort for this pool"));

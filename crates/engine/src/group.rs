@@ -1,6 +1,6 @@
 //! Groups that an engine joins by itself: what its server says about that, and the calls by which it joins, receives and leaves.
 //!
-//! The third way into an engine beside a directory and this agent's GPU memory, under the same rules: the engine is marked before a weight is
+//! The third way into an engine next to a directory and this agent's GPU memory, under the same rules: the engine is marked before a weight is
 //! touched, and it runs again only after every bucket was taken and the engine confirmed its last step. The agent moves no byte: the
 //! source's GPU worker broadcasts, the engine's own workers receive. An engine that does not answer is never waited for beyond a deadline;
 //! whether it is stuck for good is judged by the one token that [`super::Engine::health`] and the end of an install ask for.
@@ -56,13 +56,13 @@ pub trait EngineGroup: Send + Sync {
     /// Leaves the group that it was in, if any. Rank 0 must have aborted its communicator: leaving is a rendezvous otherwise.
     async fn leave(&self, deadline: Duration) -> Result<(), EngineError>;
 
-    /// Whether its server queues the request for a bucket behind the one that it works on. Where it does, that request is made as soon as it is
+    /// Whether its server queues the request for a bucket after the one that it works on. Where it does, that request is made as soon as it is
     /// asked for, see [`begin`](Self::begin).
     fn ahead(&self) -> bool;
 
     /// Begins an install from the group that it joined last. Nothing is changed before [`DeviceInstall::open`]; places of buckets are empty.
-    /// `asked` is the highest sequence that rank 0 asked for: it asks for a bucket when the one before it was broadcast, so whoever works
-    /// [`ahead`](Self::ahead) may be told of it while it still loads that one.
+    /// `asked` is the highest sequence that rank 0 asked for: it asks for a bucket when the one before it was broadcast, so anyone who works
+    /// [`ahead`](Self::ahead) may be informed of it while it still loads that one.
     async fn begin(&self, job: &DeviceJob, asked: watch::Receiver<Option<u32>>) -> Result<Box<dyn DeviceInstall>, InstallError>;
 }
 
@@ -145,7 +145,7 @@ pub(super) struct FromGroup {
     /// Longest wait for one bucket, and the end of the whole.
     silence: Duration,
     whole: Until,
-    /// The bucket behind the one that the engine works on, which the engine was told of already.
+    /// The bucket after the one that the engine works on, which the engine was informed of already.
     next: Option<(u32, Entering)>,
     section: Section,
 }
@@ -198,7 +198,7 @@ impl Feed for FromGroup {
             self.section = section;
         }
         let mut entered = match self.next.take() {
-            Some((told, entering)) if told == sequence => entering,
+            Some((reported, entering)) if reported == sequence => entering,
             _ => self.enter(sequence, until)?,
         };
         let mut asked = self.asked.clone();
@@ -234,13 +234,13 @@ impl Feed for FromGroup {
         if let Some((sequence, entered)) = self.next.take()
             && !matches!(tokio::time::timeout(until.left(), entered).await, Ok(Ok(Ok(()))))
         {
-            tracing::warn!(sequence, "the bucket behind the one that failed did not end well either");
+            tracing::warn!(sequence, "the bucket after the one that failed did not end well either");
         }
         self.feed.fail(until).await;
     }
 }
 
-/// Waits until the bucket behind this one is asked for; for ever where nobody is told ahead.
+/// Waits until the bucket after this one is asked for; for ever where no one is reported ahead.
 async fn next_is_asked_for(asked: Option<&mut watch::Receiver<Option<u32>>>, sequence: u32) {
     if let Some(asked) = asked
         && asked.wait_for(|asked| asked.is_some_and(|asked| asked > sequence)).await.is_ok()

@@ -1,6 +1,6 @@
 //! Feeding an engine from shared host memory: its own workers read the buckets where the agent has them.
 //!
-//! The third way into an engine beside a directory ([`super::Engine::install`]) and GPU memory ([`super::device`]), under the same rules.
+//! The third way into an engine next to a directory ([`super::Engine::install`]) and GPU memory ([`super::device`]), under the same rules.
 //! Workers check digests over the very bytes that they load, and do so while the engine still serves: it is paused from the moment that it
 //! begins to load. Decides nothing about who may be fed so, or how much memory is shared; the adapters and the agent say that.
 
@@ -25,7 +25,7 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// The first `bytes` bytes of a file, opened anew for reading only: whoever gets it cannot change what others read.
+    /// The first `bytes` bytes of a file, opened again for reading only: anyone who gets it cannot change what others read.
     pub fn of(file: &impl AsRawFd, bytes: u64) -> std::io::Result<Self> {
         let opened = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
         Ok(Self { file: opened.into(), bytes })
@@ -141,11 +141,11 @@ pub trait HostInstall: Send {
     /// what the error says of the engine is final.
     async fn bucket(&mut self, bucket: HostBucket) -> Result<(), InstallError>;
 
-    /// Has the engine load what it was told of, and returns when the next bucket was taken by every worker: how many were by now. The first
+    /// Has the engine load what it was informed of, and returns when the next bucket was taken by every worker: how many were by now. The first
     /// call pauses and marks the engine.
     async fn taken(&mut self, more_than: u32) -> Result<u32, InstallError>;
 
-    /// All was told of and is what the manifest says: the engine takes its last step and runs. Errors as of [`super::Engine::install`].
+    /// All was informed of and is what the manifest says: the engine takes its last step and runs. Errors as of [`super::Engine::install`].
     async fn finish(self: Box<Self>, version: HeldVersion) -> Result<InstallReport, InstallError>;
 
     /// Gives it up: what the engine is left with.

@@ -31,6 +31,6 @@ pub(super) trait HostFeed: Send {
     /// The end of the load and the engine's last step.
     async fn close(&mut self, until: Until) -> Result<(), EngineError>;
 
-    /// Ends it early and frees whoever waits for us.
+    /// Ends it early and frees anyone who waits for us.
     async fn fail(&mut self, reason: &str, until: Until);
 }

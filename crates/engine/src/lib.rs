@@ -5,7 +5,7 @@
 //! is complete (the agent's coverage gate does) and never resumes an engine that may hold half an update.
 //!
 //! Before an adapter lets an engine touch its weights it writes a mark into the engine itself (see [`Holding`]), and takes it away with
-//! the last step. So whoever asks the engine later, a restarted agent included, learns whether it holds a version, its own start-up
+//! the last step. So anyone who asks the engine later, a restarted agent included, learns whether it holds a version, its own start-up
 //! weights, or half an update. Why a replica that holds half an update stays paused: `docs/decisions/0003-half-an-update.md`.
 
 mod adapter;
@@ -72,10 +72,10 @@ pub enum EngineError {
     BadReply { url: String, what: String },
     #[error("{what}; {next_step}")]
     Unsupported { what: String, next_step: String },
-    #[error("the engine started anew in the middle of the install")]
+    #[error("the engine started again in the middle of the install")]
     Restarted,
     #[error(
-        "{url} is asleep, and not for an update: its weights are off the GPU; it takes part again when whoever put it to sleep wakes it"
+        "{url} is asleep, and not for an update: its weights are off the GPU; it takes part again when anyone who put it to sleep wakes it"
     )]
     Asleep { url: String },
     #[error("the engine may hold half an update of version {}: it stays paused until it is fed in full", version.version)]
@@ -137,7 +137,7 @@ pub struct InstallTerms {
     pub version: HeldVersion,
     pub pause: PausePolicy,
     pub kv_cache: KvCachePolicy,
-    /// What it is asked behind the switch; one token without it. Asked only where the engine is not left as paused as a trainer has it.
+    /// What it is asked after the switch; one token without it. Asked only where the engine is not left as paused as a trainer has it.
     pub canary: Option<CanaryPolicy>,
     /// The whole install ends, and the engine is not paused any more by us (unless it holds half an update), after this long.
     pub timeout: Duration,
@@ -171,7 +171,7 @@ pub struct InstallReport {
     /// Times of finished steps in ms: `stage` (before the pause), `pause`, `load`, `check`, `resume`, `probe` or `canary`.
     pub steps_ms: Vec<(String, u64)>,
     /// Whether the one token that shows that it computes is still to be asked for ([`Engine::see_owed_answer`]): an engine that was never stopped, and
-    /// that generated behind an earlier install of the same way, is not waited for.
+    /// that generated after an earlier install of the same way, is not waited for.
     pub owes_answer: bool,
 }
 
@@ -182,7 +182,7 @@ pub enum Left {
     AsBefore,
     /// It may hold a mixture. It stays paused until it is fed in full ([`Engine::install`] again) or put back ([`Engine::put_back`]).
     Mixture,
-    /// Its weights are whole, but nobody saw which version they are or that the engine runs: [`Engine::settle`] finds out.
+    /// Its weights are whole, but no one saw which version they are or that the engine runs: [`Engine::settle`] finds out.
     Unknown,
 }
 
@@ -225,7 +225,7 @@ pub struct Settling {
     pub pause: PausePolicy,
     /// What it must answer before a version counts; one token without it.
     pub canary: Option<CanaryPolicy>,
-    /// Whether it must answer even where it was not paused: nobody saw it run since it was changed.
+    /// Whether it must answer even where it was not paused: no one saw it run since it was changed.
     pub unproven: bool,
 }
 
@@ -281,7 +281,7 @@ pub trait Engine: Send + Sync {
     }
 
     /// [`EngineError::Asleep`] when somebody else had put it to sleep as it was last asked for its health: its weights were off the GPU, and
-    /// nobody proved what comes back with the wake-up (huggingface/trl#5312). Such a sleep ends what it holds, as a restart does.
+    /// no one proved what comes back with the wake-up (huggingface/trl#5312). Such a sleep ends what it holds, as a restart does.
     fn asleep(&self) -> Option<EngineError> {
         None
     }
@@ -333,7 +333,7 @@ pub trait Engine: Send + Sync {
     }
 
     /// Begins an install from GPU memory. Nothing is changed before the first bucket; until the install is finished, abandoned or dropped,
-    /// nobody else changes the engine.
+    /// no one else changes the engine.
     async fn begin_device(&self, _job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
         Err(InstallError::before_start(server::no_device_route(self.kind())))
     }
@@ -345,12 +345,12 @@ pub trait Engine: Send + Sync {
     }
 
     /// Begins an install from shared memory. The engine serves on until it begins to load; until the install is finished, abandoned or
-    /// dropped, nobody else changes it.
+    /// dropped, no one else changes it.
     async fn begin_host(&self, _job: &HostJob) -> Result<Box<dyn HostInstall>, InstallError> {
         Err(InstallError::before_start(server::no_host_route(self.kind())))
     }
 
-    /// Asks the engine what it holds. Ends a pause of ours where the engine holds no half update, and asks for an answer behind that: one that
+    /// Asks the engine what it holds. Ends a pause of ours where the engine holds no half update, and asks for an answer after that: one that
     /// does not compute is held and marked, as by an install.
     async fn settle(&self, how: &Settling, deadline: Duration) -> Result<Settled, InstallError>;
 

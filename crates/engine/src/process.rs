@@ -30,7 +30,7 @@ impl EngineProcess {
         self.after(option).or_else(joined)
     }
 
-    /// The word behind the first of these.
+    /// The word after the first of these.
     pub(super) fn after(&self, option: &str) -> Option<&str> {
         let at = self.words.iter().position(|word| word == option)?;
         self.words.get(at + 1).map(String::as_str)

@@ -2,7 +2,7 @@
 //!
 //! LMDeploy 0.18 keeps no version. The record lives as long as the agent, and in a file where it has a place, so that the next life of the
 //! agent still knows of an install that was not seen to end. Decides whether a record speaks of the start that runs now; where that cannot be
-//! told, half an update counts and a whole version does not: the cost is one more install, never wrong weights.
+//! reported, half an update counts and a whole version does not: the cost is one more install, never wrong weights.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{EngineError, Holding};
 
-/// The fingerprint of a start that cannot be told from others.
+/// The fingerprint of a start that cannot be distinguished from others.
 pub(super) const UNKNOWN: &str = "unknown";
 
 pub(super) struct Record {

@@ -131,7 +131,7 @@ impl Server for Sglang {
         if matches!(reply.status(), 200 | 503) { Ok(()) } else { Err(reply.into_status()) }
     }
 
-    /// Start-up times and the seed, which SGLang draws anew for each start unless it is set, from the scheduler's own report.
+    /// Start-up times and the seed, which SGLang draws again for each start unless it is set, from the scheduler's own report.
     /// While the scheduler loads this call waits for it, as every call to it does.
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
         let info = self.server_info(until).await?;
@@ -154,7 +154,7 @@ impl Server for Sglang {
 
     async fn pause(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError> {
         self.accepts(pause, kv_cache)?;
-        // A request paused in place keeps its cache, and a flush is refused while it does; a retracted one is computed anew.
+        // A request paused in place keeps its cache, and a flush is refused while it does; a retracted one is computed again.
         let mode = match (pause, kv_cache) {
             (PausePolicy::Abort | PausePolicy::AbortAwake, _) => "abort",
             (_, KvCachePolicy::Keep) => "in_place",
@@ -163,7 +163,7 @@ impl Server for Sglang {
         self.post_ok("/pause_generation", &json!({"mode": mode}), ("status", json!("ok")), until).await.map(drop)
     }
 
-    /// `/ready` is a flag: 200 when healthy and not paused. `/health` would wait behind the pause and then call the server unhealthy.
+    /// `/ready` is a flag: 200 when healthy and not paused. `/health` would wait after the pause and then call the server unhealthy.
     async fn is_paused(&self, until: Until) -> Result<bool, EngineError> {
         let reply = self.http.get("/ready", until).await?;
         match reply.status() {
@@ -236,7 +236,7 @@ impl Server for Sglang {
         self.server_info(until).await?.string("model_path")
     }
 
-    /// [`tensors`] where that is allowed, else checkpoint-engine, where it is installed beside the server: `/update_weights_from_ipc`, which needs no session. A server with a
+    /// [`tensors`] where that is allowed, else checkpoint-engine, where it is installed next to the server: `/update_weights_from_ipc`, which needs no session. A server with a
     /// draft model would run the whole protocol a second time on the same address, with buckets that are gone by then
     /// (`srt/checkpoint_engine/checkpoint_engine_worker.py`).
     async fn device_route(
@@ -267,7 +267,7 @@ impl Server for Sglang {
     }
 
     /// Only an update from a group says which of the two models loads what it brings (`selector`). What the draft model's checkpoint holds is not
-    /// told (EAGLE's lacks what it shares), so nothing is compared.
+    /// reported (EAGLE's lacks what it shares), so nothing is compared.
     async fn takes_draft(&self, way: DraftWay, _: Vec<TensorSpec>, until: Until) -> Result<(), EngineError> {
         if way != DraftWay::Group {
             return Err(untaken(KIND, way));

@@ -50,7 +50,7 @@ pub(super) struct Look {
 }
 
 impl StartWatch {
-    /// Takes a failed call into account: nobody listening, or a connection that broke, may be a restart.
+    /// Takes a failed call into account: no one listening, or a connection that broke, may be a restart.
     pub(super) fn failed(&self, error: &EngineError) {
         if matches!(error, EngineError::Unreachable { .. }) {
             let mut seen = self.0.lock();
@@ -74,7 +74,7 @@ impl StartWatch {
         seen.writes += 1;
     }
 
-    /// A fresh connection to whoever listens now; none when nobody takes one. To be told before a look that is to count between looks too.
+    /// A fresh connection to anyone who listens now; none when no one takes one. To be informed before a look that is to count between looks too.
     pub(super) fn hold(&self, fresh: Option<Lifeline>) {
         let mut seen = self.0.lock();
         // The older one stands although the younger one was taken already: both lead to one process.
@@ -113,7 +113,7 @@ impl StartWatch {
         fingerprint.clone_into(&mut seen.fingerprint);
         let undisturbed = look.writes == seen.writes && look.writes.is_multiple_of(2);
         if undisturbed && seen.written.as_ref().is_some_and(|written| written != holding) {
-            // Another program's label counts too: whoever wrote it may have written weights as well.
+            // Another program's label counts too: anyone who wrote it may have written weights as well.
             seen.generation += 1;
             seen.written = None;
         }

@@ -106,7 +106,7 @@ impl Device {
         &self.facts
     }
 
-    /// Free and whole memory in bytes, whoever uses the rest.
+    /// Free and whole memory in bytes, anyone who uses the rest.
     pub fn memory(&self) -> Result<(u64, u64), GpuError> {
         let (mut free, mut total) = (0_usize, 0_usize);
         // SAFETY: writes two integers.

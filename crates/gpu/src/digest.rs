@@ -1,5 +1,5 @@
 //! gsum64 of parts of GPU memory, by a kernel that the driver compiles when it is loaded. Decides how the parts are shared among thread
-//! blocks: few of them, each with as much to read, so that broadcasts go on beside it.
+//! blocks: few of them, each with as much to read, so that broadcasts go on next to it.
 //!
 //! 256 MiB take 0.63 ms on an H200, less than their broadcast, so every bucket is digested, always. The sums that it gives are
 //! those of [`weightsync_core::weights::gsum64`] on the CPU.
@@ -13,7 +13,7 @@ use super::{Device, Event, GSUM64, GpuError, Scratch, Span, Stream};
 use weightsync_core::protocol::worker::Part;
 
 const THREADS: u32 = 1024;
-/// About so many blocks have work at once. NCCL's next kernel finds room on a multiprocessor only where no block of ours is: beside the
+/// About so many blocks have work at once. NCCL's next kernel finds room on a multiprocessor only where no block of ours is: next to the
 /// digest of every bucket of 256 MiB torch's broadcasts to 3 GPUs reach 0.95 of their speed with 16 and with 12 blocks, 0.987 with 10 and
 /// with 8, whatever and however these read (4 H200, docs/benchmarks.md); with 10 a digest still takes less time than a broadcast.
 const BLOCKS: u64 = 10;
@@ -43,7 +43,7 @@ pub struct Digesting {
     parts: usize,
     /// The part of each piece.
     owners: Vec<usize>,
-    /// Fires behind the sums.
+    /// Fires after the sums.
     pub done: Arc<Event>,
 }
 
@@ -64,8 +64,8 @@ impl Digester {
         (parts as u64 + BLOCKS) * (PIECE + SUM)
     }
 
-    /// Digests parts of `at`, behind what the stream holds. The kernel reads and writes `scratch` in host memory by itself: no copy engine is
-    /// in it, behind whose long copies the sums of a few kilobytes would wait.
+    /// Digests parts of `at`, after what the stream holds. The kernel reads and writes `scratch` in host memory by itself: no copy engine is
+    /// in it, after whose long copies the sums of a few kilobytes would wait.
     pub fn start(&self, stream: &Stream, at: &Span, parts: &[Part], mut scratch: Scratch) -> Result<Digesting, GpuError> {
         let Address::Device(base) = at.address() else {
             return Err(GpuError::Invalid { what: "host memory is not digested by the GPU".into() });

@@ -1,7 +1,7 @@
 //! Memory that the GPU reads and writes: its own, another process's, mapped host memory, and small scratch for digests.
 //!
 //! Decides whether a range lies inside. A [`Span`] keeps its memory alive, so what is copied or broadcast cannot be freed under it as long
-//! as whoever asked for it keeps the span until an event behind the work fired.
+//! as anyone who asked for it keeps the span until an event after the work fired.
 
 use std::ffi::c_void;
 use std::os::fd::OwnedFd;
@@ -165,7 +165,7 @@ impl Memory {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: nobody has the memory any more: spans keep it, and who asked for work keeps spans until the work is done. Errors are
+        // SAFETY: no one has the memory any more: spans keep it, and who asked for work keeps spans until the work is done. Errors are
         // those of earlier work, reported there.
         unsafe {
             match (self.kind, self.address) {
@@ -231,7 +231,7 @@ impl Span {
     }
 }
 
-/// A little pinned host memory, which kernels read and write, with as much GPU memory beside it, for what cannot.
+/// A little pinned host memory, which kernels read and write, with as much GPU memory next to it, for what cannot.
 pub struct Scratch {
     host: Memory,
     device: Memory,
@@ -272,7 +272,7 @@ impl Scratch {
         Ok(())
     }
 
-    /// Reads the host memory, behind an event that fired.
+    /// Reads the host memory, after an event that fired.
     pub fn read(&self, offset: u64, bytes: u64) -> Result<Vec<u8>, GpuError> {
         let span = self.host.span(offset, bytes)?;
         let mut read = vec![0; span.length()];

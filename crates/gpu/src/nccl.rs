@@ -103,7 +103,7 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// Loads the library at `path`, or the first that is found and can be used: beside the Python of this environment (the engine's torch),
+    /// Loads the library at `path`, or the first that is found and can be used: next to the Python of this environment (the engine's torch),
     /// then in the system. Never unloaded; call it once.
     pub fn load(path: Option<&Path>) -> Result<&'static Self, GpuError> {
         let mut tried = Vec::new();

@@ -46,14 +46,14 @@ impl Stream {
         Ok(Self { driver, raw })
     }
 
-    /// Records a new event behind all that was given to the stream so far.
+    /// Records a new event after all that was given to the stream so far.
     pub fn record_new(&self) -> Result<Arc<Event>, GpuError> {
         let event = Event::create(self.driver, NO_TIMING)?;
         self.record(&event)?;
         Ok(Arc::new(event))
     }
 
-    /// Records an event behind all that was given to the stream so far.
+    /// Records an event after all that was given to the stream so far.
     pub fn record(&self, event: &Event) -> Result<(), GpuError> {
         // SAFETY: both are alive.
         self.driver.check("cuEventRecord", unsafe { (self.driver.event_record)(event.raw, self.raw) })
@@ -65,7 +65,7 @@ impl Stream {
         self.driver.check("cuStreamWaitEvent", unsafe { (self.driver.stream_wait_event)(self.raw, event.raw, 0) })
     }
 
-    /// Copies `from` to `to`, which has the same length; at most one is in host memory. Both must be kept until an event behind it fired.
+    /// Copies `from` to `to`, which has the same length; at most one is in host memory. Both must be kept until an event after it fired.
     pub fn copy(&self, to: &Span, from: &Span) -> Result<(), GpuError> {
         if to.bytes() != from.bytes() {
             return Err(GpuError::Invalid { what: format!("a copy of {} bytes into {}", from.bytes(), to.bytes()) });
@@ -103,7 +103,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // SAFETY: nobody has the stream any more; work that it still has goes on, and it vanishes behind it (cuda.h).
+        // SAFETY: no one has the stream any more; work that it still has goes on, and it vanishes after it (cuda.h).
         let _ = unsafe { (self.driver.stream_destroy)(self.raw) };
     }
 }
@@ -157,7 +157,7 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: nobody has the event any more; the driver frees it when it fired (cuda.h).
+        // SAFETY: no one has the event any more; the driver frees it when it fired (cuda.h).
         let _ = unsafe { (self.driver.event_destroy)(self.raw) };
     }
 }

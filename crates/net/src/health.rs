@@ -80,8 +80,8 @@ pub fn probes(health: Health) -> Router {
         .with_state(health)
 }
 
-/// Where probes are answered beside pages at `status`: on the port after theirs, or on a free one where theirs is free.
-pub fn beside(status: SocketAddr) -> SocketAddr {
+/// Where probes are answered next to pages at `status`: on the port after theirs, or on a free one where theirs is free.
+pub fn alongside(status: SocketAddr) -> SocketAddr {
     let port = if status.port() == 0 { 0 } else { status.port().checked_add(1).unwrap_or(0) };
     SocketAddr::new(status.ip(), port)
 }

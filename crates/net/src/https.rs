@@ -2,7 +2,7 @@
 //!
 //! [`serve_https`] and [`serve_plain`] run axum routers within [`Limits`]; [`AgentClient`] and [`ControllerClient`] call them and tell
 //! apart why a call failed; [`EventStream`] reads one JSON object a line and tells a closed connection from a silent one. Nothing here
-//! retries: whoever calls knows whether that is safe.
+//! retries: anyone who calls knows whether that is safe.
 
 mod client;
 mod limits;

@@ -99,7 +99,7 @@ impl Identity {
         })))
     }
 
-    /// A signing request for this key. It names nobody: the authority alone decides the names.
+    /// A signing request for this key. It names no one: the authority alone decides the names.
     pub fn csr_pem(&self) -> Result<String, IdentityError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
@@ -130,8 +130,8 @@ impl Identity {
         Ok(())
     }
 
-    /// Whether there is a certificate that has not ended. One that has is shown to nobody any more: a server that asks for none would
-    /// refuse its holder, who could otherwise enrol anew.
+    /// Whether there is a certificate that has not ended. One that has is shown to no one any more: a server that asks for none would
+    /// refuse its holder, who could otherwise enrol again.
     pub fn is_certified(&self) -> bool {
         self.0.certified().is_some()
     }

@@ -60,7 +60,7 @@ impl SharedMemory {
     }
 
     /// The next part of memory that is mapped elsewhere too: `length` bytes from `offset` on, mapped for reading and writing. The offset is a
-    /// multiple of the page size. Whoever maps several parts keeps them apart.
+    /// multiple of the page size. Anyone who maps several parts keeps them apart.
     pub fn part(&self, offset: usize, length: usize) -> io::Result<Self> {
         if offset.checked_add(length).is_none_or(|end| end > self.length) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the part lies beyond the shared memory"));

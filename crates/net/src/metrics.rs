@@ -102,7 +102,7 @@ impl Definition {
         }
     }
 
-    /// The name that a query uses; a histogram's series have `_bucket`, `_sum` and `_count` behind it.
+    /// The name that a query uses; a histogram's series have `_bucket`, `_sum` and `_count` after it.
     pub fn series(&self) -> String {
         match self.kind {
             Kind::Counter => format!("{}_total", self.family()),

@@ -1,4 +1,4 @@
-//! Ends a program when it is told to: the first SIGTERM or SIGINT asks all parts to stop, the second ends the process at once.
+//! Ends a program when it is asked to: the first SIGTERM or SIGINT asks all parts to stop, the second ends the process at once.
 //!
 //! Decides too what a SIGHUP means: a closed terminal, or somebody who wants files to be read again. A program that was started with `nohup`
 //! never ends by it.
@@ -30,11 +30,11 @@ pub fn on_signals_and_hangup() -> std::io::Result<CancellationToken> {
 
 fn stop_on(mut signals: Signals) -> CancellationToken {
     let cancel = CancellationToken::new();
-    let told = cancel.clone();
+    let reported = cancel.clone();
     tokio::spawn(async move {
         signals.any().await;
         tracing::info!("asked to stop");
-        told.cancel();
+        reported.cancel();
         // A closed terminal may send several.
         signals.hangup = None;
         signals.any().await;

@@ -1,12 +1,12 @@
 //! Whether an inference server keeps the protocol that its adapter relies on: a suite for the people who make the engine, and for ours.
 //!
 //! Three parts, each a list of rows: a script of calls with the statuses and fields that must come; an update by the real adapter, proven by a
-//! round trip; and the same update with one call spoiled after the other, where nobody may end up serving something else than is said. Runs
-//! against a simulator that it starts itself, or a live server, of which it asks nothing that could disturb others unless it was told that it
+//! round trip; and the same update with one call spoiled after the other, where no one may end up serving something else than is said. Runs
+//! against a simulator that it starts itself, or a live server, of which it asks nothing that could disturb others unless it was informed that it
 //! may. Decides what each row expects; never calls an unknown outcome a success.
 
-mod bed;
 mod client;
+mod fixture;
 mod folder;
 mod install;
 mod memory;
@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use self::bed::Bed;
+use self::fixture::Fixture;
 pub use self::source::Sources;
 use weightsync_engine::ApiKey;
 
@@ -184,19 +184,19 @@ pub async fn run(options: &Options) -> Result<Report, ConformanceError> {
         None => ways(&options.engine),
     };
     for (number, way) in others.iter().copied().chain(groups).enumerate() {
-        let bed = match &options.live {
-            Some(live) => Bed::live(options, live, way)?,
-            None => Bed::simulated(options, way).await?,
+        let fixture = match &options.live {
+            Some(live) => Fixture::live(options, live, way)?,
+            None => Fixture::simulated(options, way).await?,
         };
         if number == 0 && !options.only_groups {
-            rows.extend(script::play(&bed).await?);
+            rows.extend(script::play(&fixture).await?);
         }
-        let changed = install::rows(&bed, way).await?;
+        let changed = install::rows(&fixture, way).await?;
         let works = changed.iter().all(|row| row.outcome != Outcome::Failed);
         rows.extend(changed);
         rows.extend(match &options.live {
             None => negative::simulated(options, way).await?,
-            Some(_) if works => negative::live(&bed).await?,
+            Some(_) if works => negative::live(&fixture).await?,
             Some(_) => vec![Row::skipped(&way.part("negative"), "every call spoiled", "the update itself does not work")],
         });
     }

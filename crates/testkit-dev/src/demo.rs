@@ -1,7 +1,7 @@
 //! `weightsync-dev demo`: the whole product on one host, with a rollout killed in the middle of an update.
 //!
 //! Makes checkpoints, starts a source and rollouts as processes, publishes versions, kills one rollout while it holds between 20 and 80 %
-//! of an update's bytes, and lets it come back. It believes nobody: each engine is asked what it serves, and that is compared with what was
+//! of an update's bytes, and lets it come back. It believes no one: each engine is asked what it serves, and that is compared with what was
 //! published (real servers: their completions with each other's and with a fresh server's). Exits 0 only if all agree.
 
 mod engines;

@@ -1,6 +1,6 @@
 //! A rollout pod that lies ([`weightsync_testkit::liar`]). Settings are those of the sidecar.
 //!
-//! `WEIGHTSYNC_TEST_LIE` names one lie by its number, and `WEIGHTSYNC_TEST_LIE_FILE` the file that is there while it is told. Without them
+//! `WEIGHTSYNC_TEST_LIE` names one lie by its number, and `WEIGHTSYNC_TEST_LIE_FILE` the file that is there while it is reported. Without them
 //! it tells every lie once.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]

@@ -1,4 +1,4 @@
-//! An agent that answers as the protocol says and moves no bytes. It enrols, announces itself while nobody listens, and can be killed or
+//! An agent that answers as the protocol says and moves no bytes. It enrols, announces itself while no one listens, and can be killed or
 //! struck dumb.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -46,7 +46,7 @@ struct Shared {
     prepared: Arc<AtomicUsize>,
     /// Where it says that it takes bytes.
     data_address: watch::Sender<String>,
-    /// How often it was told to announce itself.
+    /// How often it was asked to announce itself.
     called: watch::Sender<usize>,
     /// Event streams that were opened.
     opened: watch::Sender<usize>,
@@ -291,7 +291,7 @@ async fn announce(identity: Identity, announcement: Announcement, shared: Shared
         if *shared.listeners.borrow() == 0 && !*shared.dumb.borrow() {
             let answer: Result<AnnounceResponse, _> = client.post_json("/v1/agents/announce", &announcement, SOON).await;
             if matches!(&answer, Err(CallError::Rejected { rejection, .. }) if !rejection.retryable) {
-                shared.state.send_modify(|state| forget(state, "nobody claims this pod"));
+                shared.state.send_modify(|state| forget(state, "no one claims this pod"));
             }
         }
         tokio::time::sleep(HEARTBEAT).await;

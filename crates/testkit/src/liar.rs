@@ -194,7 +194,7 @@ async fn tell(lie: Lie, agent: &FakeAgent) {
                 say("an invented version is done", &json!("told"));
                 orders::feed(agent, &others).await;
             }
-            // Told to whoever asks, or sends bytes.
+            // Asked to anyone who asks, or sends bytes.
             _ => {}
         }
         tokio::time::sleep(STANDS).await;

@@ -14,7 +14,7 @@ pub mod simulator;
 #[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 pub mod support;
 
-/// The file of `weightsync-dev`, which cargo builds beside the tests and benches that start it.
+/// The file of `weightsync-dev`, which cargo builds next to the tests and benches that start it.
 ///
 /// # Panics
 ///
@@ -22,7 +22,7 @@ pub mod support;
 #[must_use]
 #[allow(clippy::panic)]
 pub fn dev_program() -> std::path::PathBuf {
-    let program = beside_tests("weightsync-dev");
+    let program = with_tests("weightsync-dev");
     if program.is_file() {
         return program;
     }
@@ -32,7 +32,7 @@ pub fn dev_program() -> std::path::PathBuf {
     )
 }
 
-/// The file of the example `liar`, which cargo builds beside the tests that start it.
+/// The file of the example `liar`, which cargo builds next to the tests that start it.
 ///
 /// # Panics
 ///
@@ -40,7 +40,7 @@ pub fn dev_program() -> std::path::PathBuf {
 #[must_use]
 #[allow(clippy::panic)]
 pub fn liar_program() -> std::path::PathBuf {
-    let program = beside_tests("examples/liar");
+    let program = with_tests("examples/liar");
     if program.is_file() {
         return program;
     }
@@ -48,7 +48,7 @@ pub fn liar_program() -> std::path::PathBuf {
 }
 
 /// A program of this build: a test is in target/debug/deps, an example in target/debug/examples.
-fn beside_tests(name: &str) -> std::path::PathBuf {
+fn with_tests(name: &str) -> std::path::PathBuf {
     let own = std::env::current_exe().unwrap_or_default();
     own.parent().and_then(std::path::Path::parent).map(|folder| folder.join(name)).unwrap_or_default()
 }

@@ -167,7 +167,7 @@ pub fn checkpoint_engine_bucket(pieces: &[Piece<'_>], base: u64) -> Result<Value
 }
 
 /// What LMDeploy's `/update_weights` takes as a flattened bucket: one element type, places in elements. With an event it waits for it
-/// before it reads and records it behind; `clone` has it copy the bucket first.
+/// before it reads and records it after; `clone` has it copy the bucket first.
 pub fn lmdeploy_bucket(pieces: &[Piece<'_>], tensor: &SharedTensor, event: Option<[u8; 64]>, clone: bool) -> Result<Value, TorchError> {
     let item = |piece: &Piece<'_>| {
         aligned(piece)?;

@@ -1,6 +1,6 @@
 //! The rendezvous of torch's process groups without torch: a TCPStore server that lives as long as one epoch, and a client of it.
 //!
-//! Decides who may connect, what a store holds, and what is too much of it. A server is bound before anybody is told its address, answers
+//! Decides who may connect, what a store holds, and what is too much of it. A server is bound before anybody is reported its address, answers
 //! admitted addresses alone, and is closed when it is dropped: no port and no key outlives the group that it was made for. Its bytes are
 //! those of torch 2.9 to 2.15 (`torch/csrc/distributed/c10d/TCPStore.cpp`, `TCPStoreBackend.hpp`), which speak the same way to torch's
 //! classic server and to its libuv server. Bytes that make no sense close the connection that they came on and touch nothing else.

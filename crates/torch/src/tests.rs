@@ -113,7 +113,7 @@ fn buckets_are_read_as_each_engine_names_their_parts() {
 }
 
 #[test]
-fn a_paddle_buffer_has_its_handle_as_latin_1_text_and_names_the_readers_device() {
+fn paddle_buffer_has_latin_1_handle_and_readers_device() {
     let mut handle = [0; 64];
     handle.iter_mut().zip(190..).for_each(|(to, number)| *to = u8::try_from(number).unwrap());
     let buffer = paddle::SharedBuffer { handle, offset: 1 << 20, bytes: 5190, device: 3 };

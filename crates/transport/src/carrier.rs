@@ -1,4 +1,4 @@
-//! The seam between a chain of connections and whatever carries payloads beside it.
+//! The seam between a chain of connections and whatever carries payloads next to it.
 //!
 //! The chain says what comes and what it must hash to, and finds members that are lost; the carrier brings the bytes of the buckets that
 //! were announced. Decides nothing by itself: a carrier that fails names the member at fault, and the chain ends for all.

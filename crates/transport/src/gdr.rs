@@ -156,7 +156,7 @@ impl Transport for GdrTransport {
         let gone = || TransportError::Communicator { cause: "its registered memory was given up before this attempt began".to_owned() };
         let slots = self.present.of(&hello.update.epoch).ok_or_else(gone)?;
         let (next, silence) = (hello.to.clone(), Duration::from_millis(hello.silence_ms));
-        let chain = self.nccl.chain().open_beside(hello, first).await?;
+        let chain = self.nccl.chain().open_alongside(hello, first).await?;
         Ok(match slots {
             Slots::Host(ring) => Box::new(Sink::new(chain, ring, next, silence).ok_or_else(gone)?),
             Slots::Gpu(slots) => Box::new(Lending::new(chain, slots.communicator().clone(), next, silence).ok_or_else(gone)?),

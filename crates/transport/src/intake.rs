@@ -1,6 +1,6 @@
-//! What one member does with a stream: the order of its parts, the digest behind each bucket, and one word to the store at the end.
+//! What one member does with a stream: the order of its parts, the digest after each bucket, and one word to the store at the end.
 //!
-//! Every transport feeds it. Decides whether what arrives is a stream; never moves a byte, never waits. The store is told exactly one
+//! Every transport feeds it. Decides whether what arrives is a stream; never moves a byte, never waits. The store is reported exactly one
 //! end, even when the task that owned the stream is dropped.
 
 use std::sync::Arc;
@@ -32,7 +32,7 @@ enum State {
     Running,
     /// `end` was called and answered with `Ok`.
     Ended,
-    /// The store said no, or was told that the stream broke.
+    /// The store said no, or was informed that the stream broke.
     Over,
 }
 
@@ -161,7 +161,7 @@ impl Intake {
         Ok(())
     }
 
-    /// The stream broke. Says nothing to a store that ended, that said no by itself, or that was told before.
+    /// The stream broke. Says nothing to a store that ended, that said no by itself, or that was informed before.
     pub(super) fn broken(&mut self, failure: &StreamFailure) {
         if self.state == State::Running {
             self.state = State::Over;
@@ -171,7 +171,7 @@ impl Intake {
     }
 
     fn running(&mut self, what: &str) -> Result<(), StreamFailure> {
-        if self.state == State::Running { Ok(()) } else { Err(self.nonsense(&format!("{what} behind the end of the stream"))) }
+        if self.state == State::Running { Ok(()) } else { Err(self.nonsense(&format!("{what} after the end of the stream"))) }
     }
 
     fn nonsense(&mut self, what: &str) -> StreamFailure {
@@ -208,7 +208,7 @@ fn blame(failure: &StreamFailure) -> (Fault<'_>, String) {
         StreamFailure::Lost { peer, cause } => (Fault::Lost(peer), format!("lost in the middle: {cause}")),
         StreamFailure::Silent { peer, silence_ms } => (Fault::Lost(peer), format!("no sign of life for {silence_ms} ms")),
         StreamFailure::Corrupt { peer, sequence } => (Fault::Lost(peer), format!("received bucket {sequence} with a wrong digest")),
-        StreamFailure::Communicator { cause } => (Fault::Nobody, format!("the communicator failed: {cause}")),
-        StreamFailure::Cancelled => (Fault::Nobody, "the leader gave the stream up".to_owned()),
+        StreamFailure::Communicator { cause } => (Fault::NoOne, format!("the communicator failed: {cause}")),
+        StreamFailure::Cancelled => (Fault::NoOne, "the leader gave the stream up".to_owned()),
     }
 }

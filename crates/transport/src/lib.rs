@@ -29,7 +29,7 @@ use weightsync_net::identity::PeerIdentity;
 
 pub use digest::{TensorDigests, digest, hashes_on_several_cores};
 
-/// The bytes of one bucket, where they lie. Dropping it gives their memory back to whoever lent it.
+/// The bytes of one bucket, where they lie. Dropping it gives their memory back to anyone who lent it.
 #[derive(Clone)]
 pub enum Payload {
     /// In memory of this process.
@@ -46,9 +46,9 @@ pub struct DevicePayload {
     pub memory: DeviceMemory,
     pub offset: u64,
     pub bytes: u64,
-    /// Event that whoever writes the bytes records behind them; the GPU waits for it before they are read.
+    /// Event that anyone who writes the bytes records after them; the GPU waits for it before they are read.
     pub after: Option<Event>,
-    /// Dropped when the bytes are not read any more: tells whoever lent the memory.
+    /// Dropped when the bytes are not read any more: tells anyone who lent the memory.
     pub lent: Option<Arc<dyn Send + Sync>>,
 }
 
@@ -185,7 +185,7 @@ impl From<StreamFailure> for TransportError {
     }
 }
 
-/// A way to move buckets. Listens from its construction on, so that its address is bound before it is told to anyone.
+/// A way to move buckets. Listens from its construction on, so that its address is bound before it is asked to anyone.
 #[async_trait]
 pub trait Transport: Send + Sync {
     /// `tcp`, `nccl` or `gdr`, for logs.
@@ -199,7 +199,7 @@ pub trait Transport: Send + Sync {
     async fn open(&self, hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError>;
 }
 
-/// The leader's end of an open chain. Dropping it ends the chain: every member's store is told that it broke, nobody is blamed.
+/// The leader's end of an open chain. Dropping it ends the chain: every member's store is informed that it broke, no one is blamed.
 /// While the leader has nothing to send, its transport shows the chain that it lives: a slow trainer is not a silent one.
 #[async_trait]
 pub trait BucketSink: Send {
@@ -259,7 +259,7 @@ pub struct DeviceBucket {
     pub shares: Vec<u64>,
 }
 
-/// Most bytes that a transport writes into a store after it was told that there is room.
+/// Most bytes that a transport writes into a store after it was informed that there is room.
 pub const MOST_AT_ONCE: u64 = 1 << 20;
 
 /// Takes what arrives; implemented by the agent. Calls come in order from one task, and may block for a memory copy only: a call that
@@ -305,7 +305,7 @@ pub trait BucketStore: Send + Sync {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault<'a> {
     /// No member: the leader gave the stream up, or a communicator failed.
-    Nobody,
+    NoOne,
     /// This member refused the stream or a part of it. It lives.
     Refused(&'a MemberName),
     /// This member could not be reached, closed its connection, was silent, or got other bytes than were sent.
@@ -316,7 +316,7 @@ impl<'a> Fault<'a> {
     /// The member, where it is one.
     pub fn peer(self) -> Option<&'a MemberName> {
         match self {
-            Self::Nobody => None,
+            Self::NoOne => None,
             Self::Refused(peer) | Self::Lost(peer) => Some(peer),
         }
     }

@@ -21,7 +21,7 @@ use async_trait::async_trait;
 
 pub use self::borrow::Borrowed;
 use self::communicator::Present;
-pub use self::communicator::{Communicator, Joining, Seat};
+pub use self::communicator::{Communicator, Joining, LocalRank};
 pub(crate) use self::lend::Lending;
 pub use self::pack::{PackedBucket, Packer};
 pub(crate) use self::receive::Receiver;
@@ -48,7 +48,7 @@ impl NcclTransport {
         Self { tcp, present }
     }
 
-    /// The chain that payloads travel beside.
+    /// The chain that payloads travel next to.
     pub(super) fn chain(&self) -> &TcpTransport {
         &self.tcp
     }
@@ -103,12 +103,12 @@ impl Transport for NcclTransport {
         }
         if lent {
             let peer = hello.to.clone();
-            let chain = self.tcp.open_beside(hello, first).await?;
+            let chain = self.tcp.open_alongside(hello, first).await?;
             let lending = Lending::new(chain, communicator, peer, silence);
             return Ok(Box::new(lending.ok_or_else(|| gone("there is no GPU worker"))?));
         }
         let stream = communicator.stream().ok_or_else(|| gone("it carries another stream"))?;
-        let chain = self.tcp.open_beside(hello, first).await?;
+        let chain = self.tcp.open_alongside(hello, first).await?;
         Ok(Box::new(Sink::new(chain, communicator, silence, stream)))
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Each hop is one connection: hello, frames down the chain, answers up (`frame`); between large machines further ones (lanes), over which
 //! the frames are laid block by block, so that several cores send, hash and receive (`route`, `inlet`). A member that lives says so four
-//! times in each silence, whether bytes move or not, so whoever is quiet is the one at fault and not the one in front of it. The first
+//! times in each silence, whether bytes move or not, so anyone who is quiet is the one at fault and not the one in front of it. The first
 //! failure travels both ways and names the member. This file listens and opens; it never decides who is let in ([`Admission`] does).
 
 mod downstream;
@@ -99,7 +99,7 @@ pub struct TcpTransport {
 }
 
 impl TcpTransport {
-    /// Listens on `address` (port 0 takes a free one), so that [`Transport::address`] can be told to others.
+    /// Listens on `address` (port 0 takes a free one), so that [`Transport::address`] can be asked to others.
     pub async fn bind(address: SocketAddr, admission: Arc<dyn Admission>, options: TcpOptions) -> Result<Self, TransportError> {
         let io = |source| TransportError::Io { what: format!("cannot listen on {address}"), source };
         let listener = TcpListener::bind(address).await.map_err(io)?;
@@ -127,8 +127,8 @@ impl TcpTransport {
         &self.carrying
     }
 
-    /// Opens a chain for a leader whose payloads travel beside it.
-    pub(super) async fn open_beside(&self, hello: DataHello, first: &str) -> Result<Downstream, TransportError> {
+    /// Opens a chain for a leader whose payloads travel next to it.
+    pub(super) async fn open_alongside(&self, hello: DataHello, first: &str) -> Result<Downstream, TransportError> {
         let mut chain = Downstream::start(hello, first.to_owned(), self.options.clone(), Alive::ByItself, StreamFailure::Cancelled);
         chain.admitted().await?;
         Ok(chain)
@@ -146,7 +146,7 @@ impl Transport for TcpTransport {
     }
 
     async fn open(&self, hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError> {
-        let chain = self.open_beside(hello, first).await?;
+        let chain = self.open_alongside(hello, first).await?;
         Ok(Box::new(Sink::new(chain, self.options.buckets_in_flight)))
     }
 }

@@ -2,6 +2,6 @@
 //! killed (its runtime is torn down) and frozen (its only worker is blocked) like a process.
 #![allow(clippy::cast_possible_truncation)]
 
-pub mod bed;
 mod digest;
+pub mod fixture;
 mod suite;

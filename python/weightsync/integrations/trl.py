@@ -1,4 +1,4 @@
-"""TRL (1.x) and any trainer of transformers: a callback that publishes the model behind optimizer steps.
+"""TRL (1.x) and any trainer of transformers: a callback that publishes the model after optimizer steps.
 
     trainer = GRPOTrainer(..., callbacks=[WeightSyncCallback()])
 
@@ -26,7 +26,7 @@ _LOG = logging.getLogger("weightsync")
 
 
 class WeightSyncCallback(TrainerCallback):
-    """Publishes on every rank alike, behind each `every`-th optimizer step and at the end.
+    """Publishes on every rank alike, after each `every`-th optimizer step and at the end.
 
     The version is the global step (the start-up weights are step 0, and are published with `at_start`). `publisher` is made when training
     begins, with a gloo group of all ranks; give one to choose socket and limits. An error that may pass by itself leaves the step out with
@@ -80,7 +80,7 @@ class WeightSyncCallback(TrainerCallback):
         """
         generation = trainer.vllm_generation
         if getattr(generation, "mode", "server") != "server":
-            raise ValueError("vllm_mode is colocate: vLLM lives in the trainer's own process and has no agent beside it")
+            raise ValueError("vllm_mode is colocate: vLLM lives in the trainer's own process and has no agent next to it")
         self._steps_are_theirs = True
         metas: list[Meta] = []
 
@@ -120,7 +120,7 @@ class WeightSyncCallback(TrainerCallback):
 
 
 def _merged(model: Any) -> Source:
-    """A PEFT model as its base model with the adapters in it; they are taken out again behind each pass."""
+    """A PEFT model as its base model with the adapters in it; they are taken out again after each pass."""
     metas = [Meta(name, *_described(tensor)) for name, tensor in _base(model)]
 
     def export() -> Iterator[tuple[str, Any]]:

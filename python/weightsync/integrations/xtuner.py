@@ -19,7 +19,7 @@ from ..sources import stream
 class WeightSyncTransport:
     """Takes the place of XTuner's transport on every train rank, and is called alike on all of them.
 
-    `group` are the train ranks (gloo is best); rank 0 runs beside the source's agent. Versions are counted from `first_version`, or are
+    `group` are the train ranks (gloo is best); rank 0 runs next to the source's agent. Versions are counted from `first_version`, or are
     what `version` of `update` says. Targets, ports and groups of XTuner's own play no part: membership is the agents' business.
     """
 

@@ -43,9 +43,9 @@ fn what_is_left_out_has_the_defaults_that_the_schema_states() {
 }
 
 #[test]
-fn min_ready_is_a_number_or_a_share_rounded_up_and_never_nothing() {
+fn min_ready_is_a_number_or_a_share_rounded_up() {
     let of = |min_ready: Value, total| object(json!({"membership": {"minReady": min_ready}})).spec.min_ready(total);
-    assert_eq!(of(json!(3), 2), 3, "a number is not cut: a group that is too small is told so");
+    assert_eq!(of(json!(3), 2), 3, "a number is not cut: a group that is too small is informed");
     assert_eq!(of(json!("2"), 4), 2, "quotes around a number change nothing");
     for (share, total, expected) in [("50%", 4, 2), ("50%", 5, 3), ("1%", 3, 1), ("100%", 7, 7), ("50%", 0, 1)] {
         assert_eq!(of(json!(share), total), expected, "{share} of {total}");
@@ -53,7 +53,7 @@ fn min_ready_is_a_number_or_a_share_rounded_up_and_never_nothing() {
 }
 
 #[test]
-fn max_unavailable_is_a_number_or_a_share_rounded_down_and_all_without_it() {
+fn max_unavailable_is_a_number_or_a_share_rounded_down() {
     let of = |most: Value, total| object(json!({"membership": {"maxUnavailable": most}})).spec.update_policy(total).max_unavailable;
     assert_eq!((of(json!(3), 2), of(json!("2"), 4)), (3, 2));
     for (share, total, expected) in [("50%", 5, 2), ("1%", 3, 1), ("100%", 7, 7), ("25%", 0, 1)] {
@@ -63,7 +63,7 @@ fn max_unavailable_is_a_number_or_a_share_rounded_down_and_all_without_it() {
 }
 
 #[test]
-fn how_far_versions_may_be_apart_is_carried_over_and_no_limit_without_it() {
+fn max_skew_is_converted_and_absent_without_a_value() {
     assert_eq!(object(json!({"membership": {"maxSkew": 0}})).spec.update_policy(1).max_skew, Some(0));
     assert_eq!(object(json!({})).spec.update_policy(1).max_skew, None);
 }
@@ -87,7 +87,7 @@ fn policies_are_carried_over_in_the_agents_units() {
 }
 
 #[test]
-fn the_version_to_go_back_to_and_how_many_are_kept_are_carried_over() {
+fn rollback_target_and_kept_count_are_converted() {
     let spec = object(json!({"targetVersion": 41, "membership": {"keep": 3}})).spec;
     assert_eq!((spec.target(), spec.update_policy(1).keep), (Some(41), 3));
     let spec = object(json!({})).spec;
@@ -95,7 +95,7 @@ fn the_version_to_go_back_to_and_how_many_are_kept_are_carried_over() {
 }
 
 #[test]
-fn a_canary_is_carried_over_in_thousandths_and_is_none_without_one() {
+fn canary_is_converted_to_thousandths_or_none() {
     let canary = json!({"prompt": "Two and two is", "maxTokens": 4, "minLogProb": "-2.5", "maxLogProb": "-0.063"});
     let policy = object(json!({"membership": {"keep": 2}, "canary": canary})).spec.update_policy(1).canary.unwrap();
     assert_eq!((policy.prompt.as_str(), policy.max_tokens), ("Two and two is", 4));
@@ -111,7 +111,7 @@ fn nothing_is_retained_in_an_ephemeral_container() {
 }
 
 #[test]
-fn a_group_of_pods_has_the_labels_of_a_leader_worker_set_unless_others_are_given() {
+fn pod_group_defaults_to_leader_worker_set_labels() {
     let group = |replica: Value| pool(json!({"replica": replica})).spec.plan_pools()[0].group.clone();
     assert_eq!(group(json!({"pods": 1})), None);
     assert_eq!(

@@ -201,7 +201,7 @@ fn an_object_of_any_content_is_read_or_refused_with_a_message() {
                 }
             }
         }
-        // A file has fields that nobody dropped.
+        // A file has fields that no one dropped.
         if let Ok(object) = serde_json::from_value::<WeightSync>(object.clone()) {
             convert(&object);
         }

@@ -49,7 +49,7 @@ fn phases_are_three() {
 }
 
 #[test]
-fn an_index_comes_from_the_stateful_set_or_the_indexed_job_and_is_not_read_out_of_any_name() {
+fn index_comes_from_stateful_set_or_indexed_job_only() {
     let index = |metadata: Value| pod_facts(&pod(json!({"metadata": metadata})), None).index;
     assert_eq!(index(json!({})), None, "a name that ends in a number is no index");
     assert_eq!(index(json!({"ownerReferences": owner("StatefulSet", "actor")})), Some(3));

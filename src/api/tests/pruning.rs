@@ -244,7 +244,7 @@ proptest! {
 }
 
 #[test]
-fn a_field_that_nobody_knows_is_dropped_and_named_by_its_path() {
+fn unknown_field_is_dropped_and_named_by_its_path() {
     let mut object = super::least();
     object["spec"]["rolouts"] = json!([]);
     object["spec"]["rollouts"][0]["engine"]["vllm"]["prots"] = json!([1]);

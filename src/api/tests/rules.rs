@@ -160,7 +160,7 @@ fn cases() -> Vec<Case> {
             ],
         ),
         case(
-            "FastDeploy's pause ends requests and empties caches, and it runs by itself behind an update: set update.pause to Abort and update.kvCache to Reset",
+            "FastDeploy's pause ends requests and empties caches, and it runs by itself after an update: set update.pause to Abort and update.kvCache to Reset",
             &[("/spec/rollouts/0/engine", json!({"fastdeploy": {}})), ("/spec/update", json!({"pause": "Abort"}))],
             &[("/spec/rollouts/0/engine", json!({"fastdeploy": {}})), ("/spec/update", json!({"pause": "Abort", "kvCache": "Keep"}))],
         ),
@@ -312,7 +312,7 @@ fn the_least_object_is_valid_in_both_forms() {
 }
 
 #[test]
-fn each_rule_lets_the_good_object_pass_and_refuses_the_bad_one_with_its_message() {
+fn each_rule_passes_good_objects_and_refuses_bad_ones() {
     for case in cases() {
         let good = with(&case.good);
         assert_eq!(cel(&good), Vec::<String>::new(), "{good}");

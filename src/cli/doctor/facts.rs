@@ -76,7 +76,7 @@ pub struct Report {
     pub gpus: Gpus,
     #[serde(flatten)]
     pub host: Host,
-    /// GPUs whose memory can be shared with the engine or trainer beside this process (CUDA IPC), or why none.
+    /// GPUs whose memory can be shared with the engine or trainer next to this process (CUDA IPC), or why none.
     pub shared: Found<Vec<String>>,
     /// NIXL, with its backend UCX, or why it cannot be used.
     pub nixl: Found<FabricFacts>,
@@ -92,7 +92,7 @@ pub struct Facts {
     pub gpus: Gpus,
     pub nixl: Found<FabricFacts>,
     pub host: Host,
-    /// GPUs whose memory can be shared with the process beside this one.
+    /// GPUs whose memory can be shared with the process next to this one.
     pub shared: Result<Vec<String>, NoSharing>,
 }
 

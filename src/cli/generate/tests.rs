@@ -4,13 +4,13 @@ use std::path::Path;
 use clap::CommandFactory;
 
 #[test]
-fn the_api_reference_in_the_repository_is_the_one_that_the_types_give() {
+fn api_reference_in_the_repository_is_current() {
     let there = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/api.md")).unwrap();
     assert!(there == super::api_reference().unwrap(), "stale: cargo run -- generate api-reference > docs/reference/api.md");
 }
 
 #[test]
-fn the_metrics_page_in_the_repository_is_the_one_that_the_definitions_give() {
+fn metrics_page_in_the_repository_is_current() {
     let there = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/metrics.md")).unwrap();
     assert!(there == super::metrics().unwrap(), "stale: cargo run -- generate metrics > docs/metrics.md");
 }

@@ -128,7 +128,7 @@ fn an_own_shared_memory_volume_is_shared_and_not_replaced() {
 }
 
 #[test]
-fn templates_of_deployments_jobs_and_leader_worker_sets_are_found() {
+fn templates_of_workloads_are_found() {
     let template = json!({"metadata": {"labels": {"weightsync.dev/role": "rollout"}}, "spec": {"containers": [{"name": "engine"}]}});
     let mut deployment = json!({"kind": "Deployment", "metadata": {"name": "d"}, "spec": {"template": template}});
     assert_eq!(inject(&mut deployment, &options()).unwrap().templates, 1);
@@ -174,7 +174,7 @@ fn wrapped(container: &Value) -> Value {
 }
 
 #[test]
-fn a_wrapped_container_keeps_command_and_arguments_and_is_started_by_the_agent() {
+fn wrapped_container_keeps_its_command_under_the_agent() {
     let mut document = wrapped(&json!({"name": "engine", "command": ["vllm", "serve"], "args": ["--model", "$(MODEL)"]}));
     assert_eq!(inject(&mut document, &options()).unwrap().templates, 1);
     let spec = &document["spec"];
@@ -209,7 +209,7 @@ fn what_a_wrapped_container_sets_itself_stays_as_it_is() {
 }
 
 #[test]
-fn a_container_whose_command_is_in_its_image_is_refused_with_what_to_write() {
+fn container_with_image_command_is_refused_with_the_remedy() {
     for container in [json!({"name": "engine", "args": ["--port", "8000"]}), json!({"name": "engine", "command": []})] {
         let mut document = wrapped(&container);
         let message = inject(&mut document, &options()).unwrap_err().to_string();

@@ -38,7 +38,7 @@ fn ranks(report: &Report) -> Vec<(&str, u32, u32)> {
 }
 
 #[test]
-fn every_example_can_be_planned_and_nobody_is_left_out() {
+fn every_example_can_be_planned_in_full() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/examples");
     let files: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert!(files.len() >= 6);
@@ -137,7 +137,7 @@ spec: {containers: [{name: c}]}
 ";
 
 #[test]
-fn of_two_objects_that_claim_one_pod_the_later_one_is_refused_and_names_the_first() {
+fn later_of_two_objects_on_one_pod_is_refused_by_name() {
     let text = [SMALL.replace("NAME", "first"), SMALL.replace("NAME", "second"), PODS.to_owned()].concat();
     let reports = plan_text(&text, &[]);
     assert!(reports[0].is_fine(), "{:?}", reports[0]);
@@ -150,7 +150,7 @@ fn of_two_objects_that_claim_one_pod_the_later_one_is_refused_and_names_the_firs
 }
 
 #[test]
-fn typing_errors_and_broken_rules_are_named_before_anything_is_planned() {
+fn typing_errors_and_broken_rules_are_named_first() {
     let text = [SMALL.replace("engine: {vllm: {}}", "engine: {vllm: {prots: [1]}}, paralelism: {}"), PODS.to_owned()].concat();
     let report = plan_text(&text, &[]).remove(0);
     assert_eq!(report.problems, ["spec.rollouts[0].engine.vllm.prots: no such field", "spec.rollouts[0].paralelism: no such field"]);
@@ -245,14 +245,14 @@ fn numbers_for_people_are_rounded_up() {
 }
 
 #[test]
-fn memory_of_each_gpu_and_of_hosts_is_shown_and_too_little_is_refused_with_numbers() {
+fn memory_of_gpus_and_hosts_is_shown_or_refused() {
     let report = example("wrap-gpus.yaml", &["--size", "16GiB", "--gpu-free", "20GiB"]);
     assert!(report.is_fine(), "{report:?}");
     let text = table::render(&report);
     for part in [
         "EXTRA ON EACH GPU",
         "4 GiB",
-        "on each GPU: 3 slots of 1 GiB, beside about 512 MiB for NCCL",
+        "on each GPU: 3 slots of 1 GiB, next to about 512 MiB for NCCL",
         "about 512 MiB for the worker (both by estimate)",
         "kept by the source to retry and to feed joiners: 32 GiB, pinned",
     ] {

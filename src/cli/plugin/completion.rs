@@ -49,7 +49,7 @@ impl CompletionArgs {
         let mut script = Vec::new();
         match shell {
             None => script.extend_from_slice(SCRIPT.as_bytes()),
-            // The program's own name: kubectl's own completion does not look at words behind `kubectl`.
+            // The program's own name: kubectl's own completion does not look at words after `kubectl`.
             Some(shell) => {
                 clap_complete::generate(shell, &mut Plugin::command().bin_name("kubectl-weightsync"), "kubectl-weightsync", &mut script);
             }

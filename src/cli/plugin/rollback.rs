@@ -1,6 +1,6 @@
 //! `kubectl weightsync rollback NAME`: `spec.targetVersion`, set to a version that is kept, or taken away again.
 //!
-//! Decides which version is meant, and refuses one that nobody keeps before anything is changed. The controller does the rest.
+//! Decides which version is meant, and refuses one that no one keeps before anything is changed. The controller does the rest.
 
 use std::collections::BTreeSet;
 use std::process::ExitCode;
@@ -145,12 +145,12 @@ fn choose(object: &WeightSync, wanted: Option<i64>) -> anyhow::Result<i64> {
     match wanted {
         // Status lists so many members only: the others may keep it.
         Some(wanted) if kept.contains(&wanted) || current == Some(wanted) || status.members.len() >= MAX_MEMBERS => Ok(wanted),
-        Some(wanted) => bail!("nobody keeps version {wanted} of {name}; kept are: {listed} (membership.keep: {keep})"),
+        Some(wanted) => bail!("no one keeps version {wanted} of {name}; kept are: {listed} (membership.keep: {keep})"),
         None => {
             let Some(current) = current else { bail!("{name} has no version yet: there is nothing to go back from") };
             let below = kept.range(..current).next_back().copied();
             below.with_context(|| {
-                format!("nobody keeps a version of {name} below {current}; kept are: {listed} (membership.keep: {keep}, must be 2 or more)")
+                format!("no one keeps a version of {name} below {current}; kept are: {listed} (membership.keep: {keep}, must be 2 or more)")
             })
         }
     }

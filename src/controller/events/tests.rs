@@ -1,9 +1,9 @@
 use super::*;
 use weightsync_core::protocol::Reason;
 
-fn lost(number: usize) -> Told {
+fn lost(number: usize) -> Reported {
     let event = CoordinatorEvent { reason: Reason::AgentLost, message: number.to_string(), member: None, warning: true };
-    Told { regarding: ObjectReference::default(), related: None, event }
+    Reported { regarding: ObjectReference::default(), related: None, event }
 }
 
 #[tokio::test]
@@ -13,8 +13,8 @@ async fn full_queue_drops_the_oldest_event_and_keeps_the_newest() {
     assert_eq!(dropped, 3);
     drop(Open(queue.clone()));
     let mut kept = Vec::new();
-    while let Some(told) = queue.next().await {
-        kept.push(told.event.message);
+    while let Some(reported) = queue.next().await {
+        kept.push(reported.event.message);
     }
     assert_eq!((kept.len(), kept.first().unwrap().as_str()), (QUEUE, "3"));
     assert_eq!(kept.last().unwrap(), &(QUEUE + 2).to_string());

@@ -123,7 +123,7 @@ fn candidate(server: &ApiServer, holder: &str) -> Candidate {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_first_candidate_leads_and_the_second_waits_until_it_gives_the_lease_back() {
+async fn second_candidate_waits_until_the_lease_is_given_back() {
     let server = ApiServer::new();
     let mut first = candidate(&server, "first");
     assert_eq!(first.leadership.acquired().await, Some(0));
@@ -142,7 +142,7 @@ async fn the_first_candidate_leads_and_the_second_waits_until_it_gives_the_lease
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_leader_whose_calls_all_fail_leads_no_more_before_another_may() {
+async fn leader_whose_calls_fail_stops_before_another_may_lead() {
     for mode in [Mode::Fails, Mode::Hangs] {
         let server = ApiServer::new();
         let mut leader = candidate(&server, "first");
@@ -163,7 +163,7 @@ async fn a_claim_ends_by_itself_when_the_lease_task_is_stuck() {
     let mut manager = manager(&server, "first");
     let mut leadership = manager.leadership();
     manager.try_acquire().await.unwrap().unwrap();
-    // Nobody runs the manager from here on.
+    // No one runs the manager from here on.
     assert_eq!(leadership.term(), Some(0));
     let stuck = Instant::now();
     leadership.lost().await;
@@ -185,7 +185,7 @@ async fn a_dead_leader_is_followed_after_the_duration_and_not_before() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_restarted_process_of_the_same_pod_leads_at_once_in_a_new_term() {
+async fn restarted_process_of_one_pod_leads_at_once_in_new_term() {
     let server = ApiServer::new();
     let mut first = candidate(&server, "pod");
     first.leadership.acquired().await.unwrap();
@@ -225,7 +225,7 @@ async fn a_renewal_whose_answer_was_lost_does_not_end_leadership() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn renewals_that_are_carried_out_but_answered_too_late_keep_leadership() {
+async fn renewals_answered_too_late_keep_leadership() {
     let server = ApiServer::new();
     let mut leader = candidate(&server, "first");
     leader.leadership.acquired().await.unwrap();

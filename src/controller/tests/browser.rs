@@ -30,7 +30,7 @@ async fn document(url: &str) -> (String, String) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_browser_draws_members_and_the_timeline_and_obeys_the_policy() {
+async fn browser_draws_members_and_timeline_under_the_policy() {
     let server = cluster();
     let controller = Controller::start(&server).await;
     let agents = all_agents(&server, &controller).await;

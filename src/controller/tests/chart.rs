@@ -109,7 +109,7 @@ fn fence_refuses_an_agent_that_differs_in_any_field() {
         ("a terminal", set("/stdin", json!(true)), "nothing but its agent"),
         ("an image", set("/image", json!("evil:1")), "its own image"),
         ("a name", set("/name", json!("weightsync-agent-x")), "weightsync-agent-N"),
-        ("no target", set("/targetContainerName", json!("other")), "beside a container"),
+        ("no target", set("/targetContainerName", json!("other")), "next to a container"),
         ("a variable", env(json!({"name": "LD_PRELOAD", "value": "/data/evil.so"})), "its own variables"),
         ("another Secret", env(json!({"name": "WEIGHTSYNC_ENGINE_API_KEY", "valueFrom": secret("prod", "password")})), "its own variables"),
         ("a Secret under another name", env(json!({"name": "WEIGHTSYNC_TOKEN", "valueFrom": secret("keys", "vllm")})), "its own variables"),

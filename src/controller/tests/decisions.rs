@@ -10,7 +10,7 @@ use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, Member
 use weightsync_core::protocol::{HeldVersion, MemberName, PodRef, Reason, Returned, Role};
 
 #[test]
-fn pods_become_members_and_their_agents_are_told_their_engines() {
+fn pods_become_members_and_agents_learn_their_engines() {
     let object = object("ws", 0);
     let pods = [plain("trainer-0"), plain("actor-0"), plain("actor-1")];
     let decided = decide(&object, &[&object], &pods.iter().collect::<Vec<_>>());
@@ -25,7 +25,7 @@ fn pods_become_members_and_their_agents_are_told_their_engines() {
 
 /// A pod that had to be ready before it is fed would never be fed: its sidecar says "not ready" until it was.
 #[test]
-fn a_pod_that_is_not_ready_takes_part_as_long_as_its_engines_container_runs() {
+fn unready_pod_takes_part_while_its_engine_container_runs() {
     let object = object("ws", 0);
     let unready = pod("actor-0", |pod| {
         pod["status"]["conditions"] = json!([{"type": "Ready", "status": "False", "reason": "ContainersNotReady"}]);
@@ -41,17 +41,17 @@ fn a_pod_that_is_not_ready_takes_part_as_long_as_its_engines_container_runs() {
 }
 
 #[test]
-fn a_terminating_pod_keeps_its_claim_so_that_it_can_leave_in_good_order() {
+fn terminating_pod_keeps_its_claim_to_leave_in_order() {
     let terminating = pod("actor-0", |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z"));
     let ended = pod("actor-1", |pod| pod["status"]["phase"] = json!("Failed"));
     let decided = decide(&object("ws", 0), &[], &[&terminating, &ended]);
     assert!(decided.claims.contains_key("uid-actor-0"));
     assert!(!decided.claims.contains_key("uid-actor-1"));
-    assert!(decided.no_source.is_some(), "and nobody could publish");
+    assert!(decided.no_source.is_some(), "and no one could publish");
 }
 
 #[test]
-fn of_two_objects_that_select_one_pod_the_younger_claims_nothing_and_names_the_older() {
+fn younger_of_two_objects_on_one_pod_claims_nothing() {
     let (older, younger) = (object("older", 0), object("younger", 1));
     let pods = [plain("trainer-0"), plain("actor-0")];
     let pods: Vec<_> = pods.iter().collect();
@@ -72,7 +72,7 @@ fn a_spec_that_makes_no_sense_is_refused_with_its_field() {
 }
 
 #[test]
-fn the_workers_of_a_replica_of_many_pods_have_no_engine_of_their_own() {
+fn worker_pods_of_a_replica_have_no_engine() {
     let grouped = changed("ws", 0, |object| object["spec"]["rollouts"][0]["replica"] = json!({"pods": 2}));
     let member = |name: &str, worker: &str| {
         pod(name, |pod| {
@@ -87,7 +87,7 @@ fn the_workers_of_a_replica_of_many_pods_have_no_engine_of_their_own() {
 }
 
 #[test]
-fn agents_work_beside_the_engine_and_beside_the_trainers_first_container() {
+fn agents_run_next_to_engine_and_trainers_first_container() {
     let object = object("ws", 0);
     assert_eq!(target_container(&object, &plain("actor-0")).as_deref(), Some("engine"));
     assert_eq!(target_container(&object, &plain("trainer-0")).as_deref(), Some("train"));
@@ -138,14 +138,14 @@ fn verdict_of(view: &MembershipView, hold: bool) -> Option<Verdict> {
 }
 
 #[test]
-fn a_gated_pod_serves_only_the_version_that_its_engine_confirmed() {
+fn gated_pod_serves_only_what_its_engine_confirmed() {
     use MemberStanding::{Behind, Dirty, Forming, Ready, Updating, Waiting};
     let committed = |standing, installed| view(GroupStage::Committed, Some(held(2)), vec![member("actor-0", standing, installed)]);
     let cases = [
         (Ready, Some(held(2)), true),
         (Updating, Some(held(2)), true),
         (Updating, Some(held(3)), true),
-        // A group is being formed anew: what is served did not change by that.
+        // A group is being formed again: what is served did not change by that.
         (Forming, Some(held(2)), true),
         (Waiting, Some(held(2)), true),
         (Behind, Some(held(1)), false),
@@ -159,7 +159,7 @@ fn a_gated_pod_serves_only_the_version_that_its_engine_confirmed() {
 }
 
 #[test]
-fn a_gated_pod_serves_by_the_limit_of_skew_and_not_what_the_group_left() {
+fn gated_pod_serves_within_the_skew_limit_only() {
     let near = |most, newest, holds| {
         let members = vec![member("actor-0", MemberStanding::Behind, Some(held(holds)))];
         MembershipView { max_skew: Some(most), newest: Some(newest), ..view(GroupStage::Committed, Some(held(2)), members) }
@@ -175,14 +175,14 @@ fn a_gated_pod_serves_by_the_limit_of_skew_and_not_what_the_group_left() {
 }
 
 #[test]
-fn before_the_first_version_pods_serve_or_wait_as_the_object_says() {
+fn pods_before_first_version_serve_or_wait_as_specified() {
     let view = view(GroupStage::Committed, None, vec![member("actor-0", MemberStanding::Ready, None)]);
     assert!(verdict_of(&view, false).unwrap().ready);
     assert!(!verdict_of(&view, true).unwrap().ready);
 }
 
 #[test]
-fn a_pod_with_half_an_update_serves_in_no_standing_and_at_no_version() {
+fn pod_with_half_an_update_never_serves() {
     for standing in [MemberStanding::Forming, MemberStanding::Waiting, MemberStanding::Out, MemberStanding::Dirty] {
         let dirty = MemberView { dirty: true, ..member("actor-0", standing, None) };
         let verdict = verdict_of(&view(GroupStage::Preparing, None, vec![dirty]), false).unwrap();
@@ -231,7 +231,7 @@ fn the_present_condition_is_read_from_the_pod() {
 }
 
 #[test]
-fn a_pod_whose_engine_is_wedged_is_deleted_only_where_that_was_asked_for_and_somebody_makes_it_anew() {
+fn pod_with_wedged_engine_is_deleted_only_where_asked() {
     let restart = |object: &mut serde_json::Value| object["spec"]["update"] = json!({"onWedged": "RestartPod"});
     let owned = |name: &str| {
         let owner = json!([{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "r", "uid": "u", "controller": true}]);
@@ -248,7 +248,7 @@ fn a_pod_whose_engine_is_wedged_is_deleted_only_where_that_was_asked_for_and_som
     let asked = wedged(&changed("ws", 0, restart), &view, &pods);
     assert_eq!(asked.delete, [(pods[0], "stuck".to_owned())]);
     assert_eq!(asked.problems.len(), 1, "{:?}", asked.problems);
-    assert!(asked.problems[0].1.contains("actor-1: nobody would make it anew"), "{:?}", asked.problems);
+    assert!(asked.problems[0].1.contains("actor-1: no one would make it again"), "{:?}", asked.problems);
 }
 
 #[test]

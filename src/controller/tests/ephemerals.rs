@@ -35,7 +35,7 @@ fn a_running_pod_without_an_agent_gets_one() {
 }
 
 #[test]
-fn nothing_is_added_beside_an_engine_that_is_not_up_a_sidecar_or_an_agent_that_runs() {
+fn nothing_is_added_to_a_pod_that_has_an_agent_or_is_down() {
     let starting =
         pod("actor-0", |pod| pod["status"]["containerStatuses"][0]["state"] = json!({"waiting": {"reason": "ContainerCreating"}}));
     let unknown = pod("actor-0", |pod| pod["status"] = json!({"phase": "Pending"}));
@@ -51,7 +51,7 @@ fn nothing_is_added_beside_an_engine_that_is_not_up_a_sidecar_or_an_agent_that_r
 }
 
 #[test]
-fn an_agent_that_ended_is_followed_by_another_after_a_wait_that_doubles() {
+fn ended_agent_is_replaced_after_a_doubling_wait() {
     let old = ended("2026-01-01T00:00:00Z");
     assert_eq!(need(&with_agents(std::slice::from_ref(&old)), "engine", now()), Need::Launch("weightsync-agent-2".into()));
     let recent = ended("2026-01-01T00:59:59Z");
@@ -72,14 +72,14 @@ fn a_pod_gets_so_many_agents_and_no_more() {
 }
 
 #[test]
-fn an_image_that_cannot_be_pulled_is_told() {
+fn image_that_cannot_be_pulled_is_reported() {
     let stuck = with_agents(&[json!({"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}})]);
     assert!(matches!(need(&stuck, "engine", now()), Need::Stuck(message) if message.contains("no such image")));
 }
 
 #[test]
-fn an_agent_that_the_runtime_could_not_start_is_followed_by_another() {
-    // As Kubernetes 1.36 tells it when runc fails (seen: "unable to freeze"); nobody starts that container again.
+fn agent_the_runtime_failed_to_start_is_replaced() {
+    // As Kubernetes 1.36 tells it when runc fails (seen: "unable to freeze"); no one starts that container again.
     let failed = |at: &str| {
         let end = json!({"exitCode": 128, "reason": "StartError", "finishedAt": at});
         json!({"waiting": {"reason": "RunContainerError", "message": "runc create failed"}, "last": {"terminated": end}})
@@ -91,7 +91,7 @@ fn an_agent_that_the_runtime_could_not_start_is_followed_by_another() {
 }
 
 #[test]
-fn the_container_has_the_targets_user_capabilities_and_shared_memory_and_no_privilege() {
+fn container_has_targets_user_and_no_privilege() {
     let target = pod("actor-0", |pod| {
         pod["spec"]["containers"][0]["securityContext"] = json!({"privileged": true, "capabilities": {"drop": ["ALL"]}});
         pod["spec"]["containers"][0]["volumeMounts"] =
@@ -123,7 +123,7 @@ fn the_container_has_the_targets_user_capabilities_and_shared_memory_and_no_priv
 }
 
 #[test]
-fn a_pod_that_should_have_been_wrapped_is_told_what_to_do() {
+fn pod_that_lacks_its_wrapper_is_named_with_the_remedy() {
     let annotated = |how: &'static str| move |pod: &mut Value| pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": how});
     let wrapped = pod("actor-0", |pod| pod["spec"]["initContainers"] = json!([{"name": "weightsync-program"}]));
     assert_eq!(unwrapped(&wrapped), None);
@@ -134,5 +134,5 @@ fn a_pod_that_should_have_been_wrapped_is_told_what_to_do() {
     let sidecar = pod("actor-0", |pod| pod["spec"]["initContainers"] = json!([{"name": "weightsync-agent"}]));
     assert!(unwrapped(&sidecar).is_some(), "a sidecar shares no GPU");
     let early = unwrapped(&pod("actor-0", annotated("wrap"))).unwrap();
-    assert!(early.contains("make it anew"), "{early}");
+    assert!(early.contains("make it again"), "{early}");
 }

@@ -1,4 +1,4 @@
-//! One controller and many objects: who is looked at when a pod changes, and how often an update is told.
+//! One controller and many objects: who is looked at when a pod changes, and how often an update is reported.
 
 use std::time::Instant;
 
@@ -31,7 +31,7 @@ fn labelled(name: &str, app: &str) -> Pod {
 }
 
 #[test]
-fn a_change_of_a_pod_concerns_the_objects_that_select_it_or_did_before() {
+fn pod_change_concerns_objects_that_select_or_selected_it() {
     let (store, mut writer) = reflector::store::<Object>();
     let elsewhere = changed("elsewhere", 0, |object| object["metadata"]["namespace"] = json!("elsewhere"));
     for object in [object("one", 0), other("two"), elsewhere] {
@@ -47,7 +47,7 @@ fn a_change_of_a_pod_concerns_the_objects_that_select_it_or_did_before() {
     assert_eq!(names(&actor, None), ["one"]);
     assert_eq!(names(&actor, Some(&actor)), ["one"]);
     assert_eq!(names(&moved, Some(&actor)), ["one", "two"], "the one that it leaves must know");
-    assert!(names(&labelled("actor-0", "nobody's"), None).is_empty());
+    assert!(names(&labelled("actor-0", "no one's"), None).is_empty());
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn only_what_a_running_update_moves_waits_for_more() {
         status["lastUpdate"] = json!({"version": 2, "attempt": 1, "state": "Activate", "bytes": 18, "feeding": false, "phases": []});
     };
     assert!(waits(&step, UpdatePhase::Activate));
-    assert!(!waits(&step, UpdatePhase::Done), "the end is told at once");
+    assert!(!waits(&step, UpdatePhase::Done), "the end is reported at once");
     assert!(!waits(&step, UpdatePhase::Failed));
     assert!(!may_wait(&before, &status(step), &idle(&object("ws", 0))), "without an update nothing waits");
     let at_once: [&dyn Fn(&mut Value); 5] = [
@@ -131,7 +131,7 @@ fn settled(server: &ApiServer) -> bool {
 }
 
 #[tokio::test]
-async fn an_update_is_told_by_two_writes_of_status_and_not_by_one_for_each_of_its_steps() {
+async fn update_costs_two_status_writes() {
     let server = cluster();
     let controller = Controller::start(&server).await;
     let agents = all_agents(&server, &controller).await;

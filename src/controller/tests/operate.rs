@@ -88,7 +88,7 @@ async fn a_group_with_updates() -> (ApiServer, Controller, Vec<FakeAgent>) {
 }
 
 #[tokio::test]
-async fn every_series_of_a_controller_is_defined_and_counts_what_happened() {
+async fn every_controller_series_is_defined_and_counts() {
     let (server, controller, _agents) = a_group_with_updates().await;
     server.until("an Event tells", |server| server.all("events").iter().any(|event| event["reason"] == "GroupFormed")).await;
     let text = controller.page("/metrics").await.1;
@@ -120,7 +120,7 @@ async fn every_series_of_a_controller_is_defined_and_counts_what_happened() {
 }
 
 #[tokio::test]
-async fn the_page_shows_members_with_reasons_and_the_phases_of_the_last_updates() {
+async fn page_shows_members_reasons_and_last_phases() {
     let (_server, controller, _agents) = a_group_with_updates().await;
     let state = state(&controller).await;
     let object = &state["objects"][0];

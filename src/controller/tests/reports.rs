@@ -95,7 +95,7 @@ fn a_working_group_is_ready_in_every_respect() {
 }
 
 #[test]
-fn a_group_that_goes_back_says_so_and_then_from_where_and_what_is_kept() {
+fn rollback_status_names_origin_and_kept_versions() {
     let object = object("ws", 0);
     let held = |version| HeldVersion { version, manifest: "abc".into() };
     let returned = Some(Returned { to: 5, from: 7, pinned: true });

@@ -35,7 +35,7 @@ async fn epoch_of_another_controller_is_named_and_then_passed() {
         object["status"]["epoch"] = json!(100);
         object["status"]["term"] = json!(50);
     });
-    // The group must be formed anew without it.
+    // The group must be formed again without it.
     agents.pop();
     let named = |server: &ApiServer, kind: &str| condition(server, kind) == ("False".into(), "PersistConflict".into());
     server.until("the conflict is named", |server| named(server, "GroupReady") && named(server, "Ready")).await;

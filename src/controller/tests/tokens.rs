@@ -31,7 +31,7 @@ fn a_projected_token_proves_its_pod() {
 }
 
 #[test]
-fn a_token_that_is_invalid_for_others_unbound_or_of_no_pod_proves_nothing() {
+fn invalid_or_unbound_token_proves_nothing() {
     let refused: [fn(&mut Value); 6] = [
         |status| status["authenticated"] = json!(false),
         |status| status["audiences"] = json!(["https://kubernetes.default.svc"]),
@@ -76,6 +76,6 @@ fn an_epoch_is_written_over_older_ones_only() {
     assert!(matches!(judge(8, 2, &id(3, 7)), Found::Conflict(_)));
     assert!(matches!(judge(8, 3, &id(3, 7)), Found::Conflict(_)));
     assert!(matches!(judge(7, 4, &id(3, 7)), Found::Conflict(_)), "agents that know it refuse ours");
-    // Left from a Lease that is gone: whoever leads now goes on above it.
+    // Left from a Lease that is gone: anyone who leads now goes on above it.
     assert_eq!(judge(6, 4, &id(3, 7)), Found::Write);
 }

@@ -44,7 +44,7 @@ fn outline(spans: &[Span]) -> Vec<(&str, &str, u64, u64)> {
 }
 
 #[test]
-fn a_trace_has_the_phases_of_the_source_and_the_steps_of_every_rollout() {
+fn trace_has_source_phases_and_steps_of_every_rollout() {
     use InstallStep::{Delivered, Failed, Installed, Installing, Receiving};
     let mut trail = Trail::default();
     let transfer: &[(&str, u64)] = &[("begin", 10)];
@@ -77,7 +77,7 @@ fn a_trace_has_the_phases_of_the_source_and_the_steps_of_every_rollout() {
 }
 
 #[test]
-fn an_attempt_whose_end_is_not_reported_ends_when_the_next_one_begins() {
+fn attempt_without_a_reported_end_ends_with_the_next() {
     let mut trail = Trail::default();
     trail.note(&view(1, UpdatePhase::Transfer, &[InstallStep::Receiving], &[]), 5);
     let traces = trail.note(&view(2, UpdatePhase::Failed, &[InstallStep::Refused], &[]), 9);
@@ -176,7 +176,7 @@ async fn a_trace_is_posted_as_the_json_of_otlp() {
 }
 
 #[tokio::test]
-async fn a_trace_is_posted_again_only_if_the_collector_may_take_it_later() {
+async fn trace_is_posted_again_only_on_a_retryable_answer() {
     let busy = StatusCode::SERVICE_UNAVAILABLE;
     let rejected = r#"{"partialSuccess":{"rejectedSpans":"3","errorMessage":"too old"}}"#;
     let answers = vec![(busy, "later"), (StatusCode::OK, "{}"), (StatusCode::BAD_REQUEST, "no"), (StatusCode::OK, rejected)];
@@ -229,7 +229,7 @@ async fn a_collector_gets_a_trace_of_every_attempt() {
 }
 
 #[tokio::test]
-async fn an_address_or_a_header_that_cannot_be_used_is_refused_at_the_start() {
+async fn unusable_address_or_header_is_refused_at_start() {
     for wrong in ["collector:4318", "https://collector:4318", "not an address"] {
         let error = Traces::start(wrong, "controller-0").unwrap_err().to_string();
         assert!(error.contains(wrong) && error.contains("http://HOST:4318"), "{error}");

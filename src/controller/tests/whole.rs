@@ -261,7 +261,7 @@ async fn a_suspended_object_releases_its_pods_and_takes_them_up_again() {
 }
 
 #[tokio::test]
-async fn an_object_that_cannot_be_read_is_told_so_and_stops_nobody_else() {
+async fn unreadable_object_is_named_and_stops_no_other() {
     let server = cluster();
     let mut broken = serde_json::to_value(fixtures::object("broken", 0)).unwrap();
     broken["spec"]["rollouts"] = json!("none");
@@ -279,7 +279,7 @@ async fn an_object_that_cannot_be_read_is_told_so_and_stops_nobody_else() {
 }
 
 #[tokio::test]
-async fn a_controller_without_an_api_server_ends_and_the_group_goes_on() {
+async fn controller_without_api_server_ends_and_group_goes_on() {
     let server = cluster();
     let controller = Controller::start(&server).await;
     let agents = all_agents(&server, &controller).await;
@@ -312,7 +312,7 @@ async fn a_running_pod_gets_an_ephemeral_agent_whose_token_works_once() {
     server.until("told", |server| server.all("events").iter().any(|event| event["reason"] == "AgentLaunched")).await;
     assert_eq!(server.calls("patch", "pods/ephemeralcontainers"), 3, "one for each pod, and no second one");
 
-    // Whoever may read the pod sees the token.
+    // Anyone who may read the pod sees the token.
     let authority = server.get("configmaps", "system", "weightsync-ca").unwrap()["data"]["ca.crt"].as_str().unwrap().to_owned();
     let thief = Identity::new(&authority).unwrap();
     let pod = Pod { namespace: "default".into(), name: "actor-0".into(), uid: "uid-actor-0".into(), role: Role::Rollout, token: seen };

@@ -33,7 +33,7 @@ fn claim_that_is_wrong_is_a_difference() {
     let mixed = Truth { holds: Holds::Mixture, runs: true };
     assert_eq!(differences(&Claim { installed: None, ..ready(1) }, mixed), [PodReadyEngineMixed]);
     let lost = Claim { standing: Some(MemberStanding::Out), ready: false, ..ready(1) };
-    assert!(differences(&lost, STOPPED).is_empty(), "nobody says that it serves");
+    assert!(differences(&lost, STOPPED).is_empty(), "no one says that it serves");
 }
 
 #[test]

@@ -33,7 +33,7 @@ async fn await_api_server(cluster: &Cluster) {
     .await;
 }
 
-/// Waits until whoever lives by a lease took it anew: Kubernetes' own controllers, which other tests need, and ours.
+/// Waits until anyone who lives by a lease took it again: Kubernetes' own controllers, which other tests need, and ours.
 async fn await_leaders(cluster: &Cluster) {
     let now = Timestamp::now();
     for (namespace, name) in [("kube-system", "kube-controller-manager"), ("kube-system", "kube-scheduler"), (NAMESPACE, "weightsync")] {
@@ -58,7 +58,7 @@ fn all_installed(published: &[Published], replicas: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn versions_flow_while_the_api_server_stands_still_for_half_a_minute() {
+async fn versions_flow_while_the_api_server_is_frozen() {
     Cluster::run("api-server", |cluster| async move {
         group(&cluster, 2).await;
         let before = all(&cluster, &PODS).await;
@@ -119,7 +119,7 @@ async fn await_another(cluster: &Cluster, name: &str, before: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restart_of_etcd_or_of_the_kubelet_restarts_no_engine_and_sends_nothing_again() {
+async fn restart_of_etcd_or_kubelet_restarts_no_engine() {
     Cluster::run("node-parts", |cluster| async move {
         group(&cluster, 2).await;
         let before = all(&cluster, &PODS).await;
@@ -152,7 +152,7 @@ async fn leads(cluster: &Cluster, pod: &str) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_leader_that_lost_its_lease_while_it_stood_still_acts_no_more_and_the_other_one_alone_does() {
+async fn frozen_leader_that_lost_its_lease_acts_no_more() {
     Cluster::run("lost-lease", |cluster| async move {
         scale_controller(&cluster, 2).await;
         group(&cluster, 2).await;
@@ -170,7 +170,7 @@ async fn a_leader_that_lost_its_lease_while_it_stood_still_acts_no_more_and_the_
         })
         .await;
         stopped.thaw().await;
-        // Both run now, and the first has not been told: it must find out before it does anything.
+        // Both run now, and the first has not been informed: it must find out before it does anything.
         cluster.create_pod(simulated_vllm("sim-2")).await;
         cluster.await_version("run", 1, 3, START).await;
         eventually("the first one ended and waits for the lease", START, || async {
@@ -181,18 +181,18 @@ async fn a_leader_that_lost_its_lease_while_it_stood_still_acts_no_more_and_the_
         .await;
         assert_eq!(holder(&cluster).await, (second.clone(), terms + 1), "the lease changed hands once");
         assert!(leads(&cluster, &second).await && !leads(&cluster, &first).await, "one leads");
-        // One epoch for the one pod that came, told by the one that leads, and nobody was sent what it has.
+        // One epoch for the one pod that came, reported by the one that leads, and no one was sent what it has.
         let epoch = before["trainer-0"].epoch + 1;
         let mut expected = before.clone();
         for one in expected.values_mut() {
             one.epoch = epoch;
         }
         let mut now = all(&cluster, &PODS).await;
-        // Whoever feeds the joiner has a part in that; engines that have the version do not.
+        // Anyone who feeds the joiner has a part in that; engines that have the version do not.
         now.get_mut("trainer-0").unwrap().updates = expected["trainer-0"].updates;
         assert_eq!(now, expected);
-        let told = cluster.api::<Event>().list(&ListParams::default()).await.unwrap().items;
-        let formed: Vec<_> = told.iter().filter(|event| event.reason.as_deref() == Some("GroupFormed")).collect();
+        let reported = cluster.api::<Event>().list(&ListParams::default()).await.unwrap().items;
+        let formed: Vec<_> = reported.iter().filter(|event| event.reason.as_deref() == Some("GroupFormed")).collect();
         let by_second = formed.iter().filter(|event| event.reporting_instance.as_deref() == Some(&second)).count();
         assert_eq!(by_second, 1, "{formed:?}");
         let newest = formed.iter().max_by_key(|event| event.event_time.clone()).unwrap();
@@ -205,7 +205,7 @@ async fn a_leader_that_lost_its_lease_while_it_stood_still_acts_no_more_and_the_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_upgrade_of_the_operator_restarts_no_engine_and_sends_nothing_again() {
+async fn operator_upgrade_restarts_no_engine_and_resends_nothing() {
     Cluster::run("upgrade", |cluster| async move {
         group(&cluster, 2).await;
         let before = all(&cluster, &PODS).await;

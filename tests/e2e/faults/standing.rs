@@ -19,7 +19,7 @@ pub struct Standing {
     pub restarts: BTreeMap<String, i32>,
     /// The epoch that its agent is in.
     pub epoch: u64,
-    /// Updates in which its agent had a part, whoever led them and however they ended.
+    /// Updates in which its agent had a part, anyone who led them and however they ended.
     pub updates: u64,
     /// Versions that its engine took; of a trainer, none.
     pub installs: u64,

@@ -1,5 +1,5 @@
 //! An operator that is taken away: a second installation, for one namespace only, because what the first one injects into the pods of all
-//! other tests is never made anew (tests/e2e/prepare.sh says why).
+//! other tests is never made again (tests/e2e/prepare.sh says why).
 
 use std::time::Duration;
 
@@ -108,7 +108,7 @@ async fn uninstalled(cluster: &Cluster) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_uninstalled_operator_leaves_pods_that_serve_and_take_versions_and_nothing_that_is_stuck() {
+async fn uninstalled_operator_leaves_serving_pods_and_nothing_stuck() {
     Cluster::run("uninstall", |cluster| async move {
         let cluster = std::sync::Arc::new(cluster);
         // The first installation looks at every namespace.

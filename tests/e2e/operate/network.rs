@@ -1,4 +1,4 @@
-//! The chart's network policies, enforced: members and the controller reach each other, and nobody else reaches them.
+//! The chart's network policies, enforced: members and the controller reach each other, and no one else reaches them.
 
 use std::time::Duration;
 
@@ -85,7 +85,7 @@ async fn strangers_are_kept_out(cluster: &Cluster) -> (String, Vec<(String, u16)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn with_the_charts_network_policies_a_group_forms_and_takes_a_version_and_strangers_reach_no_port_of_ours() {
+async fn group_forms_under_network_policies_and_strangers_fail() {
     Cluster::run("network", |cluster| async move {
         let (stranger, doors) = strangers_are_kept_out(&cluster).await;
         lift().await;

@@ -7,17 +7,17 @@ import statistics
 import subprocess
 from typing import Any
 
-from tests.gpu.lmdeploy.bed import Bed
+from tests.gpu.lmdeploy.fixture import Fixture
 
 NUMBER = iter(range(1_000_000, 2_000_000, 1000))
 
 
-def feed(bed: Bed, name: str, seed: int, *more: str) -> list[dict[str, Any]]:
+def feed(fixture: Fixture, name: str, seed: int, *more: str) -> list[dict[str, Any]]:
     """Versions that `weightsync-dev feed` handed over, as it tells them."""
-    server = bed.server(name)
-    checkpoint = bed.model(server.model.name.rsplit("-", 1)[0], seed)
+    server = fixture.server(name)
+    checkpoint = fixture.model(server.model.name.rsplit("-", 1)[0], seed)
     words = [
-        f"{bed.args.weightsync}-dev",
+        f"{fixture.args.weightsync}-dev",
         "feed",
         str(checkpoint),
         "--engine",
@@ -34,18 +34,18 @@ def feed(bed: Bed, name: str, seed: int, *more: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def floor(bed: Bed, name: str, mib: int, runs: int) -> None:
-    fed = feed(bed, name, 3, "--bucket-mib", str(mib), "--preload", "--repeat", str(runs))
+def floor(fixture: Fixture, name: str, mib: int, runs: int) -> None:
+    fed = feed(fixture, name, 3, "--bucket-mib", str(mib), "--preload", "--repeat", str(runs))
     ms = [each["ms"] for each in fed]
-    bed.note("floor", server=name, mib=mib, ms=statistics.median(ms), least=min(ms), runs=fed)
-    bed.check("text after floor", bed.server(name).says() == bed.text("dense", 3), server=name)
+    fixture.note("floor", server=name, mib=mib, ms=statistics.median(ms), least=min(ms), runs=fed)
+    fixture.check("text after floor", fixture.server(name).says() == fixture.text("dense", 3), server=name)
 
 
-def awake(bed: Bed) -> None:
-    floor(bed, "awake", 1024, 7)
-    floor(bed, "awake", 256, 5)
+def awake(fixture: Fixture) -> None:
+    floor(fixture, "awake", 1024, 7)
+    floor(fixture, "awake", 256, 5)
 
 
-def asleep(bed: Bed) -> None:
-    floor(bed, "asleep", 1024, 5)
-    floor(bed, "asleep", 256, 5)
+def asleep(fixture: Fixture) -> None:
+    floor(fixture, "asleep", 1024, 5)
+    floor(fixture, "asleep", 256, 5)

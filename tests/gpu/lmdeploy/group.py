@@ -1,4 +1,4 @@
-"""`weightsync local` around a real LMDeploy and a torch trainer: how it is started, told to publish, and robbed of its processes."""
+"""`weightsync local` around a real LMDeploy and a torch trainer: how it is started, asked to publish, and robbed of its processes."""
 
 from __future__ import annotations
 
@@ -164,13 +164,13 @@ class Group:
 
     def publish(self, *seeds: int, limit: float = 60) -> list[dict[str, Any]]:
         """Versions in a row, as the trainer saw them."""
-        told = []
+        reported = []
         for seed in seeds:
             self.begin(seed, limit=limit)
-            told.append(self.end(limit))
-            if told[-1]["event"] == "failed":
-                raise RuntimeError(f"{told[-1]['error']}\n{self.logs()[-6000:]}")
-        return told
+            reported.append(self.end(limit))
+            if reported[-1]["event"] == "failed":
+                raise RuntimeError(f"{reported[-1]['error']}\n{self.logs()[-6000:]}")
+        return reported
 
     def logs(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()}" for log in sorted(self.state.glob("*.log")))

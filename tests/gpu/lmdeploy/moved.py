@@ -11,19 +11,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.lmdeploy.bed import Bed
+from tests.gpu.lmdeploy.fixture import Fixture
 from tests.gpu.lmdeploy.group import Group
 from tests.gpu.lmdeploy.server import Load, Server, gpu_memory
 
 
-def milliseconds(told: list[dict[str, Any]]) -> list[float]:
-    return [round(each["s"] * 1e3, 1) for each in told]
+def milliseconds(reported: list[dict[str, Any]]) -> list[float]:
+    return [round(each["s"] * 1e3, 1) for each in reported]
 
 
-def short(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def short(reported: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a line says of each publish."""
     lines = []
-    for each in told:
+    for each in reported:
         result = each.get("result", {})
         line = {"s": round(each.get("s", 0), 4), "released_s": round(each.get("released_s", 0), 4), "error": each.get("error")}
         line |= {name: result.get(name) for name in ("version", "attempts", "epoch", "phases_ms", "behind", "memory")}
@@ -37,92 +37,100 @@ def steps(group: Group) -> list[str]:
     return [line.split("confirmed", 1)[1] for line in plain.splitlines() if "the engine confirmed" in line][-6:]
 
 
-def whole_step(bed: Bed, server: Server, way: str, *, retain_mib: int, runs: int = 8) -> None:
+def whole_step(fixture: Fixture, server: Server, way: str, *, retain_mib: int, runs: int = 8) -> None:
     """Text as a fresh server's, and what a publish takes."""
-    group = Group(bed.args, server, bed.trainer("dense"), f"{way.replace('_', '-')}-{retain_mib}", retain_mib=retain_mib)
+    group = Group(fixture.args, server, fixture.trainer("dense"), f"{way.replace('_', '-')}-{retain_mib}", retain_mib=retain_mib)
     try:
-        told = group.publish(3, 2, 3, limit=120)
-        bed.check("published", server.says() == bed.text("dense", 3), way=way, retain_mib=retain_mib, versions=short(told))
-        told = group.publish(*[2, 3] * (runs // 2))
-        ms = milliseconds(told)
-        values = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "runs": short(told), "steps": steps(group)}
-        bed.note("whole step", way=way, retain_mib=retain_mib, **values)
-        spaced(bed, group, retain_mib, 2, 3, 2, 3, 2, 3)
+        reported = group.publish(3, 2, 3, limit=120)
+        fixture.check("published", server.says() == fixture.text("dense", 3), way=way, retain_mib=retain_mib, versions=short(reported))
+        reported = group.publish(*[2, 3] * (runs // 2))
+        ms = milliseconds(reported)
+        values = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "runs": short(reported), "steps": steps(group)}
+        fixture.note("whole step", way=way, retain_mib=retain_mib, **values)
+        spaced(fixture, group, retain_mib, 2, 3, 2, 3, 2, 3)
     finally:
-        bed.keep(group)
+        fixture.keep(group)
         group.stop()
 
 
-def spaced(bed: Bed, group: Group, retain_mib: int, *seeds: int) -> None:
+def spaced(fixture: Fixture, group: Group, retain_mib: int, *seeds: int) -> None:
     """As in training: what an update left to do (a token, a copy) is done before the next one."""
-    told = []
+    reported = []
     for seed in seeds:
         time.sleep(1)
-        told += group.publish(seed)
-    bed.note("whole step", retain_mib=retain_mib, between="a second", ms=milliseconds(told), runs=short(told), steps=steps(group))
+        reported += group.publish(seed)
+    fixture.note(
+        "whole step", retain_mib=retain_mib, between="a second", ms=milliseconds(reported), runs=short(reported), steps=steps(group)
+    )
 
 
-def awake(bed: Bed) -> None:
+def awake(fixture: Fixture) -> None:
     """The route without sleep: what a step takes, requests in flight, and what is held after 20 updates."""
-    server = bed.server("awake")
-    whole_step(bed, server, "update_weights", retain_mib=8192)
-    whole_step(bed, server, "update_weights", retain_mib=65536)
-    group = Group(bed.args, server, bed.trainer("dense"), "awake")
+    server = fixture.server("awake")
+    whole_step(fixture, server, "update_weights", retain_mib=8192)
+    whole_step(fixture, server, "update_weights", retain_mib=65536)
+    group = Group(fixture.args, server, fixture.trainer("dense"), "awake")
     try:
         group.publish(3, 2, limit=120)
-        told = group.publish(*[3, 2] * 5)
-        ms = milliseconds(told)
-        values = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "runs": short(told), "steps": steps(group)}
-        bed.note("whole step", way="update_weights", retain_mib=0, **values)
-        spaced(bed, group, 0, 3, 2, 3, 2, 3, 2)
-        bed.check("text", server.says() == bed.text("dense", 2), way="update_weights")
+        reported = group.publish(*[3, 2] * 5)
+        ms = milliseconds(reported)
+        values = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "runs": short(reported), "steps": steps(group)}
+        fixture.note("whole step", way="update_weights", retain_mib=0, **values)
+        spaced(fixture, group, 0, 3, 2, 3, 2, 3, 2)
+        fixture.check("text", server.says() == fixture.text("dense", 2), way="update_weights")
         load = Load(server, 8, 200)
         time.sleep(1)
-        told = group.publish(3, 2, 3)
+        reported = group.publish(3, 2, 3)
         time.sleep(1)
         ends = load.stop()
         good = not any(end.startswith("HTTP 5") and end != "HTTP 503" for end in ends)
-        bed.check(
-            "requests in flight", good, way="update_weights", ends=ends, refused_s=load.gaps, versions=short(told), steps=steps(group)[-3:]
+        fixture.check(
+            "requests in flight",
+            good,
+            way="update_weights",
+            ends=ends,
+            refused_s=load.gaps,
+            versions=short(reported),
+            steps=steps(group)[-3:],
         )
-        bed.check("text after requests in flight", server.says() == bed.text("dense", 3), way="update_weights")
+        fixture.check("text after requests in flight", server.says() == fixture.text("dense", 3), way="update_weights")
         group.publish(2, 3)
         before = {"mib": gpu_memory(0), "engine": server.descriptors(), "ours": group.holdings()}
         group.publish(*[2, 3] * 10)
         after = {"mib": gpu_memory(0), "engine": server.descriptors(), "ours": group.holdings()}
         flat = after["mib"] - before["mib"] <= 64 and after["engine"] - before["engine"] <= 4
         more = {name: held["descriptors"] - before["ours"].get(name, held)["descriptors"] for name, held in after["ours"].items()}
-        bed.check("flat over 20 updates", flat and all(few <= 2 for few in more.values()), before=before, after=after)
-        bed.check("text after 20 updates", server.says() == bed.text("dense", 3), way="update_weights")
+        fixture.check("flat over 20 updates", flat and all(few <= 2 for few in more.values()), before=before, after=after)
+        fixture.check("text after 20 updates", server.says() == fixture.text("dense", 3), way="update_weights")
     finally:
-        bed.keep(group)
+        fixture.keep(group)
         group.stop()
 
 
-def asleep(bed: Bed) -> None:
+def asleep(fixture: Fixture) -> None:
     """The route of sleeping servers: checkpoint-engine."""
-    server = bed.server("asleep")
-    whole_step(bed, server, "checkpoint-engine", retain_mib=65536, runs=6)
-    group = Group(bed.args, server, bed.trainer("dense"), "asleep")
+    server = fixture.server("asleep")
+    whole_step(fixture, server, "checkpoint-engine", retain_mib=65536, runs=6)
+    group = Group(fixture.args, server, fixture.trainer("dense"), "asleep")
     try:
         group.publish(2, limit=120)
         load = Load(server, 8, 200)
         time.sleep(1)
-        told = group.publish(3, 2, 3)
+        reported = group.publish(3, 2, 3)
         time.sleep(1)
         ends = load.stop()
-        bed.note(
-            "requests in flight", way="checkpoint-engine", ends=ends, refused_s=load.gaps, versions=short(told), steps=steps(group)[-3:]
+        fixture.note(
+            "requests in flight", way="checkpoint-engine", ends=ends, refused_s=load.gaps, versions=short(reported), steps=steps(group)[-3:]
         )
     finally:
-        bed.keep(group)
+        fixture.keep(group)
         group.stop()
 
 
-def beside(bed: Bed) -> None:
-    """Tokens a second of an engine on a GPU beside which another one is given weights, and without."""
-    quiet, fed = bed.server("asleep"), bed.server("awake")
-    group = Group(bed.args, fed, bed.trainer("dense"), "beside")
+def alongside(fixture: Fixture) -> None:
+    """Tokens a second of an engine on a GPU next to which another one is given weights, and without."""
+    quiet, fed = fixture.server("asleep"), fixture.server("awake")
+    group = Group(fixture.args, fed, fixture.trainer("dense"), "beside")
     try:
         group.publish(2, 3, limit=120)
         rates: dict[str, list[float]] = {"without": [], "beside": []}
@@ -141,122 +149,128 @@ def beside(bed: Bed) -> None:
                 rates[what].append(round((load.tokens - tokens) / (time.monotonic() - begun), 1))
                 load.stop()
         ratio = statistics.median(rates["beside"]) / statistics.median(rates["without"])
-        bed.note("decode beside updates", tokens_per_s=rates, ratio=round(ratio, 4), published=published)
+        fixture.note("decode next to updates", tokens_per_s=rates, ratio=round(ratio, 4), published=published)
     finally:
         group.stop()
 
 
-def kills(bed: Bed) -> None:
+def kills(fixture: Fixture) -> None:
     """SIGKILL in the middle of a broadcast: the receiver's worker, its agent, the source's worker and its agent."""
-    server, trainer = bed.server("awake"), bed.trainer("dense")
-    group = Group(bed.args, server, trainer, "kills", retain_mib=16384)
+    server, trainer = fixture.server("awake"), fixture.trainer("dense")
+    group = Group(fixture.args, server, trainer, "kills", retain_mib=16384)
     try:
         group.publish(2, 3, limit=120)
         for which in ("actor worker", "actor agent", "trainer worker", "trainer agent"):
             for turn in range(3):
                 seed = 2 + turn % 2
                 killed = group.kill_in_transfer(seed, which, 0.01 * turn, 45)
-                told = group.end(45)
+                reported = group.end(45)
                 took = time.monotonic() - killed
                 # A source's agent takes its publish along; the trainer tries again, as trainers do.
-                again = [] if told["event"] == "done" else group.publish(seed, limit=60)
-                bed.check(
+                again = [] if reported["event"] == "done" else group.publish(seed, limit=60)
+                fixture.check(
                     "killed in a broadcast",
-                    server.says() == bed.text("dense", seed) and trainer.process.poll() is None,
+                    server.says() == fixture.text("dense", seed) and trainer.process.poll() is None,
                     which=which,
                     s=round(took, 3),
                     whole_s=round(time.monotonic() - killed, 3),
-                    publish=short([told]),
+                    publish=short([reported]),
                     again=short(again),
                     events=group.since(killed),
                 )
-        bed.check("published after all kills", bool(group.publish(2)) and server.says() == bed.text("dense", 2))
+        fixture.check("published after all kills", bool(group.publish(2)) and server.says() == fixture.text("dense", 2))
     finally:
-        bed.keep(group)
+        fixture.keep(group)
         group.stop()
 
 
-def engine_killed(bed: Bed) -> None:
+def engine_killed(fixture: Fixture) -> None:
     """SIGKILL of the engine in a broadcast; a new one is started at once, as a pod's restart would."""
-    server, trainer = bed.server("awake"), bed.trainer("dense")
-    group = Group(bed.args, server, trainer, "engine-killed", retain_mib=16384)
+    server, trainer = fixture.server("awake"), fixture.trainer("dense")
+    group = Group(fixture.args, server, trainer, "engine-killed", retain_mib=16384)
     try:
         group.publish(2, 3, limit=120)
         group.begin(2, watch=True, limit=200)
         trainer.hear("transfer", limit=60)
         server.stop(signal.SIGKILL)
-        new = bed.restart("awake")
+        new = fixture.restart("awake")
         healthy: list[float] = []
         threading.Thread(target=lambda: healthy.append(new.healthy()), daemon=True).start()
-        told = group.end(200)
+        reported = group.end(200)
         done = time.monotonic()
-        seen = {"publish": short([told]), "after_healthy_s": round(done - healthy[0], 3) if healthy else None}
-        good = told["event"] == "done" and new.says() == bed.text("dense", 2)
-        bed.check("engine killed in a broadcast", good and trainer.process.poll() is None, **seen)
+        seen = {"publish": short([reported]), "after_healthy_s": round(done - healthy[0], 3) if healthy else None}
+        good = reported["event"] == "done" and new.says() == fixture.text("dense", 2)
+        fixture.check("engine killed in a broadcast", good and trainer.process.poll() is None, **seen)
     finally:
-        bed.keep(group)
+        fixture.keep(group)
         group.stop()
 
 
-def experts(bed: Bed) -> None:
+def experts(fixture: Fixture) -> None:
     """A small model with sixteen experts, graphs on."""
-    server = bed.server("experts")
-    group = Group(bed.args, server, bed.trainer("experts"), "experts", bucket_mib=256)
+    server = fixture.server("experts")
+    group = Group(fixture.args, server, fixture.trainer("experts"), "experts", bucket_mib=256)
     try:
         for seed in (2, 3, 2):
-            told = group.publish(seed, limit=120)
-            bed.check("published", server.says() == bed.text("experts", seed), way="experts", versions=short(told), steps=steps(group)[-1:])
+            reported = group.publish(seed, limit=120)
+            fixture.check(
+                "published",
+                server.says() == fixture.text("experts", seed),
+                way="experts",
+                versions=short(reported),
+                steps=steps(group)[-1:],
+            )
         ms = milliseconds(group.publish(*[3, 2] * 4))
-        bed.note("whole step", way="experts", ms=statistics.median(ms), runs=ms)
-        bed.check("text", server.says() == bed.text("experts", 2), way="experts")
+        fixture.note("whole step", way="experts", ms=statistics.median(ms), runs=ms)
+        fixture.check("text", server.says() == fixture.text("experts", 2), way="experts")
     finally:
-        bed.keep(group)
+        fixture.keep(group)
         group.stop()
 
 
-def colocated(bed: Bed) -> None:
+def colocated(fixture: Fixture) -> None:
     """Trainer and engine on one GPU: the engine's member has no rank and is fed by CUDA IPC."""
-    between_gpus(bed, "nccl", "by CUDA IPC", trainer_gpu=0)
+    between_gpus(fixture, "nccl", "by CUDA IPC", trainer_gpu=0)
 
 
-def reads(bed: Bed) -> None:
+def reads(fixture: Fixture) -> None:
     """The same through NIXL: the engine's member reads the memory of the trainer's agent. UCX does that by CUDA IPC, too."""
-    between_gpus(bed, "gdr", "NIXL is open on a GPU", trainer_gpu=0)
+    between_gpus(fixture, "gdr", "NIXL is open on a GPU", trainer_gpu=0)
 
 
-def reads_apart(bed: Bed) -> None:
+def reads_apart(fixture: Fixture) -> None:
     """Through NIXL from the trainer's GPU to the engine's."""
-    between_gpus(bed, "gdr", "NIXL is open on a GPU", trainer_gpu=1)
+    between_gpus(fixture, "gdr", "NIXL is open on a GPU", trainer_gpu=1)
 
 
-def between_gpus(bed: Bed, transport: str, by: str, *, trainer_gpu: int) -> None:
+def between_gpus(fixture: Fixture, transport: str, by: str, *, trainer_gpu: int) -> None:
     """Text, time, no copy through the host, and SIGKILL of the receiver's worker, its agent and the source's worker."""
-    server, where = bed.server("awake"), "apart" if trainer_gpu else "colocated"
+    server, where = fixture.server("awake"), "apart" if trainer_gpu else "colocated"
     way, name = f"{where} over {transport}", f"{where}-{transport}"
-    group = Group(bed.args, server, bed.trainer("dense", trainer_gpu), name, trainer_gpu=trainer_gpu, transport=transport)
+    group = Group(fixture.args, server, fixture.trainer("dense", trainer_gpu), name, trainer_gpu=trainer_gpu, transport=transport)
     try:
-        told = group.publish(2, 3, limit=120)
-        bed.check("published", server.says() == bed.text("dense", 3), way=way, versions=short(told), steps=steps(group))
-        told = group.publish(*[2, 3] * 4)
-        ms = milliseconds(told)
-        values = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "runs": short(told), "steps": steps(group)}
-        bed.note("whole step", way=way, **values)
-        bed.check("text", server.says() == bed.text("dense", 3), way=way)
+        reported = group.publish(2, 3, limit=120)
+        fixture.check("published", server.says() == fixture.text("dense", 3), way=way, versions=short(reported), steps=steps(group))
+        reported = group.publish(*[2, 3] * 4)
+        ms = milliseconds(reported)
+        values = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "runs": short(reported), "steps": steps(group)}
+        fixture.note("whole step", way=way, **values)
+        fixture.check("text", server.says() == fixture.text("dense", 3), way=way)
         said = re.sub(r"\x1b\[[0-9;]*m", "", group.logs()) + json.dumps([event for _, event in group.events])
-        memory = [each.get("result", {}).get("memory", "") for each in told]
+        memory = [each.get("result", {}).get("memory", "") for each in reported]
         good = by in said and all(where.startswith("gpu ") for where in memory)
         # Bytes that pass the host lie in a directory of the version first.
         kept = [str(path) for path in Path(f"/dev/shm/weightsync-{name}").rglob("*.safetensors")]
-        bed.check("no copy through the host", good and not kept, way=way, memory=memory[-1:], kept=kept)
+        fixture.check("no copy through the host", good and not kept, way=way, memory=memory[-1:], kept=kept)
         for which in ("actor worker", "actor agent", "trainer worker"):
             killed = group.kill_in_transfer(2, which, 0.0, 45, most=0.04)
             end = group.end(45)
             again = [] if end["event"] == "done" else group.publish(2, limit=60)
             took = round(time.monotonic() - killed, 3)
-            text = server.says() == bed.text("dense", 2)
-            bed.check("killed in a copy", text, way=way, which=which, s=took, publish=short([end]), again=short(again))
+            text = server.says() == fixture.text("dense", 2)
+            fixture.check("killed in a copy", text, way=way, which=which, s=took, publish=short([end]), again=short(again))
             group.publish(3, limit=60)
-        bed.check("text after kills", server.says() == bed.text("dense", 3), way=way)
+        fixture.check("text after kills", server.says() == fixture.text("dense", 3), way=way)
     finally:
-        bed.keep(group)
+        fixture.keep(group)
         group.stop()

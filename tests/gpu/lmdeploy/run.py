@@ -8,17 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.gpu.lmdeploy import floors, joined, moved
-from tests.gpu.lmdeploy.bed import Bed
+from tests.gpu.lmdeploy.fixture import Fixture
 
 # Part: the servers that it needs, and about how many seconds it takes when nothing hangs.
-PARTS: dict[str, tuple[set[str], int, Callable[[Bed], None]]] = {
+PARTS: dict[str, tuple[set[str], int, Callable[[Fixture], None]]] = {
     "joined": ({"joined"}, 60, joined.publishes),
     "buckets": ({"joined"}, 170, joined.buckets),
     "awake": ({"awake"}, 40, moved.awake),
     "floor": ({"awake"}, 20, floors.awake),
     "asleep": ({"asleep"}, 30, moved.asleep),
     "floor-asleep": ({"asleep"}, 20, floors.asleep),
-    "beside": ({"awake", "asleep"}, 35, moved.beside),
+    "beside": ({"awake", "asleep"}, 35, moved.alongside),
     "experts": ({"experts"}, 20, moved.experts),
     "colocated": ({"awake"}, 60, moved.colocated),
     "reads": ({"awake"}, 60, moved.reads),
@@ -40,18 +40,18 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=list(PARTS))
     args = parser.parse_args()
     begun = time.monotonic()
-    bed = Bed(args, set[str]().union(*(PARTS[part][0] for part in args.parts)))
+    fixture = Fixture(args, set[str]().union(*(PARTS[part][0] for part in args.parts)))
     try:
         for part in args.parts:
             _, seconds, act = PARTS[part]
             if time.monotonic() - begun + seconds > args.limit:
-                bed.note("left out, for time", part=part)
+                fixture.note("left out, for time", part=part)
                 continue
-            bed.note("part", part=part)
-            bed.attempt(part, lambda act=act: act(bed))
+            fixture.note("part", part=part)
+            fixture.attempt(part, lambda act=act: act(fixture))
     finally:
-        bed.stop()
-    bed.end()
+        fixture.stop()
+    fixture.end()
 
 
 main()

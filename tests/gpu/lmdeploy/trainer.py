@@ -1,4 +1,4 @@
-"""A torch process with random weights on its GPU that publishes them when it is told to, as a trainer does after each step.
+"""A torch process with random weights on its GPU that publishes them when it is asked to, as a trainer does after each step.
 
 Reads one JSON object a line: {"socket", "version", "seed", "timeout", "watch", "most"}. Answers with one or two lines: with `watch`,
 {"event": "transfer"} when bytes move, at most `most` seconds after it began; then {"event": "done", ...} or {"event": "failed", ...}. It

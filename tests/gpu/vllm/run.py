@@ -31,7 +31,7 @@ SERVERS: dict[str, dict[str, str]] = {
 VERSIONS = count(1_000_000, 1000)
 
 
-class Bed(Record):
+class Fixture(Record):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args.out / "vllm.jsonl")
         self.args = args
@@ -94,35 +94,35 @@ class Bed(Record):
         return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def fed(bed: Bed, way: str) -> None:
+def fed(fixture: Fixture, way: str) -> None:
     """Versions in a row, each compared with a fresh server; then what the engine alone takes."""
-    server = bed.servers[way]
+    server = fixture.servers[way]
     for seed in (3, 2):
-        told = bed.feed(way, seed, "--way", "device")
-        bed.check("fed", server.says() == bed.texts[seed], way=way, seed=seed, told=told)
+        reported = fixture.feed(way, seed, "--way", "device")
+        fixture.check("fed", server.says() == fixture.texts[seed], way=way, seed=seed, reported=reported)
     for mib in (256, 1024):
-        told = bed.feed(way, 3, "--way", "device", "--bucket-mib", str(mib), "--preload", "--repeat", "7")
-        ms = [each["ms"] for each in told]
-        bed.note("floor", way=way, mib=mib, ms=statistics.median(ms), least=min(ms), most=max(ms), runs=told)
-        bed.check("text after floor", server.says() == bed.texts[3], way=way, mib=mib)
+        reported = fixture.feed(way, 3, "--way", "device", "--bucket-mib", str(mib), "--preload", "--repeat", "7")
+        ms = [each["ms"] for each in reported]
+        fixture.note("floor", way=way, mib=mib, ms=statistics.median(ms), least=min(ms), most=max(ms), runs=reported)
+        fixture.check("text after floor", server.says() == fixture.texts[3], way=way, mib=mib)
 
 
-def directory(bed: Bed) -> None:
-    """vLLM's own reload beside it, from memory of the host; and that a session and a reload leave each other's state whole."""
+def directory(fixture: Fixture) -> None:
+    """vLLM's own reload next to it, from memory of the host; and that a session and a reload leave each other's state whole."""
     way = "weightsync"
-    server = bed.servers[way]
-    told = bed.feed(way, 2, "--way", "directory", "--repeat", "3")
-    bed.check("from a directory", server.says() == bed.texts[2], way=way, ms=[each["ms"] for each in told], runs=told)
-    told = bed.feed(way, 3, "--way", "device")
-    bed.check("fed behind a directory", server.says() == bed.texts[3], way=way, told=told)
+    server = fixture.servers[way]
+    reported = fixture.feed(way, 2, "--way", "directory", "--repeat", "3")
+    fixture.check("from a directory", server.says() == fixture.texts[2], way=way, ms=[each["ms"] for each in reported], runs=reported)
+    reported = fixture.feed(way, 3, "--way", "device")
+    fixture.check("fed after a directory", server.says() == fixture.texts[3], way=way, reported=reported)
 
 
-def kills(bed: Bed) -> None:
+def kills(fixture: Fixture) -> None:
     """The feeder dies at moments of an update; the next one is whole."""
     way = "weightsync"
-    server = bed.servers[way]
+    server = fixture.servers[way]
     for moment in (0.1, 0.8, 1.6):
-        words = bed.feeding(way, 2, "--way", "device", "--bucket-mib", "64")
+        words = fixture.feeding(way, 2, "--way", "device", "--bucket-mib", "64")
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         # From the first step on that the server's log tells.
         end, seen = time.monotonic() + 60, len(server.log.read_text())
@@ -132,36 +132,38 @@ def kills(bed: Bed) -> None:
         ended = process.poll()
         process.send_signal(signal.SIGKILL)
         process.wait(20)
-        told = bed.feed(way, 3, "--way", "device")
-        bed.check("fed behind a dead feeder", server.says() == bed.texts[3], after_s=moment, ended_before=ended, ms=told[0]["ms"])
+        reported = fixture.feed(way, 3, "--way", "device")
+        fixture.check(
+            "fed after a dead feeder", server.says() == fixture.texts[3], after_s=moment, ended_before=ended, ms=reported[0]["ms"]
+        )
 
 
-def colocated(bed: Bed) -> None:
+def colocated(fixture: Fixture) -> None:
     """Trainer and engine on one GPU, with their agents: the engine's member copies from the trainer's memory."""
-    server = bed.servers["weightsync"]
-    trainer = Trainer(SIZE, 0, bed.args.out / "trainer.log")
+    server = fixture.servers["weightsync"]
+    trainer = Trainer(SIZE, 0, fixture.args.out / "trainer.log")
     group = None
     try:
-        group = Group(bed.args, server, trainer, "colocated", trainer_gpu=0)
+        group = Group(fixture.args, server, trainer, "colocated", trainer_gpu=0)
         for seed in (2, 3):
-            told = group.publish(seed, limit=120)
-            bed.check("published", server.says() == bed.texts[seed], way="colocated", told=told)
-        told = group.publish(*[2, 3] * 4)
-        ms = [1000 * each["s"] for each in told]
-        bed.note("whole step", way="colocated", ms=statistics.median(ms), least=min(ms), most=max(ms), runs=told)
-        bed.check("text", server.says() == bed.texts[3], way="colocated")
+            reported = group.publish(seed, limit=120)
+            fixture.check("published", server.says() == fixture.texts[seed], way="colocated", reported=reported)
+        reported = group.publish(*[2, 3] * 4)
+        ms = [1000 * each["s"] for each in reported]
+        fixture.note("whole step", way="colocated", ms=statistics.median(ms), least=min(ms), most=max(ms), runs=reported)
+        fixture.check("text", server.says() == fixture.texts[3], way="colocated")
         # The agents themselves say by which way bytes went.
         ways = [line for line in group.logs().splitlines() if "members on this GPU get the bytes" in line]
-        bed.check("way", bool(ways) and "by CUDA IPC" in ways[-1], way="colocated", lines=ways[-1:])
+        fixture.check("way", bool(ways) and "by CUDA IPC" in ways[-1], way="colocated", lines=ways[-1:])
     finally:
         if group:
-            (bed.args.out / "colocated-agents.log").write_text(group.logs()[-200_000:])
+            (fixture.args.out / "colocated-agents.log").write_text(group.logs()[-200_000:])
             group.stop()
         trainer.stop()
 
 
 # Part: the way, and what is done.
-PARTS: dict[str, tuple[str, Callable[[Bed], None]]] = {
+PARTS: dict[str, tuple[str, Callable[[Fixture], None]]] = {
     "own": ("weightsync", partial(fed, way="weightsync")),
     "directory": ("weightsync", directory),
     "ipc": ("ipc", partial(fed, way="ipc")),
@@ -179,14 +181,14 @@ def main() -> None:
     parser.add_argument("--log", default="info")
     parser.add_argument("parts", nargs="+", choices=list(PARTS))
     args = parser.parse_args()
-    bed = Bed(args)
+    fixture = Fixture(args)
     try:
         for part in args.parts:
-            bed.note("part", part=part)
-            bed.attempt(part, partial(PARTS[part][1], bed))
+            fixture.note("part", part=part)
+            fixture.attempt(part, partial(PARTS[part][1], fixture))
     finally:
-        bed.stop()
-    bed.end()
+        fixture.stop()
+    fixture.end()
 
 
 main()

@@ -20,7 +20,7 @@ Answer = tuple[str, tuple[float, ...]]
 
 
 class Server:
-    """One server beside others on the GPU; ended with all its children."""
+    """One server next to others on the GPU; ended with all its children."""
 
     kind = "vllm"
 

@@ -1,8 +1,8 @@
-//! Whole groups over NCCL: agents with a worker on a GPU each, engines beside them, and a trainer that publishes.
+//! Whole groups over NCCL: agents with a worker on a GPU each, engines next to them, and a trainer that publishes.
 
 use serde_json::{Value, json};
 
-use super::bed::Machine;
+use super::fixture::Machine;
 use crate::model::Model;
 use crate::world::{Actor, World, installed, until};
 
@@ -50,7 +50,7 @@ async fn versions_travel_between_gpus_and_engines_serve_them() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn vllm_with_our_own_back_end_takes_versions_from_its_own_gpu_as_they_come() {
+async fn vllm_with_our_back_end_takes_versions_from_its_gpu() {
     let machine = Machine::new();
     // One of them on the trainer's GPU.
     let actors = [Actor::new().with_backend_on(0), Actor::new().with_backend_on(2)];
@@ -72,7 +72,7 @@ async fn vllm_with_our_own_back_end_takes_versions_from_its_own_gpu_as_they_come
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_on_the_trainers_gpu_gets_the_stream_beside_the_communicator() {
+async fn engine_on_trainers_gpu_gets_the_stream_next_to_nccl() {
     let machine = Machine::new();
     let world = World::start_on(&machine, nccl(), json!({}), [Actor::new().on_gpu(0), Actor::sglang(), Actor::new()]).await;
     world.until_ready(3).await;
@@ -87,8 +87,9 @@ async fn an_engine_on_the_trainers_gpu_gets_the_stream_beside_the_communicator()
     }
 }
 
+/// Stories F46, F48 and F51.
 #[tokio::test(flavor = "multi_thread")]
-async fn f46_f48_f51_bytes_that_arrive_wrong_are_never_served() {
+async fn bytes_that_arrive_wrong_are_never_served() {
     for fault in ["flip 54321", "drop", "swap 0 524288 4096"] {
         let machine = Machine::new();
         let world = two_rollouts(&machine).await;
@@ -97,7 +98,7 @@ async fn f46_f48_f51_bytes_that_arrive_wrong_are_never_served() {
         let result = published_under(&machine, &world, &format!("ncclBroadcast@2 5 {fault}")).await;
         // It was noticed: the version took another attempt, or was brought to one rollout later.
         assert!(result["attempts"].as_u64().unwrap() > 1 || installed(&result).len() < 2, "{fault}: {result}");
-        // An engine that takes buckets from its GPU may have been in the middle: it was fed anew, from the first byte.
+        // An engine that takes buckets from its GPU may have been in the middle: it was fed again, from the first byte.
         assert!(world.loads(1).await >= 1, "{fault}");
     }
 }
@@ -129,7 +130,7 @@ async fn a_worker_that_dies_or_hangs_in_an_update_costs_one_attempt() {
 async fn a_member_without_a_gpu_is_left_out_where_nccl_is_demanded() {
     let machine = Machine::new().with("FAKEGPU_COUNT", 2);
     let mut world = World::start_on(&machine, nccl(), json!({}), [Actor::new(), Actor::new()]).await;
-    let why = world.told("TransportUnavailable", "rollouts/actor-1").await;
+    let why = world.reported("TransportUnavailable", "rollouts/actor-1").await;
     assert!(why.contains("is not visible"), "{why}");
     until("one replica to be ready", || async { world.replicas("ready").await == ["rollouts/actor-0"] }).await;
     let one = Model::large(1);

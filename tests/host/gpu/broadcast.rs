@@ -5,7 +5,7 @@ use std::time::Duration;
 use weightsync_core::protocol::worker::{Part, WorkerAnswer, WorkerFaultCode};
 use weightsync_gpu::worker::{Broadcast, Copy};
 
-use super::bed::{Machine, Member, SLOT, abort, all, fault, form, gsum64, pattern, verified_broadcast};
+use super::fixture::{Machine, Member, SLOT, abort, all, fault, form, gsum64, pattern, verified_broadcast};
 use crate::world::SOON;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -30,7 +30,7 @@ async fn slots_are_filled_sent_and_read_in_the_order_of_the_requests() {
     let members: Vec<&Member> = members.iter().collect();
     form(1, &members).await;
     let [source, receiver] = members[..] else { panic!() };
-    // Eight buckets through four slots; nobody waits for a broadcast before asking for the next one.
+    // Eight buckets through four slots; no one waits for a broadcast before asking for the next one.
     let mut answers = Vec::new();
     let buckets: Vec<Vec<u8>> = (0..8).map(|seed| pattern(seed, SLOT as usize)).collect();
     for bucket in &buckets {
@@ -57,7 +57,7 @@ async fn slots_are_filled_sent_and_read_in_the_order_of_the_requests() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_reads_a_slot_waits_for_no_other_reader_and_who_writes_waits_for_all() {
+async fn slot_readers_do_not_wait_and_writers_wait_for_all() {
     // A broadcast of a slot takes a second.
     let machine = Machine::new().with("FAKEGPU_NCCL_MBPS", 1);
     let members = machine.members(2).await;
@@ -71,20 +71,20 @@ async fn who_reads_a_slot_waits_for_no_other_reader_and_who_writes_waits_for_all
         source.worker.broadcast_now(Broadcast { group: 1, root: 0, at: from.at(0), bytes: SLOT, parts: Vec::new(), after: None }, SOON),
     );
     let received = async { receiver.broadcast(1, &to, SLOT, SOON).await.unwrap() };
-    let beside = async {
+    let alongside = async {
         assert_eq!(source.read(&from, SLOT as usize).await, old);
         assert!(!sent.is_finished(), "the copy to the host waited for the broadcast");
         source.fill(&from, &new).await;
         assert_eq!(source.read(&from, SLOT as usize).await, new);
     };
-    let (received, ()) = tokio::join!(received, beside);
+    let (received, ()) = tokio::join!(received, alongside);
     assert_eq!(received.sums, [gsum64(&old)], "the slot was written while it was sent");
     sent.await.unwrap().unwrap();
     abort(1, &members).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_digest_does_not_wait_for_the_copy_of_another_bucket_to_the_host() {
+async fn digest_does_not_wait_for_another_buckets_copy() {
     // A copy of a slot to the host takes a second.
     let machine = Machine::new().with("FAKEGPU_TO_HOST_MBPS", 1);
     let member = Member::new(machine.worker(0).await).await;
@@ -94,7 +94,7 @@ async fn a_digest_does_not_wait_for_the_copy_of_another_bucket_to_the_host() {
     let copy = Copy { from: copied.at(0), to: member.host.at(copied.offset()), bytes: SLOT, after: None, then: None };
     let copy = tokio::spawn(member.worker.copy_now(copy, SOON));
     let sums = member.worker.digest(digested.at(0), vec![Part { offset: 0, bytes: SLOT, first_word: 0 }], None, SOON).await.unwrap();
-    assert!(!copy.is_finished(), "the sums went to the host behind the bucket");
+    assert!(!copy.is_finished(), "the sums went to the host after the bucket");
     assert_eq!(sums.sums, [gsum64(&bytes)]);
     copy.await.unwrap().unwrap();
 }
@@ -128,7 +128,7 @@ async fn a_bucket_is_never_sent_beyond_its_slot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn forty_groups_leave_nothing_behind() {
+async fn forty_groups_leave_no_resources() {
     let machine = Machine::new();
     let members = machine.members(2).await;
     let members: Vec<&Member> = members.iter().collect();

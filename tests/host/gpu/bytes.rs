@@ -1,6 +1,6 @@
 //! Bytes that arrive wrong although every call went well: the digest tells.
 
-use super::bed::{Machine, Member, SLOT, abort, all, form, gsum64, pattern};
+use super::fixture::{Machine, Member, SLOT, abort, all, form, gsum64, pattern};
 use crate::world::SOON;
 
 /// Sends two buckets to two receivers under a fault; gives the digests of each rank, and those of what was sent.
@@ -39,7 +39,7 @@ async fn one_flipped_bit_changes_the_digest_of_that_receiver_alone() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_bucket_that_never_arrived_is_told_by_its_digest() {
+async fn missing_bucket_shows_in_its_digest() {
     let (sums, sent) = sums_under("ncclBroadcast@1 2 drop").await;
     assert_eq!((sums[0], sums[2]), (sent, sent));
     assert_ne!(sums[1][0], sent[0]);
@@ -47,14 +47,14 @@ async fn a_bucket_that_never_arrived_is_told_by_its_digest() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_exchanged_tensors_of_a_bucket_are_told_by_its_digest() {
+async fn two_exchanged_tensors_show_in_the_buckets_digest() {
     let (sums, sent) = sums_under("ncclBroadcast@1 2 swap 0 65536 4096").await;
     assert_eq!((sums[0], sums[2]), (sent, sent));
     assert_ne!(sums[1][0], sent[0]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_exchanged_buckets_are_told_by_both_digests() {
+async fn two_exchanged_buckets_show_in_both_digests() {
     let (sums, sent) = sums_under("ncclBroadcast@0 2 swap").await;
     // The source digests its own memory, where nothing is wrong.
     assert_eq!(sums[0], sent);

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use weightsync_core::protocol::LentMemory;
 use weightsync_transport::nccl::Borrowed;
 
-use super::bed::{Machine, Member, pattern, uuid};
+use super::fixture::{Machine, Member, pattern, uuid};
 use super::handover::{Names, version_directories};
 use crate::model::Model;
 use crate::world::{Actor, SOON, World, installed, until};
@@ -49,7 +49,7 @@ fn way(world: &World, member: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_alone_on_the_trainers_gpu_takes_each_version_from_its_memory() {
+async fn engine_alone_on_trainers_gpu_takes_versions_from_memory() {
     let (machine, names) = (Machine::new().with("FAKEGPU_MOST_TO_HOST", 64 << 10), Names::new());
     let world = group(&machine, 5, [guest(&names)]).await;
     for version in 1..=3 {
@@ -58,11 +58,11 @@ async fn an_engine_alone_on_the_trainers_gpu_takes_each_version_from_its_memory(
         assert!(world.serves(0, &Model::large(version)).await, "version {version}");
     }
     assert!(way(&world, "rollouts/actor-0").contains("by CUDA IPC"));
-    assert_eq!(version_directories(world.folder()), Vec::<PathBuf>::new(), "no byte lay on the host beside the engine");
+    assert_eq!(version_directories(world.folder()), Vec::<PathBuf>::new(), "no byte lay on the host next to the engine");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn engines_on_the_trainers_gpu_and_on_others_get_one_stream_in_one_attempt() {
+async fn engines_on_all_gpus_get_one_stream_in_one_attempt() {
     let (machine, names) = (Machine::new(), Names::new());
     let other = Actor::lmdeploy(&names.named("other"), &uuid(2)).on_gpu(2);
     // Two on the trainer's GPU, of different kinds.
@@ -103,7 +103,7 @@ async fn a_worker_that_dies_or_hangs_in_a_copy_costs_one_attempt() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_that_is_killed_or_silent_does_not_hold_up_the_others() {
+async fn killed_or_silent_agent_does_not_delay_others() {
     for signal in [Signal::KILL, Signal::STOP] {
         let (machine, names) = (Machine::new(), Names::new());
         let other = Actor::lmdeploy(&names.named("other"), &uuid(2)).on_gpu(2);
@@ -128,7 +128,7 @@ async fn an_agent_that_is_killed_or_silent_does_not_hold_up_the_others() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn memory_that_cannot_be_opened_goes_through_the_host_and_the_reason_is_told() {
+async fn memory_that_cannot_be_opened_goes_through_the_host() {
     let (machine, names) = (Machine::new(), Names::new());
     machine.order("cuIpcOpenMemHandle_v2@0 * error 201");
     let world = group(&machine, 5, [guest(&names)]).await;

@@ -18,7 +18,7 @@ use weightsync_engine::{DeviceJob, Engine, EngineConfig, InstallJob, InstallTerm
 use weightsync_gpu::worker::{Ring, WorkerStart};
 use weightsync_testkit::simulator::{GroupOptions, Simulator, SimulatorOptions, WeightTransfer};
 
-use super::bed::{Machine, pattern, uuid};
+use super::fixture::{Machine, pattern, uuid};
 use crate::world::{PROGRAM, SOON};
 
 /// Those that torch has a name for.
@@ -90,7 +90,7 @@ impl Made {
 struct Bench {
     machine: Machine,
     sources: Arc<Sources>,
-    /// Where an agent beside an engine has buckets: one ring a GPU.
+    /// Where an agent next to an engine has buckets: one ring a GPU.
     rings: Vec<Ring>,
     http: reqwest::Client,
 }
@@ -161,7 +161,7 @@ impl Bench {
         Ok(())
     }
 
-    /// By the agent beside it: from a directory, or for LMDeploy, which takes none, from its GPUs' memory.
+    /// By the agent next to it: from a directory, or for LMDeploy, which takes none, from its GPUs' memory.
     async fn hand_over(&self, engine: &dyn Engine, made: &Made, next: &Path, folder: &Path) -> Result<(), String> {
         if engine.takes_directories().is_err() {
             let checkpoint = Arc::new(Checkpoint::open(next).unwrap());
@@ -220,7 +220,7 @@ fn job(made: &Made, checkpoint: &Path, folder: &Path) -> DeviceJob {
 }
 
 #[test]
-fn both_deliveries_give_the_same_bytes_for_the_same_checkpoint_on_every_simulator() {
+fn both_deliveries_give_equal_bytes_on_every_simulator() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let bench = runtime.block_on(Bench::new());
     let mut runner =

@@ -5,7 +5,7 @@ use std::process::{Output, Stdio};
 use serde_json::Value;
 use tokio::process::Command;
 
-use super::bed::Machine;
+use super::fixture::Machine;
 use crate::world::SOON;
 use weightsync_testkit::dev_program;
 
@@ -40,7 +40,7 @@ async fn the_demo_moves_weights_between_gpus_and_survives_a_kill() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_demo_runs_with_simulated_lmdeploy_servers_that_read_the_memory_of_their_gpus() {
+async fn demo_runs_with_simulated_lmdeploy_on_gpu_memory() {
     let machine = Machine::new();
     let output = demo(&machine, &["--gpu", "3", "--engine", "simulated-lmdeploy"]).await;
     assert!(output.status.success(), "{}", said(&output));

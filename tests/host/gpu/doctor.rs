@@ -6,7 +6,7 @@ use std::process::{Output, Stdio};
 use serde_json::Value;
 use tokio::process::Command;
 
-use super::bed::{Machine, uuid};
+use super::fixture::{Machine, uuid};
 use crate::world::{PROGRAM, SOON};
 
 async fn doctor(machine: &Machine, arguments: &[&str]) -> Output {

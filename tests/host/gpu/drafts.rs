@@ -1,14 +1,14 @@
-//! `delivery: Engine` with a draft model behind the model: engines that join groups take each into its own.
+//! `delivery: Engine` with a draft model after the model: engines that join groups take each into its own.
 
 use serde_json::json;
 
-use super::bed::Machine;
+use super::fixture::Machine;
 use crate::drafts::{publish, serves};
 use crate::model::Model;
 use crate::world::{Actor, World, installed};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn engines_that_join_groups_take_the_draft_model_of_a_version_and_those_that_cannot_are_left_out_by_name() {
+async fn joining_engines_take_the_draft_or_are_left_out_by_name() {
     let machine = Machine::new();
     let actors = [Actor::new().joining(&[1]).drafting(), Actor::sglang().joining(&[2]).drafting(), Actor::of("lmdeploy").joining(&[3])];
     let mut world = World::start_joining(&machine, json!({"pause": "Abort"}), actors).await;
@@ -21,6 +21,6 @@ async fn engines_that_join_groups_take_the_draft_model_of_a_version_and_those_th
         }
     }
     // A group has one world: who cannot take what it brings is left out of the next one.
-    let told = world.told("PeerUnreachable", "rollouts/actor-2").await;
-    assert!(told.contains("which lmdeploy does not take from a group"), "{told}");
+    let reported = world.reported("PeerUnreachable", "rollouts/actor-2").await;
+    assert!(reported.contains("which lmdeploy does not take from a group"), "{reported}");
 }

@@ -4,7 +4,7 @@
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use super::bed::Machine;
+use super::fixture::Machine;
 use super::joiner::{Joiner, Kind};
 use crate::model::Model;
 use crate::world::{Actor, World, installed, until};
@@ -39,8 +39,9 @@ async fn publish(world: &World, version: u64) -> (Model, Value) {
     (model, result)
 }
 
+/// Stories F05 and F06.
 #[tokio::test(flavor = "multi_thread")]
-async fn f05_f06_versions_reach_engines_of_three_kinds_that_join_groups_by_themselves() {
+async fn versions_reach_engines_of_three_kinds_that_join() {
     let machine = Machine::new();
     let (world, engines) = joined(&machine, json!({}), &[Kind::Vllm, Kind::Sglang, Kind::Lmdeploy]).await;
     let joins = engines[1].count("/init_weights_update_group");
@@ -55,8 +56,9 @@ async fn f05_f06_versions_reach_engines_of_three_kinds_that_join_groups_by_thems
     assert_eq!((engines[1].count("/init_weights_update_group"), engines[1].count("/end_weight_update")), (joins, 2));
 }
 
+/// Stories F94 and F50.
 #[tokio::test(flavor = "multi_thread")]
-async fn f94_f50_an_engine_that_refuses_a_bucket_ends_its_broadcast_at_once_and_harms_no_other_group() {
+async fn engine_that_refuses_a_bucket_ends_its_broadcast_only() {
     let machine = Machine::new();
     let (world, engines) = joined(&machine, json!({"silenceSeconds": 5}), &[Kind::Vllm, Kind::Sglang]).await;
     engines[1].instead("/update_weights_from_distributed", (2, 1), 400, json!({"success": false, "message": "unknown group"}));
@@ -67,13 +69,14 @@ async fn f94_f50_an_engine_that_refuses_a_bucket_ends_its_broadcast_at_once_and_
     until("the engine that refused to serve", || async { engines[1].runs() && world.replicas("ready").await.len() == 2 }).await;
 }
 
+/// Stories F02, F29 and F31.
 #[tokio::test(flavor = "multi_thread")]
-async fn f02_f29_f31_a_source_that_is_killed_is_replaced_and_engines_join_a_group_of_another_name() {
+async fn killed_source_is_replaced_and_engines_rejoin() {
     let machine = Machine::new();
     let (world, engines) = joined(&machine, json!({"silenceSeconds": 3}), &[Kind::Vllm, Kind::Sglang]).await;
     publish(&world, 1).await;
     world.signal("trainer", Signal::KILL).await;
-    until("the engines to join anew", || async { engines[1].count("/init_weights_update_group") >= 2 }).await;
+    until("the engines to join again", || async { engines[1].count("/init_weights_update_group") >= 2 }).await;
     assert!(engines[1].count("/destroy_weights_update_group") >= 1);
     world.until_ready(2).await;
     let (model, result) = publish(&world, 2).await;
@@ -82,23 +85,24 @@ async fn f02_f29_f31_a_source_that_is_killed_is_replaced_and_engines_join_a_grou
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_whose_group_does_nothing_is_found_by_the_first_bucket_and_named() {
+async fn engine_in_a_dead_group_is_named_by_the_first_bucket() {
     let machine = Machine::new();
     let (mut world, engines) = joined(&machine, json!({"silenceSeconds": 10}), &[Kind::Vllm, Kind::Sglang]).await;
     engines[1].idle(true);
     let (model, result) = publish(&world, 1).await;
     assert_eq!(installed(&result), ["rollouts/actor-0"], "{result}");
     assert!(engines[0].serves(&model));
-    let why = world.told("PeerUnreachable", "rollouts/actor-1").await;
+    let why = world.reported("PeerUnreachable", "rollouts/actor-1").await;
     assert!(why.contains("its group does nothing"), "{why}");
 }
 
+/// Story F60.
 #[tokio::test(flavor = "multi_thread")]
-async fn f60_an_engine_that_cannot_join_is_left_out_with_the_option_that_would_help() {
+async fn engine_that_cannot_join_is_left_out_with_the_option() {
     let machine = Machine::new();
     let (mut world, engines) = started(&machine, json!({}), &[Kind::Vllm, Kind::Sglang]).await;
     engines[1].instead("/begin_weight_update", (0, u32::MAX), 404, json!({"detail": "Not Found"}));
-    let why = world.told("TransportUnavailable", "rollouts/actor-1").await;
+    let why = world.reported("TransportUnavailable", "rollouts/actor-1").await;
     assert!(why.contains("SGLang 0.5.23 or newer"), "{why}");
     until("one replica to be ready", || async { world.replicas("ready").await == ["rollouts/actor-0"] }).await;
     let (model, result) = publish(&world, 1).await;
@@ -107,7 +111,7 @@ async fn f60_an_engine_that_cannot_join_is_left_out_with_the_option_that_would_h
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_whose_source_was_killed_in_a_broadcast_is_told_to_be_wedged_although_its_front_answers() {
+async fn engine_wedged_by_a_killed_source_is_named() {
     let machine = Machine::new();
     let (mut world, engines) = joined(&machine, json!({"silenceSeconds": 3, "timeoutSeconds": 10}), &[Kind::Vllm, Kind::Vllm]).await;
     // Rank 0's worker dies when the second bucket is half sent.
@@ -116,13 +120,13 @@ async fn an_engine_whose_source_was_killed_in_a_broadcast_is_told_to_be_wedged_a
     let checkpoint = model.save(&world.folder().join("v1"));
     let error = world.publish(&checkpoint, 1, &["--timeout", "5"]).await.failed();
     assert_eq!(error["retryable"], json!(true), "{error}");
-    let why = world.told("EngineWedged", "rollouts/actor-0").await;
+    let why = world.reported("EngineWedged", "rollouts/actor-0").await;
     assert!(why.contains("computed nothing"), "{why}");
     assert!(!engines[0].serves(&model));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_whose_rank_dies_in_a_broadcast_is_left_out_and_the_others_get_the_version() {
+async fn engine_rank_that_dies_is_left_out_and_others_get_version() {
     let machine = Machine::new();
     let (world, engines) = joined(&machine, json!({"silenceSeconds": 3}), &[Kind::Vllm, Kind::Lmdeploy]).await;
     machine.order("ncclBroadcast@2 3 vanish");
@@ -137,7 +141,7 @@ fn without_buffers() -> Machine {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn engines_that_queue_requests_are_asked_for_the_next_bucket_while_they_load_one() {
+async fn queueing_engines_are_asked_ahead_while_they_load() {
     let machine = without_buffers();
     let (world, engines) = joined(&machine, json!({}), &[Kind::Lmdeploy, Kind::Lmdeploy]).await;
     for engine in &engines {
@@ -153,7 +157,7 @@ async fn engines_that_queue_requests_are_asked_for_the_next_bucket_while_they_lo
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn engines_are_not_asked_ahead_behind_a_bucket_that_fits_into_nccls_buffers_or_beside_one_that_queues_nothing() {
+async fn engines_are_not_asked_ahead_within_nccls_buffers() {
     for (machine, kinds) in [(Machine::new(), [Kind::Lmdeploy; 2]), (without_buffers(), [Kind::Lmdeploy, Kind::Sglang])] {
         let (world, engines) = joined(&machine, json!({}), &kinds).await;
         let (model, result) = publish(&world, 1).await;
@@ -163,7 +167,7 @@ async fn engines_are_not_asked_ahead_behind_a_bucket_that_fits_into_nccls_buffer
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_fails_with_a_bucket_leaves_no_other_one_in_the_next_broadcast() {
+async fn engine_that_fails_a_bucket_harms_no_other_broadcast() {
     let machine = without_buffers();
     let (world, engines) = joined(&machine, json!({"silenceSeconds": 10}), &[Kind::Lmdeploy, Kind::Lmdeploy]).await;
     // Both are in the fourth broadcast when one fails with the third.
@@ -176,7 +180,7 @@ async fn an_engine_that_fails_with_a_bucket_leaves_no_other_one_in_the_next_broa
     assert!(result["attempts"].as_u64().unwrap() > 1, "{result}");
     assert!(engines[0].serves(&model) && engines[0].runs());
     // The one that failed holds a mixture, and takes the next version: it has no GPU of its own to be fed from.
-    until("the engine that failed to join anew", || async { engines[1].count("/init_weights_update_group") > joins }).await;
+    until("the engine that failed to join again", || async { engines[1].count("/init_weights_update_group") > joins }).await;
     let (model, result) = publish(&world, 2).await;
     assert_eq!(installed(&result).len(), 2, "{result}");
     assert!(engines.iter().all(|engine| engine.serves(&model) && engine.runs()));

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
 
-use super::bed::{Machine, uuid};
+use super::fixture::{Machine, uuid};
 use crate::model::Model;
 use crate::world::SOON;
 use weightsync_testkit::dev_program;
@@ -70,8 +70,8 @@ impl Engine {
     }
 
     async fn fault(&self, faults: Value) {
-        let told = reqwest::Client::new().post(format!("{}/simulator/faults", self.url)).json(&faults).send().await.unwrap();
-        assert!(told.status().is_success());
+        let reported = reqwest::Client::new().post(format!("{}/simulator/faults", self.url)).json(&faults).send().await.unwrap();
+        assert!(reported.status().is_success());
     }
 
     async fn feed(&self, machine: &Machine, checkpoint: &Path, more: &[&str]) -> Output {
@@ -104,16 +104,16 @@ async fn every_engine_serves_what_was_handed_over_on_its_gpu() {
         let gpus: &[&str] = if kind == "lmdeploy" { &["--pause", "abort-awake"] } else { &["--gpu", &gpu] };
         for (version, more) in [(2, &["--repeat", "2"][..]), (3, &["--preload", "--version", "8"])] {
             let output = engine.feed(&machine, &engine.checkpoint(version), &[gpus, more].concat()).await;
-            let told = lines(&output);
-            assert_eq!(told[0]["route"], route, "{kind}: {}", told[0]);
-            assert_eq!(told[0]["buckets"], 8, "{}", told[0]);
+            let reported = lines(&output);
+            assert_eq!(reported[0]["route"], route, "{kind}: {}", reported[0]);
+            assert_eq!(reported[0]["buckets"], 8, "{}", reported[0]);
             assert_eq!(engine.serves().await, Model::large(version).digests(), "{kind}");
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_fails_in_the_middle_fails_the_command_with_its_words() {
+async fn engine_that_fails_midway_fails_the_command_with_cause() {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let machine = Machine::new();
     let engine = Engine::start(&machine, "lmdeploy", "simulator", 1).await;

@@ -3,12 +3,12 @@
 use rustix::process::Signal;
 use serde_json::json;
 
-use super::bed::Machine;
+use super::fixture::Machine;
 use crate::model::Model;
 use crate::world::{Actor, World, installed, until};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_killed_in_a_broadcast_costs_one_attempt_and_comes_back() {
+async fn agent_killed_in_a_broadcast_costs_one_attempt() {
     // Slow enough to be met in the middle.
     let machine = Machine::new().with("FAKEGPU_NCCL_MBPS", 6);
     let transport = json!({"nccl": {"bucketMiB": 1, "buffers": 3}});

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 use tempfile::TempDir;
 
-use super::bed::{Machine, uuid};
+use super::fixture::{Machine, uuid};
 use crate::model::Model;
 use crate::world::{Actor, World, installed};
 use weightsync_testkit::dev_program;
@@ -91,7 +91,7 @@ async fn engines_take_each_version_from_the_memory_that_it_landed_in() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_fails_in_the_middle_is_held_until_the_next_version_heals_it() {
+async fn engine_that_fails_midway_is_held_until_next_version() {
     let (machine, names) = (Machine::new(), Names::new());
     let world = group(&machine, &names).await;
     for failing in 0..2_u64 {
@@ -112,7 +112,7 @@ async fn an_engine_that_fails_in_the_middle_is_held_until_the_next_version_heals
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_started_anew_is_fed_through_its_gpu_what_comes_over_connections() {
+async fn restarted_engine_is_fed_over_connections_by_its_gpu() {
     let (machine, names) = (Machine::new(), Names::new());
     let world = group(&machine, &names).await;
     world.publish(&checkpoint(&world, 1), 1, &[]).await.done();
@@ -124,7 +124,7 @@ async fn an_engine_that_started_anew_is_fed_through_its_gpu_what_comes_over_conn
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_takes_longer_to_fall_asleep_than_members_may_be_silent_is_waited_for() {
+async fn engine_slow_to_fall_asleep_is_waited_for() {
     let (machine, names) = (Machine::new(), Names::new());
     let world = forming(&machine, 2, [Actor::lmdeploy(&names.named("other"), &uuid(1))]).await;
     world.until_ready(1).await;
@@ -136,7 +136,7 @@ async fn an_engine_that_takes_longer_to_fall_asleep_than_members_may_be_silent_i
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_version_that_was_asked_for_before_a_group_stood_goes_the_way_of_the_group() {
+async fn version_asked_before_a_group_formed_follows_the_group() {
     let (machine, names) = (Machine::new(), Names::new());
     let world = forming(&machine, 5, [Actor::lmdeploy(&names.named("api_server"), &uuid(1))]).await;
     world.publish(&checkpoint(&world, 1), 1, &[]).await.done();

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::process::{Signal, getpgid};
 use serde_json::{Value, json};
 
-use super::bed::Machine;
+use super::fixture::Machine;
 use crate::model::Model;
 use crate::world::{Actor, World, installed, until};
 
@@ -42,9 +42,10 @@ async fn answered(http: &reqwest::Client, port: u16) -> Option<String> {
     (choice["finish_reason"] == "length").then(|| choice["logprobs"]["token_logprobs"].to_string())
 }
 
+/// Stories F17 and F22.
 #[tokio::test(flavor = "multi_thread")]
-async fn f17_f22_engines_of_several_ranks_join_at_the_port_of_their_epoch_and_every_rank_gets_every_byte() {
-    // A port that some other part says in the environment is nobody's.
+async fn multi_rank_engines_join_and_all_ranks_get_all_bytes() {
+    // A port that some other part says in the environment is no one's.
     let machine = Machine::new().with("MASTER_ADDR", "203.0.113.1").with("MASTER_PORT", 29501);
     let actors = vec![Actor::sglang().joining(&[1, 2]), Actor::of("lmdeploy").joining(&[3])];
     let world = joined(&machine, json!({"pause": "Abort"}), actors).await;
@@ -58,8 +59,9 @@ async fn f17_f22_engines_of_several_ranks_join_at_the_port_of_their_epoch_and_ev
     }
 }
 
+/// Stories F56, F61 and F67.
 #[tokio::test(flavor = "multi_thread")]
-async fn f56_f61_f67_what_is_answered_during_updates_was_computed_by_one_whole_version() {
+async fn answers_in_updates_come_from_one_whole_version() {
     let machine = Machine::new();
     let world = joined(&machine, json!({"pause": "Abort"}), vec![Actor::new().joining(&[1]), Actor::sglang().joining(&[2])]).await;
     let stop = Arc::new(AtomicBool::new(false));
@@ -93,8 +95,9 @@ async fn f56_f61_f67_what_is_answered_during_updates_was_computed_by_one_whole_v
     }
 }
 
+/// Story F66.
 #[tokio::test(flavor = "multi_thread")]
-async fn f66_a_pause_that_never_ends_leaves_its_engine_out_before_anything_is_broadcast() {
+async fn endless_pause_leaves_engine_out_before_a_broadcast() {
     let machine = Machine::new();
     let update = json!({"pause": "Abort", "timeoutSeconds": 6, "silenceSeconds": 3});
     let world = joined(&machine, update, vec![Actor::new().joining(&[1]), Actor::sglang().joining(&[2])]).await;
@@ -108,8 +111,9 @@ async fn f66_a_pause_that_never_ends_leaves_its_engine_out_before_anything_is_br
     world.until_serves(0, &second).await;
 }
 
+/// Story F68.
 #[tokio::test(flavor = "multi_thread")]
-async fn f68_a_request_that_never_ends_ends_a_drain_at_its_deadline_and_goes_on() {
+async fn endless_request_ends_a_drain_at_its_deadline() {
     let machine = Machine::new();
     let update = json!({"pause": "Drain", "timeoutSeconds": 6, "silenceSeconds": 3});
     let world = joined(&machine, update, vec![Actor::new().joining(&[1]), Actor::new().joining(&[2])]).await;
@@ -124,13 +128,14 @@ async fn f68_a_request_that_never_ends_ends_a_drain_at_its_deadline_and_goes_on(
     assert!(world.serves(1, &model).await && !world.serves(0, &model).await);
     assert!(!running.is_finished(), "a drain ends no request");
     running.abort();
-    // Nobody waits for an answer any more; the engine takes what it missed once its request is over.
+    // No one waits for an answer any more; the engine takes what it missed once its request is over.
     world.spoil(0, &json!({})).await;
     world.until_serves(0, &model).await;
 }
 
+/// Story F71.
 #[tokio::test(flavor = "multi_thread")]
-async fn f71_an_engine_that_is_late_to_a_broadcast_is_waited_for_beside_the_others() {
+async fn engine_late_to_a_broadcast_is_awaited_in_parallel() {
     let machine = Machine::new();
     let world = joined(&machine, json!({"pause": "Abort"}), vec![Actor::new().joining(&[1]), Actor::sglang().joining(&[2])]).await;
     for (number, path) in ["/update_weights", "/update_weights_from_distributed"].into_iter().enumerate() {
@@ -142,7 +147,7 @@ async fn f71_an_engine_that_is_late_to_a_broadcast_is_waited_for_beside_the_othe
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_that_was_killed_has_its_engine_leave_the_old_group_and_join_the_next() {
+async fn killed_agents_engine_leaves_old_group_and_joins_next() {
     let machine = Machine::new();
     let actors = vec![Actor::sglang().joining(&[1]), Actor::of("lmdeploy").joining(&[2])];
     let world = joined(&machine, json!({"pause": "Abort", "silenceSeconds": 5}), actors).await;
@@ -161,7 +166,7 @@ async fn an_agent_that_was_killed_has_its_engine_leave_the_old_group_and_join_th
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_simulated_engine_that_is_killed_in_a_group_comes_back_into_the_next_one() {
+async fn simulated_engine_killed_in_a_group_joins_the_next() {
     let machine = Machine::new();
     let world =
         joined(&machine, json!({"pause": "Abort", "silenceSeconds": 3}), vec![Actor::new().joining(&[1]), Actor::sglang().joining(&[2])])
@@ -176,7 +181,7 @@ async fn a_simulated_engine_that_is_killed_in_a_group_comes_back_into_the_next_o
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_that_is_stopped_lets_the_engines_go_that_somebody_else_started() {
+async fn stopped_group_releases_engines_it_did_not_start() {
     let machine = Machine::new();
     let actors = vec![Actor::sglang().joining(&[1]).absent(), Actor::of("lmdeploy").joining(&[2]).absent()];
     let mut world = World::start_joining(&machine, json!({"pause": "Abort"}), actors).await;

@@ -22,7 +22,7 @@ use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{digest_hex, tensor_digest};
 
 use self::core::Core;
-use super::bed::{Machine, Member};
+use super::fixture::{Machine, Member};
 use crate::world::SOON;
 
 /// As good as for ever: engines have no deadline of their own.
@@ -158,13 +158,13 @@ async fn answer(State(shared): State<Arc<Shared>>, method: Method, uri: Uri, bod
         Some((*status, reply.clone()))
     });
     if path == "/metrics" {
-        // Text, and the start of a process that is never started anew.
+        // Text, and the start of a process that is never started again.
         return "process_start_time_seconds 1.5\n".into_response();
     }
     let (status, reply) = if let Some(reply) = instead {
         reply
     } else {
-        // An engine goes on with what it was asked for when nobody waits for it any more.
+        // An engine goes on with what it was asked for when no one waits for it any more.
         let carried_out = tokio::spawn(async move { shared.reply(&method, &path, &body).await });
         carried_out.await.unwrap()
     };
@@ -323,7 +323,7 @@ impl Shared {
                 (inside.answered <= inside.lingers && body["finished"] == json!(false), inside.spoils, inside.answered)
             });
             if lingers && timeout(SOON, self.asked.subscribe().wait_for(|asked| *asked > taken)).await.is_err() {
-                return failed("nobody asked for the next bucket");
+                return failed("no one asked for the next bucket");
             }
             if spoils == Some(taken) {
                 return (400, json!({"success": false, "message": "partially updated"}));

@@ -11,13 +11,13 @@ use tokio::sync::Notify;
 use weightsync_core::protocol::worker::Part;
 use weightsync_core::protocol::{BucketHeader, CarriedBy, DataHello, EpochId, LentMemory, MemberName, Refusal, RefusalCode, UpdateId};
 use weightsync_net::identity::PeerIdentity;
-use weightsync_transport::nccl::{Borrowed, Communicator, Joining, NcclTransport, Seat, Staging};
+use weightsync_transport::nccl::{Borrowed, Communicator, Joining, LocalRank, NcclTransport, Staging};
 use weightsync_transport::tcp::{TcpOptions, TcpTransport};
 use weightsync_transport::{
     Admission, BucketSink, BucketStore, DeviceBucket, DeviceMemory, DevicePayload, Fault, Payload, Transport, TransportError, Wants,
 };
 
-use super::bed::{Machine, Member, SLOT, gsum64, pattern};
+use super::fixture::{Machine, Member, SLOT, gsum64, pattern};
 use crate::world::{SOON, until};
 
 /// What a member without a sign of life may take.
@@ -88,8 +88,8 @@ fn name(of: &str) -> MemberName {
     MemberName(of.to_owned())
 }
 
-fn seat(member: &Member) -> Seat {
-    Seat { worker: member.worker.clone(), ring: member.ring.clone(), staging: Staging::new(member.worker.clone()) }
+fn local(member: &Member) -> LocalRank {
+    LocalRank { worker: member.worker.clone(), ring: member.ring.clone(), staging: Staging::new(member.worker.clone()) }
 }
 
 async fn transport(door: &Arc<Door>) -> NcclTransport {
@@ -116,7 +116,7 @@ impl Pair {
         let door: Arc<Door> = Arc::default();
         let (leads, follows) = (transport(&door).await, transport(&door).await);
         let id = source.worker.unique_id(SOON).await.unwrap();
-        let joining = Joining { epoch: epoch(), me: name("trainer"), id, first: 0, world: 1, seats: vec![seat(&source)], within: SOON };
+        let joining = Joining { epoch: epoch(), me: name("trainer"), id, first: 0, world: 1, locals: vec![local(&source)], within: SOON };
         leads.join(joining).await.unwrap();
         let slot = source.ring.take(SOON).await.unwrap();
         let check = pattern(1, LentMemory::CHECK_BYTES);
@@ -131,7 +131,7 @@ impl Pair {
             pid_namespace: None,
         };
         let borrowed = Borrowed::open(&guest.worker, &lent, None, SOON).await.unwrap();
-        follows.borrow(Communicator::borrowed(epoch(), name("rollouts/a"), seat(&guest), borrowed));
+        follows.borrow(Communicator::borrowed(epoch(), name("rollouts/a"), local(&guest), borrowed));
         Self { source, trainer, guest, leads, follows, door }
     }
 
@@ -219,7 +219,7 @@ async fn every_byte_is_copied_and_none_passes_the_host() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_store_that_wants_bytes_gets_them_all_whatever_memory_they_came_from() {
+async fn store_that_wants_bytes_gets_all_from_any_memory() {
     let machine = Machine::new();
     let pair = Pair::new(&machine).await;
     let store = Arc::new(Store::default());
@@ -238,7 +238,7 @@ async fn a_store_that_wants_bytes_gets_them_all_whatever_memory_they_came_from()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_member_whose_engine_takes_nothing_is_the_silent_one_and_the_next_stream_works() {
+async fn member_whose_engine_stalls_is_named_and_next_stream_works() {
     let machine = Machine::new();
     let pair = Pair::new(&machine).await;
     let store = Arc::new(Store { device: true, ..Store::default() });

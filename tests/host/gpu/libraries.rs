@@ -7,7 +7,7 @@ use std::process::Command;
 use weightsync_core::protocol::worker::{GpuFacts, GpuLink, NcclFacts, WorkerAnswer, WorkerFaultCode};
 use weightsync_gpu::worker::Worker;
 
-use super::bed::{Machine, fault, uuid};
+use super::fixture::{Machine, fault, uuid};
 use crate::world::SOON;
 
 async fn devices(worker: &Worker, nccl: &Path) -> (Vec<GpuFacts>, Vec<Vec<GpuLink>>, Result<NcclFacts, String>) {
@@ -84,7 +84,7 @@ async fn an_nccl_that_lacks_a_function_is_refused_by_name() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn more_memory_than_the_gpu_has_is_refused_and_freed_memory_comes_back() {
+async fn memory_beyond_the_gpu_is_refused_and_freed_returns() {
     let machine = Machine::new().with("FAKEGPU_MEMORY_MIB", 64);
     let worker = machine.worker(0).await;
     let Err(error) = worker.ring(65, 1 << 20, SOON).await else { panic!("more than there is") };
@@ -103,7 +103,7 @@ async fn more_memory_than_the_gpu_has_is_refused_and_freed_memory_comes_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn gpus_without_nvlink_or_without_access_are_told_apart() {
+async fn gpus_without_nvlink_differ_from_gpus_without_access() {
     for (setting, link) in [("FAKEGPU_NVLINK", GpuLink::Pcie), ("FAKEGPU_PEER", GpuLink::None)] {
         let machine = Machine::new().with("FAKEGPU_COUNT", 2).with(setting, 0);
         let (_, links, _) = devices(&machine.start("links"), &machine.nccl()).await;

@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 use weightsync_core::protocol::worker::WorkerFaultCode;
 use weightsync_gpu::worker::WorkerError;
 
-use super::bed::{Machine, Member, SLOT, abort, all, fault, form, pattern, verified_broadcast};
+use super::fixture::{Machine, Member, SLOT, abort, all, fault, form, pattern, verified_broadcast};
 use crate::world::SOON;
 
 /// A deadline that is meant to pass.
 const SHORT: Duration = Duration::from_millis(700);
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_dies_in_a_broadcast_is_left_out_of_the_next_group() {
+async fn worker_that_dies_in_a_broadcast_skips_the_next_group() {
     let machine = Machine::new();
     let members = machine.members(4).await;
     let members: Vec<&Member> = members.iter().collect();
@@ -25,7 +25,7 @@ async fn a_worker_that_dies_in_a_broadcast_is_left_out_of_the_next_group() {
     let broadcasts: Vec<_> = members.iter().zip(&slots).map(|(member, slot)| member.broadcast(1, slot, SLOT, SOON)).collect();
     let ends = members[2].worker.ended();
     let survivors = [members[0], members[1], members[3]];
-    // NCCL tells nobody: the death is seen in the process's end, and the others are told to abort.
+    // NCCL tells no one: the death is seen in the process's end, and the others are asked to abort.
     let aborted = async {
         let cause = ends.await;
         assert!(cause.contains("signal: 9"), "{cause}");
@@ -86,7 +86,7 @@ async fn a_rank_that_never_comes_ends_the_others_at_their_deadline() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rank_that_does_not_enter_a_broadcast_ends_it_at_its_deadline() {
+async fn rank_missing_from_a_broadcast_ends_it_at_the_deadline() {
     let machine = Machine::new();
     let members = machine.members(2).await;
     let members: Vec<&Member> = members.iter().collect();
@@ -117,7 +117,7 @@ async fn a_group_is_aborted_twice_without_harm() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_whose_call_never_returns_is_killed_and_a_new_one_works() {
+async fn worker_whose_call_hangs_is_killed_and_replaced() {
     let machine = Machine::new();
     let gone = machine.worker(1).await;
     machine.order("cuMemAlloc_v2 * hang");
@@ -135,7 +135,7 @@ async fn a_worker_whose_call_never_returns_is_killed_and_a_new_one_works() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_error_of_nccl_is_told_and_the_group_is_over() {
+async fn nccl_error_is_reported_and_ends_the_group() {
     let machine = Machine::new();
     let members = machine.members(2).await;
     let members: Vec<&Member> = members.iter().collect();

@@ -4,9 +4,9 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use super::bed::libraries;
+use super::fixture::libraries;
 
-/// A program that breaks the rule it is told.
+/// A program that breaks the rule it is reported.
 fn build(folder: &Path) -> std::path::PathBuf {
     let (source, program) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fakegpu/check.c"), folder.join("check"));
     let mut gcc = Command::new("gcc");

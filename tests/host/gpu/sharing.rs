@@ -3,11 +3,11 @@
 use weightsync_core::protocol::worker::{IpcHandle, Opaque, WorkerFaultCode};
 use weightsync_gpu::worker::Copy;
 
-use super::bed::{Machine, Member, SLOT, fault, pattern};
+use super::fixture::{Machine, Member, SLOT, fault, pattern};
 use crate::world::{SOON, until};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn another_process_reads_a_slot_behind_an_event() {
+async fn another_process_reads_a_slot_after_an_event() {
     // Late enough that a reader who does not wait for the event finds the old bytes.
     let machine = Machine::new().with("FAKEGPU_JITTER_US", 5000);
     let (writer, reader) = (Member::new(machine.worker(1).await).await, Member::new(machine.worker(1).await).await);

@@ -14,7 +14,7 @@ use weightsync_core::protocol::worker::{NcclId, Proof};
 use weightsync_testkit::simulator::{GroupOptions, Simulator, SimulatorOptions, WeightTransfer};
 use weightsync_torch::store::{Server, nccl_id_keys};
 
-use super::bed::{Machine, Member, uuid};
+use super::fixture::{Machine, Member, uuid};
 use crate::model::Model;
 use crate::world::{PROGRAM, SOON};
 
@@ -27,7 +27,7 @@ fn model(seed: u64) -> Model {
 }
 
 /// An engine of some ranks on the GPUs from 1 on, and rank 0 on GPU 0.
-struct Bed {
+struct Fixture {
     machine: Machine,
     engine: Simulator,
     ranks: u32,
@@ -40,7 +40,7 @@ struct Bed {
 /// Status and body.
 type Reply = (u16, Value);
 
-impl Bed {
+impl Fixture {
     async fn new(engine: &str, ranks: u32) -> Self {
         Self::with(engine, ranks, |_| {}).await
     }
@@ -105,13 +105,13 @@ impl Bed {
         self.call("/v1/completions", body).await.1["choices"][0]["logprobs"]["token_logprobs"].clone()
     }
 
-    /// What an engine on torch is told to meet at.
+    /// What an engine on torch is asked to meet at.
     fn meeting(&self, name: &str) -> Value {
         json!({"master_address": "127.0.0.1", "master_port": self.store.address().port(), "rank_offset": 1, "world_size": self.world(),
             "group_name": name, "backend": "nccl"})
     }
 
-    /// Publishes the id of a new group, as rank 0 does before anybody is told of the store.
+    /// Publishes the id of a new group, as rank 0 does before anybody is informed of the store.
     async fn publish_id(&self, name: &str) -> NcclId {
         let id = self.zero.worker.unique_id(SOON).await.unwrap();
         for key in nccl_id_keys(name) {
@@ -138,7 +138,7 @@ impl Bed {
     }
 }
 
-/// Some tensors of a model, as an engine is told of them, and their bytes.
+/// Some tensors of a model, as an engine is informed of them, and their bytes.
 fn bucket(model: &Model, tensors: std::ops::Range<usize>) -> (Value, Vec<u8>) {
     let names: Vec<String> = tensors.clone().map(|layer| format!("layers.{layer}.weight")).collect();
     let (dtypes, shapes) = (vec!["float32"; names.len()], vec![vec![16 << 10]; names.len()]);

@@ -1,4 +1,4 @@
-//! An API server for the plugin: objects by path, logs, merge patches, and the websocket behind `port-forward`.
+//! An API server for the plugin: objects by path, logs, merge patches, and the websocket after `port-forward`.
 //!
 //! A forwarded port leads to a real port of this machine.
 
@@ -168,7 +168,7 @@ async fn forward(state: &Mutex<State>, pod: &str, port: &str, upgrade: OnUpgrade
     }
     let to = state.lock().unwrap().ports.get(&format!("{pod}:{port}")).copied();
     let Some(to) = to else {
-        out.send(Message::binary([&[1_u8], &b"nobody listens"[..]].concat())).await.unwrap();
+        out.send(Message::binary([&[1_u8], &b"no one listens"[..]].concat())).await.unwrap();
         let _ = out.close().await;
         return;
     };

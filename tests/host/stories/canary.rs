@@ -46,7 +46,7 @@ impl User {
     fn of(world: &World, number: usize) -> Self {
         let (http, url) = (world.http.clone(), format!("http://127.0.0.1:{}/v1/completions", world.port(number)));
         let (answers, asks) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicBool::new(true)));
-        let (told, goes_on) = (answers.clone(), asks.clone());
+        let (reported, goes_on) = (answers.clone(), asks.clone());
         let task = tokio::spawn(async move {
             let question = json!({"model": "model", "prompt": "What is said?", "max_tokens": 6, "logprobs": 0});
             while goes_on.load(Ordering::SeqCst) {
@@ -56,7 +56,7 @@ impl User {
                 let log_probs = body.pointer("/choices/0/logprobs/token_logprobs").and_then(Value::as_array);
                 let good = log_probs.is_some_and(|numbers| !numbers.is_empty() && numbers.iter().all(Value::is_f64));
                 let text = body.pointer("/choices/0/text").and_then(Value::as_str).map(str::to_owned);
-                told.lock().unwrap().push(text.filter(|_| good));
+                reported.lock().unwrap().push(text.filter(|_| good));
             }
         });
         Self { answers, asks, task }
@@ -80,7 +80,7 @@ impl User {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_version_with_a_tensor_of_nan_is_turned_back_by_itself_while_requests_flow_and_the_next_one_is_taken() {
+async fn version_with_nan_is_rolled_back_under_load() {
     let mut world = World::start(rules(), [Actor::new(), Actor::sglang(), Actor::new()]).await;
     world.until_ready(3).await;
     publish(&world, 1).await;
@@ -110,7 +110,7 @@ async fn a_version_with_a_tensor_of_nan_is_turned_back_by_itself_while_requests_
     for (user, before) in users.into_iter().zip(before) {
         let answers = user.end().await;
         // An engine computes with the poisoned version between its switch and its answer to the canary, which holds it; a request that runs
-        // then ends as a mixture. Behind that it answers as before, and goes on so: nobody brings the version a second time.
+        // then ends as a mixture. After that it answers as before, and goes on so: no one brings the version a second time.
         let whole = |answer: &Answer| *answer == before;
         let mut later = answers.iter().skip_while(|answer| whole(answer)).skip_while(|answer| !whole(answer));
         assert!(later.clone().count() >= 4 || answers.iter().all(whole), "{answers:?}");
@@ -130,7 +130,7 @@ fn answer(log_probs: &Value) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_replica_that_refuses_alone_does_not_serve_and_the_others_go_on() {
+async fn replica_that_refuses_alone_stops_and_others_go_on() {
     let mut world = World::start(rules(), [Actor::new(), Actor::sglang(), Actor::new()]).await;
     world.until_ready(3).await;
     publish(&world, 1).await;
@@ -139,17 +139,17 @@ async fn a_replica_that_refuses_alone_does_not_serve_and_the_others_go_on() {
     let result = world.publish(&checkpoint, 2, &[]).await.done();
     assert_eq!(installed(&result), ["rollouts/actor-0", "rollouts/actor-1"]);
     assert!(behind(&result, "rollouts/actor-2").contains("token 1 of 1 is no number"), "{result}");
-    world.told("VersionRefused", "rollouts/actor-2").await;
+    world.reported("VersionRefused", "rollouts/actor-2").await;
     world.until_ready(2).await;
     world.spoil(2, &json!({})).await;
     all_serve(&world, 2).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_gives_no_log_probs_takes_no_part_and_says_what_it_lacks() {
+async fn engine_without_log_probs_takes_no_part_by_name() {
     let mute = spoiled("/v1/completions", &answer(&Value::Null));
     let mut world = World::start(rules(), [Actor::new(), Actor::sglang(), Actor::new().faults(mute)]).await;
-    let message = world.told("CanaryUnavailable", "rollouts/actor-2").await;
+    let message = world.reported("CanaryUnavailable", "rollouts/actor-2").await;
     assert!(message.contains("gives no log-probs"), "{message}");
     world.until_ready(2).await;
     let checkpoint = Model::small(1).save(&world.folder().join("v1"));

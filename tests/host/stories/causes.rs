@@ -19,7 +19,7 @@ async fn a_publish_names_what_its_engine_lacks_and_is_final() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_publish_names_an_engine_that_is_down_and_is_retryable() {
     let mut world = World::start(json!({}), [Actor::new().absent()]).await;
-    world.told("EngineUnhealthy", "rollouts/actor-0").await;
+    world.reported("EngineUnhealthy", "rollouts/actor-0").await;
     let checkpoint = Model::small(1).save(&world.folder().join("v1"));
     let error = world.publish(&checkpoint, 1, &["--timeout", "3"]).await.failed();
     let message = error["message"].as_str().unwrap();

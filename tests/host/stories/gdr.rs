@@ -14,6 +14,6 @@ async fn gdr_without_an_rdma_device_is_refused_with_what_to_change() {
         return;
     }
     let mut world = World::start_over(json!({"gdr": {}}), [Actor::new()]).await;
-    let message = world.told("TransportUnavailable", "rollouts/actor-0").await;
+    let message = world.reported("TransportUnavailable", "rollouts/actor-0").await;
     assert!(message.contains("no RDMA device") && message.contains("transport.gdr.allowTcp"), "{message}");
 }

@@ -35,7 +35,7 @@ async fn all_serve(world: &World, version: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_goes_back_to_an_earlier_version_by_its_file_and_on_with_a_higher_one() {
+async fn local_group_rolls_back_by_its_file_then_takes_higher_one() {
     let mut world = at_two().await;
     world.target(Some(1)).await;
     world.event("the group to go back", |event| event["reason"] == "RolledBack").await;
@@ -66,7 +66,7 @@ async fn a_group_goes_back_to_an_earlier_version_by_its_file_and_on_with_a_highe
 async fn rollouts_go_back_by_themselves_when_the_trainer_is_gone() {
     let mut world = at_two().await;
     world.signal("trainer", Signal::STOP).await;
-    world.told("AgentSilent", "trainer/trainer").await;
+    world.reported("AgentSilent", "trainer/trainer").await;
     world.target(Some(1)).await;
     world.event("the group to go back", |event| event["reason"] == "RolledBack").await;
     for number in 0..2 {
@@ -79,14 +79,15 @@ async fn rollouts_go_back_by_themselves_when_the_trainer_is_gone() {
     assert!(world.serves(0, &Model::small(1)).await && world.serves(1, &Model::small(1)).await, "everything stays as it is");
 }
 
-/// THUDM/slime, NVIDIA-NeMo/RL: nobody covers a trainer that is lost.
+/// THUDM/slime, NVIDIA-NeMo/RL: no one covers a trainer that is lost.
+/// Story F44.
 #[tokio::test(flavor = "multi_thread")]
-async fn f44_rollouts_serve_and_feed_a_joiner_while_the_trainer_is_gone_and_a_new_one_goes_on_with_a_higher_version() {
+async fn rollouts_serve_and_feed_while_the_trainer_is_gone() {
     let mut world = World::start(json!({}), [Actor::new(), Actor::sglang(), Actor::new().absent()]).await;
     world.until_ready(2).await;
     publish(&world, 5).await;
     world.signal("trainer", Signal::STOP).await;
-    world.told("AgentSilent", "trainer/trainer").await;
+    world.reported("AgentSilent", "trainer/trainer").await;
     world.start_engine(2);
     for number in 0..3 {
         world.until_serves(number, &Model::small(5)).await;
@@ -94,7 +95,7 @@ async fn f44_rollouts_serve_and_feed_a_joiner_while_the_trainer_is_gone_and_a_ne
     // Another life of the trainer's agent, which knows nothing of before.
     let before = world.agent("trainer").await;
     world.signal("trainer", Signal::KILL).await;
-    until("the trainer to be made anew", || async { world.agent("trainer").await != before }).await;
+    until("the trainer to be made again", || async { world.agent("trainer").await != before }).await;
     world.until_ready(3).await;
     let lower = Model::small(4).save(&world.folder().join("v4"));
     let error = world.publish(&lower, 4, &[]).await.failed();

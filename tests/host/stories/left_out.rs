@@ -7,16 +7,17 @@ use crate::model::Model;
 use crate::world::{Actor, World, installed, spoiled, unavailable};
 
 /// InternLM/xtuner#1828: an unhealthy address, or a missing one, is put into the new group and hangs it.
+/// Story F04.
 #[tokio::test(flavor = "multi_thread")]
-async fn f04_engines_that_say_503_or_do_not_listen_are_left_out_by_name_and_the_others_go_on() {
+async fn engines_with_503_or_no_listener_are_left_out() {
     let actors = [Actor::new(), Actor::new().faults(spoiled("*", &unavailable())), Actor::new().absent()];
     let mut world = World::start(json!({}), actors).await;
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
-    let ill = world.told("EngineUnhealthy", "rollouts/actor-1").await;
+    let ill = world.reported("EngineUnhealthy", "rollouts/actor-1").await;
     // Asked before it listens at all it is as absent as the other one.
     assert!(ill.contains("503") || ill.contains("cannot be reached"), "{ill}");
-    let gone = world.told("EngineUnhealthy", "rollouts/actor-2").await;
+    let gone = world.reported("EngineUnhealthy", "rollouts/actor-2").await;
     assert!(gone.contains("cannot be reached"), "{gone}");
     let result = world.publish(&checkpoint, 1, &[]).await.done();
     assert_eq!(installed(&result), ["rollouts/actor-0"]);
@@ -30,25 +31,27 @@ async fn f04_engines_that_say_503_or_do_not_listen_are_left_out_by_name_and_the_
 }
 
 /// modelscope/twinkle#102: who subscribes late never hears what was said before.
+/// Story F11.
 #[tokio::test(flavor = "multi_thread")]
-async fn f11_an_agent_that_is_late_reads_what_it_missed_and_gets_the_version() {
+async fn late_agent_reads_what_it_missed_and_gets_the_version() {
     let world = World::start(json!({"silenceSeconds": 2}), [Actor::new(), Actor::new()]).await;
     world.signal("actor-1", Signal::STOP).await;
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
     let result = world.publish(&checkpoint, 1, &[]).await.done();
     assert_eq!(installed(&result), ["rollouts/actor-0"]);
-    // Nobody says the version again: the trainer's process has ended.
+    // No one says the version again: the trainer's process has ended.
     world.signal("actor-1", Signal::CONT).await;
     world.until_serves(1, &one).await;
     world.until_ready(2).await;
 }
 
 /// radixark/miles#2510, NovaSky-AI/SkyRL#1271: offsets follow the engine's real size, not the configured one.
+/// Story F19.
 #[tokio::test(flavor = "multi_thread")]
-async fn f19_an_engine_of_another_size_is_refused_with_both_numbers_and_takes_no_ranks() {
+async fn engine_of_another_size_is_refused_and_takes_no_ranks() {
     let mut world = World::start(json!({}), [Actor::new().ranks(4, 8), Actor::new().ranks(2, 2)]).await;
-    let refused = world.told("SizeMismatch", "rollouts/actor-0").await;
+    let refused = world.reported("SizeMismatch", "rollouts/actor-0").await;
     assert!(refused.contains("has 4 worker ranks") && refused.contains("says 8"), "{refused}");
     world.until_ready(1).await;
     let roster = world.roster("trainer").await;
@@ -60,17 +63,18 @@ async fn f19_an_engine_of_another_size_is_refused_with_both_numbers_and_takes_no
 }
 
 /// InternLM/xtuner: no time limit at all in the trainer's HTTP client.
+/// Story F75.
 #[tokio::test(flavor = "multi_thread")]
-async fn f75_an_engine_that_accepts_and_never_answers_is_named_and_holds_nobody_up() {
+async fn engine_that_accepts_but_never_answers_is_named() {
     let hangs = json!({"kind": "hang"});
     let mut world = World::start(json!({}), [Actor::new(), Actor::new().faults(spoiled("*", &hangs)), Actor::sglang()]).await;
-    world.told("EngineUnhealthy", "rollouts/actor-1").await;
+    world.reported("EngineUnhealthy", "rollouts/actor-1").await;
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
     assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["rollouts/actor-0", "rollouts/actor-2"]);
     // One that begins to hang in the group leaves it, and comes back when it answers.
     world.spoil(2, &spoiled("*", &hangs)).await;
-    // Told of before as well, where it had not started yet when it was asked first.
+    // Informed of before as well, where it had not started yet when it was asked first.
     let silent =
         |event: &Value| event["member"] == "rollouts/actor-2" && event["message"].as_str().is_some_and(|text| text.contains("no answer"));
     world.event("that the third engine gives no answer", |event| event["reason"] == "EngineUnhealthy" && silent(event)).await;

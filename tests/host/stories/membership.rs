@@ -12,7 +12,7 @@ use weightsync_core::protocol::{Activation, ClientRequest, PublishResult, QueueP
 use crate::model::Model;
 use crate::world::{Actor, SOON, World, installed, spoiled, unavailable, until};
 
-/// A trainer that stops in the middle of its stream until it is told to go on.
+/// A trainer that stops in the middle of its stream until it is asked to go on.
 struct Halfway {
     gate: Arc<(Mutex<[bool; 2]>, Condvar)>,
     task: JoinHandle<PublishResult>,
@@ -39,7 +39,7 @@ impl Halfway {
                     states[0] = true;
                     let (states, waited) = theirs.1.wait_timeout_while(states, SOON, |states| !states[1]).unwrap();
                     drop(states);
-                    assert!(!waited.timed_out(), "nobody opened the gate");
+                    assert!(!waited.timed_out(), "no one opened the gate");
                 }
                 model.fill(layout, bucket, into);
                 Ok(())
@@ -63,8 +63,9 @@ fn names(result: &PublishResult) -> Vec<&str> {
 }
 
 /// llm-d-rl: requests to engines go out one after the other, and each waits for all ranks.
+/// Story F05.
 #[tokio::test(flavor = "multi_thread")]
-async fn f05_a_slow_engine_is_not_waited_for_before_the_next_one_is_asked() {
+async fn slow_engine_does_not_delay_the_next_call() {
     let world = World::start(json!({}), [Actor::new(), Actor::new()]).await;
     world.until_ready(2).await;
     // Each engine is the slow one once: code that goes one by one fails in one of the two orders.
@@ -84,8 +85,9 @@ async fn f05_a_slow_engine_is_not_waited_for_before_the_next_one_is_asked() {
 }
 
 /// radixark/miles#947: members read the list of engines at different moments and disagree.
+/// Story F09.
 #[tokio::test(flavor = "multi_thread")]
-async fn f09_members_that_change_while_a_group_forms_end_in_one_epoch() {
+async fn members_that_change_while_a_group_forms_end_in_one_epoch() {
     let world = World::start(json!({}), [Actor::new(), Actor::new(), Actor::new()]).await;
     for pod in ["actor-1", "actor-2"] {
         let before = world.agent(pod).await;
@@ -103,9 +105,10 @@ async fn f09_members_that_change_while_a_group_forms_end_in_one_epoch() {
     }
 }
 
-/// llm-d-rl: an engine that was added between two steps is in no group, and is told to update.
+/// llm-d-rl: an engine that was added between two steps is in no group, and is asked to update.
+/// Story F41.
 #[tokio::test(flavor = "multi_thread")]
-async fn f41_an_engine_that_comes_in_the_middle_of_an_update_joins_behind_it_and_is_not_told_to_update_before() {
+async fn engine_that_comes_in_an_update_joins_after_it() {
     let mut world = World::start_with(
         &Model::large(0),
         json!({"silenceSeconds": 30, "bucketMiB": 1}),
@@ -122,15 +125,16 @@ async fn f41_an_engine_that_comes_in_the_middle_of_an_update_joins_behind_it_and
     let result = halfway.go_on().await;
     assert_eq!((names(&result), result.attempts), (vec!["rollouts/actor-0", "rollouts/actor-1"], 1));
     assert_eq!(json!(result.epoch), epoch, "the running update was not disturbed");
-    let joined = world.told("MemberJoined", "rollouts/actor-2").await;
+    let joined = world.reported("MemberJoined", "rollouts/actor-2").await;
     assert!(!joined.contains(&format!("epoch {}", result.epoch)), "{joined}");
     world.until_serves(2, &Model::large(1)).await;
     assert_eq!(world.loads(2).await, 1);
 }
 
 /// llm-d-rl: the update itself makes health checks fail, and the group changes in the middle of it.
+/// Story F42.
 #[tokio::test(flavor = "multi_thread")]
-async fn f42_an_engine_that_is_ill_only_while_it_is_switched_stays_in_the_group() {
+async fn engine_unhealthy_only_while_switching_stays_in_group() {
     let world = World::start(json!({"healthPeriodMilliseconds": 100}), [Actor::new(), Actor::new()]).await;
     world.until_ready(2).await;
     // An engine may start slowly.
@@ -166,7 +170,7 @@ async fn f42_an_engine_that_is_ill_only_while_it_is_switched_stays_in_the_group(
 
 /// A rollout's whole pod dies in the middle: the survivors get the version within what the design promises, from what the source kept.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rollout_killed_in_the_middle_costs_the_others_an_epoch_and_the_trainer_nothing() {
+async fn rollout_killed_midway_costs_others_an_epoch_only() {
     let world =
         World::start_with(&Model::large(0), json!({"bucketMiB": 1, "silenceSeconds": 30}), [Actor::new(), Actor::new(), Actor::new()])
             .await;

@@ -16,8 +16,9 @@ async fn is_paused(world: &World, number: usize) -> Value {
 }
 
 /// vllm-project/vime#87: a step that failed returned nothing, and the loss showed 300 s later.
+/// Story F12.
 #[tokio::test(flavor = "multi_thread")]
-async fn f12_an_answer_200_without_success_is_a_failure_at_once() {
+async fn an_answer_200_without_success_is_a_failure_at_once() {
     let world = World::start(json!({}), [Actor::new(), Actor::sglang(), Actor::new()]).await;
     world.until_ready(3).await;
     for (number, load) in LOADS {
@@ -42,8 +43,9 @@ async fn f12_an_answer_200_without_success_is_a_failure_at_once() {
 }
 
 /// inclusionAI/AReaL#1590: a gateway answers 200 with an error inside, and the version goes up.
+/// Story F47.
 #[tokio::test(flavor = "multi_thread")]
-async fn f47_an_error_inside_an_answer_200_leaves_the_version_as_it_was() {
+async fn error_inside_an_answer_200_keeps_the_version() {
     let world = World::start(json!({}), [Actor::new(), Actor::sglang()]).await;
     let (one, two) = (Model::small(1), Model::small(2));
     let (first, second) = (one.save(&world.folder().join("v1")), two.save(&world.folder().join("v2")));
@@ -70,8 +72,9 @@ async fn f47_an_error_inside_an_answer_200_leaves_the_version_as_it_was() {
 }
 
 /// lightseekorg/tokenspeed#1373: the update returns 200, the weights are uninitialised memory.
+/// Story F46.
 #[tokio::test(flavor = "multi_thread")]
-async fn f46_a_load_that_is_acknowledged_but_not_carried_out_is_not_ready() {
+async fn load_acknowledged_but_not_done_is_not_ready() {
     let world = World::start(json!({}), [Actor::new(), Actor::new(), Actor::sglang()]).await;
     world.until_ready(3).await;
     for number in [1, 2] {
@@ -91,8 +94,9 @@ async fn f46_a_load_that_is_acknowledged_but_not_carried_out_is_not_ready() {
 }
 
 /// radixark/miles#3216: some tensors are skipped without a word.
+/// Story F48.
 #[tokio::test(flavor = "multi_thread")]
-async fn f48_a_version_that_lacks_a_tensor_is_refused_by_name_before_a_byte_moves() {
+async fn version_lacking_a_tensor_is_refused_before_a_byte() {
     let world = World::start(json!({}), [Actor::new(), Actor::sglang()]).await;
     world.until_ready(2).await;
     let missing = "model.layers.7.mlp.weight";
@@ -112,11 +116,12 @@ async fn f48_a_version_that_lacks_a_tensor_is_refused_by_name_before_a_byte_move
 }
 
 /// PrimeIntellect-ai/prime-rl#2673: a pause without a time limit.
+/// Story F69.
 #[tokio::test(flavor = "multi_thread")]
-async fn f69_a_pause_that_hangs_ends_with_its_deadline_and_no_engine_stays_paused() {
+async fn hanging_pause_ends_at_its_deadline_unpaused() {
     let world = World::start(json!({"timeoutSeconds": 4, "silenceSeconds": 2}), [Actor::new(), Actor::new(), Actor::new()]).await;
     world.until_ready(3).await;
-    // Carried out or not: in both cases nobody answers.
+    // Carried out or not: in both cases no one answers.
     world.spoil(1, &spoiled("/pause", &json!({"kind": "hang"}))).await;
     world.spoil(2, &spoiled("/pause", &json!({"kind": "loseReply"}))).await;
     let one = Model::small(1);

@@ -14,7 +14,7 @@ async fn publish_to_one(world: &World, version: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_replica_that_failed_to_switch_serves_on_until_the_next_version_and_not_longer() {
+async fn replica_that_failed_to_switch_serves_until_next_version() {
     let world = World::start(json!({"maxSkew": 1}), [Actor::new(), Actor::new()]).await;
     world.until_ready(2).await;
     let checkpoint = Model::small(1).save(&world.folder().join("v1"));

@@ -6,19 +6,20 @@ use crate::model::Model;
 use crate::world::{Actor, World, installed, until};
 
 /// huggingface/trl#5312: a sleep of level 2, a wake-up, no update; from then on log-probs are those of no version.
+/// Story F55.
 #[tokio::test(flavor = "multi_thread")]
-async fn f55_an_engine_that_somebody_put_to_sleep_is_not_ready_and_gets_its_version_back_when_it_wakes() {
+async fn engine_put_to_sleep_is_unready_and_refed_on_wake() {
     let mut world = World::start(json!({}), [Actor::new(), Actor::new()]).await;
     world.until_ready(2).await;
     let (one, two) = (Model::small(1), Model::small(2));
     world.publish(&one.save(&world.folder().join("v1")), 1, &[]).await.done();
     world.post(0, "/sleep?level=2", &json!({})).await;
-    let why = world.told("EngineUnhealthy", "rollouts/actor-0").await;
+    let why = world.reported("EngineUnhealthy", "rollouts/actor-0").await;
     assert!(why.contains("asleep, and not for an update"), "{why}");
     until("the sleeping one to be out", || async { world.replicas("ready").await == ["rollouts/actor-1"] }).await;
     let (status, page) = world.page("actor-0", "/readyz").await;
     assert_eq!(status, 503, "{page}");
-    // The others go on without it, and nobody wakes it.
+    // The others go on without it, and no one wakes it.
     let result = world.publish(&two.save(&world.folder().join("v2")), 2, &[]).await.done();
     assert_eq!(installed(&result), ["rollouts/actor-1"], "{result}");
     assert_eq!(world.get(0, "/is_sleeping").await["is_sleeping"], json!(true));

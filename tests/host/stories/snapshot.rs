@@ -1,4 +1,4 @@
-//! FastDeploy behind real agents: versions by the snapshot of its model directory, a restart in between, and a load that fails.
+//! FastDeploy after real agents: versions by the snapshot of its model directory, a restart in between, and a load that fails.
 
 use serde_json::json;
 
@@ -6,7 +6,7 @@ use crate::model::Model;
 use crate::world::{Actor, World, behind, installed, until};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_fastdeploy_takes_versions_through_its_snapshot_and_one_that_died_comes_back_with_the_last() {
+async fn fastdeploy_takes_snapshot_versions_and_restarts_on_last() {
     let world = World::start(json!({"pause": "Abort", "kvCache": "Reset"}), [Actor::fastdeploy(), Actor::new()]).await;
     world.until_ready(2).await;
     for version in [1, 2] {
@@ -26,7 +26,7 @@ async fn a_fastdeploy_takes_versions_through_its_snapshot_and_one_that_died_come
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_fastdeploy_whose_load_fails_is_held_and_healed_by_the_next_version() {
+async fn fastdeploy_whose_load_fails_is_healed_by_next_version() {
     let world = World::start(json!({"pause": "Abort", "kvCache": "Reset", "minReady": 1}), [Actor::fastdeploy(), Actor::new()]).await;
     world.until_ready(2).await;
     world.spoil(0, &json!({"load": "failHalfway"})).await;

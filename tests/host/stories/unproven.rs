@@ -13,7 +13,7 @@ fn five_hundred() -> Value {
     json!({"kind": "answer", "status": 500, "body": {"error": "it does not resume"}})
 }
 
-/// The engine loaded version 2 and is held: nobody may be told that it serves version 1.
+/// The engine loaded version 2 and is held: no one may be informed that it serves version 1.
 #[tokio::test(flavor = "multi_thread")]
 async fn engine_that_does_not_resume_is_proven_once_it_does() {
     let world = World::start(json!({"timeoutSeconds": 5}), [Actor::new()]).await;
@@ -53,6 +53,6 @@ async fn end_of_local_leaves_no_engine_paused() {
 
     world.spoil(0, &json!({})).await;
     world.stop();
-    assert!(!is_paused(&world, 0).await, "nobody is left to resume it");
+    assert!(!is_paused(&world, 0).await, "no one is left to resume it");
     assert!(world.serves(0, &one).await || world.serves(0, &Model::small(0)).await, "it is whole");
 }

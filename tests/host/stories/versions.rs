@@ -8,8 +8,9 @@ use crate::model::Model;
 use crate::world::{Actor, PROGRAM, World, installed};
 
 /// PrimeIntellect-ai/prime-rl#2896: a number is skipped, and somebody waits for it.
+/// Story F53.
 #[tokio::test(flavor = "multi_thread")]
-async fn f53_version_7_follows_5_nobody_waits_for_6_and_6_is_refused_after_it() {
+async fn version_7_follows_5_without_a_wait_for_6() {
     let world = World::start(json!({}), [Actor::new(), Actor::sglang()]).await;
     world.until_ready(2).await;
     for version in [5, 7] {
@@ -24,8 +25,9 @@ async fn f53_version_7_follows_5_nobody_waits_for_6_and_6_is_refused_after_it() 
 }
 
 /// verl-project/verl#6091: a tensor is larger than a bucket.
+/// Story F62.
 #[tokio::test(flavor = "multi_thread")]
-async fn f62_a_tensor_larger_than_a_bucket_arrives_whole_and_the_plan_shows_what_it_takes() {
+async fn tensor_larger_than_a_bucket_arrives_whole() {
     let model = |seed| {
         let small = ["model.embed_tokens.weight", "model.norm.weight"].map(|name| (name.to_owned(), 1000));
         Model::of(seed, small.into_iter().chain([("model.layers.0.mlp.experts.weight".to_owned(), 5 << 18 | 6)]))

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::gpu::bed::uuid;
+use crate::gpu::fixture::uuid;
 
 /// A rollout of a world.
 #[derive(Clone)]
@@ -88,7 +88,7 @@ impl Actor {
         Self { gpu: Some(gpu), ..self }
     }
 
-    /// Nobody listens on its port, until [`World::start_engine`].
+    /// No one listens on its port, until [`World::start_engine`].
     pub fn absent(self) -> Self {
         Self { absent: true, ..self }
     }

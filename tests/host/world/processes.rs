@@ -8,7 +8,7 @@ pub(super) fn children(parent: u32) -> Vec<(Pid, Vec<u8>)> {
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
         let Ok(stat) = std::fs::read_to_string(entry.path().join("stat")) else { continue };
-        // The name of a process may hold anything; behind its last parenthesis stand state and parent.
+        // The name of a process may hold anything; after its last parenthesis stand state and parent.
         let ppid = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1)?.parse::<u32>().ok());
         if ppid == Some(parent) {
             found.push((Pid::from_raw(pid).unwrap(), std::fs::read(entry.path().join("environ")).unwrap_or_default()));

@@ -1,6 +1,6 @@
 //! One client of the trainer's socket, from its first line to its last.
 //!
-//! Decides which lines fit the moment, ends a publish that nobody else ends, and says something at least once a second while one runs.
+//! Decides which lines fit the moment, ends a publish that no one else ends, and says something at least once a second while one runs.
 //! It never reads a tensor and never decides about versions: it hands a publish to the queue and passes the outcome on.
 
 use std::sync::Arc;

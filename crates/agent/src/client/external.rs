@@ -1,7 +1,7 @@
 //! The connection of a trainer that drives its own data plane: epochs as they come, and the one version that is under way.
 //!
-//! Decides which epoch was told and is to be called over, and ends a version that nobody else ends. The socket of an epoch's rendezvous is
-//! bound here, before its port is told to anyone, and given away with the word (F21): no copy stays, so when the trainer's process ends the
+//! Decides which epoch was informed and is to be called over, and ends a version that no one else ends. The socket of an epoch's rendezvous is
+//! bound here, before its port is asked to anyone, and given away with the word (F21): no copy stays, so when the trainer's process ends the
 //! port refuses connections instead of swallowing them.
 
 use std::net::{IpAddr, TcpListener};
@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::wire::{Outbox, Outgoing};
-use crate::external::{Ask, EpochNews, ExternalDesk, ExternalJob, Teller, Word};
+use crate::external::{Ask, EpochState, ExternalDesk, ExternalJob, Teller, Word};
 use weightsync_core::protocol::{ClientReply, PublishError, PublishErrorCode, ReplicaReport, Topology, Version};
 
 /// How long the leader may take to end a version that was given up or whose time is over; then the connection ends it.
@@ -26,14 +26,14 @@ const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 pub(super) struct ExternalSide {
     desk: Arc<ExternalDesk>,
     outbox: Outbox,
-    news: Option<watch::Receiver<EpochNews>>,
-    told: Option<u64>,
+    epochs: Option<watch::Receiver<EpochState>>,
+    reported: Option<u64>,
     running: Option<Running>,
 }
 
 struct Running {
     version: Version,
-    told: mpsc::UnboundedReceiver<ClientReply>,
+    reported: mpsc::UnboundedReceiver<ClientReply>,
     words: mpsc::UnboundedSender<Word>,
     cancel: CancellationToken,
     give_up_at: Instant,
@@ -41,35 +41,35 @@ struct Running {
 
 impl ExternalSide {
     pub(super) fn new(desk: Arc<ExternalDesk>, outbox: Outbox) -> Self {
-        Self { desk, outbox, news: None, told: None, running: None }
+        Self { desk, outbox, epochs: None, reported: None, running: None }
     }
 
     /// Whether the client waits for signs of life.
     pub(super) fn listens(&self) -> bool {
-        self.news.is_some()
+        self.epochs.is_some()
     }
 
     /// Tells epochs from now on, the present one first.
     pub(super) fn watch(&mut self) {
-        let mut news = self.desk.news();
-        news.mark_changed();
-        self.news = Some(news);
+        let mut epochs = self.desk.epochs();
+        epochs.mark_changed();
+        self.epochs = Some(epochs);
     }
 
     /// Waits for something to say, and says it. May be dropped and called again.
     pub(super) async fn next(&mut self) {
         let running = async {
             match &mut self.running {
-                Some(running) => running.told.recv().await,
+                Some(running) => running.reported.recv().await,
                 None => std::future::pending().await,
             }
         };
         let changed = async {
-            let told = match &mut self.news {
-                Some(news) => news.changed().await.is_ok(),
+            let reported = match &mut self.epochs {
+                Some(epochs) => epochs.changed().await.is_ok(),
                 None => false,
             };
-            if !told {
+            if !reported {
                 std::future::pending::<()>().await;
             }
         };
@@ -92,22 +92,22 @@ impl ExternalSide {
     }
 
     fn bring_up_to_date(&mut self) {
-        let Some(news) = self.news.as_mut().map(|news| news.borrow_and_update().clone()) else { return };
-        let present = news.present.as_ref();
-        if let Some(epoch) = self.told.filter(|told| present.map(|present| present.epoch) != Some(*told)) {
-            self.told = None;
-            let over = news.over.as_ref().filter(|(over, _)| *over >= epoch);
+        let Some(epochs) = self.epochs.as_mut().map(|epochs| epochs.borrow_and_update().clone()) else { return };
+        let present = epochs.present.as_ref();
+        if let Some(epoch) = self.reported.filter(|reported| present.map(|present| present.epoch) != Some(*reported)) {
+            self.reported = None;
+            let over = epochs.over.as_ref().filter(|(over, _)| *over >= epoch);
             let reason = over.map_or_else(|| "another epoch takes its place".to_owned(), |(_, reason)| reason.clone());
             self.outbox.say(ClientReply::Fenced { epoch, reason });
         }
-        if let Some(reason) = news.refused.filter(|_| present.is_none()) {
+        if let Some(reason) = epochs.refused.filter(|_| present.is_none()) {
             self.outbox.say(ClientReply::Error { error: error(PublishErrorCode::NotAllowed, reason, false) });
             return;
         }
-        let Some(present) = present.filter(|present| self.told != Some(present.epoch)) else { return };
+        let Some(present) = present.filter(|present| self.reported != Some(present.epoch)) else { return };
         match listen(present) {
             Ok((topology, listener)) => {
-                self.told = Some(topology.epoch);
+                self.reported = Some(topology.epoch);
                 self.outbox.put(Outgoing::WithListener(ClientReply::Epoch { topology }, listener));
             }
             Err(cause) => {
@@ -133,10 +133,10 @@ impl ExternalSide {
             return Err("a version needs a timeout of at least 1 ms".into());
         }
         let deadline = Instant::now() + Duration::from_millis(timeout_ms).min(LONGEST);
-        let (tell, told) = Teller::new();
+        let (tell, reported) = Teller::new();
         let (to_leader, words) = mpsc::unbounded_channel();
         let cancel = CancellationToken::new();
-        self.running = Some(Running { version, told, words: to_leader, cancel: cancel.clone(), give_up_at: deadline + GRACE });
+        self.running = Some(Running { version, reported, words: to_leader, cancel: cancel.clone(), give_up_at: deadline + GRACE });
         let job = ExternalJob { epoch, version, digest, engine_version, deadline, cancel, words, tell };
         self.desk.ask(Ask::Update(Box::new(job)));
         Ok(())
@@ -169,7 +169,7 @@ impl ExternalSide {
         }
     }
 
-    /// The outcome that nobody else gave.
+    /// The outcome that no one else gave.
     pub(super) fn tick(&mut self, now: Instant) {
         if let Some(running) = self.running.take_if(|running| now >= running.give_up_at) {
             running.cancel.cancel();

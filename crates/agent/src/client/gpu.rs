@@ -6,7 +6,7 @@
 
 use tokio::sync::watch;
 
-use weightsync_core::plan::{GpuRing, GpuRoom, NoSharing, RingLoad, RingWish, gpu_ring, slots_beside_copies};
+use weightsync_core::plan::{GpuRing, GpuRoom, NoSharing, RingLoad, RingWish, gpu_ring, slots_with_copies};
 use weightsync_core::protocol::GpuOffer;
 use weightsync_core::weights::{Layout, LayoutError, TensorSpec};
 use weightsync_gpu::worker::Worker;
@@ -31,7 +31,7 @@ impl std::fmt::Debug for SourceWorker {
     }
 }
 
-/// What the source sends from: its worker, or why there is none. Kept up to date by whoever starts workers.
+/// What the source sends from: its worker, or why there is none. Kept up to date by anyone who starts workers.
 pub type SourceGpu = watch::Receiver<Result<SourceWorker, String>>;
 
 pub fn no_source_gpu() -> SourceGpu {
@@ -53,7 +53,7 @@ impl SourceWorker {
         let wish = RingWish { slots: self.wish.slots, slot_bytes: Some(largest.max(1)) };
         let ring = self.choose(wish, RingLoad { bytes: layout.total_bytes, largest })?;
         let copied = self.wish.slots.is_none() && layout.total_bytes <= self.retain;
-        let slots = if copied { slots_beside_copies(&ring, layout.bucket_count(), self.room.0) } else { ring.slots };
+        let slots = if copied { slots_with_copies(&ring, layout.bucket_count(), self.room.0) } else { ring.slots };
         let slots = slots.min(layout.bucket_count()).max(1);
         Ok(RingSize { slots, slot_bytes: ring.slot_bytes.next_multiple_of(PAGE) })
     }

@@ -1,7 +1,7 @@
 //! A ring in memory of the agent's worker that a trainer on the same GPU writes into.
 //!
 //! Decides when the memory is proven: the trainer opened it, wrote the agent's random bytes at its very end, and the worker read them there
-//! behind the trainer's event. Until then no bucket is taken from it. A ring serves one connection only: what another process may still
+//! after the trainer's event. Until then no bucket is taken from it. A ring serves one connection only: what another process may still
 //! have queued towards it can never reach the bytes of a later one. It is freed when the trainer closed it: freeing what another process
 //! has open is undefined (CUDA driver API, cuIpcCloseMemHandle). It never decides about attempts or versions.
 
@@ -62,7 +62,7 @@ impl GpuRings {
         }
     }
 
-    /// Frees the ring of the connection that has one, and writes this one down instead. Nobody writes into it: its publish is over, or
+    /// Frees the ring of the connection that has one, and writes this one down instead. No one writes into it: its publish is over, or
     /// this one would not have its turn.
     pub(super) async fn make_room(&self, kept: &RingOfConnection) {
         let freed: Vec<CancellationToken> = {
@@ -146,7 +146,7 @@ impl TrainerGpuRing {
         }
     }
 
-    /// Looks for the check behind the trainer's events; tells whether events can be used.
+    /// Looks for the check after the trainer's events; tells whether events can be used.
     pub(super) async fn prove(&self, handles: &[String]) -> Result<bool, String> {
         let events = self.import(handles).await;
         let last = self.ring.slots().saturating_sub(1);
@@ -209,7 +209,7 @@ impl TrainerGpuRing {
         Some((slot, after))
     }
 
-    /// Lends each slot again that nobody reads any more, until this is aborted. The ring was announced in the attempt `since`.
+    /// Lends each slot again that no one reads any more, until this is aborted. The ring was announced in the attempt `since`.
     pub(super) async fn lend_again(self: Arc<Self>, turn: Arc<Turn>, since: u32) {
         loop {
             let Ok(slot) = self.ring.take(TURN).await else {

@@ -1,6 +1,6 @@
 //! What of a ring is lent to the trainer, slot by slot.
 //!
-//! Decides that nothing is lent any more once it was taken back: whoever lends slots again as they come free may be in the middle of that when
+//! Decides that nothing is lent any more once it was taken back: anyone who lends slots again as they come free may be in the middle of that when
 //! the publish ends. A slot that it lent then lay here for ever, and each later publish waited for it before it went over the host.
 
 use std::collections::BTreeMap;
@@ -42,7 +42,7 @@ impl<T> LentSlots<T> {
 
     /// Takes all back; nothing more is lent.
     pub(super) fn take_all_back(&self) {
-        // Dropped without the lock: what is freed may be taken by whoever wants to lend it next.
+        // Dropped without the lock: what is freed may be taken by anyone who wants to lend it next.
         let taken = self.lock().take();
         drop(taken);
     }

@@ -107,7 +107,7 @@ impl Publish {
     }
 }
 
-/// Opens the checkpoint beside the connection, whose client must hear signs of life while a slow file system answers.
+/// Opens the checkpoint next to the connection, whose client must hear signs of life while a slow file system answers.
 async fn open_checkpoint(
     path: PathBuf,
     turn: Arc<Turn>,
@@ -215,7 +215,7 @@ impl Running {
         now >= self.deadline
     }
 
-    /// The outcome that the connection gives when nobody else gave one; whoever leads the publish is told to let it go, or it would keep the
+    /// The outcome that the connection gives when no one else gave one; anyone who leads the publish is asked to let it go, or it would keep the
     /// turn of all that come after it.
     pub(super) fn overdue(&self, now: Instant) -> Option<PublishError> {
         if now < self.give_up_at {

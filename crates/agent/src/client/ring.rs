@@ -2,7 +2,7 @@
 //!
 //! Decides in which memory a publish writes, host or GPU, when its turn comes, and again when an attempt is repeated: the group may have
 //! changed. Says why when it is host memory though the tensors lie on a GPU. Whether what a client says makes sense is decided by [`Slots`],
-//! and whether an attempt is repeated by whoever leads it.
+//! and whether an attempt is repeated by anyone who leads it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -199,7 +199,7 @@ impl TrainerRing {
                     self.means.rings.closed(number);
                     return Err(NoGpu::Because(reason));
                 }
-                // What was under way when the ring was announced anew: its slots are no longer spoken of.
+                // What was under way when the ring was announced again: its slots are no longer spoken of.
                 _ => {}
             }
         }
@@ -262,7 +262,7 @@ impl VersionSource for TrainerRing {
     }
 
     fn lay_out(&mut self) {
-        // What the trainer was told of stays as it is.
+        // What the trainer was informed of stays as it is.
         if self.open.is_some() || self.attempt > 1 {
             return;
         }
@@ -270,7 +270,7 @@ impl VersionSource for TrainerRing {
         match gpu::lay_out(tensors, self.means.bucket_bytes, &self.means.gpu) {
             Ok(layout) => self.layout = layout,
             // It was laid out before from the same tensors: that stays.
-            Err(error) => tracing::warn!(%error, "a version cannot be laid out anew"),
+            Err(error) => tracing::warn!(%error, "a version cannot be laid out again"),
         }
     }
 

@@ -84,7 +84,7 @@ impl Raw {
                     reply => return Some(reply),
                 }
             }
-            // Not `read`: it takes a short read for the last one, and a read ends early beside a descriptor (tokio 1.54).
+            // Not `read`: it takes a short read for the last one, and a read ends early next to a descriptor (tokio 1.54).
             let mut chunk = [0; 4096];
             let receive = || Ok(rustix::net::recv(&self.0, &mut chunk[..], rustix::net::RecvFlags::DONTWAIT)?.1);
             let received = tokio::time::timeout(LIMIT, self.0.async_io(Interest::READABLE, receive)).await.expect("a line in time");

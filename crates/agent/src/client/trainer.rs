@@ -206,10 +206,10 @@ impl TrainerClient {
     fn receive(&mut self, flags: RecvFlags) -> io::Result<usize> {
         let mut chunk = [0; 16 << 10];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut beside = RecvAncillaryBuffer::new(&mut space);
+        let mut alongside = RecvAncillaryBuffer::new(&mut space);
         let flags = flags | RecvFlags::CMSG_CLOEXEC;
-        let received = rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut chunk)], &mut beside, flags)?;
-        for message in beside.drain() {
+        let received = rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut chunk)], &mut alongside, flags)?;
+        for message in alongside.drain() {
             if let RecvAncillaryMessage::ScmRights(descriptors) = message {
                 self.descriptors.extend(descriptors);
             }

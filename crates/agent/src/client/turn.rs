@@ -66,7 +66,7 @@ impl Turn {
         }
     }
 
-    /// Says something to the client, with the ring's memory beside it.
+    /// Says something to the client, with the ring's memory next to it.
     pub(super) fn put(&self, line: Outgoing) {
         self.outbox.put(line);
     }

@@ -1,8 +1,8 @@
-//! Decides which users may publish: whoever speaks on the trainer's socket decides what every engine serves.
+//! Decides which users may publish: anyone who speaks on the trainer's socket decides what every engine serves.
 
 use std::str::FromStr;
 
-/// Who may speak on the trainer's socket, beside the agent's own user and root.
+/// Who may speak on the trainer's socket, next to the agent's own user and root.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TrainerUsers {
     /// Everybody. Right within a pod: its network namespace is where its abstract sockets end. Wrong on a host's network.

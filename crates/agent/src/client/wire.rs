@@ -1,4 +1,4 @@
-//! Lines on the socket: read with a cap on their length, written with a deadline, a descriptor beside some of them.
+//! Lines on the socket: read with a cap on their length, written with a deadline, a descriptor next to some of them.
 //!
 //! Decides nothing about what a line means.
 
@@ -23,9 +23,9 @@ const WRITE_SILENCE: Duration = Duration::from_secs(10);
 
 pub(super) enum Outgoing {
     Line(ClientReply),
-    /// A line with the memfd of a new ring beside it.
+    /// A line with the memfd of a new ring next to it.
     WithMemory(ClientReply, Arc<HostRing>),
-    /// A line with a listening socket beside it, which is closed here behind it.
+    /// A line with a listening socket next to it, which is closed here after it.
     WithListener(ClientReply, TcpListener),
     /// Nothing follows; the socket closes. Slots that are still read keep an [`Outbox`], so its end alone would come late.
     Close,
@@ -51,7 +51,7 @@ impl Outbox {
 
     pub(super) fn put(&self, line: Outgoing) {
         self.waiting.fetch_add(1, Ordering::Relaxed);
-        // A closed channel means that the connection is over; its reader says so to whoever must know.
+        // A closed channel means that the connection is over; its reader says so to anyone who must know.
         let _ = self.lines.send(line);
     }
 
@@ -110,14 +110,14 @@ async fn write_with(socket: &mut OwnedWriteHalf, line: &[u8], descriptor: Borrow
     write(socket, line.get(sent..).unwrap_or_default()).await
 }
 
-/// Sends the beginning of a line with the descriptor beside it, and tells how many bytes left.
+/// Sends the beginning of a line with the descriptor next to it, and tells how many bytes left.
 fn send_with(socket: &OwnedWriteHalf, line: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut beside = SendAncillaryBuffer::new(&mut space);
+    let mut alongside = SendAncillaryBuffer::new(&mut space);
     let descriptor = [descriptor];
-    if !beside.push(SendAncillaryMessage::ScmRights(&descriptor)) {
+    if !alongside.push(SendAncillaryMessage::ScmRights(&descriptor)) {
         return Err(io::Error::other("no room for one descriptor"));
     }
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    Ok(rustix::net::sendmsg(socket.as_ref(), &[IoSlice::new(line)], &mut beside, flags)?)
+    Ok(rustix::net::sendmsg(socket.as_ref(), &[IoSlice::new(line)], &mut alongside, flags)?)
 }

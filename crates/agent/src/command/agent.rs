@@ -1,7 +1,7 @@
-//! `weightsync agent`: the agent of one pod, until it is told to stop.
+//! `weightsync agent`: the agent of one pod, until it is asked to stop.
 //!
 //! Everything is said by flags or the environment; secrets come from a file, from standard input, or from a variable, never from the
-//! command line. `weightsync run` starts the same agent beside a command.
+//! command line. `weightsync run` starts the same agent next to a command.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::num::ParseIntError;
@@ -98,7 +98,7 @@ pub struct AgentArgs {
     /// The same directory as the engine sees it, where that differs.
     #[arg(long, env = "WEIGHTSYNC_ENGINE_VERSION_DIR")]
     engine_version_dir: Option<PathBuf>,
-    /// The engine's own model directory: versions are compared with it, and its configuration and tokenizer go beside the weights.
+    /// The engine's own model directory: versions are compared with it, and its configuration and tokenizer go next to the weights.
     #[arg(long, env = "WEIGHTSYNC_MODEL_DIR")]
     model_dir: Option<PathBuf>,
     /// Host of the engines.
@@ -110,7 +110,7 @@ pub struct AgentArgs {
     /// Abstract unix socket for the trainer (without a leading @); by default one named after the pod's UID.
     #[arg(long, env = "WEIGHTSYNC_SOCKET")]
     socket: Option<String>,
-    /// Users that may speak on the trainer's socket beside the agent's own and root: ids with commas between them, or `any`.
+    /// Users that may speak on the trainer's socket next to the agent's own and root: ids with commas between them, or `any`.
     #[arg(long, env = "WEIGHTSYNC_TRAINER_UIDS", default_value = "")]
     trainer_uids: TrainerUsers,
     /// Seconds after which the pod serves what it has although no operator claimed it since the agent started; empty for never. Its engine may
@@ -121,7 +121,7 @@ pub struct AgentArgs {
     /// UUIDs with commas between them.
     #[arg(long, env = "WEIGHTSYNC_GPUS", default_value = "auto")]
     gpus: GpuChoice,
-    /// File of NCCL's library; looked for beside the engine's torch and in the system if it is not given.
+    /// File of NCCL's library; looked for next to the engine's torch and in the system if it is not given.
     #[arg(long, env = "WEIGHTSYNC_NCCL")]
     nccl: Option<PathBuf>,
     /// File of NIXL's C interface (libnixl_capi.so); looked for in Python's packages and in the system if it is not given.
@@ -185,7 +185,7 @@ impl AgentArgs {
             control_port: self.control_port,
             data_port: self.data_port,
             status: self.status_address,
-            probes: self.probe_address.unwrap_or_else(|| health::beside(self.status_address)),
+            probes: self.probe_address.unwrap_or_else(|| health::alongside(self.status_address)),
             controller: controller_address(&self.controller)?,
             ca_pem,
             places,
@@ -210,7 +210,7 @@ impl AgentArgs {
         if let Some(token) = std::env::var("WEIGHTSYNC_TOKEN").ok().filter(|token| !token.is_empty()) {
             return Ok(TokenSource::Given(token));
         }
-        // A stream can be read once only; a file is read anew, because projected tokens are rotated.
+        // A stream can be read once only; a file is read again, because projected tokens are rotated.
         let rereadable = std::fs::metadata(&self.token_file).map_or(true, |found| found.is_file());
         Ok(if rereadable { TokenSource::File(self.token_file.clone()) } else { TokenSource::Given(read_token(&self.token_file).await?) })
     }

@@ -1,5 +1,5 @@
 //! `weightsync worker`: the child process that has one GPU. Started by the agent, with one end of a socket pair as its standard input;
-//! hidden, because nobody else has anything to say to it.
+//! hidden, because no one else has anything to say to it.
 
 use std::os::fd::AsFd;
 use std::process::ExitCode;

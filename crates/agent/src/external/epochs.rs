@@ -1,7 +1,7 @@
 //! Tells trainers that drive their own data plane which epoch works, and at once when it does not any more.
 //!
-//! An epoch is told when it is committed and every replica said what it holds. It is over when it is fenced or replaced, and as soon as one of
-//! its replicas is lost: a collective that lacks a rank never ends, so nobody waits for the coordinator's word. It decides nothing about what
+//! An epoch is informed when it is committed and every replica said what it holds. It is over when it is fenced or replaced, and as soon as one of
+//! its replicas is lost: a collective that lacks a rank never ends, so no one waits for the coordinator's word. It decides nothing about what
 //! follows: the coordinator does.
 
 use std::net::SocketAddr;
@@ -16,20 +16,20 @@ use crate::lead::Leader;
 use crate::lead::peers::Peer;
 use weightsync_core::protocol::{Delivery, MemberName, MemberPhase, Role, Topology, TopologyReplica};
 
-/// Keeps the desk's news up to date until `cancel`.
+/// Keeps the desk's epochs up to date until `cancel`.
 pub async fn keep(core: Arc<Core>, leader: Arc<Leader>, desk: Arc<ExternalDesk>, cancel: CancellationToken) {
     let mut standing = core.standing();
-    let mut told: Option<u64> = None;
+    let mut reported: Option<u64> = None;
     loop {
         let now = standing.borrow_and_update().clone();
-        if let Some(epoch) = told.filter(|told| now.id().map(|id| id.epoch) != Some(*told)) {
-            told = None;
+        if let Some(epoch) = reported.filter(|reported| now.id().map(|id| id.epoch) != Some(*reported)) {
+            reported = None;
             desk.over(epoch, &core.why_over());
         }
         let watching = async {
             if let Standing::Committed(epoch) = &now {
                 if epoch.prepared.policy.delivery == Delivery::External {
-                    told = Some(epoch.id().epoch);
+                    reported = Some(epoch.id().epoch);
                     follow(&core, &leader, &desk, epoch).await;
                 } else {
                     desk.refuse("the object's delivery is not External: give versions to a Publisher, or set spec.delivery to External");
@@ -43,7 +43,7 @@ pub async fn keep(core: Arc<Core>, leader: Arc<Leader>, desk: Arc<ExternalDesk>,
             () = watching => false,
         };
         if !alive {
-            if let Some(epoch) = told {
+            if let Some(epoch) = reported {
                 desk.over(epoch, "the agent is ending");
             }
             return;

@@ -14,8 +14,8 @@ use weightsync_transport::tcp::{TcpOptions, TcpTransport};
 const ROUNDS: usize = 20_000;
 const AMPLE: Duration = Duration::from_secs(60);
 
-/// A seat whose worker never says anything.
-fn seat() -> Open {
+/// A entry whose worker never says anything.
+fn entry() -> Open {
     let arguments = vec!["-c".into(), "exec sleep 600".into()];
     let start = WorkerStart { program: "/bin/sh".into(), arguments, environment: Vec::new(), defaults: Vec::new(), label: "test".into() };
     let worker = Worker::start(&start).unwrap();
@@ -33,9 +33,9 @@ fn seat() -> Open {
     Open { worker, gpu, nccl, devices: Vec::new(), staging, ring: Arc::default() }
 }
 
-/// Seen in CI: a source's agent that was told of NCCL's settings while it told its trainer of its worker stood still for ever.
+/// Seen in CI: a source's agent that was informed of NCCL's settings while it reported its trainer of its worker stood still for ever.
 #[tokio::test(flavor = "multi_thread")]
-async fn settings_that_come_while_the_trainer_is_told_of_its_worker_stop_nobody() {
+async fn settings_during_a_worker_message_block_no_one() {
     let me = Me { incarnation: Incarnation { pod_uid: "pod".into(), instance: "life".into() }, role: Role::Source, port: None };
     let core = Core::new(me, Facts::default());
     let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
@@ -49,7 +49,7 @@ async fn settings_that_come_while_the_trainer_is_told_of_its_worker_stop_nobody(
         Arc::new(transport),
         None,
     );
-    let seat = seat();
+    let entry = entry();
     let (done, ended) = mpsc::channel();
     let (configured, finished) = (gpus.clone(), done.clone());
     thread::spawn(move || {
@@ -61,7 +61,7 @@ async fn settings_that_come_while_the_trainer_is_told_of_its_worker_stop_nobody(
     });
     thread::spawn(move || {
         for _ in 0..ROUNDS {
-            gpus.seats.send_replace(Seats::Open(vec![seat.clone()]));
+            gpus.state.send_replace(GpuState::Open(vec![entry.clone()]));
             drop(gpus.source_worker());
         }
         done.send("told").unwrap();

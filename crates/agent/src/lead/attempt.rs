@@ -1,7 +1,7 @@
 //! One attempt to bring one version to the rollouts of one epoch, from begin to the last engine's word.
 //!
 //! Carries out what [`Table`] decides. Every wait ends: with the epoch, with a lost member, or with a deadline. When it ends without its
-//! aim, or is dropped, every member is told to give the attempt up.
+//! aim, or is dropped, every member is asked to give the attempt up.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +40,7 @@ pub trait Stage: Send {
     /// Every member that will ever verify the version did; returns when engines may switch.
     async fn staged(&mut self) -> Result<(), Failure>;
 
-    /// What is known of members that were told to switch; said before they are told, and whenever something is heard.
+    /// What is known of members that were asked to switch; said before they are informed, and whenever something is heard.
     fn switching(&mut self, known: Switching);
 }
 
@@ -187,9 +187,9 @@ impl<'a> Attempt<'a> {
         let update = self.update();
         stage.progress(UpdatePhase::Begin, 0);
         // A broadcast to engines needs every one of them: who holds the version takes it once more.
-        let told = known.clone().filter(|_| feeding || self.epoch.engines().is_none());
-        let announced = told.as_ref().and_then(|manifest| self.statement(manifest, &layout.digest()));
-        self.begin(&layout, (algorithm, feeding, manual), told, announced).await?;
+        let reported = known.clone().filter(|_| feeding || self.epoch.engines().is_none());
+        let announced = reported.as_ref().and_then(|manifest| self.statement(manifest, &layout.digest()));
+        self.begin(&layout, (algorithm, feeding, manual), reported, announced).await?;
 
         self.enter(UpdatePhase::Transfer, stage);
         let planned = in_order(self.table.receiving(), &self.leader.measured_order());

@@ -17,7 +17,7 @@ use crate::rollout::LONG_POLL;
 use weightsync_core::protocol::{AbortRequest, MemberName, Refusal, UpdateId, UpdateStatus};
 use weightsync_net::https::{AgentClient, CallError};
 
-/// Longest abort: nobody waits for it.
+/// Longest abort: no one waits for it.
 const ABORT: Duration = Duration::from_secs(5);
 
 pub(super) enum Answer {
@@ -69,10 +69,10 @@ impl Calls {
             let (calls, request) = (self.clone(), request.clone());
             tokio::spawn(async move {
                 let Some((control, pod_uid)) = calls.address(&member) else { return };
-                let told: Result<IgnoredAny, _> =
+                let reported: Result<IgnoredAny, _> =
                     calls.client.post_json(&control, &pod_uid, "/v1/update/abort", request.as_ref(), ABORT).await;
-                if let Err(error) = told {
-                    tracing::debug!(%member, %error, "could not be told that an attempt is over");
+                if let Err(error) = reported {
+                    tracing::debug!(%member, %error, "could not be informed that an attempt is over");
                 }
             });
         }

@@ -1,7 +1,7 @@
 //! Forms the communicator of an epoch on commit: makes its id, has every member join at once, and names those that cannot.
 //!
-//! The id travels only in these calls, over mutual TLS. Whoever is at fault is told by its own agent (its worker ended or hangs); a rank that
-//! merely waited for others in vain blames nobody.
+//! The id travels only in these calls, over mutual TLS. Anyone who is at fault is reported by its own agent (its worker ended or hangs); a rank that
+//! merely waited for others in vain blames no one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,7 +51,7 @@ impl Leader {
                 Ok((member, Err(refusal))) => failed.push((member, refusal)),
                 Err(error) => tracing::error!(%error, "a join ended without an outcome"),
             }
-            // Whoever is named did fail by itself; the others wait for it in vain.
+            // Anyone who is named did fail by itself; the others wait for it in vain.
             if failed.iter().any(|(_, refusal)| refusal.code != RefusalCode::PeerUnreachable) {
                 break;
             }
@@ -71,7 +71,7 @@ impl Leader {
             }
             Some((member, why)) if member == epoch.me() && why.code != RefusalCode::PeerUnreachable => Err(why.clone()),
             Some((member, why)) => {
-                let message = format!("the communicator cannot be formed and nobody is known to be at fault ({member}: {})", why.message);
+                let message = format!("the communicator cannot be formed and no one is known to be at fault ({member}: {})", why.message);
                 Err(refusal(RefusalCode::Internal, message))
             }
             None => Ok(()),

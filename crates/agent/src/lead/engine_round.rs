@@ -42,7 +42,7 @@ pub(super) struct EngineStream {
 }
 
 /// What is known of one bucket while it is under way. A group that fails in our broadcast is aborted at once; the others end this bucket first,
-/// because an engine that is left in a broadcast may never come out of it. So does one whose engine fails behind our broadcast: it may be in the
+/// because an engine that is left in a broadcast may never come out of it. So does one whose engine fails after our broadcast: it may be in the
 /// next one.
 struct Round {
     /// Groups that have not ended, by number: whether our broadcasts are under way, and who has not answered.
@@ -68,7 +68,7 @@ impl EngineStream {
         asked
     }
 
-    /// One bucket: every engine is asked to enter it while we broadcast. `sent` is told when all of ours is.
+    /// One bucket: every engine is asked to enter it while we broadcast. `sent` is informed when all of ours is.
     pub(super) async fn round(self, sequence: u32, packed: PackedBucket, sent: oneshot::Sender<()>) -> Result<(), StreamFailure> {
         let mut sent = Some(sent);
         let PackedBucket { broadcasts, copies, held } = packed;
@@ -126,8 +126,8 @@ impl EngineStream {
             if round.is_sent()
                 && let Some(sent) = sent.take()
             {
-                // Nobody waits for it behind the last bucket.
-                let _told = sent.send(());
+                // No one waits for it after the last bucket.
+                let _reported = sent.send(());
             }
             // Only as long as somebody is under suspicion.
             too_late = round.idle(&self.led.groups).and_then(|_| too_late.or_else(|| Some(Instant::now() + AFTER_SUCCESS)));
@@ -192,7 +192,7 @@ impl Round {
     }
 
     /// A group with an engine that says that it received what was not broadcast. To make a communicator is a rendezvous of all ranks, and
-    /// nobody can have received in one that does not stand; where it stands, a short bucket may be there before the others entered.
+    /// no one can have received in one that does not stand; where it stands, a short bucket may be there before the others entered.
     fn idle(&self, groups: &[Arc<Led>]) -> Option<(usize, MemberName)> {
         self.open.iter().filter(|(_, (sending, _))| *sending).find_map(|(number, (_, waiting))| {
             let group = groups.get(*number)?;

@@ -2,7 +2,7 @@
 //!
 //! The next bucket is read and digested while one is under way. No engine is asked for two things at once, unless all of them queue requests:
 //! those are asked for the next bucket as soon as we broadcast the one before, which they are still loading. Never earlier: requests that
-//! overtook each other would put bytes into other tensors, and nobody would notice. That is why the one before must be long: what fits into
+//! overtook each other would put bytes into other tensors, and no one would notice. That is why the one before must be long: what fits into
 //! NCCL's buffers is broadcast as far as we can see before any engine asked for it. Whatever fails ends all groups.
 
 use std::sync::Arc;
@@ -114,7 +114,7 @@ impl EngineSink {
         Ok(())
     }
 
-    /// Ends all groups, once the bucket behind the one that failed is over: an engine that is left in a broadcast may never come out of it. Of
+    /// Ends all groups, once the bucket after the one that failed is over: an engine that is left in a broadcast may never come out of it. Of
     /// two that failed, the first one says why. May be dropped and called again.
     async fn fail(&mut self, failed: (u32, StreamFailure)) -> TransportError {
         let mut first = self.failure.get_or_insert(failed).clone();
@@ -195,7 +195,7 @@ impl BucketSink for EngineSink {
 }
 
 impl Drop for EngineSink {
-    /// A stream that was given up in the middle leaves engines in a broadcast; one between two buckets harms nobody.
+    /// A stream that was given up in the middle leaves engines in a broadcast; one between two buckets harms no one.
     fn drop(&mut self) {
         let failure = self.failure.take().map(|(_, failure)| TransportError::from(failure).to_string());
         if !self.broken_off && (failure.is_some() || !self.rounds.is_empty()) {

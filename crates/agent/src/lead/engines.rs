@@ -2,7 +2,7 @@
 //!
 //! Binds a store before anybody hears of it, has all engines join at once, and names those that cannot. The communicator of a group with a
 //! store is made with the first bucket, because that is when the engines make theirs. Whatever ends a group aborts it (never destroys it, which
-//! is a rendezvous), and no engine is asked to join anew before that abort is done: leaving would wait for us otherwise. It never repairs one.
+//! is a rendezvous), and no engine is asked to join again before that abort is done: leaving would wait for us otherwise. It never repairs one.
 
 mod admitted;
 
@@ -233,7 +233,7 @@ impl Leader {
         while let Some(joined) = joins.join_next().await {
             let Ok((member, Err(why))) = joined else { continue };
             if member == *epoch.me() {
-                // A rank 0 that waited in vain names nobody, unless its own worker failed: an engine that refused says so in a moment.
+                // A rank 0 that waited in vain names no one, unless its own worker failed: an engine that refused says so in a moment.
                 if let Some((at_fault, why)) = next_fault(&mut joins, epoch.me()).await {
                     return Err(self.cannot_join(epoch, &at_fault, &why));
                 }

@@ -35,7 +35,7 @@ pub struct ExternalPlan<'a> {
     pub tell: &'a Teller,
 }
 
-/// Nobody is asked and nobody is told on the way: the trainer itself moves the bytes.
+/// No one is asked and no one is reported on the way: the trainer itself moves the bytes.
 struct Quiet;
 
 #[async_trait::async_trait]

@@ -1,4 +1,4 @@
-//! Brings the group's current version to rollouts that lack it: joiners, engines that started anew, replicas that were left behind.
+//! Brings the group's current version to rollouts that lack it: joiners, engines that started again, replicas that were left behind.
 //!
 //! Decides who lacks it, by what members say of themselves, and when one that failed is tried again: each backs off alone. It never lowers
 //! a member's version while somebody else may be publishing, unless the group went back from that version; nor from a version that enough
@@ -47,7 +47,7 @@ pub struct Feeder {
     held_off: Mutex<HeldBack>,
 }
 
-/// Members that could not be fed, in one epoch: the next one begins anew.
+/// Members that could not be fed, in one epoch: the next one begins again.
 #[derive(Default)]
 struct HeldBack {
     epoch: Option<EpochId>,
@@ -64,7 +64,7 @@ impl Feeder {
         Self { leader, holder, attempts, held_off: Mutex::default() }
     }
 
-    /// Feeds whoever lacks the current version, for ever. May be dropped at any time: what runs is given up then.
+    /// Feeds anyone who lacks the current version, for ever. May be dropped at any time: what runs is given up then.
     pub async fn run(&self) {
         let mut standing = self.leader.core().standing();
         loop {
@@ -156,7 +156,7 @@ impl Feeder {
             keep: None,
             stage: &mut NoStage,
         };
-        // Given up in the middle: nobody is held off for that.
+        // Given up in the middle: no one is held off for that.
         let outcome = self.leader.lead(plan).await;
         let fed = outcome.map(|brought| brought.installed).unwrap_or_default();
         let mut held_off = lock(&self.held_off);
@@ -173,7 +173,7 @@ impl Feeder {
     }
 }
 
-/// Nobody waits for a feeding, and nobody is asked.
+/// No one waits for a feeding, and no one is asked.
 struct NoStage;
 
 #[async_trait]

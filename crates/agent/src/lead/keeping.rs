@@ -1,6 +1,6 @@
 //! Copies of buckets that lie on a GPU, taken into host memory while later ones are on the wire.
 //!
-//! One after the other, in the order of the buckets. They go on whatever becomes of whoever sends: what was copied serves the next attempt. The
+//! One after the other, in the order of the buckets. They go on whatever becomes of anyone who sends: what was copied serves the next attempt. The
 //! memory of a bucket is held until its copy ended, so the sender may be slowed down by it, never a copy be wrong.
 
 use std::sync::Arc;

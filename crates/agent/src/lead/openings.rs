@@ -1,7 +1,7 @@
 //! Which streams an attempt opens, and by which way each member gets the bytes.
 //!
 //! Over a communicator every rank takes part; those that do not receive keep nothing. A member without a rank copies from the source's ring,
-//! where it opened that, and is reached over connections else. Whoever is fed is reached over connections: a collective needs every rank, and
+//! where it opened that, and is reached over connections else. Anyone who is fed is reached over connections: a collective needs every rank, and
 //! only one leader at a time could have it. In an epoch of reads every chain is one of reads.
 
 use super::attempt::Attempt;
@@ -27,7 +27,7 @@ impl Attempt<'_> {
         let (lent, rest): (Vec<MemberName>, Vec<MemberName>) = receiving.iter().cloned().partition(|member| borrowers.contains(member));
         let mut gpus = Vec::new();
         let (ranked, mut plain): (Vec<MemberName>, Vec<MemberName>) = rest.into_iter().partition(|member| self.epoch.has_rank(member));
-        match self.epoch.communicator().and_then(|plan| plan.seat(self.epoch.me())) {
+        match self.epoch.communicator().and_then(|plan| plan.ranks_of(self.epoch.me())) {
             Some((root, _)) if !ranked.is_empty() => {
                 let others: Vec<MemberName> = self.epoch.others().into_iter().filter(|member| self.epoch.has_rank(member)).collect();
                 let passing = others.iter().filter(|name| !ranked.contains(name)).cloned().collect();

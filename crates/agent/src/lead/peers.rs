@@ -107,7 +107,7 @@ impl Listener {
                 continue;
             }
             open = OPEN;
-            // A connection that is reset looks the same from both ends: whoever reads of one reads of the other.
+            // A connection that is reset looks the same from both ends: anyone who reads of one reads of the other.
             let seen = format!("its connection with {} ended: {cause}", self.epoch.me());
             self.change(|peer| peer.lost = Some(seen));
             self.core.peer_lost(self.epoch.id(), &self.address.member, &cause);

@@ -70,7 +70,7 @@ impl Leader {
 /// What opens a stream: its hello, and where the first member of its chain listens.
 pub(super) type Opening = (DataHello, String);
 
-/// The hello for a chain over `members` and the address of the first; none when there is nobody.
+/// The hello for a chain over `members` and the address of the first; none when there is no one.
 pub(super) fn hello(
     epoch: &Epoch,
     calls: &Calls,

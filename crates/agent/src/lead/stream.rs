@@ -39,7 +39,7 @@ pub trait Keep: Send + Sync {
     /// Keeps the bucket; the same bytes, perhaps in other memory.
     fn keep(&self, bytes: Bytes) -> Bytes;
 
-    /// Keeps these very bytes, which nobody else will write to.
+    /// Keeps these very bytes, which no one else will write to.
     fn take(&self, bytes: Bytes);
 
     /// No more buckets of this attempt will come.
@@ -60,7 +60,7 @@ pub(super) struct Sending<'a> {
 }
 
 impl Sending<'_> {
-    /// Sends all of it; answers the digest of every tensor, in layout order. `sink` is none when nobody waits for the stream.
+    /// Sends all of it; answers the digest of every tensor, in layout order. `sink` is none when no one waits for the stream.
     pub(super) async fn run(self, sink: Option<&mut Box<dyn BucketSink>>, silence: Duration) -> Result<Vec<u128>, StreamError> {
         let Self { source, layout, algorithm, keep, staging } = self;
         send(source, (algorithm, layout), sink, (keep, staging), silence).await

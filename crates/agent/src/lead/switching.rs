@@ -13,13 +13,13 @@ use weightsync_core::protocol::{ActivateRequest, MemberName, MemberPhase, Update
 impl Attempt<'_> {
     /// Switches all that hold the version, in waves, and waits for them as far as enough may come.
     pub(super) async fn switch(&mut self, following: &mut Following, stage: &mut dyn Stage, update: UpdateId) -> Result<(), Failure> {
-        let all_told = self.tell_in_waves(following, stage, update).await?;
+        let all_reported = self.tell_in_waves(following, stage, update).await?;
         // Tried again at once, a version that engines do not take would cost as many replicas once more.
         let settled = self.settle(following, stage, Table::after_activate).await;
-        settled.map_err(|failure| Failure { again: failure.again && all_told, ..failure })
+        settled.map_err(|failure| Failure { again: failure.again && all_reported, ..failure })
     }
 
-    /// Returns when nobody is left to be told; false when some were passed over.
+    /// Returns when no one is left to be informed; false when some were passed over.
     async fn tell_in_waves(&mut self, following: &mut Following, stage: &mut dyn Stage, update: UpdateId) -> Result<bool, Failure> {
         let limit = self.epoch.prepared.policy.max_unavailable;
         let waiting = self.table.delivered().into_iter().map(|member| Waiting { serves: self.serves(&member), member }).collect();
@@ -27,7 +27,7 @@ impl Attempt<'_> {
         loop {
             let due = waves.next(|member| self.table.step(member));
             waves.begin(&due);
-            self.table.told(&due);
+            self.table.reported(&due);
             stage.switching(self.table.switching());
             self.tell(&due, "/v1/update/activate", ActivateRequest { update: update.clone() }, ANSWER).await;
             let left: Vec<MemberName> =

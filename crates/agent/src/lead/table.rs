@@ -34,14 +34,14 @@ pub enum Verdict {
     Fail(Failure),
 }
 
-/// What is known of members that were told to switch.
+/// What is known of members that were asked to switch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Switching {
     /// Their engines confirmed the version.
     pub installed: Vec<MemberName>,
     /// They said that they did not install it.
     pub failed: Vec<MemberName>,
-    /// Nobody heard what came of it: they may serve it.
+    /// No one heard what came of it: they may serve it.
     pub unheard: Vec<MemberName>,
 }
 
@@ -56,7 +56,7 @@ struct Row {
     canary: bool,
     repeats: bool,
     mixed: Vec<MixedWindow>,
-    told: bool,
+    reported: bool,
     /// Whether its part is over because it was lost, and not by its own word.
     unheard: bool,
 }
@@ -69,7 +69,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// Nobody answered yet. At least one must succeed, whatever `min_ready` says.
+    /// No one answered yet. At least one must succeed, whatever `min_ready` says.
     pub fn new(members: &[MemberName], min_ready: u32) -> Self {
         let row = |name: &MemberName| Row {
             name: name.clone(),
@@ -81,7 +81,7 @@ impl Table {
             canary: false,
             repeats: false,
             mixed: Vec::new(),
-            told: false,
+            reported: false,
             unheard: false,
         };
         Self { rows: members.iter().map(row).collect(), min_ready: min_ready.max(1) }
@@ -116,15 +116,15 @@ impl Table {
         if !row.step.is_some_and(InstallStep::is_final) {
             row.step = Some(InstallStep::Failed);
             row.unheard = true;
-            let told = if row.told { "it was told to switch, and was not heard of since: " } else { "" };
-            row.reason = Some(format!("{told}{cause}"));
+            let reported = if row.reported { "it was asked to switch, and was not heard of since: " } else { "" };
+            row.reason = Some(format!("{reported}{cause}"));
         }
     }
 
-    /// These are told to switch now; whether they did is known only by their own word.
-    pub fn told(&mut self, members: &[MemberName]) {
+    /// These are asked to switch now; whether they did is known only by their own word.
+    pub fn reported(&mut self, members: &[MemberName]) {
         for row in self.rows.iter_mut().filter(|row| members.contains(&row.name)) {
-            row.told = true;
+            row.reported = true;
         }
     }
 
@@ -132,8 +132,8 @@ impl Table {
         let open = |row: &Row| row.unheard || !row.step.is_some_and(InstallStep::is_final);
         Switching {
             installed: self.installed(),
-            failed: self.with(|row| row.told && !open(row) && row.step != Some(InstallStep::Installed)),
-            unheard: self.with(|row| row.told && open(row)),
+            failed: self.with(|row| row.reported && !open(row) && row.step != Some(InstallStep::Installed)),
+            unheard: self.with(|row| row.reported && open(row)),
         }
     }
 

@@ -1,6 +1,6 @@
 //! Who is switched when: because of an update, no more replicas are out of service at once than `membership.maxUnavailable` says.
 //!
-//! Pure. A replica that serves takes a place from the moment that it is told to switch until its engine confirmed; one whose switch failed
+//! Pure. A replica that serves takes a place from the moment that it is asked to switch until its engine confirmed; one whose switch failed
 //! keeps its place, so that a version that no engine takes costs as many replicas as the limit and not all. A replica that does not
 //! serve anyway takes none.
 
@@ -24,13 +24,13 @@ pub struct Waves {
 }
 
 impl Waves {
-    /// Nobody has begun; `limit` 0 lets all begin at once.
+    /// No one has begun; `limit` 0 lets all begin at once.
     pub fn new(all: Vec<Waiting>, limit: u32) -> Self {
         let limit = if limit == 0 { usize::MAX } else { usize::try_from(limit).unwrap_or(usize::MAX) };
         Self { all, begun: BTreeSet::new(), limit }
     }
 
-    /// Those that may be told to switch now; `step` says where a member stands.
+    /// Those that may be asked to switch now; `step` says where a member stands.
     pub fn next(&self, step: impl Fn(&MemberName) -> Option<InstallStep>) -> Vec<MemberName> {
         let out = self.all.iter().filter(|waiting| waiting.serves && self.begun.contains(&waiting.member));
         let taken = out.filter(|waiting| step(&waiting.member) != Some(InstallStep::Installed)).count();
@@ -47,12 +47,12 @@ impl Waves {
         self.begun.extend(members.iter().cloned());
     }
 
-    /// Whether somebody was told whose switch has not ended.
+    /// Whether somebody was informed whose switch has not ended.
     pub fn is_moving(&self, step: impl Fn(&MemberName) -> Option<InstallStep>) -> bool {
         self.begun.iter().any(|member| !step(member).is_some_and(InstallStep::is_final))
     }
 
-    /// Those that were not told and still could be.
+    /// Those that were not reported and still could be.
     pub fn waiting(&self, step: impl Fn(&MemberName) -> Option<InstallStep>) -> Vec<&Waiting> {
         let open = |waiting: &&Waiting| !self.begun.contains(&waiting.member) && step(&waiting.member) == Some(InstallStep::Delivered);
         self.all.iter().filter(open).collect()

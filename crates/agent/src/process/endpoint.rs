@@ -1,6 +1,6 @@
 //! Starts and ends the endpoints of one claim: servers, listeners, supervision, announcements.
 //!
-//! Every address is bound before it is told to anyone. It decides nothing about groups or versions.
+//! Every address is bound before it is asked to anyone. It decides nothing about groups or versions.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -67,7 +67,7 @@ pub(super) struct Session {
     pub(super) queue: Arc<PublishQueue>,
     pub(super) external: Arc<ExternalDesk>,
     pub(super) roster: watch::Sender<RosterView>,
-    /// What the trainer's socket is told of the source's GPU.
+    /// What the trainer's socket is informed of the source's GPU.
     pub(super) source_gpu: watch::Sender<Result<SourceWorker, String>>,
 }
 
@@ -130,8 +130,8 @@ impl Session {
         let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport.clone());
         let share = Share { number: usize::from(number), of: running.wanted };
         let policy = running.assignment.borrow().transport.clone();
-        let told = engine.is_none().then(|| self.source_gpu.clone());
-        let gpus = Gpus::new(core.clone(), settings.gpus.clone(), settings.fabric.devices.clone(), share, &policy, nccl, told);
+        let reported = engine.is_none().then(|| self.source_gpu.clone());
+        let gpus = Gpus::new(core.clone(), settings.gpus.clone(), settings.fabric.devices.clone(), share, &policy, nccl, reported);
         running.tasks.spawn(gpus.clone().supervise(cancel.clone()));
         leader.set_gpus(gpus.clone());
         leader.set_fabric(Fabric::new(core.clone(), settings.fabric.clone(), settings.cgroups.clone(), gpus.clone(), transport));
@@ -272,7 +272,7 @@ impl Running {
         }
     }
 
-    /// What this pod is about is gone: no engine is beside the agent any more, or no trainer.
+    /// What this pod is about is gone: no engine is next to the agent any more, or no trainer.
     pub(super) fn command_ended(&self, reason: &str) {
         for endpoint in &self.endpoints {
             match &endpoint.part {

@@ -40,9 +40,9 @@ const MIXED_END: Definition =
     Definition::gauge("agent_mixed_end_milliseconds", "Unix time at which that load was over, 0 for never or while it goes on").by(PORT);
 const CHANGES: Definition = Definition::counter("agent_state_changes", "Changes of the endpoint's state").by(PORT);
 const TRANSFERS: Definition = Definition::times("agent_transfer_duration", "Time in which a version's bytes travelled")
-    .by(&[("transport", "as `status.transport.name`"), ("role", "`source` (or whoever feeds) or `rollout`")]);
+    .by(&[("transport", "as `status.transport.name`"), ("role", "`source` (or anyone who feeds) or `rollout`")]);
 const BYTES: Definition = Definition::bytes("agent_transferred", "Bytes of versions that were sent, or arrived and were checked")
-    .by(&[("transport", "as `status.transport.name`"), ("role", "`source` (or whoever feeds) or `rollout`")]);
+    .by(&[("transport", "as `status.transport.name`"), ("role", "`source` (or anyone who feeds) or `rollout`")]);
 const PAUSES: Definition = Definition::times(
     "agent_engine_pause_duration",
     "Time from the call that pauses an engine until it runs again, of installs that went well",

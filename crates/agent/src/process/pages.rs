@@ -1,7 +1,7 @@
 //! The status pages of an agent, over plain HTTP: `/readyz`, `/healthz`, `/metrics`, `/loglevel`, and the roster. The first two are also
 //! answered by a listener of their own, for the kubelet.
 //!
-//! `/readyz` of a rollout says whether every engine beside it may serve: it is the pod's readiness, with or without a controller. A source is
+//! `/readyz` of a rollout says whether every engine next to it may serve: it is the pod's readiness, with or without a controller. A source is
 //! always ready: nothing of a trainer depends on it. Decides nothing: rollouts say it.
 
 use std::net::SocketAddr;

@@ -48,7 +48,7 @@ impl Arriving {
         }
     }
 
-    /// Has an engine that took the buckets take its last step. False when they lie in files, or nobody is there any more to do so.
+    /// Has an engine that took the buckets take its last step. False when they lie in files, or no one is there any more to do so.
     pub(super) fn finish(&self, held: &HeldVersion) -> bool {
         match self {
             Self::Files(_) | Self::External(..) => false,

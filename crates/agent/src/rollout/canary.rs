@@ -13,7 +13,7 @@ use weightsync_engine::EngineError;
 const REMEMBERED: usize = 4;
 
 impl Rollout {
-    /// Refuses where the engine cannot be asked what the object's canary asks. One that is busy or held is asked behind its next switch.
+    /// Refuses where the engine cannot be asked what the object's canary asks. One that is busy or held is asked after its next switch.
     pub(super) async fn can_be_asked(&self, policy: &UpdatePolicy, deadline: Duration) -> Result<(), Refusal> {
         let Some(canary) = &policy.canary else { return Ok(()) };
         let lacks = |what: String| Err(refusal(RefusalCode::CanaryUnavailable, what));

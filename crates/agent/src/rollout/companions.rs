@@ -1,4 +1,4 @@
-//! The files that an engine wants beside the weights: configuration and tokenizer, from the model directory it started with.
+//! The files that an engine wants next to the weights: configuration and tokenizer, from the model directory it started with.
 //!
 //! Decides which files are companions (small ones that hold no weights) and shares one copy of each among all versions. A directory that
 //! cannot be read is an error before an update, never a half-filled version directory.

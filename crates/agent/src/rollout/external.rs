@@ -1,8 +1,8 @@
 //! An update whose bytes the user's own data plane moves (`delivery: External`): the engine is marked before, watched meanwhile, and proven
-//! behind it.
+//! after it.
 //!
 //! Decides when such an engine counts as half updated: from the mark on, until the proof, whatever ends it; but not when the trainer says that
-//! it never began. It never pauses, resumes or loads: the data plane does. Nothing is kept, so nobody is fed from here.
+//! it never began. It never pauses, resumes or loads: the data plane does. Nothing is kept, so no one is fed from here.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,7 @@ const SHORT: Duration = Duration::from_secs(10);
 /// What a proof may take beyond the time that it was given.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// What the task that watches the engine is told.
+/// What the task that watches the engine is reported.
 pub(super) enum Order {
     /// The data plane finished: prove it. With what the engine must report.
     Prove(Option<String>),
@@ -160,7 +160,7 @@ impl Rollout {
         };
         tracing::info!(version = request.held.version, "the engine is marked: the trainer's own data plane feeds it");
         let _asker_gone = tell.send(Ok(()));
-        match self.until_told(engine.as_ref(), &mark, &health, limit, &mut orders).await {
+        match self.until_reported(engine.as_ref(), &mark, &health, limit, &mut orders).await {
             Ok(Order::Prove(engine_version)) => self.prove(engine.as_ref(), mark, engine_version, switch, limit).await,
             Ok(Order::GiveUp { reason, touched: false }) => {
                 let taken_back = engine.take_back(&mark, SHORT).await;
@@ -180,7 +180,7 @@ impl Rollout {
     }
 
     /// Waits for an order, and looks after the engine meanwhile.
-    async fn until_told(
+    async fn until_reported(
         &self,
         engine: &dyn External,
         mark: &ExternalMark,

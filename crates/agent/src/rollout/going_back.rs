@@ -1,7 +1,7 @@
 //! What a rollout keeps of versions that its engine held before, and how one that feeds the others goes back itself.
 //!
 //! Decides which earlier versions stay (by count and memory, as the object says), and that a feeder goes back before it feeds, and
-//! takes its own copy when its engine holds half a version or a refused one: nobody else can do that for it. The copy is hashed again before it is loaded.
+//! takes its own copy when its engine holds half a version or a refused one: no one else can do that for it. The copy is hashed again before it is loaded.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ impl Rollout {
         inner.going_back || inner.should_go_back(epoch, current).is_some()
     }
 
-    /// Goes back from what lies here, where nobody else will bring it.
+    /// Goes back from what lies here, where no one else will bring it.
     pub(super) async fn go_back(self: &Arc<Self>, policy: &UpdatePolicy) {
         let Some(epoch) = self.core.epoch() else { return };
         let Some(current) = epoch.current().filter(|_| epoch.feeds()) else { return };
@@ -79,7 +79,7 @@ impl Inner {
     }
 
     /// The engine was switched to a version, which lies in files or not; what it held before stays as long as the object wants it to.
-    pub(super) fn shelve(&mut self, files: Option<&Arc<Version>>) {
+    pub(super) fn archive(&mut self, files: Option<&Arc<Version>>) {
         let before = std::mem::replace(&mut self.kept, files.cloned());
         if let Some(before) = before.filter(|before| files.is_none_or(|files| files.held != before.held)) {
             self.earlier.put(before);

@@ -1,4 +1,4 @@
-//! The engine beside this agent as a member of a group that it joins by itself.
+//! The engine next to this agent as a member of a group that it joins by itself.
 //!
 //! Carries out what the source's agent asks for: join, open, receive a bucket. No byte of weights passes here; what the engine answers is the
 //! only word of it. So a version counts as delivered when the engine took every bucket of the layout once, in order, and it is installed only
@@ -98,7 +98,7 @@ impl Way for FromGroup {
 }
 
 impl Rollout {
-    /// Asks the engine whether it can join a group, for whoever plans.
+    /// Asks the engine whether it can join a group, for anyone who plans.
     pub(super) async fn ask_group(&self, deadline: Duration) -> Result<(), Refusal> {
         let facts = match self.engine.group() {
             Some(group) => group.facts(deadline).await.map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?,
@@ -178,7 +178,7 @@ impl Rollout {
         if let Receive::Bucket(sequence) = request.what
             && let Some(arrived) = lock(&receiver.arrived).as_ref()
         {
-            // Before its turn: an engine that queues requests is told of it while it loads the bucket before.
+            // Before its turn: an engine that queues requests is informed of it while it loads the bucket before.
             arrived.asked.send_if_modified(|asked| asked.replace(sequence).is_none_or(|before| before < sequence));
         }
         receiver.ask(request.what).await?;

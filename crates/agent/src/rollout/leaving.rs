@@ -1,7 +1,7 @@
 //! How a rollout leaves a group, and what the end of its agent waits for.
 //!
-//! Decides nothing about who is in a group. An agent that ended before its engine was told would leave a pause of ours, and memory of the engine's
-//! GPUs in a group of its own that nobody is in any more.
+//! Decides nothing about who is in a group. An agent that ended before its engine was informed would leave a pause of ours, and memory of the engine's
+//! GPUs in a group of its own that no one is in any more.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::settle::RESTORE;
 const LEAVE: Duration = Duration::from_secs(10);
 
 impl Rollout {
-    /// Says that a release follows, which [`settled`](Self::settled) waits for: nobody who heard of the release ends the agent before it is done.
+    /// Says that a release follows, which [`settled`](Self::settled) waits for: no one who heard of the release ends the agent before it is done.
     pub fn will_leave(&self) -> TaskTrackerToken {
         self.leaving.token()
     }

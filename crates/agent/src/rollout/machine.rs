@@ -2,7 +2,7 @@
 //!
 //! Pure: requests and outcomes in, the next step or a [`Refusal`] out; no file, engine or clock. A version is delivered only after
 //! [`Machine::verified`] with its manifest, installed only after the engine confirmed it, and an install that may have touched the engine
-//! and did not end well makes the rollout dirty, until an install in full succeeds or the engine starts anew. An ending that proved nothing makes
+//! and did not end well makes the rollout dirty, until an install in full succeeds or the engine starts again. An ending that proved nothing makes
 //! what the engine holds unknown, until the engine was asked.
 
 mod attempt;
@@ -169,7 +169,7 @@ impl Machine {
         self.sequence
     }
 
-    /// Opens an attempt. `kept` are versions that lie complete and verified beside the engine.
+    /// Opens an attempt. `kept` are versions that lie complete and verified next to the engine.
     pub fn begin(&mut self, request: &BeginRequest, kept: &[HeldVersion]) -> Result<Opening, Refusal> {
         let update = &request.update;
         if let Some(attempt) = &self.attempt {

@@ -1,7 +1,7 @@
 //! Takes the stream of one attempt into a ring of shared memory, out of which the engine's own workers load while later bytes still travel.
 //!
 //! For a machine that has no room for a version in files. Decides what arrived (order, coverage, digests, as [`super::receive`] does for
-//! files), cuts the stream anew between tensors, and tells the workers of a bucket only when its bytes are proven. The engine serves until
+//! files), cuts the stream again between tensors, and tells the workers of a bucket only when its bytes are proven. The engine serves until
 //! the ring is full; from then on it is paused and loads. Nothing is kept: others are fed by members that have the version.
 
 mod feeding;
@@ -48,8 +48,8 @@ pub(super) struct Arrived {
     to_come: VecDeque<Bucket>,
     /// Those that have one and are not proven, with its first byte.
     open: VecDeque<(Bucket, u64)>,
-    /// How many the workers were told of, and how many of those were taken.
-    told: u32,
+    /// How many the workers were informed of, and how many of those were taken.
+    reported: u32,
     taken: u32,
     asked: bool,
     /// Whether places are used more than once.
@@ -114,9 +114,9 @@ impl MemoryReceiver {
         while let Some((bucket, start)) = arrived.open.front().copied().filter(|(bucket, _)| bucket.offset + bucket.bytes <= until) {
             let tensors = self.tensors(arrived, &bucket, start).map_err(|what| refusal(RefusalCode::Internal, what))?;
             arrived.open.pop_front();
-            let told = HostBucket { sequence: arrived.told, copy: arrived.goes_round, tensors };
-            arrived.told += 1;
-            self.order(Order::Bucket(told));
+            let reported = HostBucket { sequence: arrived.reported, copy: arrived.goes_round, tensors };
+            arrived.reported += 1;
+            self.order(Order::Bucket(reported));
         }
         Ok(())
     }
@@ -135,9 +135,9 @@ impl MemoryReceiver {
             let digest = match (arrived.digest, self.algorithm) {
                 (HostDigest::Xxh3_128, DigestAlgorithm::Xxh3_128) => digest_hex(known),
                 (HostDigest::Blake3, DigestAlgorithm::Blake3) => {
-                    let told = arrived.digest.of(bytes);
+                    let reported = arrived.digest.of(bytes);
                     // The manifest has the first half of it.
-                    told.starts_with(&digest_hex(known)).then_some(told).ok_or_else(differs)?
+                    reported.starts_with(&digest_hex(known)).then_some(reported).ok_or_else(differs)?
                 }
                 _ => {
                     let mut hasher = PartHasher::new(self.algorithm);
@@ -153,7 +153,7 @@ impl MemoryReceiver {
     /// So many buckets were taken by the engine: their places are free.
     fn taken(&self, buckets: u32) {
         let freed = lock(&self.arrived).as_mut().map(|arrived| {
-            while arrived.taken < buckets.min(arrived.told) {
+            while arrived.taken < buckets.min(arrived.reported) {
                 arrived.ring.give_back();
                 arrived.taken += 1;
             }

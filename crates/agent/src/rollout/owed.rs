@@ -1,4 +1,4 @@
-//! The token that an install left owing: asked for at once behind it, while the version counts already.
+//! The token that an install left owing: asked for at once after it, while the version counts already.
 //!
 //! Decides what follows when the engine does not compute with what it was given: the replica is dirty from then on, as if the install had
 //! ended so, and says why. It never delays the next update, which asks the engine itself.

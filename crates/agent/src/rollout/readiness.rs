@@ -1,7 +1,7 @@
 //! Whether a rollout's pod may serve.
 //!
 //! Pure. Ready means: the engine's present start, which is there at this very moment, was seen to confirm a version that was verified in full,
-//! or nobody asks for one. Unknown, partial, stale and behind mean not ready, each with its reason.
+//! or no one asks for one. Unknown, partial, stale and behind mean not ready, each with its reason.
 
 use super::machine::Installed;
 use super::same_version;
@@ -67,12 +67,12 @@ pub fn ready(seen: &Seen<'_>) -> Result<(), String> {
         return Ok(());
     }
     match (seen.installed, seen.current) {
-        (Some(installed), _) if seen.start != Some(&installed.start) => Err("the engine started anew and holds no version yet".into()),
+        (Some(installed), _) if seen.start != Some(&installed.start) => Err("the engine started again and holds no version yet".into()),
         (Some(installed), Some(current)) if seen.max_skew.is_some() && !seen.left && installed.held.version != current.version => {
             let newest = seen.assigned.newest.unwrap_or(current.version).max(current.version);
             let (number, most) = (installed.held.version, seen.max_skew.unwrap_or_default());
             match skew(most, current.version, newest, number) {
-                // An agent is not told the moment at which its version counts: waiting for that word here would empty the service.
+                // An agent is not reported the moment at which its version counts: waiting for that word here would empty the service.
                 Skew::Within | Skew::TooNew => Ok(()),
                 Skew::TooOld => {
                     Err(format!("the engine holds version {number}, the newest in service is {newest}: more than {most} apart"))
@@ -92,7 +92,7 @@ pub fn ready(seen: &Seen<'_>) -> Result<(), String> {
             None => Ok(()),
         },
         (None, Some(current)) => Err(format!("the engine does not hold version {} yet", current.version)),
-        (None, None) if seen.last.is_some() => Err("the engine started anew and holds no version yet".into()),
+        (None, None) if seen.last.is_some() => Err("the engine started again and holds no version yet".into()),
         (None, None) if !seen.assigned.known => Err("the controller has not said yet whether there is a version".into()),
         (None, None) if !seen.assigned.serve_before_first_version => Err("there is no version yet".into()),
         (None, None) => Ok(()),

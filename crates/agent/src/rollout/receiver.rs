@@ -202,7 +202,7 @@ impl Rollout {
         mut orders: mpsc::UnboundedReceiver<Order<W>>,
         (layout, limit): (Arc<Layout>, Duration),
     ) {
-        // Held from the first order on that changes the engine: nobody else changes it, and it is not judged by its health. All who hold it have
+        // Held from the first order on that changes the engine: no one else changes it, and it is not judged by its health. All who hold it have
         // deadlines of their own.
         let mut turn = None;
         let mut begun = None;
@@ -225,7 +225,7 @@ impl Rollout {
                             (Err(refusal(RefusalCode::EngineRefused, error.to_string())), true)
                         }
                     };
-                    // Whoever asked may wait no more.
+                    // Anyone who asked may wait no more.
                     let _gone = answer.map(|answer| answer.send(answered));
                     if over {
                         return;

@@ -10,7 +10,7 @@ pub(crate) struct Ring {
     capacity: u64,
     /// Start and length of the regions in use, the oldest first.
     used: VecDeque<(u64, u64)>,
-    /// First byte behind the newest region.
+    /// First byte after the newest region.
     head: u64,
 }
 

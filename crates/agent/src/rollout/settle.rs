@@ -76,7 +76,7 @@ impl Rollout {
                 inner.took(&installed);
                 inner.last = Some(installed.clone());
                 if let Some(files) = files.filter(|files| files.held == installed) {
-                    inner.shelve(Some(&files));
+                    inner.archive(Some(&files));
                 }
             }
         });

@@ -1,4 +1,4 @@
-//! Watches the engine beside the agent: whether it answers, and whether it is still the same start of it.
+//! Watches the engine next to the agent: whether it answers, and whether it is still the same start of it.
 //!
 //! Decides by thresholds when it counts as unhealthy and healthy again, and what follows from a new start: nothing is installed any more.
 //! An engine that is being switched is not probed: a pause of ours is not ill health.
@@ -60,7 +60,7 @@ impl Probed {
         }
         if self.start.replace(start).is_some() && !slept {
             self.restarts = self.restarts.saturating_add(1);
-            tracing::warn!(restarts = self.restarts, "the engine started anew");
+            tracing::warn!(restarts = self.restarts, "the engine started again");
         }
     }
 
@@ -91,7 +91,7 @@ impl Probed {
         self.ended
     }
 
-    /// Whether nobody listens on its port: it may come back as another start, before any threshold is reached.
+    /// Whether no one listens on its port: it may come back as another start, before any threshold is reached.
     pub(super) fn unreachable(&self) -> bool {
         self.unreachable
     }
@@ -177,7 +177,7 @@ impl Rollout {
         });
     }
 
-    /// Time until the next probe; shorter while nobody listens, because who comes back there is another start.
+    /// Time until the next probe; shorter while no one listens, because who comes back there is another start.
     fn period(&self, health: &HealthPolicy) -> Duration {
         let period = Duration::from_millis(health.period_ms.max(10));
         if self.with(|inner| inner.engine.unreachable) { period.min(LOOK_AGAIN) } else { period }
@@ -253,7 +253,7 @@ impl Rollout {
 
     fn ill(&self, health: &HealthPolicy, error: &EngineError, deadline: Duration) -> Refusal {
         let reason = error.to_string();
-        // Whoever asks for an epoch may have less time than the rules give a probe.
+        // Anyone who asks for an epoch may have less time than the rules give a probe.
         let hasty = matches!(error, EngineError::Timeout { .. }) && deadline < Duration::from_millis(health.timeout_ms);
         self.with(|inner| {
             // An engine that loads what we gave it may not answer: that is no ill health.
@@ -322,7 +322,7 @@ impl Rollout {
             self.reinstall(policy).await;
         }
         self.go_back(policy).await;
-        // What the user's own data plane spoiled, it repairs: nobody else loads weights there.
+        // What the user's own data plane spoiled, it repairs: no one else loads weights there.
         if overdue && policy.delivery != Delivery::External {
             self.put_back(limit).await;
         }
@@ -339,7 +339,7 @@ impl Inner {
     fn answered(&mut self, start: EngineStart, holding: Option<&Holding>, health: &HealthPolicy) -> bool {
         self.engine.passed(health);
         if self.machine.engine_seen(&start) {
-            tracing::warn!("the engine started anew, or slept: it holds no version");
+            tracing::warn!("the engine started again, or slept: it holds no version");
         }
         self.engine.started(start);
         // The user's own data plane writes words of its own there.

@@ -138,7 +138,7 @@ impl Rollout {
                     }
                     inner.machine.install_confirmed(held.clone(), report.start, report.steps_ms);
                     inner.last = Some(held.clone());
-                    inner.shelve(files);
+                    inner.archive(files);
                     inner.staged = inner.staged.take().filter(|staged| files.is_some_and(|files| !Arc::ptr_eq(staged, files)));
                     inner.stop_receiving("it is installed");
                     return;
@@ -182,7 +182,7 @@ impl Rollout {
         }
     }
 
-    /// Installs what lies here into an engine that started anew, when it is what the group should hold. Nobody else is needed for that.
+    /// Installs what lies here into an engine that started again, when it is what the group should hold. No one else is needed for that.
     pub(super) async fn reinstall(self: &Arc<Self>, policy: &UpdatePolicy) {
         let _switching = self.switching.lock().await;
         let (current, epoch) = (self.core.current(), self.core.epoch());
@@ -202,7 +202,7 @@ impl Rollout {
         if self.check_kept(&version).await.is_err() {
             return;
         }
-        tracing::info!(version = version.held.version, "the engine started anew and gets the kept copy");
+        tracing::info!(version = version.held.version, "the engine started again and gets the kept copy");
         self.switch_locked(version, policy).await;
     }
 

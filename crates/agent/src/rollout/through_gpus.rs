@@ -66,12 +66,12 @@ impl Rollout {
         fed.map(|(report, _)| report).map_err(|error| error.into_install(Left::AsBefore))
     }
 
-    /// A small ring on each of the engine's GPUs; freed behind the install.
+    /// A small ring on each of the engine's GPUs; freed after the install.
     async fn rings(&self, job: &DeviceJob) -> Result<Vec<Ring>, String> {
         let slot_bytes = job.layout.largest_bucket().max(64).next_multiple_of(4096);
         let workers = self.gpus.get().map(|gpus| gpus.workers()).unwrap_or_default();
         if workers.is_empty() {
-            return Err("there is no GPU worker beside the engine".into());
+            return Err("there is no GPU worker next to the engine".into());
         }
         let mut rings = Vec::with_capacity(workers.len());
         for worker in workers {

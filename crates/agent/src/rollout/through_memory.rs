@@ -1,7 +1,7 @@
 //! Has an engine whose workers read shared memory take a version that lies in files: the files themselves are what it shares.
 //!
 //! No path is needed that both can see, no byte is copied, and the workers check every tensor's digest while the engine still serves. The
-//! version stays where it is, to feed others and an engine that starts anew. Decides only how a version is told; the order of calls is the
+//! version stays where it is, to feed others and an engine that starts again. Decides only how a version is reported; the order of calls is the
 //! adapter's.
 
 use std::sync::Arc;
@@ -52,8 +52,8 @@ impl Rollout {
         let cut = Arc::new(Layout::clone(&version.layout).cut_between_tensors());
         for bucket in cut.buckets() {
             let version = version.clone();
-            let told = spawn_blocking(move || version.host_bucket(&bucket, digest)).await;
-            match told.unwrap_or_else(|ended| Err(ended.to_string())) {
+            let reported = spawn_blocking(move || version.host_bucket(&bucket, digest)).await;
+            match reported.unwrap_or_else(|ended| Err(ended.to_string())) {
                 Ok(bucket) => install.bucket(bucket).await?,
                 Err(what) => {
                     let left = install.abandon(&what).await;

@@ -115,14 +115,14 @@ impl Rollout {
         self.answer(&update)
     }
 
-    /// Compares what lies in files, and puts configuration and tokenizer beside it.
+    /// Compares what lies in files, and puts configuration and tokenizer next to it.
     async fn conclude_files(self: &Arc<Self>, receiver: Arc<Receiver>, request: FinishRequest) -> Result<Version, String> {
         let rollout = self.clone();
         // Takes as long as the manifest is to hash; the bytes were hashed while they came.
         let concluded = tokio::task::spawn_blocking(move || {
             let version = receiver.conclude(&request)?;
             let placed = rollout.companions.place(&rollout.shared, version.dir().path());
-            placed.map_err(|error| format!("configuration and tokenizer cannot be placed beside the weights: {error}"))?;
+            placed.map_err(|error| format!("configuration and tokenizer cannot be placed next to the weights: {error}"))?;
             Ok(version)
         });
         concluded.await.unwrap_or_else(|ended| Err(format!("verification ended early: {ended}")))
@@ -396,7 +396,7 @@ impl Inner {
         }
     }
 
-    /// A version was verified. It is dropped when the engine serves it already, or when nobody waits for it.
+    /// A version was verified. It is dropped when the engine serves it already, or when no one waits for it.
     fn keep_delivered(&mut self, version: Option<super::Version>) {
         let delivered = self.machine.status().is_some_and(|status| status.step == InstallStep::Delivered);
         self.staged = version.filter(|_| delivered).map(Arc::new);

@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use super::version_dir::VersionDir;
-use crate::shelf::Shelved;
+use crate::archive::Archived;
 use crate::version_source::{SourceError, VersionSource};
 use weightsync_core::protocol::HeldVersion;
 use weightsync_core::weights::safetensors::SafetensorsPlan;
@@ -59,7 +59,7 @@ impl Version {
     }
 
     /// The whole tensors of a part of the stream, where they lie in the file. Blocks while it hashes, where the manifest's own digests will
-    /// not do: each tensor is compared with the manifest then, so that what is told is of the bytes that were received.
+    /// not do: each tensor is compared with the manifest then, so that what is reported is of the bytes that were received.
     pub(super) fn host_bucket(&self, bucket: &Bucket, digest: HostDigest) -> Result<HostBucket, String> {
         let mut tensors = Vec::new();
         for part in self.layout.parts(bucket.offset, bucket.bytes) {
@@ -79,9 +79,9 @@ impl Version {
             return Ok(known.clone());
         }
         let file = self.files.first().ok_or("the version has no file")?;
-        // The manifest has the first half of what the worker is told, where both are blake3.
+        // The manifest has the first half of what the worker is reported, where both are blake3.
         let same = digest == HostDigest::Blake3 && self.manifest.algorithm == DigestAlgorithm::Blake3;
-        let (mut own, mut told) = (PartHasher::new(self.manifest.algorithm), digest.hasher());
+        let (mut own, mut reported) = (PartHasher::new(self.manifest.algorithm), digest.hasher());
         let mut buffer = vec![0; usize::try_from(part.entry.bytes.min(PART)).unwrap_or_default()];
         let mut at = 0;
         while at < part.entry.bytes {
@@ -91,12 +91,12 @@ impl Version {
             if !same {
                 own.update(piece);
             }
-            told.update(piece);
+            reported.update(piece);
             at += length as u64;
         }
-        let told = told.finish();
-        let agrees = if same { told.starts_with(known.as_str()) } else { Some(own.take()) == parse_digest_hex(known) };
-        if agrees { Ok(told) } else { Err(format!("tensor {name} is not what was received")) }
+        let reported = reported.finish();
+        let agrees = if same { reported.starts_with(known.as_str()) } else { Some(own.take()) == parse_digest_hex(known) };
+        if agrees { Ok(reported) } else { Err(format!("tensor {name} is not what was received")) }
     }
 
     /// Reads it as a stream, from the first byte.
@@ -123,7 +123,7 @@ impl Version {
     }
 }
 
-impl Shelved for Version {
+impl Archived for Version {
     fn held(&self) -> &HeldVersion {
         &self.held
     }

@@ -1,8 +1,8 @@
-//! The directories in which versions lie beside an engine: one for each version, one parent for each agent.
+//! The directories in which versions lie next to an engine: one for each version, one parent for each agent.
 //!
 //! Decides names, who owns a directory, and when it goes: a version's directory is removed when its last holder lets it go, an agent's
 //! when the agent ends, and whatever a killed agent left is swept by the next one that starts under the same root. It never removes a
-//! directory that a living agent holds (a locked file beside it says so), nor one that no agent of this user made: a lock file and a marker
+//! directory that a living agent holds (a locked file next to it says so), nor one that no agent of this user made: a lock file and a marker
 //! say who did, and no link is followed.
 
 use std::fs::{self, File, OpenOptions};
@@ -188,7 +188,7 @@ fn take(file: &File) -> io::Result<bool> {
 
 /// Makes a lock file, or takes the one that is there, without waiting; none when somebody alive holds it.
 fn make_lock(path: &Path) -> io::Result<Option<File>> {
-    // An agent that ends removes its lock file. Who opened it just before holds a lock that nobody else will see: try again then.
+    // An agent that ends removes its lock file. Who opened it just before holds a lock that no one else will see: try again then.
     for _ in 0..100 {
         let mut options = OpenOptions::new();
         let mut file = options.create(true).truncate(false).read(true).write(true).mode(0o644).custom_flags(no_follow()).open(path)?;
@@ -201,7 +201,7 @@ fn make_lock(path: &Path) -> io::Result<Option<File>> {
         if file.metadata()?.len() == 0 {
             file.write_all(MARK)?;
         }
-        // Of whoever made it otherwise, and no lock of ours.
+        // Of anyone who made it otherwise, and no lock of ours.
         open_marked(path)?;
         return Ok(Some(file));
     }

@@ -1,4 +1,4 @@
-//! What the asker of a publish that failed is told: the code, whether it is worth another try, and the words.
+//! What the asker of a publish that failed is reported: the code, whether it is worth another try, and the words.
 //!
 //! Decides nothing about attempts; every text names the cause and, where there is one, the next step.
 
@@ -24,7 +24,7 @@ pub(super) fn pinned(version: Version) -> PublishError {
     PublishError { code: PublishErrorCode::VersionPinned, message, retryable: true, phase: None, member: None }
 }
 
-/// The group refused the version while it was on its way, and was formed anew for that.
+/// The group refused the version while it was on its way, and was formed again for that.
 pub(super) fn refused(version: Version, failed: Option<&(EpochId, Failure)>) -> PublishError {
     let before = failed.map_or_else(String::new, |(_, failure)| format!("; the last attempt: {}", failure.message));
     let message = format!("the canary refused version {version}: give other weights a new number{before}");

@@ -50,7 +50,7 @@ struct Publish {
     must: Option<String>,
     attempts: u32,
     failed: Option<(EpochId, Failure)>,
-    /// Who was told to switch, in all attempts.
+    /// Who was asked to switch, in all attempts.
     reach: Arc<Mutex<Reach>>,
 }
 
@@ -94,11 +94,11 @@ impl Source {
                 reporter.done(result);
                 if let (Some(epoch), true) = (publish.reached.take(), publish.to_keep.is_some()) {
                     publish.keep_whole().await;
-                    self.shelve(&epoch.prepared.policy, &mut publish);
+                    self.archive(&epoch.prepared.policy, &mut publish);
                 }
             }
             Err(error) => {
-                // Not what the last attempt knew: an earlier one may have told engines to switch whose answers never came.
+                // Not what the last attempt knew: an earlier one may have reported engines to switch whose answers never came.
                 let error = lock(&publish.reach).judge(version, error);
                 if error.code == PublishErrorCode::VersionRefused {
                     lock(&self.history).refused(version);
@@ -107,7 +107,7 @@ impl Source {
                 let may_count = error.code == PublishErrorCode::OutcomeUnknown;
                 reporter.failed(error);
                 if may_count {
-                    self.shelve_in_doubt(&mut publish).await;
+                    self.archive_in_doubt(&mut publish).await;
                 }
             }
         }
@@ -206,7 +206,7 @@ impl Source {
         };
         let outcome = self.leader.lead(plan).await;
         if publish.note_streamed() {
-            // The next attempt reads it; a version that is served is told at once, and shelved behind that.
+            // The next attempt reads it; a version that is served is reported at once, and archived after that.
             if outcome.is_err() || publish.to_keep.as_ref().is_some_and(|to_keep| to_keep.is_whole(&publish.source)) {
                 publish.keep_whole().await;
             }
@@ -228,16 +228,16 @@ impl Source {
         }
         let spare = || staging.as_ref().map_or(0, Staging::spare);
         let current = self.current(Some(epoch));
-        let fit = self.reshelve(|shelf| {
+        let fit = self.change_archive(|archive| {
             if let Some(current) = &current {
-                shelf.touch(current);
+                archive.touch(current);
             }
             loop {
-                let reason = match fits(layout.total_bytes, shelf.memory(), limit, spare(), &self.cgroups) {
+                let reason = match fits(layout.total_bytes, archive.memory(), limit, spare(), &self.cgroups) {
                     Ok(room) => return Ok(room),
                     Err(reason) => reason,
                 };
-                let old = if layout.total_bytes > limit { None } else { shelf.make_room() };
+                let old = if layout.total_bytes > limit { None } else { archive.make_room() };
                 let Some(old) = old else { return Err(reason) };
                 let version = old.held.version;
                 tracing::info!(
@@ -260,7 +260,7 @@ impl Source {
         lock(&self.history).reached(brought.held.clone());
         self.core.learn_current(Some(&brought.held));
         if publish.to_keep.is_none() {
-            self.shelve(&epoch.prepared.policy, publish);
+            self.archive(&epoch.prepared.policy, publish);
         }
         self.core.set_facts(|facts| facts.installed = Some(brought.held.clone()));
         publish.reached = Some(epoch.clone());
@@ -279,30 +279,30 @@ impl Source {
 
     /// Keeps the copy of a version that engines may serve although its publish failed: the group may find that it counts, and must be able to
     /// bring it to others then. There is room: both copies were in memory during the publish. The version that counted before stays in front.
-    async fn shelve_in_doubt(&self, publish: &mut Publish) {
+    async fn archive_in_doubt(&self, publish: &mut Publish) {
         publish.note_streamed();
         publish.keep_whole().await;
         let Some(copy) = publish.copy.take().or_else(|| publish.elsewhere()) else { return };
         let current = self.current(None);
-        self.reshelve(|shelf| {
-            shelf.put(copy);
+        self.change_archive(|archive| {
+            archive.put(copy);
             if let Some(current) = &current {
-                shelf.touch(current);
+                archive.touch(current);
             }
         });
     }
 
-    /// Puts the copy of a version that is served on the shelf, and takes down what has no room beside it.
-    fn shelve(&self, policy: &UpdatePolicy, publish: &mut Publish) {
+    /// Puts the copy of a version that is served on the archive, and takes down what has no room next to it.
+    fn archive(&self, policy: &UpdatePolicy, publish: &mut Publish) {
         let copy = publish.copy.take().or_else(|| publish.elsewhere());
         let keep = usize::try_from(policy.keep.max(1)).unwrap_or(usize::MAX);
-        self.reshelve(|shelf| {
+        self.change_archive(|archive| {
             // Without a copy of this version there is room for one less of those before.
             let whole = if copy.is_some() { keep } else { keep - 1 };
             if let Some(copy) = copy {
-                shelf.put(copy);
+                archive.put(copy);
             }
-            shelf.trim(whole, policy.retain_bytes)
+            archive.trim(whole, policy.retain_bytes)
         });
     }
 }

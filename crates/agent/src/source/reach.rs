@@ -1,6 +1,6 @@
 //! Whom a publish reached although it failed: a leader that is cut off while engines switch does not know what they did.
 //!
-//! Pure. Decides whether a failure may be told as one (nothing that counts moved), or the outcome is not known. Who said that it installed, or
+//! Pure. Decides whether a failure may be reported as one (nothing that counts moved), or the outcome is not known. Who said that it installed, or
 //! did not, is believed; silence is neither.
 
 use std::collections::BTreeSet;
@@ -40,7 +40,7 @@ impl Reach {
         }
     }
 
-    /// What a trainer is told of a publish that failed so.
+    /// What a trainer is informed of a publish that failed so.
     pub fn judge(&self, version: Version, error: PublishError) -> PublishError {
         let names = |members: &BTreeSet<MemberName>| members.iter().map(|member| member.0.as_str()).collect::<Vec<_>>().join(", ");
         let mut what = Vec::new();
@@ -48,14 +48,14 @@ impl Reach {
             what.push(format!("{} serve version {version}", names(&self.installed)));
         }
         if !self.unheard.is_empty() {
-            what.push(format!("{} were told to switch to version {version}, and what came of it was not heard", names(&self.unheard)));
+            what.push(format!("{} were asked to switch to version {version}, and what came of it was not heard", names(&self.unheard)));
         }
         if what.is_empty() {
             return error;
         }
         let message = format!("{}: {}", what.join("; "), error.message);
         let may_count = self.installed.len() + self.unheard.len() >= usize::try_from(self.min_ready).unwrap_or(usize::MAX);
-        // A version that most refuse is left by all, whoever took it.
+        // A version that most refuse is left by all, anyone who took it.
         if self.unheard.is_empty() || !may_count || error.code == PublishErrorCode::VersionRefused {
             return PublishError { message, ..error };
         }

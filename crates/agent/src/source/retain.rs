@@ -11,9 +11,9 @@ use bytes::Bytes;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
+use crate::archive::Archived;
 use crate::core::lock;
 use crate::lead::Keep;
-use crate::shelf::Shelved;
 use crate::space::{Cgroups, Reservation};
 use crate::version_source::{SourceError, VersionSource};
 use weightsync_core::protocol::HeldVersion;
@@ -54,7 +54,7 @@ impl Retained {
     }
 }
 
-impl Shelved for Retained {
+impl Archived for Retained {
     fn held(&self) -> &HeldVersion {
         &self.held
     }
@@ -147,8 +147,8 @@ impl Keeper {
     }
 }
 
-/// Room for a copy of `wanted` bytes in memory beside `kept` bytes that are kept already; an error says why there is none. `spare` bytes of
-/// memory are there for it and are not taken anew.
+/// Room for a copy of `wanted` bytes in memory next to `kept` bytes that are kept already; an error says why there is none. `spare` bytes of
+/// memory are there for it and are not taken again.
 pub fn fits(wanted: u64, kept: u64, limit: u64, spare: u64, cgroups: &Cgroups) -> Result<Reservation, String> {
     if wanted.saturating_add(kept) > limit {
         return Err(format!("{wanted} bytes and {kept} kept already are more than `retain` allows ({limit})"));

@@ -32,7 +32,7 @@ impl Tracked {
         Self { source, released: false, given: 0, read: 0, kept: None }
     }
 
-    /// Gets ready for another attempt: goes on behind what was kept, or starts anew. False: what was kept is of no use any more.
+    /// Gets ready for another attempt: goes on after what was kept, or starts again. False: what was kept is of no use any more.
     pub(super) async fn again(&mut self, kept: Option<&Arc<Keeper>>, reason: &str) -> Result<bool, SourceError> {
         if let Some(kept) = kept.filter(|_| self.source.holds())
             && kept.rewind(self.given, LAST_COPY).await

@@ -67,7 +67,7 @@ async fn answer(State(assignment): State<watch::Sender<Assignment>>) -> Json<Ann
 }
 
 #[tokio::test]
-async fn an_agent_that_is_told_that_its_assignment_changed_asks_for_it_at_once() {
+async fn agent_asks_for_a_changed_assignment_at_once() {
     let ca = Ca::generate().unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();

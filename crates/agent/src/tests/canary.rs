@@ -1,6 +1,6 @@
 //! Versions that canaries refuse: what the trainer hears, which engines are held, and the way back to the version before.
 
-use super::bed::*;
+use super::fixture::*;
 use super::trainer::*;
 use crate::lead::table::{Switching, Table, Verdict};
 use crate::source::history::History;
@@ -13,25 +13,25 @@ fn canary() -> CanaryPolicy {
 }
 
 /// A group with a canary, at version 1.
-async fn at_one(rollouts: usize, max_unavailable: u32) -> (Bed, Member, Vec<Member>) {
-    let mut bed = Bed::new();
-    (bed.policy.keep, bed.policy.canary, bed.policy.max_unavailable) = (2, Some(canary()), max_unavailable);
-    let (source, rollouts) = (bed.source(), bed.rollouts(rollouts));
+async fn at_one(rollouts: usize, max_unavailable: u32) -> (Fixture, Member, Vec<Member>) {
+    let mut fixture = Fixture::new();
+    (fixture.policy.keep, fixture.policy.canary, fixture.policy.max_unavailable) = (2, Some(canary()), max_unavailable);
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(rollouts));
     let mut members = vec![&source];
     members.extend(&rollouts);
-    bed.form(&members, Some(&source)).await;
+    fixture.form(&members, Some(&source)).await;
     let result = publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     assert_eq!(result.installed.len(), rollouts.len(), "{:?}", result.behind);
-    bed.current = source.state().installed;
-    (bed, source, rollouts)
+    fixture.current = source.state().installed;
+    (fixture, source, rollouts)
 }
 
-/// A controller has the group go on from the version that is current, told of what was refused.
-async fn form_again(bed: &mut Bed, source: &Member, rollouts: &[Member], refused: Version) {
-    (bed.returned, bed.refused) = (Some(Returned { to: 1, from: refused, pinned: false }), vec![refused]);
+/// A controller has the group go on from the version that is current, informed of what was refused.
+async fn form_again(fixture: &mut Fixture, source: &Member, rollouts: &[Member], refused: Version) {
+    (fixture.returned, fixture.refused) = (Some(Returned { to: 1, from: refused, pinned: false }), vec![refused]);
     let mut members = vec![source];
     members.extend(rollouts);
-    bed.form(&members, Some(source)).await;
+    fixture.form(&members, Some(source)).await;
 }
 
 fn refuse(rollout: &Member, versions: &[Version]) {
@@ -44,8 +44,8 @@ fn serves(member: &Member, seed: u8) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_version_that_all_refuse_fails_by_name_and_the_one_before_is_brought_back_from_what_lies_there() {
-    let (mut bed, source, rollouts) = at_one(2, 0).await;
+async fn version_all_refuse_fails_and_previous_is_restored() {
+    let (mut fixture, source, rollouts) = at_one(2, 0).await;
     for rollout in &rollouts {
         refuse(rollout, &[2]);
     }
@@ -64,26 +64,26 @@ async fn a_version_that_all_refuse_fails_by_name_and_the_one_before_is_brought_b
     let error = publish(&source, 2, TestSource::of(7)).outcome().await.unwrap_err();
     assert_eq!(error.code, PublishErrorCode::VersionRefused, "other weights under the number: {}", error.message);
 
-    form_again(&mut bed, &source, &rollouts, 2).await;
+    form_again(&mut fixture, &source, &rollouts, 2).await;
     let result = publish(&source, 3, TestSource::of(3)).outcome().await.unwrap();
     assert_eq!(result.installed.len(), 2);
     assert!(rollouts.iter().all(|rollout| serves(rollout, 3) && rollout.state().refused.is_empty()));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_source_that_was_made_anew_hears_from_its_group_what_was_refused() {
-    let (mut bed, mut source, rollouts) = at_one(1, 0).await;
+async fn new_source_learns_refused_versions_from_its_group() {
+    let (mut fixture, mut source, rollouts) = at_one(1, 0).await;
     source.kill();
-    let successor = bed.source();
-    form_again(&mut bed, &successor, &rollouts, 2).await;
+    let successor = fixture.source();
+    form_again(&mut fixture, &successor, &rollouts, 2).await;
     let error = publish(&successor, 2, TestSource::of(2)).outcome().await.unwrap_err();
     assert_eq!((error.code, error.retryable), (PublishErrorCode::VersionRefused, false), "{}", error.message);
     assert_eq!(publish(&successor, 3, TestSource::of(3)).outcome().await.unwrap().installed.len(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_that_refuses_alone_does_not_serve_and_is_named_and_the_others_go_on() {
-    let (_bed, source, rollouts) = at_one(3, 0).await;
+async fn lone_refusing_replica_is_named_and_does_not_serve() {
+    let (_fixture, source, rollouts) = at_one(3, 0).await;
     refuse(&rollouts[0], &[2]);
     let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
     assert_eq!(result.installed.len(), 2);
@@ -100,8 +100,8 @@ async fn one_that_refuses_alone_does_not_serve_and_is_named_and_the_others_go_on
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn switched_in_turn_a_version_that_engines_refuse_reaches_no_more_than_may_be_out() {
-    let (_bed, source, rollouts) = at_one(3, 1).await;
+async fn refused_version_reaches_no_more_than_may_be_out() {
+    let (_fixture, source, rollouts) = at_one(3, 1).await;
     for rollout in &rollouts {
         refuse(rollout, &[2]);
     }
@@ -115,59 +115,59 @@ async fn switched_in_turn_a_version_that_engines_refuse_reaches_no_more_than_may
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_the_trainer_the_one_that_keeps_the_version_before_takes_it_although_its_engine_is_held() {
-    let (mut bed, mut source, rollouts) = at_one(1, 0).await;
+async fn held_rollout_that_keeps_the_version_rolls_back_alone() {
+    let (mut fixture, mut source, rollouts) = at_one(1, 0).await;
     let rollout = &rollouts[0];
     refuse(rollout, &[1, 2]);
     publish(&source, 2, TestSource::of(2)).outcome().await.unwrap_err();
     source.kill();
     rollout.until("held", |state| state.phase == MemberPhase::Dirty).await;
     refuse(rollout, &[2]);
-    bed.returned = Some(Returned { to: 1, from: 2, pinned: false });
-    bed.form(&[rollout], Some(rollout)).await;
+    fixture.returned = Some(Returned { to: 1, from: 2, pinned: false });
+    fixture.form(&[rollout], Some(rollout)).await;
     rollout.until_installed(1).await;
     assert!(serves(rollout, 1) && rollout.rollout().ready().is_ok());
     assert_eq!(rollout.engine.get(|inside| inside.put_back), 0, "it did not have to wait for its start-up weights");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_cannot_be_asked_takes_no_part_and_says_what_it_lacks() {
-    let mut bed = Bed::new();
-    bed.policy.canary = Some(canary());
-    let rollout = bed.rollout("actors/r-0");
+async fn engine_that_cannot_be_asked_says_what_it_lacks() {
+    let mut fixture = Fixture::new();
+    fixture.policy.canary = Some(canary());
+    let rollout = fixture.rollout("actors/r-0");
     rollout.engine.set(|inside| inside.mute = true);
-    let refused = async |bed: &mut Bed| {
-        bed.epoch += 1;
+    let refused = async |fixture: &mut Fixture| {
+        fixture.epoch += 1;
         let prepared: Result<PrepareResponse, _> =
-            bed.post(&rollout, "/v1/epoch/prepare", &bed.prepare_request(&[&rollout], &rollout)).await;
+            fixture.post(&rollout, "/v1/epoch/prepare", &fixture.prepare_request(&[&rollout], &rollout)).await;
         match prepared {
             Ok(_) => None,
             Err(CallError::Refused { refusal, .. }) => Some((refusal.code, refusal.message)),
             Err(error) => panic!("{error}"),
         }
     };
-    let (code, message) = refused(&mut bed).await.unwrap();
+    let (code, message) = refused(&mut fixture).await.unwrap();
     assert_eq!(code, RefusalCode::CanaryUnavailable);
     assert!(message.contains("gives no log-probs; start it with them"), "{message}");
-    bed.policy.canary = None;
-    assert_eq!(refused(&mut bed).await, None);
-    (bed.policy.canary, bed.policy.pause) = (Some(canary()), PausePolicy::External);
+    fixture.policy.canary = None;
+    assert_eq!(refused(&mut fixture).await, None);
+    (fixture.policy.canary, fixture.policy.pause) = (Some(canary()), PausePolicy::External);
     rollout.engine.set(|inside| inside.mute = false);
-    let (code, message) = refused(&mut bed).await.unwrap();
+    let (code, message) = refused(&mut fixture).await.unwrap();
     assert!(code == RefusalCode::CanaryUnavailable && message.contains("update.pause"), "{message}");
-    bed.policy.pause = PausePolicy::Keep;
-    assert_eq!(refused(&mut bed).await, None);
+    fixture.policy.pause = PausePolicy::Keep;
+    assert_eq!(refused(&mut fixture).await, None);
 }
 
 fn name(number: usize) -> MemberName {
     MemberName(format!("actors/r-{number}"))
 }
 
-/// A table of members that were told to switch: `r` refused, `f` failed otherwise, `i` installed, `w` still at it.
+/// A table of members that were asked to switch: `r` refused, `f` failed otherwise, `i` installed, `w` still at it.
 fn table(steps: &str, min_ready: u32) -> Table {
     let members: Vec<MemberName> = (0..steps.len()).map(name).collect();
     let mut table = Table::new(&members, min_ready);
-    table.told(&members);
+    table.reported(&members);
     for (member, step) in members.iter().zip(steps.chars()) {
         let (step, refused) = match step {
             'r' => (InstallStep::Failed, true),
@@ -198,7 +198,7 @@ fn table(steps: &str, min_ready: u32) -> Table {
 }
 
 #[test]
-fn most_of_those_that_judged_refuse_for_all_and_nobody_is_waited_for_who_could_not_change_that() {
+fn majority_that_refuses_decides_for_all_without_a_wait() {
     let failed = |steps: &str, min_ready| match table(steps, min_ready).after_activate() {
         Verdict::Fail(failure) => Some((failure.code, failure.again)),
         _ => None,
@@ -210,7 +210,7 @@ fn most_of_those_that_judged_refuse_for_all_and_nobody_is_waited_for_who_could_n
     for steps in ["ri", "rii", "rw", "rrwi", "iii"] {
         assert_eq!(failed(steps, 1), None, "{steps}");
     }
-    // Fewer than needed took it, and it is not for the canary to say that nobody should.
+    // Fewer than needed took it, and it is not for the canary to say that no one should.
     assert_eq!(failed("rii", 3), Some((PublishErrorCode::NotEnoughReplicas, true)));
 }
 
@@ -225,7 +225,7 @@ fn a_refused_version_is_refused_also_where_some_were_not_heard() {
 }
 
 #[test]
-fn a_refused_number_is_never_published_again_and_a_higher_one_is() {
+fn refused_number_is_never_published_again_higher_one_is() {
     let held = HeldVersion { version: 1, manifest: "m".into() };
     let mut history = History::default();
     history.reached(held.clone());

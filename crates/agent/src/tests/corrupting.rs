@@ -10,7 +10,7 @@ use weightsync_core::protocol::*;
 use weightsync_transport::tcp::TcpTransport;
 use weightsync_transport::{BucketSink, Payload, Transport, TransportError};
 
-/// First four bytes of two 64-byte stripes whose xxh3 does not change when the four bytes behind them change by opposite amounts.
+/// First four bytes of two 64-byte stripes whose xxh3 does not change when the four bytes after them change by opposite amounts.
 const STRIPES: [[u8; 4]; 2] = [[0xb8, 0xfe, 0x6c, 0x39], [0x7c, 0x01, 0x81, 0x2c]];
 
 /// Two tensors of 2048 bytes that differ and have the same xxh3-128 (seed 0): its multiplications are by zero where the stripes lie.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustls_pki_types::ServerName;
 
-use super::bed::*;
+use super::fixture::*;
 use weightsync_core::protocol::*;
 use weightsync_net::identity::{Ca, ClientCertificates, Identity, PeerIdentity, agent_name};
 use weightsync_transport::tcp::{DataTls, TcpOptions, TcpTransport};
@@ -27,11 +27,11 @@ async fn knock(member: &Member, identity: &Identity, hello: DataHello) -> Result
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_data_port_refuses_foreign_and_ended_certificates_and_whoever_lacks_the_epochs_secret() {
-    let mut bed = Bed::new();
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+async fn data_port_refuses_bad_certificates_and_missing_secret() {
+    let mut fixture = Fixture::new();
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
     let members = [&source, &rollout];
-    let epoch = bed.form(&members, None).await;
+    let epoch = fixture.form(&members, None).await;
     let hello = |secret: String| DataHello {
         update: UpdateId { epoch: epoch.clone(), version: 0, attempt: 0 },
         from: source.name.clone(),
@@ -44,18 +44,18 @@ async fn the_data_port_refuses_foreign_and_ended_certificates_and_whoever_lacks_
         preflight: false,
         carried: None,
     };
-    let secret = bed.commit_request(&members, None).secret;
+    let secret = fixture.commit_request(&members, None).secret;
     let pod_uid = source.address.incarnation.pod_uid.clone();
     let agent = |weightsync: &str| PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.clone(), role: Role::Source };
-    let known = bed.ca.issue(&agent(WEIGHTSYNC), HOUR).unwrap();
+    let known = fixture.ca.issue(&agent(WEIGHTSYNC), HOUR).unwrap();
     knock(&rollout, &known, hello(secret.clone())).await.unwrap();
     let foreign = Ca::generate().unwrap();
-    for shown in [bed.ca.issue_ended(&agent(WEIGHTSYNC)).unwrap(), foreign.issue_trusting(&bed.ca, &agent(WEIGHTSYNC)).unwrap()] {
+    for shown in [fixture.ca.issue_ended(&agent(WEIGHTSYNC)).unwrap(), foreign.issue_trusting(&fixture.ca, &agent(WEIGHTSYNC)).unwrap()] {
         let refused = knock(&rollout, &shown, hello(secret.clone())).await;
         assert!(matches!(refused, Err(TransportError::Unreachable { .. } | TransportError::Lost { .. })), "{refused:?}");
     }
     for who in [WEIGHTSYNC, "ws-other"] {
-        let refused = knock(&rollout, &bed.ca.issue(&agent(who), HOUR).unwrap(), hello("another".into())).await;
+        let refused = knock(&rollout, &fixture.ca.issue(&agent(who), HOUR).unwrap(), hello("another".into())).await;
         let Err(error) = refused else { panic!("{who} is let in") };
         assert!(error.to_string().contains("the secret is not that of the epoch"), "{error}");
     }
@@ -63,15 +63,15 @@ async fn the_data_port_refuses_foreign_and_ended_certificates_and_whoever_lacks_
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stream_of_a_false_sender_or_to_a_false_address_is_refused() {
-    let mut bed = Bed::new();
-    let (source, rollout, other) = (bed.source(), bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let mut fixture = Fixture::new();
+    let (source, rollout, other) = (fixture.source(), fixture.rollout("actors/r-0"), fixture.rollout("actors/r-1"));
     let members = [&source, &rollout, &other];
-    let epoch = bed.form(&members, None).await;
+    let epoch = fixture.form(&members, None).await;
     let hello = |from: &MemberName| DataHello {
         update: UpdateId { epoch: epoch.clone(), version: 0, attempt: 0 },
         from: from.clone(),
         to: rollout.name.clone(),
-        secret: bed.commit_request(&members, None).secret,
+        secret: fixture.commit_request(&members, None).secret,
         rest: Vec::new(),
         tls: true,
         silence_ms: 3_000,
@@ -92,12 +92,12 @@ async fn stream_of_a_false_sender_or_to_a_false_address_is_refused() {
         (agent(WEIGHTSYNC, &other), MemberName("actors/nobody".into())),
     ];
     for (who, from) in lies {
-        let shown = bed.ca.issue(&who, HOUR).unwrap();
+        let shown = fixture.ca.issue(&who, HOUR).unwrap();
         let refused = knock(&rollout, &shown, hello(&from)).await;
         let refused = matches!(&refused, Err(TransportError::Refused { refusal, .. }) if refusal.code == RefusalCode::Forbidden);
         assert!(refused, "{who:?} as {from}");
     }
-    let honest = bed.ca.issue(&agent(WEIGHTSYNC, &other), HOUR).unwrap();
+    let honest = fixture.ca.issue(&agent(WEIGHTSYNC, &other), HOUR).unwrap();
     knock(&rollout, &honest, hello(&other.name)).await.unwrap();
     for rest in [(source.name.clone(), "127.0.0.1:9".to_owned()), (MemberName("actors/nobody".into()), source.address.data.clone())] {
         let refused = knock(&rollout, &honest, DataHello { rest: vec![rest.clone()], ..hello(&other.name) }).await;

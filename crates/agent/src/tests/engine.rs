@@ -27,7 +27,7 @@ pub enum Fault {
     FailsInLoad,
     /// Reads the weights, and knows no tensor of that name.
     KnowsNoSuchTensor,
-    /// Loads nothing any more until it starts anew.
+    /// Loads nothing any more until it starts again.
     LoaderBroken,
     /// Says no before it is touched.
     FailsBeforeLoad,
@@ -54,7 +54,7 @@ pub struct Inside {
     pub put_back: u32,
     /// Its start-up weights are gone.
     pub lost_start_up: bool,
-    /// It is asked for its one token behind an install.
+    /// It is asked for its one token after an install.
     pub owes: bool,
     /// When it served while it loaded.
     pub mixed: Vec<MixedWindow>,
@@ -85,7 +85,7 @@ impl TestEngine {
         read(&lock(&self.0))
     }
 
-    /// Starts anew, with its start-up weights.
+    /// Starts again, with its start-up weights.
     pub fn restart(&self) {
         self.set(|inside| {
             let (start, installs) = (inside.start + 1, inside.installs);

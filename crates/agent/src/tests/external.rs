@@ -39,7 +39,7 @@ fn nothing_is_installed_before_it_was_proven() {
 }
 
 #[test]
-fn the_current_version_may_come_again_and_an_older_one_or_another_one_under_its_number_may_not() {
+fn current_version_may_repeat_and_older_or_other_may_not() {
     let mut machine = Machine::default();
     bring(&mut machine, &begin(1, 3, 1, "a"));
     assert!(machine.begin_external(&begin(1, 2, 1, "b")).is_err());
@@ -49,7 +49,7 @@ fn the_current_version_may_come_again_and_an_older_one_or_another_one_under_its_
 }
 
 #[test]
-fn whatever_ends_it_between_mark_and_proof_leaves_the_engine_dirty_until_a_version_was_proven() {
+fn end_between_mark_and_proof_leaves_engine_dirty() {
     let mut machine = Machine::default();
     bring(&mut machine, &begin(1, 1, 1, "a"));
     let two = begin(1, 2, 1, "b");

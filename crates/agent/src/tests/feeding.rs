@@ -2,22 +2,22 @@
 
 use std::time::Duration;
 
-use super::bed::*;
 use super::engine::{Fault, TestEngine};
+use super::fixture::*;
 use super::trainer::*;
 use weightsync_core::protocol::*;
 use weightsync_net::https::CallError;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_joiner_is_fed_by_the_source_before_it_is_ready() {
-    let mut bed = Bed::new();
-    let (source, first) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &first], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, first) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &first], Some(&source)).await;
     publish(&source, 3, TestSource::of(3)).outcome().await.unwrap();
-    bed.current = source.state().installed;
-    let joiner = bed.rollout("actors/r-1");
+    fixture.current = source.state().installed;
+    let joiner = fixture.rollout("actors/r-1");
     joiner.engine.set(|inside| inside.slow = Duration::from_millis(300));
-    bed.form(&[&source, &first, &joiner], Some(&source)).await;
+    fixture.form(&[&source, &first, &joiner], Some(&source)).await;
     let unready = joiner.rollout().ready().unwrap_err();
     assert!(unready.contains("version 3"), "{unready}");
     joiner.until_installed(3).await;
@@ -29,14 +29,14 @@ async fn a_joiner_is_fed_by_the_source_before_it_is_ready() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_joiner_is_fed_by_a_rollout_when_the_source_is_gone() {
-    let mut bed = Bed::new();
-    let (mut source, first) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &first], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (mut source, first) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &first], Some(&source)).await;
     publish(&source, 3, TestSource::of(3)).outcome().await.unwrap();
-    bed.current = source.state().installed;
+    fixture.current = source.state().installed;
     source.kill();
-    let joiner = bed.rollout("actors/r-1");
-    bed.form(&[&first, &joiner], Some(&first)).await;
+    let joiner = fixture.rollout("actors/r-1");
+    fixture.form(&[&first, &joiner], Some(&first)).await;
     joiner.until_installed(3).await;
     let (layout, bytes) = weights(3);
     assert_eq!(joiner.engine.serves(), Some(served(&layout, &bytes)));
@@ -44,24 +44,24 @@ async fn a_joiner_is_fed_by_a_rollout_when_the_source_is_gone() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_publish_goes_before_a_feeding_and_takes_its_member_along() {
-    let mut bed = Bed::new();
-    let (source, first) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &first], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, first) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &first], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
-    bed.current = source.state().installed;
-    let joiner = bed.rollout("actors/r-1");
-    bed.policy.min_ready = 2;
-    bed.form(&[&source, &first, &joiner], Some(&source)).await;
+    fixture.current = source.state().installed;
+    let joiner = fixture.rollout("actors/r-1");
+    fixture.policy.min_ready = 2;
+    fixture.form(&[&source, &first, &joiner], Some(&source)).await;
     let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
     assert_eq!(result.installed.len(), 2, "{:?}", result.behind);
     joiner.until_installed(2).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_started_anew_is_not_ready_until_it_holds_the_version_again() {
-    let mut bed = Bed::new();
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+async fn restarted_engine_is_unready_until_it_holds_the_version() {
+    let mut fixture = Fixture::new();
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollout.engine.restart();
     rollout.engine.set(|inside| inside.slow = Duration::from_millis(300));
@@ -74,11 +74,11 @@ async fn an_engine_that_started_anew_is_not_ready_until_it_holds_the_version_aga
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_starts_anew_between_two_probes_is_not_ready_for_a_moment_and_is_told_of() {
-    let mut bed = Bed::new();
-    bed.policy.health.period_ms = 3_600_000;
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+async fn restart_between_two_probes_is_unready_and_reported() {
+    let mut fixture = Fixture::new();
+    fixture.policy.health.period_ms = 3_600_000;
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollout.until("at version 1, seen by its engine's probe", |state| state.installed.is_some() && state.healthy).await;
     assert_eq!((rollout.rollout().ready(), rollout.state().engine_restarts), (Ok(()), 0));
@@ -93,11 +93,11 @@ async fn an_engine_that_starts_anew_between_two_probes_is_not_ready_for_a_moment
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_started_anew_unseen_and_takes_the_next_version_is_told_of_all_the_same() {
-    let mut bed = Bed::new();
-    bed.policy.health.period_ms = 3_600_000;
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+async fn unseen_restart_is_reported_with_the_next_version() {
+    let mut fixture = Fixture::new();
+    fixture.policy.health.period_ms = 3_600_000;
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollout.engine.restart();
     let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
@@ -107,12 +107,12 @@ async fn an_engine_that_started_anew_unseen_and_takes_the_next_version_is_told_o
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_kept_copy_that_was_damaged_is_not_installed_and_the_source_feeds_instead() {
-    let mut bed = Bed::new();
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+async fn damaged_kept_copy_is_not_installed_and_source_feeds() {
+    let mut fixture = Fixture::new();
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
-    bed.current = source.state().installed;
+    fixture.current = source.state().installed;
     let directory = rollout.engine.get(|inside| inside.directory.clone()).unwrap();
     let file = std::fs::OpenOptions::new().write(true).open(directory.join("model.safetensors")).unwrap();
     std::os::unix::fs::FileExt::write_at(&file, &[0xff], file.metadata().unwrap().len() - 3).unwrap();
@@ -126,9 +126,9 @@ async fn a_kept_copy_that_was_damaged_is_not_installed_and_the_source_feeds_inst
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dirty_engine_is_never_ready_and_is_fed_in_full() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollouts[1].engine.set(|inside| inside.fault = Fault::FailsInLoad);
     let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
@@ -143,10 +143,10 @@ async fn a_dirty_engine_is_never_ready_and_is_fed_in_full() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_is_seen_not_to_compute_behind_its_install_is_dirty_from_then_on_and_named() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+async fn engine_seen_idle_after_install_is_dirty_and_named() {
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
     rollouts[1].engine.set(|inside| (inside.owes, inside.spoiled) = (true, Some(2)));
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
@@ -161,12 +161,12 @@ async fn an_engine_that_is_seen_not_to_compute_behind_its_install_is_dirty_from_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dirty_engine_that_nobody_feeds_is_put_back_at_the_deadline() {
-    let mut bed = Bed::new();
-    bed.policy.update_timeout_ms = 1_000;
-    bed.policy.retain_bytes = 0;
-    let (mut source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+async fn unfed_dirty_engine_is_restored_at_the_deadline() {
+    let mut fixture = Fixture::new();
+    fixture.policy.update_timeout_ms = 1_000;
+    fixture.policy.retain_bytes = 0;
+    let (mut source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
     rollouts[1].engine.set(|inside| inside.fault = Fault::FailsInLoad);
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollouts[1].until("dirty", |state| state.phase == MemberPhase::Dirty).await;
@@ -178,37 +178,37 @@ async fn a_dirty_engine_that_nobody_feeds_is_put_back_at_the_deadline() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_killed_in_an_install_finds_half_an_update_in_its_next_life() {
-    let mut bed = Bed::new();
-    let (source, mut rollout) = (bed.source(), bed.rollout("actors/r-0"));
+async fn agent_killed_in_an_install_finds_half_an_update_on_restart() {
+    let mut fixture = Fixture::new();
+    let (source, mut rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
     let engine = rollout.engine.clone();
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     engine.set(|inside| inside.fault = Fault::Hangs);
     let publishing = publish(&source, 1, TestSource::of(1));
     rollout.until("installing", |state| state.paused_until.is_some()).await;
     let pod = rollout.address.incarnation.pod_uid.clone();
     rollout.kill();
-    bed.fence(&[&source]).await;
+    fixture.fence(&[&source]).await;
     engine.set(|inside| inside.fault = Fault::None);
     drop(rollout);
-    let again = bed.pod("actors/r-0", Role::Rollout, engine.clone(), &pod);
+    let again = fixture.pod("actors/r-0", Role::Rollout, engine.clone(), &pod);
     again.until("dirty", |state| state.phase == MemberPhase::Dirty).await;
     assert!(engine.get(|inside| inside.paused) && again.rollout().ready().is_err());
-    bed.form(&[&source, &again], Some(&source)).await;
+    fixture.form(&[&source, &again], Some(&source)).await;
     assert_eq!(publishing.outcome().await.unwrap().installed.len(), 1);
     assert_eq!(again.rollout().ready(), Ok(()));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_is_too_slow_for_a_hasty_prepare_is_not_called_ill() {
-    let mut bed = Bed::new();
+async fn engine_too_slow_for_a_hasty_prepare_is_not_unhealthy() {
+    let mut fixture = Fixture::new();
     let engine = TestEngine::default();
     engine.set(|inside| inside.slow_facts = Duration::from_secs(60));
-    let (source, rollout) = (bed.source(), bed.member("actors/r-0", Role::Rollout, engine));
+    let (source, rollout) = (fixture.source(), fixture.member("actors/r-0", Role::Rollout, engine));
     rollout.until("its engine passes its probes", |state| state.healthy).await;
     for _ in 0..5 {
-        let prepare = PrepareRequest { deadline_ms: 100, ..bed.prepare_request(&[&source, &rollout], &rollout) };
-        let refused = bed.post::<_, PrepareResponse>(&rollout, "/v1/epoch/prepare", &prepare).await;
+        let prepare = PrepareRequest { deadline_ms: 100, ..fixture.prepare_request(&[&source, &rollout], &rollout) };
+        let refused = fixture.post::<_, PrepareResponse>(&rollout, "/v1/epoch/prepare", &prepare).await;
         assert!(matches!(refused, Err(CallError::Refused { .. })), "{refused:?}");
         assert!(rollout.state().healthy, "its probes have a second, this had 50 ms");
     }
@@ -216,9 +216,9 @@ async fn an_engine_that_is_too_slow_for_a_hasty_prepare_is_not_called_ill() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unhealthy_engine_leaves_by_threshold_and_comes_back() {
-    let mut bed = Bed::new();
-    let (source, rollout) = (bed.source(), bed.member("actors/r-0", Role::Rollout, TestEngine::default()));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, rollout) = (fixture.source(), fixture.member("actors/r-0", Role::Rollout, TestEngine::default()));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollout.engine.set(|inside| inside.fault = Fault::Down);
     rollout.until("down", |state| state.phase == MemberPhase::EngineDown && !state.healthy).await;

@@ -2,25 +2,25 @@
 
 use std::sync::Arc;
 
-use super::bed::*;
+use super::fixture::*;
 use super::trainer::*;
+use crate::archive::{Archive, Archived};
 use crate::rollout::readiness::Assigned;
-use crate::shelf::{Shelf, Shelved};
 use crate::source::history::History;
 use weightsync_core::protocol::*;
 
 /// A group in which version 1 and then version 2 were published.
-async fn at_two(bed: &mut Bed, source: &Member, rollouts: &[Member]) -> [HeldVersion; 2] {
+async fn at_two(fixture: &mut Fixture, source: &Member, rollouts: &[Member]) -> [HeldVersion; 2] {
     let mut members = vec![source];
     members.extend(rollouts);
-    bed.form(&members, Some(source)).await;
+    fixture.form(&members, Some(source)).await;
     let mut held = Vec::new();
     for version in [1, 2] {
         let result = publish(source, version, TestSource::of(u8::try_from(version).unwrap())).outcome().await.unwrap();
         assert_eq!(result.installed.len(), rollouts.len(), "{:?}", result.behind);
         held.push(source.state().installed.unwrap());
     }
-    bed.current = held.last().cloned();
+    fixture.current = held.last().cloned();
     held.try_into().unwrap()
 }
 
@@ -29,22 +29,22 @@ fn serves(member: &Member, seed: u8) -> bool {
     member.engine.serves() == Some(served(&layout, &bytes))
 }
 
-fn back(bed: &mut Bed, to: &HeldVersion, from: Version, pinned: bool) {
-    bed.current = Some(to.clone());
-    bed.returned = Some(Returned { to: to.version, from, pinned });
+fn back(fixture: &mut Fixture, to: &HeldVersion, from: Version, pinned: bool) {
+    fixture.current = Some(to.clone());
+    fixture.returned = Some(Returned { to: to.version, from, pinned });
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_goes_back_to_a_kept_version_refuses_a_publish_by_name_and_goes_on_with_a_higher_one() {
-    let mut bed = Bed::new();
-    bed.policy.keep = 2;
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    let [one, two] = at_two(&mut bed, &source, &rollouts).await;
+async fn group_rolls_back_to_a_kept_version_then_takes_higher_one() {
+    let mut fixture = Fixture::new();
+    fixture.policy.keep = 2;
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    let [one, two] = at_two(&mut fixture, &source, &rollouts).await;
     assert_eq!((source.state().retained, source.state().earlier), (Some(two.clone()), vec![one.clone()]));
     assert_eq!((rollouts[0].state().retained, rollouts[0].state().earlier), (Some(two.clone()), vec![one.clone()]));
 
-    back(&mut bed, &one, 2, true);
-    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    back(&mut fixture, &one, 2, true);
+    fixture.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
     for rollout in &rollouts {
         rollout.until_installed(1).await;
         assert!(serves(rollout, 1) && rollout.rollout().ready().is_ok());
@@ -55,8 +55,8 @@ async fn a_group_goes_back_to_a_kept_version_refuses_a_publish_by_name_and_goes_
     assert_eq!((error.code, error.retryable), (PublishErrorCode::VersionPinned, true));
     assert!(error.message.contains("targetVersion") && error.message.contains("version 1"), "{}", error.message);
 
-    back(&mut bed, &one, 2, false);
-    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    back(&mut fixture, &one, 2, false);
+    fixture.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
     let error = publish(&source, 2, TestSource::of(9)).outcome().await.unwrap_err();
     assert_eq!(error.code, PublishErrorCode::VersionNotHigher);
     assert!(error.message.contains("before it went back to 1"), "{}", error.message);
@@ -68,20 +68,20 @@ async fn a_group_goes_back_to_a_kept_version_refuses_a_publish_by_name_and_goes_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_the_trainer_a_rollout_that_keeps_the_version_goes_back_first_and_feeds_the_others() {
-    let mut bed = Bed::new();
-    bed.policy.keep = 2;
-    let (mut source, first) = (bed.source(), bed.rollout("actors/r-0"));
-    let [one, two] = at_two(&mut bed, &source, std::slice::from_ref(&first)).await;
+async fn rollout_that_keeps_the_version_rolls_back_without_trainer() {
+    let mut fixture = Fixture::new();
+    fixture.policy.keep = 2;
+    let (mut source, first) = (fixture.source(), fixture.rollout("actors/r-0"));
+    let [one, two] = at_two(&mut fixture, &source, std::slice::from_ref(&first)).await;
     source.kill();
     // One that never had version 1.
-    let joiner = bed.rollout("actors/r-1");
-    bed.form(&[&first, &joiner], Some(&first)).await;
+    let joiner = fixture.rollout("actors/r-1");
+    fixture.form(&[&first, &joiner], Some(&first)).await;
     joiner.until_installed(2).await;
     assert!(joiner.state().earlier.is_empty());
 
-    back(&mut bed, &one, 2, true);
-    bed.form(&[&first, &joiner], Some(&first)).await;
+    back(&mut fixture, &one, 2, true);
+    fixture.form(&[&first, &joiner], Some(&first)).await;
     first.until_installed(1).await;
     joiner.until_installed(1).await;
     assert!(serves(&first, 1) && serves(&joiner, 1));
@@ -89,42 +89,42 @@ async fn without_the_trainer_a_rollout_that_keeps_the_version_goes_back_first_an
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_damaged_earlier_copy_is_dropped_and_the_version_comes_over_the_wire() {
-    let mut bed = Bed::new();
-    bed.policy.keep = 2;
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+async fn damaged_earlier_copy_is_dropped_and_version_is_sent() {
+    let mut fixture = Fixture::new();
+    fixture.policy.keep = 2;
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     let one = source.state().installed.unwrap();
     let directory = rollout.engine.get(|inside| inside.directory.clone()).unwrap();
     publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
     let file = std::fs::OpenOptions::new().write(true).open(directory.join("model.safetensors")).unwrap();
     std::os::unix::fs::FileExt::write_at(&file, &[0xff], file.metadata().unwrap().len() - 3).unwrap();
-    back(&mut bed, &one, 2, true);
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    back(&mut fixture, &one, 2, true);
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     rollout.until_installed(1).await;
     assert!(serves(&rollout, 1));
     assert_ne!(rollout.engine.get(|inside| inside.directory.clone()).unwrap(), directory);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_is_kept_beyond_the_count_or_the_memory_that_the_object_states() {
-    let mut bed = Bed::new();
-    bed.policy.keep = 3;
+async fn nothing_is_kept_beyond_the_objects_count_or_memory() {
+    let mut fixture = Fixture::new();
+    fixture.policy.keep = 3;
     // Room for one more than the one that serves.
     let (layout, _) = weights(1);
-    bed.policy.retain_bytes = layout.total_bytes * 3 / 2;
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    fixture.policy.retain_bytes = layout.total_bytes * 3 / 2;
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     for version in 1..=4 {
         publish(&source, u64::from(version), TestSource::of(version)).outcome().await.unwrap();
     }
     let numbers = |state: MemberState| state.keeps().map(|held| held.version).collect::<Vec<_>>();
     assert_eq!(numbers(source.state()), [4]);
     assert_eq!(numbers(rollout.state()), [4, 3]);
-    bed.policy.retain_bytes = 64 << 20;
-    bed.current = source.state().installed;
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    fixture.policy.retain_bytes = 64 << 20;
+    fixture.current = source.state().installed;
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     for version in 5..=8 {
         publish(&source, u64::from(version), TestSource::of(version)).outcome().await.unwrap();
     }
@@ -132,11 +132,11 @@ async fn nothing_is_kept_beyond_the_count_or_the_memory_that_the_object_states()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_that_was_not_taken_back_serves_until_enough_were_and_not_longer() {
-    let mut bed = Bed::new();
-    bed.policy.keep = 2;
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    let [one, _] = at_two(&mut bed, &source, std::slice::from_ref(&rollout)).await;
+async fn replica_not_rolled_back_serves_until_enough_were() {
+    let mut fixture = Fixture::new();
+    fixture.policy.keep = 2;
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    let [one, _] = at_two(&mut fixture, &source, std::slice::from_ref(&rollout)).await;
     let assigned = |returned| Assigned {
         known: true,
         serve_before_first_version: true,
@@ -154,7 +154,7 @@ async fn one_that_was_not_taken_back_serves_until_enough_were_and_not_longer() {
 #[derive(Debug)]
 struct Item(HeldVersion, u64);
 
-impl Shelved for Item {
+impl Archived for Item {
     fn held(&self) -> &HeldVersion {
         &self.0
     }
@@ -165,29 +165,29 @@ impl Shelved for Item {
 }
 
 #[test]
-fn a_shelf_lets_go_what_was_not_used_for_longest() {
+fn kept_versions_drop_the_least_recently_used() {
     let held = |version: Version| HeldVersion { version, manifest: format!("m{version}") };
-    let mut shelf = Shelf::default();
+    let mut archive = Archive::default();
     for (version, bytes) in [(1, 10), (2, 0), (3, 10), (4, 10)] {
-        shelf.put(Arc::new(Item(held(version), bytes)));
+        archive.put(Arc::new(Item(held(version), bytes)));
     }
-    let numbers = |shelf: &Shelf<Item>| shelf.all().map(|item| item.0.version).collect::<Vec<_>>();
-    shelf.put(Arc::new(Item(held(3), 10)));
-    assert_eq!((numbers(&shelf), shelf.memory()), (vec![3, 4, 2, 1], 30));
-    shelf.touch(&held(1));
-    assert_eq!(numbers(&shelf), [1, 3, 4, 2]);
-    assert_eq!(shelf.make_room().unwrap().0.version, 4, "what takes no memory makes no room");
-    let gone: Vec<Version> = shelf.trim(2, 100).iter().map(|item| item.0.version).collect();
-    assert_eq!((gone, numbers(&shelf)), (vec![2], vec![1, 3]));
-    let gone: Vec<Version> = shelf.trim(2, 15).iter().map(|item| item.0.version).collect();
-    assert_eq!((gone, numbers(&shelf)), (vec![3], vec![1]));
-    assert!(shelf.find(&HeldVersion { version: 1, manifest: String::new() }).is_some(), "by its number alone");
-    assert!(shelf.find(&HeldVersion { version: 1, manifest: "other".into() }).is_none());
-    assert!(shelf.remove(&held(1)).is_some() && shelf.make_room().is_none());
+    let numbers = |archive: &Archive<Item>| archive.all().map(|item| item.0.version).collect::<Vec<_>>();
+    archive.put(Arc::new(Item(held(3), 10)));
+    assert_eq!((numbers(&archive), archive.memory()), (vec![3, 4, 2, 1], 30));
+    archive.touch(&held(1));
+    assert_eq!(numbers(&archive), [1, 3, 4, 2]);
+    assert_eq!(archive.make_room().unwrap().0.version, 4, "what takes no memory makes no room");
+    let gone: Vec<Version> = archive.trim(2, 100).iter().map(|item| item.0.version).collect();
+    assert_eq!((gone, numbers(&archive)), (vec![2], vec![1, 3]));
+    let gone: Vec<Version> = archive.trim(2, 15).iter().map(|item| item.0.version).collect();
+    assert_eq!((gone, numbers(&archive)), (vec![3], vec![1]));
+    assert!(archive.find(&HeldVersion { version: 1, manifest: String::new() }).is_some(), "by its number alone");
+    assert!(archive.find(&HeldVersion { version: 1, manifest: "other".into() }).is_none());
+    assert!(archive.remove(&held(1)).is_some() && archive.make_room().is_none());
 }
 
 #[test]
-fn numbers_that_a_group_went_back_from_are_never_published_again() {
+fn numbers_rolled_back_from_are_never_published_again() {
     let held = |version: Version| HeldVersion { version, manifest: "m".into() };
     let mut history = History::default();
     history.reached(held(7));

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::bed::*;
+use super::fixture::*;
 use super::trainer::*;
 use crate::rollout::version_dir::{AgentDir, MARK, MARKER};
 
@@ -13,7 +13,7 @@ fn names(root: &Path) -> Vec<String> {
 }
 
 #[test]
-fn an_agent_that_ends_leaves_no_file_behind() {
+fn ended_agent_leaves_no_file() {
     let root = tempfile::tempdir().unwrap();
     let (agent, swept) = AgentDir::open(root.path(), "pod/1:8000").unwrap();
     assert_eq!(swept, 0);
@@ -29,7 +29,7 @@ fn an_agent_that_ends_leaves_no_file_behind() {
 }
 
 #[test]
-fn what_a_killed_agent_left_is_swept_by_the_next_one_and_a_living_one_is_left_alone() {
+fn files_of_a_killed_agent_are_removed_by_the_next_only() {
     let root = tempfile::tempdir().unwrap();
     let (living, _) = AgentDir::open(root.path(), "living").unwrap();
     let kept = living.version(1, 1).unwrap();
@@ -54,7 +54,7 @@ fn left_by_a_killed_agent(root: &Path, name: &str) {
 }
 
 #[test]
-fn directories_beside_lock_files_of_others_are_left_alone() {
+fn directories_with_lock_files_of_others_are_kept() {
     let parent = tempfile::tempdir().unwrap();
     let root = parent.path().join("root");
     for folder in ["root", "root/data", "root/linked-to", "beside"] {
@@ -85,7 +85,7 @@ fn directory_of_its_own_name_that_no_agent_made_is_refused() {
     let refused = AgentDir::open(root.path(), "self").unwrap_err();
     assert!(refused.to_string().contains("no agent made it"), "{refused}");
     assert!(root.path().join("self").join("precious").exists());
-    assert!(AgentDir::open(root.path(), "").is_err(), "a root is nobody's directory");
+    assert!(AgentDir::open(root.path(), "").is_err(), "a root is no one's directory");
     let foreign = root.path().join("other.lock");
     std::fs::write(&foreign, b"of another program").unwrap();
     assert!(AgentDir::open(root.path(), "other").is_err());
@@ -104,15 +104,15 @@ fn root_directory_of_another_user_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_that_ends_leaves_no_version_directory_behind() {
-    let mut bed = Bed::new();
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+async fn ended_group_leaves_no_version_directory() {
+    let mut fixture = Fixture::new();
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
-    assert!(!names(bed.versions.path()).is_empty());
+    assert!(!names(fixture.versions.path()).is_empty());
     drop(rollout);
     drop(source);
-    let root = bed.versions.path().to_owned();
+    let root = fixture.versions.path().to_owned();
     for _ in 0..500 {
         if names(&root).is_empty() {
             return;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 
-use super::bed::*;
+use super::fixture::*;
 use super::trainer::*;
 use crate::lead::table::{Failure, Switching};
 use crate::lead::{Keep, Plan, Stage};
@@ -72,11 +72,11 @@ impl Stage for Watching {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn engines_switch_while_a_copy_is_under_way_and_the_trainer_is_released_when_members_hold_the_version() {
+async fn trainer_is_released_once_members_hold_the_version() {
     for (version, copied) in (1..).zip([Copied::Later, Copied::NotAtAll, Copied::AtOnce]) {
-        let mut bed = Bed::new();
-        let (source, rollouts) = (bed.source(), bed.rollouts(1));
-        bed.form(&[&source, &rollouts[0]], Some(&source)).await;
+        let mut fixture = Fixture::new();
+        let (source, rollouts) = (fixture.source(), fixture.rollouts(1));
+        fixture.form(&[&source, &rollouts[0]], Some(&source)).await;
         let mut bytes = TestSource::of(1);
         let (epoch, layout) = (source.core.epoch().unwrap(), bytes.layout.clone());
         let plan = Plan {
@@ -101,7 +101,7 @@ async fn engines_switch_while_a_copy_is_under_way_and_the_trainer_is_released_wh
 }
 
 #[tokio::test]
-async fn a_copy_is_whole_when_every_bucket_came_and_one_that_failed_is_not_waited_for() {
+async fn copy_is_whole_with_every_bucket_and_failure_ends_wait() {
     let (layout, bytes) = weights(1);
     let buckets = layout.bucket_count();
     let cut = |bucket: u32| {

@@ -2,16 +2,16 @@
 
 use std::time::Duration;
 
-use super::bed::*;
 use super::engine::Fault;
+use super::fixture::*;
 use super::trainer::*;
 use weightsync_core::protocol::PublishErrorCode;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn version_that_every_engine_refuses_is_tried_once() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     for rollout in &rollouts {
         rollout.engine.set(|inside| inside.fault = Fault::KnowsNoSuchTensor);
@@ -20,7 +20,7 @@ async fn version_that_every_engine_refuses_is_tried_once() {
     let error = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap_err();
     assert_eq!((error.code, error.retryable), (PublishErrorCode::Invalid, false), "{}", error.message);
     assert!(error.message.contains("'other'"), "it names the tensor: {}", error.message);
-    assert!(begun.elapsed() < Duration::from_millis(bed.policy.update_timeout_ms) / 2, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_millis(fixture.policy.update_timeout_ms) / 2, "{:?}", begun.elapsed());
 
     for rollout in &rollouts {
         rollout.engine.set(|inside| inside.fault = Fault::None);
@@ -30,9 +30,9 @@ async fn version_that_every_engine_refuses_is_tried_once() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn version_that_one_engine_refuses_is_served_by_the_other() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
     rollouts[0].engine.set(|inside| inside.fault = Fault::KnowsNoSuchTensor);
     let result = publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     assert_eq!(result.installed, [rollouts[1].name.clone()]);
@@ -40,9 +40,9 @@ async fn version_that_one_engine_refuses_is_served_by_the_other() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn version_that_lacks_a_tensor_of_the_one_before_is_refused() {
-    let mut bed = Bed::new();
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollout.until_installed(1).await;
     let error = publish(&source, 2, TestSource::without_last(2)).outcome().await.unwrap_err();
@@ -54,9 +54,9 @@ async fn version_that_lacks_a_tensor_of_the_one_before_is_refused() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn engine_whose_loader_stays_broken_is_named_until_it_restarts() {
-    let mut bed = Bed::new();
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollout.engine.set(|inside| inside.fault = Fault::LoaderBroken);
     publish(&source, 2, TestSource::of(2)).outcome().await.unwrap_err();

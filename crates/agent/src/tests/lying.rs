@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rustls_pki_types::ServerName;
 
-use super::bed::*;
+use super::fixture::*;
 use super::trainer::*;
 use weightsync_core::protocol::*;
 use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest, TensorHasher, bucket_digest};
@@ -58,8 +58,8 @@ impl Poison {
     }
 
     /// Sends the bytes as `from`, the way a leader does.
-    async fn stream(&self, bed: &Bed, from: &Member, to: &Member, update: &UpdateId, secret: String) {
-        let identity = bed.identity(from);
+    async fn stream(&self, fixture: &Fixture, from: &Member, to: &Member, update: &UpdateId, secret: String) {
+        let identity = fixture.identity(from);
         let name = agent_name(&to.address.incarnation.pod_uid);
         let tls = DataTls {
             server: identity.server_config(ClientCertificates::Required).unwrap(),
@@ -101,11 +101,11 @@ fn code<T: std::fmt::Debug>(answer: Result<T, CallError>) -> RefusalCode {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn feeder_that_begins_what_the_epoch_does_not_name_is_refused() {
-    let mut bed = Bed::new();
-    let (feeder, honest) = (bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let mut fixture = Fixture::new();
+    let (feeder, honest) = (fixture.rollout("actors/r-0"), fixture.rollout("actors/r-1"));
     let current = Poison::of(3, 3);
-    bed.current = Some(current.held());
-    let id = bed.form(&[&feeder, &honest], Some(&feeder)).await;
+    fixture.current = Some(current.held());
+    let id = fixture.form(&[&feeder, &honest], Some(&feeder)).await;
     let invented = Poison::of(9, 99);
     let begins = [
         invented.begin(&id, 1, &invented.held()),
@@ -114,66 +114,66 @@ async fn feeder_that_begins_what_the_epoch_does_not_name_is_refused() {
         BeginRequest { feeding: false, ..current.begin(&id, 4, &current.held()) },
     ];
     for begin in begins {
-        let answer = bed.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/begin", &begin).await;
+        let answer = fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/begin", &begin).await;
         assert_eq!(code(answer), RefusalCode::Forbidden, "{} {:?}", begin.update.version, begin.manifest_digest);
     }
     let begin = current.begin(&id, 5, &current.held());
-    let status: UpdateStatus = bed.post_as(&feeder, &honest, "/v1/update/begin", &begin).await.unwrap();
+    let status: UpdateStatus = fixture.post_as(&feeder, &honest, "/v1/update/begin", &begin).await.unwrap();
     assert_eq!(status.step, InstallStep::Receiving);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn feeder_that_brings_other_weights_installs_nothing() {
-    let mut bed = Bed::new();
-    let (feeder, honest) = (bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let mut fixture = Fixture::new();
+    let (feeder, honest) = (fixture.rollout("actors/r-0"), fixture.rollout("actors/r-1"));
     let (current, poison) = (Poison::of(3, 3), Poison::of(9, 3));
-    bed.current = Some(current.held());
+    fixture.current = Some(current.held());
     let members = [&feeder, &honest];
-    let id = bed.form(&members, Some(&feeder)).await;
+    let id = fixture.form(&members, Some(&feeder)).await;
     let begin = poison.begin(&id, 1, &current.held());
-    let _: UpdateStatus = bed.post_as(&feeder, &honest, "/v1/update/begin", &begin).await.unwrap();
-    poison.stream(&bed, &feeder, &honest, &begin.update, bed.commit_request(&members, None).secret).await;
-    let answer = bed.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/finish", &poison.finish(&begin.update)).await;
+    let _: UpdateStatus = fixture.post_as(&feeder, &honest, "/v1/update/begin", &begin).await.unwrap();
+    poison.stream(&fixture, &feeder, &honest, &begin.update, fixture.commit_request(&members, None).secret).await;
+    let answer = fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/finish", &poison.finish(&begin.update)).await;
     assert_eq!(code(answer), RefusalCode::Forbidden);
     // With the digest that the epoch names: it is not that of these bytes.
     let named = FinishRequest { manifest_digest: current.held().manifest, ..poison.finish(&begin.update) };
-    let status: UpdateStatus = bed.post_as(&feeder, &honest, "/v1/update/finish", &named).await.unwrap();
+    let status: UpdateStatus = fixture.post_as(&feeder, &honest, "/v1/update/finish", &named).await.unwrap();
     assert_eq!(status.step, InstallStep::Failed);
     let activate = ActivateRequest { update: begin.update.clone() };
-    let status: UpdateStatus = bed.post_as(&feeder, &honest, "/v1/update/activate", &activate).await.unwrap();
+    let status: UpdateStatus = fixture.post_as(&feeder, &honest, "/v1/update/activate", &activate).await.unwrap();
     assert_eq!((status.step, honest.engine.get(|inside| inside.installs)), (InstallStep::Failed, 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn attempt_of_a_source_takes_no_message_of_the_feeder() {
-    let mut bed = Bed::new();
-    let (source, feeder, honest) = (bed.source(), bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let mut fixture = Fixture::new();
+    let (source, feeder, honest) = (fixture.source(), fixture.rollout("actors/r-0"), fixture.rollout("actors/r-1"));
     let (version, poison) = (Poison::of(4, 4), Poison::of(9, 4));
-    let id = bed.form(&[&source, &feeder, &honest], Some(&feeder)).await;
+    let id = fixture.form(&[&source, &feeder, &honest], Some(&feeder)).await;
     let begin = BeginRequest { feeding: false, manifest_digest: None, ..version.begin(&id, 1, &version.held()) };
-    let _: UpdateStatus = bed.post_as(&source, &honest, "/v1/update/begin", &begin).await.unwrap();
+    let _: UpdateStatus = fixture.post_as(&source, &honest, "/v1/update/begin", &begin).await.unwrap();
     let update = begin.update.clone();
-    let finish = bed.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/finish", &poison.finish(&update)).await;
+    let finish = fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/finish", &poison.finish(&update)).await;
     assert_eq!(code(finish), RefusalCode::Forbidden);
     let activate = ActivateRequest { update: update.clone() };
-    assert_eq!(code(bed.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/activate", &activate).await), RefusalCode::Forbidden);
+    assert_eq!(code(fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/activate", &activate).await), RefusalCode::Forbidden);
     let abort = AbortRequest { update, reason: "mine now".into() };
-    let _: Option<UpdateStatus> = bed.post_as(&feeder, &honest, "/v1/update/abort", &abort).await.unwrap();
+    let _: Option<UpdateStatus> = fixture.post_as(&feeder, &honest, "/v1/update/abort", &abort).await.unwrap();
     assert_eq!(honest.rollout().last_attempt().unwrap().step, InstallStep::Receiving);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn status_asked_by_another_member_is_no_sign_of_the_leader() {
-    let mut bed = Bed::new();
-    bed.policy.silence_ms = 600;
-    let (source, other, honest) = (bed.source(), bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
-    let id = bed.form(&[&source, &other, &honest], None).await;
+    let mut fixture = Fixture::new();
+    fixture.policy.silence_ms = 600;
+    let (source, other, honest) = (fixture.source(), fixture.rollout("actors/r-0"), fixture.rollout("actors/r-1"));
+    let id = fixture.form(&[&source, &other, &honest], None).await;
     let version = Poison::of(4, 4);
     let begin = BeginRequest { feeding: false, manifest_digest: None, ..version.begin(&id, 1, &version.held()) };
-    let _: UpdateStatus = bed.post_as(&source, &honest, "/v1/update/begin", &begin).await.unwrap();
+    let _: UpdateStatus = fixture.post_as(&source, &honest, "/v1/update/begin", &begin).await.unwrap();
     let asked = async {
         loop {
-            let status: UpdateStatus = bed.get_as(&other, &honest, "/v1/update/status").await.unwrap();
+            let status: UpdateStatus = fixture.get_as(&other, &honest, "/v1/update/status").await.unwrap();
             if status.step == InstallStep::Failed {
                 return status;
             }
@@ -185,22 +185,22 @@ async fn status_asked_by_another_member_is_no_sign_of_the_leader() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn statement_travels_with_a_version_from_source_to_joiner() {
-    let mut bed = Bed::new();
-    let (mut source, first) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &first], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (mut source, first) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &first], Some(&source)).await;
     publish(&source, 3, TestSource::of(3)).outcome().await.unwrap();
-    bed.current = source.state().installed;
-    let held = bed.current.clone().unwrap();
+    fixture.current = source.state().installed;
+    let held = fixture.current.clone().unwrap();
     let check = |state: &MemberState| {
         let about: Vec<_> = state.statements.iter().filter(|statement| statement.held == held).collect();
         assert_eq!(about.len(), 1, "{:?}", state.statements);
-        bed.client.identity().check(about[0], WEIGHTSYNC).unwrap();
+        fixture.client.identity().check(about[0], WEIGHTSYNC).unwrap();
     };
     check(&source.state());
     check(&first.until_installed(3).await);
     source.kill();
-    let joiner = bed.rollout("actors/r-1");
-    bed.form(&[&first, &joiner], Some(&first)).await;
+    let joiner = fixture.rollout("actors/r-1");
+    fixture.form(&[&first, &joiner], Some(&first)).await;
     let state = joiner.until_installed(3).await;
     assert_eq!(state.statements, first.state().statements, "the feeder passes it on");
 }
@@ -208,15 +208,15 @@ async fn statement_travels_with_a_version_from_source_to_joiner() {
 /// Another pod of the trainer uses a number again that too few replicas took.
 #[tokio::test(flavor = "multi_thread")]
 async fn number_that_a_new_source_uses_again_is_installed_everywhere() {
-    let mut bed = Bed::new();
-    let (mut source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&[&source, &rollouts[0]], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (mut source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&[&source, &rollouts[0]], Some(&source)).await;
     publish(&source, 8, TestSource::of(1)).outcome().await.unwrap();
     source.kill();
     // The controller never heard of it.
-    bed.policy.min_ready = 2;
-    let again = bed.source();
-    bed.form(&[&again, &rollouts[0], &rollouts[1]], Some(&again)).await;
+    fixture.policy.min_ready = 2;
+    let again = fixture.source();
+    fixture.form(&[&again, &rollouts[0], &rollouts[1]], Some(&again)).await;
     let result = publish(&again, 8, TestSource::of(2)).outcome().await.unwrap();
     assert_eq!(result.installed.len(), 2, "{:?}", result.behind);
     let (layout, bytes) = weights(2);
@@ -229,36 +229,36 @@ async fn number_that_a_new_source_uses_again_is_installed_everywhere() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn statement_that_a_feeder_signed_itself_is_refused() {
-    let mut bed = Bed::new();
-    let (feeder, honest) = (bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
+    let mut fixture = Fixture::new();
+    let (feeder, honest) = (fixture.rollout("actors/r-0"), fixture.rollout("actors/r-1"));
     let current = Poison::of(3, 3);
-    bed.current = Some(current.held());
-    let id = bed.form(&[&feeder, &honest], Some(&feeder)).await;
-    let own = bed.identity(&feeder).state(&current.held(), &current.layout.digest(), id.epoch).unwrap();
+    fixture.current = Some(current.held());
+    let id = fixture.form(&[&feeder, &honest], Some(&feeder)).await;
+    let own = fixture.identity(&feeder).state(&current.held(), &current.layout.digest(), id.epoch).unwrap();
     let begin = BeginRequest { statement: Some(Box::new(own)), ..current.begin(&id, 1, &current.held()) };
-    let answer = bed.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/begin", &begin).await;
+    let answer = fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/begin", &begin).await;
     assert_eq!(code(answer), RefusalCode::Forbidden);
     assert_eq!(honest.state().statements, []);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pod_that_left_the_group_is_refused_by_its_members() {
-    let mut bed = Bed::new();
-    let (source, honest, left) = (bed.source(), bed.rollout("actors/r-0"), bed.rollout("actors/r-1"));
-    let strangers = bed.get_as::<MemberState>(&left, &honest, "/v1/state").await;
+    let mut fixture = Fixture::new();
+    let (source, honest, left) = (fixture.source(), fixture.rollout("actors/r-0"), fixture.rollout("actors/r-1"));
+    let strangers = fixture.get_as::<MemberState>(&left, &honest, "/v1/state").await;
     assert_eq!(code(strangers), RefusalCode::Forbidden, "there is no group yet");
-    bed.form(&[&source, &honest, &left], None).await;
-    let _: MemberState = bed.get_as(&left, &honest, "/v1/state").await.unwrap();
-    let client = AgentClient::new(bed.identity(&left));
+    fixture.form(&[&source, &honest, &left], None).await;
+    let _: MemberState = fixture.get_as(&left, &honest, "/v1/state").await.unwrap();
+    let client = AgentClient::new(fixture.identity(&left));
     let (control, pod) = (&honest.address.control, &honest.address.incarnation.pod_uid);
     let mut events = client.events::<AgentEvent>(control, pod, "/v1/events", SOON, SOON).await.unwrap();
     events.next().await.unwrap();
-    bed.form(&[&source, &honest], None).await;
-    assert_eq!(code(bed.get_as::<MemberState>(&left, &honest, "/v1/state").await), RefusalCode::Forbidden);
+    fixture.form(&[&source, &honest], None).await;
+    assert_eq!(code(fixture.get_as::<MemberState>(&left, &honest, "/v1/state").await), RefusalCode::Forbidden);
     let ended = tokio::time::timeout(SOON, async { while events.next().await.is_ok() {} }).await;
     assert!(ended.is_ok(), "its open stream ends too");
     // Not when the epoch is over either.
-    bed.fence(&[&source, &honest]).await;
-    assert_eq!(code(bed.get_as::<MemberState>(&left, &honest, "/v1/state").await), RefusalCode::Forbidden);
-    let _: MemberState = bed.get_as(&source, &honest, "/v1/state").await.unwrap();
+    fixture.fence(&[&source, &honest]).await;
+    assert_eq!(code(fixture.get_as::<MemberState>(&left, &honest, "/v1/state").await), RefusalCode::Forbidden);
+    let _: MemberState = fixture.get_as(&source, &honest, "/v1/state").await.unwrap();
 }

@@ -65,7 +65,7 @@ fn feeding_replaces_other_weights_under_the_same_number() {
 }
 
 #[test]
-fn a_version_does_not_count_as_installed_while_the_engines_process_may_be_another_one() {
+fn version_is_not_installed_while_the_process_may_differ() {
     let mut machine = Machine::default();
     install(&mut machine, &id(1, 1, 1), "m");
     machine.engine_is_certain(false);
@@ -116,14 +116,14 @@ fn what_is_held_is_not_received_again() {
     install(&mut machine, &id(1, 5, 1), "five");
     assert_eq!(machine.begin(&begin(&id(2, 5, 2), false, Some("five")), &[held(5, "five")]), Ok(Opening::Known));
     assert_eq!(machine.status().unwrap().step, InstallStep::Installed);
-    // The engine started anew: the files are there, the engine must be switched.
+    // The engine started again: the files are there, the engine must be switched.
     assert!(machine.engine_seen(&start(2)));
     assert_eq!(machine.begin(&begin(&id(2, 5, 3), true, Some("five")), &[held(5, "five")]), Ok(Opening::Known));
     assert_eq!(machine.status().unwrap().step, InstallStep::Delivered);
 }
 
 #[test]
-fn a_fence_ends_what_arrives_and_lets_an_engine_that_is_being_switched_go_on() {
+fn fence_ends_arrival_and_lets_a_switching_engine_finish() {
     let update = id(1, 1, 1);
     let mut machine = Machine::default();
     machine.begin(&begin(&update, false, None), &[]).unwrap();
@@ -153,7 +153,7 @@ fn an_older_version_does_not_push_a_newer_one_aside() {
 }
 
 #[test]
-fn a_dirty_engine_is_clean_after_a_full_install_or_a_new_start_only() {
+fn dirty_engine_is_clean_only_after_install_or_new_start() {
     let update = id(1, 1, 1);
     let dirty = |machine: &mut Machine| {
         machine.begin(&begin(&update, false, None), &[]).unwrap();
@@ -210,7 +210,7 @@ fn happens() -> impl Strategy<Value = Happens> {
 
 proptest! {
     #[test]
-    fn whatever_happens_installed_means_verified_then_confirmed_by_the_present_start(story in prop::collection::vec(happens(), 1..60)) {
+    fn installed_means_verified_then_confirmed_by_this_start(story in prop::collection::vec(happens(), 1..60)) {
         let mut machine = Machine::default();
         let (mut verified, mut present, mut installing): (Vec<HeldVersion>, u32, Option<HeldVersion>) = (Vec::new(), 1, None);
         for step in story {
@@ -254,7 +254,7 @@ proptest! {
                 }
             }
             prop_assert!(machine.sequence() >= before);
-            prop_assert!(machine.sequence() > before || machine.status() == attempt_before, "a change that nobody would hear of");
+            prop_assert!(machine.sequence() > before || machine.status() == attempt_before, "a change that no one would hear of");
             if let Some(installed) = machine.installed() {
                 prop_assert!(verified.contains(&installed.held));
                 prop_assert_eq!(&installed.start, &start(present));
@@ -266,7 +266,7 @@ proptest! {
 }
 
 #[test]
-fn an_engine_that_was_fed_while_buckets_came_is_taken_to_its_last_step_or_dirty() {
+fn engine_fed_while_buckets_came_ends_whole_or_dirty() {
     let mut machine = Machine::default();
     let (first, again) = (id(1, 7, 1), id(1, 7, 2));
     let bring = |machine: &mut Machine, update: &UpdateId, fed: bool| {
@@ -295,5 +295,5 @@ fn an_engine_that_was_fed_while_buckets_came_is_taken_to_its_last_step_or_dirty(
     assert!(machine.abort(&third, "the stream broke"));
     machine.install_failed("an install was given up".into(), Left::Mixture, None, None);
     assert!(machine.dirty().is_some() && machine.installed().is_none());
-    assert!(machine.status().unwrap().dirty, "the leader is told");
+    assert!(machine.status().unwrap().dirty, "the leader is reported");
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use super::bed::*;
 use super::engine::Fault;
+use super::fixture::*;
 use super::trainer::*;
 use crate::space::Cgroups;
 use weightsync_core::protocol::*;
@@ -16,13 +16,13 @@ use weightsync_engine::HostDigest;
 const MIB: u64 = 1 << 20;
 
 /// A group whose rollouts have so many bytes of memory, in which versions lie; the folder says so.
-fn bed_with_memory(bytes: u64) -> (Bed, tempfile::TempDir) {
+fn fixture_with_memory(bytes: u64) -> (Fixture, tempfile::TempDir) {
     let group = tempfile::tempdir().unwrap();
     for (name, text) in [("memory.max", bytes.to_string()), ("memory.current", "0".into()), ("memory.stat", "inactive_file 0".into())] {
         std::fs::write(group.path().join(name), text).unwrap();
     }
     let cgroups = Cgroups::at(group.path().to_owned(), "0::/".to_owned());
-    (Bed { cgroups, versions: tempfile::tempdir_in("/dev/shm").unwrap(), ..Bed::new() }, group)
+    (Fixture { cgroups, versions: tempfile::tempdir_in("/dev/shm").unwrap(), ..Fixture::new() }, group)
 }
 
 /// 14 MB in tensors of many lengths, in buckets of 1 MiB.
@@ -43,7 +43,7 @@ fn large(seed: u8) -> TestSource {
     TestSource { layout, bytes: bytes.into(), ..TestSource::of(seed) }
 }
 
-/// Waits until an engine that started anew serves that version.
+/// Waits until an engine that started again serves that version.
 async fn until_serves(member: &Member, seed: u8) {
     let serves = async {
         while member.engine.serves() != Some(expected(seed)) {
@@ -59,12 +59,12 @@ fn expected(seed: u8) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_version_in_files_goes_in_by_shared_memory_and_stays_to_feed_others() {
+async fn version_in_files_loads_by_shared_memory_and_feeds_others() {
     for digest in [HostDigest::Blake3, HostDigest::Xxh3_128] {
-        let mut bed = Bed::new();
-        let (source, first) = (bed.source(), bed.rollout("actors/r-0"));
+        let mut fixture = Fixture::new();
+        let (source, first) = (fixture.source(), fixture.rollout("actors/r-0"));
         first.engine.set(|inside| inside.memory = Some(digest));
-        bed.form(&[&source, &first], Some(&source)).await;
+        fixture.form(&[&source, &first], Some(&source)).await;
         publish(&source, 1, large(1)).outcome().await.unwrap();
         assert_eq!(first.engine.serves(), Some(expected(1)));
         let held = first.state().retained.unwrap();
@@ -72,28 +72,28 @@ async fn a_version_in_files_goes_in_by_shared_memory_and_stays_to_feed_others() 
         let total = large(1).layout.total_bytes;
         assert!(first.engine.get(|inside| inside.shared.iter().all(|bytes| *bytes < total + MIB)));
 
-        // An engine that starts anew gets the kept copy, without anybody else.
+        // An engine that starts again gets the kept copy, without anybody else.
         first.engine.restart();
         first.engine.set(|inside| inside.memory = Some(digest));
         until_serves(&first, 1).await;
         first.until_installed(1).await;
 
         // A joiner is fed by this member.
-        let second = bed.rollout("actors/r-1");
-        bed.current = Some(held);
-        bed.form(&[&source, &first, &second], Some(&first)).await;
+        let second = fixture.rollout("actors/r-1");
+        fixture.current = Some(held);
+        fixture.form(&[&source, &first, &second], Some(&first)).await;
         second.until_installed(1).await;
         assert_eq!(second.engine.serves(), Some(expected(1)));
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_room_for_files_a_version_goes_through_a_ring_that_is_smaller_than_it() {
+async fn version_goes_through_a_smaller_ring_without_room_for_files() {
     for digest in [HostDigest::Blake3, HostDigest::Xxh3_128] {
-        let (mut bed, _group) = bed_with_memory(8 * MIB);
-        let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+        let (mut fixture, _group) = fixture_with_memory(8 * MIB);
+        let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
         rollout.engine.set(|inside| inside.memory = Some(digest));
-        bed.form(&[&source, &rollout], Some(&source)).await;
+        fixture.form(&[&source, &rollout], Some(&source)).await;
         for version in 1..=3 {
             publish(&source, version, large(u8::try_from(version).unwrap())).outcome().await.unwrap();
             assert_eq!(rollout.engine.serves(), Some(expected(u8::try_from(version).unwrap())));
@@ -103,31 +103,31 @@ async fn without_room_for_files_a_version_goes_through_a_ring_that_is_smaller_th
         assert!(largest.is_some_and(|bytes| bytes < 6 * MIB), "{largest:?}");
         // Nothing is kept: others are fed by members that have it.
         assert_eq!(rollout.state().retained, None);
-        // One that starts anew is fed by the source.
+        // One that starts again is fed by the source.
         rollout.engine.restart();
         rollout.engine.set(|inside| inside.memory = Some(digest));
-        bed.current = source.state().retained;
-        bed.form(&[&source, &rollout], Some(&source)).await;
+        fixture.current = source.state().retained;
+        fixture.form(&[&source, &rollout], Some(&source)).await;
         until_serves(&rollout, 3).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_engine_without_the_way_says_that_there_is_no_room() {
-    let (mut bed, _group) = bed_with_memory(8 * MIB);
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    let (mut fixture, _group) = fixture_with_memory(8 * MIB);
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     let error = publish(&source, 1, large(1)).outcome().await.unwrap_err();
     assert!(error.message.contains("do not read shared memory"), "{}", error.message);
     assert_eq!(rollout.engine.get(|inside| inside.installs), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_engine_serves_until_the_ring_is_full_and_a_trainer_that_dies_then_leaves_it_held() {
-    let (mut bed, _group) = bed_with_memory(8 * MIB);
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+async fn engine_serves_until_the_ring_is_full() {
+    let (mut fixture, _group) = fixture_with_memory(8 * MIB);
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
     rollout.engine.set(|inside| inside.memory = Some(HostDigest::Blake3));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, large(1)).outcome().await.unwrap();
 
     // Two buckets of the wire: the ring is not full.
@@ -146,15 +146,15 @@ async fn the_engine_serves_until_the_ring_is_full_and_a_trainer_that_dies_then_l
         }
     };
     tokio::time::timeout(SOON, paused).await.expect("the ring is full");
-    bed.fence(&[&source, &rollout]).await;
+    fixture.fence(&[&source, &rollout]).await;
     let dirty = rollout.until("dirty", |state| state.phase == MemberPhase::Dirty).await;
     assert!(dirty.reason.is_some_and(|reason| reason.contains("given up")));
     assert!(rollout.rollout().ready().is_err());
     drop(publishing);
 
     // It is fed in full in the next epoch.
-    bed.current = source.state().retained.filter(|held| held.version == 1);
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    fixture.current = source.state().retained.filter(|held| held.version == 1);
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     gate.add_permits(100);
     let healed = rollout.until("healed", |state| state.phase == MemberPhase::Ready && state.installed.is_some()).await;
     let version = healed.installed.unwrap().version;
@@ -162,11 +162,11 @@ async fn the_engine_serves_until_the_ring_is_full_and_a_trainer_that_dies_then_l
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_engine_that_fails_while_it_takes_a_ring_is_dirty_and_named() {
-    let (mut bed, _group) = bed_with_memory(8 * MIB);
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
+async fn engine_that_fails_taking_a_ring_is_dirty_and_named() {
+    let (mut fixture, _group) = fixture_with_memory(8 * MIB);
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
     rollout.engine.set(|inside| inside.memory = Some(HostDigest::Blake3));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     rollout.engine.set(|inside| inside.fault = Fault::FailsInLoad);
     let error = publish(&source, 1, large(1)).outcome().await.unwrap_err();
     assert!(error.message.contains("out of memory"), "{}", error.message);

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use super::bed::*;
 use super::corrupting::twins;
 use super::engine::Fault;
+use super::fixture::*;
 use super::trainer::*;
 use weightsync_core::protocol::*;
 use weightsync_core::weights::{Dtype, Layout, TensorSpec, bucket_digest};
@@ -18,11 +18,11 @@ fn all<'a>(source: &'a Member, rollouts: &'a [Member]) -> Vec<&'a Member> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_publish_reaches_three_rollouts_and_every_engine_serves_its_bytes() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(3));
-    bed.policy.min_ready = 3;
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+async fn publish_to_three_rollouts_is_served_byte_for_byte() {
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(3));
+    fixture.policy.min_ready = 3;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     let result = publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     assert_eq!((result.version, result.attempts, result.installed.len(), result.behind.len()), (1, 1, 3, 0));
     let (layout, bytes) = weights(1);
@@ -37,10 +37,10 @@ async fn a_publish_reaches_three_rollouts_and_every_engine_serves_its_bytes() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn windows_of_an_engine_that_serves_reach_the_trainer() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.policy.min_ready = 2;
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.policy.min_ready = 2;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     let window = |version| MixedWindow { version, begin_ms: version * 10, end_ms: Some(version * 10 + 5) };
     rollouts[0].engine.set(|inside| inside.mixed = vec![window(1), window(2)]);
     let result = publish(&source, 2, TestSource::of(2)).outcome().await.unwrap();
@@ -51,11 +51,12 @@ async fn windows_of_an_engine_that_serves_reach_the_trainer() {
     assert!(!text.contains("mixed"), "{text}");
 }
 
+/// Story F53.
 #[tokio::test(flavor = "multi_thread")]
-async fn f53_versions_5_and_7_follow_each_other_and_6_is_refused_after_7() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(1));
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+async fn version_6_is_refused_after_7() {
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(1));
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     for version in [5, 7] {
         publish(&source, version, TestSource::of(u8::try_from(version).unwrap())).outcome().await.unwrap();
     }
@@ -67,7 +68,7 @@ async fn f53_versions_5_and_7_follow_each_other_and_6_is_refused_after_7() {
     assert_eq!(rollouts[0].engine.serves(), Some(served(&layout, &bytes)));
     // Only the directory of the version that is served is left.
     let pod = &rollouts[0].address.incarnation.pod_uid;
-    let left: Vec<String> = std::fs::read_dir(bed.versions.path().join(pod))
+    let left: Vec<String> = std::fs::read_dir(fixture.versions.path().join(pod))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .filter(|name| name.starts_with('v'))
@@ -76,12 +77,13 @@ async fn f53_versions_5_and_7_follow_each_other_and_6_is_refused_after_7() {
     assert!(left[0].starts_with("v7-a1"), "{left:?}");
 }
 
+/// Story F04.
 #[tokio::test(flavor = "multi_thread")]
-async fn f04_an_engine_that_does_not_answer_is_left_out_by_name_and_the_others_get_the_version() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(3));
-    bed.policy.min_ready = 2;
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+async fn unanswering_engine_is_left_out_by_name() {
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(3));
+    fixture.policy.min_ready = 2;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     rollouts[1].engine.set(|inside| inside.fault = Fault::Down);
     let result = publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     assert_eq!(result.installed, [rollouts[0].name.clone(), rollouts[2].name.clone()]);
@@ -96,11 +98,11 @@ async fn f04_an_engine_that_does_not_answer_is_left_out_by_name_and_the_others_g
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn too_few_replicas_that_can_take_it_fail_a_publish_and_leave_all_as_they_were() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.policy.min_ready = 2;
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+async fn too_few_able_replicas_fail_a_publish_unchanged() {
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.policy.min_ready = 2;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollouts[0].engine.set(|inside| inside.fault = Fault::FailsBeforeLoad);
     let error = publish_as(&source, 2, TestSource::of(2), Activation::Auto, Duration::from_secs(3)).outcome().await.unwrap_err();
@@ -145,10 +147,10 @@ async fn stop_in_the_middle(source: &Member, rollouts: &[Member], version: Versi
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rollout_killed_in_the_middle_costs_the_survivors_one_epoch_and_no_version() {
-    let mut bed = Bed::new();
-    let (source, mut rollouts) = (bed.source(), bed.rollouts(3));
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+async fn rollout_killed_midway_costs_survivors_no_version() {
+    let mut fixture = Fixture::new();
+    let (source, mut rollouts) = (fixture.source(), fixture.rollouts(3));
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     let (publishing, gate) = stop_in_the_middle(&source, &rollouts, 2, true).await;
     let mut dead = rollouts.remove(1);
@@ -164,11 +166,11 @@ async fn a_rollout_killed_in_the_middle_costs_the_survivors_one_epoch_and_no_ver
             }
         }
     });
-    assert_eq!(lost.await.expect("a loss is told"), dead.name);
+    assert_eq!(lost.await.expect("a loss is reported"), dead.name);
     let survivors = all(&source, &rollouts);
-    bed.fence(&survivors).await;
+    fixture.fence(&survivors).await;
     gate.add_permits(1000);
-    bed.form(&survivors, Some(&source)).await;
+    fixture.form(&survivors, Some(&source)).await;
     let result = publishing.outcome().await.unwrap();
     assert_eq!((result.attempts, result.epoch, result.installed.len()), (2, 2, 2));
     let (layout, bytes) = weights(2);
@@ -179,29 +181,29 @@ async fn a_rollout_killed_in_the_middle_costs_the_survivors_one_epoch_and_no_ver
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_source_that_can_be_read_once_is_not_read_twice_unless_its_bytes_are_retained() {
-    let mut bed = Bed::new();
-    bed.policy.retain_bytes = 0;
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+async fn read_once_source_is_not_read_twice_unless_retained() {
+    let mut fixture = Fixture::new();
+    fixture.policy.retain_bytes = 0;
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     let (publishing, gate) = stop_in_the_middle(&source, &rollouts, 1, false).await;
-    bed.fence(&all(&source, &rollouts)).await;
+    fixture.fence(&all(&source, &rollouts)).await;
     gate.add_permits(1000);
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     let error = publishing.outcome().await.unwrap_err();
     assert!(error.message.contains("read only once") && error.retryable, "{}", error.message);
     assert!(rollouts.iter().all(|rollout| rollout.engine.serves().is_none()));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_that_ends_in_the_middle_goes_on_from_what_was_kept_and_asks_the_trainer_for_the_rest() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.policy.min_ready = 2;
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+async fn attempt_cut_off_continues_from_the_kept_buckets() {
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.policy.min_ready = 2;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     let (publishing, gate) = stop_in_the_middle(&source, &rollouts, 1, false).await;
-    bed.fence(&all(&source, &rollouts)).await;
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    fixture.fence(&all(&source, &rollouts)).await;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     gate.add_permits(1000);
     let result = publishing.outcome().await.unwrap();
     assert_eq!((result.attempts, result.installed.len()), (2, 2));
@@ -211,11 +213,11 @@ async fn an_attempt_that_ends_in_the_middle_goes_on_from_what_was_kept_and_asks_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_fence_after_all_bytes_were_read_is_mended_from_the_retained_copy() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.policy.min_ready = 2;
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+async fn fence_after_all_bytes_resumes_from_the_retained_copy() {
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.policy.min_ready = 2;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     for rollout in &rollouts {
         rollout.engine.set(|inside| inside.slow = Duration::from_secs(1));
     }
@@ -223,8 +225,8 @@ async fn a_fence_after_all_bytes_were_read_is_mended_from_the_retained_copy() {
     let restarts = bytes.restarts.clone();
     let publishing = publish(&source, 1, bytes);
     rollouts[0].until("installing", |state| state.paused_until.is_some()).await;
-    bed.fence(&all(&source, &rollouts)).await;
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    fixture.fence(&all(&source, &rollouts)).await;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     let result = publishing.outcome().await.unwrap();
     assert_eq!((result.attempts, result.installed.len(), restarts.load(Ordering::SeqCst)), (2, 2, 0));
     // The engines were being switched when the epoch ended: they were let go on, and not switched twice.
@@ -233,10 +235,10 @@ async fn a_fence_after_all_bytes_were_read_is_mended_from_the_retained_copy() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_byte_that_flips_on_the_way_is_never_installed() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
-    bed.wrong.byte.store(true, Ordering::SeqCst);
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
+    fixture.wrong.byte.store(true, Ordering::SeqCst);
     let publishing = publish(&source, 1, TestSource::of(1));
     source.until("out of the attempt", |state| state.phase == MemberPhase::Updating).await;
     source.until("out of the attempt", |state| state.phase == MemberPhase::Ready).await;
@@ -244,7 +246,7 @@ async fn a_byte_that_flips_on_the_way_is_never_installed() {
     assert_eq!(view.phase, UpdatePhase::Failed);
     assert!(view.failure.as_ref().is_some_and(|failure| failure.contains("digest")), "{:?}", view.failure);
     assert!(rollouts.iter().all(|rollout| rollout.engine.get(|inside| inside.installs) == 0));
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     assert_eq!(publishing.outcome().await.unwrap().attempts, 2);
     let (layout, bytes) = weights(1);
     assert!(rollouts.iter().all(|rollout| rollout.engine.serves() == Some(served(&layout, &bytes))));
@@ -253,12 +255,12 @@ async fn a_byte_that_flips_on_the_way_is_never_installed() {
 /// Before the leader ended the attempt there, the member waited for its bytes as long as silence is allowed.
 #[tokio::test(flavor = "multi_thread")]
 async fn member_that_refuses_the_end_is_fed_without_a_wait() {
-    let mut bed = Bed::new();
-    bed.policy.silence_ms = 120_000;
-    bed.policy.update_timeout_ms = 240_000;
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
-    bed.wrong.relay.store(true, Ordering::SeqCst);
+    let mut fixture = Fixture::new();
+    fixture.policy.silence_ms = 120_000;
+    fixture.policy.update_timeout_ms = 240_000;
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
+    fixture.wrong.relay.store(true, Ordering::SeqCst);
     let result = publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     assert_eq!(result.installed, [rollouts[0].name.clone()]);
     let [(name, reason)] = result.behind.as_slice() else { panic!("{:?}", result.behind) };
@@ -287,11 +289,11 @@ fn twins_differ_by_blake3_and_not_by_xxh3() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn bytes_that_a_relay_forged_are_refused_by_their_blake3() {
-    let mut bed = Bed::new();
-    bed.policy.digest = Digest::Blake3;
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
-    bed.wrong.byte.store(true, Ordering::SeqCst);
+    let mut fixture = Fixture::new();
+    fixture.policy.digest = Digest::Blake3;
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
+    fixture.wrong.byte.store(true, Ordering::SeqCst);
     let publishing = publish(&source, 1, forgeable());
     source.until("in the attempt", |state| state.phase == MemberPhase::Updating).await;
     source.until("out of the attempt", |state| state.phase == MemberPhase::Ready).await;
@@ -299,46 +301,48 @@ async fn bytes_that_a_relay_forged_are_refused_by_their_blake3() {
     assert_eq!(view.phase, UpdatePhase::Failed);
     assert!(view.failure.as_ref().is_some_and(|failure| failure.contains("differs from the manifest")), "{:?}", view.failure);
     assert!(rollouts.iter().all(|rollout| rollout.engine.get(|inside| inside.installs) == 0));
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     assert_eq!(publishing.outcome().await.unwrap().attempts, 2);
 }
 
 /// What `update.digest: Xxh3` does not protect from, as docs/security.md says.
 #[tokio::test(flavor = "multi_thread")]
 async fn bytes_that_a_relay_forged_pass_where_xxh3_was_chosen() {
-    let mut bed = Bed::new();
-    bed.policy.digest = Digest::Xxh3;
-    let (source, rollouts) = (bed.source(), bed.rollouts(1));
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
-    bed.wrong.byte.store(true, Ordering::SeqCst);
+    let mut fixture = Fixture::new();
+    fixture.policy.digest = Digest::Xxh3;
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(1));
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
+    fixture.wrong.byte.store(true, Ordering::SeqCst);
     assert_eq!(publish(&source, 1, forgeable()).outcome().await.unwrap().attempts, 1);
-    assert!(!bed.wrong.byte.load(Ordering::SeqCst), "the forged bytes were sent");
+    assert!(!fixture.wrong.byte.load(Ordering::SeqCst), "the forged bytes were sent");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_staged_version_waits_for_the_trainer_and_is_switched_then() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     let publishing = publish_as(&source, 1, TestSource::of(1), Activation::Manual, Duration::from_secs(10));
     assert_eq!(publishing.outcome().await.unwrap().installed.len(), 2);
 }
 
+/// Story F69.
 #[tokio::test(flavor = "multi_thread")]
-async fn f69_a_publish_without_a_group_ends_with_its_deadline_and_says_so() {
-    let mut bed = Bed::new();
-    let source = bed.source();
+async fn publish_without_a_group_ends_at_its_deadline() {
+    let mut fixture = Fixture::new();
+    let source = fixture.source();
     let error = publish_as(&source, 1, TestSource::of(1), Activation::Auto, Duration::from_millis(300)).outcome().await.unwrap_err();
     assert_eq!(error.code, PublishErrorCode::NotEnoughReplicas);
     assert!(error.message.contains("no group"), "{}", error.message);
 }
 
+/// Story F48.
 #[tokio::test(flavor = "multi_thread")]
-async fn f48_a_version_that_lacks_a_tensor_of_the_engine_is_refused_before_a_byte_moves() {
-    let mut bed = Bed::new();
-    let (source, rollouts) = (bed.source(), bed.rollouts(1));
+async fn version_lacking_an_engines_tensor_is_refused_at_begin() {
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(1));
     rollouts[0].engine.set(|inside| inside.needs = Some("layer.1.w".into()));
-    bed.form(&all(&source, &rollouts), Some(&source)).await;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
     let error = publish(&source, 1, TestSource::of(1)).outcome().await.unwrap_err();
     assert_eq!((error.code, error.retryable, error.phase), (PublishErrorCode::Invalid, false, Some(UpdatePhase::Begin)));
     assert!(error.message.contains("layer.1.w") && error.message.contains("actors/r-0"), "{}", error.message);

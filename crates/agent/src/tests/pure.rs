@@ -15,14 +15,14 @@ use weightsync_core::weights::DigestAlgorithm;
 use weightsync_engine::EngineStart;
 
 #[tokio::test]
-async fn losses_that_are_told_late_are_the_newest() {
+async fn losses_read_late_are_the_newest() {
     let core = crate::core::Core::new(me(), crate::core::Facts::default());
     let id = epoch("w", 1, 0, 1);
     for number in 0..100 {
         core.peer_lost(&id, &MemberName(format!("actors/r-{number}")), "gone");
     }
-    let told: Vec<AgentEvent> = futures::StreamExt::collect(futures::StreamExt::take(core.events().stream(false), 66)).await;
-    let lost = told.iter().filter_map(|event| match event {
+    let reported: Vec<AgentEvent> = futures::StreamExt::collect(futures::StreamExt::take(core.events().stream(false), 66)).await;
+    let lost = reported.iter().filter_map(|event| match event {
         AgentEvent::PeerLost { peer, .. } => Some(peer.0.clone()),
         _ => None,
     });
@@ -163,9 +163,9 @@ fn a_prepare_for_somebody_else_is_refused() {
         let refused = Group::new(me()).prepare(&prepare(&id, pod, port, role)).unwrap_err();
         assert_eq!(refused.code, RefusalCode::WrongIncarnation, "{pod} {port} {role:?}");
     }
-    let mut nobody = prepare(&id, "pod", 8000, Role::Rollout);
-    nobody.member = MemberName("actors/b".into());
-    assert_eq!(Group::new(me()).prepare(&nobody).unwrap_err().code, RefusalCode::Invalid);
+    let mut no_one = prepare(&id, "pod", 8000, Role::Rollout);
+    no_one.member = MemberName("actors/b".into());
+    assert_eq!(Group::new(me()).prepare(&no_one).unwrap_err().code, RefusalCode::Invalid);
 }
 
 #[test]
@@ -181,7 +181,7 @@ fn a_commit_for_another_life_of_the_agent_is_refused() {
 }
 
 #[test]
-fn the_same_message_twice_is_answered_and_another_one_under_its_number_is_refused() {
+fn repeated_message_is_answered_and_changed_one_refused() {
     let id = epoch("o", 1, 0, 1);
     let mut group = Group::new(me());
     let first = prepare(&id, "pod", 8000, Role::Rollout);
@@ -199,7 +199,7 @@ fn the_same_message_twice_is_answered_and_another_one_under_its_number_is_refuse
 }
 
 #[test]
-fn a_deleted_and_remade_object_and_an_old_leader_do_not_speak_for_each_other() {
+fn remade_object_and_old_leader_do_not_mix() {
     let mut group = Group::new(me());
     let remade = epoch("new", 2, 0, 1);
     group.prepare(&prepare(&epoch("old", 1, 9, 90), "pod", 8000, Role::Rollout)).unwrap();
@@ -215,7 +215,7 @@ fn a_deleted_and_remade_object_and_an_old_leader_do_not_speak_for_each_other() {
 
 proptest! {
     #[test]
-    fn epochs_of_an_agent_only_grow_and_a_fenced_one_never_comes_back(story in prop::collection::vec((0..4_u8, 0..3_u64, 0..6_u64), 1..60)) {
+    fn epochs_of_an_agent_only_grow_and_fenced_ones_end(story in prop::collection::vec((0..4_u8, 0..3_u64, 0..6_u64), 1..60)) {
         let mut group = Group::new(me());
         let mut fenced: Vec<EpochId> = Vec::new();
         for (what, term, number) in story {
@@ -264,8 +264,8 @@ fn member_that_failed_is_shown_with_the_one_before_it() {
     table.observe(&name(0), &status(InstallStep::Delivered));
     table.refused(&name(1), &Refusal { code: RefusalCode::Invalid, message: "no".into() });
     table.passed_on(&name(1), &name(0));
-    let told = table.behind().into_iter().find(|(member, _)| *member == name(1)).map(|(_, why)| why);
-    assert_eq!(told.as_deref(), Some("no; its bytes came by way of m0"));
+    let reported = table.behind().into_iter().find(|(member, _)| *member == name(1)).map(|(_, why)| why);
+    assert_eq!(reported.as_deref(), Some("no; its bytes came by way of m0"));
 }
 
 #[test]
@@ -279,7 +279,7 @@ fn layout_that_every_member_refuses_fails_for_good() {
 }
 
 #[test]
-fn who_says_no_for_good_fails_at_once_and_who_may_come_back_does_not() {
+fn final_refusal_fails_at_once_and_temporary_one_waits() {
     for (code, again) in [(RefusalCode::OutOfSpace, false), (RefusalCode::EngineRefused, true), (RefusalCode::WrongPhase, true)] {
         let mut table = Table::new(&[name(0)], 1);
         table.refused(&name(0), &Refusal { code, message: "no".into() });
@@ -289,7 +289,7 @@ fn who_says_no_for_good_fails_at_once_and_who_may_come_back_does_not() {
 
 proptest! {
     #[test]
-    fn an_attempt_succeeds_only_with_min_ready_members_that_said_so(
+    fn attempt_succeeds_only_with_min_ready_confirmations(
         steps in prop::collection::vec((0..5_usize, 0..6_u8), 0..40), min_ready in 0..5_u32
     ) {
         let members: Vec<MemberName> = (0..5).map(name).collect();
@@ -320,7 +320,7 @@ proptest! {
 }
 
 #[test]
-fn numbers_grow_and_a_failed_one_comes_back_with_its_own_manifest_only() {
+fn numbers_grow_and_failed_one_needs_its_own_manifest() {
     let held = |version, manifest: &str| HeldVersion { version, manifest: manifest.into() };
     let mut history = History::default();
     assert_eq!(history.admit(5, None), Ok(None));
@@ -369,27 +369,27 @@ fn readiness_is_a_table() {
     let cases: Vec<(&str, Seen<'_>, bool)> = vec![
         ("before the first version, Serve", Seen { ..base }, true),
         ("before the first version, Hold", Seen { assigned: &hold, ..base }, false),
-        ("started anew before the group's version was known", Seen { last: Some(&v2), ..base }, false),
+        ("started again before the group's version was known", Seen { last: Some(&v2), ..base }, false),
         ("nothing known yet", Seen { assigned: &unknown, ..base }, false),
         ("a joiner", Seen { current: Some(&v2), ..base }, false),
-        ("nobody knows what it holds", Seen { unproven: Some("the resume failed"), ..base }, false),
+        ("no one knows what it holds", Seen { unproven: Some("the resume failed"), ..base }, false),
         ("installed", Seen { installed: Some(&installed), current: Some(&v2), ..base }, true),
         ("installed, only the number known", Seen { installed: Some(&installed), current: Some(&only_number), ..base }, true),
         ("installed, newer than the group", Seen { installed: Some(&installed), current: Some(&v1), ..base }, true),
         ("behind", Seen { installed: Some(&installed), current: Some(&v3), ..base }, false),
-        ("behind, and suspended", Seen { assigned: &suspended, current: Some(&v3), ..base }, true),
+        ("after, and suspended", Seen { assigned: &suspended, current: Some(&v3), ..base }, true),
         ("suspended, and its engine is ill", Seen { assigned: &suspended, unhealthy: true, ..base }, false),
-        ("behind, and its turn to switch comes", Seen { installed: Some(&installed), current: Some(&v3), awaits: Some(&v3), ..base }, true),
+        ("after, and its turn to switch comes", Seen { installed: Some(&installed), current: Some(&v3), awaits: Some(&v3), ..base }, true),
         (
-            "behind, and another version lies here",
+            "after, and another version lies here",
             Seen { installed: Some(&installed), current: Some(&v3), awaits: Some(&v1), ..base },
             false,
         ),
-        ("behind by as much as is allowed", Seen { current: Some(&v3), ..near }, true),
-        ("behind by that, and a newer one is in service", Seen { current: Some(&v3), assigned: &newer, ..near }, false),
-        ("behind by more, and its turn to switch comes", Seen { max_skew: Some(0), current: Some(&v3), awaits: Some(&v3), ..near }, false),
+        ("after by as much as is allowed", Seen { current: Some(&v3), ..near }, true),
+        ("after by that, and a newer one is in service", Seen { current: Some(&v3), assigned: &newer, ..near }, false),
+        ("after by more, and its turn to switch comes", Seen { max_skew: Some(0), current: Some(&v3), awaits: Some(&v3), ..near }, false),
         ("ahead by as much as is allowed", Seen { current: Some(&v1), ..near }, true),
-        ("ahead of what counts, as far as it was told", Seen { max_skew: Some(0), current: Some(&v1), ..near }, true),
+        ("ahead of what counts, as far as it was informed", Seen { max_skew: Some(0), current: Some(&v1), ..near }, true),
         ("left by the group, and not enough were taken back", Seen { max_skew: Some(0), current: Some(&v1), left: true, ..near }, true),
         ("left by the group, and enough were", Seen { current: Some(&v1), left: true, assigned: &left, ..near }, false),
         ("near enough, and other weights", Seen { current: Some(&other), ..near }, false),
@@ -433,7 +433,7 @@ fn replica_newer_than_the_known_version_is_ready_in_the_roster() {
 }
 
 #[test]
-fn memory_is_counted_on_every_level_of_both_versions_of_control_groups() {
+fn memory_counts_on_every_level_of_both_cgroup_versions() {
     let root = tempfile::tempdir().unwrap();
     let write = |path: &str, text: &str| {
         let path = root.path().join(path);

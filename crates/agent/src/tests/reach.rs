@@ -1,9 +1,9 @@
-//! What a trainer is told when engines were switching while its publish ended.
+//! What a trainer is informed when engines were switching while its publish ended.
 
 use std::time::Duration;
 
-use super::bed::*;
 use super::first_status;
+use super::fixture::*;
 use super::trainer::*;
 use crate::lead::table::{Switching, Table};
 use crate::source::history::History;
@@ -25,14 +25,14 @@ fn timeout() -> PublishError {
 }
 
 #[test]
-fn who_was_told_to_switch_and_is_lost_may_serve_the_version_and_who_said_no_does_not() {
+fn member_lost_after_activate_may_serve_and_refuser_does_not() {
     let members = [name(0), name(1), name(2), name(3)];
     let mut table = Table::new(&members, 1);
     for member in &members {
         table.observe(member, &status(InstallStep::Delivered));
     }
-    table.lost(&name(3), "gone before anybody was told");
-    table.told(&members[..3]);
+    table.lost(&name(3), "gone before anybody was informed");
+    table.reported(&members[..3]);
     assert_eq!(table.switching(), Switching { unheard: members[..3].to_vec(), ..Switching::default() });
     table.observe(&name(0), &status(InstallStep::Installed));
     table.observe(&name(1), &status(InstallStep::Failed));
@@ -45,11 +45,11 @@ fn who_was_told_to_switch_and_is_lost_may_serve_the_version_and_who_said_no_does
     let behind = table.behind();
     let why = |member: &MemberName| behind.iter().find(|(name, _)| name == member).map(|(_, why)| why.as_str()).unwrap_or_default();
     assert!(why(&name(2)).contains("was not heard of since"), "{behind:?}");
-    assert!(!why(&name(3)).contains("told to switch"), "{behind:?}");
+    assert!(!why(&name(3)).contains("asked to switch"), "{behind:?}");
 }
 
 #[test]
-fn a_failure_is_told_as_one_unless_enough_engines_may_have_switched() {
+fn failure_is_reported_unless_enough_engines_may_switch() {
     let judge = |min_ready: u32, heard: &[Switching]| {
         let mut reach = Reach::default();
         reach.needed(min_ready);
@@ -59,24 +59,24 @@ fn a_failure_is_told_as_one_unless_enough_engines_may_have_switched() {
         reach.judge(7, timeout())
     };
     let unheard = |members: &[u32]| Switching { unheard: members.iter().copied().map(name).collect(), ..Switching::default() };
-    assert_eq!(judge(1, &[]), timeout(), "nobody was told");
-    let told = judge(1, &[unheard(&[0, 1])]);
-    assert_eq!((told.code, told.retryable), (PublishErrorCode::OutcomeUnknown, true));
-    assert!(told.message.contains("actors/r-0, actors/r-1 were told to switch to version 7"), "{}", told.message);
-    assert!(told.message.ends_with("too late"), "{}", told.message);
+    assert_eq!(judge(1, &[]), timeout(), "no one was informed");
+    let reported = judge(1, &[unheard(&[0, 1])]);
+    assert_eq!((reported.code, reported.retryable), (PublishErrorCode::OutcomeUnknown, true));
+    assert!(reported.message.contains("actors/r-0, actors/r-1 were asked to switch to version 7"), "{}", reported.message);
+    assert!(reported.message.ends_with("too late"), "{}", reported.message);
     assert_eq!(judge(3, &[unheard(&[0, 1])]).code, PublishErrorCode::Timeout, "two of three cannot make it count");
 
     let failed = Switching { failed: vec![name(0)], ..Switching::default() };
     assert_eq!(judge(1, &[unheard(&[0]), failed]), timeout(), "it said later that it did not");
     let installed = Switching { installed: vec![name(0)], ..Switching::default() };
-    let told = judge(2, &[unheard(&[0]), installed.clone()]);
-    assert_eq!(told.code, PublishErrorCode::Timeout);
-    assert!(told.message.starts_with("actors/r-0 serve version 7"), "{}", told.message);
+    let reported = judge(2, &[unheard(&[0]), installed.clone()]);
+    assert_eq!(reported.code, PublishErrorCode::Timeout);
+    assert!(reported.message.starts_with("actors/r-0 serve version 7"), "{}", reported.message);
     assert_eq!(judge(2, &[installed, unheard(&[1])]).code, PublishErrorCode::OutcomeUnknown);
 }
 
 #[test]
-fn a_version_that_arrived_although_its_outcome_was_not_heard_may_come_again_with_its_own_weights_only() {
+fn version_with_unknown_outcome_repeats_with_same_weights() {
     let held = |version, manifest: &str| HeldVersion { version, manifest: manifest.into() };
     let mut history = History::default();
     history.tried(7);
@@ -91,11 +91,11 @@ fn a_version_that_arrived_although_its_outcome_was_not_heard_may_come_again_with
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_publish_whose_time_ends_while_engines_switch_has_no_known_outcome_and_may_come_again() {
-    let mut bed = Bed::new();
-    bed.policy.min_ready = 2;
-    let (source, rollouts) = (bed.source(), bed.rollouts(2));
-    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+async fn publish_that_times_out_in_the_switch_may_be_repeated() {
+    let mut fixture = Fixture::new();
+    fixture.policy.min_ready = 2;
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
     for rollout in &rollouts {
         rollout.engine.set(|inside| inside.slow = Duration::from_secs(12));
     }
@@ -110,8 +110,8 @@ async fn a_publish_whose_time_ends_while_engines_switch_has_no_known_outcome_and
     for rollout in &rollouts {
         rollout.engine.set(|inside| inside.slow = Duration::ZERO);
     }
-    bed.current = state.installed;
-    bed.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    fixture.current = state.installed;
+    fixture.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
     let installs = rollouts[0].engine.get(|inside| inside.installs);
     let other = publish(&source, 1, TestSource::of(9)).outcome().await.unwrap_err();
     assert_eq!(other.code, PublishErrorCode::ManifestChanged, "{}", other.message);
@@ -123,9 +123,9 @@ async fn a_publish_whose_time_ends_while_engines_switch_has_no_known_outcome_and
 /// The group may find that the version counts, and its source is the one that can bring it to others.
 #[tokio::test(flavor = "multi_thread")]
 async fn version_of_unknown_outcome_is_fed_once_it_counts() {
-    let mut bed = Bed::new();
-    let (source, first) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &first], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, first) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &first], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     first.engine.set(|inside| inside.slow = Duration::from_secs(5));
     let limit = Duration::from_secs(3);
@@ -134,8 +134,8 @@ async fn version_of_unknown_outcome_is_fed_once_it_counts() {
     let counts = first.until_installed(2).await.installed;
     source.until("the version in doubt kept", |state| state.keeps().any(|kept| Some(kept) == counts.as_ref())).await;
 
-    bed.current = counts;
-    let joiner = bed.rollout("actors/r-1");
-    bed.form(&[&source, &first, &joiner], Some(&source)).await;
+    fixture.current = counts;
+    let joiner = fixture.rollout("actors/r-1");
+    fixture.form(&[&source, &first, &joiner], Some(&source)).await;
     joiner.until_installed(2).await;
 }

@@ -31,11 +31,11 @@ fn container(root: &Path) {
 }
 
 #[test]
-fn the_process_behind_a_port_is_found_by_its_socket_or_known_to_be_elsewhere() {
+fn process_of_a_port_is_found_by_its_socket() {
     let root = tempfile::tempdir().unwrap();
     container(root.path());
     let here = Surroundings::at(root.path());
-    assert_eq!(here.listener(8000), Neighbour::Hidden, "nobody here has the socket");
+    assert_eq!(here.listener(8000), Neighbour::Hidden, "no one here has the socket");
     assert_eq!(here.listener(8001), Neighbour::Unknown, "a connection is no listener");
     assert_eq!(here.listener(9), Neighbour::Unknown);
     process(root.path(), "12", 4, "PYTORCH_CUDA_ALLOC_CONF=x\0CUDA_VISIBLE_DEVICES=GPU-1\0API_KEY=secret\0", Some(77));

@@ -1,4 +1,4 @@
-//! A trainer for the bed: weights that are known, a source that reads them, and publishing them.
+//! A trainer for the fixture: weights that are known, a source that reads them, and publishing them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::bed::{Member, SOON};
+use super::fixture::{Member, SOON};
 use crate::publish_job::{PublishJob, Report, reporting};
 use crate::version_source::{SourceError, VersionSource};
 use weightsync_core::protocol::*;

@@ -1,16 +1,16 @@
 //! Installs whose end proved nothing: the replica serves only after its engine was asked, and no release leaves an engine paused.
 
-use super::bed::*;
 use super::engine::Fault;
+use super::fixture::*;
 use super::trainer::*;
 use weightsync_core::protocol::{HeldVersion, MemberPhase};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn paused_engine_is_proven_when_it_runs_again() {
-    let mut bed = Bed::new();
-    bed.policy.update_timeout_ms = 4_000;
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    fixture.policy.update_timeout_ms = 4_000;
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollout.until_installed(1).await;
 
@@ -31,10 +31,10 @@ async fn paused_engine_is_proven_when_it_runs_again() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn engine_that_stays_paused_gets_its_start_up_weights_back() {
-    let mut bed = Bed::new();
-    bed.policy.update_timeout_ms = 2_000;
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    fixture.policy.update_timeout_ms = 2_000;
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     rollout.engine.set(|inside| inside.fault = Fault::StaysPaused);
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap_err();
     rollout.until("put back", |state| !state.phase.must_not_serve() && state.phase == MemberPhase::Ready).await;
@@ -43,9 +43,9 @@ async fn engine_that_stays_paused_gets_its_start_up_weights_back() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn engine_that_reports_another_version_is_fed_again() {
-    let mut bed = Bed::new();
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollout.until_installed(1).await;
     let serves = rollout.engine.serves();
@@ -62,10 +62,10 @@ async fn engine_that_reports_another_version_is_fed_again() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn released_engine_with_half_an_update_gets_its_kept_version() {
-    let mut bed = Bed::new();
-    bed.policy.update_timeout_ms = 3_000;
-    let (source, rollout) = (bed.source(), bed.rollout("actors/r-0"));
-    bed.form(&[&source, &rollout], Some(&source)).await;
+    let mut fixture = Fixture::new();
+    fixture.policy.update_timeout_ms = 3_000;
+    let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+    fixture.form(&[&source, &rollout], Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     let serves = rollout.engine.serves();
     rollout.engine.set(|inside| inside.fault = Fault::FailsInLoad);

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::bed::*;
 use super::engine::Fault;
+use super::fixture::*;
 use super::trainer::*;
 use crate::lead::waves::{Waiting, Waves};
 use weightsync_core::protocol::*;
@@ -22,7 +22,7 @@ fn waves(serves: &[bool], limit: u32) -> (Waves, BTreeMap<MemberName, InstallSte
 }
 
 #[test]
-fn those_that_do_not_serve_go_first_and_take_no_place_and_a_failure_keeps_its_place() {
+fn replicas_that_do_not_serve_switch_first() {
     let (all, steps) = waves(&[true, true, false], 0);
     assert_eq!(all.next(|member| steps.get(member).copied()).len(), 3, "without a limit");
     let (mut some, mut steps) = waves(&[true, true, false, true], 1);
@@ -43,7 +43,7 @@ fn those_that_do_not_serve_go_first_and_take_no_place_and_a_failure_keeps_its_pl
 
 proptest! {
     #[test]
-    fn never_more_are_out_than_may_be_and_all_are_switched_when_none_fails(
+    fn no_more_are_out_than_allowed_and_all_switch(
         serves in prop::collection::vec(any::<bool>(), 1..12),
         limit in 0u32..5,
         ends in prop::collection::vec((any::<prop::sample::Index>(), prop::bool::weighted(0.15)), 0..60),
@@ -76,12 +76,12 @@ proptest! {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn replicas_are_paused_one_after_the_other_and_the_others_serve_until_their_turn() {
-    let mut bed = Bed::new();
-    (bed.policy.max_unavailable, bed.policy.min_ready) = (1, 3);
-    let (source, rollouts) = (bed.source(), bed.rollouts(3));
+async fn replicas_pause_one_by_one_and_others_serve() {
+    let mut fixture = Fixture::new();
+    (fixture.policy.max_unavailable, fixture.policy.min_ready) = (1, 3);
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(3));
     let all = [&source, &rollouts[0], &rollouts[1], &rollouts[2]];
-    bed.form(&all, Some(&source)).await;
+    fixture.form(&all, Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     for rollout in &rollouts {
         rollout.engine.set(|inside| inside.slow = Duration::from_millis(150));
@@ -105,12 +105,12 @@ async fn replicas_are_paused_one_after_the_other_and_the_others_serve_until_thei
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_version_that_engines_do_not_take_costs_one_replica_and_not_all() {
-    let mut bed = Bed::new();
-    (bed.policy.max_unavailable, bed.policy.min_ready) = (1, 2);
-    let (source, rollouts) = (bed.source(), bed.rollouts(3));
+async fn version_engines_refuse_costs_one_replica_not_all() {
+    let mut fixture = Fixture::new();
+    (fixture.policy.max_unavailable, fixture.policy.min_ready) = (1, 2);
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(3));
     let all = [&source, &rollouts[0], &rollouts[1], &rollouts[2]];
-    bed.form(&all, Some(&source)).await;
+    fixture.form(&all, Some(&source)).await;
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     for rollout in &rollouts {
         rollout.until_installed(1).await;

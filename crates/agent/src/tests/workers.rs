@@ -20,7 +20,7 @@ pub struct Workers {
     held: HeldVersion,
     memory: Arc<HostMemory>,
     digest: HostDigest,
-    told: Vec<HostBucket>,
+    reported: Vec<HostBucket>,
     taken: u32,
     loading: bool,
     copied: Vec<String>,
@@ -33,9 +33,9 @@ impl Workers {
         let held = job.terms.version.clone();
         let start = engine.get(|inside| inside.start);
         engine.set(|inside| inside.shared.push(job.memory.bytes));
-        let (told, copied, views) = (Vec::new(), Vec::new(), Vec::new());
+        let (reported, copied, views) = (Vec::new(), Vec::new(), Vec::new());
         let memory = job.memory.clone();
-        Self { engine: engine.clone(), start, held, memory, digest, told, taken: 0, loading: false, copied, views, over: false }
+        Self { engine: engine.clone(), start, held, memory, digest, reported, taken: 0, loading: false, copied, views, over: false }
     }
 
     fn read(&self, tensor: &HostTensor) -> Vec<u8> {
@@ -69,7 +69,7 @@ impl Workers {
         }
         let slow = self.engine.get(|inside| inside.slow);
         tokio::time::sleep(slow).await;
-        for bucket in std::mem::take(&mut self.told) {
+        for bucket in std::mem::take(&mut self.reported) {
             for tensor in &bucket.tensors {
                 if bucket.copy {
                     self.copied.push(self.named(tensor));
@@ -94,13 +94,13 @@ impl HostInstall for Workers {
         if wrong {
             return Err(self.fail("a digest differs"));
         }
-        self.told.push(bucket);
+        self.reported.push(bucket);
         Ok(())
     }
 
     async fn taken(&mut self, more_than: u32) -> Result<u32, InstallError> {
         self.load().await?;
-        assert!(self.taken > more_than, "{} were taken, and more are waited for although none was told", self.taken);
+        assert!(self.taken > more_than, "{} were taken, and more are waited for although none was informed", self.taken);
         Ok(self.taken)
     }
 

@@ -82,7 +82,7 @@ struct Broadcast(broadcast::Sender<CoordinatorEvent>);
 impl EventSink for Broadcast {
     fn publish(&self, event: CoordinatorEvent) {
         tracing::info!(reason = %event.reason, member = event.member.as_ref().map(tracing::field::display), "{}", event.message);
-        // Nobody listens: the log has it.
+        // No one listens: the log has it.
         let _ = self.0.send(event);
     }
 }
@@ -166,7 +166,7 @@ impl Group {
         self.order(|done| Order::Signal { pod: pod.to_owned(), signal: Signal::STOP, done }).await.unwrap_or(false)
     }
 
-    /// Starts a killed or frozen pod anew: same name, another pod; false when there is no such pod.
+    /// Starts a killed or frozen pod again: same name, another pod; false when there is no such pod.
     pub async fn replace(&self, pod: &str) -> bool {
         self.order(|done| Order::Replace { pod: pod.to_owned(), done }).await.unwrap_or(false)
     }

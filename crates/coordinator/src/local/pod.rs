@@ -21,7 +21,7 @@ pub struct PodSpec {
 /// An engine on this host.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineProgram {
-    /// What the agent is told of it.
+    /// What the agent is informed of it.
     pub assignment: EngineAssignment,
     /// Starts it; empty when somebody else does.
     pub command: Vec<String>,

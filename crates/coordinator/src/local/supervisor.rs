@@ -34,7 +34,7 @@ const GRACE: Duration = Duration::from_secs(5);
 pub(super) enum Order {
     /// Send a signal to a pod's processes and do not start them again.
     Signal { pod: String, signal: Signal, done: oneshot::Sender<bool> },
-    /// Start a dead pod anew.
+    /// Start a dead pod again.
     Replace { pod: String, done: oneshot::Sender<bool> },
     /// Have the group go back to a version, or go on.
     Target { target: Option<Version>, done: oneshot::Sender<bool> },
@@ -52,7 +52,7 @@ pub(super) enum Part {
 
 struct Pod {
     spec: PodSpec,
-    /// Changes when the pod is made anew, so that what is late about the old one can be told.
+    /// Changes when the pod is made again, so that what is late about the old one can be informed.
     life: u64,
     alive: bool,
     agent: Option<Process>,
@@ -90,7 +90,7 @@ pub(super) struct Supervisor {
     orders: mpsc::WeakSender<Order>,
     guard: Arc<Guard>,
     pods: Vec<Pod>,
-    /// The version that agents are told every rollout should hold.
+    /// The version that agents are informed every rollout should hold.
     current: Option<HeldVersion>,
 }
 
@@ -332,7 +332,7 @@ impl Supervisor {
         Child { program, arguments: vec!["agent".to_owned()], environment, input: Some(format!("{token}\n")) }
     }
 
-    /// The trainer's socket keeps its name when its agent's pod is made anew.
+    /// The trainer's socket keeps its name when its agent's pod is made again.
     fn socket(&self, pod: &Pod) -> String {
         format!("@weightsync/{}-{}", self.spec.name, pod.spec.name)
     }

@@ -71,9 +71,10 @@ async fn a_claimed_pod_with_a_token_enrols_and_announces_itself() {
     assert_eq!(announcements.recv().await.unwrap(), Arrival::Accepted(announcement("uid-0")));
 }
 
-/// PrimeIntellect-ai/prime-rl#3060: an address of the loopback is told to other hosts, which then wait for themselves.
+/// PrimeIntellect-ai/prime-rl#3060: an address of the loopback is asked to other hosts, which then wait for themselves.
+/// Story F16.
 #[test]
-fn f16_a_loopback_address_is_refused_across_pods() {
+fn a_loopback_address_is_refused_across_pods() {
     let ip = |text: &str| text.parse::<IpAddr>().unwrap();
     let pod = Addresses::Known(HashMap::from([("uid-0".to_owned(), vec![ip("10.0.0.7"), ip("10.1.0.7"), ip("::ffff:10.2.0.7")])]));
     let check = |from: &str, announced: &str| pod.check("uid-0", Some(ip(from)), announced);
@@ -119,7 +120,7 @@ async fn token_of_one_key_works_again_for_that_key_only() {
     let rejection = rejected(enroll(&second, &world.controller, &pod, "a").await);
     assert!(!rejection.retryable && rejection.message.contains("another key"), "{rejection:?}");
     assert_eq!(*stolen.lock(), ["uid-0"]);
-    // Nobody knows which of the two is the agent.
+    // No one knows which of the two is the agent.
     for refused in [rejected(announce(&world, &first, "uid-0").await), rejected(enroll(&first, &world.controller, &pod, "a").await)] {
         assert!(!refused.retryable && refused.message.contains("new agent"), "{refused:?}");
     }
@@ -164,7 +165,7 @@ async fn a_token_of_another_pod_proves_nothing() {
 }
 
 #[tokio::test]
-async fn a_pod_that_nobody_claims_may_ask_again_to_enrol_but_not_to_announce() {
+async fn unclaimed_pod_may_enrol_again_but_not_announce() {
     let (world, _announcements) = claimed_world().await;
     let identity = Identity::new(world.ca.certificate_pem()).unwrap();
     assert!(rejected(enroll(&identity, &world.controller, &world.pod("actor-9", "uid-9"), "a").await).retryable);
@@ -175,7 +176,7 @@ async fn a_pod_that_nobody_claims_may_ask_again_to_enrol_but_not_to_announce() {
 }
 
 #[tokio::test]
-async fn a_restarted_controller_sends_nobody_away_before_it_looked_at_all_objects() {
+async fn restarted_controller_drops_no_agent_before_all_objects() {
     let (world, _announcements) = claimed_world().await;
     let identity = Identity::new(world.ca.certificate_pem()).unwrap();
     enroll(&identity, &world.controller, &world.pod("actor-0", "uid-0"), "a").await.unwrap();
@@ -197,7 +198,7 @@ async fn a_controller_that_does_not_lead_spends_no_token() {
 }
 
 #[tokio::test]
-async fn an_announcement_without_the_pods_own_certificate_of_the_claiming_object_is_rejected() {
+async fn announcement_without_the_pods_certificate_is_rejected() {
     let (world, _announcements) = claimed_world().await;
     let hour = Duration::from_secs(3600);
     let of = |weightsync: &str, pod_uid: &str| {

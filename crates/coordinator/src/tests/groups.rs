@@ -20,7 +20,7 @@ fn standing(view: &MembershipView, pod: &str) -> Option<MemberStanding> {
 }
 
 #[tokio::test]
-async fn announced_agents_form_a_group_with_one_secret_after_the_epoch_was_written() {
+async fn announced_agents_form_a_group_after_the_epoch_is_written() {
     let world = World::new().await;
     let handle = world.coordinate(0, &PODS);
     let mut agents = Vec::new();
@@ -52,10 +52,10 @@ async fn a_killed_agent_is_found_at_once_and_the_others_go_on() {
     for agent in [&trainer, &survivor] {
         agent.until("in the new group", |state| state.epoch.as_ref().is_some_and(|id| id.epoch == after.epoch)).await;
     }
-    let told = world.told.0.lock().clone();
+    let reported = world.reported.0.lock().clone();
     assert!(
-        told.iter().any(|event| event.reason == Reason::AgentLost && event.member == Some(MemberName("actors/actor-1".into()))),
-        "{told:?}"
+        reported.iter().any(|event| event.reason == Reason::AgentLost && event.member == Some(MemberName("actors/actor-1".into()))),
+        "{reported:?}"
     );
 }
 
@@ -75,9 +75,9 @@ async fn an_agent_that_falls_silent_is_left_out_within_the_bound() {
     until(&handle, "a group of three again", committed(3)).await;
 }
 
-/// F05: members are asked one after another, so one that hangs holds up all behind it.
+/// F05: members are asked one after another, so one that hangs holds up all after it.
 #[tokio::test]
-async fn one_of_many_that_answers_nothing_holds_nobody_up() {
+async fn one_silent_engine_of_many_delays_no_other() {
     let world = World::new().await;
     let names: Vec<(String, String)> = (0..24).map(|n| (format!("actor-{n:02}"), format!("uid-{n}"))).collect();
     let mut pods: Vec<(&str, &str)> = names.iter().map(|(pod, uid)| (pod.as_str(), uid.as_str())).collect();
@@ -154,7 +154,7 @@ async fn member_that_lies_about_version_and_role_changes_nothing() {
     assert!(view.epoch < 100 && *world.store.epoch.lock() < 100, "{}", view.epoch);
 }
 
-/// The version counts by its replicas' word; nobody but the controller can say so to the agent that took the place of the one that led.
+/// The version counts by its replicas' word; no one but the controller can say so to the agent that took the place of the one that led.
 #[tokio::test]
 async fn source_that_missed_a_switch_hears_what_counts() {
     let world = World::new().await;
@@ -177,7 +177,7 @@ async fn source_that_missed_a_switch_hears_what_counts() {
         actor.change(|state| state.installed = Some(held.clone()));
     }
     until(&handle, "at version 5", |view| view.version.as_ref() == Some(&held)).await;
-    tokio::time::timeout(SOON, calls.wait_for(|calls| *calls > heard)).await.expect("it is told").unwrap();
+    tokio::time::timeout(SOON, calls.wait_for(|calls| *calls > heard)).await.expect("it is reported").unwrap();
     let answer = trainer.try_announce(true).await.unwrap();
     assert_eq!(answer.assignment.current, Some(held));
     assert!(actors.iter().all(|actor| *actor.calls().borrow() == 0), "they took it themselves");
@@ -237,7 +237,7 @@ async fn a_restarted_coordinator_disturbs_nothing() {
 }
 
 #[tokio::test]
-async fn a_conflict_while_writing_the_epoch_ends_the_coordinator_before_any_agent_hears_of_it() {
+async fn epoch_write_conflict_ends_coordinator_before_agents_hear() {
     let world = World::new().await;
     *world.store.conflict.lock() = true;
     let handle = world.coordinate(0, &PODS[..2]);
@@ -249,7 +249,7 @@ async fn a_conflict_while_writing_the_epoch_ends_the_coordinator_before_any_agen
 }
 
 #[tokio::test]
-async fn a_deleted_object_releases_its_agents_and_one_that_is_gone_makes_them_stop() {
+async fn deleted_object_releases_agents_and_gone_one_stops_them() {
     let world = World::new().await;
     let handle = world.coordinate(0, &PODS);
     let mut agents = Vec::new();
@@ -264,7 +264,7 @@ async fn a_deleted_object_releases_its_agents_and_one_that_is_gone_makes_them_st
     }
     drop(handle);
     world.directory.remove(OBJECT);
-    agents[1].until("told that nobody claims it", |state| state.reason.as_deref() == Some("nobody claims this pod")).await;
+    agents[1].until("informed that no one claims it", |state| state.reason.as_deref() == Some("no one claims this pod")).await;
 }
 
 #[tokio::test]
@@ -282,7 +282,7 @@ async fn a_pod_that_leaves_the_plan_leaves_the_group() {
 }
 
 #[tokio::test]
-async fn whoever_is_outside_of_the_group_is_told_at_once_that_another_version_counts() {
+async fn member_outside_the_group_learns_a_new_version_at_once() {
     let world = World::new().await;
     let handle = world.coordinate(0, &PODS);
     let trainer = world.agent("trainer-0", "uid-t", "a").await;
@@ -296,7 +296,7 @@ async fn whoever_is_outside_of_the_group_is_told_at_once_that_another_version_co
     })
     .await;
     for version in [1, 2] {
-        let told = *ill.calls().borrow();
+        let reported = *ill.calls().borrow();
         let held = HeldVersion { version, manifest: "m".into() };
         member.change(|state| state.installed = Some(held.clone()));
         trainer.tell_update(UpdateView {
@@ -317,14 +317,14 @@ async fn whoever_is_outside_of_the_group_is_told_at_once_that_another_version_co
         });
         trainer.change(|state| state.installed = Some(held));
         until(&handle, "at that version", |view| view.version.as_ref().is_some_and(|held| held.version == version)).await;
-        let heard = tokio::time::timeout(SOON, ill.calls().wait_for(|calls| *calls > told)).await.is_ok();
-        assert!(heard, "version {version} was not told");
+        let heard = tokio::time::timeout(SOON, ill.calls().wait_for(|calls| *calls > reported)).await.is_ok();
+        assert!(heard, "version {version} was not reported");
     }
     assert_eq!(*member.calls().borrow(), 0, "it heard of both by the updates");
 }
 
 #[tokio::test]
-async fn an_agent_that_is_listened_to_and_asks_for_its_assignment_is_not_attached_to_anew() {
+async fn followed_agent_asking_its_assignment_is_not_reattached() {
     let world = World::new().await;
     let handle = world.coordinate(0, &PODS[..2]);
     let _trainer = world.agent("trainer-0", "uid-t", "a").await;
@@ -337,8 +337,8 @@ async fn an_agent_that_is_listened_to_and_asks_for_its_assignment_is_not_attache
     for attached in [true, true, false] {
         actor.announce(attached).await;
     }
-    let anew = opened.wait_for(|opened| *opened > before);
-    tokio::time::timeout(SOON, anew).await.expect("who says that nobody listens is listened to").unwrap();
+    let once_more = opened.wait_for(|opened| *opened > before);
+    tokio::time::timeout(SOON, once_more).await.expect("who says that no one listens is listened to").unwrap();
     actor.beat(5).await;
     assert_eq!(*opened.borrow(), before + 1, "the other two changed nothing");
 }

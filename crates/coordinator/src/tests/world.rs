@@ -47,9 +47,9 @@ impl EpochStore for Store {
 }
 
 #[derive(Default)]
-pub(super) struct Told(pub(super) Mutex<Vec<CoordinatorEvent>>);
+pub(super) struct Reported(pub(super) Mutex<Vec<CoordinatorEvent>>);
 
-impl EventSink for Told {
+impl EventSink for Reported {
     fn publish(&self, event: CoordinatorEvent) {
         self.0.lock().push(event);
     }
@@ -61,7 +61,7 @@ pub(super) struct World {
     pub(super) directory: Directory,
     pub(super) tokens: SingleUseTokens,
     pub(super) store: Arc<Store>,
-    pub(super) told: Arc<Told>,
+    pub(super) reported: Arc<Reported>,
     client: AgentClient,
     _server: AbortOnDropHandle<()>,
 }
@@ -151,11 +151,11 @@ impl World {
         );
         let server = AbortOnDropHandle::new(tokio::spawn(async move { serving.await.unwrap() }));
         let client = AgentClient::new(identity);
-        let (store, told) = (Arc::default(), Arc::default());
-        Self { ca, controller, directory, tokens, store, told, client, _server: server }
+        let (store, reported) = (Arc::default(), Arc::default());
+        Self { ca, controller, directory, tokens, store, reported, client, _server: server }
     }
 
-    /// Starts a coordinator for the pods (name, UID), as whoever leads with that term.
+    /// Starts a coordinator for the pods (name, UID), as anyone who leads with that term.
     pub(super) fn coordinate(&self, term: u64, pods: &[(&str, &str)]) -> CoordinatorHandle {
         let restored = Restored { term, epoch: *self.store.epoch.lock(), version: None, highest: 0, refused: Vec::new() };
         let wanted = Wanted { config: config(), members: None, suspend: false, delete: false };
@@ -163,7 +163,7 @@ impl World {
             client: self.client.clone(),
             directory: self.directory.clone(),
             store: self.store.clone(),
-            events: self.told.clone(),
+            events: self.reported.clone(),
             timing: Timing { attach: Duration::from_millis(300), tell: Duration::from_millis(500), ..Timing::default() },
         };
         let handle = Coordinator::start(wanted, restored, context, CancellationToken::new());

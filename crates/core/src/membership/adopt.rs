@@ -1,6 +1,6 @@
 //! A restarted controller takes over what works: a group whose members all say that they are in it, and that is the group it would form.
 //!
-//! Anything else is formed anew. It never takes over an epoch that it ended itself.
+//! Anything else is formed again. It never takes over an epoch that it ended itself.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,8 +23,8 @@ impl Membership {
         self.adopt_most = self.now.saturating_add(window.saturating_mul(ADOPT_WINDOWS));
     }
 
-    /// A member of an earlier controller's group told of itself for the first time: the others have as long from now on. Of thousands of
-    /// agents that come back at once, those of one group come one by one; a group that was formed anew without the late ones was formed once
+    /// A member of an earlier controller's group informed of itself for the first time: the others have as long from now on. Of thousands of
+    /// agents that come back at once, those of one group come one by one; a group that was formed again without the late ones was formed once
     /// more for each of them.
     pub(super) fn one_came_back(&mut self) {
         if self.adopting_until().is_some() {

@@ -33,14 +33,14 @@ pub(super) struct Agent {
     pub state: Option<MemberState>,
     /// What its last state said that cannot be true, and was taken out.
     pub refused_claim: Option<String>,
-    /// How often its engine started anew, by the first and each later word of it.
+    /// How often its engine started again, by the first and each later word of it.
     engine_restarts: Option<u32>,
     pub last_seen: u64,
     pub link: Link,
     /// Since when it has been in one and the same update.
     pub updating_since: Option<u64>,
     /// When a fence or release was last sent outside the forming of a group.
-    pub told_at: Option<u64>,
+    pub notified_at: Option<u64>,
     /// Position in the order of first announcements.
     order: u64,
 }
@@ -101,7 +101,7 @@ impl Agents {
             return;
         }
         let Some(agent) = self.enter(now, announcement) else { return };
-        // Nobody listens to it, so that it makes room for others first.
+        // No one listens to it, so that it makes room for others first.
         (agent.link, agent.unusable) = (Link::Lost(why.clone()), Some((Reason::AddressRefused, why)));
     }
 
@@ -124,7 +124,7 @@ impl Agents {
             last_seen: now,
             link: Link::Live,
             updating_since: None,
-            told_at: None,
+            notified_at: None,
             order,
         }))
     }
@@ -146,7 +146,7 @@ impl Agents {
     }
 
     /// An agent says all it knows of itself. Ignored from a life that was never announced (since its
-    /// connection was lost) or was replaced. True when its engine started anew since its last word.
+    /// connection was lost) or was replaced. True when its engine started again since its last word.
     pub(super) fn state(&mut self, now: u64, state: MemberState) -> bool {
         let incarnation = state.incarnation.clone();
         let Some(agent) = self.all.get_mut(&incarnation).filter(|agent| !matches!(agent.link, Link::Lost(_))) else { return false };
@@ -245,7 +245,7 @@ impl Agents {
             .max_by_key(|(_, agent)| (agent.is_present(), agent.order))
     }
 
-    /// Forgets lost lives that speak for nobody any more.
+    /// Forgets lost lives that speak for no one any more.
     pub(super) fn prune(&mut self, pods: &BTreeSet<&str>) {
         self.all.retain(|incarnation, agent| !matches!(agent.link, Link::Lost(_)) || pods.contains(incarnation.pod_uid.as_str()));
         self.replaced.retain(|pod_uid, _| pods.contains(pod_uid.as_str()));

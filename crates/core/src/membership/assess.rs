@@ -68,7 +68,7 @@ impl Membership {
     fn keep_unready(&self, assessment: &mut Assessment) {
         let members: Vec<(&Arc<Candidate>, Option<&Incarnation>)> = match (&self.group, &self.forming) {
             (Some(group), _) => group.candidates.iter().map(|candidate| (candidate, group.lives.get(&candidate.name))).collect(),
-            // Whoever leads may begin before the last member's answer to its commit is here.
+            // Anyone who leads may begin before the last member's answer to its commit is here.
             (None, Some(Forming::Round(round))) => round.members.iter().map(|member| (&member.candidate, Some(&member.life))).collect(),
             _ => return,
         };
@@ -81,7 +81,7 @@ impl Membership {
             if !updating || *present != Some(&life) {
                 continue;
             }
-            // Where it stood: behind the last of its predecessors that is still there.
+            // Where it stood: after the last of its predecessors that is still there.
             let before: Vec<&MemberName> = members.iter().take(position).map(|(candidate, _)| &candidate.name).collect();
             let at = assessment.eligible.iter().rposition(|eligible| before.contains(&&eligible.candidate.name)).map_or(0, |at| at + 1);
             assessment.eligible.insert(at, Eligible { candidate: Arc::clone(*candidate), life });
@@ -106,7 +106,7 @@ impl Membership {
             Link::Live => {}
         }
         let Some(state) = &agent.state else {
-            return Err(Outcast::new(Reason::AgentMissing, "its agent announced itself and has not told its state yet"));
+            return Err(Outcast::new(Reason::AgentMissing, "its agent announced itself and has not reported its state yet"));
         };
         if let Some(other) = state.epoch.as_ref().filter(|epoch| epoch.weightsync != self.config.weightsync)
             && other.created > self.config.created
@@ -138,7 +138,7 @@ impl Membership {
             return Err(Outcast::new(Reason::UpdateStuck, "it has been in one update for longer than an update may take"));
         }
         if !updating && !Self::is_well(state) {
-            // A new agent waits for its engine's first answer: whoever never answers is told of with the cause, not before it is known.
+            // A new agent waits for its engine's first answer: anyone who never answers is informed of with the cause, not before it is known.
             let unasked = state.reason.is_none() && state.engine.is_none() && state.epoch.is_none();
             if unasked {
                 return Err(Outcast::new(Reason::AgentMissing, "its agent has not heard from its engine yet"));

@@ -9,7 +9,7 @@ use crate::protocol::{HeldVersion, MemberName, MemberState, RefusedVersion, Role
 
 use super::{Membership, Reason};
 
-/// Refused versions that are remembered; of more, the lowest are forgotten, which nobody can publish anyway.
+/// Refused versions that are remembered; of more, the lowest are forgotten, which no one can publish anyway.
 pub(super) const REMEMBERED: usize = 16;
 
 /// What replicas say of one version.
@@ -70,7 +70,7 @@ impl Membership {
         while self.refused.len() > REMEMBERED {
             self.refused.pop_first();
         }
-        // A number that was refused is one that was had: it never counts, whoever says later that it holds it.
+        // A number that was refused is one that was had: it never counts, anyone who says later that it holds it.
         self.highest = self.highest.max(number);
         self.event(Reason::VersionRefused, format!("version {number}: {why}; {}", self.what_follows(number)), None, true);
     }
@@ -82,7 +82,7 @@ impl Membership {
             Some(current) if current.version != number => format!("version {} stays", current.version),
             Some(_) => match self.before_refused() {
                 Some(before) => format!("the group goes back to version {before}"),
-                None => "nobody keeps an earlier version to go back to (membership.keep, update.retain)".to_owned(),
+                None => "no one keeps an earlier version to go back to (membership.keep, update.retain)".to_owned(),
             },
         }
     }
@@ -96,7 +96,7 @@ impl Membership {
     pub(super) fn before_refused(&self) -> Option<Version> {
         let current = self.version.as_ref().map(|version| version.version).filter(|number| self.is_refused(*number))?;
         let may = |number: &Version| *number < current && !self.is_refused(*number);
-        // Once chosen it stays, whoever is lost on the way.
+        // Once chosen it stays, anyone who is lost on the way.
         let chosen = self.target.as_ref().map(|target| target.version).filter(may);
         chosen.or_else(|| {
             self.states().flat_map(MemberState::keeps).filter(|kept| self.exists(kept)).map(|kept| kept.version).filter(may).max()

@@ -1,4 +1,4 @@
-//! What membership is told before it starts: the rules of one object and what was known of it before. Holds values only.
+//! What membership is reported before it starts: the rules of one object and what was known of it before. Holds values only.
 
 use crate::protocol::{HeldVersion, UpdatePolicy, Version};
 

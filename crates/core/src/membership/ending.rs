@@ -1,4 +1,4 @@
-//! Whoever is in an epoch that is over is told so, until its state shows that it knows; a suspended or deleted object lets everybody go.
+//! Anyone who is in an epoch that is over is informed, until its state shows that it knows; a suspended or deleted object lets everybody go.
 //!
 //! Tells only agents that are in an epoch of this object, and never one that the present group needs.
 
@@ -10,7 +10,7 @@ use super::group::{Forming, Group};
 use super::{Decision, Membership};
 
 impl Membership {
-    /// Nothing is left to do for the group: its members are fenced, so that nobody waits for the one that is gone.
+    /// Nothing is left to do for the group: its members are fenced, so that no one waits for the one that is gone.
     pub(super) fn dissolve(&mut self, why: Reason) {
         let Some(group) = self.group.take() else { return };
         let lives: Vec<Incarnation> = group.lives.values().cloned().collect();
@@ -42,10 +42,10 @@ impl Membership {
                 Some(Forming::Persisting(_)) => assessment.eligible.iter().any(|member| member.life == life),
                 None => false,
             };
-            // Without a group and with nobody left to wait for, an earlier controller's epoch is over as well: its members would stay in
+            // Without a group and with no one left to wait for, an earlier controller's epoch is over as well: its members would stay in
             // it for ever, waiting for one that is gone.
-            let nobody_waits = self.forming.is_none() && adopting_until.is_none();
-            let over = epoch.epoch <= self.over || self.group.as_ref().map_or(nobody_waits, |group| group.id != epoch);
+            let no_one_waits = self.forming.is_none() && adopting_until.is_none();
+            let over = epoch.epoch <= self.over || self.group.as_ref().map_or(no_one_waits, |group| group.id != epoch);
             if grouped || asked || !over {
                 continue;
             }
@@ -78,7 +78,7 @@ impl Membership {
             to.dedup();
             for life in &to {
                 if let Some(agent) = self.agents.get_mut(life) {
-                    agent.told_at = Some(self.now);
+                    agent.notified_at = Some(self.now);
                 }
             }
             self.over = self.over.max(id.epoch);
@@ -105,12 +105,12 @@ impl Membership {
     /// Tells one agent that its epoch is over, not more often than the rules say.
     fn tell(&mut self, life: &Incarnation, id: EpochId, reason: &str, fence: bool) {
         let resend = self.config.resend_ms;
-        let told_at = self.agents.get(life).and_then(|agent| agent.told_at);
-        if !told_at.is_none_or(|at| self.due(at.saturating_add(resend))) {
+        let notified_at = self.agents.get(life).and_then(|agent| agent.notified_at);
+        if !notified_at.is_none_or(|at| self.due(at.saturating_add(resend))) {
             return;
         }
         if let Some(agent) = self.agents.get_mut(life) {
-            agent.told_at = Some(self.now);
+            agent.notified_at = Some(self.now);
         }
         self.wake_at(self.now.saturating_add(resend));
         let (to, reason) = (vec![life.clone()], reason.to_owned());

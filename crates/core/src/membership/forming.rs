@@ -1,6 +1,6 @@
 //! How a group is formed: its number is written, then every member prepares, then every member commits.
 //!
-//! Whoever misses a deadline or refuses is left out of the next epoch and named. Nothing is ever repeated inside one epoch, and no member
+//! Anyone who misses a deadline or refuses is left out of the next epoch and named. Nothing is ever repeated inside one epoch, and no member
 //! hears of an epoch before it is written.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -138,7 +138,7 @@ impl Membership {
         }
     }
 
-    /// Members of the old group that are not asked for the new one are told that it is over; the others hear it with their prepare.
+    /// Members of the old group that are not asked for the new one are informed that it is over; the others hear it with their prepare.
     fn end_group(&mut self, assessment: &Assessment, new: &EpochId, because: &str) {
         let Some(group) = self.group.take() else { return };
         let left = group.lives.iter().filter(|(name, life)| assessment.life(name) != Some(*life));
@@ -151,11 +151,11 @@ impl Membership {
     pub(super) fn tell_over(&mut self, agents: &[Incarnation], id: &EpochId, reason: &str) {
         let mut to = Vec::new();
         for life in agents {
-            // A silent agent is told too: it may wake up with the old epoch.
+            // A silent agent is reported too: it may wake up with the old epoch.
             if let Some(agent) = self.agents.get_mut(life)
                 && !matches!(agent.link, super::agents::Link::Lost(_))
             {
-                agent.told_at = Some(self.now);
+                agent.notified_at = Some(self.now);
                 to.push(life.clone());
             }
         }
@@ -200,7 +200,7 @@ impl Membership {
         self.abandon(&round, assessment, reason);
     }
 
-    /// Leaves out whoever failed, and begins anew.
+    /// Leaves out anyone who failed, and begins again.
     fn blame(&mut self, late: &[MemberName]) {
         let Some(Forming::Round(round)) = self.forming.take() else { return };
         let preparing = matches!(round.phase, Phase::Preparing);
@@ -221,7 +221,7 @@ impl Membership {
             }
         }
         if blamed.is_empty() {
-            // Nobody was named: those that could not go on are left out, the source last of all.
+            // No one was named: those that could not go on are left out, the source last of all.
             let source = |name: &MemberName| round.roster.member(name).is_some_and(|member| member.role == Role::Source);
             let only_sources = round.failed.keys().all(source);
             for (name, failure) in round.failed.iter().filter(|(name, _)| only_sources || !source(name)) {
@@ -236,7 +236,7 @@ impl Membership {
         self.abandon(&round, &assessment, first);
     }
 
-    /// Ends a round; the next epoch follows at once, with whoever is left.
+    /// Ends a round; the next epoch follows at once, with anyone who is left.
     fn abandon(&mut self, round: &Round, assessment: &Assessment, why: Reason) {
         self.over = self.over.max(round.id.epoch);
         let left = round.members.iter().filter(|member| assessment.life(&member.candidate.name) != Some(&member.life));
@@ -341,7 +341,7 @@ impl Membership {
         let (epoch, world, why) = (round.id.epoch, round.roster.world_size, &round.why);
         let message = format!("epoch {epoch}: {} members, world size {world}, over {} ({why})", round.members.len(), transport.name());
         self.event(Reason::GroupFormed, message, None, false);
-        // Nobody joins the first group: all make it, and one Event for each of them would say nothing more.
+        // No one joins the first group: all make it, and one Event for each of them would say nothing more.
         let joined = round.members.iter().map(|member| member.candidate.name.clone());
         let joined = joined.filter(|name| !self.last_offsets.is_empty() && !self.last_offsets.contains_key(name));
         for name in joined.collect::<Vec<_>>() {

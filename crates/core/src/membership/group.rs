@@ -21,7 +21,7 @@ pub(super) struct Group {
     /// The life of each member that prepared it.
     pub lives: BTreeMap<MemberName, Incarnation>,
     pub feeder: Option<MemberName>,
-    /// What its members were told of going back.
+    /// What its members were informed of going back.
     pub returned: Option<Returned>,
     pub transport: TransportChoice,
     /// The rules its members were sent; assumed to be the present ones for a group that was taken over.
@@ -32,7 +32,7 @@ pub(super) struct Group {
     /// Members that leave in good order, since when.
     pub leaving: BTreeMap<MemberName, u64>,
     /// Members whose state does not show the epoch, since when.
-    pub astray: BTreeMap<MemberName, u64>,
+    pub strays: BTreeMap<MemberName, u64>,
     /// Who cannot reach whom, since when.
     pub reports: BTreeMap<(MemberName, MemberName), (u64, String)>,
     /// Whether what its pre-flight found was heeded.
@@ -60,7 +60,7 @@ impl Group {
             committed_at,
             lost: BTreeMap::new(),
             leaving: BTreeMap::new(),
-            astray: BTreeMap::new(),
+            strays: BTreeMap::new(),
             reports: BTreeMap::new(),
             heeded: false,
         }
@@ -110,7 +110,7 @@ pub(super) struct Round {
     pub failed: BTreeMap<MemberName, Failure>,
     /// Who cannot reach whom.
     pub reports: BTreeMap<(MemberName, MemberName), (u64, String)>,
-    /// Whoever has not answered then has failed.
+    /// Anyone who has not answered then has failed.
     pub deadline: u64,
     /// After a first failure: how long others that fail for the same cause are waited for.
     pub settle_at: Option<u64>,
@@ -187,7 +187,7 @@ impl Round {
     }
 }
 
-/// Of members that cannot reach each other, those to leave out so that no such pair is left: whoever is part of most pairs; of two that
+/// Of members that cannot reach each other, those to leave out so that no such pair is left: anyone who is part of most pairs; of two that
 /// are alike rather a rollout than a source, and rather the one that is reported than the one that reports.
 pub(super) fn unreachable<'a>(
     reports: impl Iterator<Item = (&'a MemberName, &'a MemberName, &'a str)>,

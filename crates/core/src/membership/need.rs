@@ -65,7 +65,7 @@ impl Membership {
             | Reason::EngineWedged
             | Reason::GroupFenced => Weight::Loss,
             Reason::UpdateStuck => Weight::Failure,
-            // Held against it already, or nobody's fault.
+            // Held against it already, or no one's fault.
             Reason::BackingOff | Reason::SlowEdge | Reason::BrokenEdge => return,
             _ => {
                 self.event(reason, message, Some(name.clone()), true);
@@ -80,12 +80,12 @@ impl Membership {
         let Some(group) = &self.group else { return false };
         let mut lost: Vec<(MemberName, Reason, String)> = Vec::new();
         let mut leaving = Vec::new();
-        let mut astray = Vec::new();
+        let mut strays = Vec::new();
         for (name, life) in group.lives.iter().filter(|(name, _)| !group.lost.contains_key(*name)) {
             let agent = self.agents.get(life);
             if assessment.life(name) == Some(life) {
                 if agent.and_then(|agent| agent.epoch()) != Some(&group.id) {
-                    astray.push(name.clone());
+                    strays.push(name.clone());
                 }
                 continue;
             }
@@ -110,17 +110,17 @@ impl Membership {
                 left.push(name);
             }
         }
-        group.astray.retain(|name, _| astray.contains(name));
+        group.strays.retain(|name, _| strays.contains(name));
         let mut wakes = Vec::new();
-        for name in astray {
-            let at = group.astray.entry(name.clone()).or_insert(now).saturating_add(self.config.resend_ms);
+        for name in strays {
+            let at = group.strays.entry(name.clone()).or_insert(now).saturating_add(self.config.resend_ms);
             if now >= at {
                 lost.push((name, Reason::GroupFenced, "its agent is not in the epoch any more".to_owned()));
             } else {
                 wakes.push(at);
             }
         }
-        // Whoever says so of itself needs no second opinion: its GPU worker ended, and the communicator with it.
+        // Anyone who says so of itself needs no second opinion: its GPU worker ended, and the communicator with it.
         let by_itself: Vec<_> = group.reports.iter().filter(|((reporter, peer), _)| reporter == peer).collect();
         let by_itself: Vec<_> = by_itself.into_iter().map(|((_, name), (_, cause))| (name.clone(), cause.clone())).collect();
         group.reports.retain(|(reporter, peer), _| reporter != peer);
@@ -189,7 +189,7 @@ impl Membership {
             return Some(*reason);
         }
         // A person, or the canary, asks for another version than the one that is brought: what runs is not waited for.
-        if self.is_told_otherwise(group.returned) {
+        if self.is_asked_otherwise(group.returned) {
             return Some(if self.refusal().is_some() { Reason::VersionRefused } else { Reason::TargetChanged });
         }
         let id = group.id.clone();
@@ -217,12 +217,12 @@ impl Membership {
     /// Until when an update runs in the group.
     fn busy_until(&self) -> Option<u64> {
         let group = self.group.as_ref()?;
-        let told = self.updates.running_until(self.now, &group.id, &group.policy);
+        let reported = self.updates.running_until(self.now, &group.id, &group.policy);
         let seen = group.lives.values().filter_map(|life| {
             let agent = self.agents.get(life).filter(|agent| agent.epoch() == Some(&group.id))?;
             self.stuck_at(agent).filter(|at| self.now < *at)
         });
-        told.into_iter().chain(seen).max()
+        reported.into_iter().chain(seen).max()
     }
 
     /// When there is no group.
@@ -237,10 +237,10 @@ impl Membership {
             return Some(why);
         }
         let adopting_until = self.adopting_until();
-        // Announced, and silent or lost before it told anything: a controller that thousands come back to has not come to listen to it yet.
-        let untold = |agent: &Agent| agent.state.is_none() && agent.unusable.is_none();
-        let untold = || self.candidates.iter().filter_map(|candidate| self.agents.of(candidate)).any(|(_, agent)| untold(agent));
-        let missing = assessment.out.values().any(|out| out.reason == Reason::AgentMissing) || adopting_until.is_some() && untold();
+        // Announced, and silent or lost before it reported anything: a controller that thousands come back to has not come to listen to it yet.
+        let unreported = |agent: &Agent| agent.state.is_none() && agent.unusable.is_none();
+        let unreported = || self.candidates.iter().filter_map(|candidate| self.agents.of(candidate)).any(|(_, agent)| unreported(agent));
+        let missing = assessment.out.values().any(|out| out.reason == Reason::AgentMissing) || adopting_until.is_some() && unreported();
         // A pod that is paused for an update may be called unfit and is missing from the plan then: a group that could be taken over with
         // it would be ended in the middle of the update.
         let paused = |agent: &Agent| agent.link == Link::Live && self.updates_in_our_epoch(agent);

@@ -1,5 +1,5 @@
 //! What membership learns from outside. Every observation may be late, doubled or from another life of a member: each names its sender's
-//! [`Incarnation`] and, where it acts on a group, its [`EpochId`], so that what is stale can be told. Holds values only.
+//! [`Incarnation`] and, where it acts on a group, its [`EpochId`], so that what is stale can be informed. Holds values only.
 
 use crate::plan::{Candidate, LeftOut};
 use crate::protocol::{Announced, Announcement, EpochId, Incarnation, MemberName, MemberState, PrepareResponse, Refusal, UpdateView};

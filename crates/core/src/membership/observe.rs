@@ -92,7 +92,7 @@ impl Membership {
     fn note_state(&mut self, mut state: MemberState) {
         let refused_claim = self.correct(&mut state);
         if let Some(epoch) = state.epoch.as_ref().filter(|epoch| epoch.weightsync == self.config.weightsync) {
-            // Numbers that were used are never used again, whoever used them; one that is not in status was used before we started.
+            // Numbers that were used are never used again, anyone who used them; one that is not in status was used before we started.
             self.had_epoch |= epoch.epoch > self.epoch;
             self.epoch = self.epoch.max(epoch.epoch);
         }
@@ -113,7 +113,7 @@ impl Membership {
             agent.refused_claim = refused_claim;
         }
         if restarted {
-            let what = "its engine started anew: it serves again once it holds the current version";
+            let what = "its engine started again: it serves again once it holds the current version";
             self.event(Reason::EngineRestarted, what.to_owned(), name, true);
         }
         // The answer to a commit may be lost while the state that it led to is seen.

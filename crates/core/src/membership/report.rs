@@ -64,8 +64,8 @@ impl Membership {
 
     /// Tells what is newly wrong with the group as a whole, or with a member that was in none.
     pub(super) fn tell_degradations(&mut self, before: &[Degradation]) {
-        // A loss or a failure was told when it happened.
-        let told = |reason: Reason| {
+        // A loss or a failure was informed when it happened.
+        let reported = |reason: Reason| {
             use Reason::{AgentLost, AgentMissing, AgentSilent, BackingOff, UpdateStuck};
             matches!(reason, BackingOff | AgentLost | AgentSilent | AgentMissing | UpdateStuck)
         };
@@ -73,7 +73,7 @@ impl Membership {
         let counted = |new: &Degradation| new.reason == Reason::VersionRefused && new.member.is_none();
         let lost = |name: &MemberName| self.group.as_ref().is_some_and(|group| group.lost.contains_key(name));
         let new = self.view.degraded.iter().filter(|new| {
-            !told(new.reason)
+            !reported(new.reason)
                 && !counted(new)
                 && !new.member.as_ref().is_some_and(lost)
                 && !before.iter().any(|old| old.reason == new.reason && old.member == new.member)
@@ -264,7 +264,7 @@ impl Membership {
             let feeder = self.choose_feeder(group.lives.iter());
             return match feeder {
                 Some(feeder) => (standing, Reason::BeingFed, format!("waits for {current} from {feeder}{meanwhile}")),
-                None => (standing, Reason::NoFeeder, format!("nobody retains {current}; it waits for the next one{meanwhile}")),
+                None => (standing, Reason::NoFeeder, format!("no one retains {current}; it waits for the next one{meanwhile}")),
             };
         }
         if updating && candidate.role == Role::Rollout {
@@ -298,7 +298,7 @@ impl Membership {
                 return (Reason::NoRollout, "there is no rollout to send to".to_owned());
             }
             if !has(Role::Source) && !self.is_viable(&assessment.eligible) {
-                return (Reason::NoSource, "no trainer's agent takes part, and nobody needs feeding".to_owned());
+                return (Reason::NoSource, "no trainer's agent takes part, and no one needs feeding".to_owned());
             }
             return (Reason::GroupForming, "a group is about to be formed".to_owned());
         }
@@ -321,7 +321,7 @@ impl Membership {
         };
         for member in members {
             match (member.standing, member.reason) {
-                // Whoever plans says by itself which of those it leaves out are a mistake.
+                // Anyone who plans says by itself which of those it leaves out are a mistake.
                 (MemberStanding::Out, reason)
                     if self.left_out.iter().any(|left| left.who == member.name && left.code.reason() == reason) => {}
                 (MemberStanding::Out, Reason::Terminating | Reason::NotCandidate) => {}
@@ -345,7 +345,7 @@ impl Membership {
         }
         let has = |role: Role| assessment.eligible.iter().any(|member| member.candidate.role == role);
         if !has(Role::Source) {
-            add(Reason::NoSource, None, "no trainer's agent takes part: nobody can publish".to_owned());
+            add(Reason::NoSource, None, "no trainer's agent takes part: no one can publish".to_owned());
         }
         if !has(Role::Rollout) {
             add(Reason::NoRollout, None, "no rollout can take part".to_owned());

@@ -11,13 +11,13 @@ use crate::protocol::{HeldVersion, MemberState, Reason, Returned, Role, Version}
 use super::Membership;
 
 impl Membership {
-    /// The version that every rollout should hold; none where the one that counts is refused and nobody keeps another.
+    /// The version that every rollout should hold; none where the one that counts is refused and no one keeps another.
     pub(super) fn wanted(&self) -> Option<&HeldVersion> {
         let brought = |version: &&HeldVersion| !self.is_refused(version.version);
         self.target.as_ref().or(self.version.as_ref().filter(brought))
     }
 
-    /// What members are told of going back, where there is something to tell.
+    /// What members are informed of going back, where there is something to tell.
     pub(super) fn returned(&self) -> Option<Returned> {
         let to = self.wanted()?.version;
         let (from, pinned) = (self.highest.max(to), self.config.target == Some(to));
@@ -25,9 +25,9 @@ impl Membership {
     }
 
     /// Whether a group knows something else than it must. That a new version overtook the one it went back from, its members see themselves.
-    pub(super) fn is_told_otherwise(&self, told: Option<Returned>) -> bool {
+    pub(super) fn is_asked_otherwise(&self, reported: Option<Returned>) -> bool {
         let now = self.returned();
-        now != told && (now.is_some() || told.is_some_and(|told| told.pinned))
+        now != reported && (now.is_some() || reported.is_some_and(|reported| reported.pinned))
     }
 
     /// The number to go back to: the spec's, unless the canary refused it; else the one before a refused one.
@@ -85,7 +85,7 @@ impl Membership {
         let listed = if listed.is_empty() { "none at all".to_owned() } else { listed.join(", ") };
         let keep = self.config.policy.keep;
         Some(format!(
-            "nobody keeps version {number}, which targetVersion names, and everything stays as it is; kept are: {listed} \
+            "no one keeps version {number}, which targetVersion names, and everything stays as it is; kept are: {listed} \
              (membership.keep: {keep})"
         ))
     }

@@ -1,13 +1,13 @@
 //! Which transport an epoch gets, from what the object asks for and what the members' GPUs are.
 //!
 //! Decides by facts of prepared members only. NCCL needs a GPU for every member, no GPU twice (a member on the source's GPU has no rank:
-//! [`seats`]), one minor version of the library everywhere, and room for a ring. `auto` goes back to TCP and says why; when NCCL is demanded, the members that
+//! [`rank_plan`]), one minor version of the library everywhere, and room for a ring. `auto` goes back to TCP and says why; when NCCL is demanded, the members that
 //! stand in its way are named, and left out like any member that refuses. Reads through NIXL need no GPU; `auto` takes them where all members
 //! have an RDMA device and NCCL is not possible.
 
 use std::collections::BTreeMap;
 
-use crate::plan::{GpuRoom, Joiner, RingChoice, RingWish, Seats, USUAL_LOAD, engine_groups, gpu_ring, seats};
+use crate::plan::{GpuRoom, Joiner, RankPlan, RingChoice, RingWish, USUAL_LOAD, engine_groups, gpu_ring, rank_plan};
 use crate::protocol::{
     CommunicatorPlan, Delivery, FabricPlan, FabricReport, GpuReport, GroupFacts, MemberGpu, MemberName, Role, RosterMember,
     TransportChoice, TransportPolicy, TransportWish, UpdatePolicy,
@@ -95,14 +95,14 @@ fn between_agents(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)
         return Ok(TransportChoice::tcp("asked for by spec.transport.tcp"));
     }
     let mut in_the_way = unfit(members);
-    let seats = seats(&members.iter().map(|(name, report)| (*name, uuids(report))).collect::<Vec<_>>());
-    in_the_way.extend(seats.out.clone());
+    let rank_plan = rank_plan(&members.iter().map(|(name, report)| (*name, uuids(report))).collect::<Vec<_>>());
+    in_the_way.extend(rank_plan.out.clone());
     if in_the_way.is_empty() {
-        match ring(policy, members, &seats) {
+        match ring(policy, members, &rank_plan) {
             Ok((plan, why)) => {
                 let asked =
                     if policy.wish == TransportWish::Nccl { "asked for by spec.transport.nccl" } else { "auto: every member has a GPU" };
-                let notes = [beside(&seats), unshared(members)].concat();
+                let notes = [alongside(&rank_plan), unshared(members)].concat();
                 return Ok(TransportChoice { nccl: Some(plan), gdr: None, engines: None, reason: format!("{asked}; ring: {why}{notes}") });
             }
             Err((member, why)) => _ = in_the_way.insert(member, why),
@@ -126,8 +126,8 @@ fn uuids(report: &GpuReport) -> Vec<String> {
 }
 
 /// Names the members that are on the source's GPU.
-fn beside(seats: &Seats) -> String {
-    let guests: Vec<&str> = seats.guests.iter().map(|guest| guest.0.as_str()).collect();
+fn alongside(rank_plan: &RankPlan) -> String {
+    let guests: Vec<&str> = rank_plan.guests.iter().map(|guest| guest.0.as_str()).collect();
     match guests.as_slice() {
         [] => String::new(),
         guests => format!("; without a rank, on the source's GPU: {}", guests.join(", ")),
@@ -170,18 +170,18 @@ fn unfit(members: &[(&MemberName, &GpuReport)]) -> InTheWay {
 fn ring(
     policy: &TransportPolicy,
     members: &[(&MemberName, &GpuReport)],
-    seats: &Seats,
+    rank_plan: &RankPlan,
 ) -> Result<(CommunicatorPlan, String), (MemberName, String)> {
     // On the source's GPU each guest has a ring as well.
     let rings = |name: &MemberName| {
-        let first = seats.ranks.first().is_some_and(|(first, _)| first == name);
-        1 + if first { u64::try_from(seats.guests.len()).unwrap_or(u64::MAX - 1) } else { 0 }
+        let first = rank_plan.ranks.first().is_some_and(|(first, _)| first == name);
+        1 + if first { u64::try_from(rank_plan.guests.len()).unwrap_or(u64::MAX - 1) } else { 0 }
     };
-    let ranked: Vec<_> = members.iter().filter(|(name, _)| !seats.guests.contains(name)).collect();
+    let ranked: Vec<_> = members.iter().filter(|(name, _)| !rank_plan.guests.contains(name)).collect();
     let rooms: Vec<(&MemberName, GpuRoom)> =
         ranked.iter().flat_map(|(name, report)| report.gpus.iter().map(|gpu| (*name, room(name, gpu, rings(name))))).collect();
     let chosen = ring_in(policy, &rooms)?;
-    let (ranks, guests) = (seats.ranks.clone(), seats.guests.clone());
+    let (ranks, guests) = (rank_plan.ranks.clone(), rank_plan.guests.clone());
     let plan = CommunicatorPlan { slots: chosen.ring.slots, slot_bytes: chosen.ring.slot_bytes, ranks, guests };
     Ok((plan, chosen.why))
 }

@@ -81,7 +81,7 @@ impl Updates {
         noted
     }
 
-    /// Counts who refused or failed. When nobody got any further, the cause is common to all and is nobody's fault.
+    /// Counts who refused or failed. When no one got any further, the cause is common to all and is no one's fault.
     fn count_misses(&mut self, view: &UpdateView) -> Vec<Repeated> {
         let missed = |step: InstallStep| matches!(step, InstallStep::Refused | InstallStep::Failed);
         let common = view.members.iter().all(|member| missed(member.step));

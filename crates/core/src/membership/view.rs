@@ -10,7 +10,7 @@ use crate::protocol::{
 #[allow(missing_docs)]
 pub enum GroupStage {
     /// A controller that started waits for agents before it decides anything. What status says of members and of the group stays as it
-    /// is until then: nobody became unready because a controller restarted. The version may rise, and is written.
+    /// is until then: no one became unready because a controller restarted. The version may rise, and is written.
     Adopting,
     /// There is no group, and none is being formed.
     Idle,
@@ -64,7 +64,7 @@ pub struct MemberView {
     pub standing: MemberStanding,
     /// What it keeps, complete and verified (delivered), the current version first where it is among them.
     pub keeps: Vec<HeldVersion>,
-    /// Whether it may hold half an update, or nobody knows what it holds, wherever it stands: it must not serve until it is proven or fed.
+    /// Whether it may hold half an update, or no one knows what it holds, wherever it stands: it must not serve until it is proven or fed.
     pub dirty: bool,
     /// Whether its engine computes nothing any more although its front answers, by its agent's word.
     pub wedged: bool,
@@ -133,7 +133,7 @@ pub struct MembershipView {
     pub version: Option<HeldVersion>,
     /// The version that every rollout should hold: another one than `version` while the group goes back.
     pub wanted: Option<HeldVersion>,
-    /// What members are told of going back, or of being held at a version.
+    /// What members are informed of going back, or of being held at a version.
     pub returned: Option<Returned>,
     /// Versions that most replicas refused by their canary, the highest last.
     pub refused: Vec<Version>,

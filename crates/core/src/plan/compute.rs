@@ -141,7 +141,7 @@ fn check_order(field: &str, order: &Order) -> Result<(), String> {
     }
 }
 
-/// The pods of one part of the spec that consent. A pod that two parts select belongs to the first, which is told.
+/// The pods of one part of the spec that consent. A pod that two parts select belongs to the first, which is reported.
 fn selected<'a>(
     selector: &Selector,
     role: Role,

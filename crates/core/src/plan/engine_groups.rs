@@ -36,7 +36,7 @@ pub fn engine_groups(source: (&MemberName, &GpuReport), joiners: &[Joiner<'_>]) 
     let mut groups: Vec<EngineGroup> = Vec::new();
     for joiner in joiners {
         match fit(joiner, gpus) {
-            Ok(rendezvous) => seat(&mut groups, rendezvous, joiner),
+            Ok(rendezvous) => place(&mut groups, rendezvous, joiner),
             Err(why) => _ = in_the_way.insert(joiner.name.clone(), why),
         }
     }
@@ -62,7 +62,7 @@ fn fit(joiner: &Joiner<'_>, source: &GpuReport) -> Result<Rendezvous, String> {
 }
 
 /// Puts a member into the first group of its kind that has room.
-fn seat(groups: &mut Vec<EngineGroup>, rendezvous: Rendezvous, joiner: &Joiner<'_>) {
+fn place(groups: &mut Vec<EngineGroup>, rendezvous: Rendezvous, joiner: &Joiner<'_>) {
     let member = (joiner.name.clone(), joiner.size);
     let fits = |group: &&mut EngineGroup| group.rendezvous == rendezvous && group.world().saturating_add(joiner.size) <= MOST_RANKS;
     match groups.iter_mut().find(fits) {

@@ -1,7 +1,7 @@
 //! How large the ring of buckets on each GPU is, what a group takes of a GPU's memory in all, and whether that is there.
 //!
 //! Pure, and asked before anything is allocated and before an engine is paused: too little is refused with both numbers. It never takes
-//! more than half of what is free by itself, because the engine or the trainer beside it may still grow; what the user asks for is only
+//! more than half of what is free by itself, because the engine or the trainer next to it may still grow; what the user asks for is only
 //! compared with what is there.
 
 use serde::{Deserialize, Serialize};
@@ -170,7 +170,7 @@ pub fn gpu_ring(wish: RingWish, load: RingLoad, rooms: &[GpuRoom]) -> Result<Rin
 /// Slots of the ring in which a source's buckets lie that are also copied to its host, which takes twice as long as the wire and the engine's
 /// load do: 50 and 100 GB/s on H200. With two thirds of `buckets` in the ring the last one waits for no copy; in rings of 3, 4 and 6 slots
 /// the transfer of 6 buckets takes 73, 55 and 60 ms. Never fewer slots than `ring` has.
-pub fn slots_beside_copies(ring: &GpuRing, buckets: u32, free: u64) -> u32 {
+pub fn slots_with_copies(ring: &GpuRing, buckets: u32, free: u64) -> u32 {
     let wanted = u64::from(buckets).saturating_mul(2).div_ceil(3);
     let most = (free / FREE_PER_COPIES).checked_div(ring.slot_bytes).unwrap_or(0);
     u32::try_from(wanted.min(most)).unwrap_or(u32::MAX).max(ring.slots)
@@ -206,7 +206,7 @@ fn candidates(wish: RingWish, load: RingLoad) -> Vec<GpuRing> {
 }
 
 fn why(ring: &GpuRing, wish: RingWish, load: RingLoad, tightest: Option<&GpuRoom>) -> String {
-    let shape = format!("{} slots of {}, beside about {} for NCCL", ring.slots, show_bytes(ring.slot_bytes), show_bytes(NCCL_ESTIMATE));
+    let shape = format!("{} slots of {}, next to about {} for NCCL", ring.slots, show_bytes(ring.slot_bytes), show_bytes(NCCL_ESTIMATE));
     let said = match (wish.slots.is_some(), wish.slot_bytes.is_some()) {
         (true, true) => "as the object says".to_owned(),
         (false, false) => format!("chosen for a model of {}", show_bytes(load.bytes)),

@@ -125,7 +125,7 @@ pub enum Order {
     Ordinal,
     /// By name, byte for byte.
     Name,
-    /// By the value of a label: integers by value, anything else behind them byte for byte. A trainer's must be integers.
+    /// By the value of a label: integers by value, anything else after them byte for byte. A trainer's must be integers.
     Label(String),
     /// As listed. The list names pods (the head, where a replica is a group), which must have stable names.
     Explicit(Vec<String>),

@@ -145,7 +145,7 @@ pub enum PlanRefusal {
     /// An older `WeightSync` selects one of the pods: no pod can hold the weights of two trainers.
     #[error("pod {pod} belongs to the older WeightSync {}/{}; change one of the two selectors", by.namespace, by.name)]
     PodClaimed { pod: String, by: WeightSyncRef },
-    /// There is no source, or it cannot be told which pod it is. Rollouts may still feed each other.
+    /// There is no source, or it cannot be informed which pod it is. Rollouts may still feed each other.
     #[error("{message}")]
     NoSource {
         /// Which pod is missing, unfit, or one of several.

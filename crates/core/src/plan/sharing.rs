@@ -1,8 +1,8 @@
-//! Whether an agent can use a GPU, and share memory of it with the engine or trainer beside it (CUDA IPC), from what both can see.
+//! Whether an agent can use a GPU, and share memory of it with the engine or trainer next to it (CUDA IPC), from what both can see.
 //!
 //! Pure: facts in, a verdict with the exact reason and what to change out. Without this a pair of containers falls back to a slow path in
 //! silence (vllm-project/vllm#55906), or an update ends in an error number of the driver. It never guesses: what is not known is no reason
-//! against, and what the driver says is told as it is.
+//! against, and what the driver says is reported as it is.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +12,7 @@ use crate::protocol::worker::GpuFacts;
 /// Shared memory with which NCCL and engines of several ranks get along; a pod has 64 MiB by itself.
 const ENOUGH_SHM: u64 = 512 << 20;
 
-/// What one process can see and was told.
+/// What one process can see and was informed.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ProcessView {
@@ -37,7 +37,7 @@ pub struct ProcessView {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Neighbour {
-    /// Not there yet, or nobody looked.
+    /// Not there yet, or no one looked.
     #[default]
     Unknown,
     /// The agent started it, in its own container (`weightsync run`).
@@ -48,7 +48,7 @@ pub enum Neighbour {
     Hidden,
 }
 
-/// What is known of a container and of the process beside the agent.
+/// What is known of a container and of the process next to the agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SharingFacts {
     /// Device files of GPUs (`nvidia0`, ...), without `/dev`.
@@ -61,7 +61,7 @@ pub struct SharingFacts {
     pub gpus: Result<Vec<GpuFacts>, String>,
     /// The agent.
     pub agent: ProcessView,
-    /// Who is beside it.
+    /// Who is next to it.
     pub neighbour: Neighbour,
 }
 

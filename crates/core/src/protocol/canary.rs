@@ -1,4 +1,4 @@
-//! What engines are asked behind each switch, and when replicas that refuse a version for their answer take the whole group back.
+//! What engines are asked after each switch, and when replicas that refuse a version for their answer take the whole group back.
 //!
 //! Values, and the one count that leader and controller must agree on. How an engine is asked, and how its answer is judged, is `engine`'s.
 
@@ -32,7 +32,7 @@ pub struct RefusedVersion {
 
 /// Whether a version is refused for all: more replicas refused it than took it, and those that have not judged yet could not change that.
 ///
-/// Counted over replicas that judge, not over all: behind `maxUnavailable` a bad version reaches few, and those few are enough to turn it back.
+/// Counted over replicas that judge, not over all: after `maxUnavailable` a bad version reaches few, and those few are enough to turn it back.
 pub fn is_refused_by_most(refused: usize, taken: usize, undecided: usize) -> bool {
     refused > taken.saturating_add(undecided)
 }

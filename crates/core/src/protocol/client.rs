@@ -1,5 +1,5 @@
-//! Messages between a trainer's client and the source agent beside it: one JSON object a line over an abstract unix stream
-//! socket (`\0weightsync/POD_UID`), with the ring's memfd passed once by SCM_RIGHTS beside [`ClientReply::Ring`], or the handle of a ring in
+//! Messages between a trainer's client and the source agent next to it: one JSON object a line over an abstract unix stream
+//! socket (`\0weightsync/POD_UID`), with the ring's memfd passed once by SCM_RIGHTS next to [`ClientReply::Ring`], or the handle of a ring in
 //! GPU memory in it ([`GpuRing`]).
 //!
 //! The client writes the stream of the layout into the ring, a bucket a slot, and says so; the agent says when a slot is free again.
@@ -68,7 +68,7 @@ pub enum ClientRequest {
     Opened {
         /// [`GpuRing::ring`].
         ring: u64,
-        /// For each slot the 64 bytes of the `CUipcEventHandle` (base64) that is recorded behind each filling of it; none when events
+        /// For each slot the 64 bytes of the `CUipcEventHandle` (base64) that is recorded after each filling of it; none when events
         /// cannot be shared: the trainer then waits for its copies itself.
         events: Vec<String>,
     },
@@ -99,7 +99,7 @@ pub enum ClientRequest {
     WatchEpochs,
     /// Begins a version that the trainer's own data plane brings to the replicas of an epoch.
     External {
-        /// The epoch, as it was told on this connection.
+        /// The epoch, as it was informed on this connection.
         epoch: u64,
         /// Number of the version: higher than the current one, or the current one once more for replicas that lack it.
         version: Version,
@@ -231,7 +231,7 @@ pub enum ClientReply {
     Roster {
         roster: RosterView,
     },
-    /// An epoch was committed; the bound socket of its rendezvous comes beside this line.
+    /// An epoch was committed; the bound socket of its rendezvous comes next to this line.
     Epoch {
         topology: Topology,
     },
@@ -298,7 +298,7 @@ pub enum PublishErrorCode {
     /// `spec.targetVersion` holds the group at a version: nothing is published until it is cleared.
     VersionPinned,
     Timeout,
-    /// Engines were told to switch, as many as make the version count, and what came of it was not heard: it may be the current one. The same
+    /// Engines were asked to switch, as many as make the version count, and what came of it was not heard: it may be the current one. The same
     /// number with the same weights may be published again, or a higher one; the roster says what replicas serve.
     OutcomeUnknown,
     /// Another publish replaced it (`queue: latest`).

@@ -45,7 +45,7 @@ impl Protocols {
         let next = if self.oldest > ours.newest {
             "upgrade the controller first"
         } else {
-            "make the pod anew, with the agent of this controller's release"
+            "make the pod again, with the agent of this controller's release"
         };
         let own = env!("CARGO_PKG_VERSION");
         Some(format!("its agent ({program}) speaks protocol {self}, this controller ({own}) speaks {ours}: {next}"))

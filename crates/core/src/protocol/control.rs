@@ -31,7 +31,7 @@ pub struct PrepareRequest {
     /// Rules of updates.
     pub policy: UpdatePolicy,
     /// Why there is a new epoch, for a person: whose loss ended the one before. A prepare may be the first that a member hears of it, and
-    /// whoever waits in the old epoch wants to know more than that a new one came. Empty from a controller that does not say it.
+    /// anyone who waits in the old epoch wants to know more than that a new one came. Empty from a controller that does not say it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub why: String,
     /// Answer within this long.
@@ -80,7 +80,7 @@ pub struct MemberAddress {
 
 /// Second phase: members learn each other's addresses, connect, and move one element over the real transport.
 ///
-/// It is sent in waves, each after the one before answered: rollouts, then the feeder where that is a rollout, then the source. So whoever
+/// It is sent in waves, each after the one before answered: rollouts, then the feeder where that is a rollout, then the source. So anyone who
 /// leads has its commit last and finds every other member committed; it is the one that proves the chain with a probe, and a rollout
 /// must not wait for the probe before it answers.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,7 +100,7 @@ pub struct CommitRequest {
     /// Versions that the group refused by its canary, the highest last: their numbers are never published again.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub refused: Vec<Version>,
-    /// Who feeds members that lack the current version: the source, or a rollout that holds it. None: nobody retains it.
+    /// Who feeds members that lack the current version: the source, or a rollout that holds it. None: no one retains it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub feeder: Option<MemberName>,
     /// How bytes travel.
@@ -114,7 +114,7 @@ pub struct CommitRequest {
 
 /// A group that went back to an earlier version, goes back to it, or is held at one.
 ///
-/// Whoever serves a version above `to` and up to `from` is brought `to`; a number up to `from` is never published again, because other
+/// Anyone who serves a version above `to` and up to `from` is brought `to`; a number up to `from` is never published again, because other
 /// weights had it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -217,7 +217,7 @@ pub struct EngineFacts {
     pub url: String,
     /// Way in which weights are handed over, e.g. `reload_weights from a directory`.
     pub delivery: String,
-    /// How an answer can be told its version: `token`, `request` or `none`.
+    /// How an answer can be informed its version: `token`, `request` or `none`.
     pub answer_version: String,
     /// Why versions cannot be compared with the checkpoint that it was started with; none where they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -243,7 +243,7 @@ pub enum MemberPhase {
     /// The last change of the engine ended without proof: what the engine holds, or whether it runs, is not known. It does not serve before it
     /// is proven or fed.
     Unknown,
-    /// The engine beside it does not answer.
+    /// The engine next to it does not answer.
     EngineDown,
 }
 
@@ -292,7 +292,7 @@ pub struct MemberState {
     /// What sources signed about the versions above. A claim about a version counts for others only where such a statement is known.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub statements: Vec<Statement>,
-    /// The engine, where one is beside it and answers.
+    /// The engine, where one is next to it and answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineFacts>,
     /// So often this life of the agent saw another start of the engine take the place of a known one.

@@ -87,7 +87,7 @@ pub enum StreamFailure {
         peer: MemberName,
         sequence: u32,
     },
-    /// The communicator between the GPUs failed, and nobody can be told to be at fault.
+    /// The communicator between the GPUs failed, and no one can be asked to be at fault.
     Communicator {
         cause: String,
     },

@@ -1,5 +1,5 @@
 //! Groups that the engines themselves join (`delivery: Engine`): what a server says about joining, how a group is made up, and the messages
-//! by which the source's agent has the agents beside the engines speak to them.
+//! by which the source's agent has the agents next to the engines speak to them.
 //!
 //! Values only. The source's GPU worker is rank 0 and sends; rollout agents move no byte of weights, they only speak HTTP to their engine.
 
@@ -85,7 +85,7 @@ impl EngineGroups {
     }
 }
 
-/// Where a group is joined. Secret: whoever has it can join.
+/// Where a group is joined. Secret: anyone who has it can join.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "by", rename_all = "camelCase", rename_all_fields = "camelCase")]
 #[allow(missing_docs)]

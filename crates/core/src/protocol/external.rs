@@ -2,8 +2,8 @@
 //!
 //! Between trainer and agent, on the trainer's socket: `watchEpochs` -> (`epoch` / `fenced`)*, and in an epoch for each version `external` ->
 //! `open` -> `report`* -> `conclude` -> `done` or `error`. After `error` the epoch is of no use any more: `fenced` follows, and then the next
-//! `epoch`. `broken` gives an epoch up without a version. A bound, listening socket comes by SCM_RIGHTS beside each `epoch`: the trainer's
-//! rendezvous takes that very socket, so nobody can take the port between the word and the use (F21).
+//! `epoch`. `broken` gives an epoch up without a version. A bound, listening socket comes by SCM_RIGHTS next to each `epoch`: the trainer's
+//! rendezvous takes that very socket, so no one can take the port between the word and the use (F21).
 //!
 //! Between leader and rollout agents, over mutual TLS: `POST /v1/update/external/begin | end`; the rest as for any update
 //! (`status`, `abort`).
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{EpochId, HeldVersion, MemberName, Statement, UpdateId, Version};
 
-/// A committed epoch, as a trainer that drives its own data plane is told of it.
+/// A committed epoch, as a trainer that drives its own data plane is informed of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Topology {
@@ -24,7 +24,7 @@ pub struct Topology {
     pub world_size: u32,
     /// Address of the trainer's pod: where the rendezvous listens.
     pub address: String,
-    /// Port of the socket that comes beside this message.
+    /// Port of the socket that comes next to this message.
     pub port: u16,
     /// An update, or the forming of the trainer's group, may take this long, in ms.
     pub timeout_ms: u64,

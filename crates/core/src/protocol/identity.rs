@@ -55,7 +55,7 @@ pub struct Assignment {
     /// serve before the first version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub current: Option<HeldVersion>,
-    /// Set once at least `minReady` replicas serve the version that the group went back to: from then on nobody else is ready with a version
+    /// Set once at least `minReady` replicas serve the version that the group went back to: from then on no one else is ready with a version
     /// that was left.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub returned: Option<Returned>,
@@ -65,7 +65,7 @@ pub struct Assignment {
     /// Whether the object is suspended: its pods are released and serve what they have, whatever `current` says.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub suspended: bool,
-    /// How bytes are to travel, so that GPU workers start with the settings that groups will want: told only when a group forms, they are
+    /// How bytes are to travel, so that GPU workers start with the settings that groups will want: reported only when a group forms, they are
     /// started twice, which is most of a second after the loss of a source.
     #[serde(default)]
     pub transport: TransportPolicy,
@@ -84,7 +84,7 @@ pub struct Hindrance {
     pub permanent: bool,
 }
 
-/// One engine server beside an agent.
+/// One engine server next to an agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EngineAssignment {
@@ -115,12 +115,12 @@ pub struct Announcement {
     /// Port of the engine of this endpoint; none for a source.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine_port: Option<u16>,
-    /// Address of its control server (`IP:PORT`), bound before it is told to anyone.
+    /// Address of its control server (`IP:PORT`), bound before it is asked to anyone.
     pub control_address: String,
     pub program: String,
     #[serde(default = "Protocols::unsaid")]
     pub speaks: Protocols,
-    /// Whether a coordinator reads its events: then it only asks for its assignment, and whoever reads them need not begin anew.
+    /// Whether a coordinator reads its events: then it only asks for its assignment, and anyone who reads them need not begin again.
     #[serde(default)]
     pub attached: bool,
 }

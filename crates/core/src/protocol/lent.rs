@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::worker::IpcHandle;
 use super::{BucketHeader, EpochId};
 
-/// Memory of the source's worker, and how whoever opens it knows that it is the memory that was meant.
+/// Memory of the source's worker, and how anyone who opens it knows that it is the memory that was meant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LentMemory {

@@ -44,7 +44,7 @@ pub struct UpdatePolicy {
     #[serde(default)]
     pub transport: TransportPolicy,
     pub health: HealthPolicy,
-    /// What each engine is asked behind a switch, before its replica says that it holds the version.
+    /// What each engine is asked after a switch, before its replica says that it holds the version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub canary: Option<CanaryPolicy>,
 }

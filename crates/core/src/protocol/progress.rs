@@ -1,4 +1,4 @@
-//! How far an update is, as its leader tells it: in the event stream, in status, and to whoever draws it. Values only.
+//! How far an update is, as its leader tells it: in the event stream, in status, and to anyone who draws it. Values only.
 
 use serde::{Deserialize, Serialize};
 

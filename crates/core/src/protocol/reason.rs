@@ -73,7 +73,7 @@ reasons! {
     RollingBack,
     /// At least minReady replicas serve the earlier version that `spec.targetVersion` names.
     RolledBack,
-    /// Nobody keeps the version that `spec.targetVersion` names; the message lists those that are kept.
+    /// No one keeps the version that `spec.targetVersion` names; the message lists those that are kept.
     TargetVersionMissing,
     /// The canary refused a version; the message names replicas and what they measured. Refused by most of those that were asked, it is left
     /// for the version before; else only the replicas that refused it do not serve.
@@ -177,11 +177,11 @@ reasons! {
     UnknownName,
     /// The explicit order does not list the pod.
     NotListed,
-    /// No trainer's agent takes part: nobody can publish.
+    /// No trainer's agent takes part: no one can publish.
     NoSource,
     /// No rollout can take part.
     NoRollout,
-    /// Nobody retains the current version: members that lack it wait for the next one.
+    /// No one retains the current version: members that lack it wait for the next one.
     NoFeeder,
     /// Fewer replicas than minReady are in the group.
     BelowMinReady,

@@ -55,7 +55,7 @@ impl TransportPolicy {
     /// or it is not made (`unhandled cuda error`, `invalid argument`: NCCL 2.28.9 on H200). SGLang (0.5.23) starts its workers with
     /// `NCCL_CUMEM_ENABLE=0`, the others leave NCCL's own choice, which is -2.
     #[must_use]
-    pub fn beside_engines<'a>(mut self, kinds: impl IntoIterator<Item = &'a str>) -> Self {
+    pub fn with_engines<'a>(mut self, kinds: impl IntoIterator<Item = &'a str>) -> Self {
         let mut kinds = kinds.into_iter().peekable();
         let sglang = kinds.peek().is_some() && kinds.all(|kind| kind == "sglang");
         self.defaults.insert("NCCL_CUMEM_ENABLE".to_owned(), if sglang { "0" } else { "-2" }.to_owned());
@@ -71,7 +71,7 @@ pub struct MemberGpu {
     pub uuid: String,
     /// Name of the model.
     pub name: String,
-    /// Bytes free, beside what the worker holds already.
+    /// Bytes free, next to what the worker holds already.
     pub free_bytes: u64,
     /// Bytes in all.
     pub memory_bytes: u64,
@@ -90,7 +90,7 @@ pub struct GpuReport {
     /// Why there is no GPU or no NCCL, for a person. Empty when there are both.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
-    /// Why memory of the GPUs cannot be shared with the engine beside them (CUDA IPC), so that weights pass by the host there. Empty when
+    /// Why memory of the GPUs cannot be shared with the engine next to them (CUDA IPC), so that weights pass by the host there. Empty when
     /// nothing speaks against it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub unshared: String,
@@ -135,7 +135,7 @@ impl CommunicatorPlan {
     }
 
     /// First rank of a member, and the UUIDs of its GPUs.
-    pub fn seat(&self, member: &MemberName) -> Option<(u32, &[String])> {
+    pub fn ranks_of(&self, member: &MemberName) -> Option<(u32, &[String])> {
         let at = self.ranks.iter().position(|(name, _)| name == member)?;
         let before = self.ranks.iter().take(at).map(|(_, gpus)| count(gpus)).sum();
         self.ranks.get(at).map(|(_, gpus)| (before, gpus.as_slice()))
@@ -184,7 +184,7 @@ impl Default for TransportChoice {
 pub struct JoinRequest {
     /// The epoch.
     pub id: super::EpochId,
-    /// The communicator's id. Secret: whoever has it can join.
+    /// The communicator's id. Secret: anyone who has it can join.
     pub nccl: super::worker::NcclId,
     /// Answer within this long.
     pub deadline_ms: u64,

@@ -111,7 +111,7 @@ pub struct UpdateStatus {
 }
 
 /// A time in which an engine served while its weights were a mixture of two versions. An answer that was under way at any moment of it is
-/// of no version. The clock is that of the agent beside the engine.
+/// of no version. The clock is that of the agent next to the engine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MixedWindow {

@@ -1,7 +1,7 @@
 //! What an agent and its GPU worker say to each other over a socket pair: requests, answers, faults, and how they are framed.
 //!
 //! A frame is a u32 (little-endian) length and that many bytes of JSON. Requests carry an id and the time they may take; several are under
-//! way at once, answers come in any order. A request that needs a descriptor has it beside its frame (`SCM_RIGHTS`), in the order of the
+//! way at once, answers come in any order. A request that needs a descriptor has it next to its frame (`SCM_RIGHTS`), in the order of the
 //! frames. Decides nothing; knows no socket and no driver.
 //!
 //! Order on the GPU: requests that name the same slot run one behind the other in the order in which they were sent, without waiting for
@@ -68,7 +68,7 @@ pub enum WorkerRequest {
         /// Bytes of a slot; a multiple of 64.
         slot_bytes: u64,
     },
-    /// Maps the sealed memfd beside this frame, and registers it with the driver where a GPU is open. Answered by `Host`.
+    /// Maps the sealed memfd next to this frame, and registers it with the driver where a GPU is open. Answered by `Host`.
     MapHost {
         /// Bytes to map, from the start.
         bytes: u64,
@@ -108,7 +108,7 @@ pub enum WorkerRequest {
         /// From where (root), or to where (others).
         at: Place,
         bytes: u64,
-        /// What to digest behind it; offsets from `at`. Empty: nothing.
+        /// What to digest after it; offsets from `at`. Empty: nothing.
         parts: Vec<Part>,
         /// Event to wait for on the GPU before it starts: when another process fills `at`.
         after: Option<u64>,
@@ -127,7 +127,7 @@ pub enum WorkerRequest {
         to: Place,
         bytes: u64,
         after: Option<u64>,
-        /// Event to record behind it: another process can wait for it on its own stream.
+        /// Event to record after it: another process can wait for it on its own stream.
         then: Option<u64>,
     },
     /// Aborts a group (`ncclCommAbort`), whatever it is doing; requests under way in it fail. Answered by `Done`, also when it was aborted

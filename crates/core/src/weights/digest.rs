@@ -212,7 +212,7 @@ pub struct TensorHasher {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TensorHasherError {
-    #[error("{extra} bytes came behind the end of the stream")]
+    #[error("{extra} bytes came after the end of the stream")]
     TooLong { extra: u64 },
     #[error("the stream ended in tensor {tensor}, after {position} of {total} bytes")]
     TooShort { tensor: String, position: u64, total: u64 },

@@ -73,7 +73,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// The first byte of the stream that lies behind the tensor.
+    /// The first byte of the stream that lies after the tensor.
     pub fn end(&self) -> u64 {
         self.offset.saturating_add(self.bytes)
     }
@@ -146,7 +146,7 @@ pub enum LayoutError {
     PartialByte { name: String, bits: u64 },
     #[error("tensor {name} appears twice")]
     Duplicate { name: String },
-    #[error("tensor {name} of the model comes behind one of the draft model: the draft model's come last")]
+    #[error("tensor {name} of the model comes after one of the draft model: the draft model's come last")]
     OutOfOrder { name: String },
     #[error("the version has tensors of a draft model and none of the model")]
     DraftAlone,

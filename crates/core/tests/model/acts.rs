@@ -202,17 +202,17 @@ fn exhaust(story: &Story, at_least: u64) {
 }
 
 #[test]
-fn a_group_that_goes_back_survives_every_single_fault_at_every_step() {
+fn rollback_survives_every_single_fault_at_every_step() {
     exhaust(&GOING_BACK, 500);
 }
 
 #[test]
-fn a_version_that_most_refuse_after_it_counted_is_left_whatever_fails_meanwhile() {
+fn counted_version_most_refuse_is_left_under_any_fault() {
     exhaust(&REFUSED_BY_MOST, 500);
 }
 
 #[test]
-fn a_version_that_all_refuse_never_counts_whatever_fails_meanwhile() {
+fn version_all_refuse_never_counts_under_any_fault() {
     exhaust(&REFUSED_BY_ALL, 500);
 }
 
@@ -222,11 +222,11 @@ fn a_version_that_one_refuses_stays_whatever_fails_meanwhile() {
 }
 
 #[test]
-fn a_replica_that_is_left_behind_serves_as_long_as_the_limit_allows_whatever_fails_meanwhile() {
+fn lagging_replica_serves_within_the_skew_limit() {
     exhaust(&LEFT_BEHIND, 500);
 }
 
 #[test]
-fn a_replica_that_is_ahead_takes_nobody_out_of_service_whatever_fails_meanwhile() {
+fn replica_ahead_takes_no_other_out_of_service() {
     exhaust(&AHEAD, 500);
 }

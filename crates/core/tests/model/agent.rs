@@ -111,7 +111,7 @@ pub(super) struct Agent {
     /// Whether its engine takes no version now.
     pub deaf: bool,
     pub last_sent: Option<MemberState>,
-    /// What it said last of an update that it leads: whoever listens anew hears it.
+    /// What it said last of an update that it leads: anyone who listens again hears it.
     pub last_update: Option<UpdateView>,
 }
 
@@ -230,7 +230,7 @@ impl Agent {
     pub(super) fn prepare(&mut self, request: &Rc<PrepareRequest>, wants: &mut Wants) -> Result<PrepareResponse, Refusal> {
         if self.refusals > 0 {
             self.refusals -= 1;
-            return Err(refuse(RefusalCode::Internal, "told to refuse"));
+            return Err(refuse(RefusalCode::Internal, "asked to refuse"));
         }
         if self.is_stale(&request.id) {
             return Err(refuse(RefusalCode::StaleEpoch, "older than what is here"));
@@ -259,7 +259,7 @@ impl Agent {
     pub(super) fn commit(&mut self, request: &Rc<CommitRequest>, wants: &mut Wants) -> Result<(), Refusal> {
         if self.refusals > 0 {
             self.refusals -= 1;
-            return Err(refuse(RefusalCode::Internal, "told to refuse"));
+            return Err(refuse(RefusalCode::Internal, "asked to refuse"));
         }
         if self.epoch.as_ref() != Some(&request.id) {
             return Err(refuse(RefusalCode::StaleEpoch, "another epoch is prepared"));

@@ -20,7 +20,7 @@ pub(super) enum Fault {
     Replaced(usize),
     /// The agent's process dies and another one starts in the same pod.
     AgentRestarted(usize),
-    /// The engine starts anew and holds nothing.
+    /// The engine starts again and holds nothing.
     EngineRestarted(usize),
     /// The engine does not answer for some ms.
     Unhealthy(usize, u64),
@@ -46,7 +46,7 @@ pub(super) enum Fault {
     HeldBack,
     /// The message of this step arrives, and once more while the next epoch is being formed.
     Again,
-    /// The controller starts anew.
+    /// The controller starts again.
     ControllerRestarted,
     /// The API server is away for some ms.
     ApiDown(u64),
@@ -249,7 +249,7 @@ impl World {
                 now
             }
             Fault::CutOff(slot, ms) => {
-                // Of two that cannot reach each other nobody can tell which one is at fault.
+                // Of two that cannot reach each other no one can tell which one is at fault.
                 (0..self.slots.len()).for_each(|slot| self.guilty(slot));
                 self.slots[slot].unreachable_until = now + ms;
                 now + ms
@@ -304,7 +304,7 @@ impl World {
             }
             (Fault::Late(ms), _) => {
                 if let Some(slot) = stream {
-                    // Behind the lines that are on their way already, which are late too.
+                    // After the lines that are on their way already, which are late too.
                     self.slots[slot].stream_floor = self.now + ms + LATENCY;
                     self.delay_stream(slot, ms);
                 }
@@ -312,7 +312,7 @@ impl World {
                 self.now + ms
             }
             (Fault::Doubled(ms), _) => {
-                // A line of a stream cannot come again behind the lines that follow it.
+                // A line of a stream cannot come again after the lines that follow it.
                 let ms = if stream.is_some() { 0 } else { ms };
                 if stream.is_some() {
                     self.deliver(event.clone());
@@ -359,7 +359,7 @@ impl World {
         }
     }
 
-    /// Lines behind a late one are late too.
+    /// Lines after a late one are late too.
     fn delay_stream(&mut self, of: usize, ms: u64) {
         let floor = self.now + ms;
         let behind = |event: &Event| matches!(event, Event::Observe { stream_of: Some(slot), .. } if *slot == of);

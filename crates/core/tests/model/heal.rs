@@ -13,8 +13,8 @@ impl World {
         let view = self.membership.latest();
         let held_back = view.returned.is_some_and(|returned| returned.pinned || self.wanted <= returned.from);
         // A leader may have heard a refusal that died with its replica before the coordinator heard it.
-        let told = self.slots[0].agent.as_ref().is_some_and(|source| source.gone.contains(&self.wanted));
-        if can_publish && !held_back && !told && !view.refused.contains(&self.wanted) {
+        let reported = self.slots[0].agent.as_ref().is_some_and(|source| source.gone.contains(&self.wanted));
+        if can_publish && !held_back && !reported && !view.refused.contains(&self.wanted) {
             return (self.wanted, true);
         }
         (view.wanted.as_ref().map(|held| held.version).or(version_of(view)).unwrap_or(0), false)
@@ -26,7 +26,7 @@ impl World {
         here.deaf || self.rules.policy.canary.is_some() && here.sour.contains(&version)
     }
 
-    /// Whether nothing is left to do: nobody is brought again and again what it cannot take.
+    /// Whether nothing is left to do: no one is brought again and again what it cannot take.
     pub(super) fn is_steady(&self) -> bool {
         let version = version_of(self.membership.latest()).unwrap_or(0);
         self.healed().is_ok() && !(1..self.slots.len()).any(|slot| self.cannot_take(slot, version))
@@ -52,7 +52,7 @@ impl World {
         for slot in &living {
             let Some(agent) = &self.slots[*slot].agent else { continue };
             let held = agent.installed.as_ref().map_or(0, |held| held.version);
-            // Without a trainer, and with nobody else who retains the version, it waits; it must not count as ready, and does not.
+            // Without a trainer, and with no one else who retains the version, it waits; it must not count as ready, and does not.
             let fed = can_publish || version > 0 && living.iter().any(|other| other != slot && keeps(other));
             let left = view.returned.is_some_and(|returned| returned.left(held));
             let lacks = *slot != 0 && fed && (held < version || left || agent.dirty);

@@ -81,7 +81,7 @@ impl Agent {
         !held_back && !self.gone.contains(&version)
     }
 
-    /// Of a source: the group refused a version, and its trainer is told.
+    /// Of a source: the group refused a version, and its trainer is reported.
     pub(super) fn give_up(&mut self, version: Version) {
         self.gone.insert(version);
         self.pending = self.pending.filter(|pending| *pending != version);
@@ -94,7 +94,7 @@ impl Agent {
         self.pending = self.pending.filter(|pending| self.may_publish(*pending));
     }
 
-    /// A feeder whose own engine does not serve what it is to bring goes first, from its own copy: nobody else brings it. Once in an epoch.
+    /// A feeder whose own engine does not serve what it is to bring goes first, from its own copy: no one else brings it. Once in an epoch.
     pub(super) fn goes_first(&mut self, wants: &mut Wants) -> bool {
         let Some(commit) = self.commit.clone().filter(|_| self.slot != 0) else { return false };
         let Some(current) = commit.current.as_ref().filter(|current| commit.feeder == Some(member(self.slot)) && self.keeps(current))

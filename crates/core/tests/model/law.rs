@@ -1,6 +1,6 @@
 //! What must hold in every world after every step (design, section 5), and what "healed" means.
 //!
-//! Knows the truth about agents, and what the controller has been told; a claim of status is judged by what it was told, because nobody can
+//! Knows the truth about agents, and what the controller has been informed; a claim of status is judged by what it was informed, because no one can
 //! know more.
 
 mod versions;
@@ -32,13 +32,13 @@ pub(super) struct Law {
     verified: BTreeSet<(Incarnation, Version)>,
     /// Lives that really kept a version in full, ever.
     kept: BTreeSet<(Incarnation, Version)>,
-    /// What agents did, and what the controller was told of it.
+    /// What agents did, and what the controller was informed of it.
     prepared: BTreeSet<(u64, MemberName)>,
     committed: BTreeSet<(u64, MemberName)>,
-    told_prepared: BTreeSet<(u64, MemberName)>,
+    notified_prepared: BTreeSet<(u64, MemberName)>,
     /// By epoch.
     rosters: BTreeMap<u64, Roster>,
-    told: BTreeMap<Incarnation, MemberState>,
+    reported: BTreeMap<Incarnation, MemberState>,
     planned: BTreeMap<MemberName, String>,
     version: Version,
     /// The highest version that ever counted.
@@ -70,7 +70,7 @@ impl Law {
     /// Whether the last word of a life is no truth.
     fn was_lied_to_by(&self, life: &Incarnation) -> bool {
         let invented = |held: &HeldVersion| held.manifest == super::names::INVENTED;
-        self.told.get(life).is_some_and(|state| state.installed.as_ref().is_some_and(invented))
+        self.reported.get(life).is_some_and(|state| state.installed.as_ref().is_some_and(invented))
     }
 
     /// The truth about an agent.
@@ -90,26 +90,26 @@ impl Law {
         }
     }
 
-    /// What the controller is told.
+    /// What the controller is reported.
     pub(super) fn note_observation(&mut self, observation: &Observation) {
         match observation {
             Observation::State(state) => {
-                self.told.insert(state.incarnation.clone(), (**state).clone());
+                self.reported.insert(state.incarnation.clone(), (**state).clone());
             }
             Observation::Candidates { candidates, .. } => {
                 self.planned = candidates.iter().map(|candidate| (candidate.name.clone(), candidate.pods[0].uid.clone())).collect();
             }
             Observation::Prepared { id, member, .. } => {
-                self.told_prepared.insert((id.epoch, member.clone()));
+                self.notified_prepared.insert((id.epoch, member.clone()));
             }
             Observation::PersistConflict { epoch, .. } if *epoch >= self.asked => self.conflict = true,
             _ => {}
         }
     }
 
-    /// A new controller knows nothing of what the old one was told.
+    /// A new controller knows nothing of what the old one was informed.
     pub(super) fn controller_restarted(&mut self, _now: u64) {
-        self.told.clear();
+        self.reported.clear();
         self.planned.clear();
         self.forming = None;
         self.broken_group = None;
@@ -183,7 +183,7 @@ impl World {
                 let roster = self.law.rosters.get(&request.id.epoch).cloned().unwrap_or_default();
                 for entry in &roster.members {
                     let key = (request.id.epoch, entry.name.clone());
-                    if !self.law.prepared.contains(&key) || !self.law.told_prepared.contains(&key) {
+                    if !self.law.prepared.contains(&key) || !self.law.notified_prepared.contains(&key) {
                         self.fail(|| format!("{member} commits {} although {} never prepared it", request.id.epoch, entry.name));
                     }
                     if slot_of(member) == 0 && slot_of(&entry.name) != 0 && !self.law.committed.contains(&key) {
@@ -192,7 +192,7 @@ impl World {
                 }
                 if let Some(feeder) = &request.feeder {
                     let address = request.addresses.iter().find(|address| &address.member == feeder);
-                    let state = address.and_then(|address| self.law.told.get(&address.incarnation));
+                    let state = address.and_then(|address| self.law.reported.get(&address.incarnation));
                     let current = request.current.as_ref().map_or(0, |held| held.version);
                     // A source may have been handed a newer one between two waves; it brings that to everybody.
                     let fits = |held: &HeldVersion| held.version == current || request.returned.is_none() && held.version > current;
@@ -203,14 +203,14 @@ impl World {
                 }
                 let refused = |held: &HeldVersion| request.refused.contains(&held.version);
                 if let Some(current) = request.current.as_ref().filter(|held| refused(held) && self.rules.policy.canary.is_some()) {
-                    self.fail(|| format!("{member} is told to hold {current:?}, which most replicas refuse"));
+                    self.fail(|| format!("{member} is asked to hold {current:?}, which most replicas refuse"));
                 }
             }
             _ => {}
         }
     }
 
-    /// Nobody is fed from what was never kept in full, nor from a replica that may hold half an update while another one has it.
+    /// No one is fed from what was never kept in full, nor from a replica that may hold half an update while another one has it.
     fn check_feeder(&mut self, feeder: &MemberName, request: &CommitRequest) {
         let Some(current) = request.current.as_ref() else { return };
         let address = |name: &MemberName| request.addresses.iter().find(|address| &address.member == name);
@@ -218,14 +218,14 @@ impl World {
         if !self.law.kept.contains(&(life.clone(), current.version)) {
             self.fail(|| format!("{feeder} is to feed {current:?}, which it never kept in full"));
         }
-        // Chosen before the first commit; what is told between two commits of an epoch comes too late.
+        // Chosen before the first commit; what is reported between two commits of an epoch comes too late.
         if self.law.fed_in.replace(request.id.epoch) == Some(request.id.epoch) {
             return;
         }
-        let told = |life: &Incarnation| self.law.told.get(life);
-        let dirty = |life: &Incarnation| told(life).is_none_or(|state| state.phase == MemberPhase::Dirty);
+        let reported = |life: &Incarnation| self.law.reported.get(life);
+        let dirty = |life: &Incarnation| reported(life).is_none_or(|state| state.phase == MemberPhase::Dirty);
         let other = request.addresses.iter().find(|address| {
-            !dirty(&address.incarnation) && told(&address.incarnation).is_some_and(|state| state.keeps().any(|kept| kept == current))
+            !dirty(&address.incarnation) && reported(&address.incarnation).is_some_and(|state| state.keeps().any(|kept| kept == current))
         });
         if dirty(&life)
             && let Some(other) = other.map(|address| address.member.clone())
@@ -259,9 +259,9 @@ impl World {
                 self.fail(|| format!("{} is held off although nothing was wrong with it: {}", shown.name, shown.message));
             }
             let ready = matches!(shown.standing, MemberStanding::Ready | MemberStanding::Updating);
-            let told = shown.incarnation.as_ref().and_then(|life| self.law.told.get(life));
-            let dirty = told.is_some_and(|state| state.phase == MemberPhase::Dirty);
-            let installed = told.and_then(|state| state.installed.as_ref()).map_or(0, |held| held.version);
+            let reported = shown.incarnation.as_ref().and_then(|life| self.law.reported.get(life));
+            let dirty = reported.is_some_and(|state| state.phase == MemberPhase::Dirty);
+            let installed = reported.and_then(|state| state.installed.as_ref()).map_or(0, |held| held.version);
             if dirty && (ready || !shown.dirty || shown.installed.is_some()) {
                 self.fail(|| format!("{} may hold half an update and is shown as {shown:?}", shown.name));
             }
@@ -283,7 +283,7 @@ impl World {
             }
             let Some(current) = view.version.as_ref().map(|held| held.version) else { continue };
             let Some(wanted) = view.wanted.as_ref().map(|held| held.version) else { continue };
-            // While a group goes back, both versions are in service; behind it only the one that it went back to.
+            // While a group goes back, both versions are in service; after it only the one that it went back to.
             let behind = installed < current.min(wanted) || wanted < installed && installed < current;
             let left = wanted == current && view.returned.is_some_and(|returned| returned.left(installed));
             if behind || left || !self.law.verified.contains(&(life.clone(), installed)) {
@@ -315,7 +315,7 @@ impl World {
         }
     }
 
-    /// Nobody stays in an epoch that is over.
+    /// No one stays in an epoch that is over.
     fn check_strays(&mut self, view: &MembershipView) {
         for slot in 0..self.slots.len() {
             let here = &self.slots[slot];

@@ -124,7 +124,7 @@ impl Agent {
         }
     }
 
-    /// A step of an update has lasted long enough: whoever has not answered has failed.
+    /// A step of an update has lasted long enough: anyone who has not answered has failed.
     pub(super) fn step_over(&mut self, id: &UpdateId, phase: UpdatePhase, wants: &mut Wants) {
         if let Some(leading) = self.leading.as_mut().filter(|leading| leading.id == *id && leading.phase == phase) {
             let epoch = leading.id.epoch.clone();

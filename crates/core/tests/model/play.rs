@@ -72,9 +72,9 @@ impl World {
             self.change_rules();
             self.heal(self.now + 2_000)?;
         }
-        let nobody_can_publish = self.slots[0].frozen || self.slots[0].agent.is_none();
-        let nobody_listens = self.slots.iter().skip(1).filter(|slot| slot.agent.is_some() && !slot.frozen).count();
-        if nobody_can_publish || (nobody_listens as u32) < self.rules.policy.min_ready {
+        let no_one_can_publish = self.slots[0].frozen || self.slots[0].agent.is_none();
+        let no_one_listens = self.slots.iter().skip(1).filter(|slot| slot.agent.is_some() && !slot.frozen).count();
+        if no_one_can_publish || (no_one_listens as u32) < self.rules.policy.min_ready {
             return Ok(());
         }
         let more = !self.acts.is_empty();

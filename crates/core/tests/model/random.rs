@@ -40,7 +40,7 @@ fn fault() -> impl Strategy<Value = Fault> {
 pub(super) fn play(rollouts: usize, faults: &[(usize, Fault)], trace: bool) -> Result<Played, String> {
     let mut world = World::new(rollouts, min_ready(rollouts));
     world.trace = trace.then(Vec::new);
-    // Of several faults at once nobody can tell whose fault is whose, and each may take epochs of its own.
+    // Of several faults at once no one can tell whose fault is whose, and each may take epochs of its own.
     world.law.epochs_allowed = 120;
     world.law.longest_hold_off = 3_600_000;
     world.slots.iter_mut().for_each(|slot| slot.guilty = true);
@@ -111,18 +111,18 @@ fn ends_well(rollouts: usize, faults: &[(usize, Fault)]) {
 }
 
 #[test]
-fn found_members_left_in_an_earlier_controllers_epoch_without_their_source() {
+fn found_members_in_an_old_epoch_without_their_source() {
     ends_well(2, &[(6, Fault::Slow(0, 5_979, 6_149)), (7, Fault::ControllerRestarted)]);
     ends_well(1, &[(48, Fault::ControllerRestarted), (8, Fault::Silent(1, Some(9_969)))]);
 }
 
 #[test]
-fn found_a_round_given_up_just_after_a_start_whose_member_was_told_too_late() {
+fn found_round_given_up_after_a_start_with_a_late_member() {
     ends_well(1, &[(9, Fault::ControllerRestarted), (8, Fault::Killed(1, Some(6_003)))]);
 }
 
 #[test]
-fn found_a_feeder_that_leads_before_all_have_committed_and_pauses_the_member_it_feeds() {
+fn found_feeder_that_leads_before_all_have_committed() {
     let faults = [
         (42, Fault::Killed(4, Some(3_130))),
         (54, Fault::CutOff(0, 8_090)),

@@ -174,7 +174,7 @@ impl World {
         self.post(delay, Event::Announce { slot, life });
     }
 
-    /// The process dies; whoever was connected sees it at once.
+    /// The process dies; anyone who was connected sees it at once.
     pub(super) fn kill(&mut self, slot: usize) {
         let Some(agent) = self.slots[slot].agent.take() else { return };
         self.slots[slot].frozen = false;

@@ -1,6 +1,6 @@
 //! The task of an install that is fed bucket by bucket.
 //!
-//! It runs apart from whoever feeds it, who may be dropped in the middle: the engine is left paused and marked then, never half-fed and
+//! It runs apart from anyone who feeds it, who may be dropped in the middle: the engine is left paused and marked then, never half-fed and
 //! running. Decides only when the install is over. What a bucket is, each [`Way`] decides; what the engine is left with, the session does.
 
 use async_trait::async_trait;

@@ -56,7 +56,7 @@ impl<S: Server> Inner<S> {
 
     /// Whether it answers the canary's question now, whatever it answers; an error says what it lacks for that.
     pub(super) async fn answers(&self, canary: &CanaryPolicy, until: Until) -> Result<bool, EngineError> {
-        // One that is held computes nothing: it is asked behind its next switch.
+        // One that is held computes nothing: it is asked after its next switch.
         let held = self.server.is_paused(until).await? || matches!(self.server.holding(until).await?, Holding::HalfAnUpdate(_));
         if held {
             return Ok(false);

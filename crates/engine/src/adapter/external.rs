@@ -1,6 +1,6 @@
-//! Marks an engine that the user's data plane feeds, and proves what can be proven behind it, once for all engines.
+//! Marks an engine that the user's data plane feeds, and proves what can be proven after it, once for all engines.
 //!
-//! The version field carries our mark while the data plane works. Behind it the field must hold that mark still (then our version goes there)
+//! The version field carries our mark while the data plane works. After it the field must hold that mark still (then our version goes there)
 //! or what the data plane wrote; start-up's own text means another process. It never pauses, resumes or loads.
 
 use std::time::Duration;

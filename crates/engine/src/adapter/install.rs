@@ -76,7 +76,7 @@ impl<S: Server> Inner<S> {
     }
 }
 
-/// Whether a call cannot have had an effect: nobody listened, or the server has no such route.
+/// Whether a call cannot have had an effect: no one listened, or the server has no such route.
 fn never_arrived(error: &EngineError) -> bool {
     match error {
         EngineError::Unreachable { source, .. } => source.is_connect(),

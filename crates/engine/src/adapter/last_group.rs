@@ -1,5 +1,5 @@
 //! The name of the group that an engine was last brought into. It outlives the agent where there is a place for a file: an engine that is not
-//! told to leave keeps the communicator, and its memory, until it ends. Decides nothing: a name that is lost costs that memory and no more.
+//! asked to leave keeps the communicator, and its memory, until it ends. Decides nothing: a name that is lost costs that memory and no more.
 
 use std::path::PathBuf;
 

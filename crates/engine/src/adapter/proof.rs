@@ -1,8 +1,8 @@
 //! The one token that shows that an engine computes with what it was given, and when it may be asked for behind the install.
 //!
-//! A pause is over when a token comes, so whoever was paused is waited for. An engine that was never stopped has nothing to be let go of, and
-//! its token may wait behind the requests of users for as long as those take (an LMDeploy under load: 1.3 s, alone 41 ms): once it
-//! generated behind an install of the same way, it is asked after the version counts ([`Engine::see_owed_answer`](crate::Engine::see_owed_answer)).
+//! A pause is over when a token comes, so anyone who was paused is waited for. An engine that was never stopped has nothing to be let go of, and
+//! its token may wait after the requests of users for as long as those take (an LMDeploy under load: 1.3 s, alone 41 ms): once it
+//! generated after an install of the same way, it is asked after the version counts ([`Engine::see_owed_answer`](crate::Engine::see_owed_answer)).
 //! Nothing is taken on trust by that but that it computes: what it holds was compared before. It never judges what is answered, which is
 //! the canary's, and a canary is always waited for.
 
@@ -27,7 +27,7 @@ const MOST_OWED: Duration = Duration::from_secs(10);
 /// groups half of its speed.
 const QUIET: Duration = Duration::from_millis(150);
 
-/// Who generated behind an install, and what it owes since.
+/// Who generated after an install, and what it owes since.
 struct Generated {
     start: EngineStart,
     way: &'static str,
@@ -54,7 +54,7 @@ impl Proven {
         })
     }
 
-    /// Nothing is owed any more: it answered, or it failed to and is waited for next time.
+    /// No answer is due any more: it answered, or it failed to and is waited for next time.
     fn settle(&self, answered: bool) {
         self.with(|known| match known {
             Some(known) if answered => known.owes = None,
@@ -64,7 +64,7 @@ impl Proven {
 }
 
 enum Silent {
-    /// Nobody is there to be held back.
+    /// No one is there to be held back.
     Gone(EngineError),
     /// What it computes with is not what it was given.
     Spoiled(EngineError),
@@ -83,7 +83,7 @@ impl<S: Server> Inner<S> {
     /// The same, for an install that ended before.
     pub(super) async fn see_owed_answer(&self, version: &HeldVersion, whole: Until) -> Result<(), InstallError> {
         tokio::time::sleep(QUIET).await;
-        // Whoever replaced the version, or is about to, asks for an answer as well.
+        // Anyone who replaced the version, or is about to, asks for an answer as well.
         drop(self.turn(whole).await.map_err(|error| at("probe")(error).left(Left::Unknown))?);
         if self.server.holding(whole).await.is_ok_and(|holds| holds != Holding::Version(version.clone())) {
             return Ok(());
@@ -94,7 +94,7 @@ impl<S: Server> Inner<S> {
                 return Ok(());
             }
             Err(Silent::Gone(source)) => return Err(self.seen(Failed { step: "probe", source }).left(Left::Unknown)),
-            // Put to sleep by somebody else meanwhile, it computes for nobody, and what it holds ends with that.
+            // Put to sleep by somebody else meanwhile, it computes for no one, and what it holds ends with that.
             Err(Silent::Spoiled(_)) if self.server.is_paused(whole).await.is_ok_and(|paused| paused) => return Ok(()),
             Err(Silent::Spoiled(source)) => source,
         };
@@ -105,7 +105,7 @@ impl<S: Server> Inner<S> {
         let holds = self.server.holding(whole).await;
         match (turn, holds) {
             (Ok(_turn), Ok(Holding::Version(held))) if held == *version => Err(self.hold_back(failed, version, whole).await),
-            // It is not at that version any more: whoever changed it asked it as well.
+            // It is not at that version any more: anyone who changed it asked it as well.
             (Ok(_), Ok(_)) => Ok(()),
             (Err(_), _) | (_, Err(_)) => Err(self.seen(failed).left(Left::Unknown)),
         }

@@ -86,7 +86,7 @@ enum Stage {
     Whole,
 }
 
-/// What the task of an install shares with whoever owns it: what the engine would be left with if the task ended now.
+/// What the task of an install shares with anyone who owns it: what the engine would be left with if the task ended now.
 pub(super) type LeftNow = Arc<Mutex<Left>>;
 
 /// One install. It has the turn to change the engine for as long as it lives.
@@ -268,7 +268,7 @@ impl<S: Server> Session<S> {
                 self.inner.mixed.close(now_ms());
                 failed.left(Left::Unknown)
             }
-            // One that started anew in the middle holds no half update.
+            // One that started again in the middle holds no half update.
             Stage::Loading => match self.carries_the_mark(undo).await {
                 Ok(false) => {
                     self.inner.mixed.close(now_ms());
@@ -329,7 +329,7 @@ impl<S: Server> Session<S> {
         // Where nothing tells one start from another, the process must have been there all the time.
         let stood = fingerprint != UNKNOWN || inner.start.stood_since(self.before.look);
         if fingerprint != self.before.fingerprint || !stood {
-            // The successor of the process that loaded was told that it holds the version.
+            // The successor of the process that loaded was informed that it holds the version.
             inner.write(Holding::Startup, until).await.map_err(at("check"))?;
             return Err(Failed { step: "check", source: EngineError::Restarted });
         }

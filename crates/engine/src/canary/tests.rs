@@ -26,7 +26,7 @@ fn each_log_prob_must_be_a_number_in_the_range() {
 }
 
 #[test]
-fn an_error_of_the_engine_is_about_the_weights_and_silence_is_not() {
+fn engine_error_is_about_weights_and_silence_is_not() {
     let url = || "http://a".to_owned();
     let about = [
         EngineError::Status { url: url(), status: 500, body: "CUDA error".into() },

@@ -1,4 +1,4 @@
-//! How a FastDeploy server gets its weights, as the words of its process show. Pure: asks nobody.
+//! How a FastDeploy server gets its weights, as the words of its process show. Pure: asks no one.
 
 use std::path::PathBuf;
 
@@ -31,7 +31,7 @@ impl Strategy {
         match option("load_strategy") {
             Some("ipc_snapshot") => Self::Snapshot,
             Some(other) => {
-                // A server that carries #7472 looks like one that does not, so whoever starts it says so in the free-form configuration.
+                // A server that carries #7472 looks like one that does not, so anyone who starts it says so in the free-form configuration.
                 let config: Value = option("rsync_config").and_then(|config| serde_json::from_str(config).ok()).unwrap_or_default();
                 let text = |name: &str| config.get(name).and_then(Value::as_str);
                 match (other, text("transfer_mode"), text("ipc_address")) {

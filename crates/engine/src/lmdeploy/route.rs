@@ -84,7 +84,7 @@ impl Lmdeploy {
         }
         if !probed.checkpoint_engine {
             let what = format!("LMDeploy has no checkpoint-engine, and {TENSORS} cannot be used: {why_not}");
-            return Err(unsupported(what, "install checkpoint-engine 0.4.2 beside LMDeploy"));
+            return Err(unsupported(what, "install checkpoint-engine 0.4.2 next to LMDeploy"));
         }
         Ok(DeviceRoute { name: CHECKPOINT_ENGINE, gpus, gated: true, why_not_faster: Some(format!("{TENSORS}: {why_not}")) })
     }

@@ -1,8 +1,8 @@
 //! `/update_weights` of LMDeploy 0.18: flattened buckets in our own memory, read in place.
 //!
-//! One call for each element type of a bucket, because a flattened bucket has one. The memory is named anew with every call: a server that is
-//! not told keeps what it copied before and would load old bytes (InternLM/lmdeploy#4397). Its answer does not mean that it has read: it
-//! records the event that it is given behind its copies, and where there is no event it is told to copy the bucket first.
+//! One call for each element type of a bucket, because a flattened bucket has one. The memory is named again with every call: a server that is
+//! not reported keeps what it copied before and would load old bytes (InternLM/lmdeploy#4397). Its answer does not mean that it has read: it
+//! records the event that it is given after its copies, and where there is no event it is asked to copy the bucket first.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -26,7 +26,7 @@ use weightsync_torch::{Device, SharedTensor, sglang_bucket};
 
 pub(super) const WAY: &str = "update_weights_from_tensor";
 
-/// Nobody has seen it on a GPU.
+/// No one has seen it on a GPU.
 pub(super) const UNPROVEN: Unproven = Unproven { engine: "SGLang", way: WAY, seen: &[], read: &["0.5.23"] };
 
 /// Between two looks at a counter.

@@ -1,5 +1,5 @@
 #[test]
-fn a_start_is_told_by_the_digest_of_xxhash_itself() {
+fn digest_tells_starts_apart_by_xxhash() {
     // Python xxhash 4.1.0: xxhash.xxh3_64_hexdigest of each.
     for (text, digest) in
         [("", "2d06800538d394c2"), ("weightsync", "f149a24055f1e042"), (r#"[1.5,42,["sglang","serve"]]"#, "3e943f1ffdfdf8e0")]

@@ -27,7 +27,7 @@ async fn one_bucket(on: &GpuBench, spoil: impl Fn(&mut crate::DeviceBucket)) -> 
 }
 
 #[tokio::test]
-async fn versions_are_what_fresh_servers_serve_although_slots_are_overwritten_once_they_are_released() {
+async fn versions_equal_fresh_servers_with_slots_overwritten() {
     let on = bench(true).await;
     let route = on.engine.device_route(PausePolicy::Abort, KvCachePolicy::Reset, SOON).await.unwrap();
     assert_eq!(route.name, "weightsync");
@@ -39,7 +39,7 @@ async fn versions_are_what_fresh_servers_serve_although_slots_are_overwritten_on
 }
 
 #[tokio::test]
-async fn without_a_pause_nobody_is_fed_so() {
+async fn engine_without_a_pause_is_not_fed_this_way() {
     let on = bench(true).await;
     let error = on.engine.device_route(PausePolicy::External, KvCachePolicy::Reset, SOON).await.unwrap_err();
     assert!(error.to_string().contains("half of the buckets"), "{error}");
@@ -55,7 +55,7 @@ async fn a_session_that_a_dead_agent_left_open_is_ended_first() {
 }
 
 #[tokio::test]
-async fn a_copy_that_is_not_what_the_agent_says_ends_the_install_with_the_tensors_name_and_holds_the_engine() {
+async fn copy_that_differs_ends_install_naming_the_tensor() {
     let on = bench(true).await;
     let error = one_bucket(&on, |bucket| bucket.sums[0] ^= 1).await;
     let words = error.to_string();
@@ -66,7 +66,7 @@ async fn a_copy_that_is_not_what_the_agent_says_ends_the_install_with_the_tensor
 }
 
 #[tokio::test]
-async fn a_stream_that_breaks_in_the_middle_leaves_the_engine_held_until_it_is_fed() {
+async fn broken_stream_leaves_engine_held_until_fed() {
     let on = bench(true).await;
     let (version, job) = (on.version(2), on.job(2));
     let install = version.feed_some(on.engine.as_ref(), &job, 2).await;
@@ -78,7 +78,7 @@ async fn a_stream_that_breaks_in_the_middle_leaves_the_engine_held_until_it_is_f
 }
 
 #[tokio::test]
-async fn a_worker_on_a_cpu_or_on_another_gpu_is_told_before_anything_is_touched() {
+async fn worker_on_cpu_or_other_gpu_is_named_untouched() {
     let on_cpus = bench(false).await;
     let error = one_bucket(&on_cpus, |_| ()).await;
     assert!(!error.is_dirty() && matches!(error.source, EngineError::Unsupported { .. }), "{error}");

@@ -62,7 +62,7 @@ async fn a_good_version_passes_and_the_engine_is_asked_once() {
 }
 
 #[tokio::test]
-async fn a_version_with_a_tensor_of_nan_is_refused_held_and_marked_and_the_one_before_makes_it_serve_again() {
+async fn version_with_nan_is_refused_and_previous_serves_again() {
     for kind in KINDS {
         let bench = Bench::start(kind).await;
         bench.engine.install(&job(&bench, 2)).await.unwrap();
@@ -73,7 +73,7 @@ async fn a_version_with_a_tensor_of_nan_is_refused_held_and_marked_and_the_one_b
         let says = if kind == "vllm" { "not JSON compliant" } else { "token 1 of 4 is no number" };
         assert!(measured.contains(says), "{kind}: {measured}");
         assert!(bench.is_paused().await, "{kind}: nothing more is computed with it");
-        // Whoever comes to this engine later finds that it must not serve.
+        // Anyone who comes to this engine later finds that it must not serve.
         let successor = adapter(kind, &bench.simulator.url(), None, None);
         assert_eq!(successor.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(3)), "{kind}");
         assert_eq!(successor.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding, Holding::HalfAnUpdate(held(3)), "{kind}");
@@ -85,7 +85,7 @@ async fn a_version_with_a_tensor_of_nan_is_refused_held_and_marked_and_the_one_b
 }
 
 #[tokio::test]
-async fn without_a_canary_a_vllm_that_computes_no_number_is_held_all_the_same() {
+async fn vllm_that_computes_nan_is_held_without_a_canary() {
     let bench = Bench::start("vllm").await;
     bench.engine.install(&bench.job(2)).await.unwrap();
     poison(&bench, 3);
@@ -96,7 +96,7 @@ async fn without_a_canary_a_vllm_that_computes_no_number_is_held_all_the_same() 
 }
 
 #[tokio::test]
-async fn an_answer_outside_of_the_range_is_refused_with_what_was_measured() {
+async fn answer_out_of_range_is_refused_with_the_measurement() {
     for kind in KINDS {
         let bench = Bench::start(kind).await;
         let narrow = CanaryPolicy { least_log_prob_milli: -1, max_tokens: 16, ..canary() };
@@ -107,7 +107,7 @@ async fn an_answer_outside_of_the_range_is_refused_with_what_was_measured() {
 }
 
 #[tokio::test]
-async fn an_engine_that_gives_no_log_probs_says_what_it_lacks_and_is_never_taken_for_good() {
+async fn engine_without_log_probs_is_never_counted_as_good() {
     let without = [
         ("vllm", 200, json!({"choices": [{"text": "a", "logprobs": null, "finish_reason": "length"}]}), "gives no log-probs"),
         ("vllm", 400, json!({"error": {"message": "max_logprobs"}}), "max_logprobs"),
@@ -126,7 +126,7 @@ async fn an_engine_that_gives_no_log_probs_says_what_it_lacks_and_is_never_taken
 }
 
 #[tokio::test]
-async fn an_answer_that_was_cut_off_says_nothing_of_the_weights_and_the_engine_is_held_all_the_same() {
+async fn answer_cut_off_proves_nothing_and_engine_is_held() {
     let cut_off = [
         ("vllm", json!({"choices": [{"text": "", "logprobs": {"token_logprobs": []}, "finish_reason": "abort"}]})),
         ("sglang", json!({"text": "", "meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}})),

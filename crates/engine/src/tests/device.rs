@@ -53,7 +53,7 @@ async fn three_versions_in_a_row_are_what_fresh_servers_serve() {
             let before = on.bench.complete("the same prompt", 8).await;
             let report = on.install(version).await.unwrap();
             let steps: Vec<_> = report.steps_ms.iter().map(|(step, _)| step.as_str()).collect();
-            // One that was never stopped, and generated behind an install of ours, is asked behind the next ones.
+            // One that was never stopped, and generated after an install of ours, is asked after the next ones.
             let owes = way.3 == "update_weights" && !first;
             first = false;
             assert_eq!(report.owes_answer, owes, "{way:?}, version {version}");
@@ -81,7 +81,7 @@ async fn nothing_is_changed_before_the_first_bucket() {
     }
 }
 
-/// The task of an install ends by itself; whoever asks it afterwards is answered all the same.
+/// The task of an install ends by itself; anyone who asks it afterwards is answered all the same.
 #[tokio::test]
 async fn install_asked_after_its_end_is_answered() {
     for way in WAYS {
@@ -95,13 +95,13 @@ async fn install_asked_after_its_end_is_answered() {
         let error = asked.unwrap_err();
         assert!(matches!(error.source, EngineError::Cancelled), "{way:?}: {error}");
         assert_eq!(error.left, Left::AsBefore, "{way:?}");
-        let left = tokio::time::timeout(SOON, install.abandon("nobody waits")).await.expect("an answer");
+        let left = tokio::time::timeout(SOON, install.abandon("no one waits")).await.expect("an answer");
         assert_eq!(left, Left::AsBefore, "{way:?}");
     }
 }
 
 #[tokio::test]
-async fn a_stream_that_breaks_in_the_middle_leaves_the_engine_held_and_marked_until_it_is_fed() {
+async fn broken_stream_leaves_engine_held_and_marked_until_fed() {
     for way in WAYS {
         for dropped in [false, true] {
             let on = bench(way).await;
@@ -124,8 +124,9 @@ async fn a_stream_that_breaks_in_the_middle_leaves_the_engine_held_and_marked_un
     }
 }
 
+/// Story F94.
 #[tokio::test]
-async fn f94_a_worker_that_cannot_load_a_bucket_ends_the_install_at_once_with_its_words() {
+async fn worker_that_cannot_load_a_bucket_ends_the_install() {
     for way in WAYS {
         let on = bench(way).await;
         on.bench.set_faults(Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }).await;
@@ -143,8 +144,9 @@ async fn f94_a_worker_that_cannot_load_a_bucket_ends_the_install_at_once_with_it
     }
 }
 
+/// Story F94.
 #[tokio::test]
-async fn f94_an_engine_that_refuses_before_it_took_anything_is_as_it_was() {
+async fn engine_that_refuses_first_is_unchanged() {
     for way in WAYS {
         let on = bench(way).await;
         if way.3 == "update_weights" {
@@ -188,8 +190,9 @@ async fn an_engine_that_hangs_ends_the_install_with_its_deadline() {
     }
 }
 
+/// Stories F46 and F48.
 #[tokio::test]
-async fn f46_f48_an_engine_that_lacks_a_bucket_is_never_resumed() {
+async fn an_engine_that_lacks_a_bucket_is_never_resumed() {
     for way in WAYS {
         let on = bench(way).await;
         let (version, job) = (on.version(2), on.job(2));
@@ -212,7 +215,7 @@ fn fails_to_compute() -> Faults {
 }
 
 #[tokio::test]
-async fn an_engine_that_does_not_compute_with_what_it_took_is_held_and_marked_behind_its_install() {
+async fn engine_that_computes_nothing_after_install_is_held() {
     let on = bench(WAYS[0]).await;
     on.install(2).await.unwrap();
     assert!(on.install(3).await.unwrap().owes_answer);
@@ -228,7 +231,7 @@ async fn an_engine_that_does_not_compute_with_what_it_took_is_held_and_marked_be
 }
 
 #[tokio::test]
-async fn an_engine_that_its_owner_puts_to_sleep_behind_an_install_owes_no_answer() {
+async fn engine_put_to_sleep_after_install_owes_no_answer() {
     let on = bench(WAYS[0]).await;
     on.install(2).await.unwrap();
     assert!(on.install(3).await.unwrap().owes_answer);
@@ -238,7 +241,7 @@ async fn an_engine_that_its_owner_puts_to_sleep_behind_an_install_owes_no_answer
 }
 
 #[tokio::test]
-async fn an_answer_that_is_owed_for_a_version_that_was_replaced_holds_nobody() {
+async fn answer_owed_for_a_replaced_version_blocks_no_request() {
     let on = bench(WAYS[0]).await;
     on.install(2).await.unwrap();
     assert!(on.install(3).await.unwrap().owes_answer);
@@ -279,7 +282,7 @@ async fn requests_in_flight_are_ended_and_what_began_meanwhile_too() {
 }
 
 #[tokio::test]
-async fn a_layout_that_tears_tensors_and_a_policy_that_cannot_be_kept_are_refused_before_anything_is_touched() {
+async fn torn_layout_or_impossible_policy_is_refused_untouched() {
     let on = bench(WAYS[0]).await;
     let mut job = on.job(2);
     let mut even = job.layout.as_ref().clone();
@@ -296,8 +299,9 @@ async fn a_layout_that_tears_tensors_and_a_policy_that_cannot_be_kept_are_refuse
     assert!(!on.asleep().await);
 }
 
+/// Trap 18.
 #[tokio::test]
-async fn trap_18_a_last_step_that_fails_behind_its_success_shows_only_in_what_is_computed() {
+async fn failed_last_step_shows_only_in_computation() {
     let on = bench(("sglang", None, 1, "checkpoint-engine")).await;
     on.bench.set_faults(Faults { load: Some(LoadFault::SwallowFinish), ..Faults::default() }).await;
     on.install(2).await.unwrap();

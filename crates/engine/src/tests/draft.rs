@@ -31,13 +31,13 @@ async fn expected(bench: &Bench, model: u64, draft: u64) -> (String, Value) {
 }
 
 #[tokio::test]
-async fn each_model_is_taken_in_a_session_of_its_own_from_memory_of_any_size() {
+async fn each_model_has_its_own_session_from_any_memory() {
     let bench = drafting().await;
     both(&bench, 2, 3).install(&bench).await.unwrap();
     assert_eq!(served(&bench).await, expected(&bench, 2, 3).await);
     assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(held(2)));
 
-    // One place for all: each tensor is copied before the next is told of.
+    // One place for all: each tensor is copied before the next is informed of.
     let version = both(&bench, 3, 2);
     let mut install = bench.engine.begin_host(&version.job()).await.unwrap();
     for index in 0..version.layout.entries.len() {
@@ -53,7 +53,7 @@ async fn each_model_is_taken_in_a_session_of_its_own_from_memory_of_any_size() {
 }
 
 #[tokio::test]
-async fn an_engine_that_is_lost_between_the_two_sessions_holds_half_an_update() {
+async fn engine_lost_between_two_sessions_holds_half_an_update() {
     let bench = drafting().await;
     let rule = FaultRule { path: "/start_draft_weight_update".into(), after: 0, times: Some(1), fault: Fault::Disconnect };
     bench.set_faults(Faults { rules: vec![rule], ..Faults::default() }).await;
@@ -91,7 +91,7 @@ async fn who_takes_a_draft_model_is_known_before_a_byte_moves() {
 }
 
 #[tokio::test]
-async fn a_group_brings_the_model_first_and_says_which_model_each_bucket_is_for() {
+async fn group_sends_the_model_first_and_names_each_buckets_model() {
     let tensor = |section| TensorSpec { section, ..TensorSpec::new("w".into(), Dtype::BF16, vec![64]) };
     let layout = Layout::new("model", vec![tensor(Section::Model), tensor(Section::Draft)], 0).unwrap().cut_between_tensors();
     let (server, engine) = group::engine("vllm").await;

@@ -55,7 +55,7 @@ async fn what_the_data_plane_wrote_stays_and_is_no_restart() {
 }
 
 #[tokio::test]
-async fn an_engine_that_reports_something_else_or_nothing_is_not_believed() {
+async fn engine_that_reports_otherwise_or_nothing_is_unproven() {
     let bench = Bench::start("vllm").await;
     let mark = marked(&bench, 2).await;
     let nothing = proven(&bench, &mark, Some("step-2")).await.unwrap_err();
@@ -66,18 +66,18 @@ async fn an_engine_that_reports_something_else_or_nothing_is_not_believed() {
 }
 
 #[tokio::test]
-async fn an_engine_that_restarted_while_it_was_fed_holds_no_half_update_and_no_version() {
+async fn engine_restarted_while_fed_holds_no_version() {
     let mut bench = Bench::start("vllm").await;
     let mark = marked(&bench, 2).await;
     bench.restart().await;
     let error = proven(&bench, &mark, None).await.unwrap_err();
     assert!(!error.is_dirty() && matches!(error.source, EngineError::Restarted), "{error}");
     bench.engine.external().unwrap().take_back(&mark, SOON).await.unwrap();
-    assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Startup, "a successor gets nobody's label");
+    assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Startup, "a successor gets no one's label");
 }
 
 #[tokio::test]
-async fn an_engine_that_generates_no_token_is_not_proven_though_it_is_healthy() {
+async fn engine_that_generates_no_token_is_not_proven() {
     let bench = Bench::start("vllm").await;
     let mark = marked(&bench, 2).await;
     fed(&bench, 2).await;

@@ -77,10 +77,11 @@ async fn a_pause_that_is_refused_leaves_the_engine_as_it_was() {
     }
 }
 
+/// Story F69.
 #[tokio::test]
-async fn f69_a_pause_that_hangs_ends_with_the_deadline_and_is_undone() {
+async fn a_pause_that_hangs_ends_with_the_deadline_and_is_undone() {
     for calls in [VLLM, SGLANG] {
-        // Carried out or not: in both cases nobody answered.
+        // Carried out or not: in both cases no one answered.
         for fault in [Fault::Hang, Fault::LoseReply] {
             let bench = Bench::start(calls.kind).await;
             let error = install_with(&bench, rule(calls.pause, fault), Duration::from_secs(1)).await;
@@ -92,8 +93,9 @@ async fn f69_a_pause_that_hangs_ends_with_the_deadline_and_is_undone() {
     }
 }
 
+/// Stories F12 and F47.
 #[tokio::test]
-async fn f12_and_f47_an_answer_200_without_success_is_a_failed_load() {
+async fn an_answer_200_without_success_is_a_failed_load() {
     for calls in [VLLM, SGLANG] {
         for fault in [
             Fault::not_success(),
@@ -108,8 +110,9 @@ async fn f12_and_f47_an_answer_200_without_success_is_a_failed_load() {
     }
 }
 
+/// Story F46.
 #[tokio::test]
-async fn f46_a_load_that_is_acknowledged_without_reading_is_found() {
+async fn a_load_that_is_acknowledged_without_reading_is_found() {
     for calls in [VLLM, SGLANG] {
         let bench = Bench::start(calls.kind).await;
         let faults = Faults { load: Some(LoadFault::AcknowledgeUnread), ..Faults::default() };
@@ -121,7 +124,7 @@ async fn f46_a_load_that_is_acknowledged_without_reading_is_found() {
 }
 
 #[tokio::test]
-async fn a_simulator_that_skips_or_corrupts_a_tensor_shows_another_digest() {
+async fn simulator_that_corrupts_a_tensor_shows_another_digest() {
     for calls in [VLLM, SGLANG] {
         for load in [LoadFault::SkipTensor, LoadFault::Corrupt] {
             let bench = Bench::start_with(calls.kind, Faults { load: Some(load), ..Faults::default() }, |_| {}).await;
@@ -131,8 +134,9 @@ async fn a_simulator_that_skips_or_corrupts_a_tensor_shows_another_digest() {
     }
 }
 
+/// Story F75.
 #[tokio::test]
-async fn f75_an_engine_that_never_answers_costs_the_deadline_and_no_more() {
+async fn engine_that_never_answers_costs_only_the_deadline() {
     for calls in [VLLM, SGLANG] {
         let bench = Bench::start(calls.kind).await;
         bench.set_faults(rule("*", Fault::Hang)).await;
@@ -149,8 +153,9 @@ async fn f75_an_engine_that_never_answers_costs_the_deadline_and_no_more() {
     }
 }
 
+/// Story F04.
 #[tokio::test]
-async fn f04_an_address_where_nobody_listens_is_named() {
+async fn address_without_a_listener_is_named() {
     for calls in [VLLM, SGLANG] {
         let engine = adapter(calls.kind, "http://127.0.0.1:1", None, None);
         let error = engine.probe(SOON).await.unwrap_err();
@@ -162,7 +167,7 @@ async fn f04_an_address_where_nobody_listens_is_named() {
 }
 
 #[tokio::test]
-async fn a_load_that_takes_longer_than_the_deadline_is_dirty_and_stays_paused() {
+async fn load_past_its_deadline_is_dirty_and_stays_paused() {
     for calls in [VLLM, SGLANG] {
         let bench = Bench::start(calls.kind).await;
         let error = install_with(&bench, Faults { load_ms: 1500, ..Faults::default() }, Duration::from_secs(1)).await;
@@ -183,7 +188,7 @@ async fn a_load_that_fails_half_way_is_cleared_and_repeated_once() {
 }
 
 #[tokio::test]
-async fn a_load_that_fails_half_way_each_time_leaves_a_marked_and_paused_engine() {
+async fn load_that_always_fails_midway_leaves_engine_marked_paused() {
     let bench = Bench::start("vllm").await;
     let error = install_with(&bench, Faults { load: Some(LoadFault::FailHalfway), ..Faults::default() }, SOON).await;
     assert_eq!((error.step, error.is_dirty()), ("load", true), "{error}");
@@ -207,7 +212,7 @@ async fn a_load_that_never_reached_the_engine_is_undone() {
 }
 
 #[tokio::test]
-async fn a_mark_that_cannot_be_written_stops_the_install_before_a_weight_is_touched() {
+async fn unwritable_mark_stops_install_before_weights_change() {
     for calls in [VLLM, SGLANG] {
         let bench = Bench::start(calls.kind).await;
         let error = install_with(&bench, rule(calls.label, Fault::not_success()), SOON).await;
@@ -229,7 +234,7 @@ async fn a_version_that_cannot_be_written_leaves_the_mark() {
 }
 
 #[tokio::test]
-async fn a_resume_that_fails_leaves_a_whole_engine_that_may_be_resumed_later() {
+async fn failed_resume_leaves_a_whole_engine_to_resume_later() {
     for calls in [VLLM, SGLANG] {
         let bench = Bench::start(calls.kind).await;
         let error = install_with(&bench, rule(calls.resume, Fault::unavailable()), Duration::from_secs(1)).await;
@@ -241,7 +246,7 @@ async fn a_resume_that_fails_leaves_a_whole_engine_that_may_be_resumed_later() {
 }
 
 #[tokio::test]
-async fn an_engine_that_cannot_generate_with_the_new_weights_is_taken_out_again() {
+async fn engine_that_cannot_generate_with_new_weights_is_out() {
     let bench = Bench::start("vllm").await;
     let error = install_with(&bench, rule("/v1/completions", Fault::Answer { status: 500, body: json!({"error": {}}) }), SOON).await;
     assert_eq!((error.step, error.is_dirty()), ("probe", true), "{error}");
@@ -249,7 +254,7 @@ async fn an_engine_that_cannot_generate_with_the_new_weights_is_taken_out_again(
 }
 
 #[tokio::test]
-async fn an_engine_that_dies_in_the_load_is_no_half_update_once_it_is_back() {
+async fn engine_that_dies_in_the_load_is_clean_once_back() {
     for calls in [VLLM, SGLANG] {
         let mut bench = Bench::start(calls.kind).await;
         let first = bench.engine.health(SOON).await.unwrap().start;
@@ -264,7 +269,7 @@ async fn an_engine_that_dies_in_the_load_is_no_half_update_once_it_is_back() {
 }
 
 #[tokio::test]
-async fn an_engine_that_starts_anew_between_load_and_check_is_not_told_that_it_holds_the_version() {
+async fn restart_between_load_and_check_is_not_installed() {
     for calls in [VLLM, SGLANG] {
         let mut bench = Bench::start(calls.kind).await;
         // The cache reset waits, so that there is a time in which the load is over and the version not yet written.
@@ -281,7 +286,7 @@ async fn an_engine_that_starts_anew_between_load_and_check_is_not_told_that_it_h
 }
 
 #[tokio::test]
-async fn a_version_that_lacks_a_tensor_is_refused_before_anything_is_touched() {
+async fn version_lacking_a_tensor_is_refused_untouched() {
     for calls in [VLLM, SGLANG] {
         let bench = Bench::start(calls.kind).await;
         let directory = bench.folder.path().join("partial");
@@ -342,7 +347,7 @@ async fn a_failed_load_under_external_pause_is_paused_by_us() {
     let mut job = bench.job(2);
     job.terms.pause = PausePolicy::External;
     assert!(bench.engine.install(&job).await.unwrap_err().is_dirty());
-    assert_dirty_until_fed(&bench, "a mixture must not serve, whoever pauses otherwise").await;
+    assert_dirty_until_fed(&bench, "a mixture must not serve, anyone who pauses otherwise").await;
 }
 
 #[tokio::test]
@@ -350,7 +355,7 @@ async fn a_probe_that_is_the_first_work_of_an_engine_kills_no_worker() {
     let bench = Bench::start_with("vllm", Faults { cold_amx: true, ..Faults::default() }, |_| ()).await;
     bench.engine.install(&bench.job(2)).await.unwrap();
     assert_eq!(bench.digest().await, bench.fresh_digest(2).await);
-    // Whoever comes after it may ask short things.
+    // Anyone who comes after it may ask short things.
     bench.complete("x", 1).await;
 
     // A user's canary may be short, too.

@@ -26,7 +26,7 @@ async fn memory(on: &Bench) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn versions_in_a_row_take_the_snapshots_place_and_are_what_fresh_servers_serve() {
+async fn versions_in_a_row_replace_the_snapshot() {
     let on = bench(|options| options.fastdeploy.mtp = true).await;
     let facts = on.engine.probe(SOON).await.unwrap();
     assert_eq!((facts.kind.as_str(), facts.size), ("fastdeploy", 1));
@@ -42,12 +42,12 @@ async fn versions_in_a_row_take_the_snapshots_place_and_are_what_fresh_servers_s
         assert_eq!(std::fs::read(placed).unwrap(), std::fs::read(from).unwrap());
     }
     let memory = memory(&on).await;
-    assert_eq!((&memory["rebuilt"], &memory["recaptured"]), (&json!(3), &json!(3)), "caches and graphs are built anew each time");
+    assert_eq!((&memory["rebuilt"], &memory["recaptured"]), (&json!(3), &json!(3)), "caches and graphs are built again each time");
     assert_eq!((&memory["graphs"], &memory["mtpCache"], &memory["empty"]), (&json!(true), &json!(true), &json!([])));
 }
 
 #[tokio::test]
-async fn a_request_that_runs_ends_with_an_error_and_one_that_comes_waits_for_the_new_weights() {
+async fn running_request_fails_and_new_one_waits_for_new_weights() {
     let on = bench(|options| options.faults.token_ms = 5).await;
     let url = format!("{}/v1/completions", on.simulator.url());
     let body = json!({"model": "model", "prompt": "a long one", "max_tokens": 3000});
@@ -61,7 +61,7 @@ async fn a_request_that_runs_ends_with_an_error_and_one_that_comes_waits_for_the
 }
 
 #[tokio::test]
-async fn a_load_that_fails_once_is_repeated_although_only_one_of_two_tags_sleeps_by_then() {
+async fn load_that_fails_once_is_repeated_with_one_tag_asleep() {
     let on = bench(|options| options.faults.load = Some(LoadFault::FailHalfwayOnce)).await;
     on.engine.install(&job(&on, 2)).await.unwrap();
     assert_eq!(on.digest().await, on.fresh_digest(2).await);
@@ -69,7 +69,7 @@ async fn a_load_that_fails_once_is_repeated_although_only_one_of_two_tags_sleeps
 }
 
 #[tokio::test]
-async fn half_an_update_is_held_until_it_is_fed_or_the_first_snapshot_is_put_back() {
+async fn half_an_update_is_held_until_fed_or_restored() {
     for put_back in [false, true] {
         let on = bench(|_| {}).await;
         on.engine.install(&job(&on, 2)).await.unwrap();
@@ -100,8 +100,9 @@ async fn a_wake_up_that_read_nothing_is_no_success() {
     assert!(on.is_paused().await);
 }
 
+/// Story F93.
 #[tokio::test]
-async fn f93_workers_that_take_longer_than_the_engine_waits_are_not_asked_twice() {
+async fn workers_slower_than_the_engine_waits_are_asked_once() {
     let on = bench(|options| {
         options.fastdeploy.worker_timeout = Duration::from_millis(50);
         options.faults.load_ms = 400;
@@ -112,7 +113,7 @@ async fn f93_workers_that_take_longer_than_the_engine_waits_are_not_asked_twice(
     let wakeups = on.calls().await.iter().filter(|call| *call == "POST /v1/wakeup").count();
     assert_eq!(wakeups, 1, "a load that may still run must not be joined by a second one");
     assert!(on.is_paused().await, "it is held, whatever the workers do meanwhile");
-    // The workers end their work behind the error.
+    // The workers end their work after the error.
     let fresh = on.fresh_digest(2).await;
     until("the workers", || async { on.digest().await == fresh }).await;
 }
@@ -142,7 +143,7 @@ async fn what_does_not_fit_is_refused_before_anything_is_touched() {
 }
 
 #[tokio::test]
-async fn a_policy_that_cannot_be_kept_is_refused_with_the_setting_that_can() {
+async fn impossible_policy_is_refused_with_a_possible_setting() {
     let on = bench(|_| {}).await;
     for (pause, kv_cache, named) in [
         (PausePolicy::Keep, KvCachePolicy::Reset, "pause to Abort"),
@@ -157,7 +158,7 @@ async fn a_policy_that_cannot_be_kept_is_refused_with_the_setting_that_can() {
 }
 
 #[tokio::test]
-async fn what_only_a_closed_library_or_shared_memory_could_do_is_refused_with_that_reason() {
+async fn rdma_only_steps_are_refused_with_the_reason() {
     for (words, named) in [
         (&["--dynamic-load-weight", "--load_strategy", "rsync"][..], "checkpoint_transfer, a library that is not public"),
         (&["--dynamic-load-weight", "--load-strategy=ipc"], "memory in place"),
@@ -179,7 +180,7 @@ async fn what_only_a_closed_library_or_shared_memory_could_do_is_refused_with_th
 }
 
 #[tokio::test]
-async fn the_next_life_of_the_agent_finds_the_model_directory_by_what_the_server_says() {
+async fn restarted_agent_finds_model_directory_by_the_server() {
     let on = bench(|_| {}).await;
     let engine = adapter("fastdeploy", &on.simulator.url(), None, None);
     engine.probe(SOON).await.unwrap();
@@ -188,7 +189,7 @@ async fn the_next_life_of_the_agent_finds_the_model_directory_by_what_the_server
 }
 
 #[tokio::test]
-async fn a_server_that_starts_anew_reads_a_whole_snapshot() {
+async fn restarted_server_reads_a_whole_snapshot() {
     let mut on = bench(|_| {}).await;
     on.engine.install(&job(&on, 2)).await.unwrap();
     on.restart().await;
@@ -304,7 +305,7 @@ async fn message_bench_of(ranks: usize, end: &str, more: impl FnOnce(&mut Simula
 }
 
 #[tokio::test]
-async fn the_asynchronous_message_brings_versions_from_gpu_memory_one_bucket_at_a_time() {
+async fn async_message_brings_gpu_versions_bucket_by_bucket() {
     for v1 in [false, true] {
         let on = message_bench(|options| options.fastdeploy.v1_update_weights = v1).await;
         on.engine.probe(SOON).await.unwrap();
@@ -320,7 +321,7 @@ async fn the_asynchronous_message_brings_versions_from_gpu_memory_one_bucket_at_
 }
 
 #[tokio::test]
-async fn the_reply_to_the_call_counts_where_it_overtakes_the_workers_last_answer() {
+async fn reply_that_overtakes_the_workers_last_answer_counts() {
     let on = message_bench(|options| options.faults.last_answer_ms = 300).await;
     for version in [2, 3] {
         on.install(version).await.unwrap();
@@ -372,8 +373,9 @@ async fn a_message_that_lacks_a_parameter_is_refused_untouched() {
     assert!(!on.bench.is_paused().await);
 }
 
+/// Story F94.
 #[tokio::test]
-async fn f94_a_worker_that_cannot_clone_a_bucket_says_so_and_the_server_is_held_without_weights() {
+async fn worker_that_cannot_clone_a_bucket_holds_the_server() {
     let on = message_bench(|options| options.faults.load = Some(LoadFault::FailHalfway)).await;
     let begun = Instant::now();
     let error = on.install(2).await.unwrap_err();
@@ -386,7 +388,7 @@ async fn f94_a_worker_that_cannot_clone_a_bucket_says_so_and_the_server_is_held_
 }
 
 #[tokio::test]
-async fn a_message_that_is_broken_off_leaves_the_server_held_until_it_is_fed() {
+async fn message_cut_off_leaves_server_held_until_fed() {
     let on = message_bench(|_| {}).await;
     let (version, job) = (on.version(2), on.job(2));
     let install = version.feed_some(on.engine.as_ref(), &job, 1).await;

@@ -92,7 +92,7 @@ proptest! {
     #![proptest_config(config())]
 
     #[test]
-    fn whatever_an_engine_answers_calls_end_in_time_and_what_is_reported_is_served(
+    fn any_engine_answer_ends_in_time_and_reports_are_true(
         kind in select(vec!["vllm", "sglang"]), rules in prop::collection::vec(rules(), 1..3),
     ) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

@@ -218,8 +218,9 @@ pub(super) async fn received_of(engine: &Arc<dyn Engine>, rendezvous: Rendezvous
     install.finish(held(4)).await
 }
 
+/// Story F93.
 #[tokio::test]
-async fn f93_sglang_gets_a_session_one_element_type_a_bucket_and_its_version_with_the_last_step_only() {
+async fn sglang_gets_one_element_type_per_bucket() {
     let (server, engine) = engine("sglang").await;
     assert_eq!(engine.group().unwrap().facts(SOON).await.unwrap().why_not, "");
     received(&engine, Rendezvous::Store).await.unwrap();
@@ -239,7 +240,7 @@ async fn f93_sglang_gets_a_session_one_element_type_a_bucket_and_its_version_wit
 }
 
 #[tokio::test]
-async fn vllm_joins_by_the_communicators_id_and_never_cuts_what_a_request_carries() {
+async fn vllm_joins_by_communicator_id_and_takes_whole_requests() {
     let (server, engine) = engine("vllm").await;
     let facts = engine.group().unwrap().facts(SOON).await.unwrap();
     assert_eq!((facts.rendezvous, facts.size, facts.why_not.as_str()), (Rendezvous::UniqueId, 2, ""));
@@ -251,8 +252,9 @@ async fn vllm_joins_by_the_communicators_id_and_never_cuts_what_a_request_carrie
     assert_eq!(server.bodies("/finish_weight_update").len(), 1);
 }
 
+/// Story F92.
 #[tokio::test]
-async fn f92_a_session_that_a_dead_trainer_left_open_is_closed_and_its_engine_counts_as_touched() {
+async fn dead_trainers_session_is_closed_and_engine_is_touched() {
     for (kind, rendezvous) in [("sglang", Rendezvous::Store), ("vllm", Rendezvous::UniqueId)] {
         let (server, engine) = engine(kind).await;
         let mut install = begun(&engine, rendezvous).await;
@@ -267,7 +269,7 @@ async fn f92_a_session_that_a_dead_trainer_left_open_is_closed_and_its_engine_co
 }
 
 #[tokio::test]
-async fn an_install_that_is_given_up_before_the_first_bucket_leaves_the_engine_as_it_was() {
+async fn install_given_up_before_a_bucket_leaves_engine_unchanged() {
     let (server, engine) = engine("sglang").await;
     let mut install = begun(&engine, Rendezvous::Store).await;
     install.open().await.unwrap();
@@ -276,8 +278,9 @@ async fn an_install_that_is_given_up_before_the_first_bucket_leaves_the_engine_a
     assert_eq!((open, paused, version.as_str()), (false, false, "default"));
 }
 
+/// Story F50.
 #[tokio::test]
-async fn f50_a_bucket_that_is_refused_in_the_middle_leaves_the_engine_marked_and_paused() {
+async fn bucket_refused_midway_leaves_engine_marked_paused() {
     let (server, engine) = engine("sglang").await;
     server.instead("/update_weights_from_distributed", 2, 400, json!({"success": false, "message": "partially updated"}));
     let error = received(&engine, Rendezvous::Store).await.unwrap_err();
@@ -286,8 +289,9 @@ async fn f50_a_bucket_that_is_refused_in_the_middle_leaves_the_engine_marked_and
     assert!(!open && paused && version.starts_with("installing:"), "{open} {paused} {version}");
 }
 
+/// Story F49.
 #[tokio::test]
-async fn f49_an_engine_that_does_not_confirm_its_last_step_holds_no_version() {
+async fn engine_without_a_confirmed_last_step_holds_nothing() {
     let (server, engine) = engine("vllm").await;
     server.instead("/finish_weight_update", 0, 500, json!({"error": {"message": "boom"}}));
     let error = received(&engine, Rendezvous::UniqueId).await.unwrap_err();
@@ -307,8 +311,9 @@ async fn success_must_be_the_value_true_and_nothing_like_it() {
     }
 }
 
+/// Stories F27 and F30.
 #[tokio::test]
-async fn f27_f30_the_group_of_the_epoch_before_is_left_before_another_is_joined() {
+async fn old_group_is_left_before_another_is_joined() {
     for (kind, rendezvous) in [("sglang", Rendezvous::Store), ("vllm", Rendezvous::UniqueId)] {
         let (server, engine) = engine(kind).await;
         let group = engine.group().unwrap();
@@ -328,7 +333,7 @@ async fn f27_f30_the_group_of_the_epoch_before_is_left_before_another_is_joined(
 }
 
 #[tokio::test]
-async fn the_next_life_of_an_agent_leaves_the_group_that_the_one_before_joined() {
+async fn restarted_agent_leaves_its_predecessors_group() {
     let folder = tempfile::tempdir().unwrap();
     let record = folder.path().join("engine-1.json");
     let server = Server::default();
@@ -350,8 +355,9 @@ async fn the_next_life_of_an_agent_leaves_the_group_that_the_one_before_joined()
     assert_eq!(server.bodies("/destroy_weights_update_group").len(), 2);
 }
 
+/// Story F60.
 #[tokio::test]
-async fn f60_what_stands_in_the_way_of_joining_is_named_with_the_option_that_helps() {
+async fn obstacle_to_joining_is_named_with_the_option() {
     let cases = [
         ("sglang", "/begin_weight_update", 404, json!({}), "SGLang 0.5.23 or newer"),
         ("sglang", "/server_info", 200, json!({"version": "0.5.23", "tp_size": 2, "pp_size": 2}), "--pp-size"),
@@ -373,7 +379,7 @@ async fn f60_what_stands_in_the_way_of_joining_is_named_with_the_option_that_hel
 }
 
 #[tokio::test]
-async fn a_stuck_engine_is_one_whose_front_answers_and_that_computes_nothing() {
+async fn stuck_engine_answers_health_and_computes_nothing() {
     let (_, engine) = engine("sglang").await;
     assert!(!engine.is_stuck(Duration::from_millis(500)).await);
     // A front that answers, before an engine that never does.

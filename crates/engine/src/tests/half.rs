@@ -13,7 +13,7 @@ async fn half_updated() -> Bench {
 }
 
 #[tokio::test]
-async fn another_life_of_the_agent_finds_half_an_update_and_does_not_resume_it() {
+async fn restarted_agent_finds_half_an_update_and_keeps_it_paused() {
     let bench = half_updated().await;
     let successor = adapter("vllm", &bench.simulator.url(), None, None);
     assert_eq!(successor.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(2)));
@@ -24,7 +24,7 @@ async fn another_life_of_the_agent_finds_half_an_update_and_does_not_resume_it()
 }
 
 #[tokio::test]
-async fn behind_a_load_that_failed_on_two_ranks_no_success_is_believed_until_the_server_starts_anew() {
+async fn success_after_a_load_failed_on_two_ranks_is_not_believed() {
     let mut bench = Bench::start_with("vllm", Faults::default(), |options| (options.world_size, options.ray) = (2, false)).await;
     bench.set_faults(Faults { load: Some(LoadFault::FailHalfwayOnce), ..Faults::default() }).await;
     for _ in 0..2 {
@@ -37,7 +37,7 @@ async fn behind_a_load_that_failed_on_two_ranks_no_success_is_believed_until_the
 }
 
 #[tokio::test]
-async fn an_engine_that_cannot_be_fed_is_put_back_to_the_weights_it_started_with() {
+async fn engine_that_cannot_be_fed_gets_its_start_up_weights() {
     let bench = half_updated().await;
     bench.engine.put_back(SOON).await.unwrap();
     assert!(!bench.is_paused().await);
@@ -47,7 +47,7 @@ async fn an_engine_that_cannot_be_fed_is_put_back_to_the_weights_it_started_with
 }
 
 #[tokio::test]
-async fn an_engine_that_cannot_even_be_put_back_ends_its_requests_and_stays_paused() {
+async fn engine_that_cannot_be_restored_stays_paused() {
     let bench = half_updated().await;
     let fault = FaultRule { path: "/collective_rpc".into(), after: 0, times: None, fault: Fault::unavailable() };
     bench.set_faults(Faults { rules: vec![fault], ..Faults::default() }).await;
@@ -72,7 +72,7 @@ async fn generating_with_half_an_update_is_what_the_pause_prevents() {
 }
 
 #[tokio::test]
-async fn put_back_of_an_engine_at_its_start_up_weights_only_resumes_it() {
+async fn restore_of_an_engine_at_start_up_weights_only_resumes() {
     for kind in ["vllm", "sglang"] {
         let bench = Bench::start(kind).await;
         bench.engine.put_back(SOON).await.unwrap();

@@ -91,7 +91,7 @@ fn digests(names: &[&str]) -> WeightTransfer {
 }
 
 #[tokio::test]
-async fn all_ranks_check_and_take_a_version_while_the_engine_serves_until_the_last_bucket_is_checked() {
+async fn all_ranks_check_a_version_while_the_engine_serves() {
     for names in [&["blake3"][..], &["xxh3-128", "blake3"]] {
         let bench = bench(|options| (options.world_size, options.weight_transfer) = (2, Some(digests(names)))).await;
         let before = bench.digest().await;
@@ -112,7 +112,7 @@ async fn all_ranks_check_and_take_a_version_while_the_engine_serves_until_the_la
 }
 
 #[tokio::test]
-async fn a_place_that_is_used_again_before_its_layer_is_there_gives_other_weights_and_says_success() {
+async fn slot_reused_before_its_layer_loads_gives_wrong_weights() {
     let bench = bench(|_| {}).await;
     let version = Version::of(&bench, 2);
     let mut install = bench.engine.begin_host(&version.job()).await.unwrap();
@@ -137,7 +137,7 @@ async fn a_place_that_is_used_again_before_its_layer_is_there_gives_other_weight
 }
 
 #[tokio::test]
-async fn a_server_without_the_back_end_is_not_tried_and_keeps_its_other_ways() {
+async fn server_without_the_back_end_keeps_its_other_ways() {
     let bench = Bench::start("vllm").await;
     for _ in 0..3 {
         let refused = bench.engine.host_route(SOON).await.unwrap_err();
@@ -154,7 +154,7 @@ async fn a_server_without_the_back_end_is_not_tried_and_keeps_its_other_ways() {
 }
 
 #[tokio::test]
-async fn workers_that_can_compute_no_digest_and_ranks_that_do_not_come_are_named() {
+async fn workers_without_digests_and_missing_ranks_are_named() {
     let blind = bench(|options| options.weight_transfer = Some(digests(&["sha1"]))).await;
     let refused = Version::of(&blind, 2).install(&blind).await.unwrap_err();
     assert!(!refused.is_dirty() && refused.to_string().contains("no digest"), "{refused}");
@@ -184,7 +184,7 @@ async fn a_load_that_fails_holds_the_engine_until_it_is_fed_in_full() {
 }
 
 #[tokio::test]
-async fn a_session_that_somebody_left_open_is_ended_and_not_taken_for_ours() {
+async fn foreign_open_session_is_ended_and_not_reused() {
     let bench = bench(|_| {}).await;
     let url = format!("{}/start_weight_update", bench.simulator.url());
     assert_eq!(super::support::client().post(url).send().await.unwrap().status(), 200);

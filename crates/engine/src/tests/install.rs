@@ -12,7 +12,7 @@ use weightsync_testkit::simulator::Faults;
 const KINDS: [&str; 2] = ["vllm", "sglang"];
 
 #[tokio::test]
-async fn an_installed_version_is_what_a_fresh_server_on_its_checkpoint_serves() {
+async fn installed_version_is_what_a_fresh_server_serves() {
     for kind in KINDS {
         let bench = Bench::start(kind).await;
         for version in [2, 3] {
@@ -52,8 +52,9 @@ async fn a_probe_tells_size_and_version() {
     }
 }
 
+/// Story F19.
 #[tokio::test]
-async fn f19_the_size_is_what_the_server_says_not_what_is_expected() {
+async fn the_size_is_what_the_server_says_not_what_is_expected() {
     for kind in KINDS {
         let faults = Faults { world_size: Some(8), ..Faults::default() };
         let bench = Bench::start_with(kind, faults, |options| options.world_size = 4).await;
@@ -64,7 +65,7 @@ async fn f19_the_size_is_what_the_server_says_not_what_is_expected() {
 }
 
 #[tokio::test]
-async fn a_server_without_dev_mode_is_refused_with_the_option_that_helps() {
+async fn server_without_dev_mode_is_refused_with_the_option() {
     let bench = Bench::start_with("vllm", Faults::default(), |options| options.dev_mode = false).await;
     let refusal = bench.engine.probe(SOON).await.unwrap_err().to_string();
     assert!(refusal.contains("VLLM_SERVER_DEV_MODE=1"), "{refusal}");
@@ -87,7 +88,7 @@ async fn an_api_key_is_shown_and_never_printed() {
 }
 
 #[tokio::test]
-async fn requests_that_are_kept_go_on_with_the_new_weights_and_those_that_are_aborted_end() {
+async fn kept_requests_continue_and_aborted_ones_end() {
     for (kind, pause, finish) in
         [("vllm", PausePolicy::Keep, "length"), ("vllm", PausePolicy::Abort, "abort"), ("vllm", PausePolicy::Drain, "length")]
     {
@@ -161,7 +162,7 @@ async fn a_pause_that_an_earlier_life_left_is_undone() {
 }
 
 #[tokio::test]
-async fn health_during_a_load_is_the_front_alone_and_names_the_same_start() {
+async fn health_during_a_load_asks_the_front_only() {
     for kind in KINDS {
         let bench = Bench::start_with(kind, Faults { load_ms: 300, ..Faults::default() }, |_| {}).await;
         let before = bench.engine.health(SOON).await.unwrap().start;
@@ -189,12 +190,12 @@ async fn a_restart_is_another_start_however_fast_it_was() {
 }
 
 #[tokio::test]
-async fn a_process_that_ended_is_missed_before_it_is_asked_and_its_successor_is_not_taken_for_it() {
+async fn ended_process_is_noticed_and_successor_is_not_it() {
     for kind in KINDS {
         let mut bench = Bench::start(kind).await;
         // An agent that took this for a loss asked an engine that had not started yet all the time, and took its processor.
         let lost = tokio::time::timeout(Duration::from_millis(20), bench.engine.until_lost()).await;
-        assert!(lost.is_err(), "{kind}: whoever was never seen cannot be lost");
+        assert!(lost.is_err(), "{kind}: anyone who was never seen cannot be lost");
         let first = bench.engine.health(SOON).await.unwrap().start;
         assert_eq!(bench.engine.health(SOON).await.unwrap().start, first, "{kind}");
         assert!(bench.engine.is_still(&first), "{kind}");
@@ -212,7 +213,7 @@ async fn a_process_that_ended_is_missed_before_it_is_asked_and_its_successor_is_
 }
 
 #[tokio::test]
-async fn an_engine_whose_text_was_changed_by_somebody_else_counts_as_another_start() {
+async fn engine_with_a_changed_label_counts_as_another_start() {
     let bench = Bench::start("vllm").await;
     let report = bench.engine.install(&bench.job(2)).await.unwrap();
     let url = format!("{}/update_weight_version", bench.simulator.url());
@@ -232,7 +233,7 @@ async fn sglang_says_before_a_byte_moves_that_it_cannot_drain() {
 }
 
 #[tokio::test]
-async fn sglangs_unhealthy_flag_of_a_foreign_probe_during_the_pause_is_healed() {
+async fn sglangs_unhealthy_flag_from_a_foreign_probe_is_healed() {
     let bench = Bench::start_with("sglang", Faults { load_ms: 200, ..Faults::default() }, |options| {
         options.health_timeout = Duration::from_millis(20);
     })

@@ -27,7 +27,7 @@ fn process(words: &[&str]) -> EngineProcess {
 }
 
 #[test]
-fn the_way_without_sleep_is_allowed_for_what_was_proven_and_nothing_else() {
+fn way_without_sleep_is_allowed_only_where_proven() {
     let (proven, dense) = (interface(), json!({"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"}));
     let plain = process(&["api_server", "--backend=pytorch"]);
     let seen = Seen { interface: Some(&proven), ranks: 1, config: Some(&dense), process: Some(&plain), kv_cache: KvCachePolicy::Reset };
@@ -83,7 +83,7 @@ async fn what_the_server_lacks_is_probed_and_the_slower_way_says_why() {
     }
     let (no_ray, no_abort) = route(PausePolicy::External).await;
     assert!(matches!(no_ray, Err(EngineError::Unsupported { .. })), "sleeping would end requests that are not ours to end");
-    assert_eq!(no_abort.unwrap().name, "update_weights", "nobody has to be ended");
+    assert_eq!(no_abort.unwrap().name, "update_weights", "no one has to be ended");
 
     let bare = GpuBench::start("lmdeploy", 1, None, |options| options.checkpoint_engine = false).await;
     let refusal = bare.engine.device_route(PausePolicy::Abort, KvCachePolicy::Reset, SOON).await.unwrap_err().to_string();
@@ -124,7 +124,7 @@ fn a_record_speaks_of_its_own_start_only() {
     record.write("1", &version).unwrap();
     assert_eq!((record.read("1"), record.read("2")), (version.clone(), Holding::Startup));
     assert_eq!(Record::new(file.clone()).read("1"), version);
-    // A start that cannot be told: half an update counts, a whole version only as long as this life lasts.
+    // A start that cannot be informed: half an update counts, a whole version only as long as this life lasts.
     record.write(UNKNOWN, &version).unwrap();
     assert_eq!((record.read(UNKNOWN), Record::new(file.clone()).read(UNKNOWN)), (version, Holding::Startup));
     record.write(UNKNOWN, &half).unwrap();
@@ -134,7 +134,7 @@ fn a_record_speaks_of_its_own_start_only() {
 }
 
 #[test]
-fn a_process_is_found_by_its_words_and_the_first_of_its_kind_is_it() {
+fn process_is_found_by_its_words_first_match_counts() {
     let folder = TempDir::new().unwrap();
     for (pid, ticks, line) in
         [("9", 50, "x\0api_server\0--server-port=1"), ("11", 40, "x\0api_server\0--server-port\x001\0"), ("12", 1, "other")]

@@ -57,7 +57,7 @@ fn the_registry_names_what_there_is() {
 }
 
 #[test]
-fn a_key_that_no_header_can_carry_is_refused_without_printing_it() {
+fn key_unfit_for_a_header_is_refused_unprinted() {
     for text in ["", "  \n", "two words", "línea", "a\tb"] {
         let error = ApiKey::new(text).unwrap_err().to_string();
         assert!(text.trim().is_empty() || !error.contains(text.trim()), "{error}");
@@ -73,7 +73,7 @@ fn specs(tensors: &[(&str, &[u64])]) -> Vec<TensorSpec> {
 }
 
 #[test]
-fn a_version_must_bring_every_tensor_of_the_served_checkpoint_and_no_other() {
+fn version_must_match_the_served_checkpoints_tensors() {
     let served = specs(&[("a", &[2, 3]), ("b", &[4]), ("lm_head.weight", &[5])]);
     compare(&served, &served, false).unwrap();
     compare(&served, &served[..2], true).unwrap();
@@ -158,7 +158,7 @@ fn signs_of_a_new_start_count_once_and_our_own_writes_are_none() {
 }
 
 #[tokio::test]
-async fn starts_that_nothing_else_tells_apart_are_told_apart_by_the_connection_to_them() {
+async fn equal_starts_differ_by_their_connection() {
     use crate::lifeline::Lifeline;
     use crate::start::StartWatch;
     let watch = StartWatch::default();
@@ -181,12 +181,12 @@ async fn starts_that_nothing_else_tells_apart_are_told_apart_by_the_connection_t
     let old = watch.look();
     let _listener = tokio::net::TcpListener::bind(address).await.unwrap();
     watch.hold(line().await);
-    assert!(!watch.is_still(&first), "somebody listens, and nobody asked who");
+    assert!(!watch.is_still(&first), "somebody listens, and no one asked who");
     watch.answered(old, "unknown", &Holding::Startup);
     assert!(!watch.is_still(&watch.last()), "what was read before says nothing of it");
     let second = looked();
     assert_ne!(second, first);
     assert!(watch.is_still(&second) && !watch.stood_since(begun));
     watch.hold(None);
-    assert!(!watch.is_still(&second), "nobody takes a connection");
+    assert!(!watch.is_still(&second), "no one takes a connection");
 }

@@ -10,8 +10,9 @@ async fn call(bench: &Bench, path: &str) {
     assert_eq!(answer.status(), 200, "{path}");
 }
 
+/// Story F55.
 #[tokio::test]
-async fn f55_an_engine_that_slept_holds_nothing_any_more_although_its_label_says_so() {
+async fn engine_that_slept_holds_nothing_despite_its_label() {
     for level in [1, 2] {
         let bench = Bench::start("vllm").await;
         let held = bench.engine.install(&bench.job(2)).await.unwrap().start;
@@ -24,7 +25,7 @@ async fn f55_an_engine_that_slept_holds_nothing_any_more_although_its_label_says
 
         let refused = bench.engine.install(&bench.job(3)).await.unwrap_err();
         assert!(matches!(refused.source, EngineError::Asleep { .. }) && !refused.is_dirty(), "{refused}");
-        assert!(bench.is_paused().await, "nobody but its owner wakes it");
+        assert!(bench.is_paused().await, "no one but its owner wakes it");
 
         call(&bench, "/wake_up").await;
         assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(bench.job(2).terms.version), "its label did not change");
@@ -35,7 +36,7 @@ async fn f55_an_engine_that_slept_holds_nothing_any_more_although_its_label_says
         assert_eq!(bench.digest().await, bench.fresh_digest(2).await);
         call(&bench, "/sleep").await;
         call(&bench, "/wake_up").await;
-        assert_ne!(bench.engine.health(SOON).await.unwrap().start, asleep, "a sleep that nobody saw counts as well");
+        assert_ne!(bench.engine.health(SOON).await.unwrap().start, asleep, "a sleep that no one saw counts as well");
     }
 }
 
@@ -49,8 +50,9 @@ async fn a_pause_is_no_sleep() {
     assert!(bench.engine.asleep().is_none());
 }
 
+/// Story F55.
 #[tokio::test]
-async fn f55_an_lmdeploy_whose_weights_sleep_is_told_from_one_whose_cache_does() {
+async fn lmdeploy_weights_asleep_differ_from_cache_asleep() {
     let bench = Bench::start("lmdeploy").await;
     let before = bench.engine.health(SOON).await.unwrap().start;
     call(&bench, "/sleep?level=1").await;

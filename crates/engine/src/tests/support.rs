@@ -47,7 +47,7 @@ impl Bench {
         Self { folder, simulator, engine, kind }
     }
 
-    /// The same simulator made anew on the same port, as after a crash.
+    /// The same simulator made again on the same port, as after a crash.
     pub(crate) async fn restart(&mut self) {
         let address = self.simulator.address();
         let options = SimulatorOptions::new(self.kind, self.directory(1));

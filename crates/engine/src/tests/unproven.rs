@@ -1,4 +1,4 @@
-//! Ways from GPU memory that keep to what an engine's source says: refused as a rule where nobody has seen them on a GPU, and what they do.
+//! Ways from GPU memory that keep to what an engine's source says: refused as a rule where no one has seen them on a GPU, and what they do.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -46,7 +46,7 @@ async fn call(on: &GpuBench, path: &str, body: serde_json::Value) -> u16 {
 }
 
 #[test]
-fn what_was_never_seen_is_refused_and_what_was_never_read_even_where_it_is_wanted() {
+fn unseen_layouts_are_refused_and_unread_ones_always() {
     let way = Unproven { engine: "SGLang", way: "it", seen: &["0.5.22"], read: &["0.5.23"] };
     assert!(way.allowed("0.5.22", false).is_ok());
     assert!(way.allowed("0.5.23", true).is_ok());
@@ -68,7 +68,7 @@ async fn without_being_wanted_no_such_way_is_chosen() {
 }
 
 #[tokio::test]
-async fn three_versions_in_a_row_are_what_fresh_servers_serve_although_slots_are_overwritten_once_they_are_released() {
+async fn three_versions_equal_fresh_servers_with_slots_overwritten() {
     for way in WAYS {
         let on = bench(way, true).await;
         let route = on.engine.device_route(PausePolicy::Abort, KvCachePolicy::Reset, SOON).await.unwrap();
@@ -81,8 +81,9 @@ async fn three_versions_in_a_row_are_what_fresh_servers_serve_although_slots_are
     }
 }
 
+/// Story F92.
 #[tokio::test]
-async fn f92_a_session_that_a_dead_trainer_left_open_is_ended_first() {
+async fn a_session_that_a_dead_trainer_left_open_is_ended_first() {
     for way in WAYS {
         let on = bench(way, true).await;
         assert_eq!(call(&on, way.4, json!({})).await, 200);
@@ -92,7 +93,7 @@ async fn f92_a_session_that_a_dead_trainer_left_open_is_ended_first() {
 }
 
 #[tokio::test]
-async fn a_call_that_fails_in_the_middle_leaves_the_engine_held_and_the_next_update_whole() {
+async fn call_that_fails_midway_holds_engine_until_next_update() {
     for way in WAYS {
         let on = bench(way, true).await;
         let fault = Fault::Answer { status: 500, body: json!({"error": {"message": "no"}, "success": false}) };
@@ -107,15 +108,16 @@ async fn a_call_that_fails_in_the_middle_leaves_the_engine_held_and_the_next_upd
 }
 
 #[tokio::test]
-async fn sglang_that_does_not_see_our_shared_memory_is_not_trusted_to_have_read() {
+async fn sglang_without_our_shared_memory_is_not_trusted() {
     let on = bench(WAYS[0], true).await;
     on.bench.set_faults(Faults { blind_to_counters: true, ..Faults::default() }).await;
     let error = on.install(2).await.unwrap_err();
     assert!(error.is_dirty() && error.to_string().contains("share /dev/shm"), "{error}");
 }
 
+/// Trap 17.
 #[tokio::test]
-async fn trap_17_sglang_reads_a_tensor_after_it_has_said_success() {
+async fn sglang_reads_a_tensor_after_its_success() {
     let on = bench(("sglang", 1, "", "", ""), true).await;
     assert_eq!(call(&on, "/pause_generation", json!({"mode": "abort"})).await, 200);
     assert_eq!(call(&on, "/begin_weight_update", json!({})).await, 200);

@@ -1,6 +1,6 @@
 //! vLLM with our own back end (`python/weightsync/vllm.py`) whose workers read what the agent shares of the host's memory.
 //!
-//! Decides when a session begins and which buckets belong to it: those for the draft model come behind all of the model's, in a session of
+//! Decides when a session begins and which buckets belong to it: those for the draft model come after all of the model's, in a session of
 //! their own. The calls themselves, and what a failure of them means, are [`super::session`]'s.
 
 use std::sync::Arc;
@@ -22,7 +22,7 @@ pub(super) struct Backend {
     digest: HostDigest,
     /// The first bucket for the draft model.
     draft_from: Option<u32>,
-    told: u32,
+    reported: u32,
 }
 
 impl Backend {
@@ -31,15 +31,15 @@ impl Backend {
         let (listening, token) = init(&http, ranks, until).await?;
         let rules = Rules { token: token.clone(), draft: job.layout.has_draft(), silence: job.silence };
         let (workers, digest) = listening.with_memory(&rules, &job.memory, until.at_most(job.silence.min(CONNECT))).await?;
-        Ok(Self { session: Session::new(http, workers, token, job.terms.timeout), digest, draft_from: None, told: 0 })
+        Ok(Self { session: Session::new(http, workers, token, job.terms.timeout), digest, draft_from: None, reported: 0 })
     }
 
     async fn finish(&mut self, until: Until) -> Result<(), EngineError> {
         let of_model = self.draft_from.filter(|_| self.session.number() == 1);
-        self.session.finish(of_model.unwrap_or(self.told), until).await
+        self.session.finish(of_model.unwrap_or(self.reported), until).await
     }
 
-    /// Ends the model's session and begins that of its draft model, where one was told of and that was not done yet.
+    /// Ends the model's session and begins that of its draft model, where one was informed of and that was not done yet.
     async fn turn_to_draft(&mut self, until: Until) -> Result<(), EngineError> {
         if self.session.number() != 1 || self.draft_from.is_none() {
             return Ok(());
@@ -56,12 +56,12 @@ impl HostFeed for Backend {
     }
 
     async fn bucket(&mut self, bucket: &HostBucket, until: Until) -> Result<(), EngineError> {
-        let told = self.session.workers.tell(Workers::line(bucket));
-        self.session.watching(until, told).await?;
+        let reported = self.session.workers.tell(Workers::line(bucket));
+        self.session.watching(until, reported).await?;
         if bucket.section() == Section::Draft {
             self.draft_from.get_or_insert(bucket.sequence);
         }
-        self.told = bucket.sequence.saturating_add(1);
+        self.reported = bucket.sequence.saturating_add(1);
         Ok(())
     }
 
@@ -78,8 +78,8 @@ impl HostFeed for Backend {
     }
 
     async fn end(&mut self, silence: Duration, until: Until) -> Result<(), EngineError> {
-        self.session.no_more(self.told, until.at_most(silence)).await?;
-        for each in 1..=self.told {
+        self.session.no_more(self.reported, until.at_most(silence)).await?;
+        for each in 1..=self.reported {
             self.session.watching(until.at_most(silence), self.session.workers.verified(each)).await?;
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! vLLM with our own back end whose workers copy buckets from memory on their own GPUs, which the agent's workers allocated.
 //!
-//! Decides what each worker is told: where the bucket lies on *its* GPU, by handle and offset, and the gsum64 of each tensor of it. A worker
+//! Decides what each worker is reported: where the bucket lies on *its* GPU, by handle and offset, and the gsum64 of each tensor of it. A worker
 //! copies the bucket, sums what it copied, and only then says that it took it, so that the place may be used again from then on; vLLM's own
 //! layerwise loading, which keeps tensors until a layer is whole, works on the copy. The calls are [`super::session`]'s.
 
@@ -22,7 +22,7 @@ use weightsync_core::weights::Layout;
 pub(super) struct Gpus {
     session: Session,
     layout: Arc<Layout>,
-    told: u32,
+    reported: u32,
 }
 
 impl Gpus {
@@ -32,7 +32,7 @@ impl Gpus {
         let (listening, token) = init(&http, ranks, until).await?;
         let rules = Rules { token: token.clone(), draft: job.layout.has_draft(), silence: job.silence };
         let workers = listening.on_gpus(&rules, until.at_most(job.silence.min(CONNECT))).await?;
-        Ok(Self { session: Session::new(http, workers, token, job.terms.timeout), layout: job.layout.clone(), told: 0 })
+        Ok(Self { session: Session::new(http, workers, token, job.terms.timeout), layout: job.layout.clone(), reported: 0 })
     }
 
     /// The line for a worker on that GPU.
@@ -67,8 +67,8 @@ impl Feed for Gpus {
             self.session.start("/start_weight_update", until).await?;
         }
         self.session.watching(until, self.session.workers.tell_each(lines)).await?;
-        self.session.watching(until, self.session.workers.taken(self.told)).await?;
-        self.told = bucket.bucket.sequence.saturating_add(1);
+        self.session.watching(until, self.session.workers.taken(self.reported)).await?;
+        self.reported = bucket.bucket.sequence.saturating_add(1);
         Ok(Released::Now)
     }
 
@@ -77,8 +77,8 @@ impl Feed for Gpus {
     }
 
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {
-        self.session.no_more(self.told, until).await?;
-        self.session.finish(self.told, until).await?;
+        self.session.no_more(self.reported, until).await?;
+        self.session.finish(self.reported, until).await?;
         self.session.forget_encoded(until).await
     }
 

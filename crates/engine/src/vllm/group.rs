@@ -1,7 +1,7 @@
 //! vLLM 0.32 and 0.33 in a group of its own workers: weight transfer with the backend `nccl`, joined by the communicator's id.
 //!
 //! Facts are from the wheels (`distributed/weight_transfer/nccl_common.py`, `nccl_engine.py`, `packed_tensor.py`, `v1/worker/gpu_worker.py`).
-//! A join makes the communicator at once, and a rank that is missing holds the engine for ever: whoever leads joins at the same time. An
+//! A join makes the communicator at once, and a rank that is missing holds the engine for ever: anyone who leads joins at the same time. An
 //! update that was left open refuses the next one, and leaving the group as well, until it is finished, which finalises a half-written model.
 
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::group::{GroupFeed, GroupJoin, GroupServer, Tensors, post_ok};
 use crate::http::{EngineHttp, Until};
 use weightsync_core::protocol::{GroupFacts, GroupPlace, Rendezvous};
 
-/// What a request carries goes in one broadcast, whatever its length: the server cuts behind the tensor that exceeds this, and makes memory
+/// What a request carries goes in one broadcast, whatever its length: the server cuts after the tensor that exceeds this, and makes memory
 /// for what came, not for this.
 const NEVER_CUT: u64 = 1 << 40;
 
@@ -71,7 +71,7 @@ impl GroupServer for VllmGroup {
         Ok(facts)
     }
 
-    /// Refused while somebody's update is open. That one is not closed here: whoever opens the next update finds it, and knows by that
+    /// Refused while somebody's update is open. That one is not closed here: anyone who opens the next update finds it, and knows by that
     /// that the engine may hold a mixture.
     async fn leave(&self, _: Option<&str>, until: Until) -> Result<(), EngineError> {
         self.message("/shutdown_weight_transfer_engine", &json!({}), "Weight transfer shut down", until).await

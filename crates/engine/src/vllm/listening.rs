@@ -1,7 +1,7 @@
-//! The socket that the workers of one server are told to connect to, and who may come in.
+//! The socket that the workers of one server are asked to connect to, and who may come in.
 //!
-//! Its name is abstract and lives for one install; whoever connects must show the token, which only the server was told. Decides whether all
-//! ranks are there, on what they compute, and what they have in common; never what they are told afterwards ([`super::workers`]).
+//! Its name is abstract and lives for one install; anyone who connects must show the token, which only the server was informed. Decides whether all
+//! ranks are there, on what they compute, and what they have in common; never what they are informed afterwards ([`super::workers`]).
 
 use std::collections::BTreeMap;
 use std::os::linux::net::SocketAddrExt;
@@ -29,7 +29,7 @@ const ON_GPUS: &str = "gsum64";
 /// What is agreed before the first bucket.
 pub(super) struct Rules {
     pub(super) token: String,
-    /// Whether a draft model comes behind the model.
+    /// Whether a draft model comes after the model.
     pub(super) draft: bool,
     /// Longest time between two lines to a worker; half of it without a bucket makes us say that we live.
     pub(super) silence: Duration,
@@ -44,7 +44,7 @@ pub(super) struct Hello {
     digests: Vec<String>,
     /// Whether a session is open, which an earlier life of an agent left.
     pub(super) open: bool,
-    /// Whether it can be told of buckets for a draft model.
+    /// Whether it can be informed of buckets for a draft model.
     #[serde(default)]
     draft: bool,
     /// UUID (`GPU-...`) of the GPU that it computes on.
@@ -58,7 +58,7 @@ enum Where {
     Gpus,
 }
 
-/// A socket that workers are told to connect to.
+/// A socket that workers are asked to connect to.
 pub(super) struct Listening {
     url: String,
     name: String,
@@ -158,13 +158,13 @@ impl Hello {
                 return refused(format!("rank {rank} computes on {device:?} and not on a GPU"), "it is fed from a directory");
             }
             Where::Gpus if self.gpu.is_none() || !self.can(ON_GPUS) => {
-                let what = format!("the package weightsync beside rank {rank} knows no memory of GPUs");
+                let what = format!("the package weightsync next to rank {rank} knows no memory of GPUs");
                 return refused(what, "install the one of this agent's version in the server's environment");
             }
             Where::Host | Where::Gpus => {}
         }
         if rules.draft && !self.draft {
-            let what = format!("the package weightsync beside rank {rank} knows no draft models");
+            let what = format!("the package weightsync next to rank {rank} knows no draft models");
             return refused(what, "install the one of this agent's version in the server's environment");
         }
         Ok(())

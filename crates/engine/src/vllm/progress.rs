@@ -1,4 +1,4 @@
-//! How far the workers of one server are with what their agent told them.
+//! How far the workers of one server are with what their agent informed them.
 //!
 //! Decides what "all of them" means: the slowest rank counts, and a step of the draft model's session is not that of the model's before it.
 

@@ -1,6 +1,6 @@
-//! The workers of one server on the socket of their agent: what they are told, and how far each is.
+//! The workers of one server on the socket of their agent: what they are informed, and how far each is.
 //!
-//! Lines of JSON both ways; memory of the host is passed beside the first one, so it needs no path that both can see. Decides what counts as
+//! Lines of JSON both ways; memory of the host is passed next to the first one, so it needs no path that both can see. Decides what counts as
 //! a worker's failure; never what that means.
 
 use std::collections::BTreeMap;
@@ -44,7 +44,7 @@ pub(super) enum Said {
 /// The first line to every worker.
 pub(super) struct Opening<'a> {
     pub(super) line: String,
-    /// Passed beside it.
+    /// Passed next to it.
     pub(super) memory: Option<&'a HostMemory>,
 }
 
@@ -59,7 +59,7 @@ pub(super) struct Workers {
 }
 
 impl Workers {
-    /// Says the first line to all who are there, with the memory beside it where there is some.
+    /// Says the first line to all who are there, with the memory next to it where there is some.
     pub(super) async fn open(
         url: String,
         there: BTreeMap<u32, (Hello, Parts)>,
@@ -101,7 +101,7 @@ impl Workers {
         let lines = self.lines.clone();
         async move {
             for worker in lines {
-                // One that is gone is told of by its reader.
+                // One that is gone is reported by its reader.
                 let _gone = worker.send(line.clone()).await;
             }
             Ok(())
@@ -192,7 +192,7 @@ pub(super) async fn next(reader: &mut BufReader<OwnedReadHalf>) -> Result<Said, 
     }
 }
 
-/// Notes what a worker says until it is gone. One that closes behind its last step has not failed.
+/// Notes what a worker says until it is gone. One that closes after its last step has not failed.
 async fn read(mut reader: BufReader<OwnedReadHalf>, rank: u32, sessions: u32, progress: watch::Sender<Progress>) {
     loop {
         let said = next(&mut reader).await;
@@ -236,7 +236,7 @@ async fn write(mut writer: OwnedWriteHalf, mut lines: mpsc::Receiver<String>, qu
             Ok(None) => return,
             Err(_) => "{\"event\":\"alive\"}\n".to_owned(),
         };
-        // Whoever waits for the worker's answer has a deadline; this write ends with the task.
+        // Anyone who waits for the worker's answer has a deadline; this write ends with the task.
         if writer.write_all(line.as_bytes()).await.is_err() {
             return;
         }
@@ -249,12 +249,12 @@ impl Opening<'_> {
         let Some(memory) = self.memory else { return writer.write_all(line).await };
         let send = || {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-            let mut beside = SendAncillaryBuffer::new(&mut space);
+            let mut alongside = SendAncillaryBuffer::new(&mut space);
             let descriptor = [memory.file.as_fd()];
-            if !beside.push(SendAncillaryMessage::ScmRights(&descriptor)) {
+            if !alongside.push(SendAncillaryMessage::ScmRights(&descriptor)) {
                 return Err(io::Error::other("no room for one descriptor"));
             }
-            Ok(rustix::net::sendmsg(writer.as_ref(), &[IoSlice::new(line)], &mut beside, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?)
+            Ok(rustix::net::sendmsg(writer.as_ref(), &[IoSlice::new(line)], &mut alongside, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?)
         };
         let sent = writer.as_ref().async_io(Interest::WRITABLE, send).await?;
         writer.write_all(line.get(sent..).unwrap_or_default()).await

@@ -29,7 +29,7 @@ proptest! {
 }
 
 #[test]
-fn a_long_part_beside_short_ones_is_shared_among_the_blocks() {
+fn long_part_among_short_ones_is_shared_by_the_blocks() {
     let parts = [Part { offset: 0, bytes: 256 << 20, first_word: 0 }, Part { offset: 256 << 20, bytes: 64, first_word: 0 }];
     let longest = pieces(&parts).iter().map(|(_, piece)| piece.bytes).max().unwrap();
     assert!(longest <= (256 << 20) / BLOCKS + 8192, "{longest}");

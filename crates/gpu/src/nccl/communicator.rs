@@ -1,6 +1,6 @@
 //! One communicator: begun without blocking, polled, used, aborted. Decides nothing about time; who polls has a deadline.
 //!
-//! NCCL does not notice a dead peer (nothing in 20 s, NCCL 2.28.9): whoever knows better aborts. Aborting is the only end: a destroy is a
+//! NCCL does not notice a dead peer (nothing in 20 s, NCCL 2.28.9): anyone who knows better aborts. Aborting is the only end: a destroy is a
 //! rendezvous that waits for all ranks.
 
 use std::ffi::c_int;
@@ -74,7 +74,7 @@ impl Communicator {
         self.nccl.check("NCCL", state, self.raw)
     }
 
-    /// Begins a broadcast in place. An event may be recorded behind it only when [`progress`](Self::progress) is ready: before, the
+    /// Begins a broadcast in place. An event may be recorded after it only when [`progress`](Self::progress) is ready: before, the
     /// work may not be in the stream yet, and the event would fire early. The span must be kept until the work is done or aborted.
     pub fn broadcast(&mut self, at: &Span, root: u32, stream: &Stream) -> Result<Progress, GpuError> {
         if root >= self.world {

@@ -1,4 +1,4 @@
-//! Where NCCL's library may be. Decides the order: beside the engine's torch first, because both must be of one version.
+//! Where NCCL's library may be. Decides the order: next to the engine's torch first, because both must be of one version.
 
 use std::path::{Path, PathBuf};
 

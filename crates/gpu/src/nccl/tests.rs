@@ -7,7 +7,7 @@ fn a_version_reads_as_nccl_writes_it() {
 }
 
 #[test]
-fn a_library_that_is_not_nccl_is_refused_with_the_function_that_it_lacks() {
+fn foreign_library_is_refused_with_the_missing_function() {
     let error = Nccl::load(Some(Path::new("libm.so.6"))).err().unwrap().to_string();
     assert!(error.contains("libm.so.6: it lacks ncclGetVersion"), "{error}");
     let error = Nccl::load(Some(Path::new("/nowhere/libnccl.so.2"))).err().unwrap().to_string();

@@ -26,7 +26,7 @@ pub struct Broadcast {
     /// From where, or to where.
     pub at: Span,
     pub bytes: u64,
-    /// What to digest behind it; offsets from `at`.
+    /// What to digest after it; offsets from `at`.
     pub parts: Vec<Part>,
     /// Event to wait for on the GPU before it starts.
     pub after: Option<Event>,
@@ -40,7 +40,7 @@ pub struct Copy {
     pub bytes: u64,
     /// Event to wait for on the GPU before it starts.
     pub after: Option<Event>,
-    /// Event to record behind it.
+    /// Event to record after it.
     pub then: Option<Event>,
 }
 

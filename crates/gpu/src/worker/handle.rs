@@ -287,7 +287,7 @@ impl Worker {
         self.shared.release(what);
     }
 
-    /// Sends a request at once; the future waits for its answer. The deadline holds also when nobody waits.
+    /// Sends a request at once; the future waits for its answer. The deadline holds also when no one waits.
     pub(super) fn ask(
         &self,
         what: &'static str,

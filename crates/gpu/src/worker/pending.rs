@@ -20,7 +20,7 @@ struct Entry {
     within: Duration,
     overdue: Instant,
     answer: Answer,
-    /// Kept until the answer, also when nobody waits for it any more.
+    /// Kept until the answer, also when no one waits for it any more.
     held: Vec<Held>,
 }
 
@@ -56,7 +56,7 @@ impl Pending {
         let what = entry.what;
         // Who hears the answer finds the slot free.
         drop(entry.held);
-        // Nobody may be waiting any more.
+        // No one may be waiting any more.
         let _ = entry.answer.send(reply.result.map_err(|fault: WorkerFault| WorkerError::Fault { what, fault }));
     }
 

@@ -96,7 +96,7 @@ struct Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        // Before the permit goes, so that whoever gets the permit finds a number.
+        // Before the permit goes, so that anyone who gets the permit finds a number.
         self.ring.0.free.lock().push(self.index);
     }
 }

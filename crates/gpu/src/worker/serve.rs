@@ -2,7 +2,7 @@
 //!
 //! One thread owns all state and never blocks in a wait. What may block in the driver or in NCCL (allocating, registering, opening another
 //! process's memory, aborting) runs in threads of its own and comes back as a message; NIXL has one thread for all its calls. When the agent's end of the socket closes the
-//! process kills itself: nobody is left to hear it, and exit handlers of the libraries may hang. It decides nothing about groups and
+//! process kills itself: no one is left to hear it, and exit handlers of the libraries may hang. It decides nothing about groups and
 //! versions.
 
 mod fabric;

@@ -32,19 +32,19 @@ fn gone(error: WorkerError) -> String {
 }
 
 #[tokio::test]
-async fn a_worker_that_answers_nothing_is_killed_and_the_cause_says_what_it_did_not_do() {
+async fn worker_that_never_answers_is_killed_with_a_cause() {
     let worker = start("exec sleep 60");
     let begun = Instant::now();
     let cause = gone(worker.stats(SOON).await.unwrap_err());
     assert!(cause.contains("did not count what it holds in 300ms"), "{cause}");
     assert!(begun.elapsed() < SOON + GRACE + Duration::from_secs(3), "{:?}", begun.elapsed());
-    // It is gone for whoever asks later, at once.
+    // It is gone for anyone who asks later, at once.
     assert_eq!(gone(worker.unique_id(AMPLE).await.unwrap_err()), cause);
     assert!(worker.ended().await.contains("did not count what it holds"));
 }
 
 #[tokio::test]
-async fn a_worker_that_ends_fails_what_is_under_way_with_its_exit_and_its_last_words() {
+async fn ended_worker_fails_calls_with_exit_and_last_lines() {
     let worker = start("head -c1 >/dev/null; echo 'the driver burns' >&2; exit 3");
     let (first, second) = tokio::join!(worker.stats(AMPLE), worker.new_event(AMPLE));
     for error in [first.unwrap_err(), second.map(|_| ()).unwrap_err()] {
@@ -83,7 +83,7 @@ async fn a_program_that_is_not_there_is_an_error_that_names_it() {
 }
 
 #[tokio::test]
-async fn a_slot_stays_taken_while_a_request_may_write_into_it_although_nobody_waits_any_more() {
+async fn slot_stays_taken_while_a_request_may_write_into_it() {
     let worker = start("exec sleep 60");
     let resource = held::Resource::new(&worker, WorkerResource::Ring(1));
     let ring = Ring::new(worker.clone(), 1, 2, 64, Opaque([0; 64]), resource);

@@ -1,4 +1,4 @@
-//! Frames on the agent's end of the socket pair: written with a descriptor beside them where one belongs, read until the other side ends.
+//! Frames on the agent's end of the socket pair: written with a descriptor next to them where one belongs, read until the other side ends.
 //!
 //! Decides nothing about what a frame means.
 
@@ -24,7 +24,7 @@ pub(super) async fn write(mut frames: mpsc::UnboundedReceiver<Outgoing>, mut soc
         let rest = match &descriptor {
             None => Ok(frame.as_slice()),
             Some(descriptor) => {
-                let send = || send_beside(&socket, &frame, descriptor);
+                let send = || send_alongside(&socket, &frame, descriptor);
                 let sent = socket.as_ref().async_io(Interest::WRITABLE, send).await;
                 sent.map(|sent| frame.get(sent..).unwrap_or_default())
             }
@@ -40,16 +40,16 @@ pub(super) async fn write(mut frames: mpsc::UnboundedReceiver<Outgoing>, mut soc
     }
 }
 
-/// Sends the beginning of a frame with the descriptor beside it, and tells how many bytes left.
-fn send_beside(socket: &OwnedWriteHalf, frame: &[u8], descriptor: &OwnedFd) -> io::Result<usize> {
+/// Sends the beginning of a frame with the descriptor next to it, and tells how many bytes left.
+fn send_alongside(socket: &OwnedWriteHalf, frame: &[u8], descriptor: &OwnedFd) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut beside = SendAncillaryBuffer::new(&mut space);
+    let mut alongside = SendAncillaryBuffer::new(&mut space);
     let descriptors = [descriptor.as_fd()];
-    if !beside.push(SendAncillaryMessage::ScmRights(&descriptors)) {
+    if !alongside.push(SendAncillaryMessage::ScmRights(&descriptors)) {
         return Err(io::Error::other("no room for one descriptor"));
     }
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    Ok(rustix::net::sendmsg(socket.as_ref(), &[IoSlice::new(frame)], &mut beside, flags)?)
+    Ok(rustix::net::sendmsg(socket.as_ref(), &[IoSlice::new(frame)], &mut alongside, flags)?)
 }
 
 /// Reads answers until the worker ends or talks nonsense; tells which.

@@ -1,7 +1,7 @@
 use super::*;
 
 #[test]
-fn waits_double_up_to_the_cap_and_begin_anew_after_a_success() {
+fn waits_double_up_to_the_cap_and_reset_after_a_success() {
     let base = Duration::from_millis(100);
     let cap = Duration::from_secs(2);
     let mut backoff = Backoff::new(base, cap);

@@ -1,4 +1,4 @@
-use super::{beside, is_local};
+use super::{alongside, is_local};
 
 #[test]
 fn only_the_loopback_interface_is_local() {
@@ -19,6 +19,6 @@ fn only_the_loopback_interface_is_local() {
 #[test]
 fn probes_are_on_the_port_after_the_pages() {
     for (status, probes) in [("0.0.0.0:8472", "0.0.0.0:8473"), ("127.0.0.1:0", "127.0.0.1:0"), ("[::]:65535", "[::]:0")] {
-        assert_eq!(beside(status.parse().unwrap()), probes.parse().unwrap(), "{status}");
+        assert_eq!(alongside(status.parse().unwrap()), probes.parse().unwrap(), "{status}");
     }
 }

@@ -1,4 +1,4 @@
-//! Calls to agents and to the controller. Decides what a failed call is called: nobody there, no answer in time, a refusal, or nonsense.
+//! Calls to agents and to the controller. Decides what a failed call is called: no one there, no answer in time, a refusal, or nonsense.
 //! The certificate is checked against the peer's own name, whatever address is dialled, so a successor at the same address is not
 //! taken for its predecessor.
 
@@ -17,7 +17,7 @@ use super::stream::EventStream;
 use crate::identity::{Identity, PeerIdentity, agent_name, controller_name};
 use weightsync_core::protocol::{LONGEST_ANSWER, Refusal, Rejection};
 
-/// Peers whose connections are kept; beyond that all are dropped and opened anew as needed.
+/// Peers whose connections are kept; beyond that all are dropped and opened again as needed.
 const KEPT_PEERS: usize = 1024;
 /// Below the time that servers keep idle connections, so that a request does not meet one that is being closed.
 const IDLE: Duration = Duration::from_secs(8);
@@ -109,7 +109,7 @@ pub struct ControllerClient {
 }
 
 impl ControllerClient {
-    /// `address` is `HOST:PORT` or `https://HOST:PORT`, looked up anew for each call; the certificate is checked against the controller's
+    /// `address` is `HOST:PORT` or `https://HOST:PORT`, looked up again for each call; the certificate is checked against the controller's
     /// fixed name.
     pub fn new(identity: Identity, address: String) -> Self {
         let address = address.trim_start_matches("https://").trim_end_matches('/').to_owned();

@@ -25,7 +25,7 @@ pub(super) struct Places(Arc<Shared>);
 
 struct Shared {
     limits: Caps,
-    seats: Mutex<Seats>,
+    table: Mutex<Table>,
     freed: Notify,
 }
 
@@ -45,12 +45,12 @@ struct Caps {
 }
 
 #[derive(Default)]
-struct Seats {
+struct Table {
     next: u64,
-    taken: BTreeMap<u64, Seat>,
+    taken: BTreeMap<u64, Entry>,
 }
 
-struct Seat {
+struct Entry {
     from: IpAddr,
     /// Whether the peer showed a certificate.
     known: bool,
@@ -61,30 +61,30 @@ struct Seat {
     evicted: CancellationToken,
 }
 
-impl Seats {
-    fn count(&self, of: impl Fn(&Seat) -> bool) -> usize {
-        self.taken.values().filter(|seat| of(seat)).count()
+impl Table {
+    fn count(&self, of: impl Fn(&Entry) -> bool) -> usize {
+        self.taken.values().filter(|entry| of(entry)).count()
     }
 
     /// Ends a connection among those that `of` names: strangers first, of the address that has most of them, the one that has been idle for
     /// longest; false when all are in use. So a few addresses that come again and again never push out one that has a single connection.
-    fn evict(&mut self, now: Instant, of: impl Fn(&Seat) -> bool, members_too: bool) -> bool {
-        let rank = |seat: &Seat| match (seat.known, seat.busy) {
+    fn evict(&mut self, now: Instant, of: impl Fn(&Entry) -> bool, members_too: bool) -> bool {
+        let rank = |entry: &Entry| match (entry.known, entry.busy) {
             (false, false) => Some(0),
-            (false, true) => (now.saturating_duration_since(seat.since) >= PATIENCE).then_some(1),
+            (false, true) => (now.saturating_duration_since(entry.since) >= PATIENCE).then_some(1),
             (true, false) => members_too.then_some(2),
             (true, true) => None,
         };
-        let candidates = self.taken.iter().filter(|(_, seat)| of(seat));
-        let ranked: Vec<_> = candidates.filter_map(|(id, seat)| Some((rank(seat)?, seat, *id))).collect();
+        let candidates = self.taken.iter().filter(|(_, entry)| of(entry));
+        let ranked: Vec<_> = candidates.filter_map(|(id, entry)| Some((rank(entry)?, entry, *id))).collect();
         let mut counts = BTreeMap::<(u8, IpAddr), usize>::new();
-        for (rank, seat, _) in &ranked {
-            *counts.entry((*rank, seat.from)).or_default() += 1;
+        for (rank, entry, _) in &ranked {
+            *counts.entry((*rank, entry.from)).or_default() += 1;
         }
         let count = |rank: u8, from: IpAddr| counts.get(&(rank, from)).copied().unwrap_or(0);
-        let victim = ranked.into_iter().map(|(rank, seat, id)| (rank, Reverse(count(rank, seat.from)), seat.since, id)).min();
-        let Some(seat) = victim.and_then(|(.., id)| self.taken.remove(&id)) else { return false };
-        seat.evicted.cancel();
+        let victim = ranked.into_iter().map(|(rank, entry, id)| (rank, Reverse(count(rank, entry.from)), entry.since, id)).min();
+        let Some(entry) = victim.and_then(|(.., id)| self.taken.remove(&id)) else { return false };
+        entry.evicted.cancel();
         true
     }
 }
@@ -96,25 +96,25 @@ impl Places {
             per_address: limits.per_address.max(1),
             strangers: limits.strangers.min(limits.connections).max(1),
         };
-        Self(Arc::new(Shared { limits, seats: Mutex::default(), freed: Notify::new() }))
+        Self(Arc::new(Shared { limits, table: Mutex::default(), freed: Notify::new() }))
     }
 
     /// A place for a connection from that address, at once.
     pub(super) fn take(&self, from: IpAddr) -> Result<Place, Full> {
         let (now, from, limits) = (Instant::now(), from.to_canonical(), &self.0.limits);
-        let mut seats = self.0.seats.lock();
-        // A member may crowd out its own connections, but nobody else's.
-        if seats.count(|seat| seat.from == from) >= limits.per_address && !seats.evict(now, |seat| seat.from == from, true) {
+        let mut table = self.0.table.lock();
+        // A member may crowd out its own connections, but no one else's.
+        if table.count(|entry| entry.from == from) >= limits.per_address && !table.evict(now, |entry| entry.from == from, true) {
             return Err(Full::Address);
         }
-        let full = seats.count(|seat| !seat.known) >= limits.strangers || seats.taken.len() >= limits.connections;
-        if full && !seats.evict(now, |_| true, false) {
+        let full = table.count(|entry| !entry.known) >= limits.strangers || table.taken.len() >= limits.connections;
+        if full && !table.evict(now, |_| true, false) {
             return Err(Full::Listener);
         }
-        let id = seats.next;
-        seats.next += 1;
+        let id = table.next;
+        table.next += 1;
         let evicted = CancellationToken::new();
-        seats.taken.insert(id, Seat { from, known: false, busy: false, since: now, evicted: evicted.clone() });
+        table.taken.insert(id, Entry { from, known: false, busy: false, since: now, evicted: evicted.clone() });
         Ok(Place { places: self.clone(), id, evicted })
     }
 
@@ -144,8 +144,8 @@ pub(super) struct Place {
 impl Place {
     /// The peer showed a certificate.
     pub(super) fn known(&self) {
-        if let Some(seat) = self.places.0.seats.lock().taken.get_mut(&self.id) {
-            seat.known = true;
+        if let Some(entry) = self.places.0.table.lock().taken.get_mut(&self.id) {
+            entry.known = true;
         }
     }
 
@@ -161,15 +161,15 @@ impl Place {
     }
 
     fn set(&self, busy: bool) {
-        if let Some(seat) = self.places.0.seats.lock().taken.get_mut(&self.id) {
-            (seat.busy, seat.since) = (busy, Instant::now());
+        if let Some(entry) = self.places.0.table.lock().taken.get_mut(&self.id) {
+            (entry.busy, entry.since) = (busy, Instant::now());
         }
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.places.0.seats.lock().taken.remove(&self.id);
+        self.places.0.table.lock().taken.remove(&self.id);
         self.places.0.freed.notify_one();
     }
 }

@@ -1,4 +1,4 @@
-//! Runs a router over TLS or plain TCP. Decides when a peer took too long, and which identities are let in; a refused peer is told so. Who
+//! Runs a router over TLS or plain TCP. Decides when a peer took too long, and which identities are let in; a refused peer is informed. Who
 //! gets a place is decided by [`super::places`]. It never looks into a request.
 
 use std::convert::Infallible;
@@ -72,7 +72,7 @@ pub async fn serve_https(
                 timeout(limits.first, stream.peek(&mut byte)).await.map_err(|_| io::ErrorKind::TimedOut)??;
                 let _busy = place.busy();
                 let _turn = turns.acquire().await;
-                // Whoever waited for its turn for too long is gone: no key is computed for it.
+                // Anyone who waited for its turn for too long is gone: no key is computed for it.
                 if stream.ready(Interest::READABLE).await?.is_read_closed() {
                     return Err(io::ErrorKind::UnexpectedEof.into());
                 }

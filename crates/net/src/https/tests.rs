@@ -67,7 +67,7 @@ async fn double(client: &AgentClient, server: &Server) -> Result<Number, CallErr
 }
 
 #[tokio::test]
-async fn the_controller_and_agents_of_the_same_object_are_served_and_known() {
+async fn controller_and_agents_of_one_object_are_served() {
     let ca = Ca::generate().unwrap();
     let server = pod_server(&ca).await;
     for who in [PeerIdentity::Controller, agent("ws", "other")] {
@@ -88,7 +88,7 @@ async fn an_agent_of_another_object_is_refused() {
 }
 
 #[tokio::test]
-async fn a_peer_without_a_certificate_or_with_one_of_another_authority_gets_nothing() {
+async fn peer_without_a_valid_certificate_gets_nothing() {
     let (ca, foreign) = (Ca::generate().unwrap(), Ca::generate().unwrap());
     let server = pod_server(&ca).await;
     let none = AgentClient::new(Identity::new(ca.certificate_pem()).unwrap());
@@ -98,7 +98,7 @@ async fn a_peer_without_a_certificate_or_with_one_of_another_authority_gets_noth
 }
 
 #[tokio::test]
-async fn a_certificate_that_ended_or_of_another_authority_is_refused_by_both_kinds_of_servers_and_by_clients() {
+async fn expired_or_foreign_certificate_is_refused_by_both_sides() {
     let (ca, foreign) = (Ca::generate().unwrap(), Ca::generate().unwrap());
     for access in [Access::Group, Access::Open] {
         let server = serve(ca.issue(&agent("ws", "pod"), HOUR).unwrap(), access, Limits::default()).await;
@@ -116,7 +116,7 @@ async fn a_certificate_that_ended_or_of_another_authority_is_refused_by_both_kin
 }
 
 #[tokio::test]
-async fn a_peer_whose_own_certificate_ended_shows_none_and_is_served_where_none_is_asked_for() {
+async fn peer_with_expired_certificate_is_served_on_open_ports() {
     let ca = Ca::generate().unwrap();
     let identity = Identity::new(ca.certificate_pem()).unwrap();
     let second = Duration::from_secs(1);
@@ -135,7 +135,7 @@ async fn a_peer_whose_own_certificate_ended_shows_none_and_is_served_where_none_
 }
 
 #[tokio::test]
-async fn a_successor_at_the_same_address_is_not_taken_for_its_predecessor() {
+async fn successor_at_one_address_is_not_its_predecessor() {
     let ca = Ca::generate().unwrap();
     let server = serve(ca.issue(&agent("ws", "successor"), HOUR).unwrap(), Access::Group, Limits::default()).await;
     let answer = double(&client(&ca, &PeerIdentity::Controller), &server).await;
@@ -143,7 +143,7 @@ async fn a_successor_at_the_same_address_is_not_taken_for_its_predecessor() {
 }
 
 #[tokio::test]
-async fn a_renewed_certificate_is_shown_by_running_servers_and_clients() {
+async fn renewed_certificate_is_used_by_running_servers_and_clients() {
     let ca = Ca::generate().unwrap();
     let identity = ca.issue(&agent("ws", "pod"), HOUR).unwrap();
     let server = serve(identity.clone(), Access::Group, Limits::default()).await;
@@ -160,7 +160,7 @@ async fn a_renewed_certificate_is_shown_by_running_servers_and_clients() {
 }
 
 #[tokio::test]
-async fn an_open_server_serves_peers_without_a_certificate_but_not_as_somebody() {
+async fn open_server_serves_peers_without_certificate_anonymously() {
     let ca = Ca::generate().unwrap();
     let server = serve(ca.issue(&PeerIdentity::Controller, HOUR).unwrap(), Access::Open, Limits::default()).await;
     let anybody = ControllerClient::new(Identity::new(ca.certificate_pem()).unwrap(), server.address.clone());
@@ -168,8 +168,8 @@ async fn an_open_server_serves_peers_without_a_certificate_but_not_as_somebody()
     assert_eq!(doubled, Number { number: 8 });
     let rejected = anybody.post_json::<_, Number>("/reject", &(), SOON).await;
     assert!(matches!(rejected, Err(CallError::Rejected { rejection: Rejection { retryable: true, .. }, .. })), "{rejected:?}");
-    let nobody = AgentClient::new(Identity::new(ca.certificate_pem()).unwrap());
-    assert!(nobody.get_json::<String>(&server.address, "pod", "/who", SOON).await.is_err());
+    let no_one = AgentClient::new(Identity::new(ca.certificate_pem()).unwrap());
+    assert!(no_one.get_json::<String>(&server.address, "pod", "/who", SOON).await.is_err());
 }
 
 #[tokio::test]
@@ -186,8 +186,8 @@ async fn each_failure_has_its_own_name() {
     let late = client.post_json::<_, Number>(&server.address, "pod", "/never", &(), Duration::from_millis(50)).await;
     assert!(matches!(late, Err(CallError::Timeout { .. })), "{late:?}");
     let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().to_string();
-    let nobody = client.post_json::<_, Number>(&closed, "pod", "/double", &(), SOON).await;
-    assert!(matches!(nobody, Err(CallError::Unreachable { .. })), "{nobody:?}");
+    let no_one = client.post_json::<_, Number>(&closed, "pod", "/double", &(), SOON).await;
+    assert!(matches!(no_one, Err(CallError::Unreachable { .. })), "{no_one:?}");
 }
 
 #[tokio::test]
@@ -294,7 +294,7 @@ async fn member_is_answered_while_strangers_fill_the_listener() {
         held.extend(strangers(from, address, 250).await);
         let client = client(&ca, &PeerIdentity::Controller);
         let answer = tokio::time::timeout(Duration::from_secs(1), double(&client, &server)).await;
-        assert_eq!(answer.expect("strangers hold nobody up").unwrap(), Number { number: 42 });
+        assert_eq!(answer.expect("strangers hold no one up").unwrap(), Number { number: 42 });
     }
     let open = open(&held).await;
     assert!(open <= 64, "{open} connections are open");

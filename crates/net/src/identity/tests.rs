@@ -35,13 +35,13 @@ fn an_authority_read_back_from_pem_signs_for_the_same_trust() {
 }
 
 #[test]
-fn an_authority_whose_key_belongs_to_another_certificate_is_refused() {
+fn authority_with_a_foreign_key_is_refused() {
     let (one, other) = (Ca::generate().unwrap(), Ca::generate().unwrap());
     assert!(Ca::from_pem(one.certificate_pem(), &other.key_pem()).is_err());
 }
 
 #[test]
-fn a_certificate_of_another_authority_another_key_or_another_time_is_not_installed() {
+fn certificate_of_other_authority_key_or_time_is_refused() {
     let (ca, foreign) = (Ca::generate().unwrap(), Ca::generate().unwrap());
     let (identity, other) = (Identity::new(ca.certificate_pem()).unwrap(), Identity::new(ca.certificate_pem()).unwrap());
     let csr = identity.csr_pem().unwrap();

@@ -68,10 +68,10 @@ pub struct SimulateEngineArgs {
     /// FastDeploy only: as the server takes it; `ipc_address` and `gdr_mtp_chunk_size` are used.
     #[arg(long, alias = "rsync_config", value_name = "JSON", default_value = "{}")]
     pub rsync_config: String,
-    /// FastDeploy only: with a draft model beside the main one.
+    /// FastDeploy only: with a draft model next to the main one.
     #[arg(long)]
     pub mtp: bool,
-    /// Without checkpoint-engine beside it.
+    /// Without checkpoint-engine next to it.
     #[arg(long)]
     pub no_checkpoint_engine: bool,
     /// vLLM only: started with WeightSync's own weight-transfer back end.
@@ -80,7 +80,7 @@ pub struct SimulateEngineArgs {
     /// vLLM only: a backend of its own for --weight-transfer-config.
     #[arg(long, value_parser = ["nccl", "ipc"], conflicts_with = "weightsync_backend")]
     pub weight_transfer: Option<String>,
-    /// NCCL's library for the groups that its ranks join, beside the stand-in GPU driver.
+    /// NCCL's library for the groups that its ranks join, next to the stand-in GPU driver.
     #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_NCCL")]
     pub nccl: Option<PathBuf>,
     /// Version of torch that the engine pretends to have, where groups differ by it: 2.15 makes groups of nccl2.

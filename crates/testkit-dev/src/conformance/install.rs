@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::bed::Bed;
+use super::fixture::Fixture;
 use super::source::LEAVE;
 use super::{ConformanceError, Row, Way};
 use weightsync_agent::hand_over::feed_checkpoint;
@@ -16,13 +16,13 @@ use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_engine::{DeviceJob, Engine, EngineError, Holding, InstallError, InstallReport, Left, Settling};
 use weightsync_gpu::worker::{Ring, Worker, WorkerStart};
 
-pub(super) async fn rows(bed: &Bed, way: Way) -> Result<Vec<Row>, ConformanceError> {
+pub(super) async fn rows(fixture: &Fixture, way: Way) -> Result<Vec<Row>, ConformanceError> {
     let part = &way.part("update");
-    let engine = bed.adapter(&bed.url)?;
+    let engine = fixture.adapter(&fixture.url)?;
     let engine = engine.as_ref();
     let mut rows = Vec::new();
     let probed = engine
-        .probe(bed.patience)
+        .probe(fixture.patience)
         .await
         .map(|facts| format!("{} {}, {} ranks, {}", facts.kind, facts.server_version, facts.size, facts.delivery));
     let works = probed.is_ok();
@@ -30,12 +30,12 @@ pub(super) async fn rows(bed: &Bed, way: Way) -> Result<Vec<Row>, ConformanceErr
     if !works {
         return Ok(rows);
     }
-    let health = engine.health(bed.patience).await;
+    let health = engine.health(fixture.patience).await;
     rows.push(Row::new(part, "health", "it lives", health.map(|health| health.start.0).map_err(|error| error.to_string())));
     if way == Way::Group {
-        rows.push(Row::new(part, "can its workers join a group", "yes", joins(bed, engine).await));
+        rows.push(Row::new(part, "can its workers join a group", "yes", joins(fixture, engine).await));
     }
-    match bed.route(engine).await {
+    match fixture.route(engine).await {
         _ if way == Way::Group => {}
         Ok(route) => {
             let expected = match way {
@@ -50,29 +50,29 @@ pub(super) async fn rows(bed: &Bed, way: Way) -> Result<Vec<Row>, ConformanceErr
         Err(error) if matches!(way, Way::Device(_)) => rows.push(Row::new(part, "way from GPU memory", "one", Err(error.to_string()))),
         Err(error) => rows.push(Row::skipped(part, "way from GPU memory", error.to_string())),
     }
-    if !bed.has_versions() || !bed.destructive {
-        let why = if bed.destructive { "no checkpoints were given" } else { "it changes weights: --destructive" };
+    if !fixture.has_versions() || !fixture.destructive {
+        let why = if fixture.destructive { "no checkpoints were given" } else { "it changes weights: --destructive" };
         rows.push(Row::skipped(part, "install, and back again", why));
         return Ok(rows);
     }
-    rows.extend(there_and_back(bed, part, engine, way).await?);
+    rows.extend(there_and_back(fixture, part, engine, way).await?);
     Ok(rows)
 }
 
-async fn joins(bed: &Bed, engine: &dyn Engine) -> Result<String, String> {
+async fn joins(fixture: &Fixture, engine: &dyn Engine) -> Result<String, String> {
     let group = engine.group().ok_or_else(|| "this kind of engine joins none".to_owned())?;
-    let facts = group.facts(bed.patience).await.map_err(|error| error.to_string())?;
+    let facts = group.facts(fixture.patience).await.map_err(|error| error.to_string())?;
     let found = format!("{} ranks, {:?}", facts.size, facts.rendezvous);
     if facts.why_not.is_empty() { Ok(found) } else { Err(facts.why_not) }
 }
 
-async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine, way: Way) -> Result<Vec<Row>, ConformanceError> {
+async fn there_and_back(fixture: &Fixture, part: &str, engine: &dyn Engine, way: Way) -> Result<Vec<Row>, ConformanceError> {
     let mut rows = Vec::new();
-    let first = bed.serves().await;
-    let reference = bed.reference(2).await?;
+    let first = fixture.serves().await;
+    let reference = fixture.reference(2).await?;
     let mut served = vec![first.clone()];
     for version in [2, 1, 2] {
-        let installed = bed.install(engine, version, bed.patience).await;
+        let installed = fixture.install(engine, version, fixture.patience).await;
         let steps =
             |report: InstallReport| report.steps_ms.iter().map(|(step, ms)| format!("{step} {ms} ms")).collect::<Vec<_>>().join(", ");
         let failed = installed.is_err();
@@ -90,7 +90,7 @@ async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine, way: Way) ->
             let found = if left { Ok("it left".to_owned()) } else { Err("it did not, though rank 0 had aborted".to_owned()) };
             rows.push(Row::new(part, "leave the group", "it leaves", found));
         }
-        let holding = engine.holding(bed.patience).await;
+        let holding = engine.holding(fixture.patience).await;
         let holds = matches!(&holding, Ok(Holding::Version(held)) if held.version == version);
         let found = format!("{holding:?}");
         rows.push(Row::new(
@@ -99,30 +99,30 @@ async fn there_and_back(bed: &Bed, part: &str, engine: &dyn Engine, way: Way) ->
             format!("version {version}"),
             if holds { Ok(format!("version {version}")) } else { Err(found) },
         ));
-        let resumed = engine.settle(&Settling::LEFT_PAUSED, bed.patience).await;
+        let resumed = engine.settle(&Settling::LEFT_PAUSED, fixture.patience).await;
         let runs = resumed.as_ref().is_ok_and(|settled| !settled.resumed && !matches!(settled.holding, Holding::HalfAnUpdate(_)));
         rows.push(Row::new(part, "is it paused", "it runs", if runs { Ok("it runs".into()) } else { Err(format!("{resumed:?}")) }));
-        served.push(bed.serves().await);
+        served.push(fixture.serves().await);
     }
     let [first, second, back, again] = served.as_slice() else { return Ok(rows) };
-    let told = |equal: bool, same: &str, other: &str| if equal { Ok(same.to_owned()) } else { Err(other.to_owned()) };
+    let reported = |equal: bool, same: &str, other: &str| if equal { Ok(same.to_owned()) } else { Err(other.to_owned()) };
     let works = first.is_ok() && second.is_ok();
     rows.push(Row::new(
         part,
         "another version computes",
         "something else",
-        told(works && first != second, "something else", "the same, or nothing"),
+        reported(works && first != second, "something else", "the same, or nothing"),
     ));
     rows.push(Row::new(
         part,
         "the first version back again computes",
         "what it did",
-        told(works && first == back, "what it did", "something else"),
+        reported(works && first == back, "what it did", "something else"),
     ));
-    rows.push(Row::new(part, "the second again", "what that did", told(works && second == again, "what that did", "something else")));
+    rows.push(Row::new(part, "the second again", "what that did", reported(works && second == again, "what that did", "something else")));
     if let Some(reference) = reference {
         let same = second.as_ref().is_ok_and(|second| *second == reference);
-        rows.push(Row::new(part, "a fresh server on the second", "the same", told(same, "the same", "something else")));
+        rows.push(Row::new(part, "a fresh server on the second", "the same", reported(same, "the same", "something else")));
     }
     Ok(rows)
 }

@@ -1,15 +1,15 @@
 //! The same update with one call spoiled after the other: what an adapter makes of a server that dies, refuses, lies or falls silent.
 //!
-//! The law: whatever happened, nobody says a version that is not served; an engine that may hold half an update is marked and never let run; what
-//! runs serves one whole version; and the same version goes in afterwards (where a server is stuck in a broadcast: once it was started anew).
-//! In doubt a server may be taken for one that started anew: it is fed once more then. Decides nothing about which call may fail how: all are
+//! The law: whatever happened, no one says a version that is not served; an engine that may hold half an update is marked and never let run; what
+//! runs serves one whole version; and the same version goes in afterwards (where a server is stuck in a broadcast: once it was started again).
+//! In doubt a server may be taken for one that started again: it is fed once more then. Decides nothing about which call may fail how: all are
 //! tried.
 
 use std::time::Duration;
 
 use futures::StreamExt;
 
-use super::bed::Bed;
+use super::fixture::Fixture;
 use super::proxy::{Proxy, Spoil};
 use super::{ConformanceError, Options, Row, Way};
 use weightsync_engine::{EngineError, Holding, InstallError, InstallReport, Left, Settling};
@@ -33,130 +33,145 @@ struct References {
 /// Every call of an update, spoiled in every way; a fresh simulator for each.
 pub(super) async fn simulated(options: &Options, way: Way) -> Result<Vec<Row>, ConformanceError> {
     let part = way.part("negative");
-    let bed = Bed::simulated(options, way).await?;
-    let (calls, references) = match learn(&bed).await? {
+    let fixture = Fixture::simulated(options, way).await?;
+    let (calls, references) = match learn(&fixture).await? {
         Ok(learned) => learned,
         Err(why) => return Ok(vec![Row::new(&part, "an update through a relay", "confirmed", Err(why))]),
     };
     // A simulated LMDeploy goes to sleep, and wakes, although its workers are stuck: whether it is stuck cannot be seen there.
-    let of_groups = (bed.joins() && bed.engine != "lmdeploy").then_some(Spoil::KillSource);
+    let of_groups = (fixture.joins() && fixture.engine != "lmdeploy").then_some(Spoil::KillSource);
     let spoils: Vec<Spoil> = Spoil::ALL.into_iter().chain(of_groups).collect();
     let cases = calls.iter().enumerate().flat_map(|(number, call)| spoils.iter().map(move |spoil| (number, call.clone(), *spoil)));
     let (part, references) = (&part, &references);
     let rows = futures::stream::iter(cases).map(|(number, call, spoil)| async move {
-        let bed = Bed::simulated(options, way).await?;
-        case(&bed, part, number, &call, spoil, references).await
+        let fixture = Fixture::simulated(options, way).await?;
+        case(&fixture, part, number, &call, spoil, references).await
     });
-    let rows: Vec<Result<Row, ConformanceError>> = rows.buffered(if bed.joins() { GROUPS_AT_ONCE } else { AT_ONCE }).collect().await;
+    let rows: Vec<Result<Row, ConformanceError>> = rows.buffered(if fixture.joins() { GROUPS_AT_ONCE } else { AT_ONCE }).collect().await;
     rows.into_iter().collect()
 }
 
-/// The same on a live server: one case after the other, and nobody is killed.
-pub(super) async fn live(bed: &Bed) -> Result<Vec<Row>, ConformanceError> {
-    let part = &bed.part("negative");
-    if !bed.has_versions() || !bed.destructive {
-        let why = if bed.destructive { "no checkpoints were given" } else { "it changes weights: --destructive" };
+/// The same on a live server: one case after the other, and no one is killed.
+pub(super) async fn live(fixture: &Fixture) -> Result<Vec<Row>, ConformanceError> {
+    let part = &fixture.part("negative");
+    if !fixture.has_versions() || !fixture.destructive {
+        let why = if fixture.destructive { "no checkpoints were given" } else { "it changes weights: --destructive" };
         return Ok(vec![Row::skipped(part, "every call spoiled", why)]);
     }
-    let (calls, references) = match learn(bed).await? {
+    let (calls, references) = match learn(fixture).await? {
         Ok(learned) => learned,
         Err(why) => return Ok(vec![Row::new(part, "an update through a relay", "confirmed", Err(why))]),
     };
-    let mut rows = vec![Row::skipped(part, "the server is killed before each call", "whoever runs a live server kills it")];
-    if bed.joins() {
+    let mut rows = vec![Row::skipped(part, "the server is killed before each call", "anyone who runs a live server kills it")];
+    if fixture.joins() {
         let why = "a rank 0 that gives up in the middle of a broadcast may leave a live server stuck for good";
         rows.push(Row::skipped(part, "no answer to each call", why));
     }
     for (number, call) in calls.iter().enumerate() {
-        for spoil in Spoil::ALL.into_iter().filter(|spoil| *spoil != Spoil::Kill && !(bed.joins() && spoil.is_quiet())) {
-            rows.push(case(bed, part, number, call, spoil, &references).await?);
+        for spoil in Spoil::ALL.into_iter().filter(|spoil| *spoil != Spoil::Kill && !(fixture.joins() && spoil.is_quiet())) {
+            rows.push(case(fixture, part, number, call, spoil, &references).await?);
         }
     }
     Ok(rows)
 }
 
 /// One update through the relay with nothing spoiled: its calls, and what the server serves before and after. It is back at the first then.
-async fn learn(bed: &Bed) -> Result<Result<(Vec<String>, References), String>, ConformanceError> {
-    let direct = bed.adapter(&bed.url)?;
-    if !bed.is_simulated()
-        && let Err(error) = bed.install(direct.as_ref(), 1, bed.patience).await
+async fn learn(fixture: &Fixture) -> Result<Result<(Vec<String>, References), String>, ConformanceError> {
+    let direct = fixture.adapter(&fixture.url)?;
+    if !fixture.is_simulated()
+        && let Err(error) = fixture.install(direct.as_ref(), 1, fixture.patience).await
     {
         return Ok(Err(error.to_string()));
     }
-    let first = match bed.serves().await {
+    let first = match fixture.serves().await {
         Ok(first) => first,
         Err(why) => return Ok(Err(why)),
     };
-    let proxy = Proxy::start(&bed.url, bed.killer()).await?;
-    let engine = bed.adapter(&proxy.url())?;
+    let proxy = Proxy::start(&fixture.url, fixture.killer()).await?;
+    let engine = fixture.adapter(&proxy.url())?;
     // What is asked once for each start of a server is asked again for each case.
     proxy.begin(None);
-    if let Err(error) = attempt(bed, engine.as_ref(), bed.patience).await {
+    if let Err(error) = attempt(fixture, engine.as_ref(), fixture.patience).await {
         return Ok(Err(error.to_string()));
     }
     let calls = proxy.seen();
-    let second = match bed.serves().await {
+    let second = match fixture.serves().await {
         Ok(second) => second,
         Err(why) => return Ok(Err(why)),
     };
     if first == second {
-        return Ok(Err("both versions are served alike, so they cannot be told apart".into()));
+        return Ok(Err("both versions are served alike, so they cannot be distinguished".into()));
     }
     Ok(Ok((calls, References { first, second })))
 }
 
 /// Probe and install, as an agent does both.
-async fn attempt(bed: &Bed, engine: &dyn weightsync_engine::Engine, within: Duration) -> Result<InstallReport, InstallError> {
+async fn attempt(fixture: &Fixture, engine: &dyn weightsync_engine::Engine, within: Duration) -> Result<InstallReport, InstallError> {
     let clean = |source: EngineError| InstallError { step: "probe", left: Left::AsBefore, source };
     engine.probe(within).await.map_err(clean)?;
-    bed.install(engine, 2, within).await
+    fixture.install(engine, 2, within).await
 }
 
-async fn case(bed: &Bed, part: &str, number: usize, call: &str, spoil: Spoil, references: &References) -> Result<Row, ConformanceError> {
+async fn case(
+    fixture: &Fixture,
+    part: &str,
+    number: usize,
+    call: &str,
+    spoil: Spoil,
+    references: &References,
+) -> Result<Row, ConformanceError> {
     let step = format!("{} call {} ({call})", spoil.name(), number + 1);
-    let limit = bed.patience * CASE_WAITS;
-    let played = tokio::time::timeout(limit, play(bed, part, number, step.clone(), spoil, references)).await;
+    let limit = fixture.patience * CASE_WAITS;
+    let played = tokio::time::timeout(limit, play(fixture, part, number, step.clone(), spoil, references)).await;
     played.unwrap_or_else(|_| Ok(Row::new(part, step, EXPECTED, Err(format!("the case did not end within {limit:?}")))))
 }
 
-async fn play(bed: &Bed, part: &str, number: usize, step: String, spoil: Spoil, references: &References) -> Result<Row, ConformanceError> {
-    let direct = bed.adapter(&bed.url)?;
-    if !bed.is_simulated()
-        && let Err(error) = bed.install(direct.as_ref(), 1, bed.patience).await
+async fn play(
+    fixture: &Fixture,
+    part: &str,
+    number: usize,
+    step: String,
+    spoil: Spoil,
+    references: &References,
+) -> Result<Row, ConformanceError> {
+    let direct = fixture.adapter(&fixture.url)?;
+    if !fixture.is_simulated()
+        && let Err(error) = fixture.install(direct.as_ref(), 1, fixture.patience).await
     {
         return Ok(Row::new(part, step, EXPECTED, Err(format!("the first version cannot be brought back: {error}"))));
     }
-    let kill = if spoil == Spoil::KillSource { bed.source_killer() } else { bed.killer() };
-    let proxy = Proxy::start(&bed.url, kill).await?;
-    let engine = bed.adapter(&proxy.url())?;
+    let kill = if spoil == Spoil::KillSource { fixture.source_killer() } else { fixture.killer() };
+    let proxy = Proxy::start(&fixture.url, kill).await?;
+    let engine = fixture.adapter(&proxy.url())?;
     proxy.begin(Some((number, spoil)));
     let quiet = spoil.is_quiet();
-    let within = if quiet { bed.silence } else { bed.patience };
-    let outcome = attempt(bed, engine.as_ref(), within).await;
+    let within = if quiet { fixture.silence } else { fixture.patience };
+    let outcome = attempt(fixture, engine.as_ref(), within).await;
     drop((proxy, engine));
-    let restarted = bed.revive().await?;
-    Ok(Row::new(part, step, EXPECTED, judge(bed, &outcome, restarted, references).await))
+    let restarted = fixture.revive().await?;
+    Ok(Row::new(part, step, EXPECTED, judge(fixture, &outcome, restarted, references).await))
 }
 
 /// Holds the law against what is found; in words, either way.
 async fn judge(
-    bed: &Bed,
+    fixture: &Fixture,
     outcome: &Result<InstallReport, InstallError>,
     mut restarted: bool,
     references: &References,
 ) -> Result<String, String> {
     let said = |what: &dyn std::fmt::Display| what.to_string();
     // As the next life of an agent finds it.
-    let engine = bed.adapter(&bed.url).map_err(|error| said(&error))?;
+    let engine = fixture.adapter(&fixture.url).map_err(|error| said(&error))?;
     // Rank 0 gave up while the server was already in the broadcast: that is found, and nothing but another start helps.
-    if bed.joins() && outcome.is_err() && engine.is_stuck(STUCK).await {
-        restarted = bed.restart().await.map_err(|error| said(&error))?;
+    if fixture.joins() && outcome.is_err() && engine.is_stuck(STUCK).await {
+        restarted = fixture.restart().await.map_err(|error| said(&error))?;
         if !restarted {
-            return Err("it is stuck in a broadcast whose rank 0 is gone: start it anew".to_owned());
+            return Err("it is stuck in a broadcast whose rank 0 is gone: start it again".to_owned());
         }
     }
-    let holding = engine.holding(bed.patience).await.map_err(|error| format!("it does not answer any more: {error}"))?;
-    let settled = engine.settle(&Settling::LEFT_PAUSED, bed.patience).await.map_err(|error| format!("it cannot be resumed: {error}"))?;
+    let holding = engine.holding(fixture.patience).await.map_err(|error| format!("it does not answer any more: {error}"))?;
+    let settled =
+        engine.settle(&Settling::LEFT_PAUSED, fixture.patience).await.map_err(|error| format!("it cannot be resumed: {error}"))?;
     let summary = match outcome {
         Ok(_) => "confirmed".to_owned(),
         Err(error) if error.is_dirty() => format!("held: {error}"),
@@ -168,7 +183,7 @@ async fn judge(
         Holding::HalfAnUpdate(_) => {}
         Holding::Foreign(text) => return Err(format!("{summary}, and it holds {text:?}")),
         Holding::Startup | Holding::Version(_) => {
-            let served = bed.serves().await?;
+            let served = fixture.serves().await?;
             let is_second = served == references.second;
             if !is_second && served != references.first {
                 return Err(format!("{summary}, and it serves neither version, unmarked"));
@@ -186,8 +201,11 @@ async fn judge(
             }
         }
     }
-    bed.install(engine.as_ref(), 2, bed.patience).await.map_err(|error| format!("{summary}, and then it takes no update: {error}"))?;
-    let served = bed.serves().await?;
+    fixture
+        .install(engine.as_ref(), 2, fixture.patience)
+        .await
+        .map_err(|error| format!("{summary}, and then it takes no update: {error}"))?;
+    let served = fixture.serves().await?;
     if served != references.second {
         return Err(format!("{summary}, and then an update that was confirmed is not served"));
     }

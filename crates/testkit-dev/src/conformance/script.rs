@@ -10,7 +10,7 @@ mod vllm;
 
 use serde_json::{Value, json};
 
-use super::bed::Bed;
+use super::fixture::Fixture;
 use super::{ConformanceError, Row};
 
 /// One call and what must come.
@@ -102,40 +102,40 @@ fn group_calls(engine: &str) -> Vec<Call> {
     }
 }
 
-pub(super) async fn play(bed: &Bed) -> Result<Vec<Row>, ConformanceError> {
-    let model = match bed.model_name().await {
+pub(super) async fn play(fixture: &Fixture) -> Result<Vec<Row>, ConformanceError> {
+    let model = match fixture.model_name().await {
         Ok(model) => model,
         Err(why) => return Ok(vec![Row::new("script", "the name of its model", "one", Err(why))]),
     };
     let mut rows = Vec::new();
-    for call in calls(&bed.engine, &model, bed.client.has_key()) {
-        if call.disturbs && !bed.destructive {
+    for call in calls(&fixture.engine, &model, fixture.client.has_key()) {
+        if call.disturbs && !fixture.destructive {
             rows.push(Row::skipped("script", call.step(), "it disturbs the server: --destructive"));
             continue;
         }
-        rows.push(Row::new("script", call.step(), call.expected(), answer(bed, &call).await));
+        rows.push(Row::new("script", call.step(), call.expected(), answer(fixture, &call).await));
     }
-    let calls = group_calls(&bed.engine);
+    let calls = group_calls(&fixture.engine);
     if let Some(first) = calls.first() {
         let part = "script, groups";
-        let there = bed.client.call(&first.call, first.body.as_ref(), true).await;
+        let there = fixture.client.call(&first.call, first.body.as_ref(), true).await;
         if there.is_ok_and(|reply| matches!(reply.status, 404 | 405)) {
             rows.push(Row::skipped(part, first.step(), "the server has no such routes: it joins no group by itself"));
             return Ok(rows);
         }
         for call in &calls {
-            rows.push(if call.disturbs && !bed.destructive {
+            rows.push(if call.disturbs && !fixture.destructive {
                 Row::skipped(part, call.step(), "it disturbs the server: --destructive")
             } else {
-                Row::new(part, call.step(), call.expected(), answer(bed, call).await)
+                Row::new(part, call.step(), call.expected(), answer(fixture, call).await)
             });
         }
     }
     Ok(rows)
 }
 
-async fn answer(bed: &Bed, call: &Call) -> Result<String, String> {
-    let reply = bed.client.call(&call.call, call.body.as_ref(), call.with_key).await?;
+async fn answer(fixture: &Fixture, call: &Call) -> Result<String, String> {
+    let reply = fixture.client.call(&call.call, call.body.as_ref(), call.with_key).await?;
     let found = format!("{} {}", reply.status, reply.shown()).trim_end().to_owned();
     if reply.status != call.status {
         return Err(found);

@@ -1,6 +1,6 @@
 //! Rank 0 of groups that a server's own workers join: a GPU worker, a store where one is wanted, and the broadcasts of an update.
 //!
-//! Decides the order: id and store are there before the server is told of them; both ends join at once; a bucket is broadcast while the server's
+//! Decides the order: id and store are there before the server is informed of them; both ends join at once; a bucket is broadcast while the server's
 //! answer to it is awaited, and whichever fails ends the other; rank 0 aborts before the server is asked to leave, which is a rendezvous
 //! otherwise. A group serves one update. Never repairs one.
 

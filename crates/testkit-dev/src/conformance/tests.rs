@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 
-use super::bed::Bed;
+use super::fixture::Fixture;
 use super::{Live, Options, Outcome, Report, Way, run};
 use weightsync_engine::kinds;
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault, Simulator, SimulatorOptions};
@@ -40,22 +40,22 @@ async fn passes(engine: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_simulated_vllm_passes_with_every_call_spoiled_in_every_way() {
+async fn simulated_vllm_passes_with_every_call_spoiled() {
     passes("vllm").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_simulated_sglang_passes_with_every_call_spoiled_in_every_way() {
+async fn simulated_sglang_passes_with_every_call_spoiled() {
     passes("sglang").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_simulated_lmdeploy_passes_with_every_call_spoiled_in_every_way() {
+async fn simulated_lmdeploy_passes_with_every_call_spoiled() {
     passes("lmdeploy").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_simulated_fastdeploy_passes_with_every_call_spoiled_in_every_way() {
+async fn simulated_fastdeploy_passes_with_every_call_spoiled() {
     passes("fastdeploy").await;
 }
 
@@ -68,8 +68,8 @@ fn every_engine_has_a_script_and_a_way() {
 
 /// A live server that misbehaves, as the suite meets it.
 async fn live(engine: &str, faults: Faults, destructive: bool) -> Report {
-    let bed = Bed::simulated(&options(engine), Way::Directory).await.unwrap();
-    let (first, second) = bed.checkpoints().unwrap();
+    let fixture = Fixture::simulated(&options(engine), Way::Directory).await.unwrap();
+    let (first, second) = fixture.checkpoints().unwrap();
     let mut started = SimulatorOptions::new(engine, first.clone());
     started.faults = faults;
     let server = Simulator::start(started, TcpListener::bind("127.0.0.1:0").await.unwrap()).await.unwrap();
@@ -79,11 +79,11 @@ async fn live(engine: &str, faults: Faults, destructive: bool) -> Report {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_live_server_passes_the_whole_suite_where_it_may_be_disturbed() {
+async fn live_server_passes_the_whole_suite_when_disturbed() {
     let report = live("vllm", Faults::default(), true).await;
     assert!(failures(&report).is_empty(), "{}", failures(&report).join("\n"));
     assert!(report.rows.iter().any(|row| row.part == "negative" && row.outcome == Outcome::Passed));
-    // Nobody kills it, and what is installed beside it decides about the rest.
+    // No one kills it, and what is installed next to it decides about the rest.
     let may_be_skipped = |part: &str, step: &str| part == "script, groups" || step == "way from GPU memory" || step.contains("is killed");
     let skipped = report.rows.iter().filter(|row| row.outcome == Outcome::Skipped && !may_be_skipped(&row.part, &row.step));
     assert_eq!(skipped.count(), 0);
@@ -91,8 +91,8 @@ async fn a_live_server_passes_the_whole_suite_where_it_may_be_disturbed() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_live_server_is_not_disturbed_unless_that_is_allowed() {
-    let bed = Bed::simulated(&options("vllm"), Way::Directory).await.unwrap();
-    let (first, second) = bed.checkpoints().unwrap();
+    let fixture = Fixture::simulated(&options("vllm"), Way::Directory).await.unwrap();
+    let (first, second) = fixture.checkpoints().unwrap();
     let server =
         Simulator::start(SimulatorOptions::new("vllm", first.clone()), TcpListener::bind("127.0.0.1:0").await.unwrap()).await.unwrap();
     let live = Live {

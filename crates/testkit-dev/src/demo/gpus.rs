@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_gpus_are_taken_or_the_lack_is_told_with_both_numbers() {
+    fn first_gpus_are_taken_or_lack_is_named_with_numbers() {
         let uuids = |wanted| choose(gpus(4), wanted).map(|gpus| gpus.len());
         assert_eq!((uuids(0).unwrap(), uuids(3).unwrap(), uuids(4).unwrap()), (4, 3, 4));
         let error = choose(gpus(4), 5).unwrap_err().to_string();
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_cannot_be_used_is_passed_over_and_named_when_it_would_be_needed() {
+    fn unusable_gpu_is_skipped_and_named_when_needed() {
         let mut all = gpus(4);
         all[1].refused = Some("a part of a MIG GPU".into());
         let uuids: Vec<_> = choose(all.clone(), 3).unwrap().into_iter().map(|gpu| gpu.uuid).collect();

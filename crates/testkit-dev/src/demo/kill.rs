@@ -69,7 +69,7 @@ async fn bytes_between(view: &mut watch::Receiver<MembershipView>, member: &Memb
     };
     match view.wait_for(|view| bytes(view).is_some()).await {
         Ok(view) => bytes(&view).unwrap_or_default(),
-        // The group ended: the deadline of whoever waits says so.
+        // The group ended: the deadline of anyone who waits says so.
         Err(_) => std::future::pending().await,
     }
 }

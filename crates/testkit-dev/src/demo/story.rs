@@ -55,15 +55,15 @@ pub async fn tell(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let (keep, output) = (args.keep, args.output);
     // Engines lead process groups of their own: a Ctrl-C at a terminal reaches this process alone.
     let stop = shutdown::on_signals_and_hangup().context("signals cannot be awaited")?;
-    let told = run(args, &folder, &versions, &stop).await;
+    let notified = run(args, &folder, &versions, &stop).await;
     let _ = std::fs::remove_dir_all(&versions);
-    let failed = !matches!(&told, Ok(outcome) if outcome.verified);
+    let failed = !matches!(&notified, Ok(outcome) if outcome.verified);
     if keep || (failed && !stop.is_cancelled()) {
         eprintln!("logs and checkpoints: {}", folder.display());
     } else {
         let _ = std::fs::remove_dir_all(&folder);
     }
-    let outcome = told?;
+    let outcome = notified?;
     outcome.print(output);
     Ok(if outcome.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -99,9 +99,9 @@ async fn run(mut args: DemoArgs, folder: &Path, versions: &Path, stop: &Cancella
     };
     let outcome = Outcome { replicas: args.rollouts(), proof, seed: args.seed, ..Outcome::default() };
     let mut demo = Demo { args, folder: folder.to_owned(), replicas, group, socket, verifier: Verifier::new()?, screen, outcome };
-    let told = unless_stopped(stop, demo.story(weights)).await;
+    let notified = unless_stopped(stop, demo.story(weights)).await;
     demo.group.stop().await;
-    told.map(|()| demo.outcome)
+    notified.map(|()| demo.outcome)
 }
 
 impl Demo {
@@ -219,7 +219,7 @@ impl Demo {
     ) -> anyhow::Result<()> {
         let recovered = killed.at.elapsed();
         let noticed = match notices {
-            Some(notices) => tokio::time::timeout(Duration::from_secs(10), notices).await.context("nobody noticed the kill")??,
+            Some(notices) => tokio::time::timeout(Duration::from_secs(10), notices).await.context("no one noticed the kill")??,
             None => killed.at,
         };
         let detected = noticed.saturating_duration_since(killed.at);

@@ -31,7 +31,7 @@ type Rest = Vec<(MemberName, String)>;
 
 /// Where a liar takes bytes.
 pub(super) struct Door {
-    /// What the others are told.
+    /// What the others are informed.
     pub(super) address: String,
     _task: AbortOnDropHandle<()>,
 }
@@ -123,7 +123,7 @@ impl Admission for Anybody {
     }
 }
 
-/// What the members behind it are to get.
+/// What the members after it are to get.
 enum Piece {
     Bucket(BucketHeader, Bytes),
     End,

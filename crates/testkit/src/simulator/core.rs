@@ -1,4 +1,4 @@
-//! What a simulated engine does behind its HTTP front: requests, pauses, caches and loads, one thing at a time as in an engine core.
+//! What a simulated engine does after its HTTP front: requests, pauses, caches and loads, one thing at a time as in an engine core.
 //!
 //! Decides when a request may take its next token, what a pause does to it, when a cache can be emptied, and what a failed load leaves
 //! behind. The rules are those of vLLM 0.32 (`v1/engine/core.py`) and SGLang 0.5.23 (`srt/managers/scheduler.py`), where they differ by [`Kind`].
@@ -16,7 +16,7 @@ use super::model::{Generated, Token, token};
 use super::served::{LoadError, Served};
 use super::tensors::Taken;
 
-/// Weights whose last step is missing compute something else than the same weights behind it.
+/// Weights whose last step is missing compute something else than the same weights after it.
 const UNFINISHED: u128 = 1 << 100;
 
 /// Which engine's rules hold.
@@ -68,7 +68,7 @@ pub(super) struct State {
     pub(super) sleep: (u8, u64),
     /// The core broke down; the server will end.
     pub(super) dead: bool,
-    /// Replies of the second worker that nobody has read, for an executor that loses its place in them.
+    /// Replies of the second worker that no one has read, for an executor that loses its place in them.
     pub(super) late: Option<VecDeque<Result<(), String>>>,
     /// Calls so far, `METHOD /path?query`, the simulator's own left out.
     pub(super) calls: Vec<String>,
@@ -150,7 +150,7 @@ impl Core {
         Ok(Generated { tokens, aborted: false })
     }
 
-    /// Changes the state and wakes whoever waits for it.
+    /// Changes the state and wakes anyone who waits for it.
     pub(super) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let result = change(&mut self.state());
         self.changed.send_replace(());
@@ -182,7 +182,7 @@ impl Core {
         }
     }
 
-    /// Computes the KV of every request anew before its next token.
+    /// Computes the KV of every request again before its next token.
     pub(super) fn preempt_all(&self) {
         self.change(|state| {
             for request in state.requests.values_mut() {

@@ -17,7 +17,7 @@ pub struct Faults {
     pub load_rank: u32,
     /// How far SGLang's device is behind its answers, in ms, where a tensor is read out of our memory; 20 at least.
     pub behind_ms: u64,
-    /// The engine has a `/dev/shm` of its own: it tells nobody by torch's counters that it has read a tensor.
+    /// The engine has a `/dev/shm` of its own: it tells no one by torch's counters that it has read a tensor.
     pub blind_to_counters: bool,
     /// Time by which FastDeploy's worker is late, in ms, with the answer to the message that ends an update: the reply to the server's call comes first.
     pub last_answer_ms: u64,
@@ -86,7 +86,7 @@ impl Fault {
     }
 }
 
-/// A lie about loading, told with the answer of a load that went well.
+/// A lie about loading, reported with the answer of a load that went well.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum LoadFault {
@@ -100,7 +100,7 @@ pub enum LoadFault {
     FailHalfway,
     /// As `FailHalfway`, once.
     FailHalfwayOnce,
-    /// Everything is read, and the engine's last step fails behind its success.
+    /// Everything is read, and the engine's last step fails after its success.
     SwallowFinish,
 }
 

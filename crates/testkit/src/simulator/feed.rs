@@ -1,7 +1,7 @@
-//! One simulated worker on the socket of its agent (`python/weightsync/_feed.py`): takes what it is told, checks every digest over the bytes
+//! One simulated worker on the socket of its agent (`python/weightsync/_feed.py`): takes what it is reported, checks every digest over the bytes
 //! that it finds, and hands it on in order.
 //!
-//! Decides whether what it was told makes sense, as the real one does. It reads memory of the host each time that it is asked, so a place that
+//! Decides whether what it was informed makes sense, as the real one does. It reads memory of the host each time that it is asked, so a place that
 //! was used again shows; a bucket in memory of a GPU is read when it is taken, and checked then.
 
 use std::collections::VecDeque;
@@ -33,12 +33,12 @@ const FIRST_WORD: Duration = Duration::from_secs(60);
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct Place(String, String, Vec<u64>, u64, u64, String);
 
-/// Tensors that were told of together.
+/// Tensors that were informed of together.
 #[derive(Debug, Clone, Deserialize)]
-pub(super) struct Told {
+pub(super) struct Reported {
     pub(super) sequence: u32,
     pub(super) copy: bool,
-    /// For the draft model, which comes behind the model.
+    /// For the draft model, which comes after the model.
     #[serde(default)]
     pub(super) draft: bool,
     pub(super) tensors: Vec<Place>,
@@ -61,13 +61,13 @@ struct OnGpu {
 enum Line {
     Memory { digest: String, silence: f64 },
     Gpu { silence: f64 },
-    Bucket(Told),
+    Bucket(Reported),
     End { buckets: u32 },
     Alive,
 }
 
 pub(super) enum Arrived {
-    Bucket(Told),
+    Bucket(Reported),
     End,
     Failed(String),
 }
@@ -79,7 +79,7 @@ pub(super) struct Feed {
     /// Memory of the GPU that it computes on; none for one that computes on a CPU.
     gpu: Option<GpuMemory>,
     /// The first bucket for the draft model.
-    ahead: Option<Told>,
+    ahead: Option<Reported>,
     over: bool,
 }
 
@@ -135,9 +135,7 @@ impl Feed {
                 self.ahead = Some(bucket);
                 Arrived::End
             }
-            Arrived::Bucket(bucket) if !bucket.draft && draft => {
-                Arrived::Failed("a bucket of the model came behind its draft model".into())
-            }
+            Arrived::Bucket(bucket) if !bucket.draft && draft => Arrived::Failed("a bucket of the model came after its draft model".into()),
             next => {
                 self.over |= matches!(next, Arrived::End);
                 next
@@ -156,10 +154,10 @@ impl Feed {
     }
 
     /// Copies a bucket from memory of the GPU and checks every tensor of the copy; none where it lies in memory of the host.
-    pub(super) fn copy(&self, told: &Told) -> Result<Option<Vec<Taken>>, String> {
-        let (Some(at), Some(gpu)) = (&told.memory, &self.gpu) else { return Ok(None) };
+    pub(super) fn copy(&self, reported: &Reported) -> Result<Option<Vec<Taken>>, String> {
+        let (Some(at), Some(gpu)) = (&reported.memory, &self.gpu) else { return Ok(None) };
         let handle = STANDARD.decode(&at.handle).map_err(|error| error.to_string())?;
-        let copy = gpu.open(&handle)?.read(at.offset, told.bytes)?;
+        let copy = gpu.open(&handle)?.read(at.offset, reported.bytes)?;
         let tensor = |place: &Place| {
             let Place(name, dtype, shape, offset, bytes, said) = place;
             let range = usize::try_from(*offset).ok().zip(usize::try_from(offset.saturating_add(*bytes)).ok());
@@ -171,12 +169,12 @@ impl Feed {
             }
             taken(name, dtype, shape, bytes)
         };
-        told.tensors.iter().map(tensor).collect::<Result<Vec<_>, _>>().map(Some)
+        reported.tensors.iter().map(tensor).collect::<Result<Vec<_>, _>>().map(Some)
     }
 
-    /// Says that a step of the session was taken; whoever is gone is not told.
+    /// Says that a step of the session was taken; anyone who is gone is not reported.
     pub(super) fn did(&self, step: &str) {
-        let _told = self.say(&json!({"did": step}));
+        let _reported = self.say(&json!({"did": step}));
     }
 
     pub(super) fn say(&self, what: &Value) -> Result<(), String> {
@@ -212,8 +210,8 @@ impl Listener {
     fn run(mut self, to_engine: &mpsc::UnboundedSender<Arrived>) -> Result<(), String> {
         let outcome = self.listen(to_engine);
         if let Err(cause) = &outcome {
-            // Whoever is gone is not told.
-            let _told = say(&self.socket, &json!({"failed": cause}));
+            // Anyone who is gone is not reported.
+            let _reported = say(&self.socket, &json!({"failed": cause}));
         }
         outcome
     }
@@ -227,7 +225,7 @@ impl Listener {
         };
         self.within(Duration::try_from_secs_f64(silence).map_err(|error| error.to_string())?)?;
         if digest.is_some() {
-            let file = self.descriptors.pop_front().ok_or("no memory came beside its description")?;
+            let file = self.descriptors.pop_front().ok_or("no memory came next to its description")?;
             self.memory.get_or_init(|| File::from(file));
         }
         let memory = self.memory.clone();
@@ -238,7 +236,7 @@ impl Listener {
                 Line::Memory { .. } | Line::Gpu { .. } => return Err("the agent described the memory twice".into()),
                 Line::Bucket(bucket) => {
                     if bucket.sequence != expected {
-                        return Err(format!("bucket {} was told of, {expected} was expected", bucket.sequence));
+                        return Err(format!("bucket {} was informed of, {expected} was expected", bucket.sequence));
                     }
                     // What lies on a GPU is checked when it was copied.
                     if let (Some(memory), Some(digest)) = (memory.get(), &digest) {
@@ -254,7 +252,7 @@ impl Listener {
                     let _gone = to_engine.send(Arrived::End);
                     return Ok(());
                 }
-                Line::End { buckets } => return Err(format!("{buckets} buckets are said to be all, {expected} were told of")),
+                Line::End { buckets } => return Err(format!("{buckets} buckets are said to be all, {expected} were informed of")),
             }
         }
     }
@@ -270,11 +268,11 @@ impl Listener {
                 return serde_json::from_slice(&line).map_err(|error| format!("the agent said something that means nothing here: {error}"));
             }
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-            let mut beside = RecvAncillaryBuffer::new(&mut space);
+            let mut alongside = RecvAncillaryBuffer::new(&mut space);
             let mut part = vec![0; 64 << 10];
-            let received = rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut part)], &mut beside, RecvFlags::CMSG_CLOEXEC);
+            let received = rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut part)], &mut alongside, RecvFlags::CMSG_CLOEXEC);
             let received = received.map_err(|error| format!("the agent went away: {error}"))?.bytes;
-            for message in beside.drain() {
+            for message in alongside.drain() {
                 if let RecvAncillaryMessage::ScmRights(rights) = message {
                     self.descriptors.extend(rights);
                 }

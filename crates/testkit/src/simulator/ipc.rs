@@ -2,7 +2,7 @@
 //! another process on the same GPU.
 //!
 //! Rules kept on purpose: a handle that is not of this GPU is an error that names those that are; the memory of packed buckets is opened once
-//! for the arguments that name it, and read anew with each call; tensors that are not packed are buffered unread, so that what is in
+//! for the arguments that name it, and read again with each call; tensors that are not packed are buffered unread, so that what is in
 //! their memory when the session ends is what is served.
 
 use base64::Engine as _;

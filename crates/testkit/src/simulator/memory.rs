@@ -21,7 +21,7 @@ impl GpuMemory {
         self.folder.is_some()
     }
 
-    /// Folder in which ranks of a group hold their seats (tests/fakegpu/group.cpp).
+    /// Folder in which ranks of a group hold their lock files (tests/fakegpu/group.cpp).
     pub(super) fn groups(&self) -> Option<PathBuf> {
         Some(self.folder.as_deref()?.parent()?.join("groups"))
     }

@@ -1,7 +1,7 @@
 //! The endpoints of SGLang 0.5.23 that an agent and a router use, with their order rules, as read in its wheel
 //! (`srt/entrypoints/http_server.py`, `srt/managers/tokenizer_manager.py`).
 //!
-//! Rules kept on purpose: `/health` waits behind a pause and then calls the server unhealthy, which `/ping` repeats; a flush is refused
+//! Rules kept on purpose: `/health` waits after a pause and then calls the server unhealthy, which `/ping` repeats; a flush is refused
 //! while requests hold a cache; an update of a server that is not paused waits for running requests; a failed load is "rolled back" from
 //! the new path, and a rollback that fails ends the server; the version moves only with a call that succeeds.
 
@@ -36,7 +36,7 @@ struct Flags {
     health_timeout: Duration,
 }
 
-/// The tokenizer's `is_pause_cond`: whoever pauses or goes on waits for an update that runs while the server is paused.
+/// The tokenizer's `is_pause_cond`: anyone who pauses or goes on waits for an update that runs while the server is paused.
 #[derive(Clone, Default)]
 pub(super) struct PauseCondition(pub(super) Arc<tokio::sync::Mutex<()>>);
 
@@ -201,7 +201,7 @@ async fn update_weights_from_disk(State(front): State<Arc<Front>>, body: Bytes) 
     }
 }
 
-/// checkpoint-engine's workers; needs the package beside the server. No session, and the caches are flushed unless the call says otherwise.
+/// checkpoint-engine's workers; needs the package next to the server. No session, and the caches are flushed unless the call says otherwise.
 async fn update_weights_from_ipc(State(front): State<Arc<Front>>, Extension(gpus): Extension<GpuOptions>, body: Bytes) -> Response {
     let body = match object(&body) {
         Ok(body) => body,

@@ -43,7 +43,8 @@ proptest! {
     }
 }
 
+/// Story F89.
 #[test]
-fn f89_a_global_that_is_not_ours_is_refused_and_runs_nothing() {
+fn a_global_that_is_not_ours_is_refused_and_runs_nothing() {
     assert_eq!(unpickle::read(b"\x80\x03cos\nsystem\n(X\x02\x00\x00\x00lstR."), None);
 }

@@ -160,7 +160,7 @@ struct SleepQuery {
     level: Option<u8>,
 }
 
-/// Level 1 keeps the weights beside the GPU, level 2 gives them up; the label says what it said.
+/// Level 1 keeps the weights next to the GPU, level 2 gives them up; the label says what it said.
 async fn sleep(State(front): State<Arc<Front>>, Query(query): Query<SleepQuery>) -> Response {
     let level = query.level.unwrap_or(1);
     if level > 2 {

@@ -24,7 +24,7 @@ fn each_tensor_is_read_when_its_own_reader_let_it_go() {
 }
 
 #[test]
-fn a_slot_that_comes_round_counts_anew() {
+fn reused_slot_counts_from_zero() {
     let folder = tempfile::tempdir().unwrap();
     let mut counters = Counters::create(folder.path()).unwrap();
     let first = counters.take().unwrap();

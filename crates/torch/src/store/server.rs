@@ -44,7 +44,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     table: Table,
-    /// Where the end of a client's wait is told.
+    /// Where the end of a client's wait is reported.
     wakes: HashMap<ClientId, mpsc::UnboundedSender<()>>,
     next: ClientId,
 }

@@ -76,7 +76,7 @@ impl Table {
         self.hello.remove(&client);
     }
 
-    /// Carries a request out; the reply to the client goes behind `reply`, and those who come to the end of their waits are given back.
+    /// Carries a request out; the reply to the client goes after `reply`, and those who come to the end of their waits are given back.
     pub(super) fn apply(&mut self, client: ClientId, request: &Request<'_>, reply: &mut Vec<u8>) -> Result<Vec<ClientId>, Refusal> {
         if !self.greeted.contains(&client) {
             let Request::Validate(super::wire::MAGIC) = request else { return Err(Refusal::NoGreeting) };

@@ -1,7 +1,7 @@
 //! The digests of a version's tensors, off the task that moves the bytes: blake3 is several times slower than a fast network, on one core.
 //!
 //! Decides what a few threads of this process hash at once: blocks of one tensor, and of tensors after it, while later bytes still travel. At
-//! most [`AHEAD`] blocks a thread are copied and not hashed yet; whoever feeds faster waits. The faster algorithms are computed at once.
+//! most [`AHEAD`] blocks a thread are copied and not hashed yet; anyone who feeds faster waits. The faster algorithms are computed at once.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
@@ -22,7 +22,7 @@ const LATE: Duration = Duration::from_secs(60);
 pub struct TensorDigests(Inner);
 
 enum Inner {
-    /// By whoever feeds.
+    /// By anyone who feeds.
     Here(Box<TensorHasher>),
     /// By the threads.
     Spread(Spread),

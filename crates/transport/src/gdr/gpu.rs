@@ -12,7 +12,7 @@ use futures::future::{BoxFuture, try_join_all};
 use super::offered::Offered;
 use super::receive::Neighbours;
 use super::ring::CLOSE;
-use crate::nccl::{Communicator, Seat};
+use crate::nccl::{Communicator, LocalRank};
 use weightsync_core::protocol::worker::FabricMetadata;
 use weightsync_core::protocol::{EpochId, LentPiece, MemberName, OfferedSlots, StreamFailure};
 use weightsync_gpu::worker::{Peer, Read, Region, Slot, WorkerError};
@@ -23,7 +23,7 @@ pub struct GpuSlotsWanted {
     pub epoch: EpochId,
     pub me: MemberName,
     /// One for each GPU, at least one; the fabric of each worker is open. The rings have equal shapes.
-    pub seats: Vec<Seat>,
+    pub locals: Vec<LocalRank>,
     /// Time for all of it.
     pub within: Duration,
 }
@@ -44,17 +44,17 @@ impl GpuSlots {
     /// # Errors
     /// A registration that a worker refused; its text says what to change.
     pub async fn register(wanted: GpuSlotsWanted) -> Result<Arc<Self>, WorkerError> {
-        let GpuSlotsWanted { epoch, me, seats, within } = wanted;
-        let regions = try_join_all(seats.iter().map(|seat| seat.worker.register_ring(&seat.ring, within))).await?;
+        let GpuSlotsWanted { epoch, me, locals, within } = wanted;
+        let regions = try_join_all(locals.iter().map(|local| local.worker.register_ring(&local.ring, within))).await?;
         let nonsense = || WorkerError::Nonsense { what: "say where registered memory lies" };
-        let (seat, region) = seats.first().zip(regions.first()).ok_or_else(nonsense)?;
+        let (local, region) = locals.first().zip(regions.first()).ok_or_else(nonsense)?;
         let memory = OfferedSlots {
             metadata: region.metadata().clone(),
             first: region.at(0).ok_or_else(nonsense)?,
-            slots: seat.ring.slots(),
-            slot_bytes: seat.ring.slot_bytes(),
+            slots: local.ring.slots(),
+            slot_bytes: local.ring.slot_bytes(),
         };
-        let communicator = Communicator::of_reads(epoch, me, seats);
+        let communicator = Communicator::of_reads(epoch, me, locals);
         Ok(Arc::new(Self { communicator, regions, memory, peers: tokio::sync::Mutex::default() }))
     }
 
@@ -76,8 +76,8 @@ impl GpuSlots {
 
     /// Ends the workers, and the registrations with them.
     pub(super) fn kill(&self, cause: &str) {
-        for seat in self.communicator.seats() {
-            seat.worker.kill(cause);
+        for local in self.communicator.locals() {
+            local.worker.kill(cause);
         }
     }
 
@@ -87,8 +87,8 @@ impl GpuSlots {
         if let Some(peers) = peers.get(&memory.metadata) {
             return Ok(peers.clone());
         }
-        let seats = self.communicator.seats().iter().zip(&self.regions);
-        let added = try_join_all(seats.map(|(seat, region)| seat.worker.add_peer(region, &memory.metadata, within))).await?;
+        let locals = self.communicator.locals().iter().zip(&self.regions);
+        let added = try_join_all(locals.map(|(local, region)| local.worker.add_peer(region, &memory.metadata, within))).await?;
         peers.insert(memory.metadata.clone(), added.clone());
         Ok(added)
     }
@@ -117,15 +117,15 @@ impl GpuReads {
     pub(crate) async fn begin(
         &self,
         piece: &LentPiece,
-        seats: &[Seat],
+        locals: &[LocalRank],
         to: &[Slot],
         within: Duration,
     ) -> Result<Option<Vec<BoxFuture<'static, Result<(), WorkerError>>>>, WorkerError> {
         let fits = to.iter().all(|slot| piece.bytes <= slot.ring().slot_bytes());
         let Some(from) = self.from.at(piece.slot, piece.bytes).filter(|_| fits) else { return Ok(None) };
         let peers = self.slots.peers(&self.from, within).await?;
-        let reads = seats.iter().zip(peers).zip(to).map(|((seat, peer), slot)| -> BoxFuture<'static, _> {
-            Box::pin(seat.worker.read_now(Read { peer, from, to: slot.at(0), bytes: piece.bytes }, within))
+        let reads = locals.iter().zip(peers).zip(to).map(|((local, peer), slot)| -> BoxFuture<'static, _> {
+            Box::pin(local.worker.read_now(Read { peer, from, to: slot.at(0), bytes: piece.bytes }, within))
         });
         Ok(Some(reads.collect()))
     }

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::{FabricRing, RingWanted, Slots};
 use crate::tcp::{TcpOptions, TcpTransport};
-use crate::tests::bed::fabric::{WITHIN, library, transport, worker};
-use crate::tests::bed::{Bed, Door, PATIENT, Refuse, epoch, hello};
+use crate::tests::fixture::fabric::{WITHIN, library, transport, worker};
+use crate::tests::fixture::{Door, Fixture, PATIENT, Refuse, epoch, hello};
 use weightsync_core::protocol::{BucketHeader, DataHello, EpochId, FabricPlan, LentPiece, MemberName, StreamFailure};
 use weightsync_core::weights::gsum64;
 
@@ -59,13 +59,13 @@ async fn piece_beyond_the_offered_slots_is_no_place() {
 /// The leader announces a digest that its bytes do not have.
 #[tokio::test]
 async fn bucket_with_another_digest_is_never_completed() {
-    let Some(bed) = Bed::gdr() else { return };
-    let members = bed.members(&[Refuse::Nothing; 3]).await;
+    let Some(fixture) = Fixture::gdr() else { return };
+    let members = fixture.members(&[Refuse::Nothing; 3]).await;
     let door = Door::new("trainer/0", Refuse::Admission);
     let tcp = TcpTransport::bind("127.0.0.1:0".parse().unwrap(), door, TcpOptions::default()).await.unwrap();
     let (gdr, carried) = transport(tcp, MemberName("trainer/0".into()), epoch()).await;
     let hello = DataHello { carried: Some(carried), ..hello(&members, PATIENT) };
-    let mut chain = gdr.nccl.chain().open_beside(hello, &members[0].address).await.unwrap();
+    let mut chain = gdr.nccl.chain().open_alongside(hello, &members[0].address).await.unwrap();
     let Some(Slots::Host(ring)) = gdr.present.of(&epoch()) else { panic!("no ring") };
     let bytes = vec![9; 50_000];
     let mut out = Vec::new();

@@ -18,13 +18,13 @@ use weightsync_core::protocol::worker::{NcclId, WorkerFaultCode};
 use weightsync_core::protocol::{EpochId, MemberName, StreamFailure};
 use weightsync_gpu::worker::{Joined, Ring, Worker, WorkerError};
 
-/// An abort may take this long; nobody waits for it.
+/// An abort may take this long; no one waits for it.
 const ABORT: Duration = Duration::from_secs(20);
 
 /// A GPU of this member with the ring that buckets land in.
 #[derive(Clone)]
 #[allow(missing_docs)]
-pub struct Seat {
+pub struct LocalRank {
     pub worker: Worker,
     pub ring: Ring,
     pub staging: Staging,
@@ -39,7 +39,7 @@ pub struct Joining {
     pub first: u32,
     pub world: u32,
     /// Its GPUs, in the order of their ranks.
-    pub seats: Vec<Seat>,
+    pub locals: Vec<LocalRank>,
     pub within: Duration,
 }
 
@@ -58,7 +58,7 @@ pub struct Communicator {
     epoch: EpochId,
     me: MemberName,
     way: Way,
-    seats: Vec<Seat>,
+    locals: Vec<LocalRank>,
     /// Why it cannot be used any more.
     broken: watch::Sender<Option<StreamFailure>>,
     /// One stream at a time: every rank must see the same broadcasts in the same order.
@@ -69,10 +69,10 @@ pub struct Communicator {
 impl Communicator {
     /// Joins with all GPUs of this member at once, and proves it with one element. When it fails nothing is left of it.
     pub(super) async fn join(joining: Joining) -> Result<(Arc<Self>, Joined), WorkerError> {
-        let Joining { epoch, me, id, first, world, seats, within } = joining;
+        let Joining { epoch, me, id, first, world, locals, within } = joining;
         let mut joins = JoinSet::new();
-        for (rank, seat) in (first..).zip(&seats) {
-            let (worker, group) = (seat.worker.clone(), epoch.epoch);
+        for (rank, local) in (first..).zip(&locals) {
+            let (worker, group) = (local.worker.clone(), epoch.epoch);
             joins.spawn(async move { worker.join(group, id, rank, world, within).await });
         }
         let mut slowest: Option<Joined> = None;
@@ -87,7 +87,7 @@ impl Communicator {
                 Err(ended) => failed = Some(WorkerError::Gone { cause: ended.to_string() }),
             }
         }
-        let communicator = Self::with(epoch, me, Way::Ranks(first), seats);
+        let communicator = Self::with(epoch, me, Way::Ranks(first), locals);
         match (failed, slowest) {
             // Dropped here: aborted on the GPUs that did join.
             (Some(error), _) => Err(error),
@@ -97,17 +97,17 @@ impl Communicator {
     }
 
     /// For a member without a rank, whose worker opened the source's ring.
-    pub fn borrowed(epoch: EpochId, me: MemberName, seat: Seat, borrowed: Borrowed) -> Arc<Self> {
-        Arc::new(Self::with(epoch, me, Way::Borrowed(borrowed), vec![seat]))
+    pub fn borrowed(epoch: EpochId, me: MemberName, local: LocalRank, borrowed: Borrowed) -> Arc<Self> {
+        Arc::new(Self::with(epoch, me, Way::Borrowed(borrowed), vec![local]))
     }
 
     /// For an epoch whose members read from each other.
-    pub(crate) fn of_reads(epoch: EpochId, me: MemberName, seats: Vec<Seat>) -> Arc<Self> {
-        Arc::new(Self::with(epoch, me, Way::Reads, seats))
+    pub(crate) fn of_reads(epoch: EpochId, me: MemberName, locals: Vec<LocalRank>) -> Arc<Self> {
+        Arc::new(Self::with(epoch, me, Way::Reads, locals))
     }
 
-    fn with(epoch: EpochId, me: MemberName, way: Way, seats: Vec<Seat>) -> Self {
-        Self { epoch, me, way, seats, broken: watch::Sender::new(None), stream: Arc::default(), borrowers: OnceLock::new() }
+    fn with(epoch: EpochId, me: MemberName, way: Way, locals: Vec<LocalRank>) -> Self {
+        Self { epoch, me, way, locals, broken: watch::Sender::new(None), stream: Arc::default(), borrowers: OnceLock::new() }
     }
 
     pub(crate) fn epoch(&self) -> &EpochId {
@@ -155,16 +155,16 @@ impl Communicator {
     }
 
     /// The GPUs of this member.
-    pub fn seats(&self) -> &[Seat] {
-        &self.seats
+    pub fn locals(&self) -> &[LocalRank] {
+        &self.locals
     }
 
     /// Bytes of a slot: the longest piece that is broadcast at once.
     pub(super) fn slot_bytes(&self) -> u64 {
-        self.seats.iter().map(|seat| seat.ring.slot_bytes()).min().unwrap_or(0)
+        self.locals.iter().map(|local| local.ring.slot_bytes()).min().unwrap_or(0)
     }
 
-    /// Takes the only stream; none while another one runs. Copies disturb nobody: there one that is ending does not hold up the next.
+    /// Takes the only stream; none while another one runs. Copies disturb no one: there one that is ending does not hold up the next.
     pub(super) fn stream(&self) -> Option<tokio::sync::OwnedMutexGuard<()>> {
         let stream = if self.is_collective() { self.stream.clone() } else { Arc::default() };
         stream.try_lock_owned().ok()
@@ -204,13 +204,13 @@ impl Communicator {
         if !self.is_collective() {
             return;
         }
-        for seat in &self.seats {
+        for local in &self.locals {
             // Asked for before it returns; the answer is not needed, also not before the next join.
-            drop(seat.worker.abort(self.group(), ABORT));
+            drop(local.worker.abort(self.group(), ABORT));
         }
     }
 
-    /// A failure of one of our workers, in the words of the chain. None: whoever is at fault, the chain will tell, or nobody.
+    /// A failure of one of our workers, in the words of the chain. None: anyone who is at fault, the chain will tell, or no one.
     pub(super) fn blame(&self, error: &WorkerError) -> Option<StreamFailure> {
         let mine = || StreamFailure::Lost { peer: self.me.clone(), cause: error.to_string() };
         match error {
@@ -218,7 +218,7 @@ impl Communicator {
                 WorkerFaultCode::Late | WorkerFaultCode::Aborted | WorkerFaultCode::Nccl => None,
                 _ => Some(mine()),
             },
-            // Said by whoever keeps the slots: a leader's are kept by broadcasts that others have not entered.
+            // Said by anyone who keeps the slots: a leader's are kept by broadcasts that others have not entered.
             WorkerError::NoSlot { .. } => None,
             WorkerError::Start { .. } | WorkerError::Gone { .. } | WorkerError::Nonsense { .. } => Some(mine()),
         }

@@ -2,7 +2,7 @@
 //! piece is put into a slot, announced when it is there, and the slot is used again when the member said that it has the bytes.
 //!
 //! Decides how many pieces are out: as many as there are slots. A member that keeps them all for too long is the silent one. What a member that
-//! is gone may still read does no harm: nobody believes what it copied. It never touches the communicator: a stream of copies that fails leaves
+//! is gone may still read does no harm: no one believes what it copied. It never touches the communicator: a stream of copies that fails leaves
 //! no rank in the middle of anything.
 
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use futures::future::{BoxFuture, try_join_all};
 use futures::stream::{FuturesOrdered, StreamExt};
 use tokio::sync::mpsc;
 
-use super::communicator::{Communicator, Seat, patience};
+use super::communicator::{Communicator, LocalRank, patience};
 use super::{BucketSum, PieceSum, cut, pieces};
 use crate::tcp::Downstream;
 use crate::{BucketSink, Payload, TransportError};
@@ -26,7 +26,7 @@ use weightsync_gpu::worker::{Copy, Slot, Sums, WorkerError};
 pub(crate) struct Lending {
     chain: Downstream,
     communicator: Arc<Communicator>,
-    seat: Seat,
+    local: LocalRank,
     borrower: MemberName,
     silence: Duration,
     /// Slots that the borrower may still read, by the numbers of their pieces.
@@ -42,10 +42,10 @@ pub(crate) struct Lending {
 impl Lending {
     /// Over a chain whose first member takes the pieces; none without a GPU.
     pub(crate) fn new(mut chain: Downstream, communicator: Arc<Communicator>, borrower: MemberName, silence: Duration) -> Option<Self> {
-        let seat = communicator.seats().first()?.clone();
+        let local = communicator.locals().first()?.clone();
         let taken = chain.taken()?;
         let (out, digests) = (BTreeMap::new(), FuturesOrdered::new());
-        Some(Self { chain, communicator, seat, borrower, silence, out, taken, next: 0, digests, sum: BucketSum::default(), failure: None })
+        Some(Self { chain, communicator, local, borrower, silence, out, taken, next: 0, digests, sum: BucketSum::default(), failure: None })
     }
 
     /// Waits for `work` while slots come back, digests end, and the chain is listened to.
@@ -91,7 +91,7 @@ impl Lending {
     async fn bucket(&mut self, header: BucketHeader, payload: Payload) -> Result<(), StreamFailure> {
         let header = BucketHeader { flags: BucketHeader::CARRIED, ..header };
         for (offset, bytes) in pieces(header.bytes, self.communicator.slot_bytes()) {
-            let put = put(self.seat.clone(), payload.clone(), offset, bytes, self.silence);
+            let put = put(self.local.clone(), payload.clone(), offset, bytes, self.silence);
             let slot = match self.during(put).await? {
                 Ok(slot) => slot,
                 Err(error) => return Err(self.cause_of(&error)),
@@ -103,7 +103,7 @@ impl Lending {
             let number = self.next;
             self.next = self.next.wrapping_add(1);
             self.chain.lent(LentPiece { number, slot: slot.index(), offset, bytes });
-            let (worker, at) = (self.seat.worker.clone(), slot.at(0));
+            let (worker, at) = (self.local.worker.clone(), slot.at(0));
             self.out.insert(number, slot);
             let (part, (within, _)) = (Part { offset: 0, bytes, first_word: offset / 8 }, patience(self.silence));
             self.digests.push_back(Box::pin(async move {
@@ -117,17 +117,17 @@ impl Lending {
 }
 
 /// Puts a piece into a free slot; returns when it is there.
-async fn put(seat: Seat, payload: Payload, offset: u64, bytes: u64, silence: Duration) -> Result<Slot, WorkerError> {
-    let slot = seat.ring.take(silence).await?;
+async fn put(local: LocalRank, payload: Payload, offset: u64, bytes: u64, silence: Duration) -> Result<Slot, WorkerError> {
+    let slot = local.ring.take(silence).await?;
     let (within, _) = patience(silence);
     match payload {
-        Payload::Device(device) if device.worker.is(&seat.worker) => {
+        Payload::Device(device) if device.worker.is(&local.worker) => {
             let from = device.memory.at(device.offset.saturating_add(offset));
-            seat.worker.copy_now(Copy { from, to: slot.at(0), bytes, after: device.after.clone(), then: None }, within).await?;
+            local.worker.copy_now(Copy { from, to: slot.at(0), bytes, after: device.after.clone(), then: None }, within).await?;
         }
         Payload::Device(_) => return Err(WorkerError::Gone { cause: "the bytes lie in memory of another worker".into() }),
         Payload::Host(all) => {
-            let copies = seat.staging.bring_all(&cut(&all, offset, bytes), &slot, 0, within).await?;
+            let copies = local.staging.bring_all(&cut(&all, offset, bytes), &slot, 0, within).await?;
             try_join_all(copies).await?;
         }
     }

@@ -195,7 +195,7 @@ impl Drop for Receiver {
 }
 
 impl Stream {
-    /// Tells the chain what went wrong. What nobody here did is told only when nobody else was named meanwhile.
+    /// Tells the chain what went wrong. What no one here did is reported only when no one else was named meanwhile.
     async fn fail(&self, error: &WorkerError, give: &mpsc::Sender<Carried>) {
         let failure = if let Some(failure) = self.unread(error).or_else(|| self.communicator.blame(error)) {
             failure
@@ -226,7 +226,7 @@ async fn enter(
 enum Stopped {
     Failure(StreamFailure),
     Worker(WorkerError),
-    /// Nobody takes it any more.
+    /// No one takes it any more.
     Over,
 }
 
@@ -273,9 +273,9 @@ impl Stream {
 
     async fn slots(&self) -> Result<Vec<Slot>, Stopped> {
         let mut slots = Vec::new();
-        for seat in self.communicator.seats() {
+        for local in self.communicator.locals() {
             // Slots that the next member, or else our own store, holds for too long make it the silent one.
-            match seat.ring.take(self.silence).await {
+            match local.ring.take(self.silence).await {
                 Ok(slot) => slots.push(slot),
                 Err(WorkerError::NoSlot { .. }) => {
                     let silence_ms = u64::try_from(self.silence.as_millis()).unwrap_or(u64::MAX);
@@ -305,12 +305,12 @@ impl Stream {
         for (offset, bytes) in pieces(header.bytes, slot_bytes) {
             let slots = self.slots().await?;
             let parts = self.parts(&header, offset, bytes);
-            let enter = |(seat, slot): (&super::Seat, &Slot)| {
+            let enter = |(local, slot): (&super::LocalRank, &Slot)| {
                 let broadcast =
                     Broadcast { group: communicator.group(), root: self.root, at: slot.at(0), bytes, parts: parts.clone(), after: None };
-                seat.worker.broadcast_now(broadcast, within)
+                local.worker.broadcast_now(broadcast, within)
             };
-            let sums = Box::pin(try_join_all(communicator.seats().iter().zip(&slots).map(enter)));
+            let sums = Box::pin(try_join_all(communicator.locals().iter().zip(&slots).map(enter)));
             entered.send(Entered { header, offset, bytes, slots, sums }).map_err(|_| Stopped::Over)?;
         }
         Ok(())
@@ -322,19 +322,19 @@ impl Stream {
         let (within, _) = patience(self.silence);
         let slots = self.slots().await?;
         let LentPiece { number, offset, bytes, .. } = piece;
-        let seats = self.communicator.seats();
+        let locals = self.communicator.locals();
         let arriving: Vec<BoxFuture<'static, Result<(), WorkerError>>> = if let Some(reads) = &self.reads {
-            let reads = reads.begin(&piece, seats, &slots, within).await.map_err(Stopped::Worker)?;
+            let reads = reads.begin(&piece, locals, &slots, within).await.map_err(Stopped::Worker)?;
             reads.ok_or_else(beyond)?
         } else {
             let from = self.communicator.lender().and_then(|lender| lender.at(&piece)).ok_or_else(beyond)?;
-            let copy = |(seat, slot): (&super::Seat, &Slot)| -> BoxFuture<'static, _> {
-                Box::pin(seat.worker.copy_now(Copy { from: from.clone(), to: slot.at(0), bytes, after: None, then: None }, within))
+            let copy = |(local, slot): (&super::LocalRank, &Slot)| -> BoxFuture<'static, _> {
+                Box::pin(local.worker.copy_now(Copy { from: from.clone(), to: slot.at(0), bytes, after: None, then: None }, within))
             };
-            seats.iter().zip(&slots).map(copy).collect()
+            locals.iter().zip(&slots).map(copy).collect()
         };
         let (parts, taken) = (self.parts(&header, offset, bytes), self.taken.clone());
-        let places: Vec<_> = seats.iter().zip(&slots).map(|(seat, slot)| (seat.worker.clone(), slot.at(0))).collect();
+        let places: Vec<_> = locals.iter().zip(&slots).map(|(local, slot)| (local.worker.clone(), slot.at(0))).collect();
         let bringing = AbortOnDropHandle::new(tokio::spawn(async move {
             try_join_all(arriving).await?;
             // No task listens when the stream is over.
@@ -437,11 +437,11 @@ impl Stream {
         slots: &[Slot],
         give: &mpsc::Sender<Carried>,
     ) -> Result<(), WorkerError> {
-        let (Some(slot), Some(seat)) = (slots.first(), self.communicator.seats().first()) else { return Ok(()) };
+        let (Some(slot), Some(local)) = (slots.first(), self.communicator.locals().first()) else { return Ok(()) };
         let first = header.offset.saturating_add(offset);
         // The next area is filled while this one is read.
         let fetches = pieces(bytes, AREA).map(|(at, length)| {
-            let fetched = seat.staging.fetch(slot.at(at), length, self.silence);
+            let fetched = local.staging.fetch(slot.at(at), length, self.silence);
             async move { (first.saturating_add(at), fetched.await) }
         });
         let mut fetches = futures::stream::iter(fetches).buffered(2);

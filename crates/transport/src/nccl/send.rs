@@ -75,7 +75,7 @@ impl Sink {
         }
     }
 
-    /// Who is at fault for an error of our worker. Whoever it is may be named by the chain in a moment.
+    /// Who is at fault for an error of our worker. Anyone who it is may be named by the chain in a moment.
     async fn cause_of(&mut self, error: &WorkerError) -> StreamFailure {
         if let Some(failure) = self.communicator.blame(error) {
             return failure;
@@ -120,15 +120,15 @@ impl Sink {
     /// Enters the broadcast of one piece on all our GPUs: the first one sends, the others receive like any member.
     fn enter(&self, spans: Vec<Span>, after: Option<Event>, ready: Ready, offset: u64, bytes: u64, whole: u64) -> UnderWay {
         let (within, _) = patience(self.silence);
-        let seats = self.communicator.seats().iter();
-        let entered: Vec<_> = seats
+        let locals = self.communicator.locals().iter();
+        let entered: Vec<_> = locals
             .zip(spans)
             .enumerate()
-            .map(|(number, (seat, at))| {
+            .map(|(number, (local, at))| {
                 let parts = vec![Part { offset: 0, bytes, first_word: offset / 8 }];
                 let (group, root) = (self.communicator.group(), self.communicator.rank());
                 let after = after.clone().filter(|_| number == 0);
-                seat.worker.broadcast_now(Broadcast { group, root, at, bytes, parts, after }, within)
+                local.worker.broadcast_now(Broadcast { group, root, at, bytes, parts, after }, within)
             })
             .collect();
         let (first, last) = (offset == 0, offset.saturating_add(bytes) >= whole);
@@ -157,8 +157,8 @@ struct Placed {
 }
 
 async fn place(communicator: Arc<Communicator>, from: From, offset: u64, silence: Duration) -> Result<Placed, WorkerError> {
-    let mut seats = communicator.seats().iter();
-    let Some(first) = seats.next() else { return Err(WorkerError::Gone { cause: "there is no GPU worker".into() }) };
+    let mut locals = communicator.locals().iter();
+    let Some(first) = locals.next() else { return Err(WorkerError::Gone { cause: "there is no GPU worker".into() }) };
     let mut placed = match from {
         From::Device(payload) => {
             let after = payload.after.clone();
@@ -174,8 +174,8 @@ async fn place(communicator: Arc<Communicator>, from: From, offset: u64, silence
             Placed { spans: vec![slot.at(0)], after: None, ready: Ready { copies, lent: None } }
         }
     };
-    for seat in seats {
-        placed.spans.push(seat.ring.take(silence).await?.at(0));
+    for local in locals {
+        placed.spans.push(local.ring.take(silence).await?.at(0));
     }
     Ok(placed)
 }

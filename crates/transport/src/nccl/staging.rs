@@ -41,7 +41,7 @@ pub struct Staging {
     regions: Arc<Free>,
 }
 
-/// Places that are lent to nobody, and how many bytes there are in all. What is above `limit` bytes, lent ones counted in, is given up.
+/// Places that are lent to no one, and how many bytes there are in all. What is above `limit` bytes, lent ones counted in, is given up.
 struct Free {
     places: Mutex<Places>,
     limit: AtomicU64,
@@ -66,7 +66,7 @@ impl Free {
     }
 
     /// A place of at least so many bytes, and not of many more. Where there is none, free ones are given up as far as another one of this
-    /// length has no room beside them.
+    /// length has no room next to them.
     fn take(&self, bytes: u64) -> Option<Place> {
         let mut places = self.places.lock();
         if let Some(fits) = best(places.free.iter().map(|place| place.length), bytes) {
@@ -201,7 +201,7 @@ impl Staging {
         let area = written.await.map_err(|ended| WorkerError::Gone { cause: format!("copying ended early: {ended}") })?;
         let from = area.span()?;
         let copied = self.worker.copy_now(Copy { from, to, bytes: length, after: None, then: None }, within);
-        // A task of its own keeps the area until the copy ended, whoever stops waiting for it.
+        // A task of its own keeps the area until the copy ended, anyone who stops waiting for it.
         Ok(ended(tokio::spawn(async move {
             let copied = copied.await;
             drop(area);
@@ -256,7 +256,7 @@ impl AsRef<[u8]> for Area {
 
 impl Drop for Area {
     fn drop(&mut self) {
-        // Before the permit goes, so that whoever gets the permit finds a place.
+        // Before the permit goes, so that anyone who gets the permit finds a place.
         if let Some(place) = self.place.take() {
             self.free.give_back(place);
         }

@@ -40,7 +40,7 @@ pub(super) enum Alive {
     /// The connection by itself: a leader may wait for its trainer as long as it likes.
     ByItself,
     /// Only [`Downstream::alive`]: a member whose store blocks must look as silent as it is.
-    WhenTold,
+    WhenReported,
 }
 
 /// The rest of the chain, seen from the member before it. Dropping it gives the stream up.
@@ -61,28 +61,28 @@ pub(super) fn alive_period(silence: Duration) -> Duration {
 }
 
 impl Downstream {
-    /// Begins to open the rest of the chain: `hello.to` at `address` and all behind it. `on_drop` is what it is told when this is dropped.
+    /// Begins to open the rest of the chain: `hello.to` at `address` and all after it. `on_drop` is what it is informed when this is dropped.
     pub(super) fn start(hello: DataHello, address: String, options: Arc<TcpOptions>, alive: Alive, on_drop: StreamFailure) -> Self {
-        // What travels beside the connection needs no others.
+        // What travels next to the connection needs no others.
         let (route, to_send) = Route::new(if hello.carried.is_some() { 1 } else { options.lanes });
         let (phase_sender, phase) = watch::channel(Phase::Opening);
         let (abort, aborted) = watch::channel(None);
-        let told: Vec<Arc<Notify>> = to_send.iter().map(|_| Arc::default()).collect();
+        let reported: Vec<Arc<Notify>> = to_send.iter().map(|_| Arc::default()).collect();
         let by_itself = matches!(alive, Alive::ByItself).then(|| alive_period(Duration::from_millis(hello.silence_ms)));
-        let queues = to_send.into_iter().zip(&told);
-        let queues = queues.map(|(items, told)| Queue { items, life: Life { by_itself, told: told.clone() } }).collect();
+        let queues = to_send.into_iter().zip(&reported);
+        let queues = queues.map(|(items, reported)| Queue { items, life: Life { by_itself, reported: reported.clone() } }).collect();
         let count = route.count.clone();
         let (take, taken) = mpsc::unbounded_channel();
         tokio::spawn(async move {
             let connection = Connection { hello, address, options, phase: phase_sender, aborted, count, take };
             connection.run(queues).await;
         });
-        Self { route, phase, abort, alive: told, taken: Some(taken), on_drop }
+        Self { route, phase, abort, alive: reported, taken: Some(taken), on_drop }
     }
 
     /// Shows the rest of the chain that this member lives; does nothing while there is something to send.
     pub(super) fn alive(&self) {
-        self.alive.iter().for_each(|told| told.notify_one());
+        self.alive.iter().for_each(|reported| reported.notify_one());
     }
 
     // What is sent, once the rest of the chain was admitted. What is sent after a failure is dropped.
@@ -152,9 +152,9 @@ impl Downstream {
 
     /// Tells the rest of the chain why the stream is over.
     pub(crate) fn abort(&mut self, failure: StreamFailure) {
-        self.abort.send_if_modified(|told| {
-            let first = told.is_none();
-            told.get_or_insert(failure);
+        self.abort.send_if_modified(|reported| {
+            let first = reported.is_none();
+            reported.get_or_insert(failure);
             first
         });
     }
@@ -172,7 +172,7 @@ struct Queue {
     life: Life,
 }
 
-/// The task behind a [`Downstream`].
+/// The task after a [`Downstream`].
 struct Connection {
     hello: DataHello,
     address: String,
@@ -291,7 +291,7 @@ struct Answers<'a> {
     count: &'a Count,
     /// Connections that this side would like to use.
     wanted: usize,
-    /// Told once how many the next member agreed to.
+    /// Reported once how many the next member agreed to.
     agreed: Option<oneshot::Sender<(usize, StreamId)>>,
     /// Who hears which lent pieces were copied, where payloads lie in lent memory.
     take: Option<&'a mpsc::UnboundedSender<u32>>,
@@ -348,7 +348,7 @@ impl Answers<'_> {
 }
 
 /// A connection ended in the middle. `peer` is at fault as far as this end can see, and the other end may see it the other way round: a
-/// connection that is reset looks the same from both. So whoever reads of it reads of both.
+/// connection that is reset looks the same from both. So anyone who reads of it reads of both.
 pub(super) fn lost(peer: &MemberName, seen_by: &MemberName, cause: &str) -> StreamFailure {
     StreamFailure::Lost { peer: peer.clone(), cause: format!("its connection with {seen_by} ended: {cause}") }
 }

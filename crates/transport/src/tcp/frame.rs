@@ -3,10 +3,10 @@
 //! A frame is u32 kind, u32 length (both little-endian), then so many bytes. Towards the end of the chain: `Head` (24 bytes: a
 //! [`BucketHeader`]), `Part`s, `Digest` (16 bytes, little-endian), ..., `End`. Towards the leader: `Admitted`, `Done`. Both ways: `Alive`,
 //! `Failure` (JSON: [`StreamFailure`]). A bucket is cut into parts as the sender likes, so a sign of life or a failure fits anywhere.
-//! Where payloads lie in lent memory: towards the end of the chain `Lent` (24 bytes: a [`LentPiece`]) behind its head, towards the leader
+//! Where payloads lie in lent memory: towards the end of the chain `Lent` (24 bytes: a [`LentPiece`]) after its head, towards the leader
 //! `Taken` (u32: the number of a piece whose slot may be written again).
 //! A stream over several connections (lanes): the answer `Lanes` (u32 number of lanes, 16 bytes that name the stream) before all others;
-//! behind a `Cut`, sent after each block of a bucket ([`weightsync_core::weights::BLOCK_BYTES`]), the frames go on on the next lane, in a ring.
+//! after a `Cut`, sent after each block of a bucket ([`weightsync_core::weights::BLOCK_BYTES`]), the frames go on on the next lane, in a ring.
 
 use super::lanes::StreamId;
 use weightsync_core::protocol::{BucketHeader, LentPiece, StreamFailure};
@@ -75,7 +75,7 @@ impl Frame<'_> {
     }
 }
 
-/// Appends the start of a part of so many bytes, which the caller sends behind it.
+/// Appends the start of a part of so many bytes, which the caller sends after it.
 pub(super) fn put_part_start(wire: &mut Vec<u8>, length: usize) {
     put_start(wire, PART, length);
 }
@@ -175,7 +175,7 @@ impl Parser {
     }
 }
 
-/// The first `wanted` bytes of `input`, or all there are; `input` is moved behind them.
+/// The first `wanted` bytes of `input`, or all there are; `input` is moved after them.
 fn take<'a>(input: &mut &'a [u8], wanted: usize) -> &'a [u8] {
     let (taken, rest) = input.split_at_checked(wanted).unwrap_or((input, &[]));
     *input = rest;

@@ -25,7 +25,7 @@ use weightsync_core::weights::BlockHasher;
 pub(super) type Reader = Box<dyn AsyncRead + Send + Unpin>;
 pub(super) type Writer = Box<dyn AsyncWrite + Send + Unpin>;
 
-/// Events of one lane that nobody took yet; its bytes are limited by its buffers.
+/// Events of one lane that no one took yet; its bytes are limited by its buffers.
 const EVENTS: usize = 64;
 
 /// Why no more comes.
@@ -256,7 +256,7 @@ async fn read_lane(lane: usize, mut reader: Reader, pool: Pool, events: mpsc::Se
     drain(&mut reader).await;
 }
 
-/// None when nobody wants more.
+/// None when no one wants more.
 async fn pass(reader: &mut Reader, pool: Pool, events: &mpsc::Sender<Event>, silence: Duration, heard: &Heard) -> Option<Over> {
     let mut parser = Parser::default();
     let mut block = BlockHasher::new();
@@ -283,7 +283,7 @@ async fn pass(reader: &mut Reader, pool: Pool, events: &mpsc::Sender<Event>, sil
                 Ok(Some(Frame::Digest(digest))) => Event::Digest(digest),
                 Ok(Some(Frame::End)) => Event::End,
                 Ok(Some(Frame::Failure(failure))) => return Some(Over::Failure(failure)),
-                // What travels beside connections has one of them only.
+                // What travels next to connections has one of them only.
                 Ok(Some(Frame::Alive | Frame::Admitted | Frame::Done | Frame::Lanes(..) | Frame::Lent(_) | Frame::Taken(_))) => continue,
                 Err(bad) => return Some(Over::Bad(bad)),
             };

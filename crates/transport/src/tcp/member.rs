@@ -1,7 +1,7 @@
 //! One stream into this member: its bytes go to the store and, while they arrive, to the next member of the chain.
 //!
 //! Decides who is at fault when the stream stops: the member before (closed, silent), the one behind (what its connection says), or this
-//! one (its store refused, a digest disagreed). One task, so a store that blocks makes this member silent instead of hiding behind a
+//! one (its store refused, a digest disagreed). One task, so a store that blocks makes this member silent instead of hiding after a
 //! timer that still ticks.
 
 use std::sync::Arc;
@@ -135,7 +135,7 @@ impl Upstream {
 /// Why a session ends early, and whether the member before knows it already.
 struct Ending {
     failure: StreamFailure,
-    told: bool,
+    reported: bool,
 }
 
 struct Session {
@@ -151,7 +151,7 @@ struct Session {
     inlet: Inlet,
     downstream: Option<Downstream>,
     open_behind: bool,
-    /// Whether the member before was told that the chain is open.
+    /// Whether the member before was informed that the chain is open.
     admitted: bool,
 }
 
@@ -172,7 +172,7 @@ impl Session {
                 carried.fabric = Some(offered.clone());
             }
             let lost = StreamFailure::Lost { peer: me.clone(), cause: "it closed its transport".to_owned() };
-            Downstream::start(hello, address, options, Alive::WhenTold, lost)
+            Downstream::start(hello, address, options, Alive::WhenReported, lost)
         });
         let relays = offered.is_some();
         if let (true, Some(carrier), Some(taken)) = (relays, carrier.as_mut(), downstream.as_mut().and_then(Downstream::taken)) {
@@ -184,12 +184,12 @@ impl Session {
     }
 
     async fn run(mut self) {
-        if let Err(Ending { failure, told }) = self.receive().await {
+        if let Err(Ending { failure, reported }) = self.receive().await {
             self.intake.broken(&failure);
             if let Some(downstream) = self.downstream.as_mut() {
                 downstream.abort(failure.clone());
             }
-            if !told {
+            if !reported {
                 self.upstream.say(Frame::Failure(failure)).await;
             }
         } else {
@@ -203,7 +203,7 @@ impl Session {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut chain_done = self.downstream.is_none();
         self.admit().await;
-        // Behind the end, a member before that goes away is no failure any more.
+        // After the end, a member before that goes away is no failure any more.
         let mut listening = true;
         // The member before is not read while the store has no room: it waits then, and hears all the while that this one lives.
         let (mut has_room, mut room) = (false, self.intake.room());
@@ -217,7 +217,7 @@ impl Session {
                         self.admit().await;
                     }
                     Phase::Done => chain_done = true,
-                    Phase::Failed(failure) => return Err(Ending { failure, told: false }),
+                    Phase::Failed(failure) => return Err(Ending { failure, reported: false }),
                 },
                 _ = ticks.tick() => {
                     self.upstream.say(Frame::Alive).await;
@@ -229,13 +229,13 @@ impl Session {
                         Ok(Arrived::Bytes(length)) => self.take(length)?,
                         Ok(Arrived::Event(event)) => self.event(event)?,
                         Ok(Arrived::Lane) => self.admit().await,
-                        // Behind the end nothing more is awaited of the member before.
+                        // After the end nothing more is awaited of the member before.
                         Err(Over::Closed(_) | Over::Silent) if self.intake.ended() || self.end_came => listening = false,
                         Err(over) => return Err(self.over(over)),
                     }
                     (has_room, room) = (false, self.intake.room());
                 }
-                // Behind what is read: heads that wait would hold up the broadcasts of all.
+                // After what is read: heads that wait would hold up the broadcasts of all.
                 carried = carried(&mut self.carrier) => match carried {
                     Carried::Taken(number) => self.upstream.say(Frame::Taken(number)).await,
                     carried => self.carried(carried)?,
@@ -255,11 +255,11 @@ impl Session {
     /// Why nothing more comes from the member before.
     fn over(&self, over: Over) -> Ending {
         match over {
-            Over::Closed(cause) => Ending { failure: lost(&self.from, &self.me, &cause), told: true },
-            Over::Failure(failure) => Ending { failure, told: true },
+            Over::Closed(cause) => Ending { failure: lost(&self.from, &self.me, &cause), reported: true },
+            Over::Failure(failure) => Ending { failure, reported: true },
             Over::Silent => {
                 let silence_ms = millis(self.upstream.silence);
-                Ending { failure: StreamFailure::Silent { peer: self.from.clone(), silence_ms }, told: false }
+                Ending { failure: StreamFailure::Silent { peer: self.from.clone(), silence_ms }, reported: false }
             }
             Over::Bad(error) => self.nonsense(&error.to_string()),
         }
@@ -267,7 +267,7 @@ impl Session {
 
     fn nonsense(&self, what: &str) -> Ending {
         let refusal = Refusal { code: RefusalCode::Invalid, message: what.to_owned() };
-        Ending { failure: StreamFailure::Refused { peer: self.me.clone(), refusal }, told: false }
+        Ending { failure: StreamFailure::Refused { peer: self.me.clone(), refusal }, reported: false }
     }
 
     /// Works on the first `length` bytes of the buffer of the one connection.
@@ -357,7 +357,7 @@ impl Session {
         Ok(())
     }
 
-    /// Something that travelled beside the connection.
+    /// Something that travelled next to the connection.
     fn carried(&mut self, carried: Carried) -> Result<(), Ending> {
         match carried {
             Carried::Part(offset, bytes) => self.intake.carried_part(offset, &bytes).map_err(here)?,
@@ -372,7 +372,7 @@ impl Session {
                     Relayed::Digest(digest) => downstream.digest(digest),
                 }
             }
-            // Said upstream by whoever waits for it.
+            // Said upstream by anyone who waits for it.
             Carried::Taken(_) => {}
         }
         if self.end_came && self.carrier.as_ref().is_some_and(|carrier| carrier.idle()) {
@@ -382,7 +382,7 @@ impl Session {
         Ok(())
     }
 
-    /// All that travelled beside the connection was given out, and the end came.
+    /// All that travelled next to the connection was given out, and the end came.
     fn carried_end(&mut self) -> Result<(), Ending> {
         if let Some(downstream) = self.downstream.as_mut().filter(|_| self.relays) {
             downstream.end();
@@ -401,10 +401,10 @@ impl Session {
 }
 
 fn here(failure: StreamFailure) -> Ending {
-    Ending { failure, told: false }
+    Ending { failure, reported: false }
 }
 
-/// What comes next beside the connection; never, when nothing does.
+/// What comes next next to the connection; never, when nothing does.
 async fn carried(carrier: &mut Option<Box<dyn Carrier>>) -> Carried {
     match carrier {
         Some(carrier) => carrier.next().await,

@@ -93,7 +93,7 @@ pub(super) async fn accept(stream: TcpStream, options: &TcpOptions) -> io::Resul
         (Some(tls), false) => {
             let stream = TlsAcceptor::from(tls.server.clone()).accept(stream).await?;
             let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
-            // One that names nobody proves no sender: the admission refuses what it says.
+            // One that names no one proves no sender: the admission refuses what it says.
             let peer = certificate.and_then(|certificate| PeerIdentity::of_certificate(certificate).ok());
             Ok(Link::secured(stream, peer))
         }

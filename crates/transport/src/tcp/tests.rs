@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use super::frame::{Frame, Parser};
 use super::lanes::StreamId;
-use crate::tests::bed::LONG;
+use crate::tests::fixture::LONG;
 use weightsync_core::protocol::{DATA_MAGIC, DataHello, StreamFailure};
 
 /// A leader that says on the wire what the test wants.

@@ -33,14 +33,14 @@ pub(super) struct Life {
     /// By itself, so often.
     pub(super) by_itself: Option<Duration>,
     /// Whenever this is said, else.
-    pub(super) told: Arc<Notify>,
+    pub(super) reported: Arc<Notify>,
 }
 
 impl Life {
     async fn due(&self) {
         match self.by_itself {
             Some(period) => sleep(period).await,
-            None => self.told.notified().await,
+            None => self.reported.notified().await,
         }
     }
 }
@@ -88,7 +88,7 @@ pub(super) async fn send_items(
     }
 }
 
-/// Sends what waits in `small`, and a part behind it, in as few calls as the kernel takes.
+/// Sends what waits in `small`, and a part after it, in as few calls as the kernel takes.
 async fn send_part(writer: &mut Writer, small: &mut Vec<u8>, part: Bytes) -> io::Result<()> {
     put_part_start(small, part.len());
     writer.write_all_buf(&mut Buf::chain(small.as_slice(), part)).await?;

@@ -1,6 +1,6 @@
 use bytes::Bytes;
 
-use super::bed::buckets;
+use super::fixture::buckets;
 use crate::digest::digest_by;
 use weightsync_core::weights::{BLOCK_BYTES, bucket_digest};
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::timeout;
 
-use super::bed::{Bed, LONG, PATIENT, Refuse, buckets, finish, hello, send};
+use super::fixture::{Fixture, LONG, PATIENT, Refuse, buckets, finish, hello, send};
 use crate::TransportError;
 use weightsync_core::protocol::BucketHeader;
 
@@ -19,29 +19,29 @@ macro_rules! promises {
         mod tcp {
             $(#[tokio::test]
             async fn $promise() {
-                super::$promise(super::Bed::tcp()).await;
+                super::$promise(super::Fixture::tcp()).await;
             })*
             $(#[tokio::test]
             async fn $given() {
-                super::$given(super::Bed::tcp()).await;
+                super::$given(super::Fixture::tcp()).await;
             })*
         }
         mod gdr {
             $(#[tokio::test]
             async fn $promise() {
-                if let Some(bed) = super::Bed::gdr() {
-                    super::$promise(bed).await;
+                if let Some(fixture) = super::Fixture::gdr() {
+                    super::$promise(fixture).await;
                 }
             })*
         }
         mod lanes {
             $(#[tokio::test]
             async fn $promise() {
-                super::$promise(super::Bed::lanes()).await;
+                super::$promise(super::Fixture::lanes()).await;
             })*
             $(#[tokio::test]
             async fn $given() {
-                super::$given(super::Bed::lanes()).await;
+                super::$given(super::Fixture::lanes()).await;
             })*
         }
     };
@@ -52,11 +52,11 @@ promises!(
     an_empty_stream_ends,
     a_bucket_may_come_in_any_order_of_offsets,
     two_streams_at_once_do_not_mix,
-    a_member_that_refuses_is_named_and_the_others_are_told,
-    a_member_that_nobody_listens_for_is_named,
+    member_that_refuses_is_named_and_others_are_fenced,
+    member_without_a_listener_is_named,
     a_member_killed_in_the_middle_is_named_to_all,
     a_member_frozen_in_the_middle_is_named_by_its_silence,
-    a_member_frozen_before_the_end_is_named_and_the_others_keep_what_they_have,
+    frozen_member_is_named_and_others_keep_their_bytes,
     a_store_that_says_no_ends_the_stream,
     a_stream_that_is_dropped_breaks_without_blame,
     a_waiting_leader_is_not_silent,
@@ -67,10 +67,10 @@ promises!(
     a_wrong_digest_is_never_completed,
 );
 
-async fn every_member_stores_every_byte_once(bed: Bed) {
-    let members = bed.members(&FOUR).await;
+async fn every_member_stores_every_byte_once(fixture: Fixture) {
+    let members = fixture.members(&FOUR).await;
     let (stream, buckets) = buckets(&[1, 64, 100_000, 3, 5_000_000, 4096, 8192]);
-    let (_leader, mut sink) = bed.open(&members, PATIENT).await.unwrap();
+    let (_leader, mut sink) = fixture.open(&members, PATIENT).await.unwrap();
     for bucket in &buckets {
         send(&mut sink, bucket).await.unwrap();
     }
@@ -84,18 +84,18 @@ async fn every_member_stores_every_byte_once(bed: Bed) {
     }
 }
 
-async fn an_empty_stream_ends(bed: Bed) {
-    let members = bed.members(&FOUR).await;
-    let (_leader, sink) = bed.open(&members, PATIENT).await.unwrap();
+async fn an_empty_stream_ends(fixture: Fixture) {
+    let members = fixture.members(&FOUR).await;
+    let (_leader, sink) = fixture.open(&members, PATIENT).await.unwrap();
     finish(sink).await.unwrap();
     assert!(members.iter().all(|member| member.record().seen.borrow().ended));
 }
 
-async fn a_bucket_may_come_in_any_order_of_offsets(bed: Bed) {
-    let members = bed.members(&FOUR[..2]).await;
+async fn a_bucket_may_come_in_any_order_of_offsets(fixture: Fixture) {
+    let members = fixture.members(&FOUR[..2]).await;
     let (stream, mut buckets) = buckets(&[10_000, 20_000, 30_000]);
     buckets.reverse();
-    let (_leader, mut sink) = bed.open(&members, PATIENT).await.unwrap();
+    let (_leader, mut sink) = fixture.open(&members, PATIENT).await.unwrap();
     for bucket in &buckets {
         send(&mut sink, bucket).await.unwrap();
     }
@@ -103,9 +103,9 @@ async fn a_bucket_may_come_in_any_order_of_offsets(bed: Bed) {
     assert!(members.iter().all(|member| member.record().seen.borrow().bytes == stream));
 }
 
-async fn two_streams_at_once_do_not_mix(bed: Bed) {
-    let members = bed.members(&FOUR[..2]).await;
-    let (leader, mut one) = bed.open(&members, PATIENT).await.unwrap();
+async fn two_streams_at_once_do_not_mix(fixture: Fixture) {
+    let members = fixture.members(&FOUR[..2]).await;
+    let (leader, mut one) = fixture.open(&members, PATIENT).await.unwrap();
     let mut second = hello(&members, PATIENT);
     second.update.attempt = 2;
     let mut two = leader.open(second, &members[0].address).await.unwrap();
@@ -123,12 +123,12 @@ async fn two_streams_at_once_do_not_mix(bed: Bed) {
     }
 }
 
-async fn a_member_that_refuses_is_named_and_the_others_are_told(bed: Bed) {
+async fn member_that_refuses_is_named_and_others_are_fenced(fixture: Fixture) {
     for at in 0..3 {
         let mut refusals = [Refuse::Nothing; 3];
         refusals[at] = Refuse::Admission;
-        let members = bed.members(&refusals).await;
-        let error = bed.open(&members, PATIENT).await.err().expect("one member refused");
+        let members = fixture.members(&refusals).await;
+        let error = fixture.open(&members, PATIENT).await.err().expect("one member refused");
         assert!(matches!(&error, TransportError::Refused { refusal, .. } if refusal.message == "this epoch is over"), "{error}");
         assert_eq!(error.peer(), Some(&members[at].name));
         for before in &members[..at] {
@@ -137,21 +137,21 @@ async fn a_member_that_refuses_is_named_and_the_others_are_told(bed: Bed) {
     }
 }
 
-async fn a_member_that_nobody_listens_for_is_named(bed: Bed) {
+async fn member_without_a_listener_is_named(fixture: Fixture) {
     for at in 0..3 {
-        let mut members = bed.members(&FOUR[..3]).await;
+        let mut members = fixture.members(&FOUR[..3]).await;
         members[at].kill();
-        let error = bed.open(&members, PATIENT).await.err().expect("one member is gone");
+        let error = fixture.open(&members, PATIENT).await.err().expect("one member is gone");
         assert_eq!(error.peer(), Some(&members[at].name), "{error}");
         // A killed runtime may take a moment to close its listener: lost is as good as unreachable then.
         assert!(matches!(error, TransportError::Unreachable { .. } | TransportError::Lost { .. }), "{error}");
     }
 }
 
-async fn a_member_killed_in_the_middle_is_named_to_all(bed: Bed) {
+async fn a_member_killed_in_the_middle_is_named_to_all(fixture: Fixture) {
     for at in 0..3 {
-        let mut members = bed.members(&FOUR[..3]).await;
-        let (_leader, mut sink) = bed.open(&members, PATIENT).await.unwrap();
+        let mut members = fixture.members(&FOUR[..3]).await;
+        let (_leader, mut sink) = fixture.open(&members, PATIENT).await.unwrap();
         let (_, buckets) = buckets(&[100_000, 100_000]);
         send(&mut sink, &buckets[0]).await.unwrap();
         members[2].record().until(|seen| seen.buckets == [0]).await;
@@ -162,17 +162,17 @@ async fn a_member_killed_in_the_middle_is_named_to_all(bed: Bed) {
         assert!(matches!(error, TransportError::Lost { .. }), "{error}");
         assert_eq!(error.peer(), Some(&killed));
         for other in members.iter().filter(|member| member.name != killed) {
-            assert_eq!(other.record().broken().await.0, Some(killed.to_string()), "told to {}", other.name);
+            assert_eq!(other.record().broken().await.0, Some(killed.to_string()), "asked to {}", other.name);
         }
         let error = send(&mut sink, &buckets[1]).await.unwrap_err();
         assert_eq!(error.peer(), Some(&killed));
     }
 }
 
-async fn a_member_frozen_in_the_middle_is_named_by_its_silence(bed: Bed) {
+async fn a_member_frozen_in_the_middle_is_named_by_its_silence(fixture: Fixture) {
     for at in 0..3 {
-        let members = bed.members(&FOUR[..3]).await;
-        let (_leader, mut sink) = bed.open(&members, SILENCE).await.unwrap();
+        let members = fixture.members(&FOUR[..3]).await;
+        let (_leader, mut sink) = fixture.open(&members, SILENCE).await.unwrap();
         let (_, buckets) = buckets(&[100_000, 100_000]);
         send(&mut sink, &buckets[0]).await.unwrap();
         members[2].record().until(|seen| seen.buckets == [0]).await;
@@ -184,14 +184,14 @@ async fn a_member_frozen_in_the_middle_is_named_by_its_silence(bed: Bed) {
         assert!(matches!(error, TransportError::Silent { silence, .. } if silence == Duration::from_millis(SILENCE)), "{error}");
         assert_eq!(error.peer(), Some(&members[at].name));
         for (number, other) in members.iter().enumerate().filter(|(number, _)| *number != at) {
-            assert_eq!(other.record().broken().await.0, Some(members[at].name.to_string()), "told to member {number}");
+            assert_eq!(other.record().broken().await.0, Some(members[at].name.to_string()), "asked to member {number}");
         }
     }
 }
 
-async fn a_member_frozen_before_the_end_is_named_and_the_others_keep_what_they_have(bed: Bed) {
-    let members = bed.members(&FOUR[..3]).await;
-    let (_leader, mut sink) = bed.open(&members, SILENCE).await.unwrap();
+async fn frozen_member_is_named_and_others_keep_their_bytes(fixture: Fixture) {
+    let members = fixture.members(&FOUR[..3]).await;
+    let (_leader, mut sink) = fixture.open(&members, SILENCE).await.unwrap();
     let (stream, buckets) = buckets(&[100_000]);
     send(&mut sink, &buckets[0]).await.unwrap();
     members[2].record().until(|seen| seen.buckets == [0]).await;
@@ -205,9 +205,9 @@ async fn a_member_frozen_before_the_end_is_named_and_the_others_keep_what_they_h
     }
 }
 
-async fn a_wrong_digest_is_never_completed(bed: Bed) {
-    let members = bed.members(&FOUR[..3]).await;
-    let (_leader, mut sink) = bed.open(&members, PATIENT).await.unwrap();
+async fn a_wrong_digest_is_never_completed(fixture: Fixture) {
+    let members = fixture.members(&FOUR[..3]).await;
+    let (_leader, mut sink) = fixture.open(&members, PATIENT).await.unwrap();
     let (_, mut buckets) = buckets(&[70_000, 70_000]);
     buckets[1].2 ^= 1;
     send(&mut sink, &buckets[0]).await.unwrap();
@@ -225,10 +225,10 @@ async fn a_wrong_digest_is_never_completed(bed: Bed) {
     }
 }
 
-async fn a_store_that_says_no_ends_the_stream(bed: Bed) {
+async fn a_store_that_says_no_ends_the_stream(fixture: Fixture) {
     for (refuse, said) in [(Refuse::Write, "a part"), (Refuse::Complete, "a bucket"), (Refuse::End, "an end")] {
-        let members = bed.members(&[Refuse::Nothing, refuse, Refuse::Nothing]).await;
-        let (_leader, mut sink) = bed.open(&members, PATIENT).await.unwrap();
+        let members = fixture.members(&[Refuse::Nothing, refuse, Refuse::Nothing]).await;
+        let (_leader, mut sink) = fixture.open(&members, PATIENT).await.unwrap();
         let (_, buckets) = buckets(&[70_000]);
         let error = match send(&mut sink, &buckets[0]).await {
             Ok(()) => finish(sink).await.unwrap_err(),
@@ -246,9 +246,9 @@ async fn a_store_that_says_no_ends_the_stream(bed: Bed) {
     }
 }
 
-async fn a_stream_that_is_dropped_breaks_without_blame(bed: Bed) {
-    let members = bed.members(&FOUR[..3]).await;
-    let (_leader, mut sink) = bed.open(&members, PATIENT).await.unwrap();
+async fn a_stream_that_is_dropped_breaks_without_blame(fixture: Fixture) {
+    let members = fixture.members(&FOUR[..3]).await;
+    let (_leader, mut sink) = fixture.open(&members, PATIENT).await.unwrap();
     let (_, buckets) = buckets(&[3_000_000]);
     send(&mut sink, &buckets[0]).await.unwrap();
     drop(sink);
@@ -258,9 +258,9 @@ async fn a_stream_that_is_dropped_breaks_without_blame(bed: Bed) {
     }
 }
 
-async fn a_waiting_leader_is_not_silent(bed: Bed) {
-    let members = bed.members(&FOUR[..3]).await;
-    let (_leader, mut sink) = bed.open(&members, SILENCE).await.unwrap();
+async fn a_waiting_leader_is_not_silent(fixture: Fixture) {
+    let members = fixture.members(&FOUR[..3]).await;
+    let (_leader, mut sink) = fixture.open(&members, SILENCE).await.unwrap();
     let (stream, buckets) = buckets(&[50_000, 50_000]);
     for bucket in &buckets {
         send(&mut sink, bucket).await.unwrap();
@@ -271,14 +271,14 @@ async fn a_waiting_leader_is_not_silent(bed: Bed) {
     assert!(members.iter().all(|member| member.record().seen.borrow().bytes == stream));
 }
 
-async fn a_head_that_makes_no_sense_is_refused(bed: Bed) {
+async fn a_head_that_makes_no_sense_is_refused(fixture: Fixture) {
     let (_, good) = buckets(&[64]);
     let sound = good[0].0;
     let heads =
         [BucketHeader { flags: 2, ..sound }, BucketHeader { sequence: u32::MAX, ..sound }, BucketHeader { offset: u64::MAX - 3, ..sound }];
     for head in heads {
-        let members = bed.members(&FOUR[..2]).await;
-        let (_leader, mut sink) = bed.open(&members, PATIENT).await.unwrap();
+        let members = fixture.members(&FOUR[..2]).await;
+        let (_leader, mut sink) = fixture.open(&members, PATIENT).await.unwrap();
         let error = match send(&mut sink, &(head, good[0].1.clone(), good[0].2)).await {
             Ok(()) => finish(sink).await.unwrap_err(),
             Err(error) => error,
@@ -288,11 +288,11 @@ async fn a_head_that_makes_no_sense_is_refused(bed: Bed) {
     }
 }
 
-async fn a_bucket_that_is_not_as_long_as_its_head_says_is_refused(bed: Bed) {
+async fn a_bucket_that_is_not_as_long_as_its_head_says_is_refused(fixture: Fixture) {
     let (_, good) = buckets(&[64]);
     for (bytes, wanted) in [(63, "longer"), (65, "shorter"), (0, "makes no sense")] {
-        let members = bed.members(&FOUR[..1]).await;
-        let (_leader, mut sink) = bed.open(&members, PATIENT).await.unwrap();
+        let members = fixture.members(&FOUR[..1]).await;
+        let (_leader, mut sink) = fixture.open(&members, PATIENT).await.unwrap();
         let error = match send(&mut sink, &(BucketHeader { bytes, ..good[0].0 }, good[0].1.clone(), good[0].2)).await {
             Ok(()) => finish(sink).await.unwrap_err(),
             Err(error) => error,
@@ -301,9 +301,9 @@ async fn a_bucket_that_is_not_as_long_as_its_head_says_is_refused(bed: Bed) {
     }
 }
 
-async fn an_error_stays(bed: Bed) {
-    let members = bed.members(&[Refuse::Write]).await;
-    let (_leader, mut sink) = bed.open(&members, PATIENT).await.unwrap();
+async fn an_error_stays(fixture: Fixture) {
+    let members = fixture.members(&[Refuse::Write]).await;
+    let (_leader, mut sink) = fixture.open(&members, PATIENT).await.unwrap();
     let (_, buckets) = buckets(&[64]);
     let _ = send(&mut sink, &buckets[0]).await;
     for _ in 0..2 {
@@ -314,9 +314,9 @@ async fn an_error_stays(bed: Bed) {
     assert!(finish(sink).await.is_err());
 }
 
-async fn hellos_name_the_sender_and_the_rest_of_the_chain(bed: Bed) {
-    let members = bed.members(&FOUR[..3]).await;
-    let (_leader, sink) = bed.open(&members, PATIENT).await.unwrap();
+async fn hellos_name_the_sender_and_the_rest_of_the_chain(fixture: Fixture) {
+    let members = fixture.members(&FOUR[..3]).await;
+    let (_leader, sink) = fixture.open(&members, PATIENT).await.unwrap();
     finish(sink).await.unwrap();
     let mut from = "trainer/0".to_owned();
     for (number, member) in members.iter().enumerate() {

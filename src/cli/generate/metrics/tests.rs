@@ -4,7 +4,7 @@ use super::*;
 
 const BOARD: &str = include_str!("../../../../charts/weightsync/files/board.json");
 
-/// Names of series in a query, with the labels that stand in braces behind them.
+/// Names of series in a query, with the labels that stand in braces after them.
 fn named(query: &str) -> Vec<(String, Vec<String>)> {
     let mut found = Vec::new();
     for (at, _) in query.match_indices("weightsync_") {
@@ -63,7 +63,7 @@ fn every_alert_is_made_of_series_and_labels_that_exist() {
 }
 
 #[test]
-fn every_panel_of_the_board_is_made_of_series_and_labels_that_exist() {
+fn every_panel_of_the_board_uses_existing_series() {
     let board: Value = serde_json::from_str(BOARD).unwrap();
     let mut found = Vec::new();
     expressions(&board["panels"], "expr", &mut found);

@@ -28,7 +28,7 @@ fn object() -> WeightSync {
 }
 
 #[test]
-fn status_names_ranks_versions_and_the_reason_of_each_that_is_out() {
+fn status_names_ranks_versions_and_reasons() {
     let text = table(&object());
     assert!(text.contains("rl/run: 1/2 ready, version 7, epoch 4, world size 3, transport tcp (no GPU)"), "{text}");
     assert!(text.contains("Degraded=True AgentLost: actors/b: gone"), "{text}");

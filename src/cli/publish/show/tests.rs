@@ -2,7 +2,7 @@ use super::*;
 use weightsync_core::protocol::{MemberName, PublishErrorCode};
 
 #[test]
-fn an_outcome_names_who_is_behind_and_why() {
+fn outcome_names_lagging_members_and_why() {
     let outcome = PublishResult {
         version: 7,
         epoch: 4,

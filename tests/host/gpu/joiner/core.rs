@@ -7,7 +7,7 @@ use weightsync_gpu::worker::Broadcast;
 use weightsync_torch::store::{Client, nccl_id_keys};
 
 use super::{FOR_EVER, Reply, failed};
-use crate::gpu::bed::Member;
+use crate::gpu::fixture::Member;
 use crate::world::SOON;
 
 /// A group that it is in.

@@ -1,87 +1,88 @@
 use serde_json::json;
 use weightsync_core::protocol::worker::Proof;
 
-use super::{A_WHILE, Bed, assert_refused, assert_well, bucket, model, with};
+use super::{A_WHILE, Fixture, assert_refused, assert_well, bucket, model, with};
 use crate::world::SOON;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn lmdeploy_serves_a_version_when_it_is_finished_and_not_before() {
-    let bed = Bed::new("lmdeploy", 2).await;
+    let fixture = Fixture::new("lmdeploy", 2).await;
     let new = model(1);
-    let id = bed.publish_id("w").await;
-    assert_well(&bed.call("/init_weights_update_group", bed.meeting("w")).await);
-    assert_refused(&bed.call("/init_weights_update_group", bed.meeting("w")).await, "rank1: group 'w' already initialized");
+    let id = fixture.publish_id("w").await;
+    assert_well(&fixture.call("/init_weights_update_group", fixture.meeting("w")).await);
+    assert_refused(&fixture.call("/init_weights_update_group", fixture.meeting("w")).await, "rank1: group 'w' already initialized");
     let (tensors, bytes) = bucket(&new, 0..4);
-    let update = bed.call("/update_weights_from_distributed", with(tensors, json!({"group_name": "w", "load_format": "flattened_bucket"})));
+    let update =
+        fixture.call("/update_weights_from_distributed", with(tensors, json!({"group_name": "w", "load_format": "flattened_bucket"})));
     let send = async {
-        bed.join(1, id, Proof::Nothing).await;
-        bed.send(1, &bytes).await;
+        fixture.join(1, id, Proof::Nothing).await;
+        fixture.send(1, &bytes).await;
     };
     assert_well(&tokio::join!(update, send).0);
-    assert!(bed.serves(&new).await);
+    assert!(fixture.serves(&new).await);
     // Trap 14: every byte is there, and what is computed is stale until the last step, which needs no broadcast.
-    let stale = bed.text("before").await;
+    let stale = fixture.text("before").await;
     let finish = json!({"names": [], "dtypes": [], "shapes": [], "group_name": "w", "finished": true});
-    assert_well(&bed.call("/update_weights_from_distributed", finish).await);
-    assert_ne!(bed.text("after").await, stale);
-    bed.abort(1).await;
-    assert_well(&bed.call("/destroy_weights_update_group", json!({"group_name": "w"})).await);
-    assert_refused(&bed.call("/destroy_weights_update_group", json!({"group_name": "w"})).await, "not initialized");
+    assert_well(&fixture.call("/update_weights_from_distributed", finish).await);
+    assert_ne!(fixture.text("after").await, stale);
+    fixture.abort(1).await;
+    assert_well(&fixture.call("/destroy_weights_update_group", json!({"group_name": "w"})).await);
+    assert_refused(&fixture.call("/destroy_weights_update_group", json!({"group_name": "w"})).await, "not initialized");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lmdeploy_refuses_mixed_types_before_the_broadcast_and_everything_without_ray() {
-    let bed = Bed::new("lmdeploy", 1).await;
-    bed.publish_id("w").await;
-    assert_well(&bed.call("/init_weights_update_group", bed.meeting("w")).await);
+async fn lmdeploy_refuses_mixed_types_and_all_without_ray() {
+    let fixture = Fixture::new("lmdeploy", 1).await;
+    fixture.publish_id("w").await;
+    assert_well(&fixture.call("/init_weights_update_group", fixture.meeting("w")).await);
     let mixed = json!({"names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[1], [1]], "group_name": "w",
         "load_format": "flattened_bucket"});
-    assert_refused(&bed.call("/update_weights_from_distributed", mixed).await, "All tensors should have same dtype");
+    assert_refused(&fixture.call("/update_weights_from_distributed", mixed).await, "All tensors should have same dtype");
     let unknown = json!({"names": [], "dtypes": [], "shapes": [], "group_name": "x"});
-    assert_refused(&bed.call("/update_weights_from_distributed", unknown).await, "group 'x' not initialized");
-    assert_eq!(bed.call("/destroy_weights_update_group", json!({})).await.0, 422);
-    let legacy = with(bed.meeting("y"), json!({"backend": "nccl-legacy"}));
-    assert_refused(&bed.call("/init_weights_update_group", legacy).await, "Unknown c10d backend type NCCL-LEGACY");
+    assert_refused(&fixture.call("/update_weights_from_distributed", unknown).await, "group 'x' not initialized");
+    assert_eq!(fixture.call("/destroy_weights_update_group", json!({})).await.0, 422);
+    let legacy = with(fixture.meeting("y"), json!({"backend": "nccl-legacy"}));
+    assert_refused(&fixture.call("/init_weights_update_group", legacy).await, "Unknown c10d backend type NCCL-LEGACY");
     // F29: the default executor of one GPU has none of this.
-    let plain = Bed::with("lmdeploy", 1, |options| options.ray = false).await;
+    let plain = Fixture::with("lmdeploy", 1, |options| options.ray = false).await;
     assert_eq!(plain.call("/init_weights_update_group", plain.meeting("w")).await.0, 500);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lmdeploy_whose_rank_0_dies_in_a_broadcast_is_stuck_for_good_with_a_green_health() {
-    let bed = Bed::new("lmdeploy", 1).await;
-    let id = bed.publish_id("w").await;
-    assert_well(&bed.call("/init_weights_update_group", bed.meeting("w")).await);
+async fn lmdeploy_whose_rank_0_dies_is_stuck_with_green_health() {
+    let fixture = Fixture::new("lmdeploy", 1).await;
+    let id = fixture.publish_id("w").await;
+    assert_well(&fixture.call("/init_weights_update_group", fixture.meeting("w")).await);
     let (tensors, _) = bucket(&model(1), 0..4);
     let update = with(tensors, json!({"group_name": "w", "load_format": "flattened_bucket"}));
-    let ((), ()) = tokio::join!(bed.unanswered("/update_weights_from_distributed", update), bed.join(1, id, Proof::Nothing));
-    bed.zero.worker.kill("the trainer died");
-    bed.zero.worker.ended().await;
+    let ((), ()) = tokio::join!(fixture.unanswered("/update_weights_from_distributed", update), fixture.join(1, id, Proof::Nothing));
+    fixture.zero.worker.kill("the trainer died");
+    fixture.zero.worker.ended().await;
     // Measured: health and a new init answer, a generation and the destroy never do.
-    let (status, health) = bed.get("/health").await;
+    let (status, health) = fixture.get("/health").await;
     assert_eq!((status, &health["status"]), (200, &json!("healthy")));
-    assert_well(&bed.call("/init_weights_update_group", bed.meeting("other")).await);
-    bed.unanswered("/v1/completions", json!({"model": "model", "prompt": "a", "max_tokens": 1})).await;
-    bed.unanswered("/destroy_weights_update_group", json!({"group_name": "w"})).await;
+    assert_well(&fixture.call("/init_weights_update_group", fixture.meeting("other")).await);
+    fixture.unanswered("/v1/completions", json!({"model": "model", "prompt": "a", "max_tokens": 1})).await;
+    fixture.unanswered("/destroy_weights_update_group", json!({"group_name": "w"})).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rank_0_that_dies_while_nothing_is_sent_does_no_harm() {
-    let bed = Bed::new("lmdeploy", 1).await;
-    let id = bed.publish_id("w").await;
-    assert_well(&bed.call("/init_weights_update_group", bed.meeting("w")).await);
+    let fixture = Fixture::new("lmdeploy", 1).await;
+    let id = fixture.publish_id("w").await;
+    assert_well(&fixture.call("/init_weights_update_group", fixture.meeting("w")).await);
     let new = model(1);
     let (tensors, bytes) = bucket(&new, 0..4);
     let update = with(tensors, json!({"group_name": "w", "load_format": "flattened_bucket", "finished": true}));
     let send = async {
-        bed.join(1, id, Proof::Nothing).await;
-        bed.send(1, &bytes).await;
+        fixture.join(1, id, Proof::Nothing).await;
+        fixture.send(1, &bytes).await;
     };
-    assert_well(&tokio::join!(bed.call("/update_weights_from_distributed", update), send).0);
-    let destroy = bed.call("/destroy_weights_update_group", json!({"group_name": "w"}));
+    assert_well(&tokio::join!(fixture.call("/update_weights_from_distributed", update), send).0);
+    let destroy = fixture.call("/destroy_weights_update_group", json!({"group_name": "w"}));
     tokio::pin!(destroy);
     assert!(tokio::time::timeout(A_WHILE, &mut destroy).await.is_err(), "it waits for rank 0");
-    bed.zero.worker.kill("the trainer died");
+    fixture.zero.worker.kill("the trainer died");
     assert_well(&tokio::time::timeout(SOON, destroy).await.unwrap());
-    assert!(bed.serves(&new).await);
+    assert!(fixture.serves(&new).await);
 }

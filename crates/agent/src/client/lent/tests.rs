@@ -3,7 +3,7 @@ use std::sync::Arc;
 use super::*;
 
 #[test]
-fn a_slot_that_comes_free_behind_the_end_is_not_lent_again() {
+fn slot_freed_after_the_end_is_not_lent_again() {
     let (lent, slot) = (LentSlots::default(), Arc::new(()));
     assert!(!lent.lend(0, slot.clone()), "nothing was lent yet");
     lent.lend_all(BTreeMap::from([(0, slot.clone()), (1, slot.clone())]));

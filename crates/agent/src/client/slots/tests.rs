@@ -1,7 +1,7 @@
 use super::*;
 
 #[test]
-fn buckets_come_in_order_and_a_slot_is_written_only_when_it_is_free() {
+fn buckets_come_in_order_and_slots_are_written_when_free() {
     let mut slots = Slots::new(1, 2, 3);
     assert_eq!(slots.fill(1, 0, 1), Ok(Fill::Next));
     assert!(slots.fill(1, 1, 1).unwrap_err().contains("still reads"));
@@ -17,7 +17,7 @@ fn buckets_come_in_order_and_a_slot_is_written_only_when_it_is_free() {
 }
 
 #[test]
-fn what_was_under_way_when_an_attempt_ended_is_stale_and_not_nonsense() {
+fn message_in_flight_at_an_attempts_end_is_stale() {
     let mut slots = Slots::new(1, 2, 3);
     assert_eq!(slots.fill(1, 0, 0), Ok(Fill::Next));
     slots.again();

@@ -10,7 +10,7 @@ ffffc: 00000002 00000000 00010000 0001 01 20005
 ";
 
 #[test]
-fn the_only_agent_that_listens_is_found_and_connections_are_not_taken_for_agents() {
+fn only_listening_agent_is_found_not_connections() {
     assert_eq!(SocketName::discover(TABLE).unwrap().to_string(), "@weightsync/7c3e");
     assert!(matches!(SocketName::discover("nothing here"), Err(SocketError::NoAgent)));
 }
@@ -23,7 +23,7 @@ fn two_agents_are_named_and_not_guessed() {
 }
 
 #[test]
-fn names_are_taken_with_and_without_their_sign_and_bad_ones_refused() {
+fn names_pass_with_and_without_sign_and_bad_ones_fail() {
     assert_eq!("@weightsync/a".parse::<SocketName>().unwrap(), SocketName::of_pod("a").unwrap());
     assert!("".parse::<SocketName>().is_err());
     assert!("@".parse::<SocketName>().is_err());

@@ -1,4 +1,4 @@
-//! Clients that do what they must not: each hears why, in bounded time, and harms nobody else.
+//! Clients that do what they must not: each hears why, in bounded time, and harms no one else.
 
 use super::*;
 use crate::client::Shared;
@@ -52,7 +52,7 @@ async fn bytes_that_are_no_text_are_answered_and_closed() {
 }
 
 #[tokio::test]
-async fn a_publish_that_makes_no_sense_is_refused_and_the_connection_lives() {
+async fn malformed_publish_is_refused_and_connection_lives() {
     let agent = agent();
     let mut raw = agent.greeted().await;
     let tensor = |name: &str, shape: &[u64]| TensorSpec::new(name.into(), Dtype::F32, shape.into());
@@ -108,7 +108,7 @@ async fn two_publishes_on_one_connection_at_once_are_refused() {
 }
 
 #[test]
-fn other_users_than_the_agents_own_and_root_are_refused_by_number() {
+fn users_other_than_the_agents_and_root_are_refused() {
     let (_, roster) = watch::channel(RosterView { epoch: None, version: None, replicas: Vec::new() });
     let (agent, gpu, gpu_rings, queue) = ("a".into(), super::super::no_source_gpu(), Arc::default(), Arc::default());
     let (uids, external) = (Some(vec![0, 1000]), Arc::default());

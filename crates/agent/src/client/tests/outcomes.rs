@@ -1,4 +1,4 @@
-//! Every publish hears one outcome, whoever dies, waits or forgets.
+//! Every publish hears one outcome, anyone who dies, waits or forgets.
 
 use tokio::time::Instant;
 
@@ -60,7 +60,7 @@ async fn a_dropped_publish_is_a_failed_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_publish_that_nobody_ends_is_ended_by_the_connection() {
+async fn publish_without_an_end_is_ended_by_the_connection() {
     let agent = agent();
     let mut raw = agent.greeted().await;
     raw.ask(&publish_with(2, QueuePolicy::Wait, 3_000)).await;
@@ -70,7 +70,7 @@ async fn a_publish_that_nobody_ends_is_ended_by_the_connection() {
     assert!(matches!(raw.hear().await, Some(ClientReply::Progress { .. })));
     let error = error(&mut raw).await;
     assert_eq!((error.code, error.phase), (PublishErrorCode::Timeout, Some(UpdatePhase::Verify)));
-    assert!(job.cancel.is_cancelled(), "whoever leads it would keep the turn of all that come after it");
+    assert!(job.cancel.is_cancelled(), "anyone who leads it would keep the turn of all that come after it");
     // The connection is free for the next one, whatever became of the job.
     raw.ask(&publish(3)).await;
     assert_eq!(agent.job().await.version, 3);
@@ -123,7 +123,7 @@ async fn publishes_that_wait_have_their_turn_in_order() {
 }
 
 #[tokio::test]
-async fn a_trainer_that_dies_before_its_release_ends_the_publish_and_after_it_does_not() {
+async fn trainer_death_ends_publish_only_before_its_release() {
     let agent = agent();
     let mut raw = agent.greeted().await;
     raw.ask(&publish(2)).await;
@@ -137,7 +137,7 @@ async fn a_trainer_that_dies_before_its_release_ends_the_publish_and_after_it_do
     let mut job = agent.job().await;
     job.source.released().await;
     drop(raw);
-    // Its connection has ended when the staging finds nobody to wait for.
+    // Its connection has ended when the staging finds no one to wait for.
     let gone = tokio::time::timeout(LIMIT, job.reporter.staged(Instant::now() + LIMIT)).await.unwrap();
     assert!(gone.is_err());
     assert!(!job.cancel.is_cancelled());
@@ -163,7 +163,7 @@ async fn giving_up_ends_what_waits_at_once_and_tells_what_runs() {
 }
 
 #[tokio::test]
-async fn a_watched_roster_is_told_again_when_it_changes() {
+async fn watched_roster_is_sent_again_when_it_changes() {
     let agent = agent();
     let mut raw = agent.greeted().await;
     raw.ask(&ClientRequest::Roster { watch: true }).await;
@@ -173,7 +173,7 @@ async fn a_watched_roster_is_told_again_when_it_changes() {
 }
 
 #[tokio::test]
-async fn a_server_that_stops_closes_its_connections_and_frees_its_name() {
+async fn stopping_server_closes_connections_and_frees_its_name() {
     let agent = agent();
     let mut raw = agent.greeted().await;
     raw.ask(&publish(2)).await;

@@ -1,4 +1,4 @@
-//! Bytes from a trainer to whoever leads the update.
+//! Bytes from a trainer to anyone who leads the update.
 
 use super::*;
 use crate::client::trainer::TrainerClient;
@@ -52,7 +52,7 @@ fn trainer(agent: &Agent, versions: Vec<u64>) -> tokio::task::JoinHandle<Vec<Cli
 }
 
 #[tokio::test]
-async fn a_stream_arrives_byte_for_byte_and_the_ring_serves_the_next_publish() {
+async fn stream_arrives_byte_for_byte_and_ring_serves_again() {
     let agent = agent();
     let heard = trainer(&agent, vec![2, 3]);
     for version in [2, 3] {
@@ -75,7 +75,7 @@ async fn a_stream_arrives_byte_for_byte_and_the_ring_serves_the_next_publish() {
 }
 
 #[tokio::test]
-async fn an_attempt_is_repeated_from_the_first_byte_while_a_bucket_of_the_last_one_is_still_read() {
+async fn attempt_repeats_from_byte_zero_while_a_bucket_is_read() {
     let agent = agent();
     let heard = trainer(&agent, vec![2]);
     let mut job = agent.job().await;
@@ -101,7 +101,7 @@ async fn an_attempt_is_repeated_from_the_first_byte_while_a_bucket_of_the_last_o
 }
 
 #[tokio::test]
-async fn nobody_repeats_what_was_released_or_can_be_read_once_only() {
+async fn released_or_read_once_source_is_not_repeated() {
     let agent = agent();
     let heard = trainer(&agent, vec![2]);
     let mut job = agent.job().await;
@@ -123,7 +123,7 @@ async fn nobody_repeats_what_was_released_or_can_be_read_once_only() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_trainer_that_writes_nothing_is_silent_and_one_that_writes_is_not() {
+async fn trainer_is_silent_only_when_it_writes_nothing() {
     let agent = agent();
     let mut raw = agent.greeted().await;
     let mut request = publish(2);

@@ -1,6 +1,6 @@
 //! From which addresses the engines of a group may reach their store: it holds what lets a rank join, and has no TLS.
 //!
-//! Decides that nobody else gets in. Pure.
+//! Decides that no one else gets in. Pure.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};

@@ -64,7 +64,7 @@ impl Rollout {
             ring: Ring::new(length as u64),
             to_come: cut.buckets().collect(),
             open: VecDeque::new(),
-            told: 0,
+            reported: 0,
             taken: 0,
             asked: false,
             goes_round: whole.is_none(),
@@ -84,7 +84,7 @@ impl Way for FromMemory {
     type Arrived = Arrived;
     type Order = Order;
     const FAILED: &'static str = "the engine did not take a bucket";
-    const UNSETTLED: &'static str = "the engine's workers were not told of all buckets";
+    const UNSETTLED: &'static str = "the engine's workers were not informed of all buckets";
 
     fn changes(order: &Order) -> bool {
         matches!(order, Order::Room(_))

@@ -4,7 +4,7 @@ use super::*;
 
 proptest! {
     #[test]
-    fn regions_in_use_never_overlap_and_an_empty_ring_takes_all_that_it_can_hold(
+    fn regions_in_use_never_overlap_and_empty_ring_fills(
         capacity in 1_u64..200,
         steps in proptest::collection::vec(proptest::option::of(1_u64..220), 1..200),
     ) {
@@ -29,7 +29,7 @@ proptest! {
     }
 
     #[test]
-    fn a_ring_of_three_times_the_longest_region_always_takes_one_more_than_one(lengths in proptest::collection::vec(1_u64..50, 1..100)) {
+    fn ring_of_three_longest_regions_takes_a_second_one(lengths in proptest::collection::vec(1_u64..50, 1..100)) {
         let mut ring = Ring::new(3 * 50);
         let mut in_use = 0;
         for bytes in lengths {

@@ -4,7 +4,7 @@ use super::{Restarts, WORKED};
 
 /// A process that died now and then, after hours of work each time, waited 30 s in the end.
 #[test]
-fn a_process_that_worked_before_it_died_is_started_at_once_and_one_that_never_works_waits_longer_and_longer() {
+fn process_that_worked_restarts_at_once_else_backs_off() {
     let mut restarts = Restarts::new();
     let mut now = Instant::now();
     let mut ran = |restarts: &mut Restarts, long: Duration| {

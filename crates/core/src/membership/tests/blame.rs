@@ -1,4 +1,4 @@
-//! Who is held responsible, for how long, and that it is nobody else.
+//! Who is held responsible, for how long, and that it is no one else.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -34,7 +34,7 @@ fn waits_double_up_to_a_limit_and_a_first_loss_is_free() {
 }
 
 #[test]
-fn a_pod_that_takes_the_name_of_one_that_failed_inherits_nothing() {
+fn pod_with_a_failed_pods_name_inherits_nothing() {
     let mut backoff = Backoff::default();
     for _ in 0..4 {
         strike(&mut backoff, 0, Weight::Loss, "a");
@@ -54,7 +54,7 @@ fn a_member_that_stands_long_enough_is_forgiven() {
         strike(&mut backoff, 0, Weight::Loss, "a");
     }
     assert_eq!(backoff.forgive(10_000, RULES, |_| true), Some(70_000));
-    // Being out begins the time anew.
+    // Being out begins the time again.
     backoff.forgive(20_000, RULES, |_| false);
     assert_eq!(backoff.forgive(30_000, RULES, |_| true), Some(90_000));
     assert_eq!(backoff.forgive(90_000, RULES, |_| true), None);
@@ -63,7 +63,7 @@ fn a_member_that_stands_long_enough_is_forgiven() {
 }
 
 #[test]
-fn a_replaced_pod_joins_at_once_however_often_those_before_it_died() {
+fn replaced_pod_joins_at_once_after_any_number_of_deaths() {
     let mut desk = Desk::formed(2);
     for number in 2..12 {
         let decisions = desk.lose(2);
@@ -88,8 +88,9 @@ fn a_replaced_pod_joins_at_once_however_often_those_before_it_died() {
     }
 }
 
+/// Story F45.
 #[test]
-fn f45_a_crash_looping_pod_backs_off_alone() {
+fn a_crash_looping_pod_backs_off_alone() {
     let mut desk = Desk::formed(2);
     let mut epochs = Vec::new();
     for number in 2..20 {
@@ -110,7 +111,7 @@ fn f45_a_crash_looping_pod_backs_off_alone() {
 }
 
 #[test]
-fn whoever_most_cannot_reach_is_left_out_and_of_two_never_the_source() {
+fn member_most_cannot_reach_is_left_out_never_the_source() {
     type Pairs<'a> = &'a [(u32, u32)];
     let table: [(Pairs, &[u32]); 7] = [
         (&[(0, 2)], &[2]),
@@ -131,7 +132,7 @@ fn whoever_most_cannot_reach_is_left_out_and_of_two_never_the_source() {
 }
 
 #[test]
-fn a_member_that_others_cannot_reach_is_left_out_although_we_can() {
+fn member_unreachable_by_others_is_left_out() {
     let mut desk = Desk::formed(3);
     let id = desk.id();
     for n in [0, 1] {

@@ -39,7 +39,7 @@ fn begins(desk: &mut Desk, n: u32) {
     desk.tell(n, |state| state.phase = MemberPhase::Updating);
 }
 
-fn told(desk: &Desk, n: u32) -> CommitRequest {
+fn reported(desk: &Desk, n: u32) -> CommitRequest {
     let commits = desk.decisions.iter().rev().find_map(|decision| match decision {
         Decision::Commit { member, request, .. } if *member == name(n) => Some((**request).clone()),
         _ => None,
@@ -60,7 +60,7 @@ fn version(desk: &Desk) -> Option<Version> {
 }
 
 #[test]
-fn a_version_that_nobody_took_leaves_the_one_before_where_it_is_and_its_number_is_gone() {
+fn version_no_member_took_leaves_previous_and_spends_number() {
     let mut desk = at_one(2, 1);
     let epoch = desk.epoch();
     begins(&mut desk, 1);
@@ -75,8 +75,8 @@ fn a_version_that_nobody_took_leaves_the_one_before_where_it_is_and_its_number_i
         assert!(message.contains(said), "{message}");
     }
     assert_eq!((version(&desk), desk.membership.view().refused), (Some(1), vec![2]));
-    assert_eq!(desk.epoch(), epoch + 1, "the members are told at once");
-    let commit = told(&desk, 0);
+    assert_eq!(desk.epoch(), epoch + 1, "the members are informed at once");
+    let commit = reported(&desk, 0);
     assert_eq!((commit.current, commit.refused), (Some(held(1)), vec![2]));
     assert_eq!(commit.returned, Some(Returned { to: 1, from: 2, pinned: false }));
     assert!(desk.reasons().contains(&Reason::VersionRefused));
@@ -97,7 +97,7 @@ fn a_version_that_nobody_took_leaves_the_one_before_where_it_is_and_its_number_i
 }
 
 #[test]
-fn a_version_that_counted_already_is_left_for_the_one_before_when_most_refuse_it() {
+fn counted_version_most_refuse_is_rolled_back() {
     let mut desk = at_one(3, 1);
     begins(&mut desk, 2);
     begins(&mut desk, 3);
@@ -109,7 +109,7 @@ fn a_version_that_counted_already_is_left_for_the_one_before_when_most_refuse_it
     desk.obey(decisions);
     let message = refusal(&desk).unwrap();
     assert!(message.contains("2 of 3 replicas") && message.contains("goes back to version 1"), "{message}");
-    let commit = told(&desk, 1);
+    let commit = reported(&desk, 1);
     assert_eq!((commit.current, commit.returned), (Some(held(1)), Some(Returned { to: 1, from: 2, pinned: false })));
     assert_eq!(version(&desk), Some(2), "until somebody serves the one before");
     let decisions = takes(&mut desk, 2, 1);
@@ -120,7 +120,7 @@ fn a_version_that_counted_already_is_left_for_the_one_before_when_most_refuse_it
 }
 
 #[test]
-fn below_a_majority_only_the_one_that_refuses_does_not_serve_and_is_named() {
+fn minority_that_refuses_is_named_and_does_not_serve() {
     let mut desk = at_one(3, 1);
     for n in [1, 2] {
         takes(&mut desk, n, 2);
@@ -140,7 +140,7 @@ fn below_a_majority_only_the_one_that_refuses_does_not_serve_and_is_named() {
 }
 
 #[test]
-fn half_is_no_majority_and_replicas_that_were_not_asked_have_no_voice() {
+fn half_is_no_majority_and_unasked_replicas_do_not_count() {
     let mut desk = at_one(2, 1);
     takes(&mut desk, 1, 2);
     refuses(&mut desk, 2, 2);
@@ -152,7 +152,7 @@ fn half_is_no_majority_and_replicas_that_were_not_asked_have_no_voice() {
 }
 
 #[test]
-fn without_a_canary_nobody_refuses_for_others() {
+fn no_replica_refuses_for_others_without_a_canary() {
     let mut desk = Desk::formed(1);
     desk.serves(1);
     refuses(&mut desk, 1, 2);
@@ -174,7 +174,7 @@ fn the_very_first_version_that_most_refuse_never_counts() {
 }
 
 #[test]
-fn a_refused_version_that_nobody_can_be_taken_back_from_is_brought_to_nobody() {
+fn refused_version_without_a_way_back_reaches_no_member() {
     let mut desk = at_one(3, 1);
     for n in 0..=3 {
         desk.tell(n, |state| state.retained = None);
@@ -187,15 +187,15 @@ fn a_refused_version_that_nobody_can_be_taken_back_from_is_brought_to_nobody() {
     assert_eq!((version(&desk), desk.membership.view().wanted), (Some(2), None));
     let degraded = desk.membership.view().degraded;
     let refused = degraded.iter().find(|degradation| degradation.member.is_none() && degradation.reason == Reason::VersionRefused).unwrap();
-    assert!(refused.message.contains("nobody keeps an earlier version"), "{}", refused.message);
+    assert!(refused.message.contains("no one keeps an earlier version"), "{}", refused.message);
     // Somebody who keeps it comes.
     let decisions = desk.tell(3, |state| state.retained = Some(held(1)));
     desk.obey(decisions);
-    assert_eq!(told(&desk, 2).current, Some(held(1)));
+    assert_eq!(reported(&desk, 2).current, Some(held(1)));
 }
 
 #[test]
-fn a_restarted_controller_brings_a_refused_version_to_nobody() {
+fn restarted_controller_sends_no_refused_version() {
     let restored = Restored { epoch: 4, version: Some(held(2)), refused: vec![2], ..Restored::default() };
     let mut desk = Desk::restored(rules(1), 2, restored);
     for n in 0..=2 {
@@ -204,7 +204,7 @@ fn a_restarted_controller_brings_a_refused_version_to_nobody() {
     }
     desk.states[1].installed = Some(held(2));
     desk.form(2);
-    let commit = told(&desk, 1);
+    let commit = reported(&desk, 1);
     assert_eq!((commit.current, commit.refused), (Some(held(1)), vec![2]));
     takes(&mut desk, 1, 1);
     assert_eq!(version(&desk), Some(1));
@@ -214,7 +214,7 @@ fn a_restarted_controller_brings_a_refused_version_to_nobody() {
 }
 
 #[test]
-fn a_target_that_names_a_refused_version_is_not_followed_and_says_why() {
+fn target_naming_a_refused_version_is_rejected_with_reason() {
     let mut desk = at_one(2, 1);
     for n in [1, 2] {
         refuses(&mut desk, n, 2);
@@ -233,7 +233,7 @@ fn a_target_that_names_a_refused_version_is_not_followed_and_says_why() {
 }
 
 #[test]
-fn an_engine_that_cannot_be_asked_is_left_out_with_a_reason_of_its_own() {
+fn engine_that_cannot_be_asked_has_its_own_reason() {
     let refusal = Refusal { code: RefusalCode::CanaryUnavailable, message: "it gives no log-probs".to_owned() };
     let desk = Desk::refused_by_second(rules(1), refusal);
     let (member, message) = desk.event(Reason::CanaryUnavailable).unwrap();

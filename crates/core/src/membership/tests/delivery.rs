@@ -35,7 +35,7 @@ fn commits(desk: &Desk) -> Vec<TransportChoice> {
 }
 
 #[test]
-fn engines_of_several_kinds_get_groups_of_their_own_behind_one_source() {
+fn engines_of_several_kinds_get_own_groups_of_one_source() {
     let desk = formed(gpu(0), &[Some(can(Rendezvous::Store)), Some(can(Rendezvous::UniqueId)), Some(can(Rendezvous::Store))]);
     let choices = commits(&desk);
     assert_eq!(choices.len(), 4);
@@ -46,8 +46,9 @@ fn engines_of_several_kinds_get_groups_of_their_own_behind_one_source() {
     assert_eq!((choices[0].name(), &choices[0].nccl), ("nccl", &None));
 }
 
+/// Story F60.
 #[test]
-fn f60_an_engine_that_cannot_join_is_left_out_with_the_option_that_would_help() {
+fn engine_that_cannot_join_is_left_out_with_the_option() {
     let why = "its executor knows no groups: start LMDeploy with --distributed-executor-backend ray";
     let desk = formed(gpu(0), &[Some(can(Rendezvous::Store)), Some(GroupFacts::cannot(why))]);
     let (who, message) = desk.event(Reason::TransportUnavailable).unwrap();
@@ -92,8 +93,9 @@ fn a_wedged_engine_is_named_as_that_and_not_as_ill() {
     assert!(member.wedged && member.reason == Reason::EngineWedged, "{member:?}");
 }
 
+/// Story F94.
 #[test]
-fn f94_an_engine_that_its_source_says_refused_is_left_out_of_the_next_group_at_once() {
+fn engine_that_refused_is_left_out_of_next_group_at_once() {
     let mut desk = formed(gpu(0), &[Some(can(Rendezvous::Store)), Some(can(Rendezvous::Store))]);
     let (from, id) = (life(0, 1), desk.id());
     let decisions = desk.see(Observation::PeerLost { from, id, peer: name(2), cause: "unknown group".to_owned() });

@@ -14,13 +14,13 @@ fn released(decisions: &[Decision]) -> Vec<Incarnation> {
 }
 
 #[test]
-fn a_suspended_object_lets_everybody_go_until_their_states_show_it() {
+fn suspended_object_releases_all_until_states_show_it() {
     let mut desk = Desk::formed(2);
     let decisions = desk.see(Observation::Suspend(true));
     assert_eq!(released(&decisions).len(), 3);
     assert!(!desk.membership.view().released);
     let again = desk.wait(1_100, &[0, 1, 2]);
-    assert_eq!(released(&again).len(), 3, "nobody's state shows it yet");
+    assert_eq!(released(&again).len(), 3, "no one's state shows it yet");
     desk.obey(again);
     let view = desk.membership.view();
     assert_eq!((view.stage, view.released, view.committed), (GroupStage::Suspended, true, false));
@@ -87,7 +87,7 @@ fn a_fence_that_a_state_does_not_show_is_sent_again() {
 }
 
 #[test]
-fn a_pod_that_is_not_selected_any_more_is_released_and_a_broken_one_is_only_fenced() {
+fn deselected_pod_is_released_and_broken_one_is_fenced() {
     let mut desk = Desk::formed(3);
     let decisions = desk.plan(&[0, 1], vec![left_out(2, LeftOutCode::NotReady, "the engine's container restarts")]);
     assert!(persists(&decisions));

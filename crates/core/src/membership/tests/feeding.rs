@@ -1,4 +1,4 @@
-//! Who feeds whom, and what is said when nobody can.
+//! Who feeds whom, and what is said when no one can.
 
 use super::desk::*;
 use crate::membership::{Decision, GroupStage, MemberStanding, Observation};
@@ -6,7 +6,7 @@ use crate::plan::LeftOutCode;
 use crate::protocol::*;
 
 #[test]
-fn the_source_feeds_where_it_retains_the_version_and_else_a_rollout_that_does() {
+fn source_feeds_if_it_retains_the_version_else_a_rollout() {
     // (what source, rollout 1 and rollout 2 retain, who feeds)
     type Retained = Option<u64>;
     let table: [([Retained; 3], Option<u32>); 6] = [
@@ -33,7 +33,7 @@ fn the_source_feeds_where_it_retains_the_version_and_else_a_rollout_that_does() 
 }
 
 #[test]
-fn when_nobody_retains_the_version_it_is_said_and_no_epochs_are_wasted() {
+fn version_no_member_retains_is_named_without_new_epochs() {
     let mut desk = Desk::formed(2);
     desk.serves(3);
     for n in 0..=2 {
@@ -48,7 +48,7 @@ fn when_nobody_retains_the_version_it_is_said_and_no_epochs_are_wasted() {
 }
 
 #[test]
-fn a_member_that_is_paused_to_be_fed_before_the_last_commit_is_answered_is_not_given_up() {
+fn member_paused_for_feeding_before_last_commit_is_kept() {
     let mut desk = Desk::new(1);
     desk.plan(&[0, 1], Vec::new());
     desk.announce(0);
@@ -84,7 +84,7 @@ fn a_member_that_is_paused_to_be_fed_before_the_last_commit_is_answered_is_not_g
 }
 
 #[test]
-fn a_dirty_replica_stays_in_the_group_to_be_fed_and_never_counts() {
+fn dirty_replica_stays_to_be_fed_and_never_counts() {
     let mut desk = Desk::formed(2);
     desk.serves(3);
     desk.tell(2, |state| (state.phase, state.installed) = (MemberPhase::Dirty, Some(held(3))));
@@ -120,7 +120,7 @@ fn rollouts_feed_each_other_without_a_trainer() {
     desk.serves(3);
     let decisions = desk.lose(0);
     desk.obey(decisions);
-    assert!(!desk.membership.view().committed, "nobody needs anything");
+    assert!(!desk.membership.view().committed, "no one needs anything");
     let decisions = desk.tell(2, |state| (state.installed, state.retained) = (None, None));
     desk.obey(decisions);
     let decisions = desk.wait(1_100, &[1, 2]);
@@ -132,7 +132,7 @@ fn rollouts_feed_each_other_without_a_trainer() {
 }
 
 #[test]
-fn an_update_under_way_to_a_member_is_not_cut_off_by_an_epoch_to_feed_it() {
+fn running_update_is_not_cut_off_by_a_feeding_epoch() {
     let mut desk = Desk::formed(2);
     desk.serves(3);
     desk.tell(2, |state| (state.installed, state.phase) = (None, MemberPhase::Updating));
@@ -141,7 +141,7 @@ fn an_update_under_way_to_a_member_is_not_cut_off_by_an_epoch_to_feed_it() {
 }
 
 #[test]
-fn an_epoch_that_is_formed_to_feed_somebody_says_whom_and_with_what() {
+fn epoch_formed_for_feeding_names_member_and_version() {
     let mut desk = Desk::formed(2);
     desk.serves(3);
     desk.tell(2, |state| (state.installed, state.retained) = (None, None));

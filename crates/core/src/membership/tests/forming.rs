@@ -5,7 +5,7 @@ use crate::membership::{Decision, GroupStage, MemberStanding, Observation};
 use crate::protocol::{Reason, Refusal, RefusalCode};
 
 #[test]
-fn a_group_is_written_then_prepared_then_committed_with_the_source_last() {
+fn group_is_written_prepared_then_committed_source_last() {
     let desk = Desk::formed(2);
     let order: Vec<String> = desk
         .decisions
@@ -31,7 +31,7 @@ fn a_group_is_written_then_prepared_then_committed_with_the_source_last() {
 }
 
 #[test]
-fn nobody_hears_of_an_epoch_before_it_is_written() {
+fn no_member_learns_an_epoch_before_it_is_written() {
     let mut desk = Desk::new(1);
     desk.plan(&[0, 1], Vec::new());
     desk.announce(0);
@@ -44,7 +44,7 @@ fn nobody_hears_of_an_epoch_before_it_is_written() {
 }
 
 #[test]
-fn a_member_that_does_not_prepare_in_time_is_left_out_of_the_next_epoch_and_named() {
+fn member_late_to_prepare_is_left_out_of_next_epoch_by_name() {
     let mut desk = Desk::new(2);
     desk.plan(&[0, 1, 2], Vec::new());
     for n in 0..=2 {
@@ -69,7 +69,7 @@ fn a_member_that_does_not_prepare_in_time_is_left_out_of_the_next_epoch_and_name
 }
 
 #[test]
-fn members_that_fail_for_one_cause_cost_one_epoch_and_not_one_each() {
+fn members_that_fail_for_one_cause_cost_one_epoch() {
     let mut desk = Desk::new(3);
     desk.plan(&[0, 1, 2, 3], Vec::new());
     for n in 0..=3 {
@@ -100,7 +100,7 @@ fn an_engine_of_another_size_is_left_out_with_both_numbers() {
 }
 
 #[test]
-fn an_epoch_that_cannot_be_written_is_asked_for_again_and_the_old_group_stays() {
+fn unwritable_epoch_is_retried_and_old_group_stays() {
     let mut desk = Desk::formed(2);
     let decisions = desk.lose(2);
     assert!(persists(&decisions));

@@ -21,7 +21,7 @@ fn at_two(rollouts: u32, keep: &[u32]) -> Desk {
 }
 
 /// What the last commit to a member said.
-fn told(desk: &Desk, n: u32) -> CommitRequest {
+fn reported(desk: &Desk, n: u32) -> CommitRequest {
     let commits = desk.decisions.iter().rev().find_map(|decision| match decision {
         Decision::Commit { member, request, .. } if *member == name(n) => Some((**request).clone()),
         _ => None,
@@ -43,13 +43,13 @@ fn version(desk: &Desk) -> Option<Version> {
 }
 
 #[test]
-fn a_version_that_somebody_keeps_is_brought_to_all_at_once_and_counts_when_enough_serve_it() {
+fn kept_version_is_sent_to_all_and_counts_when_enough_serve() {
     let mut desk = at_two(2, &[1]);
     let epoch = desk.epoch();
     let decisions = desk.see(target(Some(1)));
     desk.obey(decisions);
     assert_eq!(desk.epoch(), epoch + 1, "nothing is waited for");
-    let commit = told(&desk, 2);
+    let commit = reported(&desk, 2);
     assert_eq!(commit.current, Some(held(1)));
     assert_eq!(commit.returned, Some(Returned { to: 1, from: 2, pinned: true }));
     assert_eq!(commit.feeder, Some(name(1)));
@@ -70,7 +70,7 @@ fn a_version_that_somebody_keeps_is_brought_to_all_at_once_and_counts_when_enoug
 }
 
 #[test]
-fn the_version_waits_for_as_many_as_min_ready_says_and_a_sources_word_is_not_one_of_them() {
+fn version_waits_for_min_ready_rollouts_without_the_source() {
     let mut policy = policy();
     policy.min_ready = 2;
     let rules = MembershipConfig { policy, ..config() };
@@ -81,7 +81,7 @@ fn the_version_waits_for_as_many_as_min_ready_says_and_a_sources_word_is_not_one
     desk.tell(0, |state| (state.installed, state.earlier) = (Some(held(1)), vec![held(1)]));
     let decisions = desk.see(Observation::Configure(Box::new(MembershipConfig { target: Some(1), ..rules })));
     desk.obey(decisions);
-    assert_eq!(told(&desk, 1).feeder, Some(name(0)));
+    assert_eq!(reported(&desk, 1).feeder, Some(name(0)));
     installs(&mut desk, 1, 1);
     assert_eq!(version(&desk), Some(2));
     desk.tell(2, |state| (state.installed, state.phase) = (Some(held(1)), MemberPhase::Dirty));
@@ -91,7 +91,7 @@ fn the_version_waits_for_as_many_as_min_ready_says_and_a_sources_word_is_not_one
 }
 
 #[test]
-fn a_version_that_nobody_keeps_changes_nothing_and_is_said_with_those_that_are_kept() {
+fn unkept_version_changes_nothing_and_kept_ones_are_listed() {
     let mut desk = at_two(2, &[2]);
     let epoch = desk.epoch();
     let decisions = desk.see(target(Some(7)));
@@ -105,12 +105,12 @@ fn a_version_that_nobody_keeps_changes_nothing_and_is_said_with_those_that_are_k
     // Somebody who keeps it comes.
     let decisions = desk.tell(1, |state| state.earlier = vec![held(7)]);
     desk.obey(decisions);
-    assert_eq!(told(&desk, 1).current, Some(held(7)));
+    assert_eq!(reported(&desk, 1).current, Some(held(7)));
     assert!(!desk.reasons().contains(&Reason::TargetVersionMissing));
 }
 
 #[test]
-fn a_target_that_is_taken_away_lets_the_next_higher_version_out_and_no_stale_one_back() {
+fn removed_target_allows_higher_versions_and_no_stale_one() {
     let mut desk = at_two(2, &[1, 2]);
     let decisions = desk.see(target(Some(1)));
     desk.obey(decisions);
@@ -118,7 +118,7 @@ fn a_target_that_is_taken_away_lets_the_next_higher_version_out_and_no_stale_one
     installs(&mut desk, 2, 1);
     let decisions = desk.see(target(None));
     desk.obey(decisions);
-    assert_eq!(told(&desk, 0).returned, Some(Returned { to: 1, from: 2, pinned: false }));
+    assert_eq!(reported(&desk, 0).returned, Some(Returned { to: 1, from: 2, pinned: false }));
     // One that was away says what it held then.
     installs(&mut desk, 2, 2);
     assert_eq!((version(&desk), desk.member(2).standing), (Some(1), MemberStanding::Behind));
@@ -136,11 +136,11 @@ fn a_target_that_is_current_holds_the_group_there() {
     let mut desk = at_two(1, &[]);
     let decisions = desk.see(target(Some(2)));
     desk.obey(decisions);
-    assert_eq!(told(&desk, 0).returned, Some(Returned { to: 2, from: 2, pinned: true }));
+    assert_eq!(reported(&desk, 0).returned, Some(Returned { to: 2, from: 2, pinned: true }));
     assert_eq!((version(&desk), desk.membership.view().ready), (Some(2), 1));
     let decisions = desk.see(target(None));
     desk.obey(decisions);
-    assert_eq!(told(&desk, 0).returned, None);
+    assert_eq!(reported(&desk, 0).returned, None);
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn rollouts_go_back_without_a_trainer_even_one_alone() {
     let decisions = desk.see(target(Some(1)));
     desk.obey(decisions);
     desk.wait(3_000, &[1]);
-    assert_eq!((told(&desk, 1).current, told(&desk, 1).feeder), (Some(held(1)), Some(name(1))));
+    assert_eq!((reported(&desk, 1).current, reported(&desk, 1).feeder), (Some(held(1)), Some(name(1))));
     installs(&mut desk, 1, 1);
     assert_eq!(version(&desk), Some(1));
 }

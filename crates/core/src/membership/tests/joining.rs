@@ -23,8 +23,9 @@ fn with_joiner(join: JoinPolicy, min_ready: u32) -> Desk {
     desk
 }
 
+/// Story F41.
 #[test]
-fn f41_a_joiner_is_no_member_before_the_next_epoch_and_not_ready_before_it_is_fed() {
+fn joiner_waits_for_next_epoch_and_feeding() {
     let mut desk = with_joiner(JoinPolicy::Immediate, 1);
     assert_eq!((desk.member(2).standing, desk.member(2).rank_offset), (MemberStanding::Waiting, None));
     let decisions = desk.wait(900, &[0, 1, 2]);
@@ -50,7 +51,7 @@ fn a_joiner_waits_until_the_running_update_ends() {
 }
 
 #[test]
-fn an_update_of_which_nothing_is_heard_holds_nobody_up() {
+fn silent_update_does_not_delay_others() {
     let mut desk = with_joiner(JoinPolicy::Immediate, 1);
     desk.leads(4, 1, UpdatePhase::Transfer, &[(1, InstallStep::Receiving)]);
     assert!(persists(&desk.wait(5_100, &[0, 1, 2])));
@@ -66,13 +67,13 @@ fn with_next_version_a_joiner_waits_for_the_version_to_rise() {
 }
 
 #[test]
-fn with_next_version_a_joiner_comes_at_once_while_too_few_are_there_for_any_version() {
+fn joiner_comes_at_once_while_too_few_for_any_version() {
     let mut desk = with_joiner(JoinPolicy::NextVersion, 2);
     assert!(persists(&desk.wait(1_100, &[0, 1, 2])));
 }
 
 #[test]
-fn a_first_group_takes_all_when_all_are_there_and_waits_for_the_debounce_otherwise() {
+fn first_group_takes_all_or_waits_for_the_debounce() {
     let mut desk = Desk::new(2);
     desk.plan(&[0, 1, 2], Vec::new());
     desk.announce(0);
@@ -100,7 +101,7 @@ fn new_rules_reach_members_in_a_new_epoch() {
 }
 
 #[test]
-fn an_agent_of_a_release_that_speaks_another_protocol_is_left_out_and_both_releases_are_named() {
+fn agent_of_another_protocol_is_left_out_naming_releases() {
     let mut desk = Desk::formed(1);
     desk.serves(3);
     desk.states.push(desk.states[1].clone());

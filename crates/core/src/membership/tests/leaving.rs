@@ -1,4 +1,4 @@
-//! How members leave: lost, silent, unhealthy, made anew, or in good order.
+//! How members leave: lost, silent, unhealthy, made again, or in good order.
 
 use super::desk::*;
 use crate::membership::{Decision, MemberStanding, Observation};
@@ -6,7 +6,7 @@ use crate::plan::LeftOutCode;
 use crate::protocol::*;
 
 /// Why there is a new epoch, as each prepare says.
-fn told_why(decisions: &[Decision]) -> Vec<&str> {
+fn reported_why(decisions: &[Decision]) -> Vec<&str> {
     let whys = decisions.iter().filter_map(|decision| match decision {
         Decision::Prepare { request, .. } => Some(request.why.as_str()),
         _ => None,
@@ -22,20 +22,20 @@ fn a_lost_agent_is_left_out_in_the_same_step_and_named() {
     assert_eq!(desk.event(Reason::AgentLost).unwrap(), (Some(name(2)), "connection closed".to_owned()));
     let decisions = desk.see(Observation::EpochPersisted { epoch: 2 });
     assert_eq!(asked(&decisions), [name(0), name(1)]);
-    // Whoever hears of it by the prepare only is told who was lost.
-    assert_eq!(told_why(&decisions), ["actors/r2: AgentLost: connection closed"; 2]);
+    // Anyone who hears of it by the prepare only is informed who was lost.
+    assert_eq!(reported_why(&decisions), ["actors/r2: AgentLost: connection closed"; 2]);
     desk.obey(decisions);
     let view = desk.membership.view();
     assert_eq!((view.epoch, view.committed, view.world_size), (2, true, 2));
 }
 
 #[test]
-fn members_are_told_what_else_than_a_loss_asks_for_a_new_epoch() {
-    assert_eq!(told_why(&Desk::formed(1).decisions), ["GroupForming", "GroupForming"]);
+fn members_learn_why_a_new_epoch_is_formed() {
+    assert_eq!(reported_why(&Desk::formed(1).decisions), ["GroupForming", "GroupForming"]);
 }
 
 #[test]
-fn a_silent_agent_is_left_out_after_three_missed_heartbeats_and_fenced_for_when_it_wakes() {
+fn silent_agent_is_left_out_after_three_heartbeats() {
     let mut desk = Desk::formed(2);
     assert!(!persists(&desk.wait(2_900, &[0, 1])));
     let decisions = desk.wait(200, &[0, 1]);
@@ -47,7 +47,7 @@ fn a_silent_agent_is_left_out_after_three_missed_heartbeats_and_fenced_for_when_
 }
 
 #[test]
-fn time_in_which_nobody_called_us_is_not_held_against_members() {
+fn time_without_calls_is_not_counted_against_members() {
     let mut desk = Desk::formed(2);
     desk.now += 60_000;
     let decisions = desk.see(Observation::Tick);
@@ -55,8 +55,9 @@ fn time_in_which_nobody_called_us_is_not_held_against_members() {
     assert!(!persists(&desk.wait(10_000, &[0, 1, 2])));
 }
 
+/// Story F28.
 #[test]
-fn f28_a_pod_made_again_under_the_same_name_is_another_member_at_once() {
+fn pod_made_again_under_one_name_is_another_member() {
     let mut desk = Desk::formed(1);
     desk.serves(3);
     let mut candidates = vec![candidate(0), candidate(1)];
@@ -71,7 +72,7 @@ fn f28_a_pod_made_again_under_the_same_name_is_another_member_at_once() {
 }
 
 #[test]
-fn another_life_of_the_agent_in_the_same_pod_is_taken_in_by_a_new_epoch() {
+fn restarted_agent_of_a_pod_joins_by_a_new_epoch() {
     let mut desk = Desk::formed(2);
     desk.reborn(2, 2);
     let decisions = desk.announce(2);
@@ -107,8 +108,9 @@ fn an_unhealthy_engine_leaves_and_returns_when_it_is_well() {
     assert_eq!(desk.epoch(), 3);
 }
 
+/// Story F42.
 #[test]
-fn f42_probes_that_fail_because_of_an_update_are_no_failure() {
+fn probes_that_fail_because_of_an_update_are_no_failure() {
     let mut desk = Desk::formed(2);
     desk.leads(1, 1, UpdatePhase::Activate, &[(1, InstallStep::Installing), (2, InstallStep::Installing)]);
     let paused = |state: &mut MemberState| (state.healthy, state.phase) = (false, MemberPhase::Updating);
@@ -159,7 +161,7 @@ fn a_terminating_member_does_not_wait_for_ever() {
 }
 
 #[test]
-fn when_the_last_rollout_is_gone_the_source_is_told_so() {
+fn source_learns_that_the_last_rollout_is_gone() {
     let mut desk = Desk::formed(1);
     let decisions = desk.lose(1);
     assert!(!persists(&decisions));
@@ -168,8 +170,9 @@ fn when_the_last_rollout_is_gone_the_source_is_told_so() {
     assert!(desk.reasons().contains(&Reason::NoRollout));
 }
 
+/// Story F44.
 #[test]
-fn f44_when_the_trainer_is_gone_rollouts_keep_what_they_serve_and_it_is_said() {
+fn rollouts_keep_serving_and_name_the_gone_trainer() {
     let mut desk = Desk::formed(2);
     desk.serves(4);
     let decisions = desk.lose(0);
@@ -186,7 +189,7 @@ fn f44_when_the_trainer_is_gone_rollouts_keep_what_they_serve_and_it_is_said() {
 }
 
 #[test]
-fn an_engine_that_started_anew_is_named_once_whether_or_not_a_probe_missed_it() {
+fn restarted_engine_is_named_once() {
     let mut desk = Desk::formed(2);
     let named = |decisions: &[Decision]| {
         let of = |decision: &Decision| match decision {

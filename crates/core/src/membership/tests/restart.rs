@@ -5,8 +5,8 @@ use crate::membership::{Decision, GroupStage, MemberStanding, Observation, Resto
 use crate::plan::LeftOutCode;
 use crate::protocol::*;
 
-/// A controller that starts beside a group that works.
-fn beside(working: &Desk) -> Desk {
+/// A controller that starts next to a group that works.
+fn alongside(working: &Desk) -> Desk {
     let restored =
         Restored { term: 2, epoch: working.epoch(), version: working.membership.view().version, highest: 0, refused: Vec::new() };
     let mut desk = Desk::restored(config(), 0, restored);
@@ -18,7 +18,7 @@ fn beside(working: &Desk) -> Desk {
 fn a_working_group_is_taken_over_without_a_message() {
     let mut working = Desk::formed(2);
     working.serves(3);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.plan(&[0, 1, 2], Vec::new());
     assert_eq!(desk.membership.view().stage, GroupStage::Adopting);
     for n in 0..=2 {
@@ -35,7 +35,7 @@ fn a_working_group_is_taken_over_without_a_message() {
 fn a_group_in_the_middle_of_an_update_is_taken_over_too() {
     let mut working = Desk::formed(2);
     working.serves(3);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.states[1].phase = MemberPhase::Updating;
     desk.states[1].healthy = false;
     desk.plan(&[0, 1, 2], Vec::new());
@@ -49,7 +49,7 @@ fn a_group_in_the_middle_of_an_update_is_taken_over_too() {
 fn a_member_whose_pause_made_its_pod_unready_is_waited_for() {
     let mut working = Desk::formed(2);
     working.serves(3);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.states[1].phase = MemberPhase::Updating;
     desk.states[1].healthy = false;
     desk.plan(&[0, 2], vec![left_out(1, LeftOutCode::NotReady, "its pod is not ready")]);
@@ -65,10 +65,10 @@ fn a_member_whose_pause_made_its_pod_unready_is_waited_for() {
 }
 
 #[test]
-fn a_version_that_was_reached_meanwhile_is_learned_from_the_members() {
+fn version_reached_meanwhile_is_learned_from_members() {
     let mut working = Desk::formed(2);
     working.serves(3);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     for state in &mut desk.states {
         (state.retained, state.installed) = (Some(held(5)), Some(held(5)));
     }
@@ -82,7 +82,7 @@ fn a_version_that_was_reached_meanwhile_is_learned_from_the_members() {
 #[test]
 fn agents_that_have_not_announced_themselves_yet_are_waited_for() {
     let working = Desk::formed(2);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.plan(&[0, 1, 2], Vec::new());
     desk.announce(0);
     desk.announce(1);
@@ -94,9 +94,9 @@ fn agents_that_have_not_announced_themselves_yet_are_waited_for() {
 }
 
 #[test]
-fn members_that_come_one_by_one_are_waited_for_longer_and_not_for_ever() {
+fn members_that_come_one_by_one_extend_a_bounded_wait() {
     let working = Desk::formed(3);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.plan(&[0, 1, 2, 3], Vec::new());
     desk.announce(0);
     let mut decisions = Vec::new();
@@ -109,7 +109,7 @@ fn members_that_come_one_by_one_are_waited_for_longer_and_not_for_ever() {
     assert_eq!((desk.membership.view().stage, desk.epoch()), (GroupStage::Committed, 1), "15 s after the start it is taken over");
 
     // One that tells the same again is none that came back.
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.plan(&[0, 1, 2, 3], Vec::new());
     desk.announce(0);
     desk.wait(5_000, &[0]);
@@ -119,13 +119,13 @@ fn members_that_come_one_by_one_are_waited_for_longer_and_not_for_ever() {
 }
 
 #[test]
-fn while_agents_of_other_objects_come_back_nobody_counts_as_gone() {
+fn no_member_is_gone_while_other_objects_agents_return() {
     let working = Desk::formed(2);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.plan(&[0, 1, 2], Vec::new());
     let begun = desk.now;
     let mut decisions = Vec::new();
-    // Nobody of this object is heard of for half a minute, others all the time.
+    // No one of this object is heard of for half a minute, others all the time.
     for _ in 0..10 {
         decisions.extend(desk.wait(3_000, &[]));
         let at = desk.now;
@@ -138,7 +138,7 @@ fn while_agents_of_other_objects_come_back_nobody_counts_as_gone() {
     assert_eq!((desk.membership.view().stage, desk.epoch()), (GroupStage::Committed, 1));
 
     // A minute is enough: others may come and go for ever.
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.plan(&[0, 1, 2], Vec::new());
     while desk.now < begun + 61_000 {
         desk.wait(3_000, &[]);
@@ -149,9 +149,9 @@ fn while_agents_of_other_objects_come_back_nobody_counts_as_gone() {
 }
 
 #[test]
-fn an_agent_that_announced_itself_and_is_not_heard_yet_is_waited_for_however_long_it_is_silent() {
+fn announced_agent_without_a_stream_yet_is_waited_for() {
     let working = Desk::formed(2);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.plan(&[0, 1, 2], Vec::new());
     desk.announce(0);
     desk.announce(1);
@@ -164,9 +164,9 @@ fn an_agent_that_announced_itself_and_is_not_heard_yet_is_waited_for_however_lon
 }
 
 #[test]
-fn a_group_whose_member_is_gone_is_formed_anew_when_the_time_to_announce_is_over() {
+fn group_with_a_gone_member_is_formed_again_after_announce_time() {
     let working = Desk::formed(2);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.plan(&[0, 1, 2], Vec::new());
     desk.announce(0);
     desk.announce(1);
@@ -179,7 +179,7 @@ fn a_group_whose_member_is_gone_is_formed_anew_when_the_time_to_announce_is_over
 #[test]
 fn members_with_another_roster_are_not_taken_over() {
     let working = Desk::formed(2);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.states[1].roster_digest = Some("of another roster".to_owned());
     desk.plan(&[0, 1, 2], Vec::new());
     let mut decisions = Vec::new();
@@ -193,7 +193,7 @@ fn members_with_another_roster_are_not_taken_over() {
 #[test]
 fn numbers_that_agents_have_seen_are_not_used_again() {
     let working = Desk::formed(1);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.states[1].epoch.as_mut().unwrap().epoch = 41;
     desk.plan(&[0, 1], Vec::new());
     let mut decisions = desk.announce(0);
@@ -203,7 +203,7 @@ fn numbers_that_agents_have_seen_are_not_used_again() {
 }
 
 #[test]
-fn a_pod_in_an_epoch_of_a_newer_object_is_left_alone_and_one_of_an_older_object_is_taken() {
+fn pod_of_newer_object_is_kept_and_of_older_one_is_taken() {
     for (created, taken) in [(9, false), (0, true)] {
         let mut desk = Desk::new(2);
         let other = EpochId { weightsync: "other".to_owned(), created, term: 7, epoch: 70 };
@@ -218,7 +218,7 @@ fn a_pod_in_an_epoch_of_a_newer_object_is_left_alone_and_one_of_an_older_object_
 }
 
 #[test]
-fn a_new_object_waits_for_nobody_to_announce_an_old_group() {
+fn new_object_does_not_wait_for_an_old_group() {
     let mut desk = Desk::new(1);
     desk.plan(&[0, 1], Vec::new());
     desk.announce(0);
@@ -226,10 +226,10 @@ fn a_new_object_waits_for_nobody_to_announce_an_old_group() {
 }
 
 #[test]
-fn an_earlier_controllers_epoch_ends_when_nobody_is_left_to_wait_for() {
+fn earlier_controllers_epoch_ends_with_no_member_to_await() {
     let mut working = Desk::formed(2);
     working.serves(3);
-    let mut desk = beside(&working);
+    let mut desk = alongside(&working);
     desk.plan(&[0, 1, 2], Vec::new());
     // The source never announces itself.
     desk.announce(1);

@@ -27,12 +27,12 @@ fn serving(desk: &Desk) -> Vec<u32> {
 }
 
 #[test]
-fn versions_in_service_are_no_further_apart_than_is_allowed_before_the_new_one_counts_and_after() {
+fn served_versions_stay_within_the_skew_in_an_update() {
     // (limit, who took version 2, who may serve)
     let cases: [(Option<Version>, &[u32], &[u32]); 6] = [
         (None, &[1], &[1, 2, 3]),
         (None, &[1, 2], &[1, 2]),
-        // Proven on one replica alone, the newest takes nobody out of service.
+        // Proven on one replica alone, the newest takes no one out of service.
         (Some(0), &[1], &[2, 3]),
         (Some(0), &[1, 2], &[1, 2]),
         (Some(1), &[1], &[1, 2, 3]),
@@ -44,7 +44,7 @@ fn versions_in_service_are_no_further_apart_than_is_allowed_before_the_new_one_c
 }
 
 #[test]
-fn one_that_is_behind_serves_as_long_as_it_is_near_enough_and_says_so() {
+fn lagging_replica_serves_while_near_enough_and_says_so() {
     let mut desk = at_one_and_two(Some(1), &[1, 2]);
     let third = desk.member(3);
     assert_eq!(third.standing, MemberStanding::Behind, "it is brought the current version all the same");
@@ -58,7 +58,7 @@ fn one_that_is_behind_serves_as_long_as_it_is_near_enough_and_says_so() {
 }
 
 #[test]
-fn one_that_is_ahead_by_more_waits_until_its_version_counts_and_says_so() {
+fn replica_too_far_ahead_waits_and_says_so() {
     let mut desk = at_one_and_two(Some(0), &[1]);
     let why = desk.membership.view().may_serve(&held(2)).unwrap_err();
     assert!(why.contains("serves once 2 counts"), "{why}");
@@ -69,7 +69,7 @@ fn one_that_is_ahead_by_more_waits_until_its_version_counts_and_says_so() {
 }
 
 #[test]
-fn who_waits_for_its_turn_serves_no_longer_than_the_limit_allows() {
+fn replica_waiting_for_its_turn_serves_within_the_limit() {
     for (limit, standing) in [(None, MemberStanding::Updating), (Some(1), MemberStanding::Updating), (Some(0), MemberStanding::Behind)] {
         let mut policy = rules(limit).policy;
         (policy.max_unavailable, policy.min_ready) = (1, 1);
@@ -84,7 +84,7 @@ fn who_waits_for_its_turn_serves_no_longer_than_the_limit_allows() {
 }
 
 #[test]
-fn while_a_group_goes_back_both_versions_serve_until_enough_were_taken_back_whatever_the_limit() {
+fn both_versions_serve_in_a_rollback_until_enough_returned() {
     let mut desk = at_one_and_two(Some(0), &[1, 2, 3]);
     assert_eq!(serving(&desk), [1, 2, 3]);
     let decisions = desk.see(Observation::Configure(Box::new(MembershipConfig { target: Some(1), ..rules(Some(0)) })));

@@ -37,14 +37,14 @@ fn nccl_is_taken_when_every_member_has_a_gpu_of_its_own() {
         assert!(choices.iter().all(|choice| choice == &choices[0]));
         let plan = choices[0].nccl.as_ref().unwrap();
         assert_eq!(plan.world(), 3);
-        assert_eq!(plan.seat(&plan.ranks[2].0), Some((2, &["GPU-2".to_owned()][..])));
+        assert_eq!(plan.ranks_of(&plan.ranks[2].0), Some((2, &["GPU-2".to_owned()][..])));
         let view = desk.membership.view();
         assert_eq!(view.transport.as_ref().map(TransportChoice::name), Some("nccl"));
     }
 }
 
 #[test]
-fn an_engine_that_cannot_be_handed_gpu_memory_is_named_and_the_group_is_formed_all_the_same() {
+fn engine_without_gpu_memory_way_is_named_and_group_forms() {
     let apart = |number| GpuReport { unshared: "the engine is in another PID namespace".into(), ..gpu(number, 22809) };
     let choices = commits(&formed(TransportWish::Auto, &[Some(gpu(0, 22809)), Some(apart(1)), Some(apart(2))]));
     let reason = &choices[0].reason;
@@ -72,15 +72,15 @@ fn auto_goes_over_tcp_and_names_who_stands_in_the_way() {
 }
 
 #[test]
-fn an_engine_on_the_sources_gpu_has_no_rank_and_does_not_stand_in_the_way() {
+fn engine_on_the_sources_gpu_has_no_rank() {
     for wish in [TransportWish::Auto, TransportWish::Nccl] {
         let choices = commits(&formed(wish, &[Some(gpu(0, 22809)), Some(gpu(0, 22809)), Some(gpu(1, 22809))]));
         let plan = choices[0].nccl.as_ref().unwrap();
         assert_eq!((choices.len(), plan.world(), plan.guests.len()), (3, 2, 1));
-        assert_eq!(plan.seat(&plan.guests[0]), None);
+        assert_eq!(plan.ranks_of(&plan.guests[0]), None);
         assert!(choices[0].reason.contains(&format!("on the source's GPU: {}", plan.guests[0])), "{}", choices[0].reason);
     }
-    // Nobody else need have a rank; what is free on the one GPU is for the rings of both.
+    // No one else need have a rank; what is free on the one GPU is for the rings of both.
     let alone = commits(&formed(TransportWish::Auto, &[Some(gpu(0, 22809)), Some(gpu(0, 22809))]));
     let plan = alone[0].nccl.as_ref().unwrap();
     assert_eq!((plan.world(), plan.guests.len()), (1, 1));
@@ -90,7 +90,7 @@ fn an_engine_on_the_sources_gpu_has_no_rank_and_does_not_stand_in_the_way() {
 }
 
 #[test]
-fn what_the_source_says_of_the_way_to_its_own_gpu_is_shown_as_long_as_that_epoch_lives() {
+fn sources_own_gpu_way_is_shown_while_its_epoch_lives() {
     let mut desk = formed(TransportWish::Nccl, &[Some(gpu(0, 22809)), Some(gpu(0, 22809))]);
     let shown = |desk: &Desk| desk.membership.view().transport.as_ref().unwrap().reason.clone();
     let chosen = shown(&desk);
@@ -118,7 +118,7 @@ fn a_member_without_a_gpu_is_left_out_when_nccl_is_demanded() {
 }
 
 #[test]
-fn a_member_whose_worker_ended_is_left_out_of_the_next_epoch_and_comes_back() {
+fn member_whose_worker_ended_skips_an_epoch_and_returns() {
     let mut desk = formed(TransportWish::Auto, &[Some(gpu(0, 22809)), Some(gpu(1, 22809)), Some(gpu(2, 22809))]);
     let view = desk.membership.view();
     let (id, member) = (view.id.clone().unwrap(), view.members[2].clone());

@@ -81,7 +81,7 @@ fn a_failed_update_gets_one_new_epoch_and_later_ones_come_later() {
 }
 
 #[test]
-fn members_that_another_leader_fed_meanwhile_do_not_make_a_failed_publish_good() {
+fn feeding_by_another_leader_does_not_heal_a_failed_publish() {
     let mut desk = Desk::formed(2);
     desk.serves(1);
     desk.leads(2, 1, UpdatePhase::Failed, &[(1, InstallStep::Refused), (2, InstallStep::Refused)]);

@@ -5,7 +5,7 @@ use crate::membership::{MemberStanding, MembershipConfig, Restored};
 use crate::protocol::*;
 
 #[test]
-fn one_that_waits_for_its_turn_counts_as_ready_with_what_it_serves_and_only_as_long_as_it_waits() {
+fn replica_waiting_for_its_turn_counts_as_ready() {
     for (limit, standing) in [(1, MemberStanding::Updating), (0, MemberStanding::Behind)] {
         let rules = MembershipConfig { policy: UpdatePolicy { max_unavailable: limit, ..policy() }, ..config() };
         let mut desk = Desk::restored(rules, 2, Restored::default());

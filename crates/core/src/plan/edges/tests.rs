@@ -169,7 +169,7 @@ fn slow_majority_is_what_is_usual() {
 }
 
 #[test]
-fn edge_of_an_earlier_agent_judges_nobody() {
+fn edge_of_an_earlier_agent_judges_no_member() {
     let mut network = Network::new();
     network.measured.insert((name("a"), name("b")), EdgeOutcome::Unmeasured { cause: "not known".to_owned() });
     let (arrangement, _) = network.arrange(&["a", "b", "c"]);

@@ -35,20 +35,22 @@ fn joined(joiners: &[(u32, GroupFacts)]) -> Result<Vec<Joined>, Vec<(MemberName,
 }
 
 #[test]
-fn engines_that_find_rank_0_in_the_same_way_share_a_group_and_others_have_their_own() {
+fn engines_with_one_rendezvous_share_a_group() {
     let groups = joined(&[(2, facts(Rendezvous::Store, 2)), (4, facts(Rendezvous::UniqueId, 4)), (1, facts(Rendezvous::Store, 1))]);
     let expected = [(Rendezvous::Store, vec![(name(0), 2), (name(2), 1)]), (Rendezvous::UniqueId, vec![(name(1), 4)])];
     assert_eq!(groups.unwrap(), expected);
 }
 
+/// Story F19.
 #[test]
-fn f19_ranks_follow_what_the_engine_really_takes_or_the_member_is_refused_with_both_numbers() {
+fn ranks_follow_the_engines_real_size_or_refuse_it() {
     let out = joined(&[(8, facts(Rendezvous::Store, 4))]).unwrap_err();
     assert!(out[0].1.contains("takes 4 ranks") && out[0].1.contains("says 8"), "{out:?}");
 }
 
+/// Story F20.
 #[test]
-fn f20_an_engine_whose_ranks_would_collide_says_why_it_cannot_join() {
+fn engine_with_colliding_ranks_says_why_it_cannot_join() {
     let colliding = GroupFacts::cannot("its pipeline stages would all take the same ranks (--pp-size)");
     let out = joined(&[(2, facts(Rendezvous::Store, 2)), (4, colliding)]).unwrap_err();
     assert_eq!(out[0].0, name(1));
@@ -56,7 +58,7 @@ fn f20_an_engine_whose_ranks_would_collide_says_why_it_cannot_join() {
 }
 
 #[test]
-fn a_gpu_that_source_and_engine_share_is_refused_because_a_communicator_has_one_rank_a_gpu() {
+fn gpu_shared_by_source_and_engine_gets_no_second_rank() {
     let (source, joiner) = (MemberName("trainer/t".into()), name(0));
     let facts = facts(Rendezvous::Store, 1);
     let joiners = [Joiner { name: &joiner, size: 1, facts: Some(&facts), gpus: &gpus(&["GPU-0"]) }];
@@ -69,7 +71,7 @@ fn a_gpu_that_source_and_engine_share_is_refused_because_a_communicator_has_one_
 
 proptest! {
     #[test]
-    fn offsets_of_a_group_are_dense_and_no_group_is_larger_than_torch_allows(
+    fn offsets_are_dense_and_within_torchs_limit(
         joiners in prop::collection::vec((1_u32..MOST_RANKS, any::<bool>()), 1..40),
     ) {
         let joiners: Vec<_> = joiners

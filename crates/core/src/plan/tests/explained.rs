@@ -23,7 +23,7 @@ fn link(bytes_per_second: u64) -> Bandwidth {
 }
 
 #[test]
-fn buckets_and_floors_are_rounded_so_that_a_need_is_never_understated() {
+fn buckets_and_floors_round_up() {
     let roster = roster(&plan(&world(pool(), (0..4).map(actor))).candidates);
     let explanation = explain(&roster, Some(model(1000 * MIB + 1)), &[link(1000 * MIB), link(0)]);
     assert_eq!(explanation.buckets, Some(16));
@@ -33,7 +33,7 @@ fn buckets_and_floors_are_rounded_so_that_a_need_is_never_understated() {
 }
 
 #[test]
-fn memory_names_what_is_kept_and_drops_what_the_limit_does_not_allow() {
+fn memory_report_names_kept_and_drops_what_exceeds_limit() {
     let roster = roster(&plan(&world(pool(), [actor(0)])).candidates);
     let of = |bytes| {
         let members = explain(&roster, Some(model(bytes)), &[]).members;
@@ -58,7 +58,7 @@ fn without_a_model_only_the_order_is_explained() {
 }
 
 #[test]
-fn with_a_ring_on_each_gpu_bytes_on_their_way_are_in_gpu_memory_and_kept_copies_are_pinned() {
+fn ring_on_each_gpu_moves_bytes_in_gpu_memory() {
     let roster = roster(&plan(&world(pool(), [actor(0)])).candidates);
     let ring = GpuRing { slots: 3, slot_bytes: 256 * MIB };
     let members = explain(&roster, Some(ModelFacts { gpu_ring: Some(ring), ..model(512 * MIB) }), &[]).members;

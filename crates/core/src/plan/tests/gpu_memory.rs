@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use crate::plan::{GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingLoad, RingWish, gpu_ring, slots_beside_copies};
+use crate::plan::{GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingLoad, RingWish, gpu_ring, slots_with_copies};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -22,7 +22,7 @@ fn fits(ring: &GpuRing, room: &GpuRoom) -> Result<(), NoRing> {
 }
 
 #[test]
-fn the_default_goes_by_the_model_and_by_what_is_free_on_the_tightest_gpu() {
+fn default_ring_follows_model_and_tightest_gpu() {
     let cases = [
         // Nothing known of the GPUs, or enough: a quarter of the model at most.
         (of(5 * GIB), None, (3, GIB)),
@@ -65,8 +65,9 @@ fn what_the_object_says_is_kept_or_refused_with_both_numbers() {
 }
 
 /// sgl-project/sglang#10597, THUDM/slime#669: out of memory in an update; NCCL's buffers were not counted.
+/// Story F64.
 #[test]
-fn f64_a_gpu_that_lacks_room_for_ring_and_nccl_is_refused_before_anything_is_allocated() {
+fn gpu_without_room_is_refused_before_allocation() {
     let ring = GpuRing { slots: 2, slot_bytes: GIB };
     let exact = 2 * GIB + NCCL_ESTIMATE;
     assert_eq!(fits(&ring, &room(exact)), Ok(()));
@@ -89,7 +90,7 @@ fn the_last_room_is_used_where_nothing_smaller_works() {
 
 proptest! {
     #[test]
-    fn a_chosen_ring_fits_every_gpu_holds_the_largest_tensor_and_keeps_what_was_said(
+    fn chosen_ring_fits_gpus_largest_tensor_and_wishes(
         bytes in 0_u64..200 * GIB,
         largest in 0_u64..2 * GIB,
         frees in proptest::collection::vec(0_u64..140 * GIB, 0..5),
@@ -129,7 +130,7 @@ proptest! {
 }
 
 #[test]
-fn a_source_whose_buckets_are_also_copied_gets_more_slots_where_there_is_room() {
+fn source_with_copied_buckets_gets_more_slots_with_room() {
     let ring = GpuRing { slots: 3, slot_bytes: GIB };
     for (buckets, free, slots) in [
         (6, 120 * GIB, 4),
@@ -140,7 +141,7 @@ fn a_source_whose_buckets_are_also_copied_gets_more_slots_where_there_is_room() 
         (0, 0, 3),
         (u32::MAX, u64::MAX, (1 << 30) - 1),
     ] {
-        assert_eq!(slots_beside_copies(&ring, buckets, free), slots, "{buckets} buckets, {free} bytes free");
+        assert_eq!(slots_with_copies(&ring, buckets, free), slots, "{buckets} buckets, {free} bytes free");
     }
-    assert_eq!(slots_beside_copies(&GpuRing { slots: 2, slot_bytes: 0 }, 9, GIB), 2);
+    assert_eq!(slots_with_copies(&GpuRing { slots: 2, slot_bytes: 0 }, 9, GIB), 2);
 }

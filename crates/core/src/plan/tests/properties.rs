@@ -98,7 +98,7 @@ fn check_ranks(plan: &Plan) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-fn check_everyone_is_told_of(input: &PlanInput, plan: &Plan) -> Result<(), TestCaseError> {
+fn check_all_are_reported(input: &PlanInput, plan: &Plan) -> Result<(), TestCaseError> {
     if matches!(plan.refusal, Some(PlanRefusal::PodClaimed { .. } | PlanRefusal::InvalidSpec { .. } | PlanRefusal::WorldTooLarge { .. })) {
         prop_assert!(plan.candidates.is_empty());
         return Ok(());
@@ -118,7 +118,7 @@ fn check_everyone_is_told_of(input: &PlanInput, plan: &Plan) -> Result<(), TestC
     for pod in input.pods.iter().filter(|pod| pod.labels["app"] == "actor") {
         let times = seen.get(pod.uid.as_str()).copied().unwrap_or(0);
         let consents = pod.labels.contains_key(crate::plan::ROLE_LABEL);
-        prop_assert_eq!(times, if consents { ports } else { 1 }, "{} is told of {} times: {:?}", pod.name, times, plan);
+        prop_assert_eq!(times, if consents { ports } else { 1 }, "{} is informed of {} times: {:?}", pod.name, times, plan);
     }
     for entry in &plan.left_out {
         prop_assert!(
@@ -131,13 +131,13 @@ fn check_everyone_is_told_of(input: &PlanInput, plan: &Plan) -> Result<(), TestC
 
 proptest! {
     #[test]
-    fn ranks_are_dense_sources_lead_and_the_chain_enters_each_node_once(input in any_world()) {
+    fn ranks_are_dense_and_chain_enters_each_node_once(input in any_world()) {
         check_ranks(&plan(&input))?;
     }
 
     #[test]
     fn every_selected_pod_is_in_or_out_with_a_reason(input in any_world()) {
-        check_everyone_is_told_of(&input, &plan(&input))?;
+        check_all_are_reported(&input, &plan(&input))?;
     }
 
     #[test]

@@ -82,14 +82,14 @@ fn only_the_head_of_a_group_needs_the_engines_container() {
 }
 
 #[test]
-fn a_pod_without_the_group_label_is_told_so() {
+fn pod_without_the_group_label_is_named() {
     let plan = plan(&world(grouped(2), [actor(0), group_pod(1, 0), group_pod(1, 1)]));
     assert_eq!(left_out(&plan), [("actors/actor-0", LeftOutCode::GroupLabelMissing)]);
     assert_eq!(names(&plan), ["trainer/trainer-0", "actors/g1"]);
 }
 
 #[test]
-fn unfit_pods_are_left_out_with_their_reason_and_the_others_go_on() {
+fn unfit_pods_are_left_out_with_their_reason() {
     let pods = [
         actor(0),
         PodFacts { phase: PodPhase::Terminal, ..actor(1) },
@@ -124,7 +124,7 @@ fn replicas_stand_by_name_ordinal_or_label() {
 }
 
 #[test]
-fn label_values_that_are_integers_stand_by_value_and_before_other_words() {
+fn integer_label_values_sort_by_value_before_words() {
     let ranked = |index, value: &str| {
         let mut pod = actor(index);
         pod.labels.insert("rank".to_owned(), value.to_owned());
@@ -152,7 +152,7 @@ fn an_explicit_order_of_groups_lists_their_heads() {
 }
 
 #[test]
-fn an_explicit_order_refuses_duplicates_unknown_and_missing_names_and_names_that_do_not_last() {
+fn explicit_order_refuses_bad_and_unstable_names() {
     let explicit = |names: &[&str]| PoolSpec { order: Order::Explicit(names.iter().map(|&name| name.to_owned()).collect()), ..pool() };
     let twice = plan(&world(explicit(&["actor-0", "actor-0"]), [actor(0)]));
     assert!(matches!(twice.refusal, Some(PlanRefusal::InvalidSpec { .. })));
@@ -176,7 +176,7 @@ fn a_listed_pod_that_is_ending_is_not_called_unknown() {
 }
 
 #[test]
-fn pools_stand_in_the_order_of_the_spec_and_a_pod_of_two_pools_is_named() {
+fn pools_keep_spec_order_and_pod_of_two_is_named() {
     let mut input = world(PoolSpec { name: "zeta".to_owned(), ..pool() }, [actor(0), actor(1)]);
     input.pools.push(PoolSpec { name: "alpha".to_owned(), selector: selector("tier", "big"), ..pool() });
     let mut both = actor(2);
@@ -213,7 +213,7 @@ fn selectors_mean_what_they_mean_in_kubernetes() {
 }
 
 #[test]
-fn a_spec_that_contradicts_itself_is_refused_before_any_pod_is_looked_at() {
+fn contradictory_spec_is_refused_before_pods_are_read() {
     let cases: [(PoolSpec, &str); 6] = [
         (PoolSpec { ports: vec![], ..pool() }, "needs a port"),
         (PoolSpec { ports: vec![0], ..pool() }, "needs a port"),

@@ -26,7 +26,7 @@ fn wrapped() -> SharingFacts {
     }
 }
 
-fn beside(neighbour: ProcessView) -> SharingFacts {
+fn alongside(neighbour: ProcessView) -> SharingFacts {
     SharingFacts { neighbour: Neighbour::Seen(neighbour), ..wrapped() }
 }
 
@@ -50,14 +50,15 @@ fn an_agent_in_the_engines_container_has_its_gpus() {
 }
 
 /// vllm-project/vllm#55906: CUDA IPC between separate containers silently becomes TCP.
+/// Story F79.
 #[test]
-fn f79_containers_without_a_common_pid_namespace_are_named_with_what_to_change() {
+fn containers_without_common_pid_namespace_are_named() {
     let hidden = SharingFacts { neighbour: Neighbour::Hidden, ..wrapped() };
     let words = ["another PID namespace", "agent.launch: Wrap", "shareProcessNamespace: true"];
     assert!(!refused(&hidden, &words).no_gpu(), "the GPU itself can be used");
-    refused(&beside(view(2)), &["another PID namespace (2, the agent is in 1)"]);
-    assert!(sharing(&beside(view(1))).gpus.is_ok());
-    assert!(sharing(&beside(ProcessView::default())).gpus.is_ok(), "a namespace that cannot be read is no reason against");
+    refused(&alongside(view(2)), &["another PID namespace (2, the agent is in 1)"]);
+    assert!(sharing(&alongside(view(1))).gpus.is_ok());
+    assert!(sharing(&alongside(ProcessView::default())).gpus.is_ok(), "a namespace that cannot be read is no reason against");
 }
 
 #[test]
@@ -77,7 +78,7 @@ fn a_container_without_a_gpu_says_what_is_missing() {
 }
 
 #[test]
-fn a_driver_without_its_compute_part_is_told_from_a_missing_driver() {
+fn driver_without_compute_part_differs_from_missing_driver() {
     let with = |said: &str| {
         let mut facts = SharingFacts { gpus: Err("libcuda.so.1: no such file".into()), ..wrapped() };
         facts.agent.driver_capabilities = Some(said.into());
@@ -91,17 +92,22 @@ fn a_driver_without_its_compute_part_is_told_from_a_missing_driver() {
 }
 
 /// ai-dynamo/modelexpress test plan rows 5.1 and 20: numbers of GPUs differ between processes, and MIG blocks NCCL.
+/// Story F87.
 #[test]
-fn f87_gpus_are_compared_by_uuid_and_a_mig_slice_is_refused() {
+fn gpus_are_compared_by_uuid_and_a_mig_slice_is_refused() {
     let mut sliced = wrapped();
     sliced.gpus = Ok(vec![GpuFacts { refused: Some("MIG".into()), ..gpu("GPU-aaaa") }]);
     assert!(refused(&sliced, &["GPU-aaaa", "MIG"]).no_gpu());
     let mut with_slice = view(1);
     with_slice.nvidia_visible_devices = Some("MIG-1234".into());
-    refused(&beside(with_slice), &["MIG-1234"]);
+    refused(&alongside(with_slice), &["MIG-1234"]);
 
     let named = |cuda: Option<&str>, nvidia: Option<&str>| {
-        beside(ProcessView { cuda_visible_devices: cuda.map(str::to_owned), nvidia_visible_devices: nvidia.map(str::to_owned), ..view(1) })
+        alongside(ProcessView {
+            cuda_visible_devices: cuda.map(str::to_owned),
+            nvidia_visible_devices: nvidia.map(str::to_owned),
+            ..view(1)
+        })
     };
     let words = ["the agent has GPU-aaaa", "has GPU-bbbb", "agent.launch: Wrap"];
     assert!(!refused(&named(None, Some("GPU-bbbb")), &words).no_gpu());
@@ -114,9 +120,10 @@ fn f87_gpus_are_compared_by_uuid_and_a_mig_slice_is_refused() {
 }
 
 /// THUDM/slime#1305: failure 999 in an update, the allocator's segments cannot be shared.
+/// Story F88.
 #[test]
-fn f88_expandable_segments_and_a_small_dev_shm_are_named_before_use() {
-    let mut facts = beside(ProcessView { allocator: Some("max_split_size_mb:64,expandable_segments:True".into()), ..view(1) });
+fn expandable_segments_and_small_shm_are_named() {
+    let mut facts = alongside(ProcessView { allocator: Some("max_split_size_mb:64,expandable_segments:True".into()), ..view(1) });
     facts.shm_bytes = Some(64 << 20);
     let verdict = sharing(&facts);
     assert!(verdict.gpus.is_ok(), "a ring of the worker's own can be shared all the same");

@@ -23,8 +23,9 @@ fn sizes_that_cannot_be_are_refused_with_their_numbers() {
 }
 
 /// NVIDIA-NeMo/RL#2608: rank 12 in a world of 8, with expert parallelism over external data parallelism.
+/// Story F15.
 #[test]
-fn f15_experts_over_tensor_and_data_ranks_give_no_rank_beyond_the_world() {
+fn experts_give_no_rank_beyond_the_world() {
     let spec = PoolSpec { parallelism: sizes(2, 1, 4, 8), ..pool() };
     let roster = roster(&plan(&world(spec, [actor(0), actor(1)])).candidates);
     let offsets: Vec<_> = roster.members.iter().map(|member| (member.rank_offset, member.size)).collect();
@@ -34,8 +35,9 @@ fn f15_experts_over_tensor_and_data_ranks_give_no_rank_beyond_the_world() {
 
 /// PrimeIntellect-ai/prime-rl#3060: data parallel ranks counted by the engine and by the spec, so that the trainer waits for ranks that
 /// never come.
+/// Story F16.
 #[test]
-fn f16_data_parallel_ranks_count_once() {
+fn data_parallel_ranks_count_once() {
     let mut input = world(PoolSpec { parallelism: sizes(2, 1, 4, 1), ..pool() }, [actor(0)]);
     let endpoint = EndpointKey { pod_uid: "uid-actor-0".to_owned(), port: 8000 };
     input.engine_sizes.insert(endpoint.clone(), 8);
@@ -45,8 +47,9 @@ fn f16_data_parallel_ranks_count_once() {
 }
 
 /// llm-d-rl, bug 2: every engine got rank offset 1.
+/// Story F18.
 #[test]
-fn f18_no_two_engines_share_a_rank() {
+fn no_two_engines_share_a_rank() {
     let roster = roster(&plan(&world(PoolSpec { parallelism: sizes(3, 1, 1, 1), ..pool() }, (0..5).map(actor))).candidates);
     let offsets: Vec<_> = roster.members.iter().map(|member| member.rank_offset).collect();
     assert_eq!(offsets, [0, 1, 4, 7, 10, 13]);
@@ -54,8 +57,9 @@ fn f18_no_two_engines_share_a_rank() {
 }
 
 /// radixark/miles#2510, NovaSky-AI/SkyRL#1271: offsets follow the engine's real size, not the configured one.
+/// Story F19.
 #[test]
-fn f19_an_engine_of_another_size_than_the_spec_is_refused_with_both_numbers() {
+fn engine_of_another_size_than_the_spec_is_refused() {
     let mut input = world(PoolSpec { parallelism: sizes(8, 1, 1, 1), ..pool() }, [actor(0), actor(1)]);
     for (name, size) in [("actor-0", 4), ("actor-1", 8)] {
         input.engine_sizes.insert(EndpointKey { pod_uid: format!("uid-{name}"), port: 8000 }, size);
@@ -69,7 +73,7 @@ fn f19_an_engine_of_another_size_than_the_spec_is_refused_with_both_numbers() {
 }
 
 #[test]
-fn what_a_pod_of_the_same_name_said_before_is_not_believed() {
+fn claims_of_an_earlier_pod_of_one_name_do_not_count() {
     let mut input = world(pool(), [actor(0)]);
     input.engine_sizes.insert(EndpointKey { pod_uid: "uid-of-its-predecessor".to_owned(), port: 8000 }, 4);
     input.engine_sizes.insert(EndpointKey { pod_uid: "uid-actor-0".to_owned(), port: 9000 }, 4);
@@ -77,7 +81,7 @@ fn what_a_pod_of_the_same_name_said_before_is_not_believed() {
 }
 
 #[test]
-fn a_world_beyond_the_limit_is_refused_before_a_sum_can_overflow() {
+fn world_beyond_the_limit_is_refused_before_overflow() {
     let spec = PoolSpec { parallelism: sizes(65_536, 1, 1, 1), ..pool() };
     let plan = plan(&world(spec, (0..16).map(actor)));
     assert_eq!(plan.refusal, Some(PlanRefusal::WorldTooLarge { ranks: 1_048_577, max: 1_048_576 }));

@@ -1,4 +1,4 @@
-//! Which trainer pod is the source, and how its absence is told.
+//! Which trainer pod is the source, and how its absence is reported.
 
 use super::world::{actor, left_out, names, pod, pool, refusal, selector, trainer_pod, weightsync, why, world};
 use crate::plan::{Claim, LeftOutCode, Order, Part, PlanInput, PlanRefusal, PodFacts, PodPhase, part_of, plan};
@@ -25,7 +25,7 @@ fn labelled(name: &str, rank: &str) -> PodFacts {
 }
 
 #[test]
-fn the_pod_with_the_first_ordinal_is_the_source_and_ten_comes_after_two() {
+fn pod_with_first_ordinal_is_source_and_ten_follows_two() {
     let input = trainers(Order::Auto, [trainer_pod(10), trainer_pod(2), trainer_pod(0)]);
     assert_eq!(source(&input), "trainer/trainer-0");
     let followers: Vec<_> = plan(&input).followers.into_iter().map(|pod| pod.name).collect();
@@ -84,7 +84,7 @@ fn the_second_pod_never_stands_in_for_the_first() {
 }
 
 #[test]
-fn a_first_pod_with_a_stable_name_that_is_ending_is_waited_for_in_the_order_of_names() {
+fn ending_first_pod_with_a_stable_name_is_waited_for() {
     let ending = PodFacts { terminating: true, ..trainer_pod(0) };
     let message = refusal(&plan(&trainers(Order::Name, [ending.clone(), trainer_pod(1)])));
     assert!(message.contains("trainer-0") && message.contains("waiting"), "{message}");
@@ -174,11 +174,11 @@ fn a_pod_belongs_to_the_part_that_the_plan_puts_it_in() {
     assert_eq!(part(&pod("other", 0, "rollout")), None);
     let mut silent = actor(0);
     silent.labels.remove("weightsync.dev/role");
-    assert_eq!(part(&silent), None, "without consent it is nobody's");
+    assert_eq!(part(&silent), None, "without consent it is no one's");
 }
 
 #[test]
-fn one_selector_may_name_trainer_and_rollouts_since_the_label_tells_them_apart() {
+fn one_selector_may_match_trainer_and_rollouts_by_role() {
     let mut input = world(pool(), [actor(0)]);
     for pod in &mut input.pods {
         pod.labels.insert("job".to_owned(), "grpo".to_owned());
@@ -191,7 +191,7 @@ fn one_selector_may_name_trainer_and_rollouts_since_the_label_tells_them_apart()
 }
 
 #[test]
-fn the_younger_of_two_that_claim_a_pod_gives_way_and_names_the_older() {
+fn younger_claimant_of_a_pod_gives_way_naming_the_older() {
     let claim = |by, created| Claim { pod_uid: "uid-actor-1".to_owned(), by: weightsync(by, created) };
     let mut input = world(pool(), [actor(0), actor(1)]);
     input.claims = vec![claim("younger", 101)];
@@ -204,7 +204,7 @@ fn the_younger_of_two_that_claim_a_pod_gives_way_and_names_the_older() {
 }
 
 #[test]
-fn of_two_objects_made_in_the_same_instant_exactly_one_gives_way() {
+fn two_objects_of_one_instant_have_one_winner() {
     let view = |mine: &str, other: &str| {
         let mut input = world(pool(), [actor(0)]);
         input.weightsync = weightsync(mine, 100);
@@ -215,7 +215,7 @@ fn of_two_objects_made_in_the_same_instant_exactly_one_gives_way() {
 }
 
 #[test]
-fn a_claim_on_a_pod_that_has_ended_or_is_not_selected_disturbs_nobody() {
+fn claim_on_an_ended_or_unselected_pod_has_no_effect() {
     let ended = PodFacts { phase: PodPhase::Terminal, ..actor(1) };
     let mut input = world(pool(), [actor(0), ended, pod("other", 0, "rollout")]);
     input.claims = ["uid-actor-1", "uid-other-0"].map(|uid| Claim { pod_uid: uid.to_owned(), by: weightsync("older", 1) }).to_vec();
@@ -230,7 +230,7 @@ fn an_empty_selector_is_refused_rather_than_taken_for_every_pod() {
 }
 
 #[test]
-fn a_source_without_the_named_container_is_told_so() {
+fn source_without_the_named_container_is_named() {
     let mut input = world(pool(), [actor(0)]);
     input.trainer.container = Some("learner".to_owned());
     let plan = plan(&input);

@@ -1,14 +1,14 @@
 use super::*;
 
 #[test]
-fn builds_work_together_when_they_have_a_protocol_in_common_and_else_it_is_said_who_must_change() {
+fn builds_without_a_common_protocol_say_which_must_change() {
     let of = |oldest, newest| Protocols { oldest, newest };
     let table = [
         (of(1, 1), of(1, 1), None),
         (of(1, 2), of(2, 3), None),
         (of(3, 4), of(2, 3), None),
         (of(1, 1), of(2, 3), Some("its agent (0.1) speaks protocol 1, this controller")),
-        (of(1, 1), of(2, 3), Some("speaks 2 to 3: make the pod anew")),
+        (of(1, 1), of(2, 3), Some("speaks 2 to 3: make the pod again")),
         (of(4, 5), of(2, 3), Some("speaks protocol 4 to 5")),
         (of(4, 5), of(2, 3), Some("upgrade the controller first")),
     ];

@@ -25,7 +25,7 @@ fn keeps(new: &Value, old: &Value) -> bool {
 
 /// A message that older builds send, and that this one no longer reads or reads otherwise, needs a new number in `compatibility.rs`.
 #[test]
-fn messages_of_every_protocol_that_is_spoken_are_read_and_mean_what_they_meant() {
+fn messages_of_every_spoken_protocol_keep_their_meaning() {
     let known = messages();
     for protocol in OLDEST..=NEWEST {
         let kept = kept(protocol);
@@ -39,7 +39,7 @@ fn messages_of_every_protocol_that_is_spoken_are_read_and_mean_what_they_meant()
     }
 }
 
-/// Whoever adds a message adds it to those of the newest protocol. Print them with `WEIGHTSYNC_PRINT_MESSAGES=1 cargo test --lib -- --nocapture`.
+/// Anyone who adds a message adds it to those of the newest protocol. Print them with `WEIGHTSYNC_PRINT_MESSAGES=1 cargo test --lib -- --nocapture`.
 #[test]
 fn the_newest_protocol_has_a_message_of_every_kind() {
     let known = messages();

@@ -270,7 +270,7 @@ fn the_examples_are_messages_and_every_message_has_one() {
 
 proptest! {
     #[test]
-    fn a_spoiled_message_is_refused_or_is_written_and_read_as_itself(
+    fn spoiled_message_is_refused_or_round_trips(
         which in any::<Index>(), spoiled in prop::collection::vec(changes(), 1..4), cut in prop::option::weighted(0.1, any::<Index>()),
     ) {
         let messages = messages();
@@ -300,7 +300,7 @@ proptest! {
 
     /// A layout comes from a peer, and offsets are computed from it: one that was found good must be good for all that is asked of it.
     #[test]
-    fn a_spoiled_layout_is_refused_or_every_bucket_of_it_lies_within_it(spoiled in prop::collection::vec(changes(), 0..4)) {
+    fn spoiled_layout_is_refused_or_its_buckets_lie_within(spoiled in prop::collection::vec(changes(), 0..4)) {
         let mut example = messages().into_iter().find(|message| message.name == "BeginRequest").unwrap().example;
         for one in &spoiled {
             change(&mut example["layout"], one);

@@ -28,7 +28,7 @@ fn the_rule_is_a_table() {
 
 proptest! {
     #[test]
-    fn versions_in_service_are_never_further_apart_and_what_counts_is_always_in_service(
+    fn versions_in_service_stay_within_the_skew(
         most in 0_u64..5, counts in 0_u64..20, installed in prop::collection::vec(0_u64..20, 0..8),
     ) {
         let newest = newest_in_service(most, counts, installed.iter().copied());

@@ -113,7 +113,7 @@ fn answers_and_faults_are_read_as_they_were_written() {
 }
 
 #[test]
-fn a_length_that_nobody_writes_is_refused_before_memory_is_taken_for_it() {
+fn absurd_length_is_refused_before_allocation() {
     let mut wire = u32::MAX.to_le_bytes().to_vec();
     assert_eq!(decode_worker_frame::<WorkerCall>(&mut wire), Err(WorkerFrameError::TooLong { bytes: u32::MAX.into() }));
 }

@@ -17,7 +17,7 @@ pub struct Opaque<const N: usize>(pub [u8; N]);
 /// `CUipcMemHandle` or `CUipcEventHandle`: 64 bytes that another process on the same host opens. It names a whole allocation.
 pub type IpcHandle = Opaque<64>;
 
-/// `ncclUniqueId`: whoever has it can join the group. Secret.
+/// `ncclUniqueId`: anyone who has it can join the group. Secret.
 pub type NcclId = Opaque<128>;
 
 impl<const N: usize> fmt::Debug for Opaque<N> {

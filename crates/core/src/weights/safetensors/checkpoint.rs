@@ -127,7 +127,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// This checkpoint of a model with that of its draft model behind it, whose tensors are of the section [`Section::Draft`] then.
+    /// This checkpoint of a model with that of its draft model after it, whose tensors are of the section [`Section::Draft`] then.
     #[must_use]
     pub fn with_draft(mut self, draft: Self) -> Self {
         let files = self.files.len();

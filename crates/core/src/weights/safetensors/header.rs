@@ -26,9 +26,9 @@ pub struct HeaderTensor {
     pub dtype: Dtype,
     /// Dimensions, in elements; empty for a scalar.
     pub shape: Vec<u64>,
-    /// First byte, counted from the first byte behind the header.
+    /// First byte, counted from the first byte after the header.
     pub begin: u64,
-    /// First byte behind it, counted likewise.
+    /// First byte after it, counted likewise.
     pub end: u64,
 }
 
@@ -56,7 +56,7 @@ pub fn header_length(file: &str, first: [u8; 8], file_bytes: u64) -> Result<u64,
     }
 }
 
-/// Reads a header of a file that holds `data_bytes` bytes behind it. `file` is the file's name, for errors.
+/// Reads a header of a file that holds `data_bytes` bytes after it. `file` is the file's name, for errors.
 pub fn parse_header(file: &str, json: &[u8], data_bytes: u64) -> Result<Header, SafetensorsError> {
     if json.first() != Some(&b'{') {
         return Err(SafetensorsError::file(file, "not safetensors: the header does not start with `{`"));
@@ -124,7 +124,7 @@ fn check(file: &str, found: Found, data_bytes: u64) -> Result<Header, Safetensor
         place = tensor.end;
     }
     if place != data_bytes {
-        let what = format!("{} bytes behind the last tensor belong to none", data_bytes.saturating_sub(place));
+        let what = format!("{} bytes after the last tensor belong to none", data_bytes.saturating_sub(place));
         return Err(SafetensorsError::file(file, what));
     }
     Ok(Header { tensors, metadata: found.metadata })

@@ -23,7 +23,7 @@ fn a_missing_byte_names_its_tensor() {
 }
 
 #[test]
-fn a_byte_written_twice_or_behind_the_end_is_refused_and_changes_nothing() {
+fn byte_written_twice_or_past_the_end_is_refused() {
     let mut coverage = Coverage::new(100);
     coverage.record(10, 10).unwrap();
     coverage.record(30, 10).unwrap();

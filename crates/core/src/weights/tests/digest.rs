@@ -51,7 +51,7 @@ fn hex_that_is_not_canonical_is_no_digest() {
 }
 
 #[test]
-fn a_stream_that_is_too_short_or_too_long_is_told() {
+fn stream_of_wrong_length_is_reported() {
     let layout = Arc::new(Layout::new("model", vec![tensor("a", Dtype::U8, &[10]), tensor("b", Dtype::U8, &[10])], 64).unwrap());
     let mut hasher = TensorHasher::new(layout.clone(), DigestAlgorithm::Xxh3_128);
     hasher.update(&[0; 70]).unwrap();

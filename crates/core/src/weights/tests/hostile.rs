@@ -39,7 +39,7 @@ fn lies_in_a_header_are_named() {
         (two(9, 20), 20, "f: tensor w: it begins at 9, inside another tensor"),
         (two(0, 10), 10, "f: tensor w: it begins at 0, inside another tensor"),
         (two(11, 20), 20, "f: tensor w: it begins at 11, 1 bytes before it belong to no tensor"),
-        (two(10, 20), 21, "f: 1 bytes behind the last tensor belong to none"),
+        (two(10, 20), 21, "f: 1 bytes after the last tensor belong to none"),
         (
             r#"{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}"#.into(),
             2,
@@ -80,7 +80,7 @@ fn scalars_empty_tensors_and_padding_are_fine() {
 }
 
 #[test]
-fn a_length_that_the_file_cannot_hold_is_refused_before_memory_is_asked_for() {
+fn length_beyond_the_file_is_refused_before_allocation() {
     for (length, file_bytes) in [(u64::MAX, 1000), (100_000_001, u64::MAX), (993, 1000), (1, 8), (0, 7)] {
         assert!(header_length("f", length.to_le_bytes(), file_bytes).is_err(), "{length} in {file_bytes}");
     }

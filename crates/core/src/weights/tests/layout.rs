@@ -60,7 +60,7 @@ fn a_layout_that_lies_is_refused() {
         let mut layout = good.clone();
         lie(&mut layout);
         assert!(layout.validate().is_err(), "lie {number} was believed");
-        // Whoever works with it before the check must not fall over it.
+        // Anyone who works with it before the check must not fall over it.
         let _ = (layout.bucket_count(), layout.buckets().take(5).count(), layout.parts(0, u64::MAX).count());
     }
 }
@@ -168,7 +168,7 @@ fn the_cut_is_part_of_what_a_layout_is() {
 
 proptest! {
     #[test]
-    fn buckets_cut_between_tensors_cover_the_stream_and_tear_no_tensor(
+    fn buckets_cover_the_stream_and_tear_no_tensor(
         sizes in proptest::collection::vec(0_u64..500, 0..40), units in proptest::collection::vec(0_u8..6, 40), bucket in 1_u64..8,
         draft in 1_usize..60
     ) {

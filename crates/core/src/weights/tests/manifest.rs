@@ -30,7 +30,7 @@ fn every_fact_of_a_manifest_changes_its_digest() {
 }
 
 #[test]
-fn the_digest_of_a_layout_stays_what_it_is_from_release_to_release() {
+fn digest_of_a_layout_is_stable_between_releases() {
     assert_eq!(manifest().layout.digest(), "c4ecb38570a32ffa5008e8138f354b0ca75f47bd1dfcb09459888c1f6564c178");
     assert_eq!(manifest().digest(), "158492b18df331fdcd01dd559a052c8c0f178c65e10dfe3c2ca352d9f4c43961");
 }

@@ -64,7 +64,7 @@ proptest! {
             checkpoint.read_tensor(index, 0, &mut bytes).unwrap();
             prop_assert_eq!(&bytes[..], &stream[entry.offset as usize..entry.end() as usize]);
         }
-        // The checkpoint laid out anew reads the same in parts of any length as in one.
+        // The checkpoint laid out again reads the same in parts of any length as in one.
         let again = Layout::new("model", checkpoint.specs(), 64).unwrap();
         let mut whole = vec![1; again.total_bytes as usize];
         checkpoint.read_stream(&again, 0, &mut whole).unwrap();
@@ -105,7 +105,7 @@ fn shards_are_cut_by_bytes_and_named_by_the_index() {
 }
 
 #[test]
-fn a_file_that_is_written_to_while_it_is_read_is_told() {
+fn file_written_while_it_is_read_is_reported() {
     let directory = tempfile::tempdir().unwrap();
     let layout = Layout::new("model", vec![tensor("w", Dtype::U8, &[100])], 64).unwrap();
     let plan = SafetensorsPlan::new(&layout, None).unwrap();

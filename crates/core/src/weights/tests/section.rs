@@ -26,7 +26,7 @@ fn a_draft_model_has_names_of_its_own_and_comes_last() {
 }
 
 #[test]
-fn what_older_agents_read_says_nothing_of_sections_and_they_refuse_a_draft() {
+fn older_agents_read_no_sections_and_refuse_a_draft() {
     let plain = serde_json::to_value(tensor("w", Dtype::U8, &[64])).unwrap();
     assert!(plain.get("section").is_none());
     let json = serde_json::to_value(both()).unwrap();

@@ -33,7 +33,7 @@ fn a_gap_or_another_element_type_is_packed_away() {
 }
 
 #[test]
-fn a_bucket_that_tears_a_tensor_is_refused_before_anything_is_sent() {
+fn bucket_that_tears_a_tensor_is_refused_before_sending() {
     let even = Layout::new("model", vec![spec("a", Dtype::F32, &[1000])], 64).unwrap();
     assert!(matches!(even.wire(&even.bucket(0).unwrap()), Err(WireError::Torn { sequence: 0, .. })));
 }

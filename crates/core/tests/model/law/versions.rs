@@ -17,7 +17,7 @@ fn heard(world: &World, view: &MembershipView) -> Vec<(MemberView, MemberState)>
     let lied = |shown: &&MemberView| shown.incarnation.as_ref().is_some_and(|life| world.law.was_lied_to_by(life));
     let rollouts = rollouts.filter(|shown| !lied(shown));
     let said = rollouts.filter(|shown| !lost(shown.reason)).filter_map(|shown| {
-        let state = world.law.told.get(shown.incarnation.as_ref()?)?;
+        let state = world.law.reported.get(shown.incarnation.as_ref()?)?;
         Some((shown.clone(), state.clone()))
     });
     said.collect()
@@ -40,7 +40,7 @@ impl World {
             if !asked && !view.refused.contains(&before) {
                 self.fail(|| format!("the version went back from {before} to {version}"));
             }
-            let back = view.members.iter().filter_map(|shown| self.law.told.get(shown.incarnation.as_ref()?));
+            let back = view.members.iter().filter_map(|shown| self.law.reported.get(shown.incarnation.as_ref()?));
             let back = back.filter(|state| state.role == Role::Rollout && serves(state) == Some(version)).count();
             if (back as u32) < view.min_ready {
                 self.fail(|| format!("the group counts as back at version {version} although only {back} replicas serve it"));
@@ -100,7 +100,7 @@ impl World {
         }
     }
 
-    /// Versions in service are no further apart than the object allows, and nobody is taken out of service for less.
+    /// Versions in service are no further apart than the object allows, and no one is taken out of service for less.
     pub(super) fn check_skew(&mut self, view: &MembershipView) {
         let (Some(most), Some(current)) = (self.rules.policy.max_skew, version_of(view)) else { return };
         // A controller that stepped down sees nothing any more.
@@ -116,7 +116,7 @@ impl World {
         if newest - oldest > most {
             self.fail(|| format!("versions {oldest} and {newest} are in service at once, membership.maxSkew is {most}"));
         }
-        // What is too new to serve makes nobody too old.
+        // What is too new to serve makes no one too old.
         let ahead = held.iter().map(|(_, version, _)| *version).filter(|version| version.saturating_sub(current) <= most);
         let highest = ahead.fold(current, Version::max);
         for (shown, version, in_service) in &held {

@@ -1,7 +1,7 @@
 use super::*;
 
 #[test]
-fn a_start_may_owe_an_answer_behind_one_that_it_gave_on_the_same_way_and_only_for_so_long() {
+fn start_may_owe_one_answer_after_one_on_the_same_way() {
     let (start, other) = (EngineStart("1".into()), EngineStart("2".into()));
     let proven = Proven::default();
     assert!(!proven.may_owe(&start, "group"), "it never answered");

@@ -1,7 +1,7 @@
 use super::*;
 
 #[test]
-fn metrics_tell_a_sleep_from_a_pause_and_count_those_that_are_over() {
+fn metrics_separate_sleep_from_pause_and_count_ended_ones() {
     let state = |awake: u8, offloaded: u8, discarded: u8| {
         let line =
             |state: &str, on: u8| format!("vllm:engine_sleep_state{{engine=\"0\",model_name=\"m\",sleep_state=\"{state}\"}} {on}.0\n");

@@ -92,7 +92,7 @@ impl Groups {
         group.communicator.progress().map(Enqueued::from).map_err(|error| error.fault())
     }
 
-    /// An event behind all broadcasts of the group so far.
+    /// An event after all broadcasts of the group so far.
     pub(super) fn record(&mut self, group: u64) -> Result<Arc<Event>, GpuError> {
         let group = self.ready.get(&group).ok_or_else(|| GpuError::Invalid { what: format!("group {group} was not joined") })?;
         group.stream.record_new()

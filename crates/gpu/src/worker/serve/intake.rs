@@ -15,7 +15,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use super::{Heard, Incoming};
 use weightsync_core::protocol::worker::{WorkerCall, WorkerReply, WorkerRequest, decode_worker_frame, encode_worker_frame};
 
-/// Most descriptors beside one read.
+/// Most descriptors next to one read.
 const DESCRIPTORS: usize = 16;
 
 /// Reads requests until the agent is gone.
@@ -48,10 +48,10 @@ pub(super) fn read(socket: &OwnedFd, to_loop: &Sender<Heard>) {
 }
 
 fn receive(socket: &OwnedFd, space: &mut [u8], descriptors: &mut VecDeque<OwnedFd>) -> Result<usize, Errno> {
-    let mut beside = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
-    let mut beside = RecvAncillaryBuffer::new(&mut beside);
-    let message = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(space)], &mut beside, RecvFlags::CMSG_CLOEXEC)?;
-    for part in beside.drain() {
+    let mut alongside = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
+    let mut alongside = RecvAncillaryBuffer::new(&mut alongside);
+    let message = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(space)], &mut alongside, RecvFlags::CMSG_CLOEXEC)?;
+    for part in alongside.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = part {
             descriptors.extend(rights);
         }

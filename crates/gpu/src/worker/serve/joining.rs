@@ -127,7 +127,7 @@ impl Joining {
     }
 }
 
-/// The byte comes back to the host behind the broadcast.
+/// The byte comes back to the host after the broadcast.
 fn behind_warm_up(warm_up: WarmUp) -> Step {
     let back = || -> Result<Arc<Event>, GpuError> {
         warm_up.stream.copy(&warm_up.scratch.host(0, 1)?, &warm_up.scratch.device(0, 1)?)?;

@@ -84,7 +84,7 @@ impl Tables {
         self.reads.len()
     }
 
-    /// Enters a READ: what it writes is nobody else's until it has ended.
+    /// Enters a READ: what it writes is no one else's until it has ended.
     pub(super) fn begin_read(&mut self, id: u64, to: Place, bytes: u64) -> Result<Named, WorkerFault> {
         let named = self.named(to, bytes)?;
         self.reads.insert(id, (named.block, named.range.clone()));

@@ -1,5 +1,5 @@
 //! Work on the GPU: broadcasts, digests and copies, given to streams in the order in which they were asked for, and answered when the event
-//! behind them fired.
+//! after them fired.
 //!
 //! Work on a slot waits, on the GPU, for the work on it before. A request whose time passed is answered so at once; its work is still held
 //! until its event fires, because the GPU may still read and write what it names.
@@ -174,7 +174,7 @@ impl Server {
         }
     }
 
-    /// The broadcast is in its stream: an event and the digest go behind it.
+    /// The broadcast is in its stream: an event and the digest go after it.
     fn finish_enqueueing(&mut self) {
         let Some(gpu) = self.gpu.as_mut() else { return };
         let Some(Enqueueing { id, group, begun, end, at, use_, parts }) = gpu.works.enqueueing.take() else { return };

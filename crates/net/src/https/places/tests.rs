@@ -42,7 +42,7 @@ async fn listener_whose_places_are_all_in_use_lets_newcomers_wait() {
     let second = places.take(from(2)).unwrap();
     second.known();
     assert_eq!(places.take(from(3)).err(), Some(Full::Listener));
-    assert!(places.wait(from(3)).await.is_ok() && ended(&first), "nobody is served for ever while others wait");
+    assert!(places.wait(from(3)).await.is_ok() && ended(&first), "no one is served for ever while others wait");
     assert!(!ended(&second));
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use crate::conformance::bed::Bed;
+use crate::conformance::fixture::Fixture;
 use crate::conformance::model::Model;
 use crate::conformance::{Options, ways};
 use weightsync_core::weights::Dtype;
@@ -49,13 +49,13 @@ async fn serves_the_same(model: &Model) -> Result<(), TestCaseError> {
         let (patience, silence) = (Duration::from_secs(60), Duration::from_secs(1));
         let options = Options { engine: engine.to_owned(), live: None, patience, silence, sources: None, only_groups: false };
         for way in ways(engine) {
-            let bed = Bed::simulated_with(&options, *way, model).await.unwrap();
-            let adapter = bed.adapter(&bed.url).unwrap();
+            let fixture = Fixture::simulated_with(&options, *way, model).await.unwrap();
+            let adapter = fixture.adapter(&fixture.url).unwrap();
             adapter.probe(options.patience).await.unwrap();
-            let installed = bed.install(adapter.as_ref(), 2, options.patience).await;
+            let installed = fixture.install(adapter.as_ref(), 2, options.patience).await;
             prop_assert!(installed.is_ok(), "{engine}, {way:?}: {}", installed.unwrap_err());
-            let reference = bed.reference(2).await.unwrap().unwrap();
-            prop_assert_eq!(bed.serves().await.unwrap(), reference.clone(), "{}, {:?}", engine, way);
+            let reference = fixture.reference(2).await.unwrap().unwrap();
+            prop_assert_eq!(fixture.serves().await.unwrap(), reference.clone(), "{}, {:?}", engine, way);
             references.push(reference);
         }
     }

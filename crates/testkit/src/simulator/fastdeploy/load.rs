@@ -274,7 +274,7 @@ async fn by_gdr(front: &Front, state: &Fastdeploy, version: Option<String>) -> R
     }
 }
 
-/// `_load_models_from_weight_iterator`: everything into the main model, and the draft model's own in chunks beside it.
+/// `_load_models_from_weight_iterator`: everything into the main model, and the draft model's own in chunks next to it.
 async fn load_models(front: &Front, state: &Fastdeploy, version: &str) -> Result<(usize, usize), String> {
     let fault = slow(front).await;
     let tensors = stream(state, version).await?;

@@ -1,8 +1,8 @@
 //! SGLang's `/update_weights_from_tensor`: tensors in memory of another process, by a pickle for each rank.
 //!
 //! Rules kept on purpose: a GPU is named by the UUID that this server sees, or by its own number for it; the answer comes before anything was
-//! read (trap 17), and what is read later is what is there then; a tensor that was let go is told by torch's counter, where the server sees
-//! the file; the end of the session comes behind all reading; and what goes wrong in the worker is not caught there, and ends the server.
+//! read (trap 17), and what is read later is what is there then; a tensor that was let go is reported by torch's counter, where the server sees
+//! the file; the end of the session comes after all reading; and what goes wrong in the worker is not caught there, and ends the server.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -62,7 +62,7 @@ pub(in super::super) async fn update(
     .await
 }
 
-/// Opens what every rank is told of, and leaves the reading to the device.
+/// Opens what every rank is informed of, and leaves the reading to the device.
 fn begin_to_read(front: Arc<Front>, state: &SglangGroups, body: &Value) -> Result<Vec<Taken>, Trouble> {
     let counted = !front.core.state().faults.blind_to_counters;
     let named = named(state.ranks(), body, counted).map_err(Trouble::Dead)?;
@@ -76,7 +76,7 @@ fn begin_to_read(front: Arc<Front>, state: &SglangGroups, body: &Value) -> Resul
         };
         for (path, at) in named.iter().filter_map(|rank| rank.counter.as_ref()) {
             // No file, no word: torch passes over it.
-            let _told = let_go(path, *at);
+            let _reported = let_go(path, *at);
         }
         if let Err(cause) = taken {
             tracing::debug!(%cause, "the simulated scheduler died");

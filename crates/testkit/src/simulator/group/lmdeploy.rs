@@ -2,7 +2,7 @@
 //! `pytorch/engine/executor/ray_executor.py`, read in its wheel; what a lost rank 0 does to it was measured on H200).
 //!
 //! Rules kept on purpose: without Ray every call is 500; init and the HTTP front answer also while the workers are stuck; tensors of several
-//! types are refused before the broadcast; layers stay stale until `finished`; every rank's error is told; and while a worker is stuck in a
+//! types are refused before the broadcast; layers stay stale until `finished`; every rank's error is reported; and while a worker is stuck in a
 //! broadcast nothing is generated and no group destroyed, with `/health` as before.
 
 use std::sync::Arc;

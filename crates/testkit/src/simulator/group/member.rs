@@ -116,11 +116,11 @@ impl Member {
     pub(in super::super) async fn destroy(self) -> Result<(), Trouble> {
         let State::Joined(group) = self.state else { return Ok(()) };
         let folder = self.ranks.memory.groups();
-        let seat = |rank: u32| folder.as_ref().map(|folder| folder.join(format!("{}.{rank}", group.name)));
-        // From here on nobody waits for this one.
-        let _gone = seat(self.rank).map(std::fs::remove_file);
-        let others: Vec<PathBuf> = (0..self.world).filter(|rank| *rank != self.rank).filter_map(seat).collect();
-        while others.iter().any(|seat| is_taken(seat)) {
+        let lock_file = |rank: u32| folder.as_ref().map(|folder| folder.join(format!("{}.{rank}", group.name)));
+        // From here on no one waits for this one.
+        let _gone = lock_file(self.rank).map(std::fs::remove_file);
+        let others: Vec<PathBuf> = (0..self.world).filter(|rank| *rank != self.rank).filter_map(lock_file).collect();
+        while others.iter().any(|lock_file| is_taken(lock_file)) {
             tokio::time::sleep(LOOK).await;
         }
         group.worker.abort(group.number, ABORT).await.map_err(dead)
@@ -133,10 +133,10 @@ impl Member {
     }
 }
 
-/// Whether a living process holds a rank's seat in a group: it keeps a lock on the seat's file as long as it has the communicator.
-fn is_taken(seat: &std::path::Path) -> bool {
+/// Whether a living process holds a rank's lock_file in a group: it keeps a lock on the lock_file's file as long as it has the communicator.
+fn is_taken(lock_file: &std::path::Path) -> bool {
     use rustix::fs::{FlockOperation, flock};
-    File::open(seat).is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockShared).is_err())
+    File::open(lock_file).is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockShared).is_err())
 }
 
 impl Group {

@@ -1,10 +1,10 @@
 //! The weight groups of SGLang 0.5.23: endpoints, order rules, replies (`srt/managers/scheduler_components/weight_updater.py`,
 //! `srt/model_executor/model_runner_components/weight_updater.py`, read in its wheel).
 //!
-//! Rules kept on purpose: everything runs in the scheduler, so that nothing is generated or answered beside it; an update outside a session is
+//! Rules kept on purpose: everything runs in the scheduler, so that nothing is generated or answered next to it; an update outside a session is
 //! refused without a word to the group, as is a bucket that cannot be cut; an init knows no other rank than itself; an update of a server that
 //! is not paused waits for its running requests; the version moves with each call that names one; a cache that cannot be flushed makes a
-//! failure of an update that happened; and only the first rank's errors are told.
+//! failure of an update that happened; and only the first rank's errors are informed.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ const DEFAULT_NAME: &str = "weight_update_group";
 pub(in super::super) struct SglangGroups {
     groups: TorchGroups,
     session: parking_lot::Mutex<Option<Session>>,
-    /// What the device still has to read, behind answers that were given.
+    /// What the device still has to read, after answers that were given.
     reading: parking_lot::Mutex<Vec<tokio::task::JoinHandle<()>>>,
 }
 
@@ -220,10 +220,10 @@ where
 }
 
 async fn load(front: &Arc<Front>, state: &SglangGroups, body: &Map<String, Value>, taken: Vec<Taken>) -> Response {
-    let told = front.core.state().faults.load_rank == 0;
+    let reported = front.core.state().faults.load_rank == 0;
     let selector = body.get("selector").and_then(Value::as_str).unwrap_or("all");
     if let Err(cause) = into_models(front, selector, taken).await
-        && told
+        && reported
     {
         let message = format!(
             "Failed to update parameter online: {cause}. The full weights of the ModelRunner are partially updated. \

@@ -196,7 +196,7 @@ async fn a_draft_models_weights_come_in_chunks_of_the_same_stream() {
 }
 
 #[tokio::test]
-async fn an_update_that_takes_longer_than_the_engine_waits_goes_on_behind_its_error() {
+async fn update_longer_than_the_engine_waits_continues_after_error() {
     let server = rsync_server(true, |options| {
         options.model = options.model.with_file_name("step_1");
         write_checkpoint(&options.model, &TENSORS, 1);
@@ -244,7 +244,7 @@ async fn sleep_and_wake_up_keep_the_rules_of_their_tags() {
 }
 
 #[tokio::test]
-async fn the_legacy_routes_clear_and_reload_and_do_nothing_where_weights_are_there() {
+async fn legacy_routes_clear_and_reload_only_without_weights() {
     for v1 in [false, true] {
         let server = Server::start(|options, _| options.fastdeploy.v1_update_weights = v1).await;
         let before = server.call("GET /simulator/digest", None).await;
@@ -288,7 +288,7 @@ async fn the_legacy_routes_clear_and_reload_and_do_nothing_where_weights_are_the
 }
 
 #[tokio::test]
-async fn part_files_come_before_the_whole_one_and_that_before_the_legacy_name() {
+async fn part_files_precede_whole_file_and_legacy_name() {
     let digest = |server: Server| async move { server.call("GET /simulator/digest", None).await.1 };
     let whole = digest(Server::start(|_, _| {}).await).await;
     let with = |name: &'static str, seed: u8| async move {

@@ -56,7 +56,7 @@ impl Server {
         reply.json::<Value>().await.unwrap()["digest"].clone()
     }
 
-    /// Lays a version into the memory, and says how LMDeploy is told of it.
+    /// Lays a version into the memory, and says how LMDeploy is informed of it.
     fn lay(&self, version: u8, clone: bool) -> Pickled {
         let checkpoint = Checkpoint::open(&self.folder.path().join(version.to_string())).unwrap();
         let (mut offset, mut pieces) = (0, Vec::new());
@@ -96,8 +96,9 @@ impl Server {
     }
 }
 
+/// Trap 14.
 #[tokio::test]
-async fn trap_14_without_the_last_step_all_is_answered_and_something_else_is_computed() {
+async fn missing_last_step_answers_but_computes_otherwise() {
     let server = Server::start("lmdeploy").await;
     server.update(&server.lay(2, false), false).await;
     assert_ne!(server.digest().await, server.fresh(2).await);
@@ -105,8 +106,9 @@ async fn trap_14_without_the_last_step_all_is_answered_and_something_else_is_com
     assert_eq!(server.digest().await, server.fresh(2).await);
 }
 
+/// Trap 16.
 #[tokio::test]
-async fn trap_16_a_bucket_without_memory_is_read_from_the_clone_of_an_older_one() {
+async fn bucket_without_memory_is_read_from_an_old_clone() {
     for clone in [true, false] {
         let server = Server::start("lmdeploy").await;
         server.update(&server.lay(2, clone), false).await;
@@ -118,8 +120,9 @@ async fn trap_16_a_bucket_without_memory_is_read_from_the_clone_of_an_older_one(
     }
 }
 
+/// Trap 10.
 #[tokio::test]
-async fn trap_10_an_update_of_a_server_that_is_not_paused_waits_for_every_running_request() {
+async fn update_of_an_unpaused_server_waits_for_requests() {
     let server = Server::start("sglang").await;
     let (status, _) = server.post("/simulator/faults", &json!({"tokenMs": 20})).await;
     assert_eq!(status, 200);

@@ -54,7 +54,7 @@ async fn ranks_meet_and_find_the_id_of_their_group() {
 }
 
 #[tokio::test]
-async fn a_rank_that_does_not_come_is_counted_and_not_waited_for_any_longer() {
+async fn missing_rank_is_counted_and_not_waited_for() {
     let server = server().await;
     let mut rank = client(&server).await;
     rank.hello().await.unwrap();
@@ -102,7 +102,7 @@ async fn a_stranger_hears_nothing() {
 }
 
 #[tokio::test]
-async fn the_port_is_bound_before_it_is_told_and_nobody_else_gets_it() {
+async fn port_is_bound_before_it_is_announced() {
     // F21: a port that was looked up, closed and used later is somebody else's by then.
     let server = server().await;
     let address = server.address();
@@ -132,7 +132,7 @@ async fn a_store_that_is_dropped_closes_its_connections() {
     let address = server.address();
     drop(server);
     assert!(rank.wait("/id", AMPLE).await.is_err());
-    // Its port is free for whoever wants it.
+    // Its port is free for anyone who wants it.
     let bind = async {
         while Server::bind(address, |_| true, &CancellationToken::new()).await.is_err() {
             tokio::task::yield_now().await;
@@ -194,7 +194,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     /// Whatever an admitted client sends, with a greeting or without: the server goes on for the others.
     #[test]
-    fn hostile_bytes_harm_nobody_else(greets in any::<bool>(), hostile in proptest::collection::vec(any::<u8>(), 1..2000)) {
+    fn hostile_bytes_harm_no_other(greets in any::<bool>(), hostile in proptest::collection::vec(any::<u8>(), 1..2000)) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let server = server().await;

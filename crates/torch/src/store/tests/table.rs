@@ -80,11 +80,11 @@ fn a_wait_ends_when_the_last_of_its_keys_comes() {
     assert_eq!(ask(&mut table, 2, &Request::Wait(vec![b"b"])), (vec![], vec![]));
     assert_eq!(ask(&mut table, 3, &Request::Set(b"a", b"")).1, Vec::<ClientId>::new());
     assert_eq!(ask(&mut table, 3, &Request::Add(b"b", 1)).1, [1, 2]);
-    assert_eq!(ask(&mut table, 3, &Request::Set(b"b", b"")).1, Vec::<ClientId>::new(), "nobody waits any more");
+    assert_eq!(ask(&mut table, 3, &Request::Set(b"b", b"")).1, Vec::<ClientId>::new(), "no one waits any more");
 }
 
 #[test]
-fn a_wait_that_was_taken_back_or_whose_client_left_is_not_answered() {
+fn withdrawn_wait_or_gone_client_is_not_answered() {
     let mut table = table(3);
     ask(&mut table, 1, &Request::Wait(vec![b"a"]));
     ask(&mut table, 2, &Request::Wait(vec![b"a"]));
@@ -126,7 +126,7 @@ fn only_ranks_that_are_still_connected_count_and_each_once() {
 }
 
 #[test]
-fn the_owner_sees_who_asks_for_its_keys_before_and_after_it_sets_them() {
+fn store_owner_sees_who_asks_for_its_keys() {
     let mut table = table(3);
     ask(&mut table, 1, &Request::Wait(vec![b"id"]));
     assert_eq!(table.set_own(b"id", b"secret").unwrap(), [1]);

@@ -49,7 +49,7 @@ fn the_id_of_a_group_lies_where_each_torch_looks_for_it() {
 }
 
 #[test]
-fn a_length_that_nothing_of_torch_has_is_nonsense_before_its_bytes_are_there() {
+fn length_unknown_to_torch_is_refused_before_its_bytes() {
     let head = |code: u8, length: usize| [vec![code], (length as u64).to_le_bytes().to_vec()].concat();
     assert!(matches!(read(&head(3, MAX_KEY + 1)), Err(Nonsense::TooLong { what: "key", .. })));
     assert!(matches!(read(&head(6, MAX_LIST + 1)), Err(Nonsense::TooLong { what: "list", .. })));
@@ -66,7 +66,7 @@ fn a_length_that_nothing_of_torch_has_is_nonsense_before_its_bytes_are_there() {
 
 proptest! {
     #[test]
-    fn a_part_of_a_request_asks_for_more_and_never_for_more_than_there_is(
+    fn partial_request_asks_for_no_more_than_there_is(
         key in proptest::collection::vec(any::<u8>(), 0..40),
         values in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..60), 1..6),
         behind in proptest::collection::vec(any::<u8>(), 0..10),

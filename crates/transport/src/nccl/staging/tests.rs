@@ -1,7 +1,7 @@
 use super::best;
 
 #[test]
-fn the_shortest_memory_that_fits_is_taken_and_none_that_is_far_too_long() {
+fn shortest_memory_that_fits_is_taken() {
     for (lengths, bytes, taken) in [
         (&[12, 10, 11][..], 10, Some(1)),
         (&[12, 10, 11], 11, Some(2)),

@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use super::{Wire, closes};
 use crate::tcp::TcpOptions;
 use crate::tcp::frame::Frame;
-use crate::tests::bed::{Bed, LONG, Member, PATIENT, Refuse, buckets, finish, hello, send};
+use crate::tests::fixture::{Fixture, LONG, Member, PATIENT, Refuse, buckets, finish, hello, send};
 use crate::{BucketSink, Transport};
 use weightsync_core::protocol::{BucketHeader, StreamFailure};
 use weightsync_core::weights::{BLOCK_BYTES, bucket_digest};
@@ -64,20 +64,20 @@ async fn carry(mut near: TcpStream, mut far: TcpStream, mut swallows: watch::Rec
     tokio::select! {
         _ = tokio::io::copy_bidirectional(&mut near, &mut far) => return,
         // The sender is gone with the test when this fails.
-        told = async { swallows.wait_for(|swallows| *swallows).await.is_ok() } => if !told { return },
+        reported = async { swallows.wait_for(|swallows| *swallows).await.is_ok() } => if !reported { return },
     }
     let _ = tokio::io::copy(&mut near, &mut tokio::io::sink()).await;
     // Both connections stand until the test ends.
     std::future::pending::<()>().await;
 }
 
-fn bed(lanes: usize) -> Bed {
-    Bed::over(TcpOptions { receive_buffer: 64 << 10, receive_buffers: 6, lanes, ..TcpOptions::default() })
+fn fixture(lanes: usize) -> Fixture {
+    Fixture::over(TcpOptions { receive_buffer: 64 << 10, receive_buffers: 6, lanes, ..TcpOptions::default() })
 }
 
 /// A chain over `members` whose first hop leads through the path.
 async fn open(leader_lanes: usize, members: &[Member], path: &Path, silence: u64) -> (Box<dyn Transport>, Box<dyn BucketSink>) {
-    let leader = bed(leader_lanes).transport(crate::tests::bed::Door::new("trainer/0", Refuse::Admission)).await.0;
+    let leader = fixture(leader_lanes).transport(crate::tests::fixture::Door::new("trainer/0", Refuse::Admission)).await.0;
     let sink = timeout(LONG, leader.open(hello(members, silence), &path.address)).await.unwrap().unwrap();
     (leader, sink)
 }
@@ -85,7 +85,7 @@ async fn open(leader_lanes: usize, members: &[Member], path: &Path, silence: u64
 #[tokio::test]
 async fn a_hop_uses_as_many_connections_as_both_ends_like() {
     for (leader, member, used) in [(1, 1, 1), (1, 4, 1), (4, 1, 1), (4, 2, 2), (2, 4, 2), (3, 3, 3)] {
-        let members = bed(member).members(&[Refuse::Nothing]).await;
+        let members = fixture(member).members(&[Refuse::Nothing]).await;
         let path = Path::to(&members[0]).await;
         let (_leader, mut sink) = open(leader, &members, &path, PATIENT).await;
         assert_eq!(path.connections(), used, "{leader} and {member}");
@@ -103,9 +103,9 @@ async fn a_hop_uses_as_many_connections_as_both_ends_like() {
 async fn hops_of_one_chain_may_differ_in_their_connections() {
     let mut members = Vec::new();
     for (number, lanes) in [3, 1, 4, 2].into_iter().enumerate() {
-        members.push(bed(lanes).member(&format!("actors/{number}"), Refuse::Nothing).await);
+        members.push(fixture(lanes).member(&format!("actors/{number}"), Refuse::Nothing).await);
     }
-    let (_leader, mut sink) = bed(4).open(&members, PATIENT).await.unwrap();
+    let (_leader, mut sink) = fixture(4).open(&members, PATIENT).await.unwrap();
     let (stream, buckets) = buckets(&[3 * BLOCK_BYTES + 1, 7, 2 * BLOCK_BYTES]);
     for bucket in &buckets {
         send(&mut sink, bucket).await.unwrap();
@@ -115,15 +115,15 @@ async fn hops_of_one_chain_may_differ_in_their_connections() {
 }
 
 #[tokio::test]
-async fn one_connection_of_several_that_breaks_ends_the_stream_and_names_both_ends() {
+async fn one_broken_connection_ends_the_stream_naming_both_ends() {
     for broken in 0..3 {
-        let members = bed(3).members(&[Refuse::Nothing; 2]).await;
+        let members = fixture(3).members(&[Refuse::Nothing; 2]).await;
         let path = Path::to(&members[0]).await;
         let (_leader, mut sink) = open(3, &members, &path, PATIENT).await;
         let (_, buckets) = buckets(&[BLOCK_BYTES + 1]);
         send(&mut sink, &buckets[0]).await.unwrap();
         path.cut(broken);
-        let error = timeout(Duration::from_secs(5), sink.failed()).await.expect("nobody noticed");
+        let error = timeout(Duration::from_secs(5), sink.failed()).await.expect("no one noticed");
         assert_eq!(error.peer(), Some(&members[0].name), "connection {broken}: {error}");
         let (said, first) = (error.to_string(), &members[0].name);
         assert!(said.contains("lost in the middle: its connection with trainer/0 ended: "), "connection {broken}: {said}");
@@ -136,14 +136,14 @@ async fn one_connection_of_several_that_breaks_ends_the_stream_and_names_both_en
 }
 
 #[tokio::test]
-async fn one_connection_of_several_that_swallows_bytes_ends_the_stream_in_time() {
-    let members = bed(2).members(&[Refuse::Nothing]).await;
+async fn one_connection_that_swallows_bytes_ends_the_stream() {
+    let members = fixture(2).members(&[Refuse::Nothing]).await;
     let path = Path::to(&members[0]).await;
     let (_leader, mut sink) = open(2, &members, &path, 1600).await;
     path.swallow(1);
     let (_, buckets) = buckets(&[2 * BLOCK_BYTES]);
     let error = match send(&mut sink, &buckets[0]).await {
-        Ok(()) => timeout(LONG, sink.failed()).await.expect("nobody noticed"),
+        Ok(()) => timeout(LONG, sink.failed()).await.expect("no one noticed"),
         Err(error) => error,
     };
     assert_eq!(error.peer(), Some(&members[0].name), "{error}");
@@ -153,7 +153,7 @@ async fn one_connection_of_several_that_swallows_bytes_ends_the_stream_in_time()
 
 #[tokio::test]
 async fn a_leader_whose_connections_do_not_come_is_named() {
-    let members = bed(3).members(&[Refuse::Nothing]).await;
+    let members = fixture(3).members(&[Refuse::Nothing]).await;
     let mut wire = Wire::open_with(3, &members[0].address, &hello(&members, 400)).await;
     assert_eq!(wire.answer().await, Some(Ok("lanes")));
     assert_eq!(wire.agreed.unwrap().0, 3);
@@ -177,8 +177,8 @@ async fn lane(address: &str, id: &[u8], number: u32) -> TcpStream {
 }
 
 #[tokio::test]
-async fn a_connection_that_does_not_know_the_stream_is_closed_and_disturbs_nothing() {
-    let members = bed(2).members(&[Refuse::Nothing]).await;
+async fn connection_of_an_unknown_stream_is_closed_alone() {
+    let members = fixture(2).members(&[Refuse::Nothing]).await;
     let address = members[0].address.clone();
     let mut wire = Wire::open_with(2, &address, &hello(&members, PATIENT)).await;
     assert_eq!(wire.answer().await, Some(Ok("lanes")));
@@ -209,8 +209,8 @@ async fn a_connection_that_does_not_know_the_stream_is_closed_and_disturbs_nothi
 #[tokio::test]
 async fn a_wrong_byte_on_any_connection_is_found() {
     for wrong in [0, BLOCK_BYTES + 5] {
-        let members = bed(2).members(&[Refuse::Nothing]).await;
-        let (_leader, mut sink) = bed(2).open(&members, PATIENT).await.unwrap();
+        let members = fixture(2).members(&[Refuse::Nothing]).await;
+        let (_leader, mut sink) = fixture(2).open(&members, PATIENT).await.unwrap();
         let (_, mut buckets) = buckets(&[2 * BLOCK_BYTES]);
         let mut bytes = buckets[0].1.to_vec();
         bytes[wrong] ^= 1;
@@ -224,7 +224,7 @@ async fn a_wrong_byte_on_any_connection_is_found() {
 
 #[tokio::test]
 async fn bytes_that_belong_to_no_block_are_refused() {
-    let members = bed(2).members(&[Refuse::Nothing]).await;
+    let members = fixture(2).members(&[Refuse::Nothing]).await;
     let mut wire = Wire::open_with(2, &members[0].address, &hello(&members, PATIENT)).await;
     assert_eq!(wire.answer().await, Some(Ok("lanes")));
     let _other = lane(&members[0].address, &wire.agreed.unwrap().1, 1).await;
@@ -239,7 +239,7 @@ async fn bytes_that_belong_to_no_block_are_refused() {
 
 #[tokio::test]
 async fn bytes_before_the_stream_is_admitted_are_refused() {
-    let members = bed(2).members(&[Refuse::Nothing]).await;
+    let members = fixture(2).members(&[Refuse::Nothing]).await;
     let mut wire = Wire::open_with(2, &members[0].address, &hello(&members, PATIENT)).await;
     assert_eq!(wire.answer().await, Some(Ok("lanes")));
     wire.frame(Frame::Head(BucketHeader { sequence: 0, flags: 0, offset: 0, bytes: 1 })).await;

@@ -5,7 +5,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 use crate::tcp::{DataTls, TcpOptions};
-use crate::tests::bed::{Bed, Door, LONG, Member, PATIENT, Refuse, buckets, finish, hello, send};
+use crate::tests::fixture::{Door, Fixture, LONG, Member, PATIENT, Refuse, buckets, finish, hello, send};
 use crate::{BucketSink, TransportError};
 use weightsync_core::protocol::DataHello;
 
@@ -34,22 +34,22 @@ fn tls(name: &str) -> DataTls {
     }
 }
 
-fn bed(tls: Option<DataTls>) -> Bed {
-    Bed::over(TcpOptions { tls, receive_buffer: 4096, lanes: 2, ..TcpOptions::default() })
+fn fixture(tls: Option<DataTls>) -> Fixture {
+    Fixture::over(TcpOptions { tls, receive_buffer: 4096, lanes: 2, ..TcpOptions::default() })
 }
 
-async fn open(bed: &Bed, members: &[Member], tls: bool) -> Result<Box<dyn BucketSink>, TransportError> {
-    let leader = bed.transport(Door::new("trainer/0", Refuse::Admission)).await.0;
+async fn open(fixture: &Fixture, members: &[Member], tls: bool) -> Result<Box<dyn BucketSink>, TransportError> {
+    let leader = fixture.transport(Door::new("trainer/0", Refuse::Admission)).await.0;
     let hello = DataHello { tls, ..hello(members, PATIENT) };
     tokio::time::timeout(LONG, leader.open(hello, &members[0].address)).await.unwrap()
 }
 
 #[tokio::test]
 async fn a_chain_inside_tls_delivers() {
-    let bed = bed(Some(tls("*.agent.test")));
-    let members = bed.members(&[Refuse::Nothing; 3]).await;
+    let fixture = fixture(Some(tls("*.agent.test")));
+    let members = fixture.members(&[Refuse::Nothing; 3]).await;
     for is_tls in [true, false] {
-        let mut sink = open(&bed, &members, is_tls).await.unwrap();
+        let mut sink = open(&fixture, &members, is_tls).await.unwrap();
         let (stream, buckets) = buckets(&[100_000, 3_300_000]);
         for bucket in &buckets {
             send(&mut sink, bucket).await.unwrap();
@@ -63,27 +63,27 @@ async fn a_chain_inside_tls_delivers() {
 #[tokio::test]
 async fn a_member_with_another_name_or_ca_is_not_fed() {
     let good = tls("actors-0.agent.test");
-    let bed_with = |tls: &DataTls| bed(Some(tls.clone()));
-    let members = bed_with(&good).members(&[Refuse::Nothing]).await;
+    let fixture_with = |tls: &DataTls| fixture(Some(tls.clone()));
+    let members = fixture_with(&good).members(&[Refuse::Nothing]).await;
     let other_ca = tls("actors-0.agent.test");
     assert!(matches!(
-        open(&bed_with(&other_ca), &members, true).await,
+        open(&fixture_with(&other_ca), &members, true).await,
         Err(TransportError::Unreachable { .. } | TransportError::Lost { .. })
     ));
     let other_name = DataTls { server_name: Arc::new(|_| ServerName::try_from("actors-1.agent.test").ok()), ..good.clone() };
-    assert!(matches!(open(&bed_with(&other_name), &members, true).await, Err(TransportError::Unreachable { .. })));
+    assert!(matches!(open(&fixture_with(&other_name), &members, true).await, Err(TransportError::Unreachable { .. })));
     let no_name = DataTls { server_name: Arc::new(|_| None), ..good.clone() };
-    let error = open(&bed_with(&no_name), &members, true).await.err().unwrap().to_string();
+    let error = open(&fixture_with(&no_name), &members, true).await.err().unwrap().to_string();
     assert!(error.contains("TLS name is not known"), "{error}");
     assert!(members[0].door.hellos.lock().is_empty(), "a stranger's hello was read");
 }
 
 #[tokio::test]
 async fn a_stream_is_never_less_secure_than_its_hello_says() {
-    let plain_members = bed(None).members(&[Refuse::Nothing]).await;
-    let error = open(&bed(None), &plain_members, true).await.err().unwrap().to_string();
+    let plain_members = fixture(None).members(&[Refuse::Nothing]).await;
+    let error = open(&fixture(None), &plain_members, true).await.err().unwrap().to_string();
     assert!(error.contains("no TLS configuration"), "{error}");
-    assert!(open(&bed(Some(tls("*.agent.test"))), &plain_members, true).await.is_err());
+    assert!(open(&fixture(Some(tls("*.agent.test"))), &plain_members, true).await.is_err());
     // A hello that claims TLS on a plain connection.
     let hello = DataHello { tls: true, ..hello(&plain_members, PATIENT) };
     let mut wire = super::Wire::open(&plain_members[0].address, &hello).await;

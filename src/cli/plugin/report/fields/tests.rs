@@ -87,16 +87,16 @@ fn object_with_a_prompt_and_foreign_fields_leaves_neither() {
 
 #[test]
 fn event_of_another_program_is_left_out() {
-    let told = |by: &str| {
-        let told = json!({
+    let reported = |by: &str| {
+        let reported = json!({
             "metadata": planted_metadata("e"), "type": "Warning", "reason": "AgentLost", "note": "actors/a: gone",
             "reportingController": by, "reportingInstance": PLANTED, "action": PLANTED, "deprecatedCount": 4,
             "regarding": {"kind": "WeightSync", "name": "run", "fieldPath": PLANTED},
         });
-        event(&serde_json::from_value(told).unwrap())
+        event(&serde_json::from_value(reported).unwrap())
     };
-    assert_eq!(told("kubelet"), None);
-    let copied = told(REPORTER).unwrap();
+    assert_eq!(reported("kubelet"), None);
+    let copied = reported(REPORTER).unwrap();
     assert!(!copied.to_string().contains(PLANTED), "{copied:#}");
     assert_eq!((&copied["note"], &copied["count"]), (&json!("actors/a: gone"), &json!(4)));
     assert_eq!(copied["regarding"], json!({"kind": "WeightSync", "name": "run"}));

@@ -26,7 +26,7 @@ fn world(pods: Vec<PodRef>) -> (Roster, Vec<MemberAddress>) {
 }
 
 #[test]
-fn store_admits_every_pod_of_a_replica_and_nobody_else() {
+fn store_admits_only_the_pods_of_a_replica() {
     let (roster, addresses) = world(vec![pod("a-0", vec![ip(2)]), pod("a-1", vec![ip(3), "fd00::3".parse().unwrap()])]);
     let admitted = addresses_of_group(&roster, &addresses).unwrap();
     let all = [ip(1), ip(2), ip(3), "fd00::3".parse().unwrap()];
@@ -34,7 +34,7 @@ fn store_admits_every_pod_of_a_replica_and_nobody_else() {
 }
 
 #[test]
-fn store_of_a_replica_with_an_unknown_pod_admits_nobody() {
+fn store_of_a_replica_with_an_unknown_pod_admits_none() {
     let (roster, addresses) = world(vec![pod("a-0", Vec::new()), pod("a-1", Vec::new())]);
     assert!(addresses_of_group(&roster, &addresses).unwrap_err().contains("pod a-1 of actors/a"));
     let (roster, addresses) = world(vec![pod("a-0", Vec::new())]);

@@ -56,13 +56,13 @@ pub struct Said {
 }
 
 /// All of it, in order.
-pub type Told = Arc<Mutex<Vec<Said>>>;
+pub type Reported = Arc<Mutex<Vec<Said>>>;
 
-pub struct Bed {
+pub struct Fixture {
     pub group: Group,
     pub links: Vec<Link>,
     pub trainer: Trainer,
-    pub told: Told,
+    pub reported: Reported,
     pub watcher: Watcher,
     pub http: reqwest::Client,
     name: String,
@@ -90,7 +90,7 @@ pub fn usual() -> Value {
     json!({"loadMs": LOAD_MS})
 }
 
-impl Bed {
+impl Fixture {
     /// Starts world `number` and publishes its first version.
     pub async fn start(number: usize, shim: &Path) -> Result<Self, String> {
         let folder = tempfile::tempdir().unwrap();
@@ -128,24 +128,24 @@ impl Bed {
             guard: PathBuf::from(PROGRAM),
         };
         let group = Group::start(spec).await.map_err(|error| error.to_string())?;
-        let told = Told::default();
-        tokio::spawn(keep_events(group.events(), Arc::clone(&told)));
-        tokio::spawn(keep_rows(group.view(), Arc::clone(&told)));
+        let reported = Reported::default();
+        tokio::spawn(keep_events(group.events(), Arc::clone(&reported)));
+        tokio::spawn(keep_rows(group.view(), Arc::clone(&reported)));
         let trainer = Trainer::start(&links[0], &format!("@weightsync/{name}-trainer"), &folder.path().join("trainer.log")).await;
         let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(2)).build().unwrap();
         let watcher = Watcher::new();
-        let mut bed = Self { group, links, trainer, told, watcher, http, name, folder, last: 0 };
-        bed.add(0).await;
-        bed.watcher.start(&bed.group, &bed.links, &bed.http);
-        bed.until("the group to form", Duration::from_secs(60), |view| view.ready as usize == ROLLOUTS).await?;
-        let version = bed.next_version().await;
-        bed.publish(version, None).await;
-        match bed.trainer.outcome(version).await? {
+        let mut fixture = Self { group, links, trainer, reported, watcher, http, name, folder, last: 0 };
+        fixture.add(0).await;
+        fixture.watcher.start(&fixture.group, &fixture.links, &fixture.http);
+        fixture.until("the group to form", Duration::from_secs(60), |view| view.ready as usize == ROLLOUTS).await?;
+        let version = fixture.next_version().await;
+        fixture.publish(version, None).await;
+        match fixture.trainer.outcome(version).await? {
             Outcome::Published { .. } => {}
             other @ Outcome::Failed { .. } => return Err(format!("the first version was not published: {other:?}")),
         }
-        bed.whole(Duration::from_secs(45)).await?;
-        Ok(bed)
+        fixture.whole(Duration::from_secs(45)).await?;
+        Ok(fixture)
     }
 
     pub fn folder(&self) -> &Path {
@@ -260,7 +260,7 @@ impl Bed {
                 return Ok(());
             }
             if Instant::now() > until {
-                return Err(format!("all are told of as ready at version {version}, but {}", wrong.join(", ")));
+                return Err(format!("all are reported as ready at version {version}, but {}", wrong.join(", ")));
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
@@ -330,7 +330,7 @@ impl Bed {
     }
 
     /// What the liar of a pod said in all, one line for each lie.
-    pub fn lies_told(&self, number: usize) -> Vec<Value> {
+    pub fn lies_sent(&self, number: usize) -> Vec<Value> {
         let log = std::fs::read_to_string(self.state().join(format!("{}-agent.log", pod(number)))).unwrap_or_default();
         let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
         lines.filter(|line| line["lie"].is_string()).collect()
@@ -361,7 +361,7 @@ impl Bed {
     /// The ends of all logs.
     pub fn evidence(&self) -> String {
         let mut text = String::new();
-        for said in self.told.lock().unwrap().iter().rev().take(60).rev() {
+        for said in self.reported.lock().unwrap().iter().rev().take(60).rev() {
             let ago = said.at.elapsed().as_millis();
             let _ = writeln!(text, "{ago} ms ago: {} {}: {}", said.reason, said.member.as_deref().unwrap_or_default(), said.message);
         }
@@ -386,15 +386,15 @@ impl Bed {
     }
 }
 
-async fn keep_events(mut events: broadcast::Receiver<CoordinatorEvent>, told: Told) {
+async fn keep_events(mut events: broadcast::Receiver<CoordinatorEvent>, reported: Reported) {
     while let Ok(CoordinatorEvent { reason, message, member, warning }) = events.recv().await {
         let member = member.map(|member| member.0);
-        told.lock().unwrap().push(Said { at: Instant::now(), member, reason, message, warning });
+        reported.lock().unwrap().push(Said { at: Instant::now(), member, reason, message, warning });
     }
 }
 
 /// What status says of members that are not as they should be, each time that it says something else.
-async fn keep_rows(mut view: watch::Receiver<MembershipView>, told: Told) {
+async fn keep_rows(mut view: watch::Receiver<MembershipView>, reported: Reported) {
     let mut before = BTreeSet::new();
     loop {
         let mut rows = BTreeSet::new();
@@ -411,7 +411,7 @@ async fn keep_rows(mut view: watch::Receiver<MembershipView>, told: Told) {
         }
         for (member, reason, message) in rows.difference(&before) {
             let (member, message) = (member.clone(), message.clone());
-            told.lock().unwrap().push(Said { at: Instant::now(), member, reason: *reason, message, warning: true });
+            reported.lock().unwrap().push(Said { at: Instant::now(), member, reason: *reason, message, warning: true });
         }
         before = rows;
         if view.changed().await.is_err() {

@@ -1,4 +1,4 @@
-"""What a digest of every bucket takes from the broadcasts beside it: torch's NCCL broadcasts on all GPUs, and kernels like gsum64 behind
+"""What a digest of every bucket takes from the broadcasts next to it: torch's NCCL broadcasts on all GPUs, and kernels like gsum64 after
 each on a stream of its own, in several shapes.
 
 One line of JSON for each shape: GB/s with and without, and their ratio. `nothing` launches a kernel that reads nothing, `in cache` one that
@@ -130,10 +130,10 @@ def rank(number: int, a: argparse.Namespace, port: int) -> None:
         pairs = 0 if read == "nothing" else size // 16
         within = (1 << 16) if read == "in cache" else size // 16
         once(kernel, blocks, threads, pairs, within)
-        plain, beside = [], []
+        plain, alongside = [], []
         for _ in range(a.runs):
             plain.append(once(None, 0, 0, 0, 1))
-            beside.append(once(kernel, blocks, threads, pairs, within))
+            alongside.append(once(kernel, blocks, threads, pairs, within))
         begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
             numbers = tuple(cupy.uint64(value) for value in (buffers[0].data_ptr(), pairs, within, sums.data_ptr()))
@@ -142,9 +142,9 @@ def rank(number: int, a: argparse.Namespace, port: int) -> None:
             ended.record()
         torch.cuda.synchronize()
         if number == 0:
-            ratio = statistics.median(beside) / statistics.median(plain)
+            ratio = statistics.median(alongside) / statistics.median(plain)
             shape = {"blocks": blocks, "threads": threads, "ahead": ahead, "load": how, "nap": nap, "reads": read}
-            figures = {"without": round(statistics.median(plain), 1), "with": round(statistics.median(beside), 1)}
+            figures = {"without": round(statistics.median(plain), 1), "with": round(statistics.median(alongside), 1)}
             alone = {"alone_us": round(begun.elapsed_time(ended) * 1e3)}
             print(json.dumps(shape | figures | {"ratio": round(ratio, 4)} | alone), flush=True)
     dist.barrier()

@@ -37,14 +37,14 @@ pub struct Wanted<'a> {
     pub versions: &'a Path,
     /// Rollouts whose engines are started with the group.
     pub rollouts: u32,
-    /// Rollouts behind them whose engines the measurement starts.
+    /// Rollouts after them whose engines the measurement starts.
     pub later: u32,
     /// How long a joining replica waits for others.
     pub debounce: Duration,
 }
 
 /// A running group. Dropping it kills its processes.
-pub struct Bed {
+pub struct Fixture {
     group: Group,
     name: String,
     layout: Layout,
@@ -64,7 +64,7 @@ impl Drop for Killed {
     }
 }
 
-impl Bed {
+impl Fixture {
     /// Starts it and waits until the rollouts that are started with it are ready.
     pub async fn start(wanted: &Wanted<'_>) -> Result<Self> {
         // Clients over plain HTTP want one as well.
@@ -77,9 +77,9 @@ impl Bed {
         let ports = (0..wanted.rollouts + wanted.later).map(|_| free_port()).collect::<Result<Vec<_>, _>>()?;
         let group = Group::start(spec(wanted, &name, folder.path(), versions.path(), &ports)).await?;
         let http = reqwest::Client::builder().timeout(LONG).no_proxy().build()?;
-        let bed = Self { group, name, layout, ports, folder, versions, http };
-        bed.until("the group to form", |view| view.stage == GroupStage::Committed && view.ready == wanted.rollouts).await?;
-        Ok(bed)
+        let fixture = Self { group, name, layout, ports, folder, versions, http };
+        fixture.until("the group to form", |view| view.stage == GroupStage::Committed && view.ready == wanted.rollouts).await?;
+        Ok(fixture)
     }
 
     /// Where versions are.
@@ -152,7 +152,7 @@ impl Bed {
     /// URL of the status pages of a pod's agent, which its log tells.
     pub fn pages(&self, pod: &str) -> Result<String> {
         let log = std::fs::read_to_string(self.folder.path().join(format!("{pod}-agent.log")))?;
-        let line = log.lines().rfind(|line| line.contains("status pages")).context("an agent told no status pages")?;
+        let line = log.lines().rfind(|line| line.contains("status pages")).context("an agent reported no status pages")?;
         let port: String = line.rsplit("127.0.0.1:").next().unwrap_or_default().chars().take_while(char::is_ascii_digit).collect();
         Ok(format!("http://127.0.0.1:{port}"))
     }

@@ -1,7 +1,7 @@
-//! Which agents are told that their assignment changed, so that they ask for it at once and not with their next announcement, seconds later:
+//! Which agents are informed that their assignment changed, so that they ask for it at once and not with their next announcement, seconds later:
 //! until then a pod outside of the group would be ready with start-up weights although there is a version.
 //!
-//! Pure. Whoever misses the word hears it with the next announcement; nothing here is relied upon.
+//! Pure. Anyone who misses the word hears it with the next announcement; nothing here is relied upon.
 
 use std::collections::HashSet;
 
@@ -10,7 +10,7 @@ use weightsync_core::protocol::{HeldVersion, Hindrance, Incarnation, Returned, R
 
 /// What is new in what goes out with each assignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum News {
+pub(super) enum CommonChange {
     Nothing,
     /// Another version counts. Members of the group know it by the update itself, unless the source that led it ended before it did.
     Version,
@@ -35,7 +35,7 @@ pub(super) struct Common<'a> {
     pub(super) hindrance: Option<&'a Hindrance>,
 }
 
-impl News {
+impl CommonChange {
     pub(super) fn between(before: Common<'_>, now: Common<'_>) -> Self {
         if (before.returned, before.newest, before.suspended) != (now.returned, now.newest, now.suspended) {
             Self::Service
@@ -48,9 +48,9 @@ impl News {
         }
     }
 
-    /// Which of these agents are told.
+    /// Which of these agents are informed.
     pub(super) fn concerns<'a>(self, view: &MembershipView, agents: impl Iterator<Item = &'a Incarnation>) -> Vec<Incarnation> {
-        let untold: HashSet<&Incarnation> = match self {
+        let unreported: HashSet<&Incarnation> = match self {
             Self::Nothing => return Vec::new(),
             Self::Hindrance => {
                 let members = view.members.iter().filter(|member| member.role != Role::Source);
@@ -59,13 +59,13 @@ impl News {
             Self::Service => HashSet::new(),
             Self::Version => {
                 let current = view.wanted.as_ref().or(view.version.as_ref());
-                // A source that led the update to its end says so itself; one that took its place knows only what it is told.
+                // A source that led the update to its end says so itself; one that took its place knows only what it is reported.
                 let knows = |member: &MemberView| member.role != Role::Source || member.installed.as_ref() == current;
                 let members = view.members.iter().filter(|member| in_group(member.standing) && knows(member));
                 members.filter_map(|member| member.incarnation.as_ref()).collect()
             }
         };
-        agents.filter(|agent| !untold.contains(agent)).cloned().collect()
+        agents.filter(|agent| !unreported.contains(agent)).cloned().collect()
     }
 }
 

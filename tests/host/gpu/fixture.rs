@@ -26,7 +26,7 @@ pub fn libraries() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fakegpu/build.sh");
-        // Beside the program under test, wherever cargo puts it: target/debug/weightsync.
+        // Next to the program under test, wherever cargo puts it: target/debug/weightsync.
         let target = Path::new(PROGRAM).ancestors().nth(2).unwrap();
         let built = Command::new(script).env("CARGO_TARGET_DIR", target).output().unwrap();
         assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
@@ -67,9 +67,9 @@ impl Machine {
 
     /// Orders faults, one a line, instead of those ordered before.
     pub fn order(&self, faults: &str) {
-        let beside = self.folder.path().join("faults.new");
-        fs::write(&beside, format!("{faults}\n")).unwrap();
-        fs::rename(beside, self.folder.path().join("faults")).unwrap();
+        let alongside = self.folder.path().join("faults.new");
+        fs::write(&alongside, format!("{faults}\n")).unwrap();
+        fs::rename(alongside, self.folder.path().join("faults")).unwrap();
     }
 
     /// What a process needs to find its GPUs.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::rollout::same_version;
 use weightsync_core::protocol::HeldVersion;
 
-pub trait Shelved {
+pub trait Archived {
     fn held(&self) -> &HeldVersion;
 
     /// Memory that it takes, in bytes.
@@ -16,15 +16,15 @@ pub trait Shelved {
 
 /// Versions, the last used first; each at most once.
 #[derive(Debug)]
-pub struct Shelf<T>(Vec<Arc<T>>);
+pub struct Archive<T>(Vec<Arc<T>>);
 
-impl<T> Default for Shelf<T> {
+impl<T> Default for Archive<T> {
     fn default() -> Self {
         Self(Vec::new())
     }
 }
 
-impl<T: Shelved> Shelf<T> {
+impl<T: Archived> Archive<T> {
     /// Puts one in front.
     pub fn put(&mut self, item: Arc<T>) {
         self.remove(item.held());

@@ -10,7 +10,7 @@ use crate::protocol::MemberName;
 
 /// Who sits where.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Seats {
+pub struct RankPlan {
     /// Members with ranks, one a GPU, in the order given.
     pub ranks: Vec<(MemberName, Vec<String>)>,
     /// Members without a rank, on the source's GPU.
@@ -19,9 +19,9 @@ pub struct Seats {
     pub out: BTreeMap<MemberName, String>,
 }
 
-/// Gives seats. `members` stand in the order of their ranks, the source first, each with the UUIDs of its GPUs, at least one.
-pub fn seats(members: &[(&MemberName, Vec<String>)]) -> Seats {
-    let mut seats = Seats::default();
+/// Gives rank_plan. `members` stand in the order of their ranks, the source first, each with the UUIDs of its GPUs, at least one.
+pub fn rank_plan(members: &[(&MemberName, Vec<String>)]) -> RankPlan {
+    let mut rank_plan = RankPlan::default();
     let mut taken: BTreeMap<&str, &MemberName> = BTreeMap::new();
     let source: &[String] = members.first().map(|(_, gpus)| gpus.as_slice()).unwrap_or_default();
     for (place, (name, gpus)) in members.iter().enumerate() {
@@ -29,9 +29,9 @@ pub fn seats(members: &[(&MemberName, Vec<String>)]) -> Seats {
         match shared {
             None => {
                 taken.extend(gpus.iter().map(|gpu| (gpu.as_str(), *name)));
-                seats.ranks.push(((*name).clone(), gpus.clone()));
+                rank_plan.ranks.push(((*name).clone(), gpus.clone()));
             }
-            Some(_) if place > 0 && gpus.as_slice() == source && gpus.len() == 1 => seats.guests.push((*name).clone()),
+            Some(_) if place > 0 && gpus.as_slice() == source && gpus.len() == 1 => rank_plan.guests.push((*name).clone()),
             Some((gpu, other)) => {
                 let why = if source.contains(gpu) {
                     format!(
@@ -41,9 +41,9 @@ pub fn seats(members: &[(&MemberName, Vec<String>)]) -> Seats {
                 } else {
                     format!("it is on {gpu} as {other} is: a communicator has one rank a GPU")
                 };
-                seats.out.insert((*name).clone(), why);
+                rank_plan.out.insert((*name).clone(), why);
             }
         }
     }
-    seats
+    rank_plan
 }

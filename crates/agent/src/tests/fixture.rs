@@ -92,7 +92,7 @@ impl Drop for Member {
 }
 
 /// Everything that a group needs.
-pub struct Bed {
+pub struct Fixture {
     pub ca: Ca,
     pub client: AgentClient,
     pub versions: tempfile::TempDir,
@@ -107,7 +107,7 @@ pub struct Bed {
     pub pods: u32,
 }
 
-impl Bed {
+impl Fixture {
     pub fn new() -> Self {
         let ca = Ca::generate().unwrap();
         let client = AgentClient::new(ca.issue(&PeerIdentity::Controller, HOUR).unwrap());
@@ -176,9 +176,9 @@ impl Bed {
         let (start, cancel) =
             (Start { identity, incarnation, role, engine, place, wrong, cgroups: self.cgroups.clone() }, CancellationToken::new());
         let (name_of, token) = (name.clone(), cancel.clone());
-        let (told, hear) = std::sync::mpsc::channel();
+        let (reported, hear) = std::sync::mpsc::channel();
         runtime.spawn(async move {
-            told.send(start.run(name_of, token).await).unwrap();
+            reported.send(start.run(name_of, token).await).unwrap();
         });
         let mut member = hear.recv_timeout(SOON).unwrap();
         member.runtime = Some(runtime);

@@ -23,14 +23,14 @@ pub const LONG: Duration = Duration::from_secs(60);
 /// Silence of streams whose members all live.
 pub const PATIENT: u64 = 10_000;
 
-/// What a member's store was told.
+/// What a member's store was informed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Seen {
     pub bytes: Vec<u8>,
     pub buckets: Vec<u32>,
     pub ended: bool,
     pub broken: Option<(Option<String>, String)>,
-    /// Calls that came behind the last word.
+    /// Calls that came after the last word.
     pub too_late: usize,
 }
 
@@ -67,7 +67,7 @@ impl Record {
         });
     }
 
-    /// Waits until the store was told what the test waits for.
+    /// Waits until the store was informed what the test waits for.
     pub async fn until(&self, wanted: impl FnMut(&Seen) -> bool) -> Seen {
         let mut watch = self.seen.subscribe();
         let found = timeout(LONG, watch.wait_for(wanted)).await;
@@ -121,7 +121,7 @@ impl BucketStore for Record {
     }
 }
 
-/// Lets in whoever knows the secret, each attempt into a record of its own.
+/// Lets in anyone who knows the secret, each attempt into a record of its own.
 pub struct Door {
     name: MemberName,
     refuse: Refuse,
@@ -180,9 +180,9 @@ impl Member {
     /// Stops the member as SIGSTOP does: its sockets stay open and nothing runs.
     pub async fn freeze(&self) {
         let (frozen, asleep) = (self.frozen.clone(), Arc::new(tokio::sync::Notify::new()));
-        let told = asleep.clone();
+        let reported = asleep.clone();
         self.runtime.as_ref().unwrap().spawn(async move {
-            told.notify_one();
+            reported.notify_one();
             let (thawed, wake) = &*frozen;
             wake.wait_while_for(&mut thawed.lock(), |thawed| !*thawed, LONG);
         });
@@ -200,13 +200,13 @@ impl Drop for Member {
 }
 
 #[derive(Clone)]
-pub struct Bed {
+pub struct Fixture {
     tcp: TcpOptions,
     /// Whether members read payloads from each other through NIXL.
     fabric: bool,
 }
 
-impl Bed {
+impl Fixture {
     /// Small receive buffers, so that small tests meet their ends.
     pub fn tcp() -> Self {
         Self::over(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 1, ..TcpOptions::default() })
@@ -241,8 +241,8 @@ impl Bed {
     pub async fn member(&self, name: &str, refuse: Refuse) -> Member {
         let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let door = Door::new(name, refuse);
-        let (bed, behind) = (self.clone(), door.clone());
-        let (transport, _) = runtime.spawn(async move { bed.transport(behind).await }).await.unwrap();
+        let (fixture, behind) = (self.clone(), door.clone());
+        let (transport, _) = runtime.spawn(async move { fixture.transport(behind).await }).await.unwrap();
         Member {
             name: MemberName(name.into()),
             address: transport.address(),

@@ -1,4 +1,4 @@
-//! What stands between an endpoint's GPUs and whoever they are for: why the container has none, and why memory of one that it has cannot be
+//! What stands between an endpoint's GPUs and anyone who they are for: why the container has none, and why memory of one that it has cannot be
 //! shared with the engine. [`plan::sharing`](weightsync_core::plan::sharing) decides; here its facts are gathered.
 
 use super::{Gpus, Open};
@@ -9,7 +9,7 @@ impl Gpus {
     /// Why the engine cannot be handed memory of these GPUs (CUDA IPC); empty when nothing speaks against it.
     pub(super) async fn unshared(&self, open: &[Open]) -> String {
         let (child, port) = (self.settings.child, self.core.me().port);
-        let gpus = open.iter().map(|seat| seat.gpu.clone()).collect();
+        let gpus = open.iter().map(|entry| entry.gpu.clone()).collect();
         // It reads a file of each process that it can see.
         let read = tokio::task::spawn_blocking(move || {
             let around = Surroundings::of_this_process();

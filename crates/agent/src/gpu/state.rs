@@ -1,4 +1,4 @@
-//! Keeps a worker on each GPU of an endpoint: finds the GPUs, opens them, and starts what ended anew, ever more slowly while it fails.
+//! Keeps a worker on each GPU of an endpoint: finds the GPUs, opens them, and starts what ended again, ever more slowly while it fails.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
-use super::beside::missing;
+use super::alongside::missing;
 use super::{GpuChoice, Gpus, Share};
 use weightsync_core::protocol::worker::{GpuFacts, NcclFacts, WorkerAnswer};
 use weightsync_gpu::worker::{Ring, Worker, WorkerError};
@@ -22,12 +22,12 @@ const AGAIN: (Duration, Duration) = (Duration::from_millis(500), Duration::from_
 /// A driver that was never there will hardly come: it is looked for this often.
 const LOOK: Duration = Duration::from_secs(120);
 
-/// A worker that lived for so long is started anew at once when it ends.
+/// A worker that lived for so long is started again at once when it ends.
 const STEADY: Duration = Duration::from_secs(5);
 
 /// Where the GPUs of an endpoint stand.
 #[derive(Clone)]
-pub(super) enum Seats {
+pub(super) enum GpuState {
     /// Not known yet, or being opened.
     Starting,
     None(String),
@@ -47,7 +47,7 @@ pub(super) struct Open {
     pub(super) ring: Arc<tokio::sync::Mutex<Option<Ring>>>,
 }
 
-impl Seats {
+impl GpuState {
     pub(super) fn open(&self) -> &[Open] {
         match self {
             Self::Open(open) => open,
@@ -60,9 +60,9 @@ impl Gpus {
     /// Keeps workers open until `cancel`.
     pub async fn supervise(self: Arc<Self>, cancel: CancellationToken) {
         if self.settings.choice == GpuChoice::None {
-            self.seats.send_replace(Seats::None("its agent was told to use no GPU".into()));
+            self.state.send_replace(GpuState::None("its agent was asked to use no GPU".into()));
             if let Some(source) = &self.source {
-                drop(source.send_replace(Err("its agent was told to use no GPU".into())));
+                drop(source.send_replace(Err("its agent was asked to use no GPU".into())));
             }
             return;
         }
@@ -87,7 +87,7 @@ impl Gpus {
                     // Workers of settings that changed meanwhile are not shown: an epoch would be prepared with them and lose them.
                     let wanted = self.wanted.borrow();
                     if wanted.start() == started_with {
-                        self.seats.send_replace(Seats::Open(opened));
+                        self.state.send_replace(GpuState::Open(opened));
                     }
                 }
                 Err(reason) => {
@@ -95,7 +95,7 @@ impl Gpus {
                         tracing::info!(reason, "no GPU is used here");
                         said = Some(reason.clone());
                     }
-                    self.seats.send_replace(Seats::None(reason));
+                    self.state.send_replace(GpuState::None(reason));
                     let never = self.settings.choice == GpuChoice::Auto && !had_one;
                     let wait = if never { LOOK } else { backoff.failed() };
                     tokio::select! {
@@ -106,11 +106,11 @@ impl Gpus {
                 }
             }
             let since = Instant::now();
-            let ends = open.iter().cloned().map(|seat| Box::pin(async move { (seat.worker.ended().await, seat.gpu.uuid) }));
+            let ends = open.iter().cloned().map(|entry| Box::pin(async move { (entry.worker.ended().await, entry.gpu.uuid) }));
             tokio::select! {
                 ((cause, gpu), _, _) = futures::future::select_all(ends) => {
                     tracing::warn!(gpu, cause, "a GPU worker ended; another one is started");
-                    self.seats.send_replace(Seats::Starting);
+                    self.state.send_replace(GpuState::Starting);
                     self.worker_lost(&cause);
                     if since.elapsed() >= STEADY {
                         backoff.succeeded();
@@ -123,9 +123,9 @@ impl Gpus {
                         continue;
                     }
                     tracing::info!("settings of NCCL or UCX changed: GPU workers start again");
-                    for seat in open.drain(..) {
+                    for entry in open.drain(..) {
                         self.worker_lost("its settings changed");
-                        seat.worker.kill("its settings changed");
+                        entry.worker.kill("its settings changed");
                     }
                 }
             }
@@ -136,13 +136,13 @@ impl Gpus {
     async fn open_all(&self, living: Vec<Open>) -> Result<Vec<Open>, String> {
         let (gpus, mut idle) = match &self.settings.choice {
             GpuChoice::These(gpus) => (gpus.clone(), None),
-            GpuChoice::None => return Err("its agent was told to use no GPU".into()),
+            GpuChoice::None => return Err("its agent was asked to use no GPU".into()),
             GpuChoice::Auto => self.visible().await.map(|(gpus, worker)| (gpus, Some(worker)))?,
         };
         let mut open = Vec::new();
         for gpu in gpus {
-            match living.iter().find(|seat| seat.gpu.uuid == gpu && seat.worker.cause().is_none()) {
-                Some(seat) => open.push(seat.clone()),
+            match living.iter().find(|entry| entry.gpu.uuid == gpu && entry.worker.cause().is_none()) {
+                Some(entry) => open.push(entry.clone()),
                 None => open.push(self.open(&gpu, idle.take()).await.map_err(|error| error.to_string())?),
             }
         }

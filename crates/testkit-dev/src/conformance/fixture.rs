@@ -43,7 +43,7 @@ fn kill(running: &Mutex<Option<Simulator>>) {
     }
 }
 
-/// A socket at an address that it shares with others that ask to share it: two of one test bed.
+/// A socket at an address that it shares with others that ask to share it: two of one test fixture.
 fn bind(address: SocketAddr) -> std::io::Result<TcpSocket> {
     let socket = TcpSocket::new_v4()?;
     socket.set_reuseaddr(true)?;
@@ -64,7 +64,7 @@ struct Simulated {
     memory: Memory,
 }
 
-pub(super) struct Bed {
+pub(super) struct Fixture {
     pub(super) engine: String,
     pub(super) patience: Duration,
     pub(super) silence: Duration,
@@ -87,7 +87,7 @@ pub(super) struct Bed {
     folder: Folder,
 }
 
-impl Bed {
+impl Fixture {
     pub(super) fn live(options: &Options, live: &Live, way: Way) -> Result<Self, ConformanceError> {
         let folder = Folder::make()?;
         Ok(Self {
@@ -146,7 +146,7 @@ impl Bed {
         let port = bind(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0))?;
         let simulator = Simulator::start(options.clone(), bind(port.local_addr()?)?.listen(BACKLOG)?).await?;
         let (address, url) = (simulator.address(), simulator.url());
-        let bed = Self {
+        let fixture = Self {
             engine: of.engine.clone(),
             patience: of.patience,
             silence: of.silence,
@@ -172,8 +172,8 @@ impl Bed {
             way,
             folder,
         };
-        bed.write_process(address.port())?;
-        Ok(bed)
+        fixture.write_process(address.port())?;
+        Ok(fixture)
     }
 
     /// How the simulated server's process looks to an adapter, where the way wants to see it.

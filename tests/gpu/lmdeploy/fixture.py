@@ -25,7 +25,7 @@ SERVERS = {
 }
 
 
-class Bed(Record):
+class Fixture(Record):
     def __init__(self, args: argparse.Namespace, needed: set[str]) -> None:
         super().__init__(args.out / "lmdeploy.jsonl")
         self.args = args
@@ -98,7 +98,7 @@ class Bed(Record):
         return self.trainers[size, gpu]
 
     def keep(self, group: Group) -> None:
-        """The agents' logs, beside the results."""
+        """The agents' logs, next to the results."""
         (self.args.out / f"{group.state.name}.log").write_text(group.logs()[-400_000:])
 
     def stop(self) -> None:
